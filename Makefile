@@ -1,0 +1,62 @@
+# `make demo` and `make test` need python3 >= 3.11 and nothing else: they make their own environment in .venv.
+
+PYTHON ?= python3
+# What pytest gets besides: make test ARGS="tests/store -x"
+ARGS ?=
+
+.PHONY: help demo test check matrix bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make demo     4 processes reduce real arrays, in .venv'
+	@echo 'make test     every test that needs no GPU'
+	@echo 'make check    format, lint and types'
+	@echo 'make matrix   the full matrices, Pythons 3.11 to 3.13, asyncio and uvloop'
+	@echo 'make bench    against Gloo (installs torch into .venv-bench)'
+	@echo 'make clean    remove the environments and caches'
+
+.venv/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo 'aiocoll needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+demo: .venv/installed
+	.venv/bin/aiocoll run -n 4 examples/allreduce.py
+
+test: .venv/installed
+	PYTHONASYNCIODEBUG=1 .venv/bin/python -m pytest -m 'not matrix and not soak' $(ARGS)
+
+check: .venv/installed
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+matrix: matrix-3.11 matrix-3.12 matrix-3.13
+
+# A Python is taken from the PATH or from pyenv; its shims are on the PATH even for versions that they refuse to run.
+matrix-%:
+	@for python in python$* $$(ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$*.*/bin/python 2>/dev/null); do \
+		if $$python -c '' 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then echo "Python $*: skipped, none found"; exit 0; fi; \
+	set -ex; \
+	$$found -m venv .venv-$*; \
+	.venv-$*/bin/python -m pip install --quiet --editable '.[dev]'; \
+	for loop in asyncio uvloop; do \
+		PYTHONASYNCIODEBUG=1 AIOCOLL_TEST_LOOP=$$loop .venv-$*/bin/python -m pytest -m 'not soak' $(ARGS); \
+	done
+
+# The release that the numbers in the documentation were measured against.
+.venv-bench/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet torch==2.13.0
+	.venv-bench/bin/python -m pip install --quiet --editable .
+	@touch $@
+
+bench: .venv-bench/installed
+	.venv-bench/bin/python bench/allreduce.py
+
+clean:
+	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache build dist

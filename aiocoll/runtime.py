@@ -1,0 +1,51 @@
+"""The seam: every clock reading, timer and random byte of the library goes through a `Runtime`.
+
+A group on a virtual clock is the same code with another `Runtime` (and a loop whose time is virtual),
+so nothing else in the package may import `time`, `random` or `os.urandom`; a test checks that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Runtime"]
+
+
+class Runtime:
+    """Time and randomness of one event loop."""
+
+    __slots__ = ("call_later", "call_soon", "loop", "ticks", "time")
+
+    #: An await may poll before it suspends; off where time is virtual, since polling takes none of it.
+    may_spin = True
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.time: Callable[[], float] = loop.time
+        """Seconds on the clock that timers, timeouts and error messages use."""
+        self.ticks: Callable[[], float] = time.perf_counter
+        """Real seconds, to bound the work done in one callback; never for a decision peers can see."""
+        self.call_soon: Callable[..., asyncio.Handle] = loop.call_soon
+        self.call_later: Callable[..., asyncio.TimerHandle] = loop.call_later
+
+    @staticmethod
+    def of(loop: asyncio.AbstractEventLoop) -> Runtime:
+        """Return the runtime of `loop`: its own if it brings one (a virtual clock does), else the real one."""
+        made: Runtime = getattr(loop, "aiocoll_runtime", Runtime)(loop)
+        return made
+
+    def random_bytes(self, n: int) -> bytes:
+        """Return `n` bytes fit for keys and nonces."""
+        return os.urandom(n)
+
+    async def sleep(self, seconds: float) -> None:
+        """Suspend for `seconds` of this runtime's time."""
+        await asyncio.sleep(seconds)
+
+    def create_task(self, coro: Any, name: str) -> asyncio.Task[Any]:
+        """Start a background task; the caller keeps the reference."""
+        return self.loop.create_task(coro, name=name)
