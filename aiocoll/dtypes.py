@@ -1,0 +1,299 @@
+"""The element types that travel, and exact conversions between the narrow ones and float32.
+
+A `DType` names an element type on the wire and says how it is stored in the flat NumPy arrays the rest of the library
+works on. bfloat16 and the float8 types, which NumPy does not have, are stored as unsigned integers of their width;
+nothing here needs `ml_dtypes`, whose arrays are recognised by the name of their dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from aiocoll.errors import BackendUnavailableError
+
+__all__ = ["DType", "Kind", "array_dtype", "by_code", "by_name", "from_float32", "of_numpy", "to_float32"]
+
+Kind = Literal["bool", "int", "uint", "float", "half", "complex"]
+Convert = Callable[[npt.NDArray[Any], npt.NDArray[Any]], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DType:
+    """An element type. There is one instance per type, so `is` and hashing by identity work.
+
+    Attributes:
+        name: NumPy's, or ml_dtypes' name, which is also torch's.
+        code: its number on the wire, 1 to 255, fixed forever; 0 is left for operations that carry no data.
+        itemsize: bytes per element.
+        storage: dtype of the flat arrays that hold it.
+        kind: what arithmetic applies; ``"half"`` is every float of 16 bits or fewer: they accumulate in float32.
+    """
+
+    name: str
+    code: int
+    itemsize: int
+    storage: np.dtype[Any]
+    kind: Kind
+
+    def __reduce__(self) -> tuple[Callable[[str], DType], tuple[str]]:
+        return by_name, (self.name,)
+
+
+@dataclass(frozen=True, slots=True)
+class _Float8:
+    """How a float8 type is laid out: a sign bit, then exponent and `mantissa` bits.
+
+    `overflow` is the code of what follows the largest finite value (whose code is one less): infinity, or NaN.
+    In the `unsigned_zero` types the code of -0 is the only NaN.
+    """
+
+    mantissa: int
+    bias: int
+    overflow: int
+    nan: int
+    unsigned_zero: bool
+
+    def magnitudes(self) -> npt.NDArray[np.float64]:
+        """Values of the codes 0 to `overflow`, the last one as if it were finite; ascending, as codes are."""
+        codes = np.arange(self.overflow + 1)
+        exponent, mantissa = codes >> self.mantissa, codes & ((1 << self.mantissa) - 1)
+        hidden = np.where(exponent > 0, 1 << self.mantissa, 0)
+        scale = np.maximum(exponent, 1) - self.bias - self.mantissa
+        values: npt.NDArray[np.float64] = np.ldexp((mantissa + hidden).astype(np.float64), scale)
+        return values
+
+
+_FLOAT8: Mapping[str, _Float8] = MappingProxyType(
+    {
+        "float8_e4m3fn": _Float8(mantissa=3, bias=7, overflow=0x7F, nan=0x7F, unsigned_zero=False),
+        "float8_e5m2": _Float8(mantissa=2, bias=15, overflow=0x7C, nan=0x7E, unsigned_zero=False),
+        "float8_e4m3fnuz": _Float8(mantissa=3, bias=8, overflow=0x80, nan=0x80, unsigned_zero=True),
+        "float8_e5m2fnuz": _Float8(mantissa=2, bias=16, overflow=0x80, nan=0x80, unsigned_zero=True),
+    }
+)
+
+
+def _define() -> tuple[DType, ...]:
+    carriers = {"bfloat16": "uint16"} | dict.fromkeys(_FLOAT8, "uint8")
+    # Codes are positions in this list: append, never insert.
+    kinds: tuple[tuple[Kind, str], ...] = (
+        ("bool", "bool"),
+        ("int", "int8 int16 int32 int64"),
+        ("uint", "uint8 uint16 uint32 uint64"),
+        ("float", "float32 float64"),
+        ("complex", "complex64 complex128"),
+        ("half", "float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"),
+    )
+    pairs = [(kind, name, np.dtype(carriers.get(name, name))) for kind, names in kinds for name in names.split()]
+    return tuple(DType(name, code, s.itemsize, s, kind) for code, (kind, name, s) in enumerate(pairs, start=1))
+
+
+_ALL = _define()
+_BY_NAME: Mapping[str, DType] = MappingProxyType({d.name: d for d in _ALL})
+_NATIVE: Mapping[np.dtype[Any], DType] = MappingProxyType({d.storage: d for d in _ALL if d.name == d.storage.name})
+
+
+def of_numpy(dtype: np.dtype[Any]) -> DType:
+    """Return the type of arrays whose dtype is `dtype` (one of NumPy's or of ml_dtypes').
+
+    Raises:
+        TypeError: no such arrays can be exchanged.
+    """
+    found = _NATIVE.get(dtype)
+    if found is not None:
+        return found
+    if dtype.type.__module__ == "ml_dtypes" and dtype.name in _BY_NAME:
+        return _BY_NAME[dtype.name]
+    if not dtype.isnative and dtype.newbyteorder("=") in _NATIVE:
+        hint = "convert it first: x.astype(x.dtype.newbyteorder('='))"
+        raise TypeError(f"dtype {dtype.str!r} is {dtype.name} in foreign byte order; {hint}")
+    raise TypeError(f"dtype {dtype} is not supported; use one of {', '.join(_BY_NAME)}")
+
+
+def by_name(name: str) -> DType:
+    """Return the type called `name`; TypeError when there is none."""
+    found = _BY_NAME.get(name)
+    if found is None:
+        raise TypeError(f"dtype {name!r} is not supported; use one of {', '.join(_BY_NAME)}")
+    return found
+
+
+def by_code(code: int) -> DType:
+    """Return the type with number `code` on the wire; ValueError when there is none."""
+    if not 1 <= code <= len(_ALL):
+        raise ValueError(f"dtype code {code} is unknown; codes go from 1 to {len(_ALL)}")
+    return _ALL[code - 1]
+
+
+def array_dtype(dtype: DType) -> np.dtype[Any]:
+    """Return the dtype that users' arrays of this type have; for bfloat16 and float8 it is ml_dtypes'.
+
+    Raises:
+        BackendUnavailableError: `dtype` needs ml_dtypes and that is not installed.
+    """
+    if dtype in _NATIVE.values():
+        return dtype.storage
+    try:
+        ml_dtypes = import_module("ml_dtypes")
+    except ImportError as exc:
+        raise BackendUnavailableError(f"arrays of {dtype.name} need ml_dtypes: pip install ml_dtypes") from exc
+    extension: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.name))
+    return extension
+
+
+def to_float32(dtype: DType) -> Convert:
+    """Return ``up(src, out)``: convert flat `src` (storage of the half kind `dtype`) into float32 `out`, exactly."""
+    return _HALF[dtype.name][0]
+
+
+def from_float32(dtype: DType) -> Convert:
+    """Return ``down(src, out)``: round float32 `src` into flat `out` (storage of the half kind `dtype`).
+
+    To nearest, ties to even, as IEEE 754 and ml_dtypes do. Beyond the largest value it gives an infinity, or NaN for
+    the float8 types that have none; NumPy may warn of that. NaN stays NaN. `src` is left as it is.
+    """
+    return _HALF[dtype.name][1]
+
+
+# --- bfloat16: the upper half of a float32 ---
+
+
+def _bfloat16_up(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+    bits = out.view(np.uint32)
+    np.copyto(bits, src)
+    np.left_shift(bits, 16, bits)
+
+
+def _bfloat16_down(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+    bits = src.view(np.uint32)
+    rounded = np.right_shift(bits, 16)
+    np.bitwise_and(rounded, 1, rounded)
+    np.add(rounded, bits, rounded)
+    np.add(rounded, 0x7FFF, rounded)
+    np.right_shift(rounded, 16, rounded)
+    np.copyto(out, rounded, casting="unsafe")
+    nan = np.isnan(src)
+    if nan.any():
+        # Adding to a NaN's mantissa can carry into its sign and give zero, so NaNs are written apart.
+        out[nan] = (bits[nan] >> 16) & 0x8000 | 0x7FC0
+
+
+# --- float16: by table up, by integer arithmetic down ---
+
+
+@cache
+def _float16_table() -> npt.NDArray[np.float32]:
+    return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+
+
+def _float16_up(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+    # Twice as fast as the cast. (Shifts and a multiplication by 2**112 are faster still, but go through float32
+    # denormals, which cost 100 cycles each on some processors and vanish where a library set flush-to-zero.)
+    # "wrap" is the fastest mode, and every index is in range.
+    _float16_table().take(src.view(np.uint16), out=out, mode="wrap")
+
+
+# From here on values round to infinity.
+_FLOAT16_OVERFLOW = np.float32(65520).view(np.uint32)
+# Below this many elements the fifteen passes over the data cost more in calls than they gain over NumPy's cast.
+_FLOAT16_PASSES_FROM = 12288
+
+
+def _float16_down(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+    if len(src) < _FLOAT16_PASSES_FROM:
+        np.copyto(out, src, casting="same_kind")
+        return
+    bits = src.view(np.uint32)
+    size = np.bitwise_and(bits, 0x7FFFFFFF)
+    if size.max() >= _FLOAT16_OVERFLOW:  # infinities and NaNs too
+        np.copyto(out, src, casting="same_kind")
+        return
+    # Adding 2**13 times the power of two below |x| (at least 2**-14, where float16 goes subnormal) leaves no more
+    # bits after the point than float16 has, rounded as the processor rounds: the low bits of the sum are the mantissa.
+    step = np.bitwise_and(size, 0x7F800000)
+    np.maximum(step, np.full_like(step, (127 - 14) << 23), out=step)  # a scalar operand takes NumPy's slow loop
+    np.add(step, 13 << 23, step)
+    np.add(size.view(np.float32), step.view(np.float32), size.view(np.float32))
+    np.subtract(size, step, size)
+    np.right_shift(step, 13, step)
+    np.add(size, step, size)  # exponent and mantissa, the exponent too large by 126: see the last line
+    codes = out.view(np.uint16)
+    np.copyto(codes, size, casting="unsafe")
+    np.right_shift(bits, 16, step)
+    sign = step.astype(np.uint16)
+    np.bitwise_and(sign, 0x8000, sign)
+    np.subtract(codes, (126 << 10) & 0xFFFF, codes)
+    np.bitwise_or(codes, sign, codes)
+
+
+# --- float8: by tables both ways ---
+
+
+@cache
+def _float8_up_table(name: str) -> npt.NDArray[np.float32]:
+    layout = _FLOAT8[name]
+    half = np.full(128, np.nan, dtype=np.float32)
+    finite = layout.magnitudes()[: layout.overflow]
+    half[: len(finite)] = finite
+    if layout.overflow != layout.nan:
+        half[layout.overflow] = np.inf
+    table = np.concatenate([half, -half])
+    if layout.unsigned_zero:
+        table[0x80] = np.nan
+    return table
+
+
+@cache
+def _float8_down_table(name: str) -> npt.NDArray[np.uint8]:
+    """Codes of all float32 values whose lower 16 bits are zero."""
+    layout = _FLOAT8[name]
+    points = layout.magnitudes()
+    values = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
+    nan = np.isnan(values)
+    size = np.where(nan, 0, np.abs(values)).astype(np.float64)
+    above = np.clip(np.searchsorted(points, size), 1, layout.overflow)
+    middle = (points[above - 1] + points[above]) / 2
+    codes = above - ((size < middle) | ((size == middle) & (above % 2 == 1)))
+    codes[nan] = layout.nan
+    signed = (codes > 0) & (codes < 0x80) if layout.unsigned_zero else True
+    table: npt.NDArray[np.uint8] = np.where(np.signbit(values) & signed, codes | 0x80, codes).astype(np.uint8)
+    return table
+
+
+def _float8_up(name: str) -> Convert:
+    def up(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+        _float8_up_table(name).take(src, out=out, mode="wrap")
+
+    return up
+
+
+def _float8_down(name: str) -> Convert:
+    def down(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+        # Cut to the upper 16 bits, the last of them set if anything is lost. That bit lies below every midpoint
+        # between two float8 values, so that the cut value rounds to where the whole one does.
+        bits = src.view(np.uint32)
+        lost = np.bitwise_and(bits, 0xFFFF)
+        np.add(lost, 0xFFFF, lost)
+        np.right_shift(lost, 16, lost)
+        index = np.right_shift(bits, 16)
+        np.bitwise_or(index, lost, index)
+        _float8_down_table(name).take(index, out=out, mode="wrap")
+
+    return down
+
+
+_HALF: Mapping[str, tuple[Convert, Convert]] = MappingProxyType(
+    {
+        "float16": (_float16_up, _float16_down),
+        "bfloat16": (_bfloat16_up, _bfloat16_down),
+        **{name: (_float8_up(name), _float8_down(name)) for name in _FLOAT8},
+    }
+)

@@ -1,0 +1,268 @@
+"""How a reduction is computed on flat NumPy arrays.
+
+Floats of 16 bits or fewer are added up in float32 over all inputs and rounded once. Everything else is a chain of
+NumPy calls. Overflow and invalid operations are signalled the way NumPy's error state says: callers that want
+silence run kernels under ``np.errstate(all="ignore")``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aiocoll.dtypes import DType, array_dtype, from_float32, to_float32
+from aiocoll.errors import BackendUnavailableError
+
+__all__ = ["Array", "Kernel", "builtin_kernel", "custom_kernel"]
+
+Array = npt.NDArray[Any]
+Combine = Callable[[Array, Array, Array], Any]
+Fold = Callable[[Sequence[Array], Array], None]
+
+# Bytes of a fold's accumulator: with the inputs it stays in the second-level cache (1 MiB and more on servers).
+_PIECE_BYTES = 64 * 1024
+# Elements a half fold converts at once: two float32 scratch arrays of 128 KiB and the conversions' own, in cache.
+_HALF_PIECE = 32 * 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """One reduction on one dtype. Arrays are 1-D, C-contiguous, of the dtype's storage, and equally long.
+
+    Attributes:
+        combine: ``combine(a, b, out)``: out = f(a, b), where `a` comes from the lower ranks; `out` may be exactly `a`
+            or `b`. Not the last touch.
+        fold: ``fold(inputs, out)``: f over all inputs in order, then the last touch; `out` may be exactly one of them.
+        finalize: the last touch (AVG divides), in place, or None.
+        prescale: ``prescale(src, out)`` is applied to each rank's own data before anything else, or None.
+        ordered: evaluate by one `fold` over the inputs of all ranks, in rank order.
+        portable: the bits of the result do not depend on where an element lies in the arrays, so that several ranks
+            may compute the same element. (The payload and sign of a NaN made from two NaNs are exempt.)
+    """
+
+    combine: Combine
+    fold: Fold
+    finalize: Callable[[Array], None] | None = None
+    prescale: Callable[[Array, Array], None] | None = None
+    ordered: bool = False
+    portable: bool = True
+
+
+def _minimum(a: Array, b: Array, out: Array) -> None:
+    np.minimum(a, b, out=out)  # NumPy deprecates the third positional argument of these two
+
+
+def _maximum(a: Array, b: Array, out: Array) -> None:
+    np.maximum(a, b, out=out)
+
+
+_NUMERIC: Mapping[str, Combine] = MappingProxyType(
+    {
+        "SUM": np.add,
+        "AVG": np.add,
+        "PREMUL_SUM": np.add,
+        "PRODUCT": np.multiply,
+        "MIN": _minimum,
+        "MAX": _maximum,
+        "BAND": np.bitwise_and,
+        "BOR": np.bitwise_or,
+        "BXOR": np.bitwise_xor,
+    }
+)
+_BOOL: Mapping[str, Combine] = MappingProxyType(
+    {
+        "SUM": np.logical_or,
+        "PRODUCT": np.logical_and,
+        "MIN": np.logical_and,
+        "MAX": np.logical_or,
+        "BAND": np.logical_and,
+        "BOR": np.logical_or,
+        "BXOR": np.logical_xor,
+    }
+)
+
+
+def builtin_kernel(name: str, dtype: DType, world_size: int, factor: float | complex | None) -> Kernel:
+    """Return the kernel of the built-in op `name`; the pair is known to be allowed.
+
+    Args:
+        name: ``"SUM"`` and so on.
+        dtype: of the arrays.
+        world_size: what AVG divides by.
+        factor: what PREMUL_SUM multiplies by; None for the others.
+    """
+    if dtype.kind == "half":
+        assert not isinstance(factor, complex)
+        return _half_kernel(name, dtype, world_size, factor)
+    combine = (_BOOL if dtype.kind == "bool" else _NUMERIC)[name]
+    finalize = _divider(dtype, world_size) if name == "AVG" else None
+    return Kernel(
+        combine=combine,
+        fold=_chain(combine, finalize),
+        finalize=finalize,
+        prescale=None if factor is None else _scaler(dtype, factor),
+        # Products of complex numbers are fused or not depending on the place in the vector.
+        portable=not (dtype.kind == "complex" and name == "PRODUCT"),
+    )
+
+
+def _chain(combine: Combine, finalize: Callable[[Array], None] | None) -> Fold:
+    def fold(inputs: Sequence[Array], out: Array) -> None:
+        if len(inputs) == 1:
+            np.copyto(out, inputs[0])
+        elif len(inputs) == 2:
+            combine(inputs[0], inputs[1], out)
+        else:
+            _accumulate(combine, inputs, out)
+        if finalize is not None:
+            finalize(out)
+
+    return fold
+
+
+def _accumulate(combine: Combine, inputs: Sequence[Array], out: Array) -> None:
+    """Reduce three or more inputs piece by piece in scratch; `out` is written last, so it may be any of them."""
+    count = max(1, _PIECE_BYTES // out.itemsize)
+    scratch = np.empty(min(count, len(out)), dtype=out.dtype)
+    for start in range(0, len(out), count):
+        pieces = [x[start : start + count] for x in inputs]
+        partial = scratch[: len(pieces[0])]
+        combine(pieces[0], pieces[1], partial)
+        for piece in pieces[2:-1]:
+            combine(partial, piece, partial)
+        combine(partial, pieces[-1], out[start : start + count])
+
+
+def _divider(dtype: DType, world_size: int) -> Callable[[Array], None]:
+    if dtype.kind in ("int", "uint"):
+        return _integer_divider(dtype, world_size)
+    # A complex number divided by a real one: both parts are.
+    real = np.dtype(f"float{dtype.itemsize * 4}") if dtype.kind == "complex" else dtype.storage
+    divisor = real.type(world_size)
+
+    def divide(x: Array) -> None:
+        parts = x.view(real)
+        np.divide(parts, divisor, parts)
+
+    return divide
+
+
+def _integer_divider(dtype: DType, world_size: int) -> Callable[[Array], None]:
+    """Division that truncates toward zero, which NumPy does not have: magnitudes are divided, as unsigned integers."""
+    unsigned = np.dtype(f"uint{dtype.itemsize * 8}")
+    if world_size > np.iinfo(unsigned).max:
+        return lambda x: x.fill(0)
+    divisor = unsigned.type(world_size)
+
+    def divide(x: Array) -> None:
+        negative = x < 0
+        if dtype.kind == "int":
+            np.absolute(x, x)  # the smallest integer stays as it is, which is its magnitude when read as unsigned
+        magnitude = x.view(unsigned)
+        np.floor_divide(magnitude, divisor, magnitude)
+        if dtype.kind == "int":
+            np.negative(x, x, where=negative)
+
+    return divide
+
+
+def _scaler(dtype: DType, factor: float | complex) -> Callable[[Array, Array], None]:
+    with np.errstate(over="ignore"):
+        typed = dtype.storage.type(factor)
+
+    def scale(src: Array, out: Array) -> None:
+        np.multiply(src, typed, out)
+
+    return scale
+
+
+def _half_kernel(name: str, dtype: DType, world_size: int, factor: float | None) -> Kernel:
+    selects = name in ("MIN", "MAX")
+    finalize = _half_map(dtype, np.divide, world_size) if name == "AVG" else None
+    prescale = None if factor is None else _half_map(dtype, np.multiply, factor)
+    pairwise = _half_fold(_NUMERIC[name], dtype, None)
+    return Kernel(
+        combine=lambda a, b, out: pairwise((a, b), out),
+        fold=_half_fold(_NUMERIC[name], dtype, world_size if name == "AVG" else None),
+        finalize=None if finalize is None else lambda x: finalize(x, x),
+        prescale=prescale,
+        ordered=not selects,
+    )
+
+
+def _half_fold(combine: Combine, dtype: DType, divisor: int | None) -> Fold:
+    up, down = to_float32(dtype), from_float32(dtype)
+
+    def fold(inputs: Sequence[Array], out: Array) -> None:
+        count = min(_HALF_PIECE, len(out))
+        total, operand = np.empty(count, dtype=np.float32), np.empty(count, dtype=np.float32)
+        with np.errstate(all="ignore"):
+            for start in range(0, len(out), _HALF_PIECE):
+                piece = slice(start, start + _HALF_PIECE)
+                target = out[piece]
+                acc, term = total[: len(target)], operand[: len(target)]
+                up(inputs[0][piece], acc)
+                for x in inputs[1:]:
+                    up(x[piece], term)
+                    combine(acc, term, acc)
+                if divisor is not None:
+                    np.divide(acc, divisor, acc)
+                down(acc, target)
+
+    return fold
+
+
+def _half_map(dtype: DType, ufunc: np.ufunc, operand: float) -> Callable[[Array, Array], None]:
+    """Return ``f(src, out)``: out = ufunc(src, operand), computed in float32 and rounded once."""
+    up, down = to_float32(dtype), from_float32(dtype)
+    with np.errstate(over="ignore"):
+        typed = np.float32(operand)
+
+    def apply(src: Array, out: Array) -> None:
+        scratch = np.empty(min(_HALF_PIECE, len(src)), dtype=np.float32)
+        with np.errstate(all="ignore"):
+            for start in range(0, len(src), _HALF_PIECE):
+                piece = src[start : start + _HALF_PIECE]
+                values = scratch[: len(piece)]
+                up(piece, values)
+                ufunc(values, typed, values)
+                down(values, out[start : start + _HALF_PIECE])
+
+    return apply
+
+
+def custom_kernel(function: Callable[[Any, Any, Any], object], name: str, commutative: bool, dtype: DType) -> Kernel:
+    """Return the kernel of a user's ``f(a, b, out)``.
+
+    Raises:
+        TypeError: arrays of `dtype` cannot be shown to the user without ml_dtypes, which is missing.
+    """
+    try:
+        shown = array_dtype(dtype)
+    except BackendUnavailableError as exc:
+        raise TypeError(f"op {name!r}: custom functions see {dtype.name} through ml_dtypes: {exc}") from exc
+
+    def call(a: Array, b: Array, out: Array) -> None:
+        view = out.view(shown)
+        returned = function(a.view(shown), b.view(shown), view)
+        if returned is not None and returned is not view:
+            raise TypeError(f"op {name!r}: f(a, b, out) must write into out and return None, not {type(returned)}")
+
+    def combine(a: Array, b: Array, out: Array) -> None:
+        fold((a, b), out)
+
+    def fold(inputs: Sequence[Array], out: Array) -> None:
+        # Results alternate between two scratch arrays: the user's out never is one of the operands.
+        result = inputs[0]
+        scratch, spare = np.empty((2, len(out)), dtype=out.dtype)
+        for x in inputs[1:]:
+            call(result, x, scratch)
+            result, scratch, spare = scratch, spare, scratch
+        np.copyto(out, result)
+
+    return Kernel(combine=combine, fold=fold, ordered=not commutative, portable=False)
