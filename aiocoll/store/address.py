@@ -1,0 +1,157 @@
+"""Where a TCP store listens: host and port, or ``unix:NAME`` (``unix:@NAME``: Linux abstract socket, no file)."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import os
+import socket
+import stat
+import struct
+from typing import Any, NamedTuple
+
+from aiocoll.errors import AuthenticationError, StoreUnavailableError
+from aiocoll.handshake import require_key
+
+__all__ = ["Endpoint", "check_peer", "describe", "is_unix", "listen", "resolve"]
+
+_UNIX = "unix:"
+#: Connections the kernel keeps for us until we accept them: all ranks of a large job at once.
+_BACKLOG = 1024
+
+
+class Endpoint(NamedTuple):
+    """One address that a socket can bind or connect to."""
+
+    family: int
+    sockaddr: Any
+
+    def require_key(self, key: bytes | None) -> None:
+        """Raise `AuthenticationError` if strangers could get at this endpoint and there is no key; see `handshake`."""
+        require_key("localhost" if isinstance(self.sockaddr, str) else self.sockaddr[0], key)
+
+    def socket(self) -> socket.socket:
+        """Return a new non-blocking socket of this family."""
+        sock = socket.socket(self.family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        if not isinstance(self.sockaddr, str):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+
+
+def is_unix(host: str) -> bool:
+    """Say whether `host` names a unix socket."""
+    return host.startswith(_UNIX)
+
+
+def describe(host: str, port: int) -> str:
+    """Return the address as error messages show it."""
+    if is_unix(host):
+        return host
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def resolve(host: str, port: int) -> list[Endpoint]:
+    """Look up `host`; literal addresses and unix sockets need no thread.
+
+    Raises:
+        OSError: it cannot be resolved.
+    """
+    known = _literal(host, port)
+    if known is not None:
+        return [known]
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [Endpoint(family, sockaddr) for family, _, _, _, sockaddr in found]
+
+
+def listen(host: str, port: int, key: bytes | None) -> socket.socket:
+    """Bind and listen on `host`, an address of this machine; `port` 0 takes a free one.
+
+    Raises:
+        AuthenticationError: other machines can reach the address and there is no key.
+        StoreUnavailableError: the address cannot be had.
+    """
+    where = describe(host, port)
+    try:
+        endpoint = _literal(host, port) or _first(host, port)
+        endpoint.require_key(key)
+        sock = endpoint.socket()
+        try:
+            _bind(sock, endpoint)
+            sock.listen(_BACKLOG)
+        except BaseException:
+            sock.close()
+            raise
+    except AuthenticationError:
+        raise
+    except OSError as exc:
+        hint = {
+            errno.EADDRINUSE: "another program has it, choose another port or 0",
+            errno.EADDRNOTAVAIL: "it is not an address of this machine",
+        }.get(exc.errno or 0, "give an address of this machine")
+        raise StoreUnavailableError(f"the store cannot listen on {where}: {exc.strerror or exc}; {hint}") from exc
+    return sock
+
+
+def check_peer(sock: socket.socket) -> None:
+    """Raise `AuthenticationError` unless the other end of a unix socket runs as this user (where the kernel tells)."""
+    option = getattr(socket, "SO_PEERCRED", None)
+    if option is None or sock.family != socket.AF_UNIX:
+        return
+    _, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, option, struct.calcsize("iII")))
+    if uid != os.geteuid():
+        raise AuthenticationError(f"the other end of the unix socket runs as uid {uid}, this process as {os.geteuid()}")
+
+
+def _literal(host: str, port: int) -> Endpoint | None:
+    if is_unix(host):
+        name = host.removeprefix(_UNIX)
+        return Endpoint(socket.AF_UNIX, "\0" + name[1:] if name.startswith("@") else name)
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        return None
+    if version == 4:
+        return Endpoint(socket.AF_INET, (host, port))
+    if "%" in host:
+        # The scope's number must be looked up; numeric hosts never ask a name server.
+        return _first(host, port)
+    return Endpoint(socket.AF_INET6, (host, port, 0, 0))
+
+
+def _first(host: str, port: int) -> Endpoint:
+    family, _, _, _, sockaddr = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return Endpoint(family, sockaddr)
+
+
+def _bind(sock: socket.socket, endpoint: Endpoint) -> None:
+    path = endpoint.sockaddr
+    if not isinstance(path, str):
+        if os.name == "posix":
+            # A restarted job need not wait for the old job's connections to leave TIME_WAIT.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(path)
+    elif path.startswith("\0"):
+        sock.bind(path)
+    else:
+        _remove_stale(path)
+        # Linux gives the socket file this mode at bind, so that there is no moment at which others may connect.
+        os.fchmod(sock.fileno(), 0o600)
+        sock.bind(path)
+        os.chmod(path, 0o600)
+
+
+def _remove_stale(path: str) -> None:
+    """Remove the socket file of a server that died; leave alone one that answers, and any other file."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            probe.connect(path)
+    except ConnectionRefusedError:
+        os.unlink(path)
+    except (FileNotFoundError, BlockingIOError):
+        return

@@ -1,0 +1,184 @@
+"""What every store offers.
+
+A store is a small dictionary that the ranks of a job share: str keys, bytes values, plus first-in-first-out queues with
+names of their own. It is how ranks meet; arrays travel through groups. A store implements `_call` (commands answered at
+once) and `_wait` (commands that wait for keys); all public methods are built on these two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, Self
+
+from aiocoll.errors import StoreTimeoutError
+from aiocoll.store.commands import check_arguments
+
+__all__ = ["Store", "seconds", "settled", "timed_out"]
+
+
+class Store(ABC):
+    """Base of all stores.
+
+    Every method raises `TypeError` or `ValueError` for a wrong argument, `StoreError` for one over a limit (keys 1 KiB,
+    values 8 MiB, 65,536 keys and queued items), and `StoreUnavailableError` once the store is closed or out of reach.
+    Waiting methods raise `StoreTimeoutError`, which lists the missing keys. `timeout` arguments are seconds or a
+    `timedelta`; None is the store's own, `inf` waits for ever. Cancelling a wait leaves nothing behind, and a queue
+    keeps its item.
+    """
+
+    def __init__(self, timeout: float | timedelta = 300.0) -> None:
+        self._timeout = seconds(timeout)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds a call waits when it is given no timeout."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, timeout: float | timedelta) -> None:
+        self._timeout = seconds(timeout)
+
+    async def set(self, key: str, value: bytes) -> None:
+        """Store `value` under `key`, whatever was there."""
+        await self._checked("set", key, value)
+
+    async def get(self, key: str, timeout: float | timedelta | None = None) -> bytes:
+        """Wait until `key` exists and return its value."""
+        value: bytes = await self._waited("get", timeout, key)
+        return value
+
+    async def add(self, key: str, amount: int) -> int:
+        """Add `amount` to the decimal number under `key` (absent: 0) and return the sum, which fits 64 bits."""
+        total: int = await self._checked("add", key, amount)
+        return total
+
+    async def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Store `desired` if the value is `expected`, or if `key` is absent and `expected` is empty.
+
+        Returns:
+            The value now stored; `expected` if the key is absent and stays so.
+        """
+        value: bytes = await self._checked("compare_set", key, expected, desired)
+        return value
+
+    async def check(self, keys: Iterable[str]) -> bool:
+        """Say whether all `keys` exist."""
+        present: bool = await self._checked("check", _listed("keys", keys))
+        return present
+
+    async def wait(self, keys: Iterable[str], timeout: float | timedelta | None = None) -> None:
+        """Wait until all `keys` exist."""
+        await self._waited("wait", timeout, _listed("keys", keys))
+
+    async def delete_key(self, key: str) -> bool:
+        """Remove `key`; say whether it existed."""
+        existed: bool = await self._checked("delete_key", key)
+        return existed
+
+    async def num_keys(self) -> int:
+        """Return the number of keys; queues are not counted."""
+        count: int = await self._checked("num_keys", "")
+        return count
+
+    async def append(self, key: str, value: bytes) -> None:
+        """Append `value` to what is stored under `key` (absent: nothing)."""
+        await self._checked("append", key, value)
+
+    async def multi_get(self, keys: Iterable[str], timeout: float | timedelta | None = None) -> list[bytes]:
+        """Wait until all `keys` exist and return their values, read at one instant."""
+        values: list[bytes] = await self._waited("multi_get", timeout, _listed("keys", keys))
+        return values
+
+    async def multi_set(self, keys: Iterable[str], values: Iterable[bytes]) -> None:
+        """Store one value per key, all or none."""
+        await self._checked("multi_set", _listed("keys", keys), _listed("values", values))
+
+    async def list_keys(self) -> list[str]:
+        """Return all keys, in the order they were first set; queues are not listed."""
+        keys: list[str] = await self._checked("list_keys", "")
+        return keys
+
+    async def queue_push(self, key: str, value: bytes) -> None:
+        """Append `value` to the queue `key`."""
+        await self._checked("queue_push", key, value)
+
+    async def queue_pop(self, key: str, block: bool = True, timeout: float | timedelta | None = None) -> bytes:
+        """Remove and return the first item of the queue `key`; those who wait are served in their order.
+
+        Args:
+            key: name of the queue.
+            block: False raises `StoreTimeoutError` at once if the queue is empty.
+            timeout: seconds to wait for an item.
+        """
+        value: bytes = await self._waited("queue_pop", timeout if block else 0.0, key)
+        return value
+
+    async def queue_len(self, key: str) -> int:
+        """Return the number of items in the queue `key`."""
+        count: int = await self._checked("queue_len", key)
+        return count
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Release what this object holds; idempotent. Pending and later calls raise `StoreUnavailableError`."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+    @abstractmethod
+    async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
+        """Carry out one of `COMMANDS`, its arguments already checked."""
+
+    @abstractmethod
+    async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
+        """Carry out one of `WAITS`, its arguments already checked."""
+
+    async def _checked(self, command: str, *arguments: Any) -> Any:
+        check_arguments(command, arguments)
+        return await self._call(command, arguments)
+
+    async def _waited(self, command: str, timeout: float | timedelta | None, *arguments: Any) -> Any:
+        check_arguments(command, arguments)
+        return await self._wait(command, arguments, self.timeout if timeout is None else seconds(timeout))
+
+
+def seconds(timeout: float | timedelta) -> float:
+    """Return `timeout` in seconds; refuse a negative one and NaN."""
+    value = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"timeout must be seconds or a timedelta, got {type(timeout).__name__}")
+    if math.isnan(value) or value < 0:
+        raise ValueError(f"timeout must not be negative, got {timeout}: use 0 to look once, math.inf to wait for ever")
+    return float(value)
+
+
+async def settled(future: asyncio.Future[Any], timeout: float) -> bool:
+    """Wait until `future` is done; False when `timeout` seconds passed first.
+
+    The future itself is never cancelled: what arrives together with a timeout or a cancellation is still in it.
+    """
+    await asyncio.wait([future], timeout=None if timeout == math.inf else timeout)
+    return future.done()
+
+
+def timed_out(where: str, command: str, missing: list[str], timeout: float) -> StoreTimeoutError:
+    """Return the error of a wait that ended with `missing` keys (or an empty queue), naming at most 16 of them."""
+    names = ", ".join(map(repr, missing[:16])) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
+    if command == "queue_pop":
+        return StoreTimeoutError(f"queue {names} of {where} had no item within {timeout:g} s")
+    return StoreTimeoutError(
+        f"{where} did not get {'key' if len(missing) == 1 else 'keys'} {names} within {timeout:g} s"
+    )
+
+
+def _listed(name: str, items: Any) -> list[Any]:
+    if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
+        raise TypeError(f"{name} must be a list, got {type(items).__name__}")
+    return list(items)

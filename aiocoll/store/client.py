@@ -1,0 +1,253 @@
+"""`ClientLink`: a `TCPStore`'s connection to the server, and `connect`, which makes one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiocoll.errors import AuthenticationError, ProtocolError, StoreError, StoreTimeoutError, StoreUnavailableError
+from aiocoll.handshake import CHALLENGE_SIZE, HANDSHAKE_TIMEOUT, ClientHandshake, Identity
+from aiocoll.runtime import Runtime
+from aiocoll.store.address import Endpoint, check_peer, describe, resolve
+from aiocoll.store.base import settled, timed_out
+from aiocoll.store.frames import FrameProtocol, Outcome, pack
+
+__all__ = ["ClientLink", "StoreAuthenticationError", "connect"]
+
+#: Seconds between attempts to connect: ranks start at about the same time, so the first retries come soon.
+_FIRST_RETRY = 0.005
+_LAST_RETRY = 0.25
+#: Seconds that a server gets to confirm the end of a wait; it is behind with answering when it needs them.
+_CANCEL_TIMEOUT = 1.0
+#: Seconds for the bytes that are left when the link is closed.
+_CLOSE_TIMEOUT = 1.0
+
+
+class StoreAuthenticationError(StoreUnavailableError, AuthenticationError):
+    """The store cannot be reached because one end does not accept the other."""
+
+
+class ClientLink(FrameProtocol):
+    """Sends requests, many at a time, and matches the answers to them.
+
+    Attributes:
+        ready: what ended the handshake; None when it succeeded.
+    """
+
+    def __init__(self, handshake: ClientHandshake, where: str) -> None:
+        super().__init__()
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[Exception | None] = loop.create_future()
+        self._handshake = handshake
+        self._where = where
+        self._closed: asyncio.Future[None] = loop.create_future()
+        # A lost connection cancels these: nobody may be left to look at an exception.
+        self._requests: dict[int, asyncio.Future[tuple[Outcome, Any]]] = {}
+        self._count = 0
+        self._failure = f"store {where} closed the connection: its process (rank 0 or the launcher) has ended"
+
+    async def call(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
+        """Carry out a command that is answered at once; `timeout` is for a server that does not answer."""
+        number, future = self._send(command, arguments)
+        try:
+            if not await settled(future, timeout):
+                raise StoreTimeoutError(f"store {self._where} did not answer {command} within {timeout:g} s")
+        finally:
+            self._requests.pop(number, None)
+        _, result = self._answer(future)
+        return result
+
+    async def wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
+        """Carry out a command that waits; when the time is up, or on cancellation, the server forgets it."""
+        outcome, payload = await self._wait(command, arguments, timeout)
+        if outcome is Outcome.MISSING:
+            raise timed_out(f"store {self._where}", command, payload, timeout)
+        return payload
+
+    async def join(self, world_size: int, timeout: float) -> None:
+        """Wait until `world_size` clients have joined, this one included."""
+        outcome, payload = await self._wait("join", (world_size,), timeout)
+        if outcome is Outcome.MISSING:
+            raise StoreTimeoutError(
+                f"{world_size - len(payload)} of {world_size} clients connected to store {self._where} "
+                f"within {timeout:g} s: start the other ranks, or give the right world_size"
+            )
+
+    async def aclose(self) -> None:
+        """Close the connection; requests in flight raise `StoreUnavailableError`."""
+        self._failure = f"the TCPStore for {self._where} is closed: make a new one"
+        self.transport.close()
+        if not await settled(self._closed, _CLOSE_TIMEOUT):
+            self.transport.abort()
+            await settled(self._closed, _CLOSE_TIMEOUT)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin the handshake."""
+        super().connection_made(transport)
+        self._expect(CHALLENGE_SIZE, self._challenge_received)
+        self.transport.write(self._handshake.hello())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Release everybody who waits for an answer."""
+        if not self.ready.done():
+            hung_up = ConnectionResetError(
+                "something listens there but hangs up: no aiocoll store, or one that is ending"
+            )
+            self.ready.set_result(self.stranger() or hung_up)
+        for future in self._requests.values():
+            future.cancel()
+        self._requests.clear()
+        self._closed.set_result(None)
+
+    def broken(self, exc: Exception) -> None:
+        """Tell those who wait what was wrong."""
+        self._failure = f"store {self._where}: {exc}"
+        if not self.ready.done():
+            self.ready.set_result(exc)
+
+    def stranger(self) -> AuthenticationError | None:
+        """Return an error if the other end has said something during the handshake that no store says."""
+        said = self.received_so_far()
+        return AuthenticationError(f"it is no aiocoll store: it said {said[:32]!r}") if said else None
+
+    def message_received(self, number: int, word: Any, payload: Any) -> None:
+        """Hand an answer to who asked; nobody waits any more for one that was abandoned."""
+        future = self._requests.get(number)
+        if word not in Outcome.__members__.values():
+            raise ProtocolError(f"unknown outcome {word!r} in an answer")
+        if future is not None and not future.done():
+            future.set_result((Outcome(word), payload))
+
+    def _challenge_received(self, block: bytearray) -> None:
+        self.transport.write(self._handshake.answer(bytes(block)))
+        self._expect_frame()
+        if not self.ready.done():
+            self.ready.set_result(None)
+
+    async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> tuple[Outcome, Any]:
+        number, future = self._send(command, arguments)
+        try:
+            if not await settled(future, timeout):
+                self._cancel(number)
+                await settled(future, _CANCEL_TIMEOUT)
+        except asyncio.CancelledError:
+            if not future.done():
+                self._cancel(number)
+            if command == "queue_pop":
+                # Runs at once if the item is here already, later if it crosses the cancellation on its way.
+                future.add_done_callback(lambda popped: self._give_back(number, arguments[0], popped))
+            raise
+        if not future.done():
+            wanted = arguments[0] if isinstance(arguments[0], list) else list(map(str, arguments))
+            raise timed_out(f"store {self._where}, which does not answer,", command, wanted, timeout)
+        self._requests.pop(number, None)
+        return self._answer(future)
+
+    def _send(self, command: str, arguments: tuple[Any, ...]) -> tuple[int, asyncio.Future[tuple[Outcome, Any]]]:
+        if self.transport.is_closing():
+            raise StoreUnavailableError(self._failure)
+        self._count += 1
+        self.transport.write(pack([self._count, command, arguments]))
+        future = self._requests[self._count] = self._closed.get_loop().create_future()
+        return self._count, future
+
+    def _cancel(self, number: int) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(pack([number, "cancel", []]))
+
+    def _give_back(self, number: int, key: str, popped: asyncio.Future[tuple[Outcome, Any]]) -> None:
+        self._requests.pop(number, None)
+        if not popped.cancelled() and popped.result()[0] is Outcome.RESULT and not self.transport.is_closing():
+            self._count += 1
+            self.transport.write(pack([self._count, "queue_return", [key, popped.result()[1]]]))
+
+    def _answer(self, future: asyncio.Future[tuple[Outcome, Any]]) -> tuple[Outcome, Any]:
+        if future.cancelled():
+            raise StoreUnavailableError(self._failure)
+        outcome, payload = future.result()
+        if outcome is Outcome.ERROR:
+            raise StoreError(str(payload))
+        return outcome, payload
+
+
+async def connect(
+    host: str, port: int, *, key: bytes | None, identity: Identity, runtime: Runtime, timeout: float
+) -> ClientLink:
+    """Connect and authenticate; until `timeout` seconds have passed, try again whatever a later start could heal.
+
+    Raises:
+        StoreUnavailableError: says where, why not, and how long it tried.
+        StoreAuthenticationError: one end does not accept the other, or the other end is no store.
+    """
+    where = describe(host, port)
+    began = runtime.time()
+    pause = _FIRST_RETRY
+    while True:
+        try:
+            for endpoint in await _resolve(host, port):
+                endpoint.require_key(key)
+                remaining = began + timeout - runtime.time()
+                link = ClientLink(ClientHandshake(identity, key, runtime.random_bytes), where)
+                try:
+                    return await _attempt(link, endpoint, min(HANDSHAKE_TIMEOUT, max(remaining, _LAST_RETRY)))
+                except AuthenticationError:
+                    raise
+                except OSError as exc:
+                    reason = _explain(exc)
+        except AuthenticationError as exc:
+            raise StoreAuthenticationError(f"cannot use the store at {where}: {exc}") from exc
+        except _UnresolvedError as exc:
+            reason = str(exc)
+        elapsed = runtime.time() - began
+        if elapsed >= timeout:
+            raise StoreUnavailableError(f"no store at {where}: {reason} (tried for {elapsed:.1f} s)")
+        await runtime.sleep(min(pause, timeout - elapsed))
+        pause = min(2 * pause, _LAST_RETRY)
+
+
+class _UnresolvedError(Exception):
+    """The host name means nothing, yet."""
+
+
+async def _resolve(host: str, port: int) -> list[Endpoint]:
+    try:
+        return await resolve(host, port)
+    except (OSError, UnicodeError) as exc:
+        why = getattr(exc, "strerror", None) or exc
+        raise _UnresolvedError(f"the host name {host!r} cannot be resolved ({why})") from exc
+
+
+async def _attempt(link: ClientLink, endpoint: Endpoint, timeout: float) -> ClientLink:
+    """Connect `link` and wait for the end of its handshake; OSError or AuthenticationError if that fails."""
+    loop = asyncio.get_running_loop()
+    sock = endpoint.socket()
+    transport: asyncio.BaseTransport | None = None
+    try:
+        async with asyncio.timeout(timeout):
+            await loop.sock_connect(sock, endpoint.sockaddr)
+            check_peer(sock)
+            if isinstance(endpoint.sockaddr, str):
+                transport, _ = await loop.create_unix_connection(lambda: link, sock=sock)
+            else:
+                transport, _ = await loop.create_connection(lambda: link, sock=sock)
+            failure = await link.ready
+        if failure is not None:
+            raise failure
+    except BaseException as exc:
+        if transport is None:
+            sock.close()
+            raise
+        link.transport.abort()
+        if isinstance(exc, TimeoutError):
+            silent = TimeoutError("something listens there but is silent: no aiocoll store, or a stopped one")
+            raise link.stranger() or silent from None
+        raise
+    return link
+
+
+def _explain(exc: OSError) -> str:
+    if isinstance(exc, ConnectionRefusedError | FileNotFoundError):
+        return "nothing listens there (connection refused); is rank 0, or the launcher, running at this address?"
+    if isinstance(exc, TimeoutError):
+        return str(exc) or "no answer to the connection attempt; is the address right, and open in the firewall?"
+    return exc.strerror or str(exc)

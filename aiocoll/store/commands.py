@@ -1,0 +1,112 @@
+"""The commands every store understands, and the checks of their arguments.
+
+A command is a name and a tuple of arguments. The same pair is what `StoreCore` applies, what `FileStore` logs and what
+`TCPStore` sends, so the arguments are described once, here, by one letter each.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any, Final
+
+from aiocoll.errors import StoreError
+
+__all__ = ["COMMANDS", "MAX_ENTRIES", "MAX_TOTAL_BYTES", "MAX_VALUE_BYTES", "WAITS", "check_arguments", "prefixed"]
+
+#: Bytes of a key in UTF-8; keys are names, and they are repeated in every error message.
+MAX_KEY_BYTES: Final = 1024
+#: Bytes of one value: a store is for meeting, arrays travel through a group.
+MAX_VALUE_BYTES: Final = 8 << 20
+#: Keys and queued items together.
+MAX_ENTRIES: Final = 1 << 16
+#: Bytes of all values together, so that a broken rank cannot eat the memory of the store's host.
+MAX_TOTAL_BYTES: Final = 256 << 20
+#: Counters are 64-bit, as msgpack's integers are.
+MAX_INTEGER: Final = (1 << 63) - 1
+
+#: Answered at once. k: key, K: keys, v: value, V: values, i: integer, p: prefix of keys.
+COMMANDS: Final = MappingProxyType(
+    {
+        "set": "kv",
+        "add": "ki",
+        "compare_set": "kvv",
+        "check": "K",
+        "delete_key": "k",
+        "num_keys": "p",
+        "append": "kv",
+        "multi_set": "KV",
+        "list_keys": "p",
+        "queue_push": "kv",
+        "queue_return": "kv",
+        "queue_len": "k",
+        "queue_take": "k",
+    }
+)
+
+#: Answered once the keys exist (`queue_pop`: once the queue has an item).
+WAITS: Final = MappingProxyType({"get": "k", "multi_get": "K", "wait": "K", "queue_pop": "k"})
+
+
+def check_arguments(command: str, arguments: tuple[Any, ...]) -> None:
+    """Refuse a command that no store could carry out.
+
+    Raises:
+        TypeError, ValueError: a wrong argument.
+        StoreError: a key or value over its limit, or no such command.
+    """
+    kinds = COMMANDS.get(command) or WAITS.get(command)
+    if kinds is None or len(kinds) != len(arguments):
+        raise StoreError(f"no store command {command!r} with {len(arguments)} arguments")
+    for kind, argument in zip(kinds, arguments, strict=True):
+        if kind in "kp":
+            _check_key(argument)
+        elif kind == "v":
+            _check_value(argument)
+        elif kind == "i":
+            _check_integer(argument)
+        else:
+            _check_list(kind, argument)
+    if kinds == "KV" and len(arguments[0]) != len(arguments[1]):
+        raise ValueError(f"{command} got {len(arguments[0])} keys and {len(arguments[1])} values: one value per key")
+
+
+def prefixed(prefix: str, command: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return `arguments` with `prefix` before every key."""
+    kinds = COMMANDS.get(command) or WAITS[command]
+    return tuple(
+        prefix + argument if kind in "kp" else [prefix + key for key in argument] if kind == "K" else argument
+        for kind, argument in zip(kinds, arguments, strict=True)
+    )
+
+
+def _check_key(key: object) -> None:
+    if not isinstance(key, str):
+        raise TypeError(f"key must be str, got {type(key).__name__}")
+    nbytes = len(key.encode())
+    if nbytes > MAX_KEY_BYTES:
+        raise StoreError(f"key {key[:40]!r}... has {nbytes} bytes, the limit is {MAX_KEY_BYTES}: use a shorter name")
+
+
+def _check_value(value: object) -> None:
+    if not isinstance(value, bytes):
+        hint = "use value.encode()" if isinstance(value, str) else "use bytes(value)"
+        raise TypeError(f"value must be bytes, got {type(value).__name__}: {hint}")
+    if len(value) > MAX_VALUE_BYTES:
+        raise StoreError(
+            f"value has {len(value)} bytes, the limit is {MAX_VALUE_BYTES}: send arrays through a group, not the store"
+        )
+
+
+def _check_integer(amount: object) -> None:
+    if not isinstance(amount, int):
+        raise TypeError(f"amount must be int, got {type(amount).__name__}")
+    if abs(amount) > MAX_INTEGER:
+        raise ValueError(f"amount {amount} does not fit 64 bits")
+
+
+def _check_list(kind: str, items: object) -> None:
+    name = "keys" if kind == "K" else "values"
+    if not isinstance(items, list):
+        raise TypeError(f"{name} must be a list, got {type(items).__name__}")
+    for item in items:
+        (_check_key if kind == "K" else _check_value)(item)

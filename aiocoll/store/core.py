@@ -1,0 +1,208 @@
+"""`StoreCore`: the contents of a store and those who wait for them, in one plain synchronous object.
+
+`HashStore` and the TCP server hold one and are told by it when a wait ends; `FileStore` replays its log into one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from aiocoll.errors import StoreError
+from aiocoll.store.commands import MAX_ENTRIES, MAX_INTEGER, MAX_TOTAL_BYTES, MAX_VALUE_BYTES
+
+__all__ = ["StoreCore", "Waiter"]
+
+
+class Waiter:
+    """One wait in progress. It watches a single missing key at a time, so a wait for n keys costs O(n) in all."""
+
+    __slots__ = ("command", "deliver", "keys", "watched")
+
+    def __init__(self, command: str, keys: list[str], deliver: Callable[[Any], None]) -> None:
+        self.command = command
+        self.keys = keys
+        self.deliver = deliver
+        self.watched = 0
+
+
+class StoreCore:
+    """Keys, queues and waiters. Commands come with their arguments checked by `check_arguments`."""
+
+    def __init__(self) -> None:
+        #: Grows by one with every command that changed something.
+        self.changes = 0
+        self._values: dict[str, bytes] = {}
+        self._queues: dict[str, deque[bytes]] = {}
+        self._watchers: dict[str, list[Waiter]] = {}
+        self._poppers: dict[str, deque[Waiter]] = {}
+        self._queued = 0
+        self._nbytes = 0
+        self._handlers: dict[str, Callable[..., Any]] = {
+            "set": self._set,
+            "add": self._add,
+            "compare_set": self._compare_set,
+            "check": self._check,
+            "delete_key": self._delete_key,
+            "num_keys": self._num_keys,
+            "append": self._append,
+            "multi_set": self._multi_set,
+            "list_keys": self._list_keys,
+            "queue_push": self._queue_push,
+            "queue_return": self._queue_return,
+            "queue_len": self._queue_len,
+            "queue_take": self._queue_take,
+        }
+
+    def apply(self, command: str, arguments: tuple[Any, ...]) -> Any:
+        """Carry out one of `COMMANDS`; raises `StoreError`, having changed nothing, at a limit."""
+        return self._handlers[command](*arguments)
+
+    def start(self, command: str, arguments: tuple[Any, ...], deliver: Callable[[Any], None]) -> Waiter | None:
+        """Begin one of `WAITS`: `deliver(result)` is called now, or by the command that ends the wait.
+
+        Returns:
+            What `drop` takes, or None if the result has been delivered.
+        """
+        keys = arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
+        waiter = Waiter(command, keys, deliver)
+        if command != "queue_pop":
+            return waiter if self._watch(waiter) else None
+        item = self._queue_take(keys[0])
+        if item is not None:
+            deliver(item)
+            return None
+        self._poppers.setdefault(keys[0], deque()).append(waiter)
+        return waiter
+
+    def drop(self, waiter: Waiter) -> None:
+        """Forget a wait that has not been delivered."""
+        waiting: dict[str, Any] = self._poppers if waiter.command == "queue_pop" else self._watchers
+        key = waiter.keys[waiter.watched]
+        waiting[key].remove(waiter)
+        if not waiting[key]:
+            del waiting[key]
+
+    def missing(self, command: str, arguments: tuple[Any, ...]) -> list[str]:
+        """Return the keys (or the queue) that a wait still lacks."""
+        keys = arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
+        return [key for key in keys if key not in (self._queues if command == "queue_pop" else self._values)]
+
+    def read(self, command: str, keys: list[str]) -> Any:
+        """Return the result of a wait whose keys all exist."""
+        if command == "get":
+            return self._values[keys[0]]
+        return [self._values[key] for key in keys] if command == "multi_get" else None
+
+    def _watch(self, waiter: Waiter) -> bool:
+        """Deliver if every key exists, else watch the next missing one; keys passed before may be deleted by now."""
+        count = len(waiter.keys)
+        for i in range(waiter.watched, waiter.watched + count):
+            if waiter.keys[i % count] not in self._values:
+                waiter.watched = i % count
+                self._watchers.setdefault(waiter.keys[waiter.watched], []).append(waiter)
+                return True
+        waiter.deliver(self.read(waiter.command, waiter.keys))
+        return False
+
+    def _store(self, items: Mapping[str, bytes]) -> None:
+        old = [self._values[key] for key in items if key in self._values]
+        self._reserve(len(items) - len(old), sum(map(len, items.values())) - sum(map(len, old)))
+        self._values.update(items)
+        for key in items:
+            for waiter in self._watchers.pop(key, ()):
+                self._watch(waiter)
+
+    def _reserve(self, entries: int, nbytes: int) -> None:
+        if entries > 0 and len(self._values) + self._queued + entries > MAX_ENTRIES:
+            raise StoreError(f"the store is full: {MAX_ENTRIES} keys and queued items; delete keys that are done with")
+        if nbytes > 0 and self._nbytes + nbytes > MAX_TOTAL_BYTES:
+            raise StoreError(f"the store is full: {MAX_TOTAL_BYTES} bytes of values; delete keys that are done with")
+        self._nbytes += nbytes
+        self.changes += 1
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._store({key: value})
+
+    def _multi_set(self, keys: list[str], values: list[bytes]) -> None:
+        if keys:
+            self._store(dict(zip(keys, values, strict=True)))
+
+    def _add(self, key: str, amount: int) -> int:
+        value = self._values.get(key, b"0")
+        try:
+            total = int(value) + amount
+        except ValueError:
+            raise StoreError(f"add: key {key!r} holds {value[:40]!r}, which is no decimal number") from None
+        if abs(total) > MAX_INTEGER:
+            raise StoreError(f"add: the sum under key {key!r} does not fit 64 bits")
+        self._store({key: b"%d" % total})
+        return total
+
+    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        value = self._values.get(key)
+        if value == expected or (value is None and not expected):
+            self._store({key: desired})
+            return desired
+        return expected if value is None else value
+
+    def _check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def _delete_key(self, key: str) -> bool:
+        value = self._values.pop(key, None)
+        if value is None:
+            return False
+        self._reserve(-1, -len(value))
+        return True
+
+    def _num_keys(self, prefix: str) -> int:
+        return sum(key.startswith(prefix) for key in self._values) if prefix else len(self._values)
+
+    def _append(self, key: str, value: bytes) -> None:
+        whole = self._values.get(key, b"") + value
+        if len(whole) > MAX_VALUE_BYTES:
+            raise StoreError(f"append: key {key!r} would hold {len(whole)} bytes, the limit is {MAX_VALUE_BYTES}")
+        self._store({key: whole})
+
+    def _list_keys(self, prefix: str) -> list[str]:
+        return [key for key in self._values if key.startswith(prefix)]
+
+    def _queue_push(self, key: str, value: bytes) -> None:
+        if not self._hand_over(key, value):
+            self._reserve(1, len(value))
+            self._queued += 1
+            self._queues.setdefault(key, deque()).append(value)
+
+    def _queue_return(self, key: str, value: bytes) -> None:
+        """Put back what was popped for somebody who no longer wants it: to the front, past the limits if need be."""
+        if not self._hand_over(key, value):
+            self._queued += 1
+            self._nbytes += len(value)
+            self.changes += 1
+            self._queues.setdefault(key, deque()).appendleft(value)
+
+    def _hand_over(self, key: str, value: bytes) -> bool:
+        poppers = self._poppers.get(key)
+        if not poppers:
+            return False
+        waiter = poppers.popleft()
+        if not poppers:
+            del self._poppers[key]
+        waiter.deliver(value)
+        return True
+
+    def _queue_len(self, key: str) -> int:
+        return len(self._queues.get(key, ()))
+
+    def _queue_take(self, key: str) -> bytes | None:
+        queue = self._queues.get(key)
+        if queue is None:
+            return None
+        value = queue.popleft()
+        if not queue:
+            del self._queues[key]
+        self._queued -= 1
+        self._reserve(0, -len(value))
+        return value

@@ -1,0 +1,190 @@
+"""`FileStore`: a store in a file, for processes of one machine.
+
+The file is a log of the commands that changed something; every process replays it into a `StoreCore` of its own, so all
+see one history. Commands run under the file's lock, hence one at a time across all processes. The lock is taken without
+blocking the loop, and held for microseconds and never across an await. A file cannot wake anybody: waiting polls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from aiocoll.errors import BackendUnavailableError, StoreError, StoreTimeoutError, StoreUnavailableError
+from aiocoll.handshake import job_id
+from aiocoll.runtime import Runtime
+from aiocoll.store.base import Store, timed_out
+from aiocoll.store.commands import COMMANDS, check_arguments
+from aiocoll.store.core import StoreCore
+
+if TYPE_CHECKING:
+    from aiocoll.store.log import LogFile
+
+__all__ = ["FileStore"]
+
+#: Seconds between looks at the file: short at first, for ranks that start together, then cheap (one fstat per look).
+_FIRST_POLL = 0.001
+_LAST_POLL = 0.02
+#: Bytes of history replayed in one go without the lock, about 1 ms; then the loop gets a turn.
+_SLICE = 1 << 13
+#: More than any log holds.
+_EVERYTHING = 1 << 62
+
+#: Record that a member has closed; not a command, so `list_keys` never sees it.
+_LEAVE = "leave"
+
+
+class FileStore(Store):
+    """A store that processes of one machine (or of a file system with working `flock`) reach by a path.
+
+    Args:
+        path: the file; created with mode 0600 by whoever comes first. A symlink, a file of another user or one that
+            others may open is refused.
+        world_size: how many members will call `aclose`; the last one removes the file. None: nobody does.
+        timeout: seconds that calls wait when they are given no timeout.
+        job: name of the job; a file left behind by another job is refused instead of joined.
+        runtime: clock to use; None is the running loop's.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        world_size: int | None = None,
+        *,
+        timeout: float | timedelta = 300.0,
+        job: str = "",
+        runtime: Runtime | None = None,
+    ) -> None:
+        super().__init__(timeout)
+        if world_size is not None and world_size < 1:
+            raise ValueError(f"world_size must be at least 1, got {world_size}")
+        self._path = os.fspath(path)
+        self._world_size = world_size
+        self._job_id = job_id(job)
+        self._runtime = runtime
+        self._log: LogFile | None = None
+        self._core = StoreCore()
+        self._left = 0
+        self._closing = False
+        self._closed = False
+
+    async def aclose(self) -> None:
+        """Close the file; the last of `world_size` members removes it."""
+        if self._closing:
+            return
+        self._closing = True
+        try:
+            if self._world_size is not None:
+                with suppress(StoreUnavailableError):
+                    await self._locked(self._leave)
+        finally:
+            self._closed = True
+            if self._log is not None:
+                self._log.close()
+                self._log = None
+
+    async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
+        return await self._locked(lambda log: self._apply(log, command, arguments))
+
+    async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
+        keys = arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
+        poll = _Poll(self._runtime, timeout)
+        while True:
+            await self._replay()
+            if not self._core.missing(command, arguments):
+                if command != "queue_pop":
+                    return self._core.read(command, keys)
+                item = await self._call("queue_take", arguments)
+                if item is not None:
+                    return item
+            if not await poll.pause():
+                missing = self._core.missing(command, arguments) or keys
+                raise timed_out(f"FileStore {self._path}", command, missing, timeout)
+
+    async def _locked(self, action: Callable[[LogFile], Any]) -> Any:
+        """Run `action`, which must not await, under the lock, on an up-to-date core."""
+        poll = _Poll(self._runtime, self._timeout)
+        await self._replay()
+        while not self._opened().try_lock():
+            if not await poll.pause():
+                raise StoreTimeoutError(f"another process held the lock of {self._path} for {self._timeout:g} s")
+        log = self._opened()
+        try:
+            self._catch_up(log, _EVERYTHING)
+            return action(log)
+        finally:
+            log.unlock()
+
+    async def _replay(self) -> None:
+        """Catch up without the lock, leaving the loop its turns."""
+        while self._catch_up(self._opened(), _SLICE):  # noqa: ASYNC110, this polls nothing: it shares the loop
+            await asyncio.sleep(0)
+
+    def _opened(self) -> LogFile:
+        if self._closed:
+            raise StoreUnavailableError(f"the FileStore on {self._path} is closed: make a new one")
+        if sys.platform == "win32":
+            raise BackendUnavailableError("FileStore needs flock, which Windows does not have: use a TCPStore")
+        if self._log is None:
+            from aiocoll.store.log import LogFile
+
+            self._log = LogFile(self._path, self._job_id)
+        return self._log
+
+    def _catch_up(self, log: LogFile, nbytes: int) -> bool:
+        """Apply what others appended, `nbytes` of it at least; say whether there may be more."""
+        end = log.position + nbytes
+        for command, *arguments in log.read():
+            if command == _LEAVE:
+                self._left += 1
+            elif command in COMMANDS:
+                check_arguments(command, tuple(arguments))
+                self._core.apply(command, tuple(arguments))
+            else:
+                raise StoreError(f"{self._path} was written by another version of aiocoll (record {command!r})")
+            if log.position >= end:
+                return True
+        return False
+
+    def _apply(self, log: LogFile, command: str, arguments: tuple[Any, ...]) -> Any:
+        before = self._core.changes
+        result = self._core.apply(command, arguments)
+        if self._core.changes != before:
+            try:
+                log.append([command, *arguments])
+            except StoreError:
+                # The core is ahead of the file now: rebuild it from what the others see.
+                self._core = StoreCore()
+                self._left = 0
+                log.rewind()
+                raise
+        return result
+
+    def _leave(self, log: LogFile) -> None:
+        log.append([_LEAVE])
+        self._left += 1
+        if self._world_size is not None and self._left >= self._world_size:
+            log.remove()
+
+
+class _Poll:
+    """The pauses of one wait: ever longer until the deadline, and a last look at the deadline itself."""
+
+    def __init__(self, runtime: Runtime | None, timeout: float) -> None:
+        self._runtime = runtime or Runtime(asyncio.get_running_loop())
+        self._deadline = self._runtime.time() + timeout
+        self._seconds = _FIRST_POLL
+
+    async def pause(self) -> bool:
+        """Sleep a little; False, at once, when the time is up."""
+        remaining = self._deadline - self._runtime.time()
+        if remaining <= 0:
+            return False
+        await self._runtime.sleep(min(self._seconds, remaining))
+        self._seconds = min(2 * self._seconds, _LAST_POLL)
+        return True

@@ -1,0 +1,120 @@
+"""What both ends of a store connection share: reads of exact sizes, and messages in frames.
+
+    frame    length u32 (big endian, 1 to 16 MiB), then one msgpack value
+    request  [id, command, arguments]; "cancel" ends the wait of the same id, which is then answered with MISSING
+    reply    [id, Outcome, payload]: the result; a text; or, for a cancelled wait, the missing keys
+
+Requests carry an id, so a wait does not hold up the requests behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from abc import abstractmethod
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, cast
+
+import msgpack
+
+from aiocoll.errors import AuthenticationError, ProtocolError, StoreError
+from aiocoll.store.commands import MAX_ENTRIES, MAX_VALUE_BYTES
+
+__all__ = ["FrameProtocol", "Outcome", "pack"]
+
+#: Bytes of a frame: two of the largest values. Decoded, it cannot take more than about 70 times that.
+MAX_FRAME = 16 << 20
+_LENGTH = struct.Struct("!I")
+
+
+class Outcome(IntEnum):
+    """How a request ended."""
+
+    RESULT = 0
+    ERROR = 1
+    MISSING = 2
+
+
+def pack(message: list[Any]) -> bytes:
+    """Return `message` as a frame; `StoreError` if it is too long for one."""
+    body: bytes = msgpack.packb(message)
+    if len(body) > MAX_FRAME:
+        raise StoreError(
+            f"{len(body)} bytes in one command or answer, the limit is {MAX_FRAME}: ask for fewer keys at once"
+        )
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameProtocol(asyncio.BufferedProtocol):
+    """A connection that reads exactly what it expects next, and nothing is allocated before a length was checked."""
+
+    transport: asyncio.Transport
+
+    def __init__(self) -> None:
+        self._block = bytearray()
+        self._filled = 0
+        self._handler: Callable[[bytearray], None] = self._length_received
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        # Not a check with isinstance: uvloop's transports have the methods, not the base class.
+        self.transport = cast("asyncio.Transport", transport)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return the part of the block that is still missing."""
+        return memoryview(self._block)[self._filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Handle the block once it is complete; whatever is wrong with it ends this connection only."""
+        self._filled += nbytes
+        if self._filled < len(self._block):
+            return
+        try:
+            self._handler(self._block)
+        except (AuthenticationError, ProtocolError) as exc:
+            self.broken(exc)
+            self.transport.abort()
+
+    def received_so_far(self) -> bytes:
+        """Return the bytes of the block that has not been completed."""
+        return bytes(self._block[: self._filled])
+
+    def _expect(self, nbytes: int, handler: Callable[[bytearray], None]) -> None:
+        self._block = bytearray(nbytes)
+        self._filled = 0
+        self._handler = handler
+
+    def _expect_frame(self) -> None:
+        self._expect(_LENGTH.size, self._length_received)
+
+    def _length_received(self, block: bytearray) -> None:
+        (nbytes,) = _LENGTH.unpack(block)
+        if not 0 < nbytes <= MAX_FRAME:
+            raise ProtocolError(f"a store frame of {nbytes} bytes, the limit is {MAX_FRAME}")
+        self._expect(nbytes, self._body_received)
+
+    def _body_received(self, block: bytearray) -> None:
+        try:
+            message = msgpack.unpackb(
+                block,
+                max_str_len=len(block),
+                max_bin_len=MAX_VALUE_BYTES,
+                max_array_len=MAX_ENTRIES,
+                max_map_len=0,
+                max_ext_len=0,
+            )
+        except ValueError as exc:
+            raise ProtocolError(f"a store frame that cannot be decoded: {exc}") from exc
+        if not isinstance(message, list) or len(message) != 3 or not isinstance(message[0], int):
+            raise ProtocolError("a store frame that is neither a request nor a reply")
+        self._expect_frame()
+        self.message_received(*message)
+
+    @abstractmethod
+    def message_received(self, number: int, word: Any, payload: Any) -> None:
+        """Handle a decoded frame; `ProtocolError` closes the connection."""
+
+    @abstractmethod
+    def broken(self, exc: Exception) -> None:
+        """Learn why the connection is about to be aborted."""

@@ -1,0 +1,47 @@
+"""`PrefixStore`: a part of another store."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from aiocoll.store.base import Store
+from aiocoll.store.commands import prefixed
+
+__all__ = ["PrefixStore"]
+
+
+class PrefixStore(Store):
+    """A view of `store` in which every key and queue is called ``prefix/key``; may be nested.
+
+    It has no timeout of its own, and closing it does nothing: whoever made the store closes it.
+    """
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        if not isinstance(prefix, str):
+            raise TypeError(f"prefix must be str, got {type(prefix).__name__}")
+        if not isinstance(store, Store):
+            raise TypeError(f"store must be a Store, got {type(store).__name__}")
+        self._prefix = prefix + "/"
+        self._store = store
+
+    @property
+    def timeout(self) -> float:
+        """Seconds of the store below."""
+        return self._store.timeout
+
+    @timeout.setter
+    def timeout(self, timeout: float | timedelta) -> None:
+        self._store.timeout = timeout
+
+    async def aclose(self) -> None:
+        """Do nothing; the store below stays open."""
+
+    async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
+        result = await self._store._checked(command, *prefixed(self._prefix, command, arguments))
+        if command == "list_keys":
+            return [key.removeprefix(self._prefix) for key in result]
+        return result
+
+    async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
+        return await self._store._waited(command, timeout, *prefixed(self._prefix, command, arguments))

@@ -1,0 +1,233 @@
+"""`StoreServer`: serves one `StoreCore` to TCP stores, from a thread and an event loop of its own.
+
+It has its own thread so that a rank whose loop is busy does not hold up the others. The accept loop is ours: the number
+of connections that have not proven themselves is capped, they have `HANDSHAKE_TIMEOUT` seconds, and while the cap is
+reached the oldest of them makes room, so silent strangers cannot keep a rank out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+
+from aiocoll.errors import AuthenticationError
+from aiocoll.handshake import ConnKind, Identity, ServerHandshake, job_id
+from aiocoll.runtime import Runtime
+from aiocoll.store.address import check_peer, describe, is_unix, listen
+from aiocoll.store.core import StoreCore
+from aiocoll.store.session import Session
+
+__all__ = ["StoreServer"]
+
+_log = logging.getLogger("aiocoll")
+
+#: Connections in the middle of their handshake, at least; more when twice the world is more.
+_MIN_PENDING = 16
+#: Seconds for which a full house keeps its oldest unproven connection: a hundred times what an honest one needs.
+_PATIENCE = 0.25
+#: Seconds before accepting again when the process is out of file descriptors or memory.
+_ACCEPT_PAUSE = 0.1
+
+
+class StoreServer:
+    """The process-wide end of `TCPStore`, usable on its own by a launcher.
+
+    Args:
+        host: address of this machine, or ``unix:PATH``, ``unix:@NAME``. One that other machines can reach needs a key.
+        port: 0 takes a free one.
+        key: the job key; None is the null key, for loopback and unix sockets only.
+        job: name of the job; clients of another job are refused.
+        world_size: expected number of clients, to size the handshake queue; None if not known.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        key: bytes | None = None,
+        job: str = "",
+        world_size: int | None = None,
+    ) -> None:
+        self.host = host
+        self.port = port
+        self.core = StoreCore()
+        self._key = key
+        self._identity = Identity(job_id(job), 0, -1, 0, ConnKind.STORE)
+        self._max_pending = max(_MIN_PENDING, 2 * (world_size or 0))
+        self._members = StoreCore()
+        self._pending: dict[Session, None] = {}
+        self._sessions: set[Session] = set()
+        self._changed = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._running: Future[None] = Future()
+        self._finished: Future[None] = Future()
+        # A cancelled aclose() must not cancel what close() waits for.
+        self._finished.set_running_or_notify_cancel()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._closing = False
+
+    def start(self) -> tuple[str, int]:
+        """Bind, listen and start serving; may be called once, from any thread.
+
+        Returns:
+            Host and port to give to `TCPStore`; the port is the real one.
+
+        Raises:
+            AuthenticationError: other machines can reach the address and there is no key.
+            StoreUnavailableError: the address cannot be had.
+        """
+        if self._thread is not None:
+            raise RuntimeError("this StoreServer was started before: make a new one")
+        sock = listen(self.host, self.port, self._key)
+        if not is_unix(self.host):
+            self.port = sock.getsockname()[1]
+            if self._key is None:
+                _log.warning(
+                    "store on %s has no job key: every user of this machine can reach it; "
+                    "`aiocoll run`, job_key= or AIOCOLL_JOB_KEY give it one",
+                    describe(self.host, self.port),
+                )
+        # A daemon, so that a program that forgets to close its store can still exit.
+        self._thread = threading.Thread(target=self._run, args=(sock,), name="aiocoll-store", daemon=True)
+        self._thread.start()
+        self._running.result()
+        return self.host, self.port
+
+    def close(self) -> None:
+        """Stop serving and wait until the thread is gone; idempotent, from any thread."""
+        if self._request_stop() and self._thread is not None:
+            self._thread.join()
+
+    async def aclose(self) -> None:
+        """Do what `close` does without blocking the loop."""
+        if self._request_stop() and self._thread is not None:
+            await asyncio.wrap_future(self._finished)
+            self._thread.join()
+
+    def session_opened(self, session: Session) -> None:
+        """Count a connection that has yet to prove itself."""
+        self._pending[session] = None
+        self._sessions.add(session)
+
+    def session_proven(self, session: Session) -> None:
+        """Free its place among the pending ones."""
+        self._pending.pop(session, None)
+        self._changed.set()
+
+    def session_closed(self, session: Session, reason: Exception | None) -> None:
+        """Forget a connection."""
+        if session in self._pending:
+            _log.debug(
+                "store on %s turned a connection away: %s", describe(self.host, self.port), reason or "it was silent"
+            )
+            del self._pending[session]
+        self._sessions.discard(session)
+        self._changed.set()
+
+    def joined(self) -> StoreCore:
+        """Count a client that opens its store; return the keys "1", "2", ... of those that have."""
+        self._members.apply("set", (str(self._members.apply("num_keys", ("",)) + 1), b""))
+        return self._members
+
+    def _request_stop(self) -> bool:
+        """Say whether there is a thread to wait for."""
+        with self._lock:
+            if self._thread is None:
+                return False
+            if not self._closing:
+                self._closing = True
+                with suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(self._stop.set)
+            return True
+
+    def _run(self, sock: socket.socket) -> None:
+        try:
+            # Whatever the program's event loop is: this one can watch sockets, on Windows too.
+            with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+                runner.run(self._serve(sock))
+        except BaseException as exc:
+            if self._running.done():
+                raise
+            self._running.set_exception(exc)
+        finally:
+            sock.close()
+            self._finished.set_result(None)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.runtime = Runtime(self._loop)
+        self._running.set_result(None)
+        accepting = self.runtime.create_task(self._accept(sock), "aiocoll-store-accept")
+        await self._stop.wait()
+        accepting.cancel()
+        await asyncio.wait([accepting])
+        self._unlink()
+        for session in list(self._sessions):
+            session.abort()
+        while self._sessions:
+            self._changed.clear()
+            await self._changed.wait()
+        # connection_lost was the last but one thing each transport did; it closes its socket in the same turn.
+        await asyncio.sleep(0)
+
+    async def _accept(self, sock: socket.socket) -> None:
+        while True:
+            await self._make_room()
+            await self._readable(sock)
+            try:
+                connection, _ = sock.accept()
+            except BlockingIOError:
+                continue
+            except OSError as exc:
+                _log.warning("store on %s cannot accept a connection: %s", describe(self.host, self.port), exc)
+                await self.runtime.sleep(_ACCEPT_PAUSE)
+                continue
+            try:
+                await self._welcome(connection)
+            except (AuthenticationError, OSError) as exc:
+                _log.debug("store on %s turned a connection away: %s", describe(self.host, self.port), exc)
+                connection.close()
+            except asyncio.CancelledError:
+                connection.close()
+                raise
+
+    async def _readable(self, sock: socket.socket) -> None:
+        """Wait for a connection; unlike in `sock_accept`, none is lost when this is cancelled."""
+        readable = asyncio.Event()
+        self._loop.add_reader(sock, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            self._loop.remove_reader(sock)
+
+    async def _welcome(self, connection: socket.socket) -> None:
+        check_peer(connection)
+        if connection.family != getattr(socket, "AF_UNIX", None):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setblocking(False)
+        handshake = ServerHandshake(self._identity, self._key, self.runtime.random_bytes)
+        await self._loop.connect_accepted_socket(lambda: Session(self, handshake), connection)
+
+    async def _make_room(self) -> None:
+        while len(self._pending) >= self._max_pending:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(_PATIENCE):
+                    await self._changed.wait()
+            except TimeoutError:
+                oldest = next(iter(self._pending))
+                del self._pending[oldest]
+                oldest.abort()
+
+    def _unlink(self) -> None:
+        name = self.host.removeprefix("unix:")
+        if is_unix(self.host) and not name.startswith("@"):
+            with suppress(FileNotFoundError):
+                os.unlink(name)

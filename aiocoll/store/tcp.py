@@ -1,0 +1,153 @@
+"""`TCPStore`: a store that a server process holds and all ranks reach over TCP or a unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from datetime import timedelta
+from typing import Any, Self
+
+from aiocoll.errors import StoreUnavailableError
+from aiocoll.handshake import ConnKind, Identity, job_id
+from aiocoll.runtime import Runtime
+from aiocoll.store.address import describe, is_unix, resolve
+from aiocoll.store.base import Store
+from aiocoll.store.client import ClientLink, connect
+from aiocoll.store.server import StoreServer
+
+__all__ = ["TCPStore"]
+
+
+class TCPStore(Store):
+    """A client of a `StoreServer`, and with `is_master` the owner of one.
+
+    The first call, `await store` or `async with store` opens it: the master starts its server, everybody connects
+    (trying again until `timeout`), and with `wait_for_workers` waits for the others. Requests of many tasks are in
+    flight at a time; waits are pushed by the server. When it is gone, every call raises `StoreUnavailableError`.
+
+    Args:
+        host: the server's address; ``unix:PATH`` or ``unix:@NAME`` (Linux, no file) for a unix socket.
+        port: the server's port; 0 lets the master take a free one, which `port` tells once the store is open.
+        world_size: number of clients, the master's own included.
+        is_master: run the server, on a thread of its own; it ends with this store.
+        timeout: seconds for opening and for every call that is given no timeout.
+        wait_for_workers: opening waits until `world_size` clients have opened.
+        key: the job key, needed where other machines can reach the address.
+        job: name of the job; a server of another job is refused.
+        runtime: clock and randomness to use; None is the running loop's.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: float | timedelta = 300.0,
+        wait_for_workers: bool = True,
+        *,
+        key: bytes | None = None,
+        job: str = "",
+        runtime: Runtime | None = None,
+    ) -> None:
+        super().__init__(timeout)
+        if world_size is not None and world_size < 1:
+            raise ValueError(f"world_size must be at least 1, got {world_size}")
+        if not 0 <= port <= 65535:
+            raise ValueError(f"port must be between 0 and 65535, got {port}")
+        if port == 0 and not is_master and not is_unix(host):
+            raise ValueError("port 0 means a free one, which only the master can take: give its real port")
+        self.host = host
+        self.port = port
+        self._world_size = world_size
+        self._is_master = is_master
+        self._wait_for_workers = wait_for_workers
+        self._key = key
+        self._identity = Identity(job_id(job), 0, -1, 0, ConnKind.STORE)
+        self._job = job
+        self._runtime = runtime
+        self._server: StoreServer | None = None
+        self._link: ClientLink | None = None
+        self._opening = asyncio.Lock()
+        self._closed = False
+
+    async def open(self) -> Self:
+        """Connect now instead of at the first call; idempotent.
+
+        Raises:
+            StoreUnavailableError: no store answers there; says why and how long it tried.
+            AuthenticationError: one end does not accept the other, or a key is needed.
+            StoreTimeoutError: fewer than `world_size` clients connected in time.
+        """
+        await self._opened()
+        return self
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self.open().__await__()
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def aclose(self) -> None:
+        """Disconnect; the master's server ends too, for everybody."""
+        self._closed = True
+        try:
+            if self._link is not None:
+                await self._link.aclose()
+        finally:
+            if self._server is not None:
+                await self._server.aclose()
+
+    async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
+        link = await self._opened()
+        return await link.call(command, arguments, self.timeout)
+
+    async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
+        link = await self._opened()
+        return await link.wait(command, arguments, timeout)
+
+    async def _opened(self) -> ClientLink:
+        self._check_open()
+        if self._link is None:
+            async with self._opening:
+                self._check_open()
+                if self._link is None:
+                    self._link = await self._open()
+        return self._link
+
+    async def _open(self) -> ClientLink:
+        runtime = self._runtime or Runtime(asyncio.get_running_loop())
+        deadline = runtime.time() + self.timeout
+        link: ClientLink | None = None
+        try:
+            if self._is_master:
+                await self._serve()
+            link = await connect(
+                self.host, self.port, key=self._key, identity=self._identity, runtime=runtime, timeout=self.timeout
+            )
+            if self._wait_for_workers and self._world_size is not None:
+                await link.join(self._world_size, max(0.0, deadline - runtime.time()))
+            self._check_open()
+        except BaseException:
+            if link is not None:
+                await link.aclose()
+            if self._server is not None:
+                await self._server.aclose()
+            raise
+        return link
+
+    async def _serve(self) -> None:
+        try:
+            endpoint = (await resolve(self.host, self.port))[0]
+        except (OSError, UnicodeError) as exc:
+            raise StoreUnavailableError(
+                f"the store cannot listen on {self.host!r}, which cannot be resolved: {exc}"
+            ) from exc
+        host = self.host if is_unix(self.host) else endpoint.sockaddr[0]
+        server = StoreServer(host, self.port, key=self._key, job=self._job, world_size=self._world_size)
+        _, self.port = server.start()
+        self._server = server
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreUnavailableError(f"the TCPStore for {describe(self.host, self.port)} is closed: make a new one")

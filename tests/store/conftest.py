@@ -1,0 +1,62 @@
+"""Every store, and ways to get more handles on the same one."""
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from aiocoll.store import FileStore, HashStore, PrefixStore, Store, TCPStore
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as sock:
+            sock.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+KINDS = ["hash", "file", "tcp4", "tcp6", "unix", "unix-abstract"]
+
+
+@pytest.fixture(params=[*KINDS, *(f"prefix-{kind}" for kind in ("hash", "file", "tcp4"))])
+async def open_store(request: pytest.FixtureRequest, tmp_path) -> AsyncIterator[Callable[[], Store]]:
+    """A function that opens one more handle on one store; all are closed at the end."""
+    kind = request.param.removeprefix("prefix-")
+    if kind == "tcp6" and not has_ipv6():
+        pytest.skip("no IPv6 loopback on this machine")
+    async with contextlib.AsyncExitStack() as stack:
+        if kind == "hash":
+            shared = await stack.enter_async_context(HashStore())
+            handle = lambda: shared  # noqa: E731
+        elif kind == "file":
+            handle = lambda: FileStore(tmp_path / "store")  # noqa: E731
+        else:
+            host = {
+                "tcp4": "127.0.0.1",
+                "tcp6": "::1",
+                "unix": f"unix:{tmp_path}/socket",
+                "unix-abstract": f"unix:@aiocoll-{tmp_path}",
+            }[kind]
+            master = await stack.enter_async_context(TCPStore(host, 0, is_master=True))
+            handle = lambda: TCPStore(host, master.port)  # noqa: E731
+
+        def open_one() -> Store:
+            store = handle()
+            stack.push_async_callback(store.aclose)
+            return PrefixStore("part", store) if request.param.startswith("prefix-") else store
+
+        yield open_one
+
+
+@pytest.fixture
+def store(open_store) -> Store:
+    return open_store()
+
+
+@pytest.fixture
+def other(open_store) -> Store:
+    """Another handle on `store`."""
+    return open_store()

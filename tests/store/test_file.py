@@ -1,0 +1,215 @@
+"""FileStore: what a shared file adds to the contract."""
+
+import asyncio
+import fcntl
+import os
+import subprocess
+import sys
+import zlib
+
+import pytest
+
+from aiocoll.errors import StoreError, StoreTimeoutError, StoreUnavailableError
+from aiocoll.store import FileStore
+
+HEADER_SIZE = 32
+
+
+async def keys_of(path) -> list[str]:
+    async with FileStore(path) as store:
+        return await store.list_keys()
+
+
+@pytest.fixture
+async def log(tmp_path):
+    """A closed store with keys a, b and c, and the sizes it had before each."""
+    path = tmp_path / "store"
+    sizes = [HEADER_SIZE]
+    async with FileStore(path) as store:
+        for key in "abc":
+            await store.set(key, key.encode() * 10)
+            sizes.append(path.stat().st_size)
+    return path, sizes
+
+
+async def test_torn_tail_at_every_byte(log):
+    path, sizes = log
+    whole = path.read_bytes()
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        intact = list("abc")[: sum(cut >= size for size in sizes[1:])]
+        assert await keys_of(path) == intact
+        async with FileStore(path) as writer, FileStore(path) as reader:
+            await reader.list_keys()
+            await writer.set("new", b"1")
+            assert await reader.list_keys() == [*intact, "new"]
+        assert await keys_of(path) == [*intact, "new"]
+
+
+async def test_tail_of_garbage_is_ignored(log):
+    path, _ = log
+    whole = path.read_bytes()
+    tails = [bytes(100), b"\xff" * 100, b"\x05\0\0\0" + zlib.crc32(b"hello").to_bytes(4, "little") + b"hellp"]
+    for tail in tails:
+        path.write_bytes(whole + tail)
+        assert await keys_of(path) == ["a", "b", "c"]
+        async with FileStore(path) as store:
+            await store.delete_key("a")
+        assert await keys_of(path) == ["b", "c"]
+
+
+async def test_commands_that_change_nothing_are_not_logged(log):
+    path, sizes = log
+    async with FileStore(path) as store:
+        await store.get("a")
+        await store.check(["x"])
+        await store.delete_key("x")
+        await store.compare_set("x", b"1", b"2")
+        await store.queue_len("q")
+    assert path.stat().st_size == sizes[-1]
+
+
+async def test_new_file_is_private(tmp_path):
+    async with FileStore(tmp_path / "store") as store:
+        await store.set("k", b"")
+    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o600
+
+
+async def test_symlink_is_refused(tmp_path, log):
+    link = tmp_path / "link"
+    link.symlink_to(log[0])
+    with pytest.raises(StoreError, match="link is a symbolic link, which could point anywhere"):
+        await FileStore(link).list_keys()
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o660, 0o602])
+async def test_file_open_to_others_is_refused(log, mode):
+    path, _ = log
+    path.chmod(mode)
+    with pytest.raises(StoreError, match=f"can be opened by others \\(mode {mode:04o}\\): chmod 600 it"):
+        await FileStore(path).list_keys()
+
+
+async def test_file_of_another_user_is_refused(log, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(StoreError, match=r"belongs to uid \d+, not to this process's uid \d+: use another path"):
+        await FileStore(log[0]).list_keys()
+
+
+async def test_what_is_no_store_is_refused_and_kept(tmp_path):
+    path = tmp_path / "notes"
+    path.write_bytes(b"my notes")
+    path.chmod(0o600)
+    with pytest.raises(StoreError, match="notes is not a store \\(it begins with b'my notes'\\)"):
+        await FileStore(path).set("k", b"")
+    assert path.read_bytes() == b"my notes"
+    with pytest.raises(StoreError, match=r"cannot open the store file .*: Is a directory"):
+        await FileStore(tmp_path).set("k", b"")
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo, 0o600)
+    with pytest.raises(StoreError, match="fifo is not a regular file"):
+        await FileStore(fifo).set("k", b"")
+
+
+async def test_store_of_another_job_is_refused(tmp_path):
+    async with FileStore(tmp_path / "store", job="yesterday") as store:
+        await store.set("k", b"")
+    with pytest.raises(StoreError, match=r"belongs to job [0-9a-f]{32}, this is job [0-9a-f]{32}: remove the file"):
+        await FileStore(tmp_path / "store", job="today").get("k")
+
+
+async def test_last_member_removes_the_file(tmp_path):
+    path = tmp_path / "store"
+    members = [FileStore(path, world_size=3) for _ in range(3)]
+    await members[0].set("k", b"")
+    for member in members:
+        assert path.exists()
+        await member.aclose()
+        await member.aclose()
+    assert not path.exists()
+    with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
+        FileStore(path, world_size=0)
+
+
+async def test_without_world_size_the_file_stays(log):
+    assert log[0].exists()
+
+
+async def test_removed_file_is_noticed_by_those_who_wait(log):
+    async with FileStore(log[0]) as store:
+        waiting = asyncio.create_task(store.get("never"))
+        await store.list_keys()
+        log[0].unlink()
+        with pytest.raises(StoreUnavailableError, match="store was removed while the store was in use"):
+            await waiting
+
+
+async def test_lock_held_for_too_long_is_named(log):
+    path, _ = log
+    with path.open("rb") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        store = FileStore(path, timeout=0.01)
+        assert await store.get("a") == b"a" * 10, "reading needs no lock"
+        with pytest.raises(StoreTimeoutError, match=r"another process held the lock of .*store for 0\.01 s"):
+            await store.set("k", b"")
+        fcntl.flock(holder, fcntl.LOCK_UN)
+        await store.set("k", b"")
+        await store.aclose()
+
+
+async def test_full_disk_fails_the_call_and_nothing_else(log, monkeypatch):
+    path, _ = log
+    before = path.read_bytes()
+    pwrite = os.pwrite
+    async with FileStore(path) as store, FileStore(path) as other:
+        with monkeypatch.context() as full:
+            full.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[: len(data) // 2], at))
+            with pytest.raises(StoreError, match=r"cannot write .*: No space left on device; nothing was changed"):
+                await store.set("d", b"4")
+        assert path.read_bytes() == before
+        assert await store.list_keys() == ["a", "b", "c"]
+        await other.set("e", b"5")
+        assert await store.list_keys() == ["a", "b", "c", "e"]
+
+
+async def test_one_store_shared_by_tasks_that_replay_a_long_history(tmp_path):
+    path = tmp_path / "store"
+    async with FileStore(path) as writer:
+        for i in range(2000):
+            await writer.set(f"key{i}", b"x" * 20)
+    async with FileStore(path) as reader:
+        counts = await asyncio.gather(*(reader.num_keys() for _ in range(5)))
+    assert counts == [2000] * 5
+
+
+HAMMER = """
+import asyncio, sys
+from aiocoll.store import FileStore
+
+async def main():
+    async with FileStore(sys.argv[1], world_size=3) as store:
+        await store.add("ready", 1)
+        await store.wait(["go"])
+        for i in range(300):
+            await store.add("n", 1)
+            await store.queue_push("q", sys.argv[2].encode())
+        await store.add("done", 1)
+
+asyncio.run(main())
+"""
+
+
+async def test_processes_that_hammer_one_counter(tmp_path):
+    path = tmp_path / "store"
+    processes = [
+        await asyncio.create_subprocess_exec(sys.executable, "-c", HAMMER, str(path), name, stderr=subprocess.PIPE)
+        for name in "xy"
+    ]
+    async with FileStore(path, world_size=3, timeout=60) as store:
+        await store.set("go", b"")
+        popped = [await store.queue_pop("q") for _ in range(600)]
+        errors = [(await process.communicate())[1] for process in processes]
+        assert errors == [b"", b""]
+        assert await store.get("n") == b"600"
+        assert (popped.count(b"x"), popped.count(b"y")) == (300, 300)
+    assert not path.exists()

@@ -1,0 +1,523 @@
+"""TCPStore and StoreServer: what a network adds to the contract."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import stat
+import struct
+import threading
+
+import pytest
+
+from aiocoll.errors import AuthenticationError, StoreError, StoreTimeoutError, StoreUnavailableError
+from aiocoll.handshake import CHALLENGE_SIZE, ClientHandshake, ConnKind, Identity, job_id
+from aiocoll.store import PrefixStore, StoreServer, TCPStore
+
+try:
+    import uvloop
+except ImportError:
+    uvloop = None
+
+KEY = bytes(range(32))
+LOCAL = "127.0.0.1"
+
+
+@pytest.fixture
+def server():
+    server = StoreServer(LOCAL, 0, key=KEY)
+    server.start()
+    yield server
+    server.close()
+
+
+def client(server: StoreServer, key: bytes | None = KEY, **options) -> TCPStore:
+    return TCPStore(server.host, server.port, key=key, **options)
+
+
+@contextlib.asynccontextmanager
+async def raw_connection(server: StoreServer, *, authenticate: bool = False):
+    """A reader and a writer on a bare connection."""
+    reader, writer = await asyncio.open_connection(server.host, server.port)
+    try:
+        if authenticate:
+            handshake = ClientHandshake(Identity(job_id(""), 0, -1, 0, ConnKind.STORE), KEY, os.urandom)
+            writer.write(handshake.hello())
+            writer.write(handshake.answer(await reader.readexactly(CHALLENGE_SIZE)))
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+class Impostor(asyncio.Protocol):
+    """Answers `reply` to whoever connects, and hangs up or stays."""
+
+    def __init__(self, reply: bytes, hang_up: bool, transports: list) -> None:
+        self._reply = reply
+        self._hang_up = hang_up
+        self._transports = transports
+
+    def connection_made(self, transport) -> None:
+        self._transports.append(transport)
+        transport.write(self._reply)
+        if self._hang_up:
+            transport.close()
+
+
+@contextlib.asynccontextmanager
+async def impostor(reply: bytes, *, hang_up: bool = True):
+    """The port of a listener that is no store."""
+    transports = []
+    listener = await asyncio.get_running_loop().create_server(lambda: Impostor(reply, hang_up, transports), LOCAL, 0)
+    async with listener:
+        yield listener.sockets[0].getsockname()[1]
+        for transport in transports:
+            transport.abort()
+
+
+def unused_port() -> int:
+    with socket.socket() as sock:
+        sock.bind((LOCAL, 0))
+        return sock.getsockname()[1]
+
+
+async def test_port_zero_becomes_the_real_port():
+    async with TCPStore(LOCAL, 0, is_master=True) as master, TCPStore(LOCAL, master.port) as store:
+        assert master.port > 0
+        await store.set("k", b"1")
+        assert await master.get("k") == b"1"
+    with pytest.raises(ValueError, match="port 0 means a free one, which only the master can take"):
+        TCPStore(LOCAL, 0)
+    with pytest.raises(ValueError, match="port must be between 0 and 65535, got 70000"):
+        TCPStore(LOCAL, 70000)
+
+
+async def test_awaiting_a_store_opens_it(server):
+    store = await client(server)
+    assert await store.num_keys() == 0
+    await store.aclose()
+
+
+async def test_first_calls_of_many_tasks_share_one_connection(server):
+    async with contextlib.AsyncExitStack() as stack:
+        store = client(server)
+        stack.push_async_callback(store.aclose)
+        assert sorted(await asyncio.gather(*(store.add("n", 1) for _ in range(20)))) == list(range(1, 21))
+        assert len(server._sessions) == 1
+
+
+async def test_master_serves_on_its_own_thread_while_its_loop_is_blocked():
+    async with TCPStore(LOCAL, 0, is_master=True) as master:
+        await master.set("k", b"1")
+        seen = []
+
+        async def elsewhere() -> None:
+            async with TCPStore(LOCAL, master.port) as store:
+                seen.append(await store.get("k"))
+
+        thread = threading.Thread(target=asyncio.run, args=(elsewhere(),))
+        thread.start()
+        thread.join()  # blocks this loop
+        assert seen == [b"1"]
+
+
+async def test_64_clients_meet():
+    size = 64
+    async with contextlib.AsyncExitStack() as stack:
+        master = TCPStore(LOCAL, 0, size, is_master=True)
+        stack.push_async_callback(master.aclose)
+        opening = asyncio.create_task(master.open())
+        await asyncio.sleep(0)
+        stores = [TCPStore(LOCAL, master.port, size) for _ in range(size - 1)]
+        for store in stores:
+            stack.push_async_callback(store.aclose)
+
+        async def meet(rank: int, store: TCPStore) -> list[bytes]:
+            await store.set(str(rank), b"%d" % rank)
+            return await store.multi_get(map(str, range(size)))
+
+        results = await asyncio.gather(*(meet(rank, store) for rank, store in enumerate([master, *stores])))
+        assert results == [[b"%d" % rank for rank in range(size)]] * size
+        assert await opening is master
+
+
+async def test_opening_waits_for_all_workers(server):
+    first, second = client(server, world_size=2), client(server, world_size=2)
+    opening = asyncio.create_task(first.open())
+    async with client(server, wait_for_workers=False) as bystander:
+        await bystander.set("k", b"")
+        assert not opening.done()
+    await second.open()
+    await opening
+    await first.aclose()
+    await second.aclose()
+
+
+async def test_missing_workers_are_counted(server):
+    store = client(server, world_size=3, timeout=0.05)
+    with pytest.raises(
+        StoreTimeoutError, match=r"1 of 3 clients connected to store 127.*within 0\.0\d+ s: start the oth"
+    ):
+        await store.open()
+    await store.aclose()
+
+
+async def test_death_of_the_server_releases_everybody(server):
+    async with client(server) as store:
+        waits = [asyncio.create_task(wait) for wait in (store.get("k"), store.queue_pop("q"), store.wait(["a", "b"]))]
+        await asyncio.sleep(0)
+        await store.num_keys()
+        await server.aclose()
+        for wait in waits:
+            with pytest.raises(StoreUnavailableError, match=r"closed the connection: its process .* has ended"):
+                await wait
+        with pytest.raises(StoreUnavailableError, match=f"store {LOCAL}:{server.port} closed the connection"):
+            await store.set("k", b"")
+
+
+async def test_cancelled_and_timed_out_waits_are_dropped_by_the_server(server):
+    async with client(server) as store:
+        waits = [asyncio.create_task(wait) for wait in (store.get("k"), store.queue_pop("q"))]
+        await asyncio.sleep(0)
+        await store.num_keys()
+        assert server.core._watchers
+        assert server.core._poppers
+        for wait in waits:
+            wait.cancel()
+        await asyncio.wait(waits)
+        with pytest.raises(StoreTimeoutError):
+            await store.get("k", timeout=0.001)
+        assert await store.num_keys() == 0
+        assert not server.core._watchers
+        assert not server.core._poppers
+
+
+async def test_a_client_that_vanishes_takes_its_waits_along(server):
+    async with client(server) as store, client(server) as vanishing:
+        popping = asyncio.create_task(vanishing.queue_pop("q"))
+        await asyncio.sleep(0)
+        await vanishing.num_keys()
+        await vanishing.aclose()
+        with pytest.raises(StoreUnavailableError):
+            await popping
+        while len(server._sessions) > 1:
+            await store.num_keys()
+        await store.queue_push("q", b"1")
+        assert await store.queue_pop("q", timeout=0) == b"1"
+
+
+async def test_a_wait_does_not_hold_up_other_requests(server):
+    async with client(server) as store:
+        waiting = asyncio.create_task(store.get("k"))
+        await asyncio.sleep(0)
+        await store.num_keys()
+        assert await store.add("n", 1) == 1
+        await store.set("k", b"1")
+        assert await waiting == b"1"
+
+
+async def test_too_many_waits_of_one_client(server):
+    async with client(server) as store:
+        results = await asyncio.gather(*(store.get("k", timeout=0.5) for _ in range(1025)), return_exceptions=True)
+        errors = [str(error) for error in results if not isinstance(error, StoreTimeoutError)]
+        assert errors == ["1024 waits in one client: await some of them first"]
+
+
+async def test_answers_and_commands_over_the_frame_limit(server):
+    async with client(server) as store:
+        large = bytes(8 << 20)
+        with pytest.raises(StoreError, match=r"\d+ bytes in one command or answer, the limit is 16777216"):
+            await store.multi_set(["a", "b"], [large, large])
+        await store.set("a", large)
+        await store.set("b", large)
+        with pytest.raises(StoreError, match="ask for fewer keys at once"):
+            await store.multi_get(["a", "b"])
+        assert await store.num_keys() == 2
+
+
+async def test_all_values_together_are_limited(server):
+    async with client(server) as store:
+        for i in range(32):
+            await store.set(str(i), bytes(8 << 20))
+        with pytest.raises(StoreError, match="the store is full: 268435456 bytes of values"):
+            await store.queue_push("q", b"x")
+        await store.delete_key("0")
+        await store.queue_push("q", b"x")
+
+
+async def test_wrong_key_is_refused_at_both_ends(server):
+    with pytest.raises(AuthenticationError, match=f"cannot use the store at {LOCAL}:{server.port}: .*job's key"):
+        await client(server, key=b"x" * 32).open()
+    with pytest.raises(StoreUnavailableError, match="did not prove that it holds this job's key"):
+        await client(server, key=None).num_keys()
+    async with client(server) as store:
+        assert await store.num_keys() == 0
+
+
+async def test_another_job_is_refused(server):
+    with pytest.raises(AuthenticationError, match=f"job {job_id('').hex()}, this process to job {job_id('b').hex()}"):
+        await client(server, job="b").open()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3"])
+async def test_off_loopback_needs_a_key(host):
+    for store in (TCPStore(host, 29500), TCPStore(host, 29500, is_master=True)):
+        with pytest.raises(AuthenticationError, match=r"no job key keeps strangers out.*aiocoll run.*AIOCOLL_JOB_KEY"):
+            await store.open()
+    with pytest.raises(AuthenticationError, match="no job key keeps strangers out"):
+        StoreServer(host, 29500).start()
+    with pytest.raises(AuthenticationError, match="job_key has 5 bytes"):
+        StoreServer(LOCAL, 0, key=b"short").start()
+
+
+async def test_loopback_without_a_key_warns_once(caplog):
+    async with TCPStore(LOCAL, 0, is_master=True) as master, TCPStore(LOCAL, master.port) as store:
+        await store.num_keys()
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [f"store on {LOCAL}"]
+    assert "has no job key" in caplog.text
+
+
+async def test_nobody_listens():
+    port = unused_port()
+    with pytest.raises(
+        StoreUnavailableError, match=rf"no store at {LOCAL}:{port}: nothing listens.*\(tried for 0\.\d s\)"
+    ):
+        await TCPStore(LOCAL, port, timeout=0.02).get("k")
+    with pytest.raises(StoreUnavailableError, match=r"no store at unix:@aiocoll-nobody: nothing listens"):
+        await TCPStore("unix:@aiocoll-nobody", 0, timeout=0).get("k")
+
+
+async def test_unresolvable_host():
+    with pytest.raises(StoreUnavailableError, match=r"no store at a\.\.b:1: the host name 'a\.\.b' cannot be resolved"):
+        await TCPStore("a..b", 1, timeout=0).open()
+    with pytest.raises(StoreUnavailableError, match=r"cannot listen on 'a\.\.b', which cannot be resolved"):
+        await TCPStore("a..b", 1, is_master=True).open()
+
+
+async def test_a_host_name_is_looked_up():
+    async with TCPStore("localhost", 0, is_master=True) as master, TCPStore("localhost", master.port) as store:
+        await store.set("k", b"1")
+        assert await master.get("k") == b"1"
+
+
+async def test_a_late_server_is_found():
+    port = unused_port()
+    store = TCPStore(LOCAL, port, key=KEY)
+    opening = asyncio.create_task(store.open())
+    await asyncio.sleep(0)
+    server = StoreServer(LOCAL, port, key=KEY)
+    server.start()
+    await opening
+    await store.aclose()
+    await server.aclose()
+
+
+@pytest.mark.parametrize("hang_up", [True, False])
+@pytest.mark.parametrize("reply", [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 400 Bad Request\r\n".ljust(500)])
+async def test_another_server_is_not_taken_for_a_store(reply, hang_up):
+    async with impostor(reply, hang_up=hang_up) as port:
+        with pytest.raises(AuthenticationError, match=f"cannot use the store at {LOCAL}:{port}: .*b'(SSH|HTTP)"):
+            await TCPStore(LOCAL, port, timeout=0.01).open()
+
+
+@pytest.mark.parametrize(("hang_up", "reason"), [(False, "is silent"), (True, "hangs up")])
+async def test_a_silent_server_is_not_taken_for_a_store(hang_up, reason):
+    async with impostor(b"", hang_up=hang_up) as port:
+        with pytest.raises(
+            StoreUnavailableError, match=f"no store at {LOCAL}:{port}: something listens there but {reason}"
+        ):
+            await TCPStore(LOCAL, port, timeout=0.01).open()
+
+
+async def test_silent_clients_keep_nobody_out(server):
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(18):  # more than may be pending at a time
+            await stack.enter_async_context(raw_connection(server))
+        async with client(server) as store:
+            await store.set("k", b"1")
+        assert len(server._pending) <= server._max_pending
+
+
+async def test_a_silent_client_is_closed_at_the_deadline(monkeypatch):
+    monkeypatch.setattr("aiocoll.store.session.HANDSHAKE_TIMEOUT", 0.01)
+    server = StoreServer(LOCAL, 0, key=KEY)
+    server.start()
+    async with raw_connection(server) as (reader, _):
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+    await server.aclose()
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".ljust(200), b"\xff" * 10_000, b"aioc" + bytes(500)]
+)
+async def test_garbage_is_answered_by_closing(server, garbage):
+    async with client(server) as store:
+        waiting = asyncio.create_task(store.get("k"))
+        await asyncio.sleep(0)
+        async with raw_connection(server) as (reader, writer):
+            writer.write(garbage)
+            with contextlib.suppress(ConnectionError):
+                assert not (await reader.read()).startswith(b"HTTP")
+        await store.set("k", b"1")
+        assert await waiting == b"1"
+
+
+async def test_an_unproven_client_gets_nothing_done(server):
+    async with raw_connection(server) as (reader, writer):
+        handshake = ClientHandshake(Identity(job_id(""), 0, -1, 0, ConnKind.STORE), KEY, os.urandom)
+        writer.write(handshake.hello())
+        await reader.readexactly(CHALLENGE_SIZE)
+        writer.write(bytes(32) + frame(b"\x93\x01\xa3set\x92\xa1k\xc4\x01v"))
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+    async with client(server) as store:
+        assert await store.num_keys() == 0
+
+
+def frame(body: bytes) -> bytes:
+    return struct.pack("!I", len(body)) + body
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        struct.pack("!I", 0),
+        struct.pack("!I", (16 << 20) + 1),
+        struct.pack("!I", 0xFFFFFFFF),
+        frame(b"\xc1"),
+        frame(b"\x93\x01\xa3set"),
+        frame(b"\x81\x01\x02"),
+        frame(b"\x93\xa1x\xa3set\x90"),
+        frame(b"\x93\x01\x02\x90"),
+        frame(b"\x93\x01\xa3set\x01"),
+        frame(b"\x93\x01\xa7explode\x90"),
+        frame(b"\x93\x01\xa4join\x91\x00"),
+        frame(b"\xdd\xff\xff\xff\xff"),
+        frame(b"\x91" * 2000),
+    ],
+)
+async def test_a_broken_frame_ends_its_connection_only(server, sent):
+    async with client(server) as store:
+        async with raw_connection(server, authenticate=True) as (reader, writer):
+            writer.write(sent)
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        await store.set("k", b"1")
+        assert await store.get("k") == b"1"
+
+
+async def test_a_wrong_argument_on_the_wire_is_answered_with_an_error(server):
+    async with raw_connection(server, authenticate=True) as (reader, writer):
+        writer.write(frame(b"\x93\x01\xa3set\x92\xa1k\xa1v"))
+        (nbytes,) = struct.unpack("!I", await reader.readexactly(4))
+        assert b"value must be bytes, got str" in await reader.readexactly(nbytes)
+
+
+async def test_port_in_use(server):
+    with pytest.raises(
+        StoreUnavailableError, match=f"cannot listen on {LOCAL}:{server.port}: .*choose another port or 0"
+    ):
+        await TCPStore(LOCAL, server.port, is_master=True).open()
+    with pytest.raises(StoreUnavailableError, match="it is not an address of this machine"):
+        StoreServer("192.0.2.1", 0, key=KEY).start()
+
+
+async def test_unix_socket_file(tmp_path):
+    path = tmp_path / "socket"
+    host = f"unix:{path}"
+    async with TCPStore(host, 0, is_master=True) as master:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with pytest.raises(StoreUnavailableError, match=f"cannot listen on {host}: .*another program has it"):
+            StoreServer(host, 0).start()
+        assert await master.num_keys() == 0
+    assert not path.exists()
+
+
+async def test_unix_socket_left_behind_is_replaced_but_no_other_file(tmp_path):
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    async with TCPStore(f"unix:{path}", 0, is_master=True) as master:
+        assert await master.num_keys() == 0
+    path.write_text("precious")
+    with pytest.raises(StoreUnavailableError, match="cannot listen"):
+        StoreServer(f"unix:{path}").start()
+    assert path.read_text() == "precious"
+
+
+async def test_unix_peer_of_another_user_is_refused(monkeypatch):
+    async with TCPStore("unix:@aiocoll-uid-test", 0, is_master=True) as master:
+        await master.num_keys()
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(AuthenticationError, match=r"unix socket runs as uid \d+, this process as \d+"):
+            await TCPStore("unix:@aiocoll-uid-test", 0).open()
+
+
+async def test_server_closes_once_from_any_thread():
+    server = StoreServer(LOCAL, 0, key=KEY)
+    server.close()
+    assert server.start() == (LOCAL, server.port)
+    with pytest.raises(RuntimeError, match="was started before"):
+        server.start()
+    threads = [threading.Thread(target=server.close) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    await asyncio.gather(server.aclose(), server.aclose())
+    for thread in threads:
+        thread.join()
+    server.close()
+    assert not server._thread.is_alive()
+
+
+async def test_a_cancelled_aclose_can_be_repeated():
+    server = StoreServer(LOCAL, 0, key=KEY)
+    server.start()
+    closing = asyncio.create_task(server.aclose())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await closing
+    await server.aclose()
+    assert not server._thread.is_alive()
+
+
+async def test_a_master_that_fails_to_open_leaves_no_thread():
+    with pytest.raises(StoreTimeoutError, match="1 of 2 clients"):
+        await TCPStore(LOCAL, 0, 2, is_master=True, timeout=0.02, key=KEY)
+    assert "aiocoll-store" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.fixture(scope="session")
+def uvloop_warm() -> None:
+    """uvloop's first loop opens a pipe that stays for the life of the process."""
+    if uvloop is not None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(asyncio.sleep(0))
+
+
+@pytest.mark.usefixtures("uvloop_warm")
+@pytest.mark.parametrize("name", ["asyncio", "uvloop"])
+def test_nothing_is_left_when_a_run_is_cancelled_in_the_middle(name, tmp_path):
+    """The leak check of every test does the asserting."""
+    if name == "uvloop" and uvloop is None:
+        pytest.skip("uvloop is not installed")
+    new_loop = uvloop.new_event_loop if name == "uvloop" else asyncio.new_event_loop
+
+    async def rank(port: int) -> None:
+        async with TCPStore(LOCAL, port) as store, asyncio.TaskGroup() as tasks:
+            tasks.create_task(store.get("never"))
+            tasks.create_task(PrefixStore("p", store).queue_pop("never"))
+
+    async def main() -> None:
+        unix = TCPStore(f"unix:{tmp_path}/socket", 0, is_master=True)
+        async with TCPStore(LOCAL, 0, is_master=True) as master, unix:
+            await unix.set("k", bytes(1 << 20))
+            assert len(await unix.get("k")) == 1 << 20
+            async with asyncio.timeout(0.05):
+                await asyncio.gather(*(rank(master.port) for _ in range(4)))
+
+    with asyncio.Runner(loop_factory=new_loop) as runner, pytest.raises(TimeoutError):
+        runner.run(main())
