@@ -1,0 +1,119 @@
+"""Writes a `Program` action by action: numbers messages, leaves out empty ones, hands back dependencies.
+
+Every method returns the indices of the actions it added, as a tuple: empty when there was nothing to move, so that
+results can be added together and passed on as `after` or `follow` without a special case for empty chunks. Both ends
+of a message know its length, so both leave out an empty one.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from aiocoll.algorithms.schedule import Action, Program, Region, Verb
+
+__all__ = ["Builder", "Deps", "chunks", "reduced_alone"]
+
+Deps: TypeAlias = tuple[int, ...]
+"""Indices of actions."""
+
+_NOTHING = Region(0, 0, 0)
+
+
+def chunks(count: int, parts: int, buffer: int = 0) -> list[Region]:
+    """Cut `count` elements of a buffer into `parts` consecutive regions whose lengths differ by at most one."""
+    bounds = [part * count // parts for part in range(parts + 1)]
+    return [Region(buffer, bounds[part], bounds[part + 1]) for part in range(parts)]
+
+
+class Builder:
+    """The program of one rank while it is being written.
+
+    Args:
+        buffers: how many buffers belong to the user; scratch buffers are numbered from there.
+    """
+
+    __slots__ = ("_actions", "_buffers", "_received", "_scratch", "_sent")
+
+    def __init__(self, buffers: int) -> None:
+        self._buffers = buffers
+        self._actions: list[Action] = []
+        self._scratch: list[int] = []
+        self._sent: dict[int, int] = {}
+        self._received: dict[int, int] = {}
+
+    def scratch(self, count: int) -> int:
+        """Reserve a scratch buffer of `count` elements and return its number."""
+        self._scratch.append(count)
+        return self._buffers + len(self._scratch) - 1
+
+    def send(self, peer: int, region: Region, after: Deps = (), follow: Deps = ()) -> Deps:
+        """Send `region` to `peer`."""
+        if region.count == 0:
+            return ()
+        step = _next(self._sent, peer)
+        return self._add(Action(Verb.SEND, region, peer, step, (), True, False, after, follow))
+
+    def recv(self, peer: int, region: Region, after: Deps = ()) -> Deps:
+        """Receive from `peer` into `region`."""
+        if region.count == 0:
+            return ()
+        step = _next(self._received, peer)
+        return self._add(Action(Verb.RECV, region, peer, step, (), True, False, after))
+
+    def combine(
+        self,
+        peer: int,
+        region: Region,
+        source: Region,
+        *,
+        incoming_first: bool = True,
+        final: bool = False,
+        after: Deps = (),
+    ) -> Deps:
+        """Receive from `peer`, reduce with `source` on arrival, write to `region`."""
+        if region.count == 0:
+            return ()
+        step = _next(self._received, peer)
+        return self._add(Action(Verb.COMBINE, region, peer, step, (source,), incoming_first, final, after))
+
+    def fold(self, region: Region, sources: tuple[Region, ...], after: Deps = (), follow: Deps = ()) -> Deps:
+        """Reduce `sources` in the order given into `region`."""
+        if region.count == 0:
+            return ()
+        return self._add(Action(Verb.FOLD, region, -1, 0, sources, True, True, after, follow))
+
+    def copy(self, region: Region, source: Region, after: Deps = (), follow: Deps = ()) -> Deps:
+        """Copy `source` to `region`."""
+        if region.count == 0:
+            return ()
+        return self._add(Action(Verb.COPY, region, -1, 0, (source,), True, False, after, follow))
+
+    def signal(self, peer: int, after: Deps = ()) -> Deps:
+        """Send a message without elements."""
+        step = _next(self._sent, peer)
+        return self._add(Action(Verb.SEND, _NOTHING, peer, step, (), True, False, after))
+
+    def await_signal(self, peer: int) -> Deps:
+        """Receive a message without elements."""
+        return self._add(Action(Verb.RECV, _NOTHING, peer, _next(self._received, peer)))
+
+    def program(self, algorithm: str) -> Program:
+        """Return what was written."""
+        return Program(tuple(self._actions), tuple(self._scratch), algorithm)
+
+    def _add(self, action: Action) -> Deps:
+        self._actions.append(action)
+        return (len(self._actions) - 1,)
+
+
+def reduced_alone(region: Region, source: Region, buffers: int = 1) -> Program:
+    """Return the program of a reduction over one rank: its own input, with the op's last touch."""
+    build = Builder(buffers)
+    build.fold(region, (source,))
+    return build.program("local")
+
+
+def _next(steps: dict[int, int], peer: int) -> int:
+    step = steps.get(peer, 0)
+    steps[peer] = step + 1
+    return step

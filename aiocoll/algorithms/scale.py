@@ -1,0 +1,51 @@
+"""Scaling this rank's input before anything else: the first half of PREMUL_SUM, for any program.
+
+Cost: no steps, no bytes; one pass over the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from aiocoll.algorithms.schedule import Action, Program, Region, Verb
+
+__all__ = ["scaled"]
+
+
+def scaled(program: Program, inputs: Mapping[int, int], users: int, in_place: bool) -> Program:
+    """Return `program` reading scaled copies of its inputs.
+
+    Args:
+        program: any reduction of one rank.
+        inputs: element counts of the buffers to scale, by buffer number.
+        users: how many buffers belong to the caller; scratch is numbered from there.
+        in_place: write over the inputs (they are the outputs too) instead of into further scratch.
+
+    Invariant: every action of the old program comes after the scaling of all inputs.
+    """
+    first = users + len(program.scratch)
+    target = {buffer: buffer if in_place else first + k for k, buffer in enumerate(inputs)}
+    scaling = tuple(
+        Action(Verb.SCALE, Region(target[buffer], 0, count), sources=(Region(buffer, 0, count),))
+        for buffer, count in inputs.items()
+    )
+    shift = len(scaling)
+
+    def moved(region: Region) -> Region:
+        return replace(region, buffer=target.get(region.buffer, region.buffer))
+
+    def later(action: Action) -> Action:
+        after = tuple(index + shift for index in action.after)
+        follow = tuple(index + shift for index in action.follow)
+        return replace(
+            action,
+            region=moved(action.region) if action.verb is Verb.SEND else action.region,
+            sources=tuple(moved(source) for source in action.sources),
+            after=after or tuple(range(shift)),
+            follow=follow,
+        )
+
+    scratch = () if in_place else tuple(inputs.values())
+    actions = scaling + tuple(later(action) for action in program.actions)
+    return Program(actions, program.scratch + scratch, program.algorithm)

@@ -1,0 +1,60 @@
+"""The checks of the other tests find what they are there to find."""
+
+import pytest
+
+from aiocoll.algorithms.schedule import Action, Program, Region, Verb
+
+from .interpreter import execute
+from .proof import Proof
+
+TENSOR, SCRATCH = Region(0, 0, 4), Region(1, 0, 4)
+
+
+def exchange(peer: int, fold_after: tuple[int, ...], step: int = 0, count: int = 4) -> Program:
+    """Two tensors exchanged and folded; rank order is not kept."""
+    actions = (
+        Action(Verb.SEND, Region(0, 0, count), peer, step),
+        Action(Verb.RECV, SCRATCH, peer),
+        Action(Verb.FOLD, TENSOR, sources=(TENSOR, SCRATCH), final=True, after=fold_after),
+    )
+    return Program(actions, (4,))
+
+
+def test_a_correct_exchange_passes() -> None:
+    assert Proof([exchange(1, (0, 1)), exchange(0, (0, 1))]).steps == 1
+
+
+def test_overwriting_what_is_still_to_be_sent_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"rank 1: .*SEND.* races with .*FOLD"):
+        Proof([exchange(1, (0, 1)), exchange(0, (1,))])
+
+
+def test_reading_what_has_not_arrived_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"rank 0: .*RECV.* races with .*FOLD"):
+        Proof([exchange(1, (0,)), exchange(0, (0, 1))])
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [(exchange(0, (0, 1), step=1), "sent but not received"), (exchange(0, (0, 1), count=3), "two lengths")],
+)
+def test_messages_that_do_not_match_are_found(bad: Program, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        Proof([exchange(1, (0, 1)), bad])
+
+
+def test_a_race_changes_the_result_in_some_order() -> None:
+    memory = [[["a"] * 4], [["b"] * 4]]
+    programs = [exchange(1, (0, 1)), exchange(0, (1,))]
+    results = {str(execute(programs, memory, seed, rendezvous=False)) for seed in range(50)}
+    assert len(results) > 1
+
+
+def test_a_circle_is_found() -> None:
+    def waiting(peer: int) -> Program:
+        return Program((Action(Verb.RECV, SCRATCH, peer), Action(Verb.SEND, TENSOR, peer, after=(0,))), (4,))
+
+    with pytest.raises(AssertionError, match="in a circle"):
+        Proof([waiting(1), waiting(0)])
+    with pytest.raises(AssertionError, match="deadlock"):
+        execute([waiting(1), waiting(0)], [[["a"] * 4], [["b"] * 4]], seed=0, rendezvous=False)

@@ -1,0 +1,102 @@
+"""Every algorithm gives the right result, the same on all ranks, for every world size and order of events."""
+
+import pytest
+
+from aiocoll.algorithms.schedule import Verb
+from aiocoll.algorithms.select import ALGORITHMS, build
+
+from .cases import IN_RANK_ORDER, REDUCING, REPEATED, Case, cases
+from .interpreter import execute
+from .proof import Proof
+
+ALL = sorted(ALGORITHMS)
+ONE_PLACE = [(kind, name) for kind, name in ALL if kind in ("allreduce", "reduce", "reduce_scatter")]
+LOGARITHMIC = ("circulant", "dissemination", "binomial", "knomial", "linear", "chain")
+
+
+@pytest.mark.parametrize("world_size", range(1, 18))
+@pytest.mark.parametrize(("kind", "algorithm"), ALL)
+def test_result_does_not_depend_on_the_order_of_events(kind: str, algorithm: str, world_size: int) -> None:
+    for number, case in enumerate(cases(kind, algorithm, world_size)):
+        programs = case.programs()
+        Proof(programs)
+        eager = execute(programs, case.memory(), seed=number, rendezvous=False)
+        case.check(eager)
+        if number % 3 == 0:
+            assert execute(programs, case.memory(), seed=number + 1, rendezvous=True) == eager
+
+
+@pytest.mark.parametrize("world_size", [32, 33, 64])
+@pytest.mark.parametrize(("kind", "algorithm"), [pair for pair in ALL if pair[1] in LOGARITHMIC])
+def test_many_ranks(kind: str, algorithm: str, world_size: int) -> None:
+    counts = tuple(rank % 3 for rank in range(world_size))
+    case = Case(kind, algorithm, world_size, root=5, count=2 * world_size - 1, counts=counts)
+    programs = case.programs()
+    Proof(programs)
+    case.check(execute(programs, case.memory(), seed=world_size, rendezvous=True))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 13])
+@pytest.mark.parametrize(("kind", "algorithm"), ONE_PLACE)
+def test_each_element_is_completed_once_or_on_every_rank(kind: str, algorithm: str, world_size: int) -> None:
+    count = 3 * world_size + 1
+    counts = tuple(3 + (rank == 0) for rank in range(world_size))
+    case = Case(kind, algorithm, world_size, root=world_size - 1, count=count, counts=counts)
+    completed = [action.region.count for program in case.programs() for action in program.actions if action.final]
+    assert sum(completed) == count * (world_size if algorithm in REPEATED and kind == "allreduce" else 1)
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), [pair for pair in ALL if pair[0] in REDUCING])
+def test_ordered_algorithms_reduce_by_folding_alone(kind: str, algorithm: str) -> None:
+    case = next(case for case in cases(kind, algorithm, 5) if case.count == 97)
+    combines = any(action.verb is Verb.COMBINE for program in case.programs() for action in program.actions)
+    folds = any(action.verb is Verb.FOLD for program in case.programs() for action in program.actions)
+    assert folds if algorithm in IN_RANK_ORDER else (combines or kind == "exscan")
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), ALL)
+def test_programs_are_named_and_write_no_input(kind: str, algorithm: str) -> None:
+    for case in cases(kind, algorithm, 4):
+        for rank, (program, buffers) in enumerate(zip(case.programs(), case.memory(), strict=True)):
+            assert program.algorithm == algorithm
+            written = {action.region.buffer for action in program.actions if action.verb is not Verb.SEND}
+            if kind == "reduce" and rank != case.root:
+                assert 0 not in written
+            if kind != "barrier" and len(buffers) > 1:
+                inputs = {number for number, buffer in enumerate(buffers) if None not in buffer and buffer}
+                assert not written & inputs
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter"])
+def test_other_ranks_than_the_root_use_one_buffer(kind: str) -> None:
+    for rank in (0, 1, 3):
+        program = build(kind, "linear", rank, 4, (1, 2, 3, 4), root=2)
+        assert [action.region.buffer for action in program.actions] == [4]
+
+
+def test_barrier_carries_no_elements_and_is_empty_for_one_rank() -> None:
+    assert build("barrier", "dissemination", 0, 1).actions == ()
+    for rank in range(7):
+        actions = build("barrier", "dissemination", rank, 7).actions
+        assert [action.verb for action in actions] == [Verb.SEND, Verb.RECV] * 3
+        assert {(action.region.buffer, action.region.start, action.region.stop) for action in actions} == {(0, 0, 0)}
+
+
+def test_no_rank_leaves_the_barrier_before_all_have_entered() -> None:
+    for world_size in range(2, 34):
+        proof = Proof([build("barrier", "dissemination", rank, world_size) for rank in range(world_size)])
+        for rank in range(world_size):
+            assert proof.heard(rank) | {rank} == set(range(world_size))
+
+
+def test_ring_streams_and_needs_no_scratch() -> None:
+    program = build("allreduce", "ring", 1, 4, 400)
+    assert program.scratch == ()
+    forwarded = [action for action in program.actions if action.verb is Verb.SEND][1:]
+    assert [len(action.follow) for action in forwarded] == [1] * 5
+    assert not any(action.after for action in program.actions)
+
+
+def test_ring_of_two_exchanges_halves() -> None:
+    sends = [action for action in build("allreduce", "ring", 0, 2, 10).actions if action.verb is Verb.SEND]
+    assert [(action.region.start, action.region.stop) for action in sends] == [(5, 10), (0, 5)]

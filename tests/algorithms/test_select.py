@@ -1,0 +1,93 @@
+"""The table covers everything, keeps what ops need, and the costs are those of the programs."""
+
+import math
+
+import pytest
+
+from aiocoll.algorithms import build, choose, cost
+from aiocoll.algorithms.schedule import Verb
+from aiocoll.algorithms.select import ALGORITHMS, RULES
+
+from .cases import IN_RANK_ORDER, REDUCING, REPEATED, Case
+from .proof import Proof
+
+KIB, MIB = 1024, 1024 * 1024
+SIZES = [0, 1, 8, KIB, 8 * KIB, 32 * KIB, 32 * KIB + 1, 64 * KIB, 256 * KIB, 256 * KIB + 1, MIB, 16 * MIB, 2**33]
+WORLDS = [1, 2, 3, 4, 5, 8, 16, 17, 64, 1000]
+
+
+def test_rules_and_functions_name_the_same_algorithms() -> None:
+    assert {(kind, rule.algorithm) for kind, rules in RULES.items() for rule in rules} == set(ALGORITHMS)
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_every_case_has_an_algorithm_that_keeps_what_the_op_needs(kind: str) -> None:
+    for nbytes in SIZES:
+        for world_size in WORLDS:
+            for ordered in (False, True):
+                for portable in (False, True):
+                    name = choose(kind, nbytes, world_size, ordered=ordered, portable=portable)
+                    assert (kind, name) in ALGORITHMS
+                    assert not ordered or kind not in REDUCING or name in IN_RANK_ORDER
+                    assert portable or kind != "allreduce" or name not in REPEATED
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), sorted(ALGORITHMS))
+def test_every_algorithm_is_chosen_for_something(kind: str, algorithm: str) -> None:
+    assert any(
+        choose(kind, nbytes, world_size, ordered=ordered) == algorithm
+        for nbytes in SIZES
+        for world_size in WORLDS
+        for ordered in (False, True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "world_size", "ordered", "portable", "expected"),
+    [
+        (256 * KIB, 2, False, True, "oneround"),
+        (32 * KIB, 4, False, True, "oneround"),
+        (4, 5, False, True, "bruck"),
+        (MIB, 4, False, True, "circulant"),
+        (16 * MIB, 4, False, True, "ring"),
+        (4, 4, True, True, "oneround"),
+        (4, 4, True, False, "pairwise"),
+        (4, 16, True, True, "bruck"),
+        (16 * MIB, 4, True, True, "pairwise"),
+        (4, 2, False, False, "ring"),
+        (MIB, 2, False, True, "ring"),
+        (MIB, 2, True, True, "pairwise"),
+        (4, 5, False, False, "circulant"),
+    ],
+)
+def test_allreduce_choices(nbytes: int, world_size: int, ordered: bool, portable: bool, expected: str) -> None:
+    assert choose("allreduce", nbytes, world_size, ordered=ordered, portable=portable) == expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 8, 9, 16, 17])
+@pytest.mark.parametrize(("kind", "algorithm"), sorted(ALGORITHMS))
+def test_costs_are_those_of_the_programs(kind: str, algorithm: str, world_size: int) -> None:
+    block = 3
+    counts, matrix = (block,) * world_size, ((block,) * world_size,) * world_size
+    case = Case(kind, algorithm, world_size, 0, count=block * world_size, counts=counts, matrix=matrix)
+    programs = case.programs()
+    sent = [sum(action.region.count for action in program.actions if action.verb is Verb.SEND) for program in programs]
+    nbytes = 0 if kind == "barrier" else block * world_size
+    assert cost(algorithm, kind, nbytes, world_size) == (Proof(programs).steps, max(sent))
+
+
+@pytest.mark.parametrize(("kind", "phases"), [("allreduce", 2), ("reduce_scatter", 1), ("allgather", 1)])
+@pytest.mark.parametrize("world_size", [2, 3, 7, 16])
+def test_circulant_takes_the_least_steps_for_any_number_of_ranks(kind: str, phases: int, world_size: int) -> None:
+    assert cost("circulant", kind, world_size, world_size)[0] == phases * math.ceil(math.log2(world_size))
+
+
+def test_bad_names_are_explained() -> None:
+    with pytest.raises(ValueError, match=r"kind='reduce_all' is not a collective; use one of allreduce, reduce,"):
+        choose("reduce_all", 4, 2)
+    with pytest.raises(ValueError, match=r"algorithm='rind' is not known for kind='allreduce'; use one of .*ring"):
+        build("allreduce", "rind", 0, 2, 4)
+    with pytest.raises(ValueError, match=r"kind='reduce_all' is not a collective; use one of allreduce, reduce,"):
+        build("reduce_all", "ring", 0, 2, 4)
+    with pytest.raises(ValueError, match=r"algorithm='ring' is not known for kind='scatter'"):
+        cost("ring", "scatter", 4, 2)
