@@ -1,0 +1,314 @@
+"""What a user may choose: explicitly, else by `AIOCOLL_<NAME>` in the environment, else the default.
+
+    option        environment             default
+    transport     AIOCOLL_TRANSPORT       "auto"
+    interface     AIOCOLL_INTERFACE       none: the one that routes to the master
+    bind          AIOCOLL_BIND            none: the address of that interface
+    encryption    AIOCOLL_ENCRYPTION      "auto"
+    job_key       see `job_key`           none
+    spin_us       AIOCOLL_SPIN_US         50
+    warn_after    AIOCOLL_WARN_AFTER      30
+    debug         AIOCOLL_DEBUG           "off"
+    allow_pickle  AIOCOLL_ALLOW_PICKLE    no
+    host_id       AIOCOLL_HOST_ID         none: found out
+
+Nothing is guessed: an unknown `AIOCOLL_` variable or an unusable value is an error that says what is allowed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import stat
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from enum import Enum
+from typing import Any, Final, Literal
+
+from aiocoll.errors import BackendUnavailableError
+
+__all__ = ["GroupOptions", "job_key", "read_key_file", "seconds"]
+
+#: 128 bits: what nobody can try one by one.
+_MIN_KEY_BYTES = 16
+#: Far above any key, and small enough that a wrong file or descriptor does no harm.
+_MAX_KEY_BYTES = 4096
+
+_PREFIX = "AIOCOLL_"
+#: Variables that others read: rendezvous, the launcher, `job_key` and the test suite.
+_ELSEWHERE = frozenset(
+    f"{_PREFIX}{name}" for name in ("PORT", "STORE", "JOB_ID", "JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP")
+)
+
+_log = logging.getLogger("aiocoll")
+
+
+class _Unset(Enum):
+    UNSET = "unset"
+
+
+# Typed as anything, so that the fields can have the types they have after `resolve`.
+_UNSET: Final[Any] = _Unset.UNSET
+
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "transport": ("auto", "tcp", "unix", "shm"),
+    "encryption": ("auto", "none", "tls"),
+    "debug": ("off", "detail"),
+}
+_TRUTH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_DEFAULTS: Mapping[str, Any] = {
+    "transport": "auto",
+    "interface": None,
+    "bind": None,
+    "encryption": "auto",
+    "job_key": None,
+    "spin_us": 50.0,  # two wake-ups through the kernel: past that, parking costs no more than was lost
+    "warn_after": 30.0,  # longer than a checkpoint or a first compilation usually takes
+    "debug": "off",
+    "allow_pickle": False,
+    "host_id": None,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class GroupOptions:
+    """How a group communicates; what is not given comes from the environment, else from the defaults.
+
+    Attributes:
+        transport: `"auto"` (the fastest there is), `"tcp"`, `"unix"` (one host only) or `"shm"`.
+        interface: name of the network interface whose address peers are told.
+        bind: local address to listen on and to tell peers, or `"any"` to listen on all.
+        encryption: `"auto"`, `"none"` or `"tls"`.
+        job_key: secret that all ranks of the job share, at least 16 bytes; a string stands for its UTF-8 bytes.
+        spin_us: microseconds an await may poll in one turn of the loop before it suspends; 0 = never polls.
+        warn_after: seconds after which a pending operation is logged with the ranks it misses; inf = never.
+        debug: `"detail"` compares every operation on all ranks before data moves.
+        allow_pickle: whether objects msgpack cannot express may travel as pickles; every rank must agree.
+        host_id: pretend to be on another host than ranks with another one (for tests).
+
+    Raises:
+        TypeError: a value has a wrong type.
+        ValueError: a value is not allowed; the message says which are.
+        BackendUnavailableError: the value asks for something that is not there.
+    """
+
+    transport: Literal["auto", "tcp", "unix", "shm"] = _UNSET
+    interface: str | None = _UNSET
+    bind: str | None = _UNSET
+    encryption: Literal["auto", "none", "tls"] = _UNSET
+    job_key: bytes | str | None = _UNSET
+    spin_us: float = _UNSET
+    warn_after: float = _UNSET
+    debug: Literal["off", "detail"] = _UNSET
+    allow_pickle: bool = _UNSET
+    host_id: str | None = _UNSET
+
+    def __post_init__(self) -> None:
+        for name, value in self._given().items():
+            _CHECKS[name](name, value)
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={'<hidden>' if name == 'job_key' else repr(value)}" for name, value in self._given().items())
+        return f"GroupOptions({', '.join(shown)})"
+
+    def _given(self) -> dict[str, Any]:
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in values if value is not _UNSET}
+
+    @classmethod
+    def resolve(cls, explicit: GroupOptions | None, environ: Mapping[str, str]) -> GroupOptions:
+        """Return options with every field set: explicit beats environment beats default.
+
+        The key is the exception: `job_key` reads it from the environment, because that changes the environment.
+
+        Raises:
+            ValueError: a variable is unknown or has an unusable value; names variable, value and what is allowed.
+            BackendUnavailableError: a variable asks for something that is not there.
+        """
+        return cls(**{**_DEFAULTS, **_from_environ(environ), **(explicit._given() if explicit else {})})
+
+
+def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
+    names = {f"{_PREFIX}{name.upper()}": name for name in _DEFAULTS if name != "job_key"}
+    found = {}
+    for variable in sorted(environ):
+        if not variable.startswith(_PREFIX) or variable in _ELSEWHERE:
+            continue
+        if variable not in names:
+            known = ", ".join(sorted({*names, *_ELSEWHERE}))
+            raise ValueError(f"{variable}={environ[variable]!r}: there is no such variable; known are {known}")
+        name = names[variable]
+        value = _parse(name, variable, environ[variable])
+        _CHECKS[name](variable, value)
+        found[name] = value
+    return found
+
+
+def _parse(name: str, variable: str, text: str) -> Any:
+    if name in ("spin_us", "warn_after"):
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(f"{variable}={text!r}: must be a number") from None
+    if name == "allow_pickle":
+        try:
+            return _TRUTH[text.lower()]
+        except KeyError:
+            raise ValueError(f"{variable}={text!r}: must be one of {', '.join(_TRUTH)}") from None
+    return text
+
+
+def _check_choice(option: str) -> Callable[[str, Any], None]:
+    allowed = _CHOICES[option]
+
+    def check(label: str, value: Any) -> None:
+        if value not in allowed:
+            raise ValueError(f"{label}={value!r}: must be one of {', '.join(map(repr, allowed))}")
+        if value == "shm":
+            raise BackendUnavailableError(
+                f"{label}={value!r}: shared memory is not built yet; use 'auto' or 'unix' between ranks of one host"
+            )
+
+    return check
+
+
+def _check_text(label: str, value: Any) -> None:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{label} must be a str or None, not {type(value).__name__}")
+    if value == "":
+        raise ValueError(f"{label}='': must not be empty; leave it out instead")
+
+
+def _check_number(label: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{label} must be a number, not {type(value).__name__}")
+    if not value >= 0:
+        raise ValueError(f"{label}={value!r}: must be >= 0")
+
+
+def _check_spin(label: str, value: Any) -> None:
+    _check_number(label, value)
+    if math.isinf(value):
+        raise ValueError(f"{label}={value!r}: must be finite, or the event loop would never get its turn")
+
+
+def _check_bool(label: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{label} must be True or False, not {value!r}")
+
+
+def _check_key(label: str, value: Any) -> None:
+    if value is not None:
+        _key(label, value)
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
+    **{option: _check_choice(option) for option in _CHOICES},
+    "interface": _check_text,
+    "bind": _check_text,
+    "host_id": _check_text,
+    "spin_us": _check_spin,
+    "warn_after": _check_number,
+    "allow_pickle": _check_bool,
+    "job_key": _check_key,
+}
+
+
+def _key(label: str, value: bytes | str) -> bytes:
+    if not isinstance(value, bytes | str):
+        raise TypeError(f"{label} must be bytes or str, not {type(value).__name__}")
+    # What is no UTF-8 comes out of the environment as surrogates, and goes back to the bytes it was.
+    key = value if isinstance(value, bytes) else value.encode("utf-8", "surrogateescape")
+    if len(key) < _MIN_KEY_BYTES:
+        raise ValueError(
+            f"{label}: a job key has at least {_MIN_KEY_BYTES} bytes, this one has {len(key)}; make one with "
+            '`python -c "import secrets; print(secrets.token_hex(32))"`'
+        )
+    return key
+
+
+def job_key(environ: MutableMapping[str, str], explicit: bytes | str | None) -> bytes | None:
+    """Return the key of this job, or None if there is none; it is kept nowhere but by the caller.
+
+    Looked for in this order: `explicit`; the pipe `AIOCOLL_JOB_KEY_FD`, as the launcher hands it over (read to its
+    end, closed, and the variable removed); the file `AIOCOLL_JOB_KEY_FILE`; `AIOCOLL_JOB_KEY`, which is removed with a
+    warning, because other users may see the environment of a process, and children inherit it.
+
+    Raises:
+        TypeError: `explicit` is neither bytes nor str.
+        ValueError: the key is too short, or descriptor or file cannot be trusted; names the variable.
+    """
+    if explicit is not None:
+        return _key("job_key", explicit)
+    if fd := environ.pop("AIOCOLL_JOB_KEY_FD", None):
+        return _key(f"AIOCOLL_JOB_KEY_FD={fd}", _read_pipe(fd))
+    if path := environ.get("AIOCOLL_JOB_KEY_FILE"):
+        return read_key_file(path, "AIOCOLL_JOB_KEY_FILE")
+    if (text := environ.pop("AIOCOLL_JOB_KEY", None)) is not None:
+        _log.warning(
+            "AIOCOLL_JOB_KEY was taken out of the environment, where others could have read it; "
+            "prefer `aiocoll run`, or AIOCOLL_JOB_KEY_FILE"
+        )
+        return _key("AIOCOLL_JOB_KEY", text)
+    return None
+
+
+def _read_pipe(text: str) -> bytes:
+    try:
+        fd = int(text)
+        if not stat.S_ISFIFO(os.fstat(fd).st_mode):  # some other file that has this number by now
+            raise OSError("it is no pipe")
+    except (ValueError, OverflowError, OSError) as error:
+        raise ValueError(
+            f"AIOCOLL_JOB_KEY_FD={text}: not a descriptor this process inherited ({error}); only the process that "
+            "`aiocoll run` started can take the key, and only once"
+        ) from None
+    with open(fd, "rb") as pipe:
+        return pipe.read(_MAX_KEY_BYTES)
+
+
+def read_key_file(path: str, label: str = "job key file") -> bytes:
+    """Return the key in the file `path`, less one newline at its end.
+
+    Raises:
+        ValueError: the file is missing, a symbolic link, not ours, open to others, or the key is too short.
+    """
+    where = f"{label}={path!r}"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise ValueError(f"{where}: cannot be opened ({error.strerror}); symbolic links are not followed") from None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{where}: is not a regular file")
+        if status.st_uid != os.geteuid():
+            raise ValueError(f"{where}: belongs to user {status.st_uid}, not to us ({os.geteuid()}); chown it")
+        if status.st_mode & 0o077:
+            raise ValueError(f"{where}: others may access it; chmod 600 it")
+        return _key(where, os.read(fd, _MAX_KEY_BYTES).removesuffix(b"\n").removesuffix(b"\r"))
+    finally:
+        os.close(fd)
+
+
+def seconds(value: float | timedelta | None, name: str, default: float = math.inf) -> float:
+    """Return `value` in seconds; `default` for None, inf = never.
+
+    Raises:
+        TypeError: `value` is no number, timedelta or None; names the argument `name`.
+        ValueError: it is negative or not a number.
+    """
+    if value is None:
+        return default
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be seconds, a timedelta or None, not {type(value).__name__}")
+    if not value >= 0:
+        raise ValueError(f"{name}={value!r}: must be >= 0 seconds (inf = never)")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,377 @@
+"""Where a rank can be reached: which host it is on, which of its addresses peers come to, and the sockets there."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import logging
+import math
+import os
+import socket
+import struct
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from aiocoll.errors import RendezvousError
+from aiocoll.runtime import Runtime
+
+__all__ = [
+    "Listeners",
+    "family_of",
+    "host_identity",
+    "interface_address",
+    "is_wildcard",
+    "may_connect",
+    "open_tcp",
+    "open_unix",
+    "parse_endpoint",
+    "peer_uid",
+    "reach",
+    "remove_unix",
+    "routable_address",
+    "unix_address",
+]
+
+_ANY: dict[int, str] = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
+#: Linux, <linux/sockios.h>: the IPv4 address of an interface.
+_SIOCGIFADDR = 0x8915
+#: "Discard": nothing is sent there, but a route is looked up for it.
+_DISCARD_PORT = 9
+#: The fields of a line of /proc/net/if_inet6: address, index, prefix length, scope, flags, name.
+_IF_INET6_FIELDS = 6
+#: Connections the kernel completes before we accept them: all ranks of a large job may dial at once. The kernel lowers
+#: it to its own limit (net.core.somaxconn, 4096 since Linux 5.4).
+_BACKLOG = 4096
+#: Connections accepted in one callback; 16 of them take about 300 microseconds.
+_ACCEPTS = 16
+#: Seconds to leave a listener alone after the process ran out of descriptors: others may be closed meanwhile.
+_STARVED_PAUSE = 0.1
+#: Seconds between two warnings of that, since it can last.
+_WARN_EVERY = 10.0
+_GLOBAL_SCOPE = "00"
+_LINK_SCOPE = "20"
+
+_log = logging.getLogger("aiocoll")
+
+
+def host_identity(override: str | None = None) -> str:
+    """Return a name that processes share exactly if they can meet at one abstract unix address.
+
+    On Linux that is a kernel (its boot id) and a network namespace in it: containers that share the network are one
+    host, others are not, even on one machine. Elsewhere it is the hardware address and the host name.
+
+    Args:
+        override: pretend to be on the host of that name (for tests).
+    """
+    if override is not None:
+        return f"named:{override}"
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        facts = f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        facts = f"{uuid.getnode():x} {socket.gethostname()}"
+    # 64 bits keep any two hosts of one job apart, and the hash keeps the facts to this host.
+    return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """Split `"host:port"` or `"[::1]:port"`.
+
+    Raises:
+        ValueError: `text` has another form, or the port is not 0 to 65535.
+    """
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f"endpoint {text!r}: put an IPv6 address in brackets, like [::1]:29500")
+    if not colon or not host:
+        raise ValueError(f"endpoint {text!r}: must be host:port, like 10.0.0.1:29500 or [::1]:29500")
+    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ValueError(f"endpoint {text!r}: the port {port!r} must be a number from 0 to 65535")
+    return host, int(port)
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether `host` means all addresses of this host, which is nothing that peers could be told."""
+    return host in _ANY.values()
+
+
+def routable_address(master_host: str | None, interface: str | None = None, bind: str | None = None) -> str:
+    """Return the local address by which peers should reach this rank.
+
+    It is `bind`, else the address of `interface`, else the one from which this host reaches the master: loopback for
+    a master on loopback, or for none. No packet is sent, but a name is resolved: call it from a thread if that may
+    take long.
+
+    Args:
+        master_host: name or address of the master; decides between IPv4 and IPv6, too.
+        interface: name of a network interface of this host.
+        bind: an address of this host, or `"any"` for all of them (returns `"0.0.0.0"` or `"::"`).
+
+    Raises:
+        ValueError: `bind` is no address of this host, or there is no such `interface`.
+        RendezvousError: the master's name does not resolve, or there is no route to it.
+    """
+    if bind is not None and bind != "any":
+        return _checked(bind)
+    if master_host is None:
+        return (
+            interface_address(interface, socket.AF_INET) if interface else _ANY[socket.AF_INET] if bind else "127.0.0.1"
+        )
+    family, local = _route(master_host, lookup_only=bool(bind or interface))
+    if bind:
+        return _ANY[family]
+    return interface_address(interface, family) if interface else local
+
+
+def _checked(bind: str) -> str:
+    if is_wildcard(bind):
+        raise ValueError(f"bind={bind!r}: to listen on all addresses say bind='any'")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(bind, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
+    except OSError:
+        raise ValueError(f"bind={bind!r}: must be an IPv4 or IPv6 address of this host, or 'any'") from None
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise ValueError(f"bind={bind!r}: is not an address of this host ({error.strerror})") from None
+    return bind
+
+
+def _route(master_host: str, *, lookup_only: bool) -> tuple[int, str]:
+    """Return family and local address of the first way to the master."""
+    try:
+        found = socket.getaddrinfo(master_host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise RendezvousError(f"master address {master_host!r} does not resolve: {error.strerror}") from error
+    if lookup_only:
+        return found[0][0], ""
+    reason: str | None = None
+    for family, kind, _, _, address in found:
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.connect(address)
+                return family, str(probe.getsockname()[0])
+            except OSError as error:
+                reason = error.strerror
+    raise RendezvousError(
+        f"no route from this host to the master at {master_host!r} ({reason}); check MASTER_ADDR, or name the way out "
+        "with the option interface= or bind="
+    )
+
+
+def interface_address(name: str, family: int = socket.AF_INET) -> str:
+    """Return the address of the interface `name`: of `family` if it has one, else of the other family.
+
+    Raises:
+        ValueError: there is no such interface, or it has no address; lists those that exist.
+    """
+    if not sys.platform.startswith("linux"):
+        raise ValueError(f"interface={name!r}: interfaces can be named on Linux only; give an address with bind=")
+    known = [known for _, known in socket.if_nameindex()]
+    if name not in known:
+        raise ValueError(f"interface={name!r}: there is none of this name here; there are {', '.join(known)}")
+    by_family = (_ipv4_of, _ipv6_of) if family == socket.AF_INET else (_ipv6_of, _ipv4_of)
+    for address_of in by_family:
+        if address := address_of(name):
+            return address
+    raise ValueError(f"interface={name!r}: it has no address; there are {', '.join(known)}")
+
+
+def _ipv4_of(name: str) -> str | None:
+    import fcntl  # not on Windows
+
+    # struct ifreq: the name in 16 bytes, then a sockaddr_in, whose address starts at its fifth byte; 40 bytes in all.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("40s", name.encode()))
+        except OSError:
+            return None
+    return socket.inet_ntop(socket.AF_INET, answer[20:24])
+
+
+def _ipv6_of(name: str) -> str | None:
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:  # a kernel without IPv6
+        return None
+    found: dict[str, str] = {}
+    for fields in map(str.split, lines):
+        if len(fields) == _IF_INET6_FIELDS and fields[5] == name:
+            found.setdefault(fields[3], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0])))
+    # A link-local address means nothing without the interface it belongs to, so it is the last choice.
+    link = found.pop(_LINK_SCOPE, None)
+    if found:
+        return found.get(_GLOBAL_SCOPE) or next(iter(found.values()))
+    return f"{link}%{name}" if link else None
+
+
+def family_of(host: str) -> int:
+    """Return the address family of a numeric `host`."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def open_tcp(host: str) -> socket.socket:
+    """Return a socket that listens on a free port of the numeric address `host`.
+
+    Raises:
+        RendezvousError: it is no address of this host.
+    """
+    listener = socket.socket(family_of(host), socket.SOCK_STREAM)
+    try:
+        if listener.family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # "::" is to mean the same everywhere
+        listener.bind((host, 0))
+        return _listening(listener)
+    except OSError as error:
+        listener.close()
+        raise RendezvousError(
+            f"cannot listen on {host}: {error.strerror}; check the options bind= and interface="
+        ) from error
+
+
+def open_unix(
+    random_bytes: Callable[[int], bytes], *, abstract: bool = sys.platform.startswith("linux")
+) -> tuple[socket.socket, str]:
+    """Return a listening unix socket and its name: `"@..."` for an abstract one (Linux, nothing on disk), else a path.
+
+    A path lies in a new directory that only this user may enter; `remove_unix` removes both.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if abstract:
+            name = f"@aiocoll-{random_bytes(16).hex()}"
+        else:
+            name = os.path.join(tempfile.mkdtemp(prefix="aiocoll-"), "s")
+        listener.bind(unix_address(name))
+        return _listening(listener), name
+    except OSError:
+        listener.close()
+        raise
+
+
+def _listening(listener: socket.socket) -> socket.socket:
+    listener.setblocking(False)
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def unix_address(name: str) -> str:
+    """Return what `socket.connect` takes for a `name` of `open_unix`."""
+    return f"\0{name[1:]}" if name.startswith("@") else name
+
+
+def remove_unix(name: str) -> None:
+    """Remove what `open_unix` left on disk."""
+    if not name.startswith("@"):
+        with suppress(OSError):
+            os.unlink(name)
+            os.rmdir(os.path.dirname(name))
+
+
+def peer_uid(sock: socket.socket) -> int | None:
+    """Return the user at the other end of a unix socket, None where the system does not tell."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    # struct ucred: pid, uid, gid
+    return int(struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1])
+
+
+def may_connect(uid: int | None, own_uid: int) -> bool:
+    """Whether a unix peer of user `uid` is one of ours: this user or root, who could do anything to us anyway.
+
+    Where the system does not tell (None), the directory of the socket has kept other users out.
+    """
+    return uid in (None, own_uid, 0)
+
+
+async def reach(loop: asyncio.AbstractEventLoop, family: int, address: Any) -> socket.socket:
+    """Return a non-blocking socket connected to `address`.
+
+    Raises:
+        OSError: of the class of its errno; BlockingIOError if the backlog of a unix listener is full.
+    """
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        # Not `loop.sock_connect`: it takes EAGAIN, a full backlog of a unix socket, for a connection being made.
+        code = sock.connect_ex(address)
+        if code == errno.EINPROGRESS:
+            connected = loop.create_future()
+            loop.add_writer(sock, _resolve, connected)
+            try:
+                await connected
+            finally:
+                loop.remove_writer(sock)
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if not code and family != getattr(socket, "AF_UNIX", None) and sock.getsockname() == sock.getpeername():
+            code = errno.ECONNREFUSED  # dialling a free port of this host can meet itself
+        if code:
+            raise OSError(code, os.strerror(code))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class Listeners:
+    """The accept loop of some listening sockets: it survives whatever connects, and a lack of descriptors.
+
+    Args:
+        runtime: clock and timers.
+        greet: takes each accepted socket, non-blocking.
+    """
+
+    def __init__(self, runtime: Runtime, greet: Callable[[socket.socket], None]) -> None:
+        self._runtime = runtime
+        self._greet = greet
+        self._warned = -math.inf
+        # Each with the timer that ends its pause, if it has one.
+        self._open: dict[socket.socket, asyncio.TimerHandle | None] = {}
+
+    def add(self, listener: socket.socket) -> None:
+        """Accept from `listener`, too."""
+        self._open[listener] = None
+        self._runtime.loop.add_reader(listener, self._accept, listener)
+
+    def close(self) -> None:
+        """Close the listeners."""
+        for listener, pause in self._open.items():
+            self._runtime.loop.remove_reader(listener)
+            listener.close()
+            if pause is not None:
+                pause.cancel()
+        self._open.clear()
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_ACCEPTS):
+            try:
+                sock, _ = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # EMFILE and its kin: the listener stays readable, so look away for a moment
+                self._pause(listener, error)
+                return
+            sock.setblocking(False)
+            self._greet(sock)
+
+    def _pause(self, listener: socket.socket, error: OSError) -> None:
+        now = self._runtime.time()
+        if now - self._warned >= _WARN_EVERY:
+            self._warned = now
+            _log.warning("cannot accept connections (%s); trying again every %g s", error.strerror, _STARVED_PAUSE)
+        self._runtime.loop.remove_reader(listener)
+        self._open[listener] = self._runtime.call_later(_STARVED_PAUSE, self.add, listener)

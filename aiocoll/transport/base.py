@@ -1,0 +1,105 @@
+"""What the engine asks of a transport, and what a transport asks of the engine.
+
+A transport offers **links**: ordered, reliable, framed connections to one peer each. One that can show ranks each
+other's memory offers an **arena** as well. Every implementation passes the contract suite in `tests/transport`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from aiocoll.handshake import ConnKind
+from aiocoll.transport.frame import Header
+
+__all__ = ["Arena", "Card", "Link", "Sink", "Transport"]
+
+#: What a rank publishes so that others can reach it: plain strings and numbers.
+Card = dict[str, Any]
+
+
+class Sink(Protocol):
+    """The engine's side of a link. None of these may raise, except `ProtocolError`, which ends the link."""
+
+    def route(self, link: Link, header: Header) -> memoryview | None:
+        """Say where the payload of `header` shall be placed: exactly `length` bytes, or None for a temporary place.
+
+        Asked only for payloads that have not arrived whole.
+        """
+
+    def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
+        """Take a complete frame; `payload` is valid during the call only, and None if it was placed by `route`."""
+
+    def drained(self, link: Link) -> None:
+        """All that `write` had to keep has been handed over; called only after a `write` that returned False."""
+
+    def lost(self, link: Link, error: Exception | None) -> None:
+        """The link is gone: None after the peer closed it in order. Called once, never after `close`."""
+
+
+class Link(Protocol):
+    """A framed, ordered, reliable connection to one peer."""
+
+    peer: int
+    """Rank of the other end in the job."""
+    kind: ConnKind
+    sink: Sink
+    """May be replaced before the first frame is read."""
+
+    @property
+    def writable(self) -> bool:
+        """Whether nothing waits to be handed over."""
+
+    def start(self) -> None:
+        """Begin to read; `sink` is set by now."""
+
+    def write(self, header: bytes, payload: memoryview | None = None) -> bool:
+        """Send one frame; True if it was handed over whole, so that `payload` may be overwritten at once."""
+
+    def poll(self) -> bool:
+        """Move what can be moved now, within the time one callback may take; True if anything moved."""
+
+    def divert(self) -> None:
+        """Put the rest of the payload that is arriving nowhere: the place `route` named is no longer ours."""
+
+    def finish(self) -> None:
+        """Hand over what is queued, then end our side; `lost(None)` follows when the peer has ended its side too."""
+
+    def close(self) -> None:
+        """End the link now; what was not handed over is lost. Idempotent."""
+
+
+class Arena(Protocol):
+    """Memory of which every rank of a group can write its own part and read all others."""
+
+    slot_nbytes: int
+    """Largest block one `publish` takes."""
+
+    def publish(self, rank: int, op: int, stage: int, fingerprint: int, block: memoryview) -> bool:
+        """Copy `block` where all ranks see it; False if this rank has no free slot yet."""
+
+    def look(self, rank: int, op: int, stage: int) -> tuple[int, memoryview] | None:
+        """Return fingerprint and bytes of what `rank` published, or None if it has not yet."""
+
+    def release(self, rank: int, reader: int, op: int, stage: int) -> None:
+        """Tell that `reader` has read what `rank` published; after the last reader the slot is free."""
+
+    def watch(self, rank: int, wake: Callable[[], None]) -> None:
+        """Call `wake` from the loop of `rank` after anything was published or released."""
+
+
+class Transport(Protocol):
+    """How one rank reaches its peers."""
+
+    name: str
+    accepted: Callable[[Link], None]
+    """Called with each link a peer has opened; set before `listen`."""
+
+    async def listen(self) -> Card:
+        """Start to accept links; return this rank's card."""
+
+    async def connect(self, peer: int, card: Card, kind: ConnKind) -> Link | None:
+        """Open a link to `peer`; None if that peer is opening one to us at the same moment (it will be accepted)."""
+
+    async def aclose(self) -> None:
+        """Stop accepting; links that are open stay open."""

@@ -1,0 +1,397 @@
+"""Links over sockets: unix between ranks of one host, TCP between hosts, each opened by the handshake.
+
+Two ranks have at most one link of a kind, whoever dials. When both dial at once, the lower rank's dial wins:
+
+    rank 0   HELLO ------>         accepted: rank 1 waits for this link
+             <------ HELLO  rank 1
+             CROSSED ----->        told to wait for rank 0's link
+
+Nothing is given up for a peer that has not yet proven the job key. So rank 1 goes on dialling until rank 0's link is
+complete, and a forged HELLO changes nothing; `_decide` is the one place that decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from aiocoll import handshake
+from aiocoll.errors import AuthenticationError, GroupClosedError, PeerLostError, RendezvousError
+from aiocoll.handshake import HANDSHAKE_TIMEOUT, ConnKind, HandshakeRefusedError, Identity, Peer, Status
+from aiocoll.runtime import Runtime
+from aiocoll.transport import address
+from aiocoll.transport.base import Card, Link
+from aiocoll.transport.stream_link import StreamLink
+
+__all__ = ["StreamTransport"]
+
+#: Handshakes in progress at least possible, however small the world is: strangers must not crowd out peers.
+_MIN_PENDING = 16
+#: Seconds granted after a handshake's deadline. If our own loop was blocked past the deadline, the peer's message waits
+#: in the socket: one turn of the loop finds it, so a blocked rank does not take a good peer for a silent one.
+_GRACE = 0.05
+#: Seconds to wait before dialling again: first one round trip, then doubling to where waiting costs nobody anything.
+_FIRST_PAUSE = 0.001
+_LONGEST_PAUSE = 0.05
+
+_AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
+
+_log = logging.getLogger("aiocoll")
+
+_Key = tuple[int, ConnKind]
+
+
+class _Target(NamedTuple):
+    """Where to dial: what `socket` takes, and what to call it in messages."""
+
+    family: int
+    address: Any
+    label: str
+
+
+class _Dial:
+    """A `connect` in progress; bring `limit` forward to interrupt what it is doing."""
+
+    __slots__ = ("active", "done", "limit")
+
+    def __init__(self, done: asyncio.Future[None]) -> None:
+        self.done = done
+        self.active = False
+        self.limit: asyncio.Timeout | None = None
+
+    def interrupt(self, now: float) -> None:
+        if self.limit is not None and not self.limit.expired():
+            self.limit.reschedule(now)
+
+
+class _RetryError(Exception):
+    """The dial failed in a way that time may cure."""
+
+
+class StreamTransport:
+    """Sockets between the ranks of a job; see `aiocoll.transport.base.Transport`.
+
+    Args:
+        runtime: clock, timers and randomness.
+        rank: of this process in the job.
+        world_size: ranks of the job.
+        job: name of the job, or the 16 bytes of its id.
+        key: the job key; None only as long as nothing leaves this host.
+        transport: `"unix"`, `"tcp"`, or `"auto"`: unix between ranks of one host, TCP between hosts.
+        host_id: pretend to be on another host (for tests).
+        epoch: of the job; ranks of another epoch are refused.
+        connect_timeout: seconds after which `connect` gives up.
+        handshake_timeout: seconds a peer has for the whole handshake.
+    """
+
+    name = "stream"
+    accepted: Callable[[Link], None]
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        rank: int,
+        world_size: int,
+        job: bytes | str,
+        key: bytes | None,
+        *,
+        transport: Literal["auto", "tcp", "unix"] = "auto",
+        host_id: str | None = None,
+        epoch: int = 0,
+        connect_timeout: float = 300.0,
+        handshake_timeout: float = HANDSHAKE_TIMEOUT,
+    ) -> None:
+        self.rank = rank
+        self._runtime = runtime
+        self._world_size = world_size
+        job = handshake.job_id(job) if isinstance(job, str) else job
+        self._identity = Identity(job, epoch, rank, world_size, ConnKind.CONTROL)
+        self._key = key
+        self._transport = transport
+        self._may_use_unix = transport != "tcp" and _AF_UNIX is not None
+        self._host = address.host_identity(host_id)
+        self._connect_timeout = connect_timeout
+        self._handshake_timeout = handshake_timeout
+        self._most_pending = max(_MIN_PENDING, 2 * world_size)
+        self._unix: str | None = None
+        self._tcp: tuple[str, int] | None = None
+        self._listeners = address.Listeners(runtime, self._greet)
+        # Handshakes peers have begun with us, oldest first, each with the timer that ends it; those ended early;
+        self._pending: dict[asyncio.Task[bool], asyncio.TimerHandle] = {}
+        self._evicted: set[asyncio.Task[bool]] = set()
+        # ... and those among them that were told OK.
+        self._incoming: dict[_Key, set[asyncio.Task[bool]]] = {}
+        self._dials: dict[_Key, _Dial] = {}
+        self._live: dict[_Key, StreamLink] = {}
+        self._warned_keyless = False
+        self._closed = False
+
+    @property
+    def card(self) -> Card:
+        """Where this rank can be reached now."""
+        tcp = list(self._tcp) if self._tcp else None
+        return {"host": self._host, "unix": self._unix, "tcp": tcp, "pid": os.getpid()}
+
+    async def listen(self) -> Card:
+        """Open the unix listener, unless `transport="tcp"`; TCP listens only after `listen_tcp`."""
+        if self._may_use_unix:
+            listener, self._unix = address.open_unix(self._runtime.random_bytes)
+            self._listeners.add(listener)
+        return self.card
+
+    async def listen_tcp(self, host: str, advertise: str | None = None) -> Card:
+        """Listen on a free TCP port of the numeric address `host`, too; return the new card.
+
+        Args:
+            host: address to listen on.
+            advertise: the address peers are told, if that is another one; must be given for a wildcard `host`.
+
+        Raises:
+            AuthenticationError: other machines can reach `host`, and there is no job key.
+            RendezvousError: `host` is no address of this host.
+            ValueError: `advertise` is missing, or `transport="unix"`.
+        """
+        if self._transport == "unix":
+            raise ValueError("transport='unix' opens no TCP listener; use transport='auto' or 'tcp'")
+        if advertise is None and address.is_wildcard(host):
+            raise ValueError(f"listening on {host} needs advertise=, an address of this host that peers can reach")
+        self._check_key(host)
+        listener = address.open_tcp(host)
+        self._tcp = (advertise or host, listener.getsockname()[1])
+        self._listeners.add(listener)
+        return self.card
+
+    async def connect(self, peer: int, card: Card, kind: ConnKind) -> StreamLink | None:
+        """Open a link of `kind` to rank `peer`, whose card this is.
+
+        Returns:
+            The link; None if the link that `peer` opened is the one that stays (it was passed to `accepted`).
+
+        Raises:
+            AuthenticationError: the other end does not belong to this job, or is another rank.
+            RendezvousError: no transport that is allowed leads from here to there.
+            PeerLostError: the peer cannot be reached; names address, reason and time spent.
+            GroupClosedError: the transport was closed.
+        """
+        target = self._target(peer, card)
+        key = (peer, kind)
+        if self._linked(key):
+            return None
+        if key in self._dials:
+            raise RuntimeError(f"rank {self.rank} is already connecting to rank {peer} ({kind.name})")
+        dial = self._dials[key] = _Dial(self._runtime.loop.create_future())
+        try:
+            return await self._dial(dial, key, target)
+        finally:
+            del self._dials[key]
+            dial.done.set_result(None)
+
+    async def aclose(self) -> None:
+        """Stop listening, end the handshakes and dials in progress; links that are open stay open."""
+        self._closed = True
+        self._listeners.close()
+        if self._unix is not None:
+            address.remove_unix(self._unix)
+        self._unix = self._tcp = None
+        for task in self._pending:
+            task.cancel()
+        for dial in self._dials.values():
+            dial.interrupt(self._runtime.time())
+        unfinished: set[asyncio.Future[Any]] = {*self._pending, *self._evicted, *(d.done for d in self._dials.values())}
+        if unfinished:
+            await asyncio.wait(unfinished)
+
+    def _greet(self, sock: socket.socket) -> None:
+        if sock.family == _AF_UNIX:
+            uid = address.peer_uid(sock)
+            if not address.may_connect(uid, os.geteuid()):
+                _log.debug("rank %d refused a process of user %s", self.rank, uid)
+                sock.close()
+                return
+        if len(self._pending) >= self._most_pending:
+            # The oldest is the likeliest to be silent, and a peer that is cut off dials again.
+            oldest = next(iter(self._pending))
+            self._pending.pop(oldest).cancel()
+            self._evicted.add(oldest)
+            oldest.cancel()
+        task = self._runtime.create_task(self._serve(sock), f"aiocoll-accept-{self.rank}")
+        self._pending[task] = self._runtime.call_later(self._handshake_timeout, self._expire, task)
+        task.add_done_callback(partial(self._served, sock))
+
+    def _expire(self, task: asyncio.Task[bool]) -> None:
+        self._pending[task] = self._runtime.call_later(_GRACE, task.cancel)
+
+    def _served(self, sock: socket.socket, task: asyncio.Task[bool]) -> None:
+        if timer := self._pending.pop(task, None):
+            timer.cancel()
+        self._evicted.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            expected = isinstance(error, OSError)
+            _log.log(
+                logging.DEBUG if expected else logging.ERROR, "rank %d refused a connection", self.rank, exc_info=error
+            )
+        if task.cancelled() or error is not None or not task.result():
+            sock.close()
+
+    async def _serve(self, sock: socket.socket) -> bool:
+        """Answer a handshake; whether the socket now belongs to a link."""
+        exchange = handshake.ServerHandshake(self._identity, self._key, self._runtime.random_bytes)
+        key: _Key | None = None
+
+        def decide(peer: Peer) -> Status:
+            nonlocal key
+            key = (peer.rank, peer.kind)
+            return self._decide(key)
+
+        _send(sock, exchange.challenge(await self._receive(sock, handshake.HELLO_SIZE), decide))
+        if exchange.refusal is not None:
+            raise exchange.refusal
+        assert key is not None  # asked for everything that is not refused
+        task = asyncio.current_task()
+        assert task is not None
+        told_ok = self._incoming.setdefault(key, set())
+        told_ok.add(task)
+        try:
+            exchange.verify(await self._receive(sock, handshake.PROOF_SIZE))
+        finally:
+            told_ok.discard(task)
+        if self._linked(key):
+            return False
+        link = self._adopt(sock, key)
+        if dial := self._dials.get(key):
+            dial.interrupt(self._runtime.time())
+        self.accepted(link)
+        return True
+
+    def _decide(self, key: _Key) -> Status:
+        """Say what to do with a HELLO, not proven yet, so nothing may be changed for it."""
+        rank = key[0]
+        if rank == self.rank or not 0 <= rank < self._world_size:
+            return Status.REFUSED
+        if self._linked(key):
+            return Status.DUPLICATE
+        dial = self._dials.get(key)
+        return Status.CROSSED if dial and dial.active and self.rank < rank else Status.OK
+
+    def _linked(self, key: _Key) -> bool:
+        link = self._live.get(key)
+        if link is not None and link.closed:
+            del self._live[key]
+            return False
+        return link is not None
+
+    def _adopt(self, sock: socket.socket, key: _Key) -> StreamLink:
+        if sock.family != _AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link = self._live[key] = StreamLink(self._runtime, sock, *key)
+        return link
+
+    def _target(self, peer: int, card: Card) -> _Target:
+        if card["host"] == self._host and self._may_use_unix and card["unix"]:
+            name = card["unix"]
+            return _Target(socket.AF_UNIX, address.unix_address(name), f"unix socket {name}")
+        if self._transport == "unix":
+            where = "another host" if card["host"] != self._host else "this host, but has no unix socket"
+            raise RendezvousError(f"transport='unix' on rank {self.rank}, but rank {peer} is on {where}; use 'auto'")
+        if not card["tcp"]:
+            raise RendezvousError(f"rank {peer} listens on no address that rank {self.rank} could use: {card}")
+        host, port = card["tcp"]
+        self._check_key(host)
+        hint = ", which other hosts cannot reach" if card["host"] != self._host and handshake.is_loopback(host) else ""
+        return _Target(address.family_of(host), (host, port), f"{host} port {port}{hint}")
+
+    def _check_key(self, host: str) -> None:
+        handshake.require_key(host, self._key)
+        if self._key is None and not self._warned_keyless:
+            self._warned_keyless = True
+            risk = "every user of this host could join; start the job with `aiocoll run`, or pass job_key="
+            _log.warning("rank %d uses TCP on %s without a job key: %s", self.rank, host, risk)
+
+    async def _dial(self, dial: _Dial, key: _Key, target: _Target) -> StreamLink | None:
+        """Dial until there is a link; wait instead while the peer, told OK, is proving itself."""
+        start = self._runtime.time()
+        pause = _FIRST_PAUSE
+        reason: object = "it does not answer"
+        while (left := start + self._connect_timeout - self._runtime.time()) > 0 and not self._closed:
+            try:
+                async with asyncio.timeout(min(left, self._handshake_timeout)) as dial.limit:
+                    if incoming := self._incoming.get(key):
+                        await asyncio.wait(incoming)
+                    else:
+                        return await self._attempt(dial, key, target)
+            except TimeoutError:
+                reason = "it does not answer"
+            except _RetryError as error:
+                reason = error
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(None) as dial.limit:
+                        await self._runtime.sleep(min(pause, left))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            if self._linked(key):
+                return None
+        if self._closed:
+            raise GroupClosedError(f"rank {self.rank} closed its transport while connecting to rank {key[0]}")
+        raise _unreachable(key[0], target, f"{reason} (tried for {self._runtime.time() - start:.1f} s)")
+
+    async def _attempt(self, dial: _Dial, key: _Key, target: _Target) -> StreamLink:
+        dial.active = True
+        try:
+            sock = await address.reach(self._runtime.loop, target.family, target.address)
+            try:
+                return await self._introduce(sock, key, target)
+            except BaseException:
+                sock.close()
+                raise
+        except HandshakeRefusedError as error:
+            if error.status in (Status.CROSSED, Status.DUPLICATE):
+                raise _RetryError(str(error)) from None
+            raise
+        except (AuthenticationError, TimeoutError):
+            raise
+        except (ConnectionError, FileNotFoundError, BlockingIOError) as error:
+            raise _RetryError(error.strerror or str(error)) from None
+        except OSError as error:
+            raise _unreachable(key[0], target, str(error)) from error
+        finally:
+            dial.active = False
+
+    async def _introduce(self, sock: socket.socket, key: _Key, target: _Target) -> StreamLink:
+        peer, kind = key
+        if target.family == _AF_UNIX and not address.may_connect(uid := address.peer_uid(sock), os.geteuid()):
+            raise AuthenticationError(f"{target.label} belongs to user {uid}, not to us: it is no rank of this job")
+        exchange = handshake.ClientHandshake(self._identity._replace(kind=kind), self._key, self._runtime.random_bytes)
+        _send(sock, exchange.hello())
+        proof = exchange.answer(await self._receive(sock, handshake.CHALLENGE_SIZE))
+        assert exchange.peer is not None
+        if exchange.peer.rank != peer:
+            raise AuthenticationError(f"at {target.label} is rank {exchange.peer.rank}, not rank {peer}")
+        if self._linked(key):
+            raise _RetryError("the link that it opened came first")
+        _send(sock, proof)
+        return self._adopt(sock, key)
+
+    async def _receive(self, sock: socket.socket, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            part = await self._runtime.loop.sock_recv(sock, nbytes - len(data))
+            if not part:
+                raise ConnectionResetError("it closed the connection during the handshake")
+            data += part
+        return data
+
+
+def _send(sock: socket.socket, message: bytes) -> None:
+    """Send a handshake message, which an empty socket buffer always takes whole."""
+    if sock.send(message) != len(message):
+        raise ConnectionResetError("it takes no bytes")
+
+
+def _unreachable(peer: int, target: _Target, reason: str) -> PeerLostError:
+    return PeerLostError(f"rank {peer} cannot be reached at {target.label}: {reason}", ranks=[peer])

@@ -1,0 +1,284 @@
+"""A link over a stream socket, TCP or unix: raw non-blocking calls, one permanent reader, no task per message.
+
+Small frames are read many at a time into a buffer of the link and handed out from there. Of a large frame only the
+header goes through the buffer: its payload is received straight into the place the engine names, or, when it is to be
+reduced, into the buffer, to be reduced from there while it is in the cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections import deque
+from itertools import islice
+
+from aiocoll.errors import ProtocolError
+from aiocoll.handshake import ConnKind
+from aiocoll.runtime import Runtime
+from aiocoll.transport.base import Sink
+from aiocoll.transport.frame import HEADER, HEADER_SIZE, SEGMENT, FrameKind, Header
+
+__all__ = ["StreamLink"]
+
+#: Longest time one callback moves data, in seconds (contract: 300 microseconds).
+BUDGET = 300e-6
+#: How much is read at once where small frames are expected; copying this much costs 3 microseconds.
+LOOKAHEAD = 64 * 1024
+#: From this payload on, only the header is read ahead, since the payload has a better place to go.
+BULK = 16 * 1024
+#: Up to this payload, copying it behind its header is cheaper than `sendmsg` with two buffers.
+JOIN = 16 * 1024
+#: Buffers per `sendmsg`; far below every system's IOV_MAX (1024).
+IOVECS = 64
+#: What the kernel may hold in each direction: a few segments, so that sender and receiver overlap without a wake-up
+#: per segment, and not so many that the bytes leave the cache before they are read.
+SOCKET_BUFFER = 4 * SEGMENT
+
+_KINDS = frozenset(FrameKind)
+
+
+class StreamLink:
+    """One connected, authenticated stream socket; see `aiocoll.transport.base.Link`."""
+
+    __slots__ = (
+        "_buffer",
+        "_bulk",
+        "_closed",
+        "_end",
+        "_ending",
+        "_filled",
+        "_header",
+        "_out",
+        "_runtime",
+        "_sock",
+        "_start",
+        "_target",
+        "_writing",
+        "kind",
+        "peer",
+        "sink",
+    )
+
+    sink: Sink
+
+    def __init__(self, runtime: Runtime, sock: socket.socket, peer: int, kind: ConnKind) -> None:
+        self.peer = peer
+        self.kind = kind
+        self._runtime = runtime
+        self._sock = sock
+        self._buffer = memoryview(bytearray(2 * HEADER_SIZE + SEGMENT))
+        self._start = 0
+        self._end = 0
+        self._bulk = False
+        # The frame whose payload is incomplete; `_target` is None while it gathers in the buffer.
+        self._header: Header | None = None
+        self._target: memoryview | None = None
+        self._filled = 0
+        self._out: deque[memoryview] = deque()
+        self._writing = False
+        self._ending = False
+        self._closed = False
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF) if sock.family == socket.AF_UNIX else ():
+            sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
+
+    @property
+    def writable(self) -> bool:
+        """Whether nothing waits to be handed over."""
+        return not self._out
+
+    @property
+    def closed(self) -> bool:
+        """Whether the socket is closed."""
+        return self._closed
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._runtime.loop.add_reader(self._sock.fileno(), self.poll)
+
+    def write(self, header: bytes, payload: memoryview | None = None) -> bool:
+        """Send one frame; True if the kernel took all of it."""
+        if self._closed or self._ending:
+            return True
+        if self._out:
+            self._out.append(memoryview(header))
+            if payload is not None:
+                self._out.append(payload)
+            return False
+        try:
+            if payload is None:
+                sent = self._sock.send(header)
+                rest = HEADER_SIZE - sent
+            elif payload.nbytes <= JOIN:
+                sent = self._sock.send(b"".join((header, payload)))
+                rest = HEADER_SIZE + payload.nbytes - sent
+            else:
+                sent = self._sock.sendmsg((header, payload))
+                rest = HEADER_SIZE + payload.nbytes - sent
+        except (BlockingIOError, InterruptedError):
+            sent, rest = 0, 1
+        except OSError:
+            return True  # the reader meets the same end, after everything the peer managed to say
+        if not rest:
+            return True
+        if sent < HEADER_SIZE:
+            self._out.append(memoryview(header)[sent:])
+            sent = HEADER_SIZE
+        if payload is not None:
+            self._out.append(payload[sent - HEADER_SIZE :])
+        self._writing = True
+        self._runtime.loop.add_writer(self._sock.fileno(), self._flush)
+        return False
+
+    def poll(self) -> bool:
+        """Send and receive what can move now, for at most `BUDGET` seconds."""
+        if self._closed:
+            return False
+        moved = self._flush() if self._out else False
+        try:
+            return self._receive() or moved
+        except (BlockingIOError, InterruptedError):
+            return moved
+        except (OSError, ProtocolError) as error:
+            # Both ends close at once when neither reads any more: a reset then is as good as an end.
+            orderly = self._ending and getattr(error, "errno", None) in (errno.ECONNRESET, errno.EPIPE)
+            self._lost(None if orderly else error)
+            return True
+
+    def divert(self) -> None:
+        """Let the rest of the arriving payload go to the link's own buffer."""
+        if self._target is not None:
+            self._target = self._buffer[: self._target.nbytes]
+
+    def finish(self) -> None:
+        """Send what is queued, then shut down the sending side."""
+        self._ending = True
+        if not self._out:
+            self._shutdown()
+
+    def close(self) -> None:
+        """Close the socket."""
+        if self._closed:
+            return
+        self._closed = True
+        loop, fd = self._runtime.loop, self._sock.fileno()
+        loop.remove_reader(fd)
+        if self._writing:
+            loop.remove_writer(fd)
+        self._out.clear()
+        self._target = None
+        self._sock.close()
+
+    def _receive(self) -> bool:
+        moved = False
+        ticks = self._runtime.ticks
+        deadline = ticks() + BUDGET
+        while True:
+            place = self._place()
+            wanted = place.nbytes
+            got = self._sock.recv_into(place)
+            if not got:
+                self._lost(None)
+                return True
+            moved = True
+            if self._target is not None:
+                self._filled += got
+                if got == wanted:
+                    self._placed()
+            else:
+                self._end += got
+                self._parse()
+            if got < wanted or self._closed or ticks() > deadline:
+                return moved
+
+    def _place(self) -> memoryview:
+        """Say where the next bytes go, and how many are wanted."""
+        if self._target is not None:
+            return self._target[self._filled :]
+        if self._header is not None:
+            # The payload gathers at the front of the buffer; the header of the next frame is welcome behind it.
+            return self._buffer[self._end : 2 * HEADER_SIZE + self._header[7]]
+        if self._bulk:
+            return self._buffer[self._end : HEADER_SIZE]
+        return self._buffer[self._end : LOOKAHEAD]
+
+    def _placed(self) -> None:
+        header = self._header
+        assert header is not None
+        self._header = self._target = None
+        self.sink.deliver(self, header, None)
+
+    def _parse(self) -> None:
+        """Hand out the frames in the buffer; leave an incomplete one at its front."""
+        buffer, position, end = self._buffer, 0, self._end
+        if self._header is not None and end < HEADER_SIZE + self._header[7]:
+            return
+        self._header = None
+        unpack, deliver = HEADER.unpack_from, self.sink.deliver
+        while end - position >= HEADER_SIZE:
+            header: Header = unpack(buffer, position)
+            length = header[7]
+            if length > SEGMENT or header[0] not in _KINDS:
+                raise ProtocolError(f"rank {self.peer} sent a frame of kind {header[0]} and length {length}")
+            body = position + HEADER_SIZE
+            if body + length > end:
+                self._await_payload(header, position)
+                return
+            self._bulk = length >= BULK
+            deliver(self, header, buffer[body : body + length])
+            if self._closed:
+                return
+            position = body + length
+        self._keep(position)
+
+    def _await_payload(self, header: Header, position: int) -> None:
+        self._header = header
+        self._bulk = header[7] >= BULK
+        target = self.sink.route(self, header)
+        if target is None:
+            self._keep(position)
+            return
+        here = self._end - position - HEADER_SIZE
+        target[:here] = self._buffer[position + HEADER_SIZE : self._end]
+        self._target = target
+        self._filled = here
+        self._end = 0
+
+    def _keep(self, position: int) -> None:
+        rest = self._end - position
+        if position and rest:
+            self._buffer[:rest] = bytes(self._buffer[position : self._end])
+        self._end = rest
+
+    def _flush(self) -> bool:
+        out = self._out
+        try:
+            while out:
+                sent = self._sock.sendmsg(list(islice(out, IOVECS)))
+                while sent:
+                    first = out[0]
+                    if sent < first.nbytes:
+                        out[0] = first[sent:]
+                        return True
+                    sent -= first.nbytes
+                    out.popleft()
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            out.clear()  # the reader meets the same end
+        self._writing = False
+        self._runtime.loop.remove_writer(self._sock.fileno())
+        self.sink.drained(self)
+        if self._ending and not self._closed and not out:
+            self._shutdown()
+        return True
+
+    def _shutdown(self) -> None:
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            self._runtime.call_soon(self._lost, None if self._ending else error)
+
+    def _lost(self, error: Exception | None) -> None:
+        if not self._closed:
+            self.close()
+            self.sink.lost(self, error)

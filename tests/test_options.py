@@ -1,0 +1,251 @@
+"""Options: what beats what, what is refused and how, and where the job key comes from."""
+
+import logging
+import math
+import os
+from datetime import timedelta
+
+import pytest
+
+from aiocoll.errors import BackendUnavailableError
+from aiocoll.options import GroupOptions, job_key, read_key_file, seconds
+
+KEY = "0123456789abcdef"
+DEFAULTS = {
+    "transport": "auto",
+    "interface": None,
+    "bind": None,
+    "encryption": "auto",
+    "job_key": None,
+    "spin_us": 50.0,
+    "warn_after": 30.0,
+    "debug": "off",
+    "allow_pickle": False,
+    "host_id": None,
+}
+ELSEWHERE = ("PORT", "STORE", "JOB_ID", "JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP")
+
+
+def test_defaults() -> None:
+    options = GroupOptions.resolve(None, {"PATH": "/bin"})
+    assert {name: getattr(options, name) for name in DEFAULTS} == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value", "other"),
+    [
+        ("transport", "tcp", "tcp", "unix"),
+        ("interface", "eth0", "eth0", "lo"),
+        ("bind", "any", "any", "10.0.0.1"),
+        ("encryption", "none", "none", "tls"),
+        ("spin_us", "0", 0.0, 7),
+        ("warn_after", "inf", math.inf, 1.5),
+        ("debug", "detail", "detail", "off"),
+        ("allow_pickle", "1", True, False),
+        ("allow_pickle", "No", False, True),
+        ("host_id", "a", "a", "b"),
+    ],
+)
+def test_explicit_beats_environment_beats_default(name: str, text: str, value: object, other: object) -> None:
+    environ = {f"AIOCOLL_{name.upper()}": text}
+    assert getattr(GroupOptions.resolve(None, environ), name) == value
+    assert getattr(GroupOptions.resolve(GroupOptions(), environ), name) == value
+    assert getattr(GroupOptions.resolve(GroupOptions(**{name: other}), environ), name) == other
+
+
+def test_an_explicit_none_beats_the_environment() -> None:
+    assert GroupOptions.resolve(GroupOptions(interface=None), {"AIOCOLL_INTERFACE": "eth0"}).interface is None
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    options = GroupOptions.resolve(GroupOptions(job_key=KEY), {"AIOCOLL_DEBUG": "detail"})
+    assert GroupOptions.resolve(options, {}) == options
+    assert options.job_key == KEY
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_variables_of_others_are_left_alone(name: str) -> None:
+    environ = {f"AIOCOLL_{name}": "x"}
+    assert GroupOptions.resolve(None, environ) == GroupOptions.resolve(None, {})
+    assert environ == {f"AIOCOLL_{name}": "x"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "allowed"),
+    [
+        ("AIOCOLL_TRANSPORT", "infiniband", "'auto', 'tcp', 'unix'"),
+        ("AIOCOLL_ENCRYPTION", "rot13", "'auto', 'none', 'tls'"),
+        ("AIOCOLL_DEBUG", "on", "'off', 'detail'"),
+        ("AIOCOLL_SPIN_US", "fast", "must be a number"),
+        ("AIOCOLL_SPIN_US", "-1", ">= 0"),
+        ("AIOCOLL_SPIN_US", "inf", "must be finite"),
+        ("AIOCOLL_WARN_AFTER", "nan", ">= 0"),
+        ("AIOCOLL_ALLOW_PICKLE", "perhaps", "1, true, yes, 0, false, no"),
+        ("AIOCOLL_INTERFACE", "", "must not be empty"),
+        ("AIOCOLL_TRANSPROT", "tcp", "known are .*AIOCOLL_TRANSPORT"),
+    ],
+)
+def test_unusable_variables_are_named(variable: str, text: str, allowed: str) -> None:
+    with pytest.raises(ValueError, match=allowed) as caught:
+        GroupOptions.resolve(None, {variable: text})
+    assert str(caught.value).startswith(f"{variable}=")
+    assert text in str(caught.value)
+
+
+def test_shared_memory_is_not_there_yet() -> None:
+    with pytest.raises(
+        BackendUnavailableError, match=r"AIOCOLL_TRANSPORT='shm': shared memory .* use 'auto' or 'unix'"
+    ):
+        GroupOptions.resolve(None, {"AIOCOLL_TRANSPORT": "shm"})
+    with pytest.raises(BackendUnavailableError, match="transport='shm': shared memory"):
+        GroupOptions(transport="shm")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"transport": "udp"}, ValueError, "transport='udp': must be one of"),
+        ({"spin_us": "50"}, TypeError, "spin_us must be a number, not str"),
+        ({"spin_us": True}, TypeError, "spin_us must be a number, not bool"),
+        ({"warn_after": -1}, ValueError, "warn_after=-1: must be >= 0"),
+        ({"allow_pickle": 1}, TypeError, "allow_pickle must be True or False, not 1"),
+        ({"interface": 3}, TypeError, "interface must be a str or None, not int"),
+        ({"host_id": ""}, ValueError, "host_id='': must not be empty"),
+        ({"job_key": 5}, TypeError, "job_key must be bytes or str, not int"),
+        ({"job_key": "short"}, ValueError, "at least 16 bytes, this one has 5; make one with"),
+    ],
+)
+def test_unusable_arguments_are_named(given: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        GroupOptions(**given)
+
+
+def test_repr_shows_what_was_given_but_never_the_key() -> None:
+    options = GroupOptions(transport="tcp", job_key=KEY)
+    assert repr(options) == "GroupOptions(transport='tcp', job_key=<hidden>)"
+    assert KEY not in repr(GroupOptions.resolve(options, {}))
+
+
+def test_key_errors_do_not_show_the_key() -> None:
+    with pytest.raises(ValueError, match="job_key") as caught:
+        GroupOptions(job_key="secret")
+    assert "'secret'" not in str(caught.value)
+
+
+def test_explicit_key_wins_and_is_utf8() -> None:
+    environ = {"AIOCOLL_JOB_KEY": KEY}
+    assert job_key(environ, "ä" * 8) == b"\xc3\xa4" * 8
+    assert job_key(environ, b"\xff" * 16) == b"\xff" * 16
+    assert environ == {"AIOCOLL_JOB_KEY": KEY}
+
+
+def test_no_key() -> None:
+    assert job_key({}, None) is None
+
+
+def test_key_from_the_environment_is_removed_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    environ = {"AIOCOLL_JOB_KEY": KEY}
+    with caplog.at_level(logging.WARNING, "aiocoll"):
+        assert job_key(environ, None) == KEY.encode()
+    assert environ == {}
+    assert "AIOCOLL_JOB_KEY was taken out of the environment" in caplog.text
+    assert KEY not in caplog.text
+
+
+def test_key_from_an_inherited_pipe() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"\n\0" * 16)
+    os.close(writer)
+    environ = {"AIOCOLL_JOB_KEY_FD": str(reader), "AIOCOLL_JOB_KEY": KEY}
+    assert job_key(environ, None) == b"\n\0" * 16
+    assert "AIOCOLL_JOB_KEY_FD" not in environ
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(reader)
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "999999", "9" * 30])
+def test_descriptor_that_was_not_inherited(text: str) -> None:
+    with pytest.raises(ValueError, match=f"AIOCOLL_JOB_KEY_FD={text}: not a descriptor this process inherited"):
+        job_key({"AIOCOLL_JOB_KEY_FD": text}, None)
+
+
+def test_descriptor_that_means_another_file_by_now(tmp_path) -> None:
+    (tmp_path / "diary").write_text("dear diary, " * 4)
+    with open(tmp_path / "diary", "rb") as diary:
+        with pytest.raises(ValueError, match="it is no pipe"):
+            job_key({"AIOCOLL_JOB_KEY_FD": str(diary.fileno())}, None)
+        assert diary.read(4) == b"dear"
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_key_from_a_file(tmp_path, end: str) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(f"{KEY}{end}".encode())
+    path.chmod(0o600)
+    environ = {"AIOCOLL_JOB_KEY_FILE": str(path)}
+    assert job_key(environ, None) == KEY.encode()
+    assert environ == {"AIOCOLL_JOB_KEY_FILE": str(path)}
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o610, 0o601])
+def test_key_file_open_to_others(tmp_path, mode: int) -> None:
+    path = tmp_path / "key"
+    path.write_text(KEY)
+    path.chmod(mode)
+    with pytest.raises(ValueError, match=r"AIOCOLL_JOB_KEY_FILE='.*key': others may access it; chmod 600 it"):
+        job_key({"AIOCOLL_JOB_KEY_FILE": str(path)}, None)
+
+
+def test_key_file_that_cannot_be_trusted(tmp_path) -> None:
+    path = tmp_path / "key"
+    path.write_text(KEY)
+    path.chmod(0o600)
+    (tmp_path / "link").symlink_to(path)
+    os.mkfifo(tmp_path / "pipe")
+    for name, message in [
+        ("link", "symbolic links are not followed"),
+        ("missing", "No such file"),
+        ("pipe", "is not a regular file"),
+        (".", "is not a regular file"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            read_key_file(str(tmp_path / name))
+    path.write_text("short")
+    with pytest.raises(ValueError, match="at least 16 bytes, this one has 5"):
+        read_key_file(str(path))
+
+
+def test_key_file_of_another_user(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "key"
+    path.write_text(KEY)
+    path.chmod(0o600)
+    owner = os.geteuid()
+    monkeypatch.setattr("os.geteuid", lambda: owner + 1)
+    with pytest.raises(ValueError, match=f"belongs to user {owner}, not to us"):
+        read_key_file(str(path))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(0, 0.0), (3, 3.0), (0.5, 0.5), (timedelta(minutes=2), 120.0), (math.inf, math.inf), (10**400, math.inf)],
+)
+def test_seconds(value: float | timedelta, expected: float) -> None:
+    assert seconds(value, "timeout") == expected
+    assert type(seconds(value, "timeout")) is float
+
+
+def test_seconds_of_none_is_the_default() -> None:
+    assert seconds(None, "timeout") == math.inf
+    assert seconds(None, "timeout", 300.0) == 300.0
+
+
+@pytest.mark.parametrize("value", [-1, -0.001, math.nan, -math.inf, timedelta(seconds=-1)])
+def test_seconds_out_of_range(value: float | timedelta) -> None:
+    with pytest.raises(ValueError, match=r"timeout=.* must be >= 0 seconds"):
+        seconds(value, "timeout")
+
+
+@pytest.mark.parametrize("value", ["3", True, [1]])
+def test_seconds_of_something_else(value: object) -> None:
+    with pytest.raises(TypeError, match=f"timeout must be seconds, a timedelta or None, not {type(value).__name__}"):
+        seconds(value, "timeout")

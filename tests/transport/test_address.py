@@ -1,0 +1,332 @@
+"""Addresses: who is on which host, what peers are told, and the sockets there."""
+
+import asyncio
+import errno
+import os
+import re
+import socket
+import stat
+import struct
+import sys
+
+import pytest
+
+from aiocoll.errors import RendezvousError
+from aiocoll.runtime import Runtime
+from aiocoll.transport import address
+
+linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells these facts only")
+
+
+def has_ipv6() -> bool:
+    with socket.socket(socket.AF_INET6) as probe:
+        return probe.connect_ex(("::1", 9)) != errno.EADDRNOTAVAIL
+
+
+ipv6 = pytest.mark.skipif(not socket.has_ipv6 or not has_ipv6(), reason="this host has no IPv6 loopback")
+
+
+def test_host_identity_is_the_same_for_all_on_this_host() -> None:
+    assert address.host_identity() == address.host_identity(None)
+    assert re.fullmatch("[0-9a-f]{16}", address.host_identity())
+
+
+def test_host_identity_can_be_pretended() -> None:
+    assert address.host_identity("a") == address.host_identity("a")
+    assert len({address.host_identity(), address.host_identity("a"), address.host_identity("b")}) == 3
+
+
+def test_host_identity_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise FileNotFoundError
+
+    real = address.host_identity()
+    monkeypatch.setattr("pathlib.Path.read_text", fail)
+    monkeypatch.setattr("uuid.getnode", lambda: 1)
+    first = address.host_identity()
+    monkeypatch.setattr("uuid.getnode", lambda: 2)
+    assert len({real, first, address.host_identity()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoint"),
+    [
+        ("10.0.0.1:29500", ("10.0.0.1", 29500)),
+        ("[::1]:0", ("::1", 0)),
+        ("[fe80::1%eth0]:65535", ("fe80::1%eth0", 65535)),
+        ("node-1.example:80", ("node-1.example", 80)),
+    ],
+)
+def test_parse_endpoint(text: str, endpoint: tuple[str, int]) -> None:
+    assert address.parse_endpoint(text) == endpoint
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must be host:port"),
+        ("host", "must be host:port"),
+        (":80", "must be host:port"),
+        ("[]:80", "must be host:port"),
+        ("host:", "the port '' must be a number"),
+        ("host:http", "the port 'http' must be a number"),
+        ("host:65536", "the port '65536' must be a number from 0 to 65535"),
+        ("host:-1", "the port '-1' must be a number"),
+        ("host:\u0661", "must be a number"),
+        ("::1:80", "put an IPv6 address in brackets"),
+    ],
+)
+def test_parse_endpoint_refuses(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        address.parse_endpoint(text)
+    assert repr(text) in str(caught.value)
+
+
+def test_a_master_on_loopback_is_reached_from_loopback() -> None:
+    assert address.routable_address(None) == "127.0.0.1"
+    assert address.routable_address("127.0.0.1") == "127.0.0.1"
+    assert address.routable_address("localhost") in ("127.0.0.1", "::1")
+
+
+@ipv6
+def test_a_master_on_ipv6_loopback_is_reached_from_there() -> None:
+    assert address.routable_address("::1") == "::1"
+    assert address.routable_address("::1", bind="any") == "::"
+
+
+def test_binding_everywhere_must_be_asked_for() -> None:
+    assert address.routable_address(None, bind="any") == "0.0.0.0"
+    assert address.routable_address("127.0.0.1", bind="any") == "0.0.0.0"
+    for wildcard in ("0.0.0.0", "::"):
+        assert address.is_wildcard(wildcard)
+        with pytest.raises(ValueError, match=f"bind='{wildcard}': to listen on all addresses say bind='any'"):
+            address.routable_address(None, bind=wildcard)
+    assert not address.is_wildcard("127.0.0.1")
+
+
+def test_bind_must_be_an_address_of_this_host() -> None:
+    assert address.routable_address("10.0.0.1", bind="127.0.0.1") == "127.0.0.1"
+    with pytest.raises(ValueError, match=r"bind='192\.0\.2\.254': is not an address of this host"):
+        address.routable_address(None, bind="192.0.2.254")
+    with pytest.raises(ValueError, match="bind='myhost': must be an IPv4 or IPv6 address of this host, or 'any'"):
+        address.routable_address(None, bind="myhost")
+
+
+@linux_only
+def test_interface() -> None:
+    assert address.routable_address(None, "lo") == "127.0.0.1"
+    assert address.routable_address("127.0.0.1", "lo") == "127.0.0.1"
+    with pytest.raises(ValueError, match=r"interface='wlan7': there is none of this name here; there are .*\blo\b"):
+        address.routable_address(None, "wlan7")
+
+
+@linux_only
+@ipv6
+def test_interface_with_an_ipv6_master() -> None:
+    assert address.routable_address("::1", "lo") == "::1"
+
+
+IF_INET6 = """\
+fe8000000000000000fc00fffe000001 04 40 20 80     eth0
+fd000000000000000000000000000002 04 40 00 82     eth0
+fe800000000000000000000000000007 05 40 20 80     eth1
+"""
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("name", "family", "expected"),
+    [
+        ("eth0", socket.AF_INET6, "fd00::2"),
+        ("eth1", socket.AF_INET6, "fe80::7%eth1"),
+        ("eth0", socket.AF_INET, "10.1.2.3"),
+        ("eth2", socket.AF_INET6, "10.1.2.3"),
+    ],
+)
+def test_interface_address(monkeypatch: pytest.MonkeyPatch, name: str, family: int, expected: str) -> None:
+    answer = struct.pack("16sHH4s16x", name.encode(), socket.AF_INET, 0, bytes((10, 1, 2, 3)))
+    monkeypatch.setattr("fcntl.ioctl", lambda *_: answer)
+    monkeypatch.setattr("pathlib.Path.read_text", lambda _: IF_INET6)
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1"), (4, "eth2")])
+    assert address.interface_address(name, family) == expected
+
+
+@linux_only
+def test_interface_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pathlib.Path.read_text", lambda _: IF_INET6)
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (9, "ghost0")])
+    with pytest.raises(ValueError, match="interface='ghost0': it has no address; there are lo, ghost0"):
+        address.interface_address("ghost0")
+
+
+def test_unresolvable_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", fail)
+    with pytest.raises(RendezvousError, match=r"master address 'nowhere\.invalid' does not resolve: Name or service"):
+        address.routable_address("nowhere.invalid")
+
+
+def test_master_without_a_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("255.255.255.255", 9))]  # a broadcast, so connect() refuses
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(RendezvousError, match=r"no route from this host to the master at 'far' .*interface= or bind="):
+        address.routable_address("far")
+
+
+@linux_only
+def test_abstract_listener_leaves_nothing_on_disk() -> None:
+    listener, name = address.open_unix(lambda n: b"\xab" * n)
+    with listener:
+        assert name == "@aiocoll-" + "ab" * 16
+        assert address.unix_address(name) == "\0aiocoll-" + "ab" * 16
+        assert not listener.get_inheritable()
+    address.remove_unix(name)
+
+
+def test_listener_on_disk_is_ours_alone() -> None:
+    listener, name = address.open_unix(os.urandom, abstract=False)
+    with listener:
+        assert stat.S_IMODE(os.stat(os.path.dirname(name)).st_mode) == 0o700
+        assert address.unix_address(name) == name
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(name)
+    address.remove_unix(name)
+    assert not os.path.exists(os.path.dirname(name))
+    address.remove_unix(name)
+
+
+def test_tcp_listener_on_an_address_that_is_not_ours() -> None:
+    with pytest.raises(RendezvousError, match=r"cannot listen on 192\.0\.2\.254: .*bind= and interface="):
+        address.open_tcp("192.0.2.254")
+
+
+def test_who_may_connect() -> None:
+    assert address.may_connect(1000, 1000)
+    assert address.may_connect(0, 1000)
+    assert address.may_connect(None, 1000)
+    assert not address.may_connect(1001, 1000)
+    assert not address.may_connect(1001, 0)
+
+
+@linux_only
+def test_uid_of_a_unix_peer() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert address.peer_uid(ours) == os.geteuid()
+
+
+async def test_reach_a_listener_with_a_full_backlog() -> None:
+    loop = asyncio.get_running_loop()
+    listener, name = address.open_unix(os.urandom)
+    target = address.unix_address(name)
+    with listener:
+        listener.listen(0)
+        first = await address.reach(loop, socket.AF_UNIX, target)
+        with first, pytest.raises(BlockingIOError):
+            await address.reach(loop, socket.AF_UNIX, target)
+    address.remove_unix(name)
+
+
+async def test_reach_a_port_nobody_listens_on() -> None:
+    loop = asyncio.get_running_loop()
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        with pytest.raises(ConnectionRefusedError):
+            await address.reach(loop, socket.AF_INET, bound.getsockname())
+
+
+@linux_only
+async def test_reach_does_not_meet_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unlucky(socket.socket):
+        """The system picks, for our end, the very port that is dialled."""
+
+        def connect_ex(self, target: tuple[str, int]) -> int:
+            self.bind(target)
+            return super().connect_ex(target)
+
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        free = bound.getsockname()
+    monkeypatch.setattr("socket.socket", Unlucky)
+    with pytest.raises(ConnectionRefusedError):
+        await address.reach(asyncio.get_running_loop(), socket.AF_INET, free)
+
+
+class Starved:
+    """A listening socket that has no descriptors to give for a while."""
+
+    def __init__(self, real: socket.socket, failures: int) -> None:
+        self.real = real
+        self.failures = failures
+
+    def fileno(self) -> int:
+        return self.real.fileno()
+
+    def close(self) -> None:
+        self.real.close()
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.failures:
+            self.failures -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return self.real.accept()
+
+
+class ManualTimers(Runtime):
+    """Timers that fire when the test says so."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self.timers: list[tuple[float, object, tuple[object, ...]]] = []
+        self.handles: list[asyncio.TimerHandle] = []
+        self.changed = asyncio.Event()
+        self.call_later = self.later
+
+    def later(self, delay: float, callback: object, *args: object) -> asyncio.TimerHandle:
+        self.timers.append((delay, callback, args))
+        self.changed.set()
+        self.handles.append(self.loop.call_later(3600, lambda: None))
+        return self.handles[-1]
+
+
+async def test_a_lack_of_descriptors_is_waited_out_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    loop = asyncio.get_running_loop()
+    runtime = ManualTimers(loop)
+    greeted: asyncio.Queue[socket.socket] = asyncio.Queue()
+    listeners = address.Listeners(runtime, greeted.put_nowait)
+    real, name = address.open_unix(os.urandom)
+    starved = Starved(real, 3)
+    listeners.add(starved)
+    client = await address.reach(loop, socket.AF_UNIX, address.unix_address(name))
+    for left in (2, 1, 0):
+        await runtime.changed.wait()
+        runtime.changed.clear()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert starved.failures == left, "asked again during the pause"
+        (delay, resume, args) = runtime.timers.pop()
+        assert delay == 0.1
+        resume(*args)
+    with client, await greeted.get() as served:
+        assert served.gettimeout() == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "cannot accept connections (Too many open files); trying again every 0.1 s"
+    ]
+    listeners.close()
+    address.remove_unix(name)
+
+
+async def test_closing_while_starved() -> None:
+    loop = asyncio.get_running_loop()
+    runtime = ManualTimers(loop)
+    listeners = address.Listeners(runtime, socket.socket.close)
+    real, name = address.open_unix(os.urandom)
+    listeners.add(Starved(real, 1))
+    with await address.reach(loop, socket.AF_UNIX, address.unix_address(name)):
+        await runtime.changed.wait()
+        listeners.close()
+    assert real.fileno() == -1
+    assert [handle.cancelled() for handle in runtime.handles] == [True]
+    address.remove_unix(name)

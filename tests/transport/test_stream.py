@@ -1,0 +1,723 @@
+"""The stream transport: who gets a link, who does not, and that strangers disturb nobody."""
+
+import asyncio
+import gc
+import logging
+import os
+import random
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import count
+
+import pytest
+
+from aiocoll.errors import AuthenticationError, GroupClosedError, PeerLostError, RendezvousError
+from aiocoll.handshake import (
+    CHALLENGE_SIZE,
+    HELLO_SIZE,
+    ClientHandshake,
+    ConnKind,
+    HandshakeRefusedError,
+    Identity,
+    ServerHandshake,
+    Status,
+    job_id,
+)
+from aiocoll.runtime import Runtime
+from aiocoll.transport import address, stream
+from aiocoll.transport.base import Card, Header, Link
+from aiocoll.transport.frame import HEADER, FrameKind
+from aiocoll.transport.stream import StreamTransport
+from aiocoll.transport.stream_link import StreamLink
+
+KEY = b"k" * 32
+CONTROL, DATA = ConnKind.CONTROL, ConnKind.DATA
+FLAVOURS = ["unix", "tcp", "tcp6"]
+
+
+class Rank:
+    """A transport and what it was given; also the sink of all its links."""
+
+    def __init__(self, transport: StreamTransport) -> None:
+        self.transport = transport
+        self.card: Card = {}
+        self.accepted: list[StreamLink] = []
+        self.dialled: list[StreamLink] = []
+        self.heard: list[tuple[int, int]] = []
+        self.gone: list[int] = []
+        self.changed = asyncio.Event()
+        transport.accepted = self.take
+
+    def take(self, link: Link) -> None:
+        self.accepted.append(link)
+        self.begin(link)
+
+    def begin(self, link: Link) -> None:
+        link.sink = self
+        link.start()
+        self.changed.set()
+
+    async def connect(self, other: "Rank", kind: ConnKind = CONTROL) -> StreamLink | None:
+        link = await self.transport.connect(other.transport.rank, other.card, kind)
+        if link is not None:
+            self.dialled.append(link)
+            self.begin(link)
+        return link
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        while not condition():
+            self.changed.clear()
+            await self.changed.wait()
+
+    @property
+    def links(self) -> list[StreamLink]:
+        return [link for link in self.accepted + self.dialled if not link.closed]
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close()
+        self.changed.set()
+
+    def route(self, link: Link, header: Header) -> memoryview | None:
+        return None
+
+    def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
+        self.heard.append((link.peer, header[4]))
+        self.changed.set()
+
+    def drained(self, link: Link) -> None:
+        pass
+
+    def lost(self, link: Link, error: Exception | None) -> None:
+        self.gone.append(link.peer)
+        self.changed.set()
+
+
+def say(link: Link, number: int) -> None:
+    link.write(HEADER.pack(FrameKind.DATA, 0, 0, 0, number, 0, 0, 0, 0))
+
+
+async def settle(*ranks: Rank) -> None:
+    """Until every handshake that was begun with these ranks has ended."""
+    for rank in ranks:
+        while waiting := [*rank.transport._pending, *rank.transport._evicted]:
+            await asyncio.wait(waiting)
+
+
+@asynccontextmanager
+async def started(world_size: int, flavour: str = "unix", **options: object) -> AsyncIterator[list[Rank]]:
+    options = {"job": "job", "key": KEY, "connect_timeout": 20.0, **options}
+    transport = "unix" if flavour == "unix" else "tcp"
+    runtime = options.pop("runtime", None) or Runtime(asyncio.get_running_loop())
+    ranks = [Rank(StreamTransport(runtime, r, world_size, transport=transport, **options)) for r in range(world_size)]
+    try:
+        for rank in ranks:
+            if flavour != "unix":
+                await rank.transport.listen_tcp("::1" if flavour == "tcp6" else "127.0.0.1")
+            rank.card = await rank.transport.listen()
+        yield ranks
+    finally:
+        for rank in ranks:
+            await rank.transport.aclose()
+            rank.close()
+
+
+@pytest.fixture(params=FLAVOURS)
+def flavour(request: pytest.FixtureRequest) -> str:
+    if request.param == "tcp6":
+        try:
+            address.open_tcp("::1").close()
+        except RendezvousError:
+            pytest.skip("this host has no IPv6 loopback")
+    return request.param
+
+
+@asynccontextmanager
+async def stranger(card: Card) -> AsyncIterator[socket.socket]:
+    """A client that is connected to the listener of `card` and has said nothing."""
+    loop = asyncio.get_running_loop()
+    if card["unix"]:
+        sock = await address.reach(loop, socket.AF_UNIX, address.unix_address(card["unix"]))
+    else:
+        host, port = card["tcp"]
+        sock = await address.reach(loop, address.family_of(host), (host, port))
+    with sock:
+        yield sock
+
+
+@asynccontextmanager
+async def hung(one: Rank, other: Rank) -> AsyncIterator[tuple[asyncio.Task[StreamLink | None], socket.socket]]:
+    """A connect whose HELLO somebody else has taken, who holds the answer back; and that somebody's socket."""
+    listener, name = address.open_unix(os.urandom)
+    with listener:
+        card = {**other.card, "unix": name}
+        dial = asyncio.create_task(one.transport.connect(other.transport.rank, card, CONTROL))
+        served, _ = await asyncio.get_running_loop().sock_accept(listener)
+        with served:
+            yield dial, served
+
+
+async def read(sock: socket.socket, nbytes: int) -> bytes:
+    """Read `nbytes`, less if the other end closes before."""
+    data = b""
+    loop = asyncio.get_running_loop()
+    try:
+        while len(data) < nbytes and (part := await loop.sock_recv(sock, nbytes - len(data))):
+            data += part
+    except ConnectionResetError:
+        pass
+    return data
+
+
+def client_of(rank: int, world_size: int = 2, **changes: object) -> ClientHandshake:
+    fields = {"job_id": job_id("job"), "epoch": 0, "rank": rank, "world_size": world_size, "kind": CONTROL}
+    key = changes.pop("key", KEY)
+    return ClientHandshake(Identity(**{**fields, **changes}), key, os.urandom)
+
+
+async def greet(sock: socket.socket, client: ClientHandshake) -> Status:
+    """Say HELLO; what the other end answers. After OK, the PROOF is still to be sent."""
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(sock, client.hello())
+    challenge = await read(sock, CHALLENGE_SIZE)
+    assert len(challenge) == CHALLENGE_SIZE, "closed without an answer"
+    try:
+        client.proof = client.answer(challenge)
+    except HandshakeRefusedError as error:
+        return error.status
+    return Status.OK
+
+
+async def test_connect_and_talk(flavour: str) -> None:
+    async with started(2, flavour) as (a, b):
+        link = await a.connect(b)
+        await b.until(lambda: b.accepted)
+        (back,) = b.accepted
+        assert (link.peer, link.kind, back.peer, back.kind) == (1, CONTROL, 0, CONTROL)
+        say(link, 7)
+        say(back, 8)
+        await b.until(lambda: b.heard)
+        await a.until(lambda: a.heard)
+        assert (a.heard, b.heard) == ([(1, 8)], [(0, 7)])
+        sock = link._sock
+        assert sock.gettimeout() == 0
+        assert not sock.get_inheritable()
+        assert not back._sock.get_inheritable()
+        if flavour != "unix":
+            assert all(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for s in (sock, back._sock))
+
+
+async def test_one_link_of_each_kind() -> None:
+    async with started(2) as (a, b):
+        control, data = await asyncio.gather(a.connect(b, CONTROL), a.connect(b, DATA))
+        await b.until(lambda: len(b.accepted) == 2)
+        assert {link.kind for link in b.accepted} == {CONTROL, DATA}
+        assert await b.connect(a, CONTROL) is None
+        assert await b.connect(a, DATA) is None
+        assert await a.connect(b, DATA) is None
+        assert a.links == [control, data]
+
+
+async def test_a_closed_link_makes_room_for_a_new_one(flavour: str) -> None:
+    async with started(2, flavour) as (a, b):
+        (await a.connect(b)).close()
+        assert await b.connect(a) is not None or b.accepted
+        await a.until(lambda: a.links or a.accepted)
+        for rank in (a, b):
+            rank.close()
+        assert await a.connect(b) is not None
+
+
+async def test_mesh_of_sixteen(flavour: str) -> None:
+    async with started(16, flavour) as ranks:
+        pairs = [(a, b) for a in ranks for b in ranks if a.transport.rank < b.transport.rank]
+        links = await asyncio.gather(*(a.connect(b) for a, b in pairs))
+        assert None not in links
+        await settle(*ranks)
+        for rank in ranks:
+            assert sorted(link.peer for link in rank.links) == [r for r in range(16) if r != rank.transport.rank]
+
+
+async def test_both_dial_at_once(flavour: str) -> None:
+    """Whatever the order of events: one link, the same on both sides, and it works."""
+    chance = random.Random(5)
+    async with started(2, flavour) as (a, b):
+
+        async def dial(one: Rank, other: Rank, turns: int) -> StreamLink | None:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            return await one.connect(other)
+
+        for number in range(1, 65):
+            turns = [chance.randrange(chance.choice((1, 12))) for _ in range(2)]
+            ours, theirs = await asyncio.gather(dial(a, b, turns[0]), dial(b, a, turns[1]))
+            assert (ours is None) != (theirs is None)
+            await settle(a, b)
+            (left,), (right,) = a.links, b.links
+            say(left, number)
+            await b.until(lambda: b.heard)
+            say(right, number)
+            await a.until(lambda: a.heard)
+            assert (a.heard, b.heard) == ([(1, number)], [(0, number)])
+            for rank in (a, b):
+                rank.close()
+                rank.heard.clear()
+
+
+async def test_all_dial_all_at_once(flavour: str) -> None:
+    async with started(8, flavour) as ranks:
+        made = await asyncio.gather(*(a.connect(b) for a in ranks for b in ranks if a is not b))
+        await settle(*ranks)
+        assert sum(link is not None for link in made) == 28
+        for rank in ranks:
+            assert sorted(link.peer for link in rank.links) == [r for r in range(8) if r != rank.transport.rank]
+
+
+async def test_the_lower_rank_refuses_while_it_dials() -> None:
+    async with started(3) as (low, middle, high):
+        for rank, status in ((low, Status.CROSSED), (high, Status.OK)):
+            async with hung(rank, middle) as (dial, served), stranger(rank.card) as sock:
+                await read(served, HELLO_SIZE)
+                assert await greet(sock, client_of(1, 3)) is status
+                dial.cancel()
+                await asyncio.wait([dial])
+
+
+async def test_a_forged_hello_stops_no_dial() -> None:
+    """Rank 1 prefers the dial of rank 0, but only after rank 0 has proven itself."""
+    async with started(2) as (a, b):
+        async with stranger(b.card) as sock:
+            dial = asyncio.create_task(b.connect(a))
+            await asyncio.sleep(0)
+            assert await greet(sock, client_of(0)) is Status.OK
+            assert await dial is not None
+        await settle(a, b)
+        assert len(a.links) == len(b.links) == 1
+
+
+async def test_connect_waits_for_the_peer_that_is_proving_itself() -> None:
+    async with started(2) as (a, b), stranger(a.card) as sock, stranger(a.card) as again:
+        client = client_of(1)
+        assert await greet(sock, client) is Status.OK
+        dial = asyncio.create_task(a.connect(b))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not dial.done()
+        assert await greet(again, client_of(1)) is Status.OK, "we are waiting, not dialling"
+        await asyncio.get_running_loop().sock_sendall(sock, client.proof)
+        assert await dial is None
+        assert [link.peer for link in a.accepted] == [1]
+
+
+async def test_connect_dials_if_the_peer_does_not_prove_itself() -> None:
+    async with started(2) as (a, b), stranger(a.card) as sock:
+        assert await greet(sock, client_of(1)) is Status.OK
+        dial = asyncio.create_task(a.connect(b))
+        await asyncio.sleep(0)
+        await asyncio.get_running_loop().sock_sendall(sock, bytes(32))
+        assert await dial is not None
+        assert a.accepted == []
+
+
+async def test_the_accepted_link_interrupts_the_dial() -> None:
+    async with (
+        started(2, handshake_timeout=3600.0, connect_timeout=3600.0) as (a, b),
+        hung(b, a) as (dial, _),
+        stranger(b.card) as sock,
+    ):
+        client = client_of(0)
+        assert await greet(sock, client) is Status.OK
+        sock.send(client.proof)
+        assert await dial is None
+        assert [link.peer for link in b.accepted] == [0]
+
+
+async def test_closing_interrupts_the_dial() -> None:
+    async with started(2, handshake_timeout=3600.0) as (a, b), hung(b, a) as (dial, served):
+        assert len(await read(served, HELLO_SIZE)) == HELLO_SIZE
+        await b.transport.aclose()
+        assert await read(served, 1) == b""
+        with pytest.raises(GroupClosedError):
+            await dial
+
+
+@pytest.mark.parametrize("proof_first", [False, True])
+async def test_both_answers_in_one_turn_of_the_loop(proof_first: bool) -> None:
+    async with started(2) as (a, b), stranger(b.card) as sock, hung(b, a) as (dial, served):
+        client = client_of(0)
+        server = ServerHandshake(Identity(job_id("job"), 0, 0, 2, CONTROL), KEY, os.urandom)
+        challenge = server.challenge(await read(served, HELLO_SIZE), lambda _: Status.OK)
+        assert await greet(sock, client) is Status.OK
+        first, second = ((sock, client.proof), (served, challenge))[:: 1 if proof_first else -1]
+        first[0].send(first[1])
+        second[0].send(second[1])
+        link = await dial
+        await settle(b)
+        assert (link is not None) + len(b.accepted) == 1
+        if link is not None:
+            link.close()
+
+
+async def test_of_two_that_prove_to_be_the_same_rank_one_stays() -> None:
+    async with started(2) as (_, b), stranger(b.card) as first, stranger(b.card) as second:
+        clients = client_of(0), client_of(0)
+        for sock, client in zip((first, second), clients, strict=True):
+            assert await greet(sock, client) is Status.OK
+        first.send(clients[0].proof)
+        second.send(clients[1].proof)
+        await settle(b)
+        assert len(b.accepted) == 1
+        assert len(b.links) == 1
+
+
+async def test_a_duplicate_is_refused() -> None:
+    async with started(2) as (a, b):
+        await a.connect(b)
+        await settle(b)
+        async with stranger(b.card) as sock:
+            assert await greet(sock, client_of(0)) is Status.DUPLICATE
+        async with stranger(b.card) as sock:
+            assert await greet(sock, client_of(0, kind=DATA)) is Status.OK
+        b.close()
+        async with stranger(b.card) as sock:
+            assert await greet(sock, client_of(0)) is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"rank": 1}, Status.REFUSED),
+        ({"rank": 2}, Status.REFUSED),
+        ({"rank": -1}, Status.REFUSED),
+        ({"epoch": 1}, Status.WRONG_EPOCH),
+        ({"job_id": job_id("other")}, Status.WRONG_JOB),
+        ({"world_size": 3}, Status.WRONG_WORLD_SIZE),
+        ({"kind": ConnKind.STORE}, Status.WRONG_KIND),
+    ],
+)
+async def test_wrong_identities_are_refused_by_name(changes: dict, status: Status) -> None:
+    async with started(2) as (_, b):
+        async with stranger(b.card) as sock:
+            assert await greet(sock, client_of(**{"rank": 0, **changes})) is status
+            assert await read(sock, 1) == b""
+        assert b.accepted == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"key": b"x" * 32}, "did not prove that it holds this job's key"),
+        ({"key": None}, "did not prove that it holds this job's key"),
+        ({"job": "other"}, "belongs to job"),
+        ({"epoch": 3}, "it is in epoch 0, this process in epoch 3"),
+    ],
+)
+async def test_connect_to_another_job(flavour: str, changes: dict, message: str) -> None:
+    async with started(2, flavour) as (_, b), started(2, flavour, **changes) as (a, _):
+        with pytest.raises(AuthenticationError, match=message):
+            await a.connect(b)
+        await settle(b)
+        assert b.accepted == []
+
+
+async def test_connect_to_another_rank() -> None:
+    async with started(3) as (a, b, c):
+        with pytest.raises(AuthenticationError, match=r"at unix socket @.* is rank 2, not rank 1"):
+            await a.transport.connect(1, c.card, CONTROL)
+        await settle(b, c)
+        assert b.accepted == c.accepted == []
+
+
+async def test_a_process_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with started(2, handshake_timeout=3600.0) as (a, b):
+        ours = os.geteuid()
+        monkeypatch.setattr(address, "peer_uid", lambda _: ours + 1)
+        async with stranger(b.card) as sock:
+            assert await read(sock, 1) == b""
+        with pytest.raises(AuthenticationError, match=f"unix socket @.* belongs to user {ours + 1}, not to us"):
+            await a.connect(b)
+        monkeypatch.undo()
+        assert await a.connect(b) is not None
+
+
+class HeldTimers(Runtime):
+    """Timers that fire when the test says so."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self.held: list[tuple[float, Callable[..., object], tuple[object, ...]]] = []
+        self.held_one = asyncio.Event()
+        self.call_later = self.hold
+
+    def hold(self, delay: float, callback: Callable[..., object], *args: object) -> asyncio.TimerHandle:
+        self.held.append((delay, callback, args))
+        self.held_one.set()
+        return self.loop.call_later(3600, lambda: None)
+
+    def fire(self) -> float:
+        delay, callback, args = self.held.pop()
+        callback(*args)
+        return delay
+
+
+@pytest.mark.parametrize("says_hello", [False, True])
+async def test_a_silent_client_is_dropped(flavour: str, says_hello: bool) -> None:
+    runtime = HeldTimers(asyncio.get_running_loop())
+    async with started(2, flavour, runtime=runtime) as (_, b), stranger(b.card) as sock:
+        if says_hello:
+            assert await greet(sock, client_of(0)) is Status.OK
+        await runtime.held_one.wait()
+        assert runtime.fire() == 5.0
+        assert 0 < runtime.fire() < 0.1
+        assert await read(sock, 1) == b""
+        assert (b.accepted, runtime.held) == ([], [])
+
+
+async def test_what_came_while_the_loop_was_blocked_came_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deadline that passes in a blocked loop does not hit a peer that has long answered."""
+    async with started(2, handshake_timeout=0.01) as (_, b), stranger(b.card) as sock:
+        loop = asyncio.get_running_loop()
+        client = client_of(0)
+        monkeypatch.setattr(stream, "_GRACE", 30.0)  # however slow this machine is
+        assert await greet(sock, client) is Status.OK
+        sock.send(client.proof)
+        end = loop.time() + 0.02
+        while loop.time() < end:  # blocks the loop
+            pass
+        await b.until(lambda: b.accepted)
+        assert len(b.links) == 1
+
+
+async def test_garbage_is_dropped_at_once(flavour: str) -> None:
+    async with started(2, flavour) as (_, b):
+        for garbage in (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 8, b"\0" * HELLO_SIZE, os.urandom(4096)):
+            async with stranger(b.card) as sock:
+                sock.send(garbage)
+                assert await read(sock, 1) == b""
+        assert b.accepted == []
+
+
+async def test_strangers_disturb_nobody(flavour: str) -> None:
+    async with started(2, flavour) as (a, b):
+        garbage = [await address.reach(*_where(b.card)) for _ in range(200)]
+        for number, sock in enumerate(garbage):
+            if number % 2:
+                sock.send(b"\xff" * HELLO_SIZE)
+        assert await a.connect(b) is not None
+        assert len(b.transport._pending) <= 16
+        for sock in garbage:
+            sock.close()
+        await settle(b)
+        assert [link.peer for link in b.links] == [0]
+
+
+def _where(card: Card) -> tuple[asyncio.AbstractEventLoop, int, object]:
+    loop = asyncio.get_running_loop()
+    if card["unix"]:
+        return loop, socket.AF_UNIX, address.unix_address(card["unix"])
+    return loop, address.family_of(card["tcp"][0]), tuple(card["tcp"])
+
+
+async def test_the_oldest_handshake_gives_way() -> None:
+    async with started(2) as (_, b):
+        loop = asyncio.get_running_loop()
+        silent = [await address.reach(*_where(b.card)) for _ in range(17)]
+        assert await read(silent[0], 1) == b""
+        await loop.sock_sendall(silent[1], client_of(0).hello())
+        assert len(await read(silent[1], CHALLENGE_SIZE)) == CHALLENGE_SIZE
+        for sock in silent:
+            sock.close()
+
+
+class Ticking(Runtime):
+    """A clock on which every look takes a second."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self.time = map(float, count()).__next__
+
+
+async def test_unreachable_peer(flavour: str) -> None:
+    runtime = Ticking(asyncio.get_running_loop())
+    async with started(2, flavour, runtime=runtime, connect_timeout=6.0) as (a, b):
+        where = f"unix socket {b.card['unix']}" if flavour == "unix" else "{} port {}".format(*b.card["tcp"])
+        await b.transport.aclose()
+        with pytest.raises(PeerLostError) as caught:
+            await a.connect(b)
+        # Seconds 1 to 5 each find that there is time for another attempt, second 6 that there is none.
+        assert str(caught.value) == f"rank 1 cannot be reached at {where}: Connection refused (tried for 7.0 s)"
+        assert caught.value.ranks == (1,)
+        assert caught.value.how == "killed"
+
+
+async def test_peer_that_does_not_answer() -> None:
+    async with started(2, connect_timeout=0.03, handshake_timeout=0.01) as (a, b):
+        silent, name = address.open_unix(os.urandom)
+        with silent, pytest.raises(PeerLostError, match="it does not answer"):
+            await a.transport.connect(1, {**b.card, "unix": name}, CONTROL)
+
+
+async def test_peer_that_closes_in_the_handshake_is_dialled_again() -> None:
+    async with started(2) as (a, b):
+        listener, name = address.open_unix(os.urandom)
+        loop = asyncio.get_running_loop()
+        dial = asyncio.create_task(a.transport.connect(1, {**b.card, "unix": name}, CONTROL))
+        with listener:
+            for _ in range(3):
+                (await loop.sock_accept(listener))[0].close()
+            sock, _ = await loop.sock_accept(listener)
+            server = ServerHandshake(Identity(job_id("job"), 0, 1, 2, CONTROL), KEY, os.urandom)
+            with sock:
+                sock.send(server.challenge(await read(sock, HELLO_SIZE), lambda _: Status.OK))
+                link = await dial
+                assert server.verify(await read(sock, 32)).rank == 0
+                link.close()
+
+
+async def test_a_peer_that_starts_to_listen_late() -> None:
+    async with started(2) as (a, b):
+        listener, name = address.open_unix(os.urandom)
+        listener.close()
+        b.card = {**b.card, "unix": name}
+        dial = asyncio.create_task(a.connect(b))
+        await asyncio.sleep(0)
+        late = socket.socket(socket.AF_UNIX)
+        late.bind(address.unix_address(name))
+        late.setblocking(False)
+        late.listen()
+        b.transport._listeners.add(late)
+        assert await dial is not None
+
+
+async def test_a_second_connect_to_the_same_peer() -> None:
+    async with started(2) as (a, b):
+        dial = asyncio.create_task(a.connect(b))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match=r"rank 0 is already connecting to rank 1 \(CONTROL\)"):
+            await a.connect(b)
+        assert await dial is not None
+
+
+async def test_cards() -> None:
+    async with started(1, "unix") as (a,), started(1, "tcp") as (b,):
+        assert a.card == {"host": address.host_identity(), "unix": a.card["unix"], "tcp": None, "pid": os.getpid()}
+        assert a.card["unix"].startswith("@aiocoll-")
+        assert (b.card["unix"], b.card["tcp"][0]) == (None, "127.0.0.1")
+
+
+async def test_auto_takes_unix_on_one_host_and_tcp_between_hosts() -> None:
+    runtime = Runtime(asyncio.get_running_loop())
+    ranks = [Rank(StreamTransport(runtime, r, 3, "job", KEY, host_id=host)) for r, host in enumerate("aab")]
+    for rank in ranks:
+        await rank.transport.listen()
+        rank.card = await rank.transport.listen_tcp("127.0.0.1")
+    same, other = await asyncio.gather(ranks[0].connect(ranks[1]), ranks[0].connect(ranks[2]))
+    assert same._sock.family == socket.AF_UNIX
+    assert other._sock.family == socket.AF_INET
+    await settle(*ranks)
+    for rank in ranks:
+        await rank.transport.aclose()
+        rank.close()
+
+
+async def test_no_way_from_here_to_there() -> None:
+    async with started(2, "unix", host_id="a") as (a, b), started(2, "tcp", host_id="b") as (c, d):
+        with pytest.raises(RendezvousError, match="transport='unix' on rank 0, but rank 1 is on another host"):
+            await a.connect(d)
+        with pytest.raises(RendezvousError, match="rank 1 is on this host, but has no unix socket"):
+            await a.transport.connect(1, {**b.card, "unix": None}, CONTROL)
+        with pytest.raises(RendezvousError, match="rank 1 listens on no address that rank 0 could use"):
+            await c.connect(b)
+        with pytest.raises(ValueError, match="transport='unix' opens no TCP listener"):
+            await a.transport.listen_tcp("127.0.0.1")
+
+
+async def test_loopback_is_no_address_between_hosts() -> None:
+    runtime = Ticking(asyncio.get_running_loop())
+    async with started(2, "tcp", host_id="a", runtime=runtime, connect_timeout=3.0) as (a, b):
+        b.card = {**b.card, "host": "another"}
+        await b.transport.aclose()
+        with pytest.raises(PeerLostError, match="which other hosts cannot reach: Connection refused"):
+            await a.connect(b)
+
+
+async def test_nothing_leaves_the_host_without_a_key() -> None:
+    async with started(2, "tcp", key=None) as (a, b):
+        with pytest.raises(AuthenticationError, match=r"192\.0\.2\.254 can be reached from .*`aiocoll run`"):
+            await a.transport.listen_tcp("192.0.2.254")
+        with pytest.raises(AuthenticationError, match=r"192\.0\.2\.254 can be reached from .*job_key="):
+            await a.transport.connect(1, {**b.card, "tcp": ["192.0.2.254", 1]}, CONTROL)
+
+
+async def test_tcp_without_a_key_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with started(2, "tcp", key=None) as (a, b):
+        assert await a.connect(b) is not None
+        assert await a.connect(b, DATA) is not None
+        await settle(b)
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 2  # one from each rank
+    assert "rank 0 uses TCP on 127.0.0.1 without a job key" in warnings[0].getMessage()
+
+
+async def test_unix_without_a_key_is_quiet(caplog: pytest.LogCaptureFixture) -> None:
+    async with started(2, "unix", key=None) as (a, b):
+        assert await a.connect(b) is not None
+        await settle(b)
+        assert len(b.links) == 1
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+async def test_listening_on_all_addresses_needs_one_to_tell() -> None:
+    async with started(2, "tcp") as (a, b):
+        with pytest.raises(ValueError, match=r"listening on 0\.0\.0\.0 needs advertise="):
+            await b.transport.listen_tcp("0.0.0.0")
+        b.card = await b.transport.listen_tcp("0.0.0.0", "127.0.0.1")
+        assert b.card["tcp"][0] == "127.0.0.1"
+        assert await a.connect(b) is not None
+
+
+async def test_closing_ends_handshakes_and_dials(flavour: str) -> None:
+    async with started(3, flavour) as (a, b, c):
+        await c.transport.aclose()
+        dial = asyncio.create_task(a.connect(c))
+        async with stranger(a.card) as silent, stranger(a.card) as halfway:
+            assert await greet(halfway, client_of(1, 3)) is Status.OK
+            waiting = asyncio.create_task(a.connect(b))
+            await asyncio.sleep(0)
+            await a.transport.aclose()
+            assert await read(silent, 1) == await read(halfway, 1) == b""
+        for task, peer in ((dial, 2), (waiting, 1)):
+            with pytest.raises(GroupClosedError, match=f"rank 0 closed its transport while connecting to rank {peer}"):
+                await task
+        with pytest.raises(GroupClosedError):
+            await a.connect(b)
+        assert a.transport.card["unix"] is a.transport.card["tcp"] is None
+        await a.transport.aclose()
+
+
+async def test_links_outlive_the_transport() -> None:
+    async with started(2) as (a, b):
+        link = await a.connect(b)
+        await settle(b)
+        await a.transport.aclose()
+        await b.transport.aclose()
+        say(link, 3)
+        await b.until(lambda: b.heard)
+        assert b.heard == [(0, 3)]
+
+
+@pytest.mark.parametrize("turns", range(12))
+async def test_nothing_is_left_of_a_cancelled_connect(flavour: str, turns: int) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    async with started(2, flavour) as (a, b):
+        dial = asyncio.create_task(a.connect(b))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        dial.cancel()
+        await asyncio.wait([dial])
+        await settle(b)
+        assert await a.connect(b) is not None or not dial.cancelled()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert asyncio.all_tasks() == {asyncio.current_task()}
