@@ -1,0 +1,292 @@
+"""All that goes to and comes from one peer: fair sending, windows, and the link it runs on.
+
+Messages of different operations take turns segment by segment, so a long one never blocks another. What the receiver
+has not asked for is bounded twice: `EAGER_WINDOW` bytes per message and `LINK_WINDOW` bytes per peer. Beyond that a
+READY frame tells that bytes wait, and they leave when the receiver, having entered the operation, answers GRANT.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from aiocoll.engine.control import Note, send_note
+from aiocoll.engine.operation import Message, Operation
+from aiocoll.engine.plan import EAGER_WINDOW
+from aiocoll.transport.base import Link
+from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind, Header
+
+if TYPE_CHECKING:
+    from aiocoll.engine.endpoint import Endpoint
+
+__all__ = ["LINK_WINDOW", "Channel"]
+
+#: Bytes per peer that may travel unasked and wait there unread.
+LINK_WINDOW = 4 * 1024 * 1024
+#: The receiver reports consumed eager bytes in lots of this size: rarely, and well before the sender runs dry.
+WINDOW_LOT = LINK_WINDOW // 4
+#: Longest time one callback sends, in seconds (contract: 300 microseconds).
+BUDGET = 300e-6
+#: Eager pieces are cut at multiples of the largest itemsize, so that elements stay whole.
+ALIGN = 16
+
+_DATA = int(FrameKind.DATA)
+_pack = HEADER.pack
+
+
+class Channel:
+    """The sink of the data link to `peer`, and the queue in front of it."""
+
+    __slots__ = (
+        "_again",
+        "_blocked",
+        "_consumed",
+        "_endpoint",
+        "_held",
+        "_inflight",
+        "_pumping",
+        "_queue",
+        "_unasked",
+        "dialling",
+        "ended",
+        "link",
+        "peer",
+        "receiving",
+    )
+
+    def __init__(self, endpoint: Endpoint, peer: int) -> None:
+        self.peer = peer
+        self.link: Link | None = None
+        self.dialling = False
+        self.ended = False
+        self.receiving: Operation | None = None
+        self._endpoint = endpoint
+        self._queue: deque[Message] = deque()
+        self._inflight: tuple[Message, int] | None = None
+        self._held: list[bytes] = []
+        self._blocked: dict[Operation, list[Message]] = {}
+        self._unasked = 0
+        self._consumed = 0
+        self._pumping = False
+        self._again = False
+
+    def attach(self, link: Link) -> None:
+        """Use `link` from now on."""
+        self.link = link
+        self.dialling = False
+        link.sink = self
+        link.start()
+        for frame in self._held:
+            link.write(frame)
+        self._held.clear()
+        self.pump()
+
+    # -- sending
+
+    def send(self, message: Message) -> None:
+        """Send `message` up to its limit; small ones leave at once when nothing is in their way."""
+        total = message.total
+        link = self.link
+        if (
+            link is not None
+            and total == message.limit <= SEGMENT
+            and not self._queue
+            and self._unasked + total <= LINK_WINDOW
+            and link.writable
+        ):
+            operation = message.operation
+            header = _pack(
+                _DATA, EAGER, message.step, operation.group.id, operation.id, operation.fingerprint, 0, total, total
+            )
+            self._unasked += total
+            message.moved = total
+            if link.write(header, message.view if total else None):
+                operation.sent(message, total)
+            else:
+                self._inflight = message, total
+        else:
+            self.kick(message)
+
+    def kick(self, message: Message) -> None:
+        """More of `message` may be sent."""
+        if not message.queued:
+            message.queued = True
+            self._queue.append(message)
+        self.pump()
+
+    def grant(self, operation: Operation) -> None:
+        """The peer takes all of `operation`."""
+        operation.granted |= {self.peer}
+        for message in self._blocked.pop(operation, ()):
+            message.blocked = False
+            self.kick(message)
+
+    def control(self, kind: FrameKind, group: int, op: int, amount: int = 0) -> None:
+        """Send a frame without payload, ahead of the queue."""
+        frame = _pack(kind, 0, 0, group, op, 0, amount, 0, 0)
+        if self.link is not None:
+            self.link.write(frame)
+        else:
+            self._held.append(frame)
+            self._dial()
+
+    def say(self, note: Note) -> None:
+        """Send a control message behind all data, if there is a link: without one there is no data to be behind."""
+        if self.link is not None:
+            send_note(self.link, note)
+
+    def pump(self) -> None:
+        """Send what may be sent, a segment of each message in turn."""
+        link = self.link
+        if link is None:
+            if self._queue:
+                self._dial()
+            return
+        if self._pumping:
+            return
+        self._pumping = True
+        ticks = self._endpoint.runtime.ticks
+        deadline = ticks() + BUDGET
+        while self._queue and link.writable:
+            message = self._queue.popleft()
+            message.queued = False
+            if not message.operation.done:
+                self._send_segment(link, message)
+            if self._queue and ticks() > deadline:
+                self._later()
+                break
+        self._pumping = False
+
+    def drained(self, link: Link) -> None:
+        """The frame the link had to keep has left."""
+        if self._inflight is not None:
+            message, nbytes = self._inflight
+            self._inflight = None
+            message.operation.sent(message, nbytes)
+        self.pump()
+
+    def _send_segment(self, link: Link, message: Message) -> None:
+        operation = message.operation
+        moved = message.moved
+        nbytes = min(message.limit - moved, SEGMENT)
+        if not nbytes and (message.total or moved):
+            return
+        flags = 0
+        if self.peer not in operation.granted:
+            flags = EAGER
+            allowed = min(EAGER_WINDOW - moved, LINK_WINDOW - self._unasked)
+            if allowed < nbytes:
+                nbytes = max(0, allowed) // ALIGN * ALIGN
+                if not nbytes:
+                    self._ask(link, message)
+                    return
+            self._unasked += nbytes
+        header = _pack(
+            _DATA,
+            flags,
+            message.step,
+            operation.group.id,
+            operation.id,
+            operation.fingerprint,
+            moved & 0xFFFFFFFF,
+            nbytes,
+            message.total & 0xFFFFFFFF,
+        )
+        message.moved = moved + nbytes
+        if message.moved < message.limit:
+            message.queued = True
+            self._queue.append(message)
+        if link.write(header, message.view[moved : moved + nbytes] if nbytes else None):
+            operation.sent(message, nbytes)
+        else:
+            self._inflight = message, nbytes
+
+    def _ask(self, link: Link, message: Message) -> None:
+        if message.blocked:
+            return
+        message.blocked = True
+        operation = message.operation
+        self._blocked.setdefault(operation, []).append(message)
+        # Of a message longer than the window the receiver knows: it grants as it enters.
+        if message.total <= EAGER_WINDOW:
+            link.write(
+                _pack(
+                    FrameKind.READY,
+                    0,
+                    message.step,
+                    operation.group.id,
+                    operation.id,
+                    operation.fingerprint,
+                    0,
+                    0,
+                    message.total & 0xFFFFFFFF,
+                )
+            )
+
+    def _later(self) -> None:
+        if not self._again:
+            self._again = True
+            self._endpoint.runtime.call_soon(self._resume)
+
+    def _resume(self) -> None:
+        self._again = False
+        self.pump()
+
+    def _dial(self) -> None:
+        if not self.dialling:
+            self.dialling = True
+            self._endpoint.dial(self)
+
+    # -- receiving: the engine's side of the link
+
+    def route(self, link: Link, header: Header) -> memoryview | None:
+        """Name the place of a payload that is still arriving."""
+        if header[0] != _DATA:
+            return None
+        group = self._endpoint.groups.get(header[3])
+        if group is None:
+            return None
+        operation, place = group.place(self.peer, header)
+        self.receiving = operation
+        return place
+
+    def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
+        """Hand a complete frame to the group it is for."""
+        kind, flags, _, gid, _, _, offset, length, _ = header
+        self.receiving = None
+        if kind == FrameKind.WINDOW:
+            self._unasked -= offset
+            self.pump()
+            return
+        if kind == FrameKind.CONTROL:
+            self._endpoint.control.heard(self.peer, payload, direct=True)
+            return
+        group = self._endpoint.groups.get(gid)
+        if group is None:
+            consumed = self._endpoint.early(self, header, payload)
+        else:
+            consumed = group.frame(self, header, payload)
+        if consumed and flags & EAGER:
+            self.consume(length)
+
+    def consume(self, nbytes: int) -> None:
+        """Eager bytes have left our memory; tell the sender from time to time."""
+        self._consumed += nbytes
+        if self._consumed >= WINDOW_LOT:
+            self.control(FrameKind.WINDOW, 0, 0, self._consumed)
+            self._consumed = 0
+
+    def lost(self, link: Link, error: Exception | None) -> None:
+        """The link is gone."""
+        self.link = None
+        self.receiving = None
+        self._inflight = None
+        self._endpoint.lost(self.peer, error)
+
+    def drop(self, operation: Operation) -> None:
+        """Forget what waits for a grant of an operation that has failed, and where its bytes were to go."""
+        self._blocked.pop(operation, None)
+        if self.receiving is operation:
+            self.receiving = None
+            if self.link is not None:
+                self.link.divert()

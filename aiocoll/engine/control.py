@@ -1,0 +1,181 @@
+"""The control plane of an endpoint: a star of eager links to the lowest rank that is there, the hub.
+
+Small msgpack maps: who has left, what has failed, who waits for whom. A message between two ranks that have no link
+goes through the hub; what concerns everybody is flooded by it. A broken control link is how a death is noticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from aiocoll.errors import ProtocolError
+from aiocoll.handshake import ConnKind
+from aiocoll.transport.base import Link
+from aiocoll.transport.frame import HEADER, FrameKind, Header
+
+if TYPE_CHECKING:
+    from aiocoll.engine.endpoint import Endpoint
+
+__all__ = ["Control", "Note", "send_note"]
+
+Note = dict[str, Any]
+
+
+class Control:
+    """The sink of all control links of one rank."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._links: dict[int, Link] = {}
+        self._gone: set[int] = set()
+        self._backlog: list[tuple[int, Note]] = []
+        self._formed: asyncio.Future[None] = endpoint.loop.create_future()
+
+    @property
+    def links(self) -> list[Link]:
+        """The links that are open."""
+        return list(self._links.values())
+
+    @property
+    def hub(self) -> int:
+        """The lowest rank that has neither left nor died."""
+        return next(rank for rank in range(self._endpoint.world_size) if rank not in self._gone)
+
+    def absent(self) -> list[int]:
+        """Ranks the hub has not seen yet."""
+        return [rank for rank in range(self._endpoint.world_size) if rank not in (self._endpoint.rank, *self._links)]
+
+    async def join(self) -> None:
+        """Connect to the hub; return when all ranks have."""
+        endpoint = self._endpoint
+        if endpoint.rank != self.hub:
+            await self._dial()
+        elif endpoint.world_size == 1:
+            return
+        await self._formed
+
+    def attach(self, link: Link) -> None:
+        """Use a link that was opened by us or by a peer."""
+        self._links[link.peer] = link
+        link.sink = self
+        link.start()
+        if not self._formed.done() and self._endpoint.rank == self.hub and not self.absent():
+            self._formed.set_result(None)
+            for each in self.links:
+                send_note(each, {"t": "formed"})
+        backlog, self._backlog = self._backlog, []
+        for rank, note in backlog:
+            self.tell(rank, note)
+
+    # -- saying
+
+    def tell(self, rank: int, note: Note) -> None:
+        """Send `note` to one rank, by the hub if there is no link."""
+        link = self._links.get(rank)
+        if link is not None:
+            send_note(link, note)
+        elif rank not in self._gone:
+            hub = self.hub
+            if hub in self._links:
+                send_note(self._links[hub], {"t": "relay", "to": rank, "note": note})
+            elif hub != self._endpoint.rank:
+                self._backlog.append((rank, note))
+
+    def flood(self, note: Note, ranks: Sequence[int]) -> None:
+        """Send `note` to all other `ranks`."""
+        for rank in ranks:
+            if rank != self._endpoint.rank:
+                self.tell(rank, note)
+
+    def goodbye(self) -> None:
+        """Tell every peer with a link that this rank ends its side in order."""
+        for link in self.links:
+            send_note(link, {"t": "end"})
+
+    # -- hearing: the sink of control links
+
+    def route(self, link: Link, header: Header) -> memoryview | None:
+        """Control frames are small: they gather in the link."""
+        return None
+
+    def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
+        """Take a control frame."""
+        self.heard(link.peer, payload, direct=False)
+
+    def drained(self, link: Link) -> None:
+        """Nothing waits for this: control messages are written without looking back."""
+
+    def lost(self, link: Link, error: Exception | None) -> None:
+        """A control link is gone: its peer has ended in order, or died."""
+        peer = link.peer
+        was_hub = peer == self.hub
+        self._links.pop(peer, None)
+        if peer in self._gone:
+            return
+        self._endpoint.died(peer, f"its control connection broke ({error or 'closed without a goodbye'})")
+        if was_hub:
+            self._succeed_hub()
+
+    def heard(self, peer: int, payload: memoryview | None, direct: bool) -> None:
+        """Take a note from `peer`; `direct` if it came on the data link, behind all data."""
+        try:
+            note = msgpack.unpackb(payload or b"")
+            self._handle(peer, note, direct)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ProtocolError(f"rank {peer} sent a control message that cannot be read: {error!r}") from error
+
+    def _handle(self, peer: int, note: Note, direct: bool) -> None:
+        endpoint = self._endpoint
+        kind = note["t"]
+        if kind == "relay":
+            if note["to"] != endpoint.rank:
+                self.tell(note["to"], {"t": "relayed", "from": peer, "note": note["note"]})
+        elif kind == "relayed":
+            self._handle(note["from"], note["note"], direct)
+        elif kind == "formed":
+            if not self._formed.done():
+                self._formed.set_result(None)
+        elif kind == "end":
+            endpoint.channel(peer).ended = True
+            if not direct:
+                self._ended(peer)
+        elif kind == "bye":
+            endpoint.departed(peer, note["g"], direct)
+        elif kind == "died":
+            endpoint.died(note["rank"], note["detail"], tell=False)
+        elif kind == "revoke":
+            endpoint.revoked(note["g"], note["cause"])
+        elif (group := endpoint.groups.get(note["g"])) is not None:
+            group.diagnosis.heard(group.position[peer], note)
+
+    # -- hubs come and go
+
+    def gone(self, rank: int) -> None:
+        """The rank has died: nothing is sent to it."""
+        self._gone.add(rank)
+
+    def _ended(self, peer: int) -> None:
+        was_hub = peer == self.hub
+        self._gone.add(peer)
+        if was_hub:
+            self._succeed_hub()
+
+    def _succeed_hub(self) -> None:
+        if self.hub != self._endpoint.rank and self.hub not in self._links:
+            self._endpoint.spawn(self._dial(), "aiocoll control")
+
+    async def _dial(self) -> None:
+        hub = self.hub
+        link = await self._endpoint.transport.connect(hub, self._endpoint.cards[hub], ConnKind.CONTROL)
+        if link is not None:
+            self.attach(link)
+
+
+def send_note(link: Link, note: Note) -> None:
+    """Send a control message on any link."""
+    body: bytes = msgpack.packb(note)
+    link.write(HEADER.pack(FrameKind.CONTROL, 0, 0, 0, 0, 0, 0, len(body), len(body)), memoryview(body))

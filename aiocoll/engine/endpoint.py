@@ -1,0 +1,276 @@
+"""One rank's end of a job: links, control plane, clock and timer, shared by all groups of this rank on this loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine, Mapping
+from hashlib import blake2b
+from typing import Any
+
+from aiocoll.engine.channel import Channel
+from aiocoll.engine.control import Control
+from aiocoll.engine.diagnosis import error_from
+from aiocoll.engine.membership import Membership
+from aiocoll.engine.operation import Operation
+from aiocoll.engine.watch import Watch
+from aiocoll.errors import AiocollError
+from aiocoll.handshake import ConnKind
+from aiocoll.runtime import Runtime
+from aiocoll.transport.base import Card, Link, Transport
+from aiocoll.transport.frame import Header
+from aiocoll.work import Work
+
+__all__ = ["Endpoint"]
+
+#: An await that completes at once yields a turn of the loop when the last turn is this many seconds ago (contract).
+TURN = 500e-6
+#: Longest time one await polls while data keeps moving, in seconds.
+SPIN_LIMIT = 300e-6
+#: How long a leaving rank waits for its peers to end their side too, in seconds.
+LINGER = 1.0
+
+
+class Endpoint:
+    """What this rank has in one job.
+
+    Args:
+        runtime: clock, timers and loop.
+        transport: how peers are reached; listening already.
+        rank: this rank in the job.
+        world_size: number of ranks in the job.
+        spin: seconds an await may poll before it suspends; 0 where a peer shares this process.
+        crowded: more ranks on this host than cores: give the core away between polls.
+    """
+
+    def __init__(
+        self, runtime: Runtime, transport: Transport, rank: int, world_size: int, spin: float, crowded: bool
+    ) -> None:
+        self.runtime = runtime
+        self.loop = runtime.loop
+        self.transport = transport
+        self.rank = rank
+        self.world_size = world_size
+        self.cards: Mapping[int, Card] = {}
+        self.groups: dict[int, Membership] = {}
+        self.closed = False
+        self.watch = Watch(self)
+        self.control = Control(self)
+        self._channels: dict[int, Channel] = {}
+        self._spin = spin if runtime.may_spin else 0.0
+        self._yield = os.sched_yield if crowded and hasattr(os, "sched_yield") else None
+        self._spun = False
+        self._turn = 0.0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._orphans: dict[int, list[tuple[Channel, Header, bytes]]] = {}
+        self._doomed: dict[int, dict[str, Any]] = {}
+        self._departed: dict[int, set[int]] = {}
+        self._gone_groups: set[int] = set()
+        transport.accepted = self.accept
+
+    async def join(self, cards: Mapping[int, Card]) -> None:
+        """Meet all ranks."""
+        self.cards = cards
+        await self.control.join()
+
+    # -- groups
+
+    def add(self, group: Membership) -> None:
+        """Take part in `group`; what its other ranks have said so far is heard now."""
+        self.groups[group.id] = group
+        if (cause := self._doomed.pop(group.id, None)) is not None:
+            group.revoke(error_from(cause), tell=False)
+        for rank in self._departed.pop(group.id, ()):
+            group.departed(rank)
+        for channel, header, payload in self._orphans.pop(group.id, ()):
+            if group.frame(channel, header, memoryview(payload)) and header[1]:
+                channel.consume(len(payload))
+
+    def leave(self, group: Membership) -> None:
+        """Say goodbye to the ranks of `group`."""
+        note = {"t": "bye", "g": group.id}
+        for channel in group.channels:
+            channel.say(note)
+        self.control.flood(note, group.ranks)
+        self.groups.pop(group.id, None)
+        self._gone_groups.add(group.id)
+        group.close()
+
+    def hash62(self, text: str) -> int:
+        """Hash `text` to 62 bits, the same on all ranks."""
+        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+
+    # -- links
+
+    def channel(self, rank: int) -> Channel:
+        """Return what connects this rank to `rank`."""
+        channel = self._channels.get(rank)
+        if channel is None:
+            channel = self._channels[rank] = Channel(self, rank)
+        return channel
+
+    def dial(self, channel: Channel) -> None:
+        """Open the data link of `channel`."""
+        self.spawn(self._dial(channel), f"aiocoll dial {channel.peer}")
+
+    def spawn(self, coro: Coroutine[Any, Any, None], name: str) -> None:
+        """Run a background task of this endpoint."""
+        task = self.runtime.create_task(coro, name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def early(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
+        """Keep a frame of a group that this rank has not made yet; True if the group is over instead."""
+        if header[3] in self._gone_groups or self.closed:
+            return True
+        self._orphans.setdefault(header[3], []).append((channel, header, b"" if payload is None else bytes(payload)))
+        return False
+
+    def lost(self, peer: int, error: Exception | None) -> None:
+        """The data link to `peer` is gone."""
+        if not self.closed and not self.channel(peer).ended:
+            self.died(peer, f"its connection broke ({error or 'closed without a goodbye'})")
+
+    def divert(self, operation: Operation) -> None:
+        """The memory of `operation` is the caller's again."""
+        for channel in operation.group.channels:
+            channel.drop(operation)
+
+    def accept(self, link: Link) -> None:
+        """Use a link that a peer has opened."""
+        if link.kind is ConnKind.CONTROL:
+            self.control.attach(link)
+        else:
+            self.channel(link.peer).attach(link)
+
+    async def _dial(self, channel: Channel) -> None:
+        try:
+            link = await self.transport.connect(channel.peer, self.cards[channel.peer], ConnKind.DATA)
+        except (OSError, AiocollError) as error:
+            channel.dialling = False
+            if not channel.ended:
+                self.died(channel.peer, f"it cannot be reached ({error})")
+            return
+        if link is not None:
+            channel.attach(link)
+
+    # -- ranks come and go
+
+    def died(self, rank: int, detail: str, tell: bool = True) -> None:
+        """A rank is dead: every group it belongs to fails, here and, if we are first to know, everywhere."""
+        if self.closed or rank == self.rank or self.channel(rank).ended:
+            return
+        self.channel(rank).ended = True
+        self.control.gone(rank)
+        if tell:
+            self.control.flood({"t": "died", "rank": rank, "detail": detail}, range(self.world_size))
+        for group in list(self.groups.values()):
+            if rank in group.position:
+                group.lost(rank, detail)
+
+    def departed(self, rank: int, identity: int, direct: bool) -> None:
+        """A rank has left a group; its data, if any is on the way, arrives before it says so directly."""
+        if not direct and self.channel(rank).link is not None:
+            return
+        if (group := self.groups.get(identity)) is not None:
+            group.departed(rank)
+        elif identity not in self._gone_groups:
+            self._departed.setdefault(identity, set()).add(rank)
+
+    def revoked(self, identity: int, cause: dict[str, Any]) -> None:
+        """Another rank has revoked a group."""
+        if (group := self.groups.get(identity)) is not None:
+            group.revoke(error_from(cause), tell=False)
+        elif identity not in self._gone_groups:
+            self._doomed[identity] = cause
+
+    # -- awaiting
+
+    def spin(self, work: Work[Any]) -> None:
+        """Poll the links for a moment; once in vain per turn of the loop."""
+        if self._spun or not self._spin:
+            return
+        ticks, give_way = self.runtime.ticks, self._yield
+        links = [channel.link for channel in self._channels.values() if channel.link is not None]
+        now = ticks()
+        idle, limit = now + self._spin, now + SPIN_LIMIT
+        while now < idle and now < limit:
+            for link in links:
+                if link.poll():
+                    idle = now + self._spin
+            if work.done():
+                return
+            if give_way is not None:
+                give_way()
+            now = ticks()
+        self._spun = True
+        self._turn = now
+        self.runtime.call_soon(self._turned)
+
+    def turn_is_due(self) -> bool:
+        """Whether the last turn of the loop that an await has seen is too long ago."""
+        now = self.runtime.ticks()
+        if now - self._turn < TURN:
+            return False
+        self._turn = now
+        return True
+
+    def _turned(self) -> None:
+        self._spun = False
+
+    # -- ending
+
+    async def aclose(self) -> None:
+        """Hand over what is queued, say goodbye, wait for the peers to end too, for at most `LINGER` seconds."""
+        if self.closed:
+            return
+        self.closed = True
+        self.watch.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.transport.aclose()
+        links = [channel.link for channel in self._channels.values() if channel.link is not None]
+        for channel in self._channels.values():
+            channel.say({"t": "end"})
+        self.control.goodbye()
+        links += self.control.links
+        for link in links:
+            link.finish()
+        await self._linger(links)
+        for link in links:
+            link.close()
+
+    async def _linger(self, links: list[Link]) -> None:
+        open_links = set(map(id, links))
+        ended = self.loop.create_future()
+
+        def lost(link: Link, error: Exception | None) -> None:
+            open_links.discard(id(link))
+            if not open_links and not ended.done():
+                ended.set_result(None)
+
+        for link in links:
+            link.sink = _Ending(lost)
+        if open_links:
+            timer = self.runtime.call_later(LINGER, ended.cancel)
+            try:
+                await asyncio.wait([ended])
+            finally:
+                timer.cancel()
+
+
+class _Ending:
+    """The sink of a link that is being closed: nothing more is heard."""
+
+    def __init__(self, lost: Callable[[Link, Exception | None], None]) -> None:
+        self.lost = lost
+
+    def route(self, link: Link, header: Header) -> memoryview | None:
+        return None
+
+    def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
+        pass
+
+    def drained(self, link: Link) -> None:
+        pass

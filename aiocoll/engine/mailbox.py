@@ -1,0 +1,383 @@
+"""Point-to-point messages: matched by source and tag, in the order in which they were sent.
+
+A message that meets no receive waits here, at most an eager window of it; the rest stays with its sender until a
+receive matches. `Posted` is a receive, `Outgoing` a send, `Arrival` a message on its way in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from aiocoll.engine.operation import P2P, Message, Operation
+from aiocoll.engine.plan import EAGER_WINDOW
+from aiocoll.errors import CollectiveTimeoutError, SerializationError
+from aiocoll.transport.frame import EAGER, FrameKind, Header
+from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.engine.channel import Channel
+    from aiocoll.engine.membership import Membership
+
+__all__ = ["OBJECT", "TAG_LIMIT", "Arrival", "Mailbox", "Outgoing", "Posted"]
+
+#: The dtype code of a message that is a serialised object.
+OBJECT = 255
+#: Tags are smaller than this: the operation id has 30 bits for them.
+TAG_LIMIT = 1 << 30
+
+
+class Arrival:
+    """A message on its way in, matched or not."""
+
+    __slots__ = ("channel", "code", "discard", "held", "op", "parts", "peer", "posted", "ready", "received", "total")
+
+    def __init__(self, channel: Channel, peer: int, header: Header) -> None:
+        self.channel = channel
+        self.peer = peer
+        self.op = header[4]
+        self.code = header[5]
+        self.total = header[8]
+        self.parts: list[bytes] = []
+        self.received = 0
+        self.held = 0
+        self.posted: Posted | None = None
+        self.discard = False
+        self.ready = False
+
+    @property
+    def withheld(self) -> bool:
+        """Whether its sender waits for a grant, now or soon."""
+        return self.ready or self.total > EAGER_WINDOW
+
+    @property
+    def tag(self) -> int:
+        """The tag, from the operation id."""
+        return self.op >> 32 & (TAG_LIMIT - 1)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it is here."""
+        return self.received == self.total
+
+    def ask(self, group: int) -> None:
+        """Let the sender send all of it."""
+        self.channel.control(FrameKind.GRANT, group, self.op)
+
+    def data(self) -> bytes:
+        """Take what has gathered."""
+        data = b"".join(self.parts)
+        self.parts.clear()
+        self.channel.consume(self.held)
+        self.held = 0
+        return data
+
+
+class Outgoing(Operation):
+    """A send: done when its bytes have left."""
+
+    __slots__ = ("_nbytes", "_result", "_view", "peer")
+
+    def __init__(
+        self,
+        group: Membership,
+        identity: int,
+        code: int,
+        peer: int,
+        view: memoryview,
+        result: Any,
+        work: Work[Any],
+        timeout: float,
+    ) -> None:
+        super().__init__(group, identity, code, work, timeout)
+        self.peer = peer
+        self._view = view
+        self._nbytes = 0
+        self._result = result
+
+    def enter(self) -> None:
+        """Send what the windows allow."""
+        self.group.mailbox.outgoing[self.peer, self.id] = self
+        message = Message(self, 0, 0, self._view, self._view.nbytes)
+        self.group.channels[self.peer].send(message)
+
+    def sent(self, message: Message, nbytes: int) -> None:
+        """Bytes have left."""
+        self._nbytes += nbytes
+        if self._nbytes == message.total and not self.done:
+            self.group.mailbox.outgoing.pop((self.peer, self.id), None)
+            self.succeed(self._result)
+
+    def fail(self, error: BaseException) -> None:
+        """End with `error`."""
+        self.group.mailbox.outgoing.pop((self.peer, self.id), None)
+        super().fail(error)
+
+    def needs(self, peer: int) -> bool:
+        """Whether `peer` is the destination."""
+        return peer == self.peer
+
+    def describe(self) -> dict[str, Any]:
+        """Say what this rank called."""
+        return {"rank": self.group.rank, "op": "SEND", "counts": [self._view.nbytes], "seq": None, "key": None}
+
+
+class Posted(Operation):
+    """A receive.
+
+    Args:
+        source: rank it takes a message from; None takes the first one with the tag.
+        view: the caller's memory; None receives an object, into memory of its own.
+        code: dtype code the message must have.
+        limit: largest object, in bytes.
+    """
+
+    __slots__ = ("_limit", "_result", "arrival", "code", "source", "tag", "view")
+
+    def __init__(
+        self,
+        group: Membership,
+        source: int | None,
+        tag: int,
+        view: memoryview | None,
+        code: int,
+        limit: int,
+        result: Any,
+        work: Work[Any],
+        timeout: float,
+    ) -> None:
+        super().__init__(group, P2P, code, work, timeout)
+        self.source = source
+        self.tag = tag
+        self.view = view
+        self.code = code
+        self.arrival: Arrival | None = None
+        self._limit = limit
+        self._result = result
+        work._withdraw = self.withdraw
+
+    def enter(self) -> None:
+        """Take a message that is waiting, or wait for one."""
+        self.group.mailbox.post(self)
+
+    def needs(self, peer: int) -> bool:
+        """Whether only `peer` could complete it."""
+        if self.arrival is not None:
+            return self.arrival.peer == peer
+        others = set(range(len(self.group.ranks))) - {self.group.rank} - self.group.left
+        return self.source == peer if self.source is not None else not others
+
+    def describe(self) -> dict[str, Any]:
+        """Say what this rank called."""
+        nbytes = None if self.view is None else self.view.nbytes
+        return {"rank": self.group.rank, "op": "RECV", "counts": [nbytes], "seq": None, "key": None}
+
+    def match(self, arrival: Arrival) -> None:
+        """Become the receiver of `arrival`."""
+        self.work._withdraw = None
+        self.arrival = arrival
+        arrival.posted = self
+        if self.view is None and arrival.code == OBJECT:
+            if arrival.total > self._limit:
+                self._refuse(arrival)
+                return
+            self.view = memoryview(bytearray(arrival.total))
+            self._result = self.view
+        elif self.view is None or arrival.code != self.code or arrival.total != self.view.nbytes & 0xFFFFFFFF:
+            self.group.disagreement(self._terms(self.code, self.view), self._theirs(arrival))
+            return
+        if arrival.received:
+            self.view[: arrival.received] = arrival.data()
+        if arrival.complete:
+            self.complete()
+        elif arrival.withheld:
+            arrival.ask(self.group.id)
+
+    def complete(self) -> None:
+        """All bytes are here."""
+        assert self.arrival is not None
+        self.work._source = self.arrival.peer
+        self.group.mailbox.forget(self.arrival)
+        self.succeed(self._result)
+
+    def withdraw(self) -> None:
+        """Nobody waits for it any more and no message has matched: as if it had never been posted."""
+        self.fail(asyncio.CancelledError())
+
+    def expire(self) -> None:
+        """Without a message, only this receive fails."""
+        if self.arrival is not None:
+            super().expire()
+            return
+        source = "any rank" if self.source is None else f"rank {self.source}"
+        self.fail(
+            CollectiveTimeoutError(
+                f"rank {self.group.rank} of group {self.group.name!r} received no message with tag {self.tag} from "
+                f"{source} within {self.timeout:g} s",
+                op=self.work.op,
+                group=self.group.name,
+                ranks=[] if self.source is None else [self.source],
+            )
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """End with `error`; the rest of a matched message goes nowhere."""
+        self.group.mailbox.withdraw(self)
+        super().fail(error)
+
+    def _refuse(self, arrival: Arrival) -> None:
+        self.fail(
+            SerializationError(
+                f"rank {arrival.peer} sent an object of {arrival.total} bytes; the limit is {self._limit} bytes"
+            )
+        )
+        arrival.ask(self.group.id)
+
+    def _terms(self, code: int, view: memoryview | None) -> dict[str, Any]:
+        return _description(self.group.rank, "RECV", code, None if view is None else view.nbytes, self.tag)
+
+    def _theirs(self, arrival: Arrival) -> dict[str, Any]:
+        return _description(arrival.peer, "SEND", arrival.code, arrival.total, arrival.tag)
+
+
+class Mailbox:
+    """All point-to-point traffic of one membership."""
+
+    def __init__(self, group: Membership) -> None:
+        self._group = group
+        self.outgoing: dict[tuple[int, int], Outgoing] = {}
+        self._active: dict[tuple[int, int], Arrival] = {}
+        self._waiting: dict[int, deque[Arrival]] = {}
+        self._posted: dict[int, list[Posted]] = {}
+        self._sent: dict[tuple[int, int], int] = {}
+        self._listeners: dict[int, list[asyncio.Future[None]]] = {}
+        self._closed = False
+
+    def next_id(self, peer: int, tag: int) -> int:
+        """Number the next message to `peer` with `tag`."""
+        count = self._sent[peer, tag] = self._sent.get((peer, tag), -1) + 1
+        return P2P | tag << 32 | count & 0xFFFFFFFF
+
+    def post(self, posted: Posted) -> None:
+        """Match `posted` with the oldest fitting message, or keep it."""
+        waiting = self._waiting.get(posted.tag, ())
+        for arrival in waiting:
+            if posted.source is None or posted.source == arrival.peer:
+                self._waiting[posted.tag].remove(arrival)
+                posted.match(arrival)
+                return
+        self._posted.setdefault(posted.tag, []).append(posted)
+
+    def withdraw(self, posted: Posted) -> None:
+        """Take back a receive that is over."""
+        if posted.arrival is not None:
+            posted.arrival.discard = True
+        elif posted in self._posted.get(posted.tag, ()):
+            self._posted[posted.tag].remove(posted)
+
+    def place(self, peer: int, header: Header) -> tuple[Posted | None, memoryview | None]:
+        """Name the caller's memory for a payload that is arriving."""
+        arrival = self._active.get((peer, header[4]))
+        if arrival is None or arrival.posted is None or arrival.posted.view is None or arrival.discard:
+            return None, None
+        return arrival.posted, arrival.posted.view[arrival.received : arrival.received + header[7]]
+
+    def frame(self, channel: Channel, peer: int, header: Header, payload: memoryview | None) -> bool:
+        """Take a frame of a message; False if its bytes wait here."""
+        kind, flags, _, _, op, _, _, length, _ = header
+        if kind == FrameKind.GRANT:
+            if (outgoing := self.outgoing.get((peer, op))) is not None:
+                channel.grant(outgoing)
+            return True
+        arrival = self._active.get((peer, op))
+        if arrival is None:
+            arrival = self._active[peer, op] = Arrival(channel, peer, header)
+            self._meet(arrival)
+        if kind == FrameKind.READY:
+            arrival.ready = True
+            if arrival.posted is not None:
+                arrival.ask(self._group.id)
+            return True
+        if arrival.posted is not None:
+            self._feed(arrival, payload, length)
+            return True
+        if payload is not None:
+            arrival.parts.append(bytes(payload))
+        arrival.received += length
+        arrival.held += length if flags & EAGER else 0
+        if arrival.complete:
+            self._announce(arrival.tag)
+        return False
+
+    async def next_message(self, tag: int) -> Arrival | None:
+        """Wait for the oldest unmatched message with `tag` and take it, whole; None after the group was closed.
+
+        A cancelled wait takes nothing.
+        """
+        while True:
+            self._group.raise_if_revoked()
+            if self._closed:
+                return None
+            waiting = self._waiting.setdefault(tag, deque())
+            if waiting and waiting[0].complete:
+                arrival = waiting.popleft()
+                self.forget(arrival)
+                return arrival
+            if waiting and waiting[0].withheld:
+                waiting[0].ask(self._group.id)
+            listener = self._group.endpoint.loop.create_future()
+            self._listeners.setdefault(tag, []).append(listener)
+            await listener
+
+    def forget(self, arrival: Arrival) -> None:
+        """The message has been received."""
+        self._active.pop((arrival.peer, arrival.op), None)
+
+    def clear(self) -> None:
+        """The group is over: drop what waits, wake who listens."""
+        self._closed = True
+        for arrival in self._active.values():
+            arrival.data()
+        self._active.clear()
+        self._waiting.clear()
+        for tag in list(self._listeners):
+            self._announce(tag)
+
+    def _meet(self, arrival: Arrival) -> None:
+        for posted in self._posted.get(arrival.tag, ()):
+            if posted.source is None or posted.source == arrival.peer:
+                self._posted[arrival.tag].remove(posted)
+                posted.match(arrival)
+                return
+        self._waiting.setdefault(arrival.tag, deque()).append(arrival)
+        self._announce(arrival.tag)
+
+    def _feed(self, arrival: Arrival, payload: memoryview | None, length: int) -> None:
+        posted = arrival.posted
+        assert posted is not None
+        if payload is not None and posted.view is not None and not arrival.discard:
+            posted.view[arrival.received : arrival.received + length] = payload
+        arrival.received += length
+        if arrival.complete:
+            if arrival.discard:
+                self.forget(arrival)
+            else:
+                posted.complete()
+
+    def _announce(self, tag: int) -> None:
+        for listener in self._listeners.pop(tag, ()):
+            if not listener.done():
+                listener.set_result(None)
+
+
+def _description(rank: int, op: str, code: int, nbytes: int | None, tag: int) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "op": op,
+        "dtype": "object" if code == OBJECT else f"code {code}",
+        "counts": [nbytes],
+        "tag": tag,
+        "seq": None,
+        "key": None,
+    }

@@ -1,0 +1,264 @@
+"""One rank's membership of one group: what is in flight, what came early, and whether the group still stands."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from aiocoll.engine.channel import Channel
+from aiocoll.engine.diagnosis import Diagnosis, Record, cause_of, error_from, mismatch
+from aiocoll.engine.mailbox import Mailbox
+from aiocoll.engine.operation import KEYED, P2P, Operation
+from aiocoll.engine.plan import Terms
+from aiocoll.engine.shared import Shared
+from aiocoll.errors import CollectiveTimeoutError, GroupError, GroupRevokedError, PeerLostError
+from aiocoll.transport.base import Arena
+from aiocoll.transport.frame import FrameKind, Header
+
+if TYPE_CHECKING:
+    from aiocoll.engine.endpoint import Endpoint
+
+__all__ = ["HISTORY", "Membership"]
+
+logger = logging.getLogger("aiocoll")
+
+#: Operations remembered after their end, to name what a rank did last.
+HISTORY = 1024
+
+
+class Membership:
+    """This rank in a group.
+
+    Args:
+        endpoint: what the groups of this rank share.
+        identity: the group on the wire: hash of its name.
+        name: the group's name.
+        ranks: rank in the job of each rank of the group.
+        arena: memory shared with all other ranks, if there is any.
+        timeout: seconds an operation may take unless its call says otherwise.
+        warn_after: seconds after which an operation that waits is reported in the log.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        identity: int,
+        name: str,
+        ranks: Sequence[int],
+        arena: Arena | None,
+        timeout: float,
+        warn_after: float,
+    ) -> None:
+        self.endpoint = endpoint
+        self.id = identity
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.arena = arena
+        self.timeout = timeout
+        self.warn_after = warn_after
+        self.rank = self.ranks.index(endpoint.rank)
+        self.position = {rank: index for index, rank in enumerate(self.ranks)}
+        self.channels: list[Channel] = [endpoint.channel(rank) for rank in self.ranks]
+        self.operations: dict[int, Operation] = {}
+        self.pending: dict[Operation, None] = {}
+        self.history: deque[Record] = deque(maxlen=HISTORY)
+        self.cause: GroupError | None = None
+        self.on_revoked: list[Callable[[], None]] = []
+        self.left: set[int] = set()
+        self.mailbox = Mailbox(self)
+        self.diagnosis = Diagnosis(self)
+        self._early: dict[int, list[tuple[Channel, Header, bytes]]] = {}
+        self._next = 0
+        self._counts: dict[str, int] = {}
+        if arena is not None:
+            arena.watch(self.rank, self._arena_changed)
+
+    # -- entering
+
+    def next_id(self) -> int:
+        """Take the next number of an ordered operation."""
+        self._next += 1
+        return self._next
+
+    def keyed_id(self, key: str) -> tuple[int, int]:
+        """Take the next count of `key`; return the operation id and the count."""
+        count = self._counts[key] = self._counts.get(key, 0) + 1
+        return KEYED | self.endpoint.hash62(f"{key}\0{count}"), count
+
+    def enter(self, operation: Operation) -> None:
+        """Put an operation in flight: from here on its id and fingerprint answer every frame and question."""
+        now = self.endpoint.runtime.time()
+        operation.entered = now
+        self.pending[operation] = None
+        if not operation.id & P2P:
+            self.operations[operation.id] = operation
+            self.history.append(Record(operation.id, now, operation.describe, operation.work))
+        self.endpoint.watch.entered(operation)
+        if self.left and (gone := [rank for rank in self.left if operation.needs(rank)]):
+            self.endpoint.runtime.call_soon(self._needed, operation, gone[0])
+        operation.enter()
+        if self._early and (frames := self._early.pop(operation.id, None)):
+            for channel, header, payload in frames:
+                self.frame(channel, header, memoryview(payload))
+                if header[1]:
+                    channel.consume(len(payload))
+
+    def forget(self, operation: Operation) -> None:
+        """The operation has ended."""
+        self.pending.pop(operation, None)
+        if not operation.id & P2P:
+            self.operations.pop(operation.id, None)
+
+    # -- frames
+
+    def place(self, peer: int, header: Header) -> tuple[Operation | None, memoryview | None]:
+        """Find the caller's memory for a payload that is arriving, and whose it is."""
+        _, _, step, _, op, fingerprint, offset, length, total = header
+        if op & P2P:
+            return self.mailbox.place(self.position[peer], header)
+        operation = self.operations.get(op)
+        if operation is None or operation.fingerprint != fingerprint:
+            return None, None
+        return operation, operation.place(self.position[peer], step, offset, total, length)
+
+    def frame(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
+        """Take a frame for this group; False if it has to wait here, and counts against its sender's window."""
+        kind, _, step, _, op, fingerprint, _, length, total = header
+        peer = self.position[channel.peer]
+        if self.cause is not None:
+            pass
+        elif op & P2P:
+            return self.mailbox.frame(channel, peer, header, payload)
+        elif (operation := self.operations.get(op)) is None:
+            return self._early_frame(channel, peer, header, payload)
+        elif kind == FrameKind.GRANT:
+            channel.grant(operation)
+        elif operation.fingerprint != fingerprint:
+            self.diagnosis.disagree(peer, operation.describe())
+        elif kind == FrameKind.READY:
+            operation.promise(peer)
+        elif not operation.take(peer, step, total, payload, length):
+            self.diagnosis.disagree(peer, operation.describe())
+        return True
+
+    def _early_frame(self, channel: Channel, peer: int, header: Header, payload: memoryview | None) -> bool:
+        op = header[4]
+        if op <= self._next:
+            # An ordered operation that has ended here has had all its messages: the peer means another one.
+            if header[0] != FrameKind.GRANT and (record := self.diagnosis.find(op)) is not None:
+                self.diagnosis.disagree(peer, record.describe())
+            return True
+        self._early.setdefault(op, []).append((channel, header, b"" if payload is None else bytes(payload)))
+        return False
+
+    def _arena_changed(self) -> None:
+        for operation in list(self.operations.values()):
+            if isinstance(operation, Shared):
+                operation.advance()
+
+    # -- describing
+
+    def description(self, op: int, terms: Terms, shape: tuple[int, ...]) -> dict[str, Any]:
+        """Say in plain data what this rank called as operation `op`."""
+        return {
+            "rank": self.rank,
+            "op": terms.op,
+            "shape": list(shape),
+            "dtype": terms.dtype,
+            "device": "cpu",
+            "counts": list(terms.counts),
+            "root": terms.root,
+            "reduce": terms.reduce,
+            "seq": op if op < KEYED else None,
+            "key": next((r.work.key for r in reversed(self.history) if r.op == op), None) if op >= KEYED else None,
+        }
+
+    # -- failing
+
+    def raise_if_revoked(self) -> None:
+        """Refuse a call on a group that has failed."""
+        if self.cause is not None:
+            raise GroupRevokedError(
+                f"group {self.name!r} on rank {self.rank} was revoked: {self.cause}",
+                group=self.name,
+                ranks=self.cause.ranks,
+                op=self.cause.op,
+                seq=self.cause.seq,
+            ) from self.cause
+
+    def revoke(self, cause: GroupError, tell: bool = True) -> None:
+        """Fail everything pending with `cause`, refuse what comes, and tell all ranks; the first cause stays."""
+        if self.cause is not None:
+            return
+        self.cause = cause
+        logger.info("group %r on rank %d was revoked: %s", self.name, self.rank, cause)
+        if tell:
+            self.endpoint.control.flood({"t": "revoke", "g": self.id, "cause": cause_of(cause)}, self.ranks)
+        for operation in list(self.pending):
+            operation.fail(error_from(cause_of(cause), cause))
+        self._early.clear()
+        self.mailbox.clear()
+        for callback in self.on_revoked:
+            callback()
+
+    def lost(self, rank: int, detail: str) -> None:
+        """A rank of the group (numbered as in the job) died."""
+        peer = self.position[rank]
+        if peer not in self.left:
+            self.revoke(
+                PeerLostError(
+                    f"rank {peer} of group {self.name!r} is gone: {detail}", group=self.name, ranks=[peer], how="killed"
+                )
+            )
+
+    def departed(self, rank: int) -> None:
+        """A rank of the group (numbered as in the job) has left in order: whatever needs it fails."""
+        peer = self.position[rank]
+        self.left.add(peer)
+        for operation in list(self.pending):
+            if operation.needs(peer):
+                self._needed(operation, peer)
+
+    def _needed(self, operation: Operation, peer: int) -> None:
+        if operation.done:
+            return
+        error = PeerLostError(
+            f"{operation.work.op} on rank {self.rank} of group {self.name!r} needs rank {peer}, which has left the group",
+            how="left",
+            op=operation.work.op,
+            seq=operation.work.key or operation.work.seq,
+            group=self.name,
+            ranks=[peer],
+        )
+        if operation.id & P2P:
+            operation.fail(error)
+        else:
+            self.revoke(error)
+
+    def timed_out(self, operation: Operation) -> None:
+        """A collective took too long: say who is missing, on every rank."""
+        missing, detail = self.diagnosis.missing(operation)
+        name = operation.work.key or operation.work.seq
+        self.revoke(
+            CollectiveTimeoutError(
+                f"{operation.work.op} (sequence {name!r}) of group {self.name!r} did not complete within "
+                f"{operation.timeout:g} s on rank {self.rank}: {detail}",
+                op=operation.work.op,
+                seq=name,
+                group=self.name,
+                ranks=missing,
+            )
+        )
+
+    def disagreement(self, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+        """Two ranks called operations that do not belong together."""
+        self.revoke(mismatch(self.name, mine, theirs))
+
+    def close(self) -> None:
+        """Leave: nothing arrives any more."""
+        if self.arena is not None:
+            self.arena.watch(self.rank, lambda: None)
+        self._early.clear()
+        self.mailbox.clear()

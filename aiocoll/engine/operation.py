@@ -1,0 +1,135 @@
+"""An operation in flight: `enter`, `advance`, `fail`; and the message, its unit of sending."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aiocoll.transport.frame import FrameKind
+from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.engine.membership import Membership
+
+__all__ = ["KEYED", "P2P", "Message", "Operation"]
+
+#: The two top bits of an operation id say how it was named; ordered operations carry their number itself.
+KEYED = 1 << 62
+P2P = 2 << 62
+
+
+class Message:
+    """What an operation sends to one peer in one step.
+
+    Attributes:
+        operation: its owner, told by `sent(message, nbytes)` when bytes have left.
+        index: which action of the owner it is.
+        view: the bytes, `total` of them.
+        limit: how many may be sent by now.
+        moved: how many have been handed to the link.
+        queued: it is in the channel's queue.
+        blocked: it waits for a grant.
+    """
+
+    __slots__ = ("blocked", "index", "limit", "moved", "operation", "queued", "step", "total", "view")
+
+    def __init__(self, operation: Operation, index: int, step: int, view: memoryview, limit: int) -> None:
+        self.operation = operation
+        self.index = index
+        self.step = step
+        self.view = view
+        self.total = view.nbytes
+        self.limit = limit
+        self.moved = 0
+        self.queued = False
+        self.blocked = False
+
+
+class Operation:
+    """Base of everything a group has in flight.
+
+    Attributes:
+        id: 64 bits that name it on the wire; see `aiocoll.transport.frame`.
+        fingerprint: hash of what the ranks must agree on.
+        work: the caller's handle.
+        entered: when it was entered, on the runtime's clock.
+        timeout: seconds until `expire`.
+        granted: peers that have entered it and take any amount.
+        promised: peers that have been told so by this rank.
+    """
+
+    __slots__ = (
+        "done",
+        "entered",
+        "fingerprint",
+        "granted",
+        "group",
+        "id",
+        "promised",
+        "reported",
+        "timeout",
+        "warned",
+        "work",
+    )
+
+    def __init__(self, group: Membership, identity: int, fingerprint: int, work: Work[Any], timeout: float) -> None:
+        self.group = group
+        self.id = identity
+        self.fingerprint = fingerprint
+        self.work = work
+        self.timeout = timeout
+        self.entered = 0.0
+        self.done = False
+        self.warned = False
+        self.reported = False
+        self.granted: frozenset[int] = frozenset()
+        self.promised: frozenset[int] = frozenset()
+
+    def enter(self) -> None:
+        """Start: send what can be sent, take what has arrived early."""
+        raise NotImplementedError
+
+    def advance(self) -> None:
+        """Go on with local work that was put off to keep a callback short."""
+
+    def place(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
+        """Name the memory for `length` bytes of a message that are arriving; None for a temporary place."""
+        return None
+
+    def take(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
+        """Take a segment (None: it was placed); False if the message is not one this rank expects."""
+        return False
+
+    def sent(self, message: Message, nbytes: int) -> None:
+        """`nbytes` more of `message` have left and their memory may be overwritten."""
+
+    def promise(self, peer: int) -> None:
+        """Tell `peer` once that this rank has entered and takes any amount."""
+        if peer not in self.promised:
+            self.promised |= {peer}
+            self.group.channels[peer].control(FrameKind.GRANT, self.group.id, self.id)
+
+    def needs(self, peer: int) -> bool:
+        """Whether the operation still waits for `peer`, which is about to be gone."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """Say what this rank called, for error messages."""
+        raise NotImplementedError
+
+    def expire(self) -> None:
+        """The timeout has passed."""
+        self.group.timed_out(self)
+
+    def succeed(self, result: Any) -> None:
+        """End well."""
+        self.done = True
+        self.group.forget(self)
+        self.work._finish(result)
+
+    def fail(self, error: BaseException) -> None:
+        """End with `error`; nothing of the caller's is touched from here on."""
+        if not self.done:
+            self.done = True
+            self.group.forget(self)
+            self.group.endpoint.divert(self)
+            self.work._finish(None, error)

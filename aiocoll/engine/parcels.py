@@ -1,0 +1,122 @@
+"""The executor of object collectives: parcels of bytes whose sizes only their senders know.
+
+Every rank sends its parcels straight to their receivers: one step, no relay. A receiver makes room for a parcel when
+its first frame, from an authenticated rank of the group, says how long it is, and refuses what is above the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from aiocoll.engine.operation import Message, Operation
+from aiocoll.engine.plan import EAGER_WINDOW, Terms
+from aiocoll.errors import SerializationError
+from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.engine.membership import Membership
+
+__all__ = ["Parcels"]
+
+
+class Parcels(Operation):
+    """One rank's part in one object collective.
+
+    Args:
+        outgoing: parcel for each rank that gets one from here.
+        sources: ranks that send one to here.
+        limit: largest parcel taken, in bytes.
+        unpack: makes the result of the parcels received, by rank.
+    """
+
+    __slots__ = ("_incoming", "_limit", "_missing", "_outgoing", "_received", "_terms", "_unpack", "_unsent")
+
+    def __init__(
+        self,
+        group: Membership,
+        identity: int,
+        terms: Terms,
+        outgoing: Mapping[int, bytes],
+        sources: set[int],
+        limit: int,
+        unpack: Callable[[Mapping[int, memoryview]], Any],
+        work: Work[Any],
+        timeout: float,
+    ) -> None:
+        super().__init__(group, identity, terms.fingerprint(), work, timeout)
+        self._terms = terms
+        self._outgoing = outgoing
+        self._unsent = {rank: len(parcel) for rank, parcel in outgoing.items()}
+        self._missing = set(sources)
+        self._incoming: dict[int, memoryview] = {}
+        self._received: dict[int, int] = {}
+        self._limit = limit
+        self._unpack = unpack
+
+    def enter(self) -> None:
+        """Send all parcels."""
+        for peer, parcel in self._outgoing.items():
+            message = Message(self, peer, 0, memoryview(parcel), len(parcel))
+            self.group.channels[peer].send(message)
+        self._settle()
+
+    def describe(self) -> dict[str, Any]:
+        """Say what this rank called."""
+        return self.group.description(self.id, self._terms, ())
+
+    def needs(self, peer: int) -> bool:
+        """Whether a parcel to or from `peer` is on its way."""
+        return peer in self._missing or peer in self._unsent
+
+    def place(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
+        """Name the room of a parcel."""
+        room = self._room(peer, total)
+        start = self._received.get(peer, 0)
+        return None if room is None else room[start : start + length]
+
+    def take(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
+        """Take a piece of a parcel."""
+        if peer not in self._missing:
+            return False
+        room = self._room(peer, total)
+        if room is None:
+            self.promise(peer)
+            self.fail(
+                SerializationError(f"rank {peer} sent an object of {total} bytes; the limit is {self._limit} bytes")
+            )
+            return True
+        start = self._received.get(peer, 0)
+        if payload is not None:
+            room[start : start + length] = payload
+        self._received[peer] = start + length
+        if start + length == total:
+            self._missing.discard(peer)
+            self._settle()
+        elif start == 0 and total > EAGER_WINDOW:
+            self.promise(peer)
+        return True
+
+    def sent(self, message: Message, nbytes: int) -> None:
+        """Bytes of a parcel have left."""
+        peer = message.index
+        self._unsent[peer] -= nbytes
+        if not self._unsent[peer]:
+            del self._unsent[peer]
+            self._settle()
+
+    def _room(self, peer: int, total: int) -> memoryview | None:
+        room = self._incoming.get(peer)
+        if room is None and total <= self._limit:
+            room = self._incoming[peer] = memoryview(bytearray(total))
+        return room
+
+    def _settle(self) -> None:
+        if self.done or self._missing or self._unsent:
+            return
+        try:
+            result = self._unpack(self._incoming)
+        except Exception as error:  # the bytes of one rank, or a custom unpickling, may fail in any way
+            self.fail(error)
+        else:
+            self.succeed(result)

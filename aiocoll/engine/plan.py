@@ -1,0 +1,119 @@
+"""A `Plan`: one rank's program of a collective, compiled for one dtype and ready to be run many times.
+
+Everything that does not depend on the arrays of a call is worked out here once: sizes in bytes, who waits for whom,
+where an arriving message belongs, and the fingerprint of what all ranks must agree on.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from aiocoll.algorithms.schedule import Program, Region, Verb
+from aiocoll.dtypes import DType
+from aiocoll.ops import Kernel
+from aiocoll.transport.frame import SEGMENT
+
+__all__ = ["EAGER_WINDOW", "Plan", "Terms"]
+
+#: Bytes of one message that may travel before its receiver has entered the operation.
+EAGER_WINDOW = 2 * SEGMENT
+
+
+class Terms(NamedTuple):
+    """What all ranks must agree on in one operation; `seq` or `key` say which operation it is."""
+
+    op: str
+    dtype: str | None
+    counts: tuple[int, ...]
+    root: int | None
+    reduce: str | None
+
+    def fingerprint(self) -> int:
+        """Hash to 32 bits, the same on every machine."""
+        return zlib.crc32(repr(tuple(self)).encode())
+
+
+class Plan:
+    """A compiled program.
+
+    Attributes are parallel tuples indexed by action, as in `Program`, with sizes in bytes; `inbound` finds the action
+    of an arriving message by ``peer << 16 | step``; `grants` are the peers that send more than an eager window.
+    """
+
+    __slots__ = (
+        "after",
+        "algorithm",
+        "dependents",
+        "dtype",
+        "fingerprint",
+        "follow",
+        "followers",
+        "grants",
+        "inbound",
+        "itemsize",
+        "kernel",
+        "partners",
+        "program",
+        "scratch",
+        "sources",
+        "start",
+        "storage",
+        "terms",
+        "totals",
+        "verbs",
+    )
+
+    def __init__(self, terms: Terms, program: Program, dtype: DType | None, kernel: Kernel | None) -> None:
+        self.terms = terms
+        self.program = program.actions
+        self.algorithm = program.algorithm
+        self.kernel = kernel
+        self.dtype = dtype
+        self.itemsize = dtype.itemsize if dtype is not None else 1
+        self.storage: np.dtype[Any] = dtype.storage if dtype is not None else np.dtype(np.uint8)
+        self.fingerprint = terms.fingerprint()
+        self.scratch = program.scratch
+        actions = program.actions
+        self.verbs = tuple(action.verb for action in actions)
+        self.totals = tuple(action.region.count * self.itemsize for action in actions)
+        self.partners = frozenset(action.peer for action in actions if action.peer >= 0)
+        self.inbound = {
+            action.peer << 16 | action.step: index
+            for index, action in enumerate(actions)
+            if action.verb in (Verb.RECV, Verb.COMBINE)
+        }
+        self.sources: tuple[tuple[Region, ...], ...] = tuple(
+            action.sources or (action.region,) if action.verb is Verb.COMBINE else action.sources for action in actions
+        )
+        after, self.follow = self._dependencies()
+        self.after = tuple(len(each) for each in after)
+        self.dependents = _inverse(after)
+        self.followers = _inverse(self.follow)
+        self.start = tuple(index for index, each in enumerate(after) if not each)
+        self.grants = self._grants()
+
+    def _dependencies(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+        """Following something empty means waiting for it: there is no progress to watch."""
+        after, follow = [], []
+        for action, total in zip(self.program, self.totals, strict=True):
+            after.append(tuple(dict.fromkeys(action.after if total else action.after + action.follow)))
+            follow.append(action.follow if total else ())
+        return tuple(after), tuple(follow)
+
+    def _grants(self) -> tuple[int, ...]:
+        expected: dict[int, int] = {}
+        for index in self.inbound.values():
+            peer = self.program[index].peer
+            expected[peer] = max(expected.get(peer, 0), self.totals[index])
+        return tuple(peer for peer, nbytes in expected.items() if nbytes > EAGER_WINDOW)
+
+
+def _inverse(links: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    inverse: list[list[int]] = [[] for _ in links]
+    for index, targets in enumerate(links):
+        for target in targets:
+            inverse[target].append(index)
+    return tuple(tuple(each) for each in inverse)

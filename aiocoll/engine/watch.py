@@ -1,0 +1,96 @@
+"""The one timer of an endpoint: finds operations that have waited long, without costing those that do not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from aiocoll.engine.operation import Operation
+
+if TYPE_CHECKING:
+    from aiocoll.engine.endpoint import Endpoint
+
+__all__ = ["Watch"]
+
+logger = logging.getLogger("aiocoll")
+
+#: Seconds after which a pending operation is reported to the coordinator (contract: 250 ms); also the timer's period.
+REPORT_AFTER = 0.25
+#: Operations looked at in a tick, oldest first: with equal timeouts the oldest is the first to expire.
+LOOKED_AT = 64
+
+
+class Watch:
+    """Deadlines, reports and warnings of all operations of one endpoint."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._timer: asyncio.TimerHandle | None = None
+        # Operations whose timeout is not the group's: these may expire before older ones.
+        self._hurried: dict[Operation, None] = {}
+
+    def entered(self, operation: Operation) -> None:
+        """Keep an eye on `operation`."""
+        if operation.timeout != operation.group.timeout:
+            self._hurried[operation] = None
+            if operation.timeout < REPORT_AFTER:
+                self._arm(operation.timeout)
+                return
+        if self._timer is None:
+            self._arm(REPORT_AFTER)
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self, delay: float) -> None:
+        self.close()
+        self._timer = self._endpoint.runtime.call_later(delay, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        now = self._endpoint.runtime.time()
+        delay = REPORT_AFTER
+        for operation in list(self._hurried):
+            if operation.done:
+                del self._hurried[operation]
+                continue
+            left = operation.entered + operation.timeout - now
+            if left <= 0:
+                del self._hurried[operation]
+                operation.expire()
+            else:
+                delay = min(delay, left)
+        busy = bool(self._hurried)
+        for group in list(self._endpoint.groups.values()):
+            for operation in list(islice(group.pending, LOOKED_AT)):
+                busy = True
+                self._look(operation, now - operation.entered)
+        if busy:
+            self._arm(delay)
+
+    def _look(self, operation: Operation, age: float) -> None:
+        if operation.done:
+            return
+        if age >= operation.timeout:
+            operation.expire()
+            return
+        if age >= REPORT_AFTER and not operation.reported:
+            operation.reported = True
+            operation.group.diagnosis.report(operation)
+        if age >= operation.group.warn_after and not operation.warned:
+            operation.warned = True
+            _, detail = operation.group.diagnosis.missing(operation)
+            logger.warning(
+                "group %r, rank %d: %s (sequence %r) has been waiting for %.1f s: %s",
+                operation.group.name,
+                operation.group.rank,
+                operation.work.op,
+                operation.work.key or operation.work.seq,
+                age,
+                detail,
+            )
