@@ -1,0 +1,44 @@
+"""Collectives you can await: asyncio-native collective communication.
+
+The layers, lowest first; a module imports only from layers below its own, or from its own folder:
+
+    0  errors runtime dtypes kernels ops
+    1  buffers work handshake codec options
+    2  transport store
+    3  algorithms
+    4  engine
+    5  launch collectives point_to_point objects group
+    6  home rendezvous
+    8  testing cli
+"""
+
+from aiocoll import errors
+from aiocoll.errors import *  # noqa: F403 - errors.__all__ is the list of them
+from aiocoll.group import ProcessGroup, current_process_group, process_group
+from aiocoll.ops import ReduceOp
+from aiocoll.options import GroupOptions
+from aiocoll.point_to_point import Recv, Send
+from aiocoll.rendezvous import new_group, register_backend
+from aiocoll.store import FileStore, HashStore, PrefixStore, Store, TCPStore
+from aiocoll.work import Work
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FileStore",
+    "GroupOptions",
+    "HashStore",
+    "PrefixStore",
+    "ProcessGroup",
+    "Recv",
+    "ReduceOp",
+    "Send",
+    "Store",
+    "TCPStore",
+    "Work",
+    "current_process_group",
+    "new_group",
+    "process_group",
+    "register_backend",
+]
+__all__ += errors.__all__

@@ -1,0 +1,23 @@
+"""Objects as bytes: msgpack, and what Python has beyond it, without pickle.
+
+Plain values (None, bool, int, float, str, bytes, list, dict) are themselves. Every other kind is an array that starts
+with a *tag*, an empty extension value whose code names the kind:
+
+    (1, 2)               [tag 2, 1, 2]
+    uint8 array 2 x 3    [tag 5, "|u1", [2, 3], 6 bytes]
+    timedelta(days=1)    [tag 19, 1, 0, 0]
+
+No user value is ever a tag, so a list needs none, and no kind is wrapped in the bytes of another: decoding copies a
+byte once or twice, however deep it lies. Types are exact or refused: a subclass (OrderedDict, IntEnum, a named tuple)
+would come back as its base. An object that can be reached in two ways arrives as two objects.
+
+What a peer sends is not trusted. An array header may claim `_PIECE` elements (longer sequences travel in pieces), so
+a lie about a length reserves little memory; fields are checked before anything is built from them; and whatever else
+goes wrong is a `SerializationError`.
+"""
+
+from aiocoll.codec.decode import loads
+from aiocoll.codec.encode import dumps
+from aiocoll.codec.records import MAX_BYTES, MAX_DEPTH
+
+__all__ = ["MAX_BYTES", "MAX_DEPTH", "dumps", "loads"]

@@ -1,0 +1,213 @@
+"""Objects to bytes: one walk that finds what cannot travel and knows the path to it."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from aiocoll.codec.records import (
+    ARRAY,
+    BIG_INT,
+    IN_PIECES,
+    LIST,
+    MAX_BIN,
+    MAX_BYTES,
+    MAX_DEPTH,
+    PICKLE,
+    PIECE,
+    PLAIN,
+    RECORDS,
+    SCALAR,
+    SEQUENCE_CODES,
+    TUPLE,
+    RefusedError,
+    dtype_text,
+)
+from aiocoll.errors import SerializationError
+
+__all__ = ["dumps"]
+
+
+def dumps(obj: Any, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -> bytes:
+    """Return `obj` as bytes that `loads` turns into an equal object of exactly the same types.
+
+    Travels: None, bool, int of any size, float, complex, str, bytes, bytearray; list, tuple, dict, set, frozenset of
+    these; range, slice; datetime, date, time, timedelta, timezone, ZoneInfo; Decimal, Fraction, UUID; NumPy arrays
+    and scalars of every dtype but objects, structures and times without a unit, ml_dtypes included (arrays arrive in C order; of two C
+    types with the same width, such as long and long long, NumPy's default arrives).
+
+    Args:
+        obj: what to send.
+        max_bytes: refuse an object that would take more.
+        allow_pickle: pickle what does not travel otherwise. The receiver must allow it too, and then runs whatever
+            code the bytes name.
+
+    Raises:
+        SerializationError: a part of `obj` cannot travel (its type and its path are named), containers are nested
+            deeper than 256, or there are more than `max_bytes` bytes.
+
+    Cost: lists and dicts of plain values at msgpack's speed, about 1 µs for any other value, two copies of an array.
+    """
+    encoder = _Encoder(min(max_bytes, MAX_BIN), allow_pickle)
+    try:
+        encoder.put(obj, 0)
+    except RefusedError as refusal:
+        steps = refusal.path[::-1]
+        path = "".join(steps if len(steps) <= 16 else [*steps[:12], f"... ({len(steps)} levels)"])
+        raise SerializationError(f"cannot send obj{path}: {refusal}") from refusal.__cause__
+    except RecursionError:
+        raise SerializationError("cannot send obj: too deeply nested for the Python stack that is left") from None
+    return b"".join(encoder.chunks)
+
+
+class _Encoder:
+    """Collects the pieces of one message."""
+
+    def __init__(self, limit: int, allow_pickle: bool) -> None:
+        self.chunks: list[bytes | memoryview] = []
+        self._allow_pickle = allow_pickle
+        self._limit = limit
+        self._size = 0
+        packer = msgpack.Packer(unicode_errors="surrogatepass")
+        self._pack: Callable[[Any], bytes] = packer.pack
+        self._array_header: Callable[[int], bytes] = packer.pack_array_header
+        self._map_header: Callable[[int], bytes] = packer.pack_map_header
+
+    def put(self, obj: Any, depth: int) -> None:
+        """Append any object; `depth` containers are around it."""
+        kind = type(obj)
+        if kind in PLAIN:
+            self._put_plain(obj)
+        elif depth == MAX_DEPTH:
+            raise RefusedError(f"more than {MAX_DEPTH} containers inside each other; does one contain itself?")
+        elif code := SEQUENCE_CODES.get(kind):
+            self._put_sequence(code, obj if kind is list else list(obj), depth)
+        elif kind is dict:
+            self._put_dict(obj, depth)
+        elif record := RECORDS.get(kind):
+            self._head(record.code, len(record.fields))
+            for field in record.split(obj):
+                self.put(field, depth + 1)
+        elif kind is np.ndarray and (dtype := dtype_text(obj.dtype)):
+            self._put_array(dtype, obj)
+        elif isinstance(obj, np.generic) and (dtype := dtype_text(obj.dtype)):
+            self._head(SCALAR, 2)
+            self._emit(self._pack(dtype) + self._pack(np.asarray(obj).tobytes()))
+        elif self._allow_pickle:
+            self._put_pickle(obj)
+        else:
+            raise RefusedError(_why_not(obj))
+
+    def _emit(self, piece: bytes | memoryview) -> None:
+        self._reserve(len(piece))
+        self.chunks.append(piece)
+
+    def _reserve(self, nbytes: int) -> None:
+        self._size += nbytes
+        if self._size > self._limit:
+            raise SerializationError(f"the object takes at least {self._size} bytes, max_bytes is {self._limit}")
+
+    def _head(self, code: int, count: int) -> None:
+        """Begin an array of `count` elements after a tag; a list that is whole has none."""
+        if code == LIST:
+            self._emit(self._array_header(count))
+        else:
+            self._emit(self._array_header(count + 1) + b"\xc7\x00" + bytes((code,)))
+
+    def _put_plain(self, obj: Any) -> None:
+        if isinstance(obj, str | bytes) and len(obj) > self._limit:
+            self._reserve(len(obj))
+        try:
+            self._emit(self._pack(obj))
+        except OverflowError:
+            self._head(BIG_INT, 1)
+            # One bit for the sign: -2**63 and 2**63-1 have 8 bytes.
+            self._emit(self._pack(obj.to_bytes(obj.bit_length() // 8 + 1, "big", signed=True)))
+
+    def _try_pack(self, container: list[Any] | dict[Any, Any]) -> bytes | None:
+        """Pack a container of plain values in one go, unless an int is too big for msgpack."""
+        try:
+            return self._pack(container)
+        except (OverflowError, ValueError):
+            return None
+
+    def _put_sequence(self, code: int, items: list[Any], depth: int) -> None:
+        if len(items) <= PIECE:
+            self._put_items(code, items, depth, 0)
+            return
+        starts = range(0, len(items), PIECE)
+        self._head(code | IN_PIECES, len(starts))
+        for start in starts:
+            self._put_items(LIST, items[start : start + PIECE], depth, start)
+
+    def _put_items(self, code: int, items: list[Any], depth: int, first: int) -> None:
+        self._head(code, len(items))
+        if PLAIN.issuperset(map(type, items)) and (packed := self._try_pack(items)) is not None:
+            self._emit(memoryview(packed)[len(self._array_header(len(items))) :])
+            return
+        for index, item in enumerate(items, first):
+            try:
+                self.put(item, depth + 1)
+            except RefusedError as refusal:
+                refusal.path.append(f"[{index}]" if code <= TUPLE else "{...}")
+                raise
+
+    def _put_dict(self, items: dict[Any, Any], depth: int) -> None:
+        plain = PLAIN.issuperset(map(type, items)) and PLAIN.issuperset(map(type, items.values()))
+        if plain and (packed := self._try_pack(items)) is not None:
+            self._emit(packed)
+            return
+        self._emit(self._map_header(len(items)))
+        for key, value in items.items():
+            try:
+                self.put(key, depth + 1)
+            except RefusedError as refusal:
+                refusal.path.append(f".keys()[{_shown(key)}]")
+                raise
+            try:
+                self.put(value, depth + 1)
+            except RefusedError as refusal:
+                refusal.path.append(f"[{_shown(key)}]")
+                raise
+
+    def _put_array(self, dtype: str, array: np.ndarray[Any, Any]) -> None:
+        self._head(ARRAY, 3)
+        self._reserve(array.nbytes)  # before the copy that a strided array needs
+        self._size -= array.nbytes
+        self._emit(self._pack(dtype) + self._pack(array.shape) + struct.pack(">BI", 0xC6, array.nbytes))
+        if array.nbytes:
+            self._emit(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+    def _put_pickle(self, obj: Any) -> None:
+        try:
+            data = pickle.dumps(obj, protocol=5)
+        except Exception as error:  # whatever a user's class raises
+            raise RefusedError(f"pickle refuses {_type_name(obj)}: {error}") from error
+        self._head(PICKLE, 1)
+        self._emit(self._pack(data))
+
+
+def _shown(key: Any) -> str:
+    return f"{key!r:.60}" if type(key) in PLAIN else f"<{_type_name(key)}>"
+
+
+def _type_name(obj: Any) -> str:
+    kind = type(obj)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _why_not(obj: Any) -> str:
+    name = _type_name(obj)
+    if type(obj) is np.ndarray or isinstance(obj, np.generic):
+        return f"{name} of dtype {obj.dtype} does not travel: use one without objects and fields, and with a time unit"
+    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+        return f"{name} is a named tuple and would arrive as a tuple: send tuple(x) or x._asdict()"
+    for base in type(obj).__mro__:
+        if base in PLAIN or base is dict or base in SEQUENCE_CODES or base in RECORDS or base is np.ndarray:
+            return f"{name} is a subclass of {base.__name__} and would arrive as one: convert it first"
+    return f"{name} does not travel: convert it to builtins or NumPy arrays, or set allow_pickle=True on every rank"

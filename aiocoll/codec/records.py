@@ -1,0 +1,179 @@
+"""The kinds of object that travel, and how each is taken apart and put together."""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+import zoneinfo
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from math import prod
+from typing import Any, NamedTuple
+from uuid import UUID
+
+import numpy as np
+
+from aiocoll.errors import SerializationError
+
+__all__ = [
+    "ARRAY",
+    "BIG_INT",
+    "CODES",
+    "IN_PIECES",
+    "LIST",
+    "MAX_BIN",
+    "MAX_BYTES",
+    "MAX_DEPTH",
+    "PICKLE",
+    "PIECE",
+    "PLAIN",
+    "RECORDS",
+    "RECORDS_BY_CODE",
+    "SCALAR",
+    "SEQUENCES",
+    "SEQUENCE_CODES",
+    "TUPLE",
+    "Record",
+    "RefusedError",
+    "dtype_text",
+]
+
+#: What `dumps` makes and `loads` takes unless told otherwise: room for any configuration, too small for a model.
+MAX_BYTES = 16 << 20
+#: Containers within containers. Python stops at 1000 calls, of which a level takes two; msgpack at 1024 levels.
+MAX_DEPTH = 256
+
+#: Elements of one array on the wire. For each that a header claims msgpack reserves 8 bytes, for up to 1024 headers
+#: inside each other: 256 MiB of address space at the worst, and nothing is written to it.
+PIECE = 1 << 15
+#: The longest value that a msgpack header can announce.
+MAX_BIN = (1 << 32) - 1
+#: The highest number of dimensions that any NumPy has.
+_MAX_NDIM = 64
+
+#: Kinds that msgpack carries unchanged; exact types only.
+PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+
+LIST, TUPLE, SET, FROZENSET, ARRAY, SCALAR, BIG_INT, PICKLE = 1, 2, 3, 4, 5, 6, 7, 8
+SEQUENCES: Mapping[int, Callable[[Iterable[Any]], Any]] = {
+    LIST: list,
+    TUPLE: tuple,
+    SET: set,
+    FROZENSET: frozenset,
+}
+SEQUENCE_CODES: Mapping[Any, int] = {kind: code for code, kind in SEQUENCES.items()}
+#: Added to the code of a long sequence: its items are lists that hold the elements.
+IN_PIECES = 64
+
+#: The spellings of `dtype.str` without pointers or fields: bool, integers, floats, complex, text, bytes, times.
+_DTYPE = re.compile(r"[<>|]([biufcSU]\d+|[mM]8\[\w+\])")
+_ML_DTYPE = re.compile(r"ml_dtypes\.(bfloat16|b?complex32|u?int[124]|float[468]_\w+)")
+
+
+class Record(NamedTuple):
+    """A kind that travels as a few fields, each of a given type."""
+
+    code: int
+    fields: tuple[type, ...]
+    split: Callable[[Any], Sequence[Any]]
+    join: Callable[..., Any]
+
+
+class RefusedError(Exception):
+    """Something in the object cannot travel; `path` grows from the inside out on the way up."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.path: list[str] = []
+
+
+def _split_timezone(zone: dt.timezone) -> tuple[dt.timedelta, str | None]:
+    offset, name = zone.utcoffset(None), zone.tzname(None)
+    return offset, None if name == dt.timezone(offset).tzname(None) else name
+
+
+def _join_timezone(offset: dt.timedelta, name: str | None) -> dt.timezone:
+    return dt.timezone(offset) if name is None else dt.timezone(offset, name)
+
+
+def _split_zone(zone: zoneinfo.ZoneInfo) -> tuple[str]:
+    if zone.key is None:
+        raise RefusedError("a ZoneInfo without a key, which nobody else could look up")
+    return (zone.key,)
+
+
+def _split_clock(t: dt.datetime | dt.time) -> tuple[Any, ...]:
+    return t.hour, t.minute, t.second, t.microsecond, t.tzinfo, t.fold
+
+
+def _join_time(hour: int, minute: int, second: int, microsecond: int, zone: dt.tzinfo | None, fold: int) -> dt.time:
+    return dt.time(hour, minute, second, microsecond, zone, fold=fold)
+
+
+def _join_datetime(year: int, month: int, day: int, *clock: Any) -> dt.datetime:
+    return dt.datetime.combine(dt.date(year, month, day), _join_time(*clock))
+
+
+def _join_array(dtype: str, shape: list[Any], data: bytes) -> Any:
+    kind = _parse_dtype(dtype)
+    if len(shape) > _MAX_NDIM or not all(type(n) is int and n >= 0 for n in shape):
+        raise SerializationError(f"{shape!r:.80} is not the shape of an array")
+    if prod(shape) * kind.itemsize != len(data):
+        raise SerializationError(f"an array of shape {shape} and dtype {kind} does not have {len(data)} bytes")
+    return np.ndarray(shape, kind, data).copy()
+
+
+def _join_scalar(dtype: str, data: bytes) -> Any:
+    return _join_array(dtype, [], data)[()]
+
+
+_CLOCK = (int, int, int, int, object, int)
+RECORDS: Mapping[type, Record] = {
+    complex: Record(10, (float, float), lambda c: (c.real, c.imag), complex),
+    bytearray: Record(11, (bytes,), lambda b: (bytes(b),), bytearray),
+    range: Record(12, (int, int, int), lambda r: (r.start, r.stop, r.step), range),
+    slice: Record(13, (object, object, object), lambda s: (s.start, s.stop, s.step), slice),
+    UUID: Record(14, (bytes,), lambda u: (u.bytes,), lambda b: UUID(bytes=b)),
+    Decimal: Record(15, (str,), lambda d: (str(d),), Decimal),
+    Fraction: Record(16, (int, int), lambda f: (f.numerator, f.denominator), Fraction),
+    np.str_: Record(17, (str,), lambda s: (str.__str__(s),), np.str_),
+    np.bytes_: Record(18, (bytes,), lambda b: (bytes(b),), np.bytes_),
+    dt.timedelta: Record(19, (int, int, int), lambda d: (d.days, d.seconds, d.microseconds), dt.timedelta),
+    dt.date: Record(20, (int, int, int), lambda d: (d.year, d.month, d.day), dt.date),
+    dt.time: Record(21, _CLOCK, _split_clock, _join_time),
+    dt.datetime: Record(
+        22, (int, int, int, *_CLOCK), lambda t: (t.year, t.month, t.day, *_split_clock(t)), _join_datetime
+    ),
+    dt.timezone: Record(23, (dt.timedelta, object), _split_timezone, _join_timezone),
+    zoneinfo.ZoneInfo: Record(24, (str,), _split_zone, zoneinfo.ZoneInfo),
+}
+RECORDS_BY_CODE: Mapping[int, Record] = {
+    **{record.code: record for record in RECORDS.values()},
+    ARRAY: Record(ARRAY, (str, list, bytes), tuple, _join_array),
+    SCALAR: Record(SCALAR, (str, bytes), tuple, _join_scalar),
+    BIG_INT: Record(BIG_INT, (bytes,), tuple, lambda b: int.from_bytes(b, "big", signed=True)),
+}
+CODES = frozenset({*SEQUENCES, *(code | IN_PIECES for code in SEQUENCES), *RECORDS_BY_CODE, PICKLE})
+
+
+def dtype_text(dtype: np.dtype[Any]) -> str | None:
+    """Return how `dtype` is spelled on the wire, or None if its arrays cannot travel."""
+    if dtype.type.__module__ == "ml_dtypes":
+        name = f"ml_dtypes.{dtype.name}"
+        return name if _ML_DTYPE.fullmatch(name) else None
+    return dtype.str if _DTYPE.fullmatch(dtype.str) else None
+
+
+def _parse_dtype(text: str) -> np.dtype[Any]:
+    if match := _ML_DTYPE.fullmatch(text):
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise SerializationError(f"an array of {text}: pip install 'aiocoll[dtypes]' to receive it") from None
+        parsed: np.dtype[Any] = np.dtype(getattr(ml_dtypes, match[1]))
+    elif _DTYPE.fullmatch(text):
+        parsed = np.dtype(text)
+    else:
+        raise SerializationError(f"{text!r:.60} is no dtype that travels")
+    return parsed

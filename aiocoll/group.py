@@ -1,0 +1,153 @@
+"""`ProcessGroup`: what a user holds. Its calls come from the modules beside this one; here is its life."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Self
+
+from aiocoll.collectives import Collectives
+from aiocoll.engine.membership import Membership
+from aiocoll.errors import GroupClosedError, GroupError
+from aiocoll.objects import Objects
+from aiocoll.options import GroupOptions
+from aiocoll.point_to_point import PointToPoint
+from aiocoll.work import Work
+
+__all__ = ["ProcessGroup", "current_process_group", "process_group"]
+
+_current: contextvars.ContextVar[ProcessGroup | None] = contextvars.ContextVar("aiocoll_group", default=None)
+
+
+class ProcessGroup(Collectives, PointToPoint, Objects):
+    """A group of ranks, seen by one of them; made by `aiocoll.new_group`.
+
+    It belongs to the event loop that made it. A failed collective revokes it on all ranks: what is pending fails with
+    the cause, and later calls raise `GroupRevokedError`.
+
+    Attributes:
+        group_name: the same on all ranks.
+        group_desc: for people.
+        timeout: seconds an operation may take by default.
+        global_ranks: rank in the job of each rank of the group.
+    """
+
+    def __init__(
+        self, member: Membership, options: GroupOptions, desc: str, release: Callable[[], Awaitable[None]]
+    ) -> None:
+        super().__init__(member, options)
+        self.group_name = member.name
+        self.group_desc = desc
+        self.timeout = member.timeout
+        self.global_ranks = member.ranks
+        self._release = release
+        self._ending: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "revoked" if self._member.cause is not None else "open"
+        return f"<ProcessGroup {self.group_name!r} rank {self._rank} of {self._size}, {state}>"
+
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+    def backend_for(self, device: str) -> str:
+        """Name what carries out collectives on arrays of `device`."""
+        if device != "cpu":
+            raise ValueError(f"device={device!r} has no backend in group {self.group_name!r}; it has one for 'cpu'")
+        return "aio"
+
+    def pending(self) -> list[Work[Any]]:
+        """The works that have not ended, oldest first."""
+        return [operation.work for operation in self._member.pending]
+
+    async def drain(self) -> None:
+        """Wait until all works pending now have ended; raise the error of the first that failed."""
+        works = self.pending()
+        for work in works:
+            with contextlib.suppress(Exception):
+                await work
+        for work in works:
+            work.result()
+
+    async def wait_revoked(self) -> GroupError:
+        """Wait until the group is revoked; return the cause."""
+        member = self._member
+        if member.cause is None:
+            revoked = self._loop.create_future()
+
+            def tell() -> None:
+                if not revoked.done():
+                    revoked.set_result(None)
+
+            member.on_revoked.append(tell)
+            try:
+                await revoked
+            finally:
+                member.on_revoked.remove(tell)
+        assert member.cause is not None
+        return member.cause
+
+    def abort(self, reason: object = "aborted by the program") -> None:
+        """Revoke the group at once, on all ranks: every pending work fails."""
+        if not self._closed:
+            self._member.revoke(
+                GroupError(
+                    f"group {self.group_name!r} was aborted by rank {self._rank}: {reason}",
+                    group=self.group_name,
+                    ranks=[self._rank],
+                )
+            )
+
+    async def shutdown(self) -> None:
+        """Wait for started works (at most `timeout`), say goodbye, release everything. Idempotent.
+
+        A peer whose operation needs this rank gets `PeerLostError` with ``how="left"``; nothing else is disturbed.
+        """
+        if self._ending is None:
+            self._ending = self._loop.create_task(self._end(), name=f"aiocoll shutdown of {self.group_name}")
+        await asyncio.shield(self._ending)
+
+    aclose = shutdown
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is not None:
+            self.abort(f"{type(error).__name__}: {error}")
+        await self.shutdown()
+
+    async def _end(self) -> None:
+        if self._member.cause is None:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(None if self.timeout == float("inf") else self.timeout):
+                    await self.drain()
+        self._closed = True
+        for operation in list(self._member.pending):
+            operation.fail(
+                GroupClosedError(f"group {self.group_name!r} was closed by this rank", group=self.group_name)
+            )
+        self._member.endpoint.leave(self._member)
+        await self._release()
+
+
+def current_process_group() -> ProcessGroup | None:
+    """Return the group of this context (task), or None."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def process_group(pg: ProcessGroup | None) -> Iterator[ProcessGroup | None]:
+    """Make `pg` the current group inside the block, for this task and those it starts."""
+    token = _current.set(pg)
+    try:
+        yield pg
+    finally:
+        _current.reset(token)

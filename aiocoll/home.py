@@ -1,0 +1,221 @@
+"""The home of one rank in one job: its store and its endpoint, made by the first group and shared by all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+
+from aiocoll.engine.endpoint import Endpoint
+from aiocoll.engine.membership import Membership
+from aiocoll.errors import RendezvousError, StoreTimeoutError
+from aiocoll.group import ProcessGroup
+from aiocoll.options import GroupOptions
+from aiocoll.runtime import Runtime
+from aiocoll.store import PrefixStore, Store
+from aiocoll.transport.address import is_wildcard, routable_address
+from aiocoll.transport.base import Arena, Card, Link, Transport
+from aiocoll.transport.memory import Hub, MemoryTransport
+from aiocoll.transport.stream import StreamTransport
+
+__all__ = ["Home", "shared"]
+
+#: Homes by (loop, rendezvous, rank) and hubs by (loop, job): a second group finds what the first one made.
+shared: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
+
+
+class Home:
+    """One rank in one job on one loop.
+
+    Args:
+        store: where the ranks meet; closed with the last group if `owned`.
+        rank: this rank.
+        world_size: number of ranks.
+        options: resolved options of the first group.
+        key: the job key, or None.
+        master: host of the store, to find the address that peers can reach.
+        timeout: seconds the ranks have to meet.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        owned: bool,
+        rank: int,
+        world_size: int,
+        options: GroupOptions,
+        key: bytes | None,
+        master: str | None,
+        timeout: float,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.endpoint: Endpoint | None = None
+        self._store = store
+        self._owned = owned
+        self._options = options
+        self._key = key
+        self._master = master
+        self._timeout = timeout
+        self._loop = asyncio.get_running_loop()
+        self._runtime = Runtime.of(self._loop)
+        self._hub: Hub | None = None
+        self._opening = asyncio.Lock()
+        self._members = 0
+        self._made = 0
+        self._names: dict[str, int] = {}
+
+    async def group(self, name: str | None, timeout: float, options: GroupOptions) -> ProcessGroup:
+        """Make a group of all ranks; the first one opens the home."""
+        async with self._opening:
+            if self.endpoint is None:
+                self.endpoint = await self._open()
+        endpoint = self.endpoint
+        self._made += 1
+        name = f"world:{self._made - 1}" if name is None else name
+        if any(group.name == name for group in endpoint.groups.values()):
+            raise ValueError(f"name={name!r} is the name of an open group; give every group its own")
+        # A name may come back after its group was closed: frames of the old one must not reach the new one.
+        again = self._names[name] = self._names.get(name, -1) + 1
+        identity = endpoint.hash62(f"{name}\0{again}") & 0xFFFFFFFF
+        member = Membership(
+            endpoint, identity, name, range(self.world_size), self._arena(identity), timeout, options.warn_after
+        )
+        endpoint.add(member)
+        self._members += 1
+        return ProcessGroup(member, options, f"{self.world_size} ranks", self._release)
+
+    def _arena(self, identity: int) -> Arena | None:
+        return None if self._hub is None else self._hub.arena(identity, self.world_size)
+
+    async def _release(self) -> None:
+        """A group of this home is closed; the last one closes the home."""
+        self._members -= 1
+        if self._members == 0 and self.endpoint is not None:
+            endpoint, self.endpoint = self.endpoint, None
+            await endpoint.aclose()
+            if self._owned:
+                await self._store.aclose()
+
+    # -- meeting
+
+    async def _open(self) -> Endpoint:
+        try:
+            async with asyncio.timeout(None if self._timeout == float("inf") else self._timeout):
+                return await self._meet()
+        except TimeoutError as error:
+            raise RendezvousError(
+                f"rank {self.rank} of {self.world_size} did not meet the others within {self._timeout:g} s: {error}"
+            ) from error
+
+    async def _meet(self) -> Endpoint:
+        generation = await self._claim()
+        place = PrefixStore(f"aiocoll/{generation}", self._store)
+        job = await self._job(place)
+        stream, card = await self._listen(job)
+        transport: Transport = stream
+        # A peer that is ahead of us may connect before there is an endpoint to take its link.
+        early: list[Link] = []
+        transport.accepted = early.append
+        try:
+            cards: Mapping[int, Card] = await self._exchange(place, "card", card)
+            transport, cards = await self._settle(place, stream, job, cards)
+            endpoint = Endpoint(
+                self._runtime, transport, self.rank, self.world_size, self._spin(cards), self._crowded(cards)
+            )
+            for link in early:
+                endpoint.accept(link)
+            await endpoint.join(cards)
+        except BaseException:
+            await transport.aclose()
+            raise
+        await place.set(f"member/{self.rank}", b"in")
+        return endpoint
+
+    async def _claim(self) -> int:
+        """Take this rank's place; return how many times the ranks have met on this store, this time included."""
+        size = str(self.world_size).encode()
+        agreed = await self._store.compare_set("aiocoll/world_size", b"", size)
+        if agreed != size:
+            raise RendezvousError(
+                f"rank {self.rank} was started with world_size={self.world_size}, others with "
+                f"world_size={agreed.decode()}: give all ranks the same"
+            )
+        times = await self._store.add(f"aiocoll/rank/{self.rank}", 1)
+        if times > 1 and not await self._store.check([f"aiocoll/{times - 1}/member/{self.rank}"]):
+            raise RendezvousError(
+                f"rank {self.rank} is taken: another process joined as rank {self.rank}; give each process its own rank"
+            )
+        return times
+
+    async def _job(self, place: Store) -> str:
+        """Agree on a name no other job has, so that a stale rank cannot connect."""
+        if self.rank == 0:
+            await place.set("job", self._runtime.random_bytes(16).hex().encode())
+        return (await place.get("job", timeout=self._timeout)).decode()
+
+    async def _listen(self, job: str) -> tuple[StreamTransport, Card]:
+        options = self._options
+        transport = StreamTransport(
+            self._runtime,
+            self.rank,
+            self.world_size,
+            job,
+            self._key,
+            transport=options.transport,  # type: ignore[arg-type]  # "shm" was refused when the options were resolved
+            host_id=options.host_id,
+            connect_timeout=self._timeout,
+        )
+        return transport, {**await transport.listen(), "loop": f"{os.getpid()}/{id(self._loop)}"}
+
+    async def _settle(
+        self, place: Store, stream: StreamTransport, job: str, cards: Mapping[int, Card]
+    ) -> tuple[Transport, Mapping[int, Card]]:
+        """Choose the transport from what all ranks have published, alike on all of them."""
+        options = self._options
+        if options.transport == "auto" and len({card["loop"] for card in cards.values()}) == 1:
+            await stream.aclose()
+            hub: Hub = shared.setdefault((id(self._loop), "hub", job), Hub(self._runtime))
+            self._hub = hub
+            memory = MemoryTransport(hub, self.rank)
+            memory.accepted = stream.accepted
+            await memory.listen()
+            return memory, cards
+        if options.transport == "tcp" or len({card["host"] for card in cards.values()}) > 1:
+            host = await asyncio.to_thread(routable_address, self._master, options.interface, options.bind)
+            advertised = None
+            if is_wildcard(host):
+                advertised = await asyncio.to_thread(routable_address, self._master, options.interface, None)
+            cards = await self._exchange(place, "tcp", await stream.listen_tcp(host, advertised))
+        return stream, cards
+
+    async def _exchange(self, place: Store, what: str, card: Card) -> dict[int, Card]:
+        """Publish `card`; return everybody's."""
+        keys = [f"{what}/{rank}" for rank in range(self.world_size)]
+        await place.set(keys[self.rank], msgpack.packb(card))
+        try:
+            found = await place.multi_get(keys, timeout=self._timeout)
+        except StoreTimeoutError as error:
+            missing = [rank for rank, key in enumerate(keys) if not await place.check([key])]
+            raise RendezvousError(
+                f"rank {self.rank} waited {self._timeout:g} s for rank(s) {', '.join(map(str, missing))} of "
+                f"{self.world_size}, which have not come: are they running, with the same master address?"
+            ) from error
+        return {rank: msgpack.unpackb(data) for rank, data in enumerate(found)}
+
+    def _spin(self, cards: Mapping[int, Card]) -> float:
+        """Polling is in vain for what another rank of this process has to do."""
+        alone = all(rank == self.rank or card["pid"] != os.getpid() for rank, card in cards.items())
+        return self._options.spin_us / 1e6 if alone else 0.0
+
+    def _crowded(self, cards: Mapping[int, Card]) -> bool:
+        here = cards[self.rank]["host"]
+        return sum(1 for card in cards.values() if card["host"] == here) > _cores()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

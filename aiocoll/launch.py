@@ -1,0 +1,229 @@
+"""How a checked call becomes an operation in flight: plan, number, start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from aiocoll.algorithms.scale import scaled
+from aiocoll.algorithms.schedule import Program
+from aiocoll.algorithms.select import build, choose
+from aiocoll.buffers import Buffer
+from aiocoll.dtypes import DType
+from aiocoll.engine.exchange import Exchange
+from aiocoll.engine.membership import Membership
+from aiocoll.engine.operation import Operation
+from aiocoll.engine.plan import Plan, Terms
+from aiocoll.engine.shared import Shared
+from aiocoll.errors import GroupClosedError
+from aiocoll.ops import ReduceOp, kernel
+from aiocoll.options import GroupOptions, seconds
+from aiocoll.work import Work
+
+__all__ = ["Launcher", "Timeout"]
+
+Timeout = float | timedelta | None
+
+#: Plans kept per group: a program has few call sites, and a plan of many ranks has some hundred actions.
+PLANS = 256
+
+
+class Launcher:
+    """The part of a group that starts operations; the base of everything that offers calls.
+
+    Args:
+        member: this rank's membership.
+        options: the group's options, resolved.
+    """
+
+    def __init__(self, member: Membership, options: GroupOptions) -> None:
+        self._member = member
+        self._options = options
+        self._loop = member.endpoint.loop
+        self._pid = os.getpid()
+        self._closed = False
+        self._rank = member.rank
+        self._size = len(member.ranks)
+        self._plans: dict[tuple[Any, ...], tuple[Plan, ReduceOp | None]] = {}
+
+    def _check(self) -> None:
+        """Refuse a call that this group cannot take, before it takes a number."""
+        if asyncio._get_running_loop() is not self._loop:
+            raise RuntimeError(
+                f"group {self._member.name!r} belongs to another event loop (or there is none running here): from "
+                "another thread use asyncio.run_coroutine_threadsafe(coroutine, loop_of_the_group)"
+            )
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                f"group {self._member.name!r} was made in process {self._pid}; a forked child cannot use it: "
+                "make a new group in the child, or start it with the 'spawn' method"
+            )
+        if self._closed:
+            raise GroupClosedError(f"group {self._member.name!r} was closed by this rank", group=self._member.name)
+        self._member.raise_if_revoked()
+
+    def _plan(
+        self,
+        kind: str,
+        dtype: DType | None,
+        sizes: tuple[Any, ...],
+        *,
+        op: ReduceOp | None = None,
+        root: int | None = None,
+        agreed: tuple[int, ...] | None = None,
+    ) -> Plan:
+        """Return the plan of a call, made once for calls alike.
+
+        Args:
+            kind: the collective, as `algorithms.select` calls it.
+            dtype: of the elements; None for a barrier.
+            sizes: counts in elements, as `algorithms.select.build` takes them.
+            op: how it reduces.
+            root: its root.
+            agreed: the counts all ranks know alike; by default all of `sizes`.
+        """
+        # By identity: hashing an op costs more than the rest of the look-up, and the entry keeps the op alive.
+        call = (kind, dtype, sizes, id(op), root)
+        found = self._plans.get(call)
+        if found is None:
+            if len(self._plans) >= PLANS:
+                self._plans.clear()
+            found = self._plans[call] = self._make_plan(kind, dtype, sizes, op, root, agreed), op
+        return found[0]
+
+    def _make_plan(
+        self,
+        kind: str,
+        dtype: DType | None,
+        sizes: tuple[Any, ...],
+        op: ReduceOp | None,
+        root: int | None,
+        agreed: tuple[int, ...] | None,
+    ) -> Plan:
+        counts = _flat(sizes)
+        terms = Terms(
+            kind.upper(),
+            None if dtype is None else dtype.name,
+            counts if agreed is None else agreed,
+            root,
+            None if op is None else op.wire_name,
+        )
+        made = None if op is None or dtype is None else kernel(op, dtype, self._size)
+        nbytes = (sum(sizes[0]) if sizes and isinstance(sizes[0], tuple) else sum(sizes)) * (
+            0 if dtype is None else dtype.itemsize
+        )
+        shared = (
+            kind == "allreduce"
+            and made is not None
+            and self._member.arena is not None
+            and self._size > 1
+            and nbytes > 0
+            and made.portable
+            and made.prescale is None
+        )
+        if shared:
+            return Plan(terms, Program((), (), "arena"), dtype, made)
+        algorithm = choose(
+            kind,
+            nbytes,
+            self._size,
+            ordered=made is not None and made.ordered,
+            portable=made is None or made.portable,
+        )
+        program = build(kind, algorithm, self._rank, self._size, *sizes, root=root or 0)
+        if made is not None and made.prescale is not None:
+            program = self._scaled(program, kind, sizes, root)
+        return Plan(terms, program, dtype, made)
+
+    def _scaled(self, program: Program, kind: str, sizes: tuple[Any, ...], root: int | None) -> Program:
+        if kind == "reduce_scatter":
+            return scaled(program, dict(enumerate(sizes[0])), self._size + 1, in_place=False)
+        if kind == "exscan":
+            # The tensor of rank 0 is not an output.
+            return scaled(program, {0: sizes[0]}, 1, in_place=self._rank > 0) if self._size > 1 else program
+        return scaled(program, {0: sizes[0]}, 1, in_place=root is None or root == self._rank)
+
+    def _start(
+        self,
+        plan: Plan,
+        buffers: Sequence[Buffer | None],
+        main: Buffer | None,
+        result: Any,
+        timeout: Timeout,
+        key: str | None,
+        wholes: Sequence[Buffer] = (),
+    ) -> Work[Any]:
+        """Start `plan`.
+
+        Args:
+            plan: what to do.
+            buffers: numbered as the program's; None where this rank has none.
+            main: the buffer that error messages describe.
+            result: what the work yields.
+            timeout: the call's.
+            key: the call's.
+            wholes: buffers of which `buffers` are parts; if staged, they are copied back in the end.
+        """
+        member = self._member
+        limit = member.timeout if timeout is None else seconds(timeout, "timeout")
+        self._check()
+        arrays = [None if buffer is None else buffer.array for buffer in buffers]
+        shape = () if main is None else main.shape
+        work, identity = self._work(plan.terms.op, key)
+        staged = [buffer for buffer in (*buffers, *wholes) if buffer is not None and buffer.writeback is not None]
+        if staged:
+            work._unwrap = _unstage(staged, result)
+        operation: Operation
+        if plan.algorithm == "arena":
+            assert arrays[0] is not None
+            operation = Shared(member, identity, plan, arrays[0], shape, result, work, limit)
+        else:
+            operation = Exchange(member, identity, plan, arrays, shape, result, work, limit)
+        member.enter(operation)
+        return work
+
+    def _work(self, op: str, key: str | None) -> tuple[Work[Any], int]:
+        """Take a number, or a count of `key`; return the work and its operation id."""
+        member = self._member
+        if key is None:
+            identity = seq = member.next_id()
+        elif isinstance(key, str):
+            identity, seq = member.keyed_id(key)
+        else:
+            raise TypeError(f"key must be a str or None, not {type(key).__name__}")
+        return Work(member.endpoint, op, seq, key, self), identity
+
+    def _check_rank(self, rank: Any, name: str, *, other: bool = False) -> int:
+        """Return `rank` if it is one of this group's (and, with `other`, not this one)."""
+        if isinstance(rank, bool) or not hasattr(rank, "__index__"):
+            raise TypeError(f"{name} must be a rank (int), not {type(rank).__name__}")
+        number = int(rank.__index__())
+        if not 0 <= number < self._size:
+            raise ValueError(
+                f"{name}={number} is not a rank of group {self._member.name!r}: ranks are 0 to {self._size - 1}"
+            )
+        if other and number == self._rank:
+            raise ValueError(f"{name}={number} is this rank itself; a rank does not send to itself")
+        return number
+
+
+def _flat(sizes: tuple[Any, ...]) -> tuple[int, ...]:
+    flat: list[int] = []
+    for size in sizes:
+        flat.extend(size if isinstance(size, tuple) else (size,))
+    return tuple(flat)
+
+
+def _unstage(staged: Sequence[Buffer], result: Any) -> Callable[[], Any]:
+    """Copy staging buffers back; replace what they stand for in the result."""
+
+    def unwrap() -> Any:
+        made: Mapping[int, Any] = {id(buffer.result): buffer.finish() for buffer in staged}
+        if isinstance(result, list):
+            return [made.get(id(each), each) for each in result]
+        return made.get(id(result), result)
+
+    return unwrap

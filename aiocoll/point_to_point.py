@@ -1,0 +1,179 @@
+"""Messages between two ranks: send, receive, and the stream of whatever comes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from aiocoll.buffers import Buffer, byte_view, view
+from aiocoll.codec import MAX_BYTES, dumps, loads
+from aiocoll.dtypes import array_dtype, by_code
+from aiocoll.engine.mailbox import OBJECT, TAG_LIMIT, Arrival, Outgoing, Posted
+from aiocoll.launch import Launcher, Timeout
+from aiocoll.options import seconds
+from aiocoll.work import Work
+
+__all__ = ["PointToPoint", "Recv", "Send"]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A send of a `batch`."""
+
+    tensor: Any
+    dst: int
+    tag: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """A receive of a `batch`; `src` None takes a message of any rank."""
+
+    tensor: Any
+    src: int | None
+    tag: int = 0
+
+
+class PointToPoint(Launcher):
+    """Calls of a sender and a receiver. Messages of one sender with one tag are received in the order sent.
+
+    A tag is a number from 0 to 2**30 - 1. Length and dtype of a message must be those of the receive.
+    """
+
+    def send(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[Any]:
+        """Send `tensor` to rank `dst`; done when the memory may be reused, not when it has been received."""
+        dst = self._check_rank(dst, "dst", other=True)
+        buffer = view(tensor, writable=False)
+        return self._send("SEND", dst, tag, byte_view(buffer.array), buffer.dtype.code, buffer.result, timeout)
+
+    def recv(self, tensor: Any, src: int, tag: int = 0, *, timeout: Timeout = None) -> Work[Any]:
+        """Receive a message of rank `src` into `tensor`."""
+        return self._recv(view(tensor), self._check_rank(src, "src", other=True), tag, timeout)
+
+    def recv_anysource(self, tensor: Any, tag: int = 0, *, timeout: Timeout = None) -> Work[Any]:
+        """Receive the next message of any rank into `tensor`; `work.source_rank()` tells whose it was."""
+        return self._recv(view(tensor), None, tag, timeout)
+
+    def batch(self, operations: Sequence[Send | Recv], *, timeout: Timeout = None) -> Work[list[Any]]:
+        """Start several sends and receives together; the result is their tensors, in the order given.
+
+        All arguments are checked before anything starts.
+        """
+        ready: list[tuple[Send | Recv, Buffer]] = []
+        for index, each in enumerate(operations):
+            if not isinstance(each, Send | Recv):
+                raise TypeError(f"operations[{index}] must be a Send or a Recv, not {type(each).__name__}")
+            peer = each.dst if isinstance(each, Send) else each.src
+            if peer is not None:
+                self._check_rank(peer, f"operations[{index}]", other=True)
+            _check_tag(each.tag)
+            ready.append((each, view(each.tensor, writable=isinstance(each, Recv))))
+        self._check()
+        works = [
+            self._send("SEND", each.dst, each.tag, byte_view(buffer.array), buffer.dtype.code, buffer.result, timeout)
+            if isinstance(each, Send)
+            else self._recv(buffer, each.src, each.tag, timeout)
+            for each, buffer in ready
+        ]
+        return _all_of(Work(self._member.endpoint, "BATCH", None, None, self), works)
+
+    def send_object(self, obj: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[None]:
+        """Send an object, by msgpack; see `aiocoll.codec` for what travels."""
+        dst = self._check_rank(dst, "dst", other=True)
+        data = dumps(obj, allow_pickle=self._options.allow_pickle)
+        return self._send("SEND_OBJECT", dst, tag, memoryview(data), OBJECT, None, timeout)
+
+    def recv_object(self, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work[Any]:
+        """Receive an object of rank `src`, or of any rank."""
+        if src is not None:
+            src = self._check_rank(src, "src", other=True)
+        limit = self._begin(tag, timeout)
+        work: Work[Any] = Work(self._member.endpoint, "RECV_OBJECT", None, None, self)
+        posted = Posted(self._member, src, tag, None, OBJECT, MAX_BYTES, None, work, limit)
+        work._unwrap = lambda: loads(posted.view or b"", allow_pickle=self._options.allow_pickle)
+        self._member.enter(posted)
+        return work
+
+    async def incoming(self, tag: int = 0) -> AsyncIterator[tuple[int, Any]]:
+        """Yield `(source, message)` for every message with `tag` that no receive has asked for, in order of arrival.
+
+        A message is a 1-D array, or the object that was sent. A message is taken only when it is yielded, so
+        cancelling the iteration loses none. It ends when the group is closed by this rank.
+        """
+        _check_tag(tag)
+        self._check()
+        while not self._closed:
+            arrival = await self._member.mailbox.next_message(tag)
+            if arrival is None:
+                return
+            yield arrival.peer, self._open(arrival)
+
+    def _open(self, arrival: Arrival) -> Any:
+        data = arrival.data()
+        if arrival.code == OBJECT:
+            return loads(data, allow_pickle=self._options.allow_pickle)
+        dtype = by_code(arrival.code)
+        return np.frombuffer(bytearray(data), dtype.storage).view(array_dtype(dtype))
+
+    def _send(
+        self, op: str, dst: int, tag: int, data: memoryview, code: int, result: Any, timeout: Timeout
+    ) -> Work[Any]:
+        limit = self._begin(tag, timeout)
+        work: Work[Any] = Work(self._member.endpoint, op, None, None, self)
+        identity = self._member.mailbox.next_id(dst, tag)
+        self._member.enter(Outgoing(self._member, identity, code, dst, data, result, work, limit))
+        return work
+
+    def _recv(self, buffer: Buffer, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
+        limit = self._begin(tag, timeout)
+        work: Work[Any] = Work(self._member.endpoint, "RECV" if src is not None else "RECV_ANYSOURCE", None, None, self)
+        if buffer.writeback is not None:
+            work._unwrap = buffer.writeback
+        data = byte_view(buffer.array)
+        code = buffer.dtype.code
+        self._member.enter(Posted(self._member, src, tag, data, code, 0, buffer.result, work, limit))
+        return work
+
+    def _begin(self, tag: int, timeout: Timeout) -> float:
+        _check_tag(tag)
+        limit = self._member.timeout if timeout is None else seconds(timeout, "timeout")
+        self._check()
+        return limit
+
+
+def _check_tag(tag: Any) -> None:
+    if isinstance(tag, bool) or not isinstance(tag, int):
+        raise TypeError(f"tag must be an int, not {type(tag).__name__}")
+    if not 0 <= tag < TAG_LIMIT:
+        raise ValueError(f"tag={tag} is out of range: tags are 0 to 2**30 - 1")
+
+
+def _all_of(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[list[Any]]:
+    """End `whole` after all `works`, with their results or their first error."""
+    left = len(works)
+
+    def ended(_: Work[Any]) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            finish()
+
+    def finish() -> None:
+        failed = [error for work in works if (error := work.exception()) is not None]
+        whole._finish(None if failed else [work.result() for work in works], failed[0] if failed else None)
+
+    def withdraw() -> None:
+        for work in works:
+            if work._withdraw is not None:
+                work._withdraw()
+
+    if works:
+        whole._withdraw = withdraw
+        for work in works:
+            work.add_done_callback(ended)
+    else:
+        finish()
+    return whole

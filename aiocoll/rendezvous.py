@@ -1,0 +1,223 @@
+"""`new_group`: from an init method to a store, a rank and a world size, and from there to a group."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+from collections.abc import Callable, Generator, Iterable, Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from aiocoll.errors import BackendUnavailableError, RendezvousError
+from aiocoll.group import ProcessGroup
+from aiocoll.home import Home, shared
+from aiocoll.options import GroupOptions, job_key, seconds
+from aiocoll.store import FileStore, Store, TCPStore
+from aiocoll.transport.address import parse_endpoint
+
+__all__ = ["new_group", "register_backend"]
+
+#: Third-party backends by name: factory and devices.
+_backends: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
+
+
+def register_backend(name: str, factory: Callable[..., Any], devices: Iterable[str] = ("cpu",)) -> None:
+    """Make `new_group(backend=name)` call `factory(store, rank, world_size, timeout, device, **options)`.
+
+    Args:
+        name: any name but "aio", which is the library's own.
+        factory: returns the group, or an awaitable of it.
+        devices: the kinds of device it serves.
+    """
+    if not name or name == "aio":
+        raise ValueError(f"name={name!r} cannot be registered: choose another name")
+    if not callable(factory):
+        raise TypeError(f"factory must be callable, not {type(factory).__name__}")
+    _backends[name] = factory, tuple(devices)
+
+
+class new_group:  # noqa: N801 - called like a function
+    """Make a group of all ranks. Await it, or use it in ``async with``, which closes the group.
+
+    Args:
+        backend: None or "aio" for the library's own, or a registered name.
+        init_method: ``env://`` (the default), ``tcp://host:port`` or ``file:///path``; not together with `store`.
+        store: a store that all ranks share.
+        rank: this rank; from ``RANK`` with ``env://``.
+        world_size: number of ranks; from ``WORLD_SIZE`` with ``env://``.
+        timeout: seconds the ranks have to meet, and that an operation may take by default.
+        device: "cpu" or None.
+        name: name of the group, the same on all ranks; by default numbered in the order of the calls.
+        options: see `GroupOptions`.
+
+    Raises:
+        ValueError, TypeError: an argument or a variable is missing or wrong.
+        RendezvousError: the ranks did not meet; names those that are missing.
+        AuthenticationError: another process is not of this job, or addresses off this host are used without a key.
+    """
+
+    def __init__(
+        self,
+        backend: str | None = None,
+        *,
+        init_method: str | None = None,
+        store: Store | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        timeout: float | timedelta = 300.0,
+        device: str | None = None,
+        name: str | None = None,
+        options: GroupOptions | None = None,
+    ) -> None:
+        if init_method is not None and store is not None:
+            raise ValueError("init_method and store exclude each other: give one of them")
+        if backend not in (None, "aio") and backend not in _backends:
+            raise ValueError(f"backend={backend!r} is not known: use {', '.join(['aio', *_backends])}")
+        self._backend = backend
+        self._device = device
+        self._name = name
+        self._timeout = seconds(timeout, "timeout")
+        self._given = options
+        self._where = _where(init_method, store, rank, world_size, os.environ)
+        self._pg: Any = None
+
+    def __await__(self) -> Generator[Any, None, ProcessGroup]:
+        return self._make().__await__()
+
+    async def __aenter__(self) -> ProcessGroup:
+        self._pg = await self._make()
+        group: ProcessGroup = self._pg
+        return group
+
+    async def __aexit__(self, *exc: Any) -> None:
+        await self._pg.__aexit__(*exc)
+
+    async def _make(self) -> ProcessGroup:
+        where = self._where
+        options = GroupOptions.resolve(self._given, os.environ)
+        if self._backend in _backends:
+            return await self._make_by(_backends[self._backend][0], options)
+        if self._device not in (None, "cpu"):
+            raise BackendUnavailableError(
+                f"device={self._device!r} needs the CUDA backend, which is not part of this version"
+            )
+        identity = (id(asyncio.get_running_loop()), where.identity, where.rank)
+        home = shared.get(identity)
+        if home is None:
+            home = shared[identity] = self._home(options)
+        elif home.world_size != where.world_size:
+            raise ValueError(f"world_size={where.world_size}, but the groups of this job have {home.world_size} ranks")
+        group: ProcessGroup = await home.group(self._name, self._timeout, options)
+        return group
+
+    def _home(self, options: GroupOptions) -> Home:
+        where = self._where
+        key = job_key(os.environ, options.job_key)
+        store = where.store if where.store is not None else where.open(self._timeout, key)
+        return Home(store, where.store is None, where.rank, where.world_size, options, key, where.master, self._timeout)
+
+    async def _make_by(self, factory: Callable[..., Any], options: GroupOptions) -> ProcessGroup:
+        where = self._where
+        store = where.store if where.store is not None else where.open(self._timeout, job_key(os.environ, None))
+        made = factory(store, where.rank, where.world_size, self._timeout, self._device, options=options)
+        group: ProcessGroup = await made if inspect.isawaitable(made) else made
+        return group
+
+
+class _Where(NamedTuple):
+    """Where and as whom this rank meets the others."""
+
+    identity: Any
+    rank: int
+    world_size: int
+    store: Store | None
+    scheme: str
+    host: str
+    port: int
+    hosted: bool
+    job: str
+
+    @property
+    def master(self) -> str | None:
+        """Host of the store, if it has one."""
+        return self.host if self.scheme == "tcp" and not self.host.startswith("unix:") else None
+
+    def open(self, timeout: float, key: bytes | None) -> Store:
+        """Return the store of an init method."""
+        if self.scheme == "file":
+            return FileStore(self.host, self.world_size)
+        return TCPStore(
+            self.host,
+            self.port,
+            self.world_size,
+            self.rank == 0 and not self.hosted,
+            timeout,
+            wait_for_workers=False,
+            key=key,
+            job=self.job,
+        )
+
+
+def _where(
+    init_method: str | None, store: Store | None, rank: int | None, world_size: int | None, env: Mapping[str, str]
+) -> _Where:
+    if store is not None:
+        place = _numbers(rank, world_size, {}, "with store=")
+        return _Where(("store", id(store)), *place, store, "store", "", 0, True, "")
+    method = "env://" if init_method is None else init_method
+    parts = urlsplit(method)
+    job = env.get("AIOCOLL_JOB_ID", "")
+    if parts.scheme == "env":
+        place = _numbers(rank, world_size, env, "with init_method='env://'")
+        host, port, hosted = _from_environment(env)
+        return _Where((method, host, port, job), *place, None, "tcp", host, port, hosted, job)
+    place = _numbers(rank, world_size, {}, f"with init_method={method!r}")
+    if parts.scheme == "tcp":
+        host, port = parse_endpoint(parts.netloc)
+        return _Where((method, job), *place, None, "tcp", host, port, False, job)
+    if parts.scheme == "file" and parts.path and not parts.netloc:
+        return _Where((method, job), *place, None, "file", parts.path, 0, False, job)
+    raise ValueError(f"init_method={method!r} must be env://, tcp://host:port or file:///path")
+
+
+def _numbers(rank: int | None, world_size: int | None, env: Mapping[str, str], when: str) -> tuple[int, int]:
+    given = {"rank": rank, "world_size": world_size}
+    for name, value in given.items():
+        if value is None and name.upper() in env:
+            try:
+                given[name] = int(env[name.upper()])
+            except ValueError:
+                raise ValueError(f"{name.upper()}={env[name.upper()]!r} in the environment must be a number") from None
+        elif value is None:
+            variable = f" (or set {name.upper()} in the environment)" if env or when.endswith("'env://'") else ""
+            raise ValueError(f"{name} is missing: give {name}= {when}{variable}")
+    number, size = given["rank"], given["world_size"]
+    assert number is not None
+    assert size is not None
+    if size < 1 or not 0 <= number < size:
+        raise ValueError(f"rank={number}, world_size={size}: world_size must be positive and rank 0 to world_size - 1")
+    return number, size
+
+
+def _from_environment(env: Mapping[str, str]) -> tuple[str, int, bool]:
+    """Return host and port of the store, and whether somebody else hosts it."""
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "AIOCOLL_PORT" not in env:
+        # The port belongs to the agent of torchrun, which speaks another protocol.
+        if env.get("LOCAL_WORLD_SIZE") != env.get("WORLD_SIZE"):
+            raise RendezvousError(
+                "under torchrun on several hosts set AIOCOLL_PORT to a port that is free on the master"
+            )
+        run = f"{env.get('TORCHELASTIC_RUN_ID', '')}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}-{env['MASTER_PORT']}"
+        return f"unix:@aiocoll-{os.geteuid()}-{run}", 0, False
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if missing:
+        raise ValueError(
+            f"{' and '.join(missing)} missing in the environment: start the ranks with `aiocoll run`, set them, "
+            "or give init_method= or store="
+        )
+    port = env.get("AIOCOLL_PORT", env["MASTER_PORT"])
+    if not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"MASTER_PORT={port!r} (or AIOCOLL_PORT) in the environment must be a port number")
+    return env["MASTER_ADDR"], int(port), env.get("AIOCOLL_STORE") == "launcher"

@@ -1,0 +1,187 @@
+"""What cannot travel is named with its path; hostile bytes raise one kind of error."""
+
+from __future__ import annotations
+
+import collections
+import datetime as dt
+import enum
+import os
+import random
+import subprocess
+import sys
+import zoneinfo
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, NamedTuple
+from uuid import UUID
+
+import ml_dtypes
+import msgpack
+import numpy as np
+import pytest
+
+from aiocoll.codec import dumps, loads
+from aiocoll.errors import SerializationError
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Local:
+    """Something no codec knows."""
+
+
+REFUSED: list[tuple[Any, str, str]] = [
+    ({"layers": [1, 2, 3, {"bias": Local()}]}, r"obj\['layers'\]\[3\]\['bias'\]: ", r"Local does not travel"),
+    ((1, [Local()]), r"obj\[1\]\[0\]: ", "set allow_pickle=True on every rank"),
+    ({(1, Local()): 1}, r"obj\.keys\(\)\[<tuple>\]\[1\]: ", "Local does not travel"),
+    ({1: {frozenset({Local()})}}, r"obj\[1\]{...}{...}: ", "Local does not travel"),
+    ([*range(40_000), Local()], r"obj\[40000\]: ", "Local"),
+    ([2**64, Local()], r"obj\[1\]: ", "Local"),
+    (collections.OrderedDict(a=1), "obj: ", "collections.OrderedDict is a subclass of dict and would arrive as one"),
+    ([Colour.RED], r"obj\[0\]: ", "Colour is a subclass of int"),
+    ([type("Name", (str,), {})("x")], r"obj\[0\]: ", "Name is a subclass of str"),
+    (Point(1, 2), "obj: ", r"Point is a named tuple and would arrive as a tuple: send tuple\(x\)"),
+    (np.array([1, None]), "obj: ", "ndarray of dtype object does not travel"),
+    (np.zeros(2, [("a", "i4")]), "obj: ", r"dtype \[\('a', '<i4'\)\] does not travel"),
+    (np.zeros(1, [("a", "i4")])[0], "obj: ", "numpy.void of dtype"),
+    (np.zeros(2, "V8"), "obj: ", "ndarray of dtype |V8"),
+    (np.ma.array([1]), "obj: ", "is a subclass of ndarray"),
+    (memoryview(b"x"), "obj: ", "memoryview does not travel"),
+    (msgpack.ExtType(2, b""), "obj: ", "ExtType is a named tuple"),
+    (msgpack.Timestamp(1), "obj: ", "Timestamp does not travel"),
+    ([dumps], r"obj\[0\]: ", "function does not travel"),
+    ([int], r"obj\[0\]: ", "type does not travel"),
+    (..., "obj: ", "ellipsis does not travel"),
+    (dt.datetime(2024, 1, 1, tzinfo=type("Zone", (dt.tzinfo,), {})()), "obj: ", "Zone does not travel"),
+]
+
+
+@pytest.mark.parametrize(("obj", "path", "reason"), REFUSED, ids=[str(i) for i in range(len(REFUSED))])
+def test_what_cannot_travel_is_named_with_its_path(obj: Any, path: str, reason: str) -> None:
+    with pytest.raises(SerializationError, match=rf"^cannot send {path}.*{reason}"):
+        dumps(obj)
+
+
+def test_a_zone_without_a_key_is_refused() -> None:
+    path = next(p for p in map("{}/Europe/Paris".format, zoneinfo.TZPATH) if os.path.exists(p))
+    with open(path, "rb") as file:
+        zone = zoneinfo.ZoneInfo.from_file(file)
+    with pytest.raises(SerializationError, match="a ZoneInfo without a key"):
+        dumps([zone])
+
+
+SAMPLE = {
+    "a": [1, 2.5, None, "text", b"bytes", (1, {2, frozenset({3})})],
+    (4, 5): np.arange(6, dtype="<i2").reshape(2, 3),
+    "s": [np.float32(1), np.str_("x"), ml_dtypes.bfloat16(1), np.array(["ab"]), np.datetime64(1, "s")],
+    "t": [dt.datetime(2024, 1, 1, 1, 2, 3, tzinfo=zoneinfo.ZoneInfo("Asia/Tokyo")), dt.timedelta(1), dt.date(1, 2, 3)],
+    "n": [2**100, 1j, Decimal("1.5"), Fraction(1, 3), range(3), slice(1), UUID(int=1), bytearray(b"x")],
+}
+
+
+def test_every_changed_byte_is_read_or_refused_properly() -> None:
+    data = dumps(SAMPLE)
+    refused = 0
+    for position in range(len(data)):
+        for value in range(256):
+            changed = data[:position] + bytes((value,)) + data[position + 1 :]
+            try:
+                loads(changed)
+            except SerializationError:
+                refused += 1
+    assert refused > 100 * len(data)
+
+
+def test_every_truncation_and_every_extension_is_refused() -> None:
+    data = dumps(SAMPLE)
+    for length in range(len(data)):
+        with pytest.raises(SerializationError):
+            loads(data[:length])
+    with pytest.raises(SerializationError, match=f"{len(data) + 1} bytes are no object"):
+        loads(data + b"\xc0")
+
+
+def test_random_bytes_are_read_or_refused_properly() -> None:
+    rng = random.Random(5)
+    for _ in range(5000):
+        try:
+            loads(b"\x94\xc7\x00" + bytes((rng.randrange(70),)) + rng.randbytes(rng.randrange(40)))
+        except SerializationError as error:
+            assert str(error)  # noqa: PT017 - most of them raise, some may not
+
+
+def tagged(code: int, *fields: Any) -> bytes:
+    return bytes(msgpack.packb([msgpack.ExtType(code, b""), *fields]))
+
+
+HOSTILE: list[tuple[bytes, str]] = [
+    (b"", "0 bytes are no object"),
+    (b"\xc1", "no object"),
+    (b"\xdd\xff\xff\xff\xff", "no object"),
+    (b"\xdc\x80\x01" * 5_000_000, "no object"),
+    (b"\x91" * 5_000_000, "no object"),
+    (b"\xdf\xff\xff\xff\xff", "no object"),
+    (b"\xc6\xff\xff\xff\xff", "no object"),
+    (b"\x81\x90\x01", "unhashable"),
+    (msgpack.packb(msgpack.ExtType(99, b"")), "unknown type 99"),
+    (msgpack.packb(msgpack.ExtType(2, b"x")), "type 2 with 1 bytes"),
+    (msgpack.packb(msgpack.ExtType(2, b"")), "tag in the wrong place"),
+    (msgpack.packb([1, msgpack.ExtType(2, b"")]), "tag in the wrong place"),
+    (tagged(2, msgpack.ExtType(2, b"")), "tag in the wrong place"),
+    (tagged(66, "ab", [1]), "pieces are no lists"),
+    (tagged(3, [1]), "unhashable"),
+    (tagged(5, "<f8", [2]), "extension type 5 with the wrong fields"),
+    (tagged(5, "<f8", [2], b"short"), r"shape \[2\] and dtype float64 does not have 5 bytes"),
+    (tagged(5, "<f8", [-1, -1], b"12345678"), "not the shape"),
+    (tagged(5, "<f8", [2**63, 0], b""), "no object"),
+    (tagged(5, "<f8", [1] * 65, b"12345678"), "not the shape"),
+    (tagged(5, "<f8", [True], b"12345678"), "not the shape"),
+    (tagged(5, "|O", [1], b"12345678"), "'|O' is no dtype that travels"),
+    (tagged(5, "O", [1], b"12345678"), "'O' is no dtype"),
+    (tagged(5, "<i4,<i4", [1], b"12345678"), "no dtype that travels"),
+    (tagged(5, "<M8", [1], b"12345678"), "no dtype that travels"),
+    (tagged(5, "<f77", [1], b"12345678"), "no object"),
+    (tagged(5, "<M8[parsec]", [1], b"12345678"), "no object"),
+    (tagged(5, "ml_dtypes.float8_nonsense", [1], b"1"), "no object"),
+    (tagged(5, "ml_dtypes.__loader__", [1], b"1"), "no dtype that travels"),
+    (tagged(6, "<U99999999999", b""), "no object"),
+    (tagged(11, 10**12), "wrong fields"),
+    (tagged(12, 1, 2, 0), "no object"),
+    (tagged(14, b"short"), "no object"),
+    (tagged(15, "1e99999999999999999999"), "no object"),
+    (tagged(16, 1, 0), "no object"),
+    (tagged(20, 0, 0, 0), "no object"),
+    (tagged(21, 1, 2, 3, 4, "zone", 0), "no object"),
+    (tagged(24, "../../etc/passwd"), "no object"),
+    (tagged(24, "America"), "no object"),
+    (tagged(24, "Mars/Base"), "No time zone found with key Mars/Base"),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), HOSTILE, ids=[str(i) for i in range(len(HOSTILE))])
+def test_hostile_bytes_are_refused(data: bytes, message: str) -> None:
+    with pytest.raises(SerializationError, match=message):
+        loads(data, max_bytes=1 << 26)
+
+
+def test_data_that_is_no_buffer_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="memoryview: a bytes-like object is required, not 'str'"):
+        loads("text")  # type: ignore[arg-type]
+
+
+def test_an_array_of_an_extension_dtype_says_what_to_install_where_it_is_missing() -> None:
+    data = dumps(np.array([1], dtype=ml_dtypes.bfloat16))
+    code = (
+        "import sys; sys.modules['ml_dtypes'] = None\n"
+        "from aiocoll.codec import loads\nfrom aiocoll.errors import SerializationError\n"
+        f"try: loads({data!r})\nexcept SerializationError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "an array of ml_dtypes.bfloat16: pip install 'aiocoll[dtypes]' to receive it\n"
