@@ -329,7 +329,9 @@ class Collectives(Launcher):
 
 
 def _tensor(value: Any, *, writable: bool = True) -> Buffer:
-    return scalar(value) if is_scalar(value) else view(value, writable=writable)
+    if type(value) is not np.ndarray and is_scalar(value):
+        return scalar(value)
+    return view(value, writable=writable)
 
 
 def _slices(whole: Buffer, counts: Sequence[int]) -> list[Buffer]:

@@ -15,8 +15,8 @@ from aiocoll.buffers import Buffer
 from aiocoll.dtypes import DType
 from aiocoll.engine.exchange import Exchange
 from aiocoll.engine.membership import Membership
-from aiocoll.engine.operation import Operation
-from aiocoll.engine.plan import Plan, Terms
+from aiocoll.engine.operation import Operation, Terms
+from aiocoll.engine.plan import Plan
 from aiocoll.engine.shared import Shared
 from aiocoll.errors import GroupClosedError
 from aiocoll.ops import ReduceOp, kernel
@@ -63,7 +63,8 @@ class Launcher:
             )
         if self._closed:
             raise GroupClosedError(f"group {self._member.name!r} was closed by this rank", group=self._member.name)
-        self._member.raise_if_revoked()
+        if self._member.cause is not None:
+            self._member.raise_if_revoked()
 
     def _plan(
         self,
@@ -182,7 +183,7 @@ class Launcher:
             operation = Shared(member, identity, plan, arrays[0], shape, result, work, limit)
         else:
             operation = Exchange(member, identity, plan, arrays, shape, result, work, limit)
-        member.enter(operation)
+        member.endpoint.quiet.run(member.enter, operation)
         return work
 
     def _work(self, op: str, key: str | None) -> tuple[Work[Any], int]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from aiocoll.codec import MAX_BYTES, dumps, loads
+from aiocoll.engine.operation import Terms
 from aiocoll.engine.parcels import Parcels
-from aiocoll.engine.plan import Terms
 from aiocoll.launch import Launcher, Timeout
 from aiocoll.options import seconds
 from aiocoll.work import Work

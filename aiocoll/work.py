@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Callable, Generator
 from datetime import timedelta
@@ -66,7 +67,7 @@ class Work(Generic[T]):
         self._exception: BaseException | None = None
         self._source: int | None = None
         self._waiters: list[asyncio.Future[None]] | None = None
-        self._callbacks: list[Callable[[Work[T]], object]] | None = None
+        self._callbacks: list[tuple[Callable[[Work[T]], object], contextvars.Context]] | None = None
         self._withdraw: Callable[[], None] | None = None
         self._unwrap: Callable[[], Any] | None = None
 
@@ -122,10 +123,12 @@ class Work(Generic[T]):
         """Call `fn(work)` from the loop (`call_soon`) after the end."""
         if self._done:
             self._progress.loop.call_soon(fn, self)
-        elif self._callbacks is None:
-            self._callbacks = [fn]
+            return
+        callback = fn, contextvars.copy_context()
+        if self._callbacks is None:
+            self._callbacks = [callback]
         else:
-            self._callbacks.append(fn)
+            self._callbacks.append(callback)
 
     def get_future(self) -> asyncio.Future[T]:
         """Return a future with the same outcome, for `asyncio.wait`; cancelling it does not touch the operation."""
@@ -191,8 +194,8 @@ class Work(Generic[T]):
                     waiter.set_result(None)
             self._waiters = None
         if self._callbacks is not None:
-            for fn in self._callbacks:
-                self._progress.loop.call_soon(fn, self)
+            for fn, context in self._callbacks:
+                self._progress.loop.call_soon(fn, self, context=context)
             self._callbacks = None
 
     def _wait(self) -> Generator[Any, None, None]:

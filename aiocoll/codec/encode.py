@@ -38,8 +38,8 @@ def dumps(obj: Any, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -
 
     Travels: None, bool, int of any size, float, complex, str, bytes, bytearray; list, tuple, dict, set, frozenset of
     these; range, slice; datetime, date, time, timedelta, timezone, ZoneInfo; Decimal, Fraction, UUID; NumPy arrays
-    and scalars of every dtype but objects, structures and times without a unit, ml_dtypes included (arrays arrive in C order; of two C
-    types with the same width, such as long and long long, NumPy's default arrives).
+    and scalars of every dtype, those of ml_dtypes included, but objects, structures and times without a unit. Arrays
+    arrive in C order; of two C types with the same width, such as long and long long, NumPy's default arrives.
 
     Args:
         obj: what to send.

@@ -165,8 +165,9 @@ class Control:
             self._succeed_hub()
 
     def _succeed_hub(self) -> None:
-        if self.hub != self._endpoint.rank and self.hub not in self._links:
-            self._endpoint.spawn(self._dial(), "aiocoll control")
+        endpoint = self._endpoint
+        if not endpoint.closed and self.hub != endpoint.rank and self.hub not in self._links:
+            endpoint.spawn(self._dial(), "aiocoll control")
 
     async def _dial(self) -> None:
         hub = self.hub

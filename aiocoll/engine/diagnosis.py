@@ -7,10 +7,9 @@ which does not fit sends its own description to the frame's sender, who knows bo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from aiocoll.engine.operation import P2P, Operation
+from aiocoll.engine.operation import P2P, Operation, Terms, description
 from aiocoll.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -18,7 +17,6 @@ from aiocoll.errors import (
     GroupRevokedError,
     PeerLostError,
 )
-from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.membership import Membership
@@ -38,8 +36,13 @@ class Record(NamedTuple):
 
     op: int
     entered: float
-    describe: Callable[[], Description]
-    work: Work[Any]
+    terms: Terms
+    shape: tuple[int, ...]
+    key: str | None
+
+    def describe(self, rank: int) -> Description:
+        """Say what `rank`, this one, called."""
+        return description(rank, self.op, self.terms, self.shape, self.key)
 
 
 class Diagnosis:
@@ -53,11 +56,11 @@ class Diagnosis:
 
     def find(self, op: int) -> Record | None:
         """Return the record of an operation, if it is remembered."""
-        return next((record for record in reversed(self._group.history) if record.op == op), None)
+        return next((Record._make(entry) for entry in reversed(self._group.history) if entry[0] == op), None)
 
-    def disagree(self, peer: int, mine: Description) -> None:
+    def disagree(self, peer: int, op: int, mine: Description) -> None:
         """A frame of `peer` does not fit what this rank called: let the peer name both sides."""
-        self._tell(peer, {"t": "disagree", "op": mine["seq"], "key": mine["key"], "theirs": mine})
+        self._tell(peer, {"t": "disagree", "op": op, "theirs": mine})
 
     def report(self, operation: Operation) -> None:
         """Tell the coordinator about an operation that has been pending for a while."""
@@ -88,18 +91,9 @@ class Diagnosis:
         handler(peer, message)
 
     def _disagreed(self, peer: int, message: dict[str, Any]) -> None:
-        theirs = message["theirs"]
-        mine = next(
-            (
-                description
-                for record in reversed(self._group.history)
-                if (description := record.describe())["seq"] == theirs["seq"] and description["key"] == theirs["key"]
-            ),
-            None,
-        )
-        if mine is None:
-            mine = {"rank": self._group.rank, "op": "SEND", "seq": None, "key": None}
-        self._group.disagreement(mine, theirs)
+        record = self.find(message["op"])
+        if record is not None:
+            self._group.disagreement(record.describe(self._group.rank), message["theirs"])
 
     def _reported(self, peer: int, message: dict[str, Any]) -> None:
         op, theirs = message["op"], message["mine"]
@@ -114,7 +108,7 @@ class Diagnosis:
     def _queried(self, peer: int, message: dict[str, Any]) -> None:
         record = self.find(message["op"])
         if record is not None:
-            self._tell(peer, {"t": "report", "op": record.op, "mine": record.describe()})
+            self._tell(peer, {"t": "report", "op": record.op, "mine": record.describe(self._group.rank)})
         else:
             self._tell(peer, {"t": "absent", "op": message["op"], "last": self._last()})
 
@@ -134,7 +128,7 @@ class Diagnosis:
         if reports is None:
             reports = _bounded(self._reports)[op] = {}
             if (record := self.find(op)) is not None:
-                reports[self._group.rank] = record.describe()
+                reports[self._group.rank] = record.describe(self._group.rank)
         return reports
 
     def _answer(self, op: int, reports: dict[int, Description | str]) -> None:
@@ -151,9 +145,9 @@ class Diagnosis:
     def _last(self) -> str:
         if not self._group.history:
             return "in no operation yet"
-        record = self._group.history[-1]
+        record = Record._make(self._group.history[-1])
         age = self._group.endpoint.runtime.time() - record.entered
-        return f"last in {_call(record.describe())}, {age:.1f} s ago"
+        return f"last in {_call(record.describe(self._group.rank))}, {age:.1f} s ago"
 
     def _tell(self, rank: int, message: dict[str, Any]) -> None:
         if rank == self._group.rank:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 from collections.abc import Callable, Coroutine, Mapping
 from hashlib import blake2b
 from typing import Any
+
+import numpy as np
 
 from aiocoll.engine.channel import Channel
 from aiocoll.engine.control import Control
@@ -56,7 +59,11 @@ class Endpoint:
         self.closed = False
         self.watch = Watch(self)
         self.control = Control(self)
+        #: Context of all engine code: NumPy does not warn in it of what the caller's numbers may hold.
+        self.quiet = contextvars.copy_context()
+        self.quiet.run(np.seterr, all="ignore")
         self._channels: dict[int, Channel] = {}
+        self._links: tuple[Link, ...] = ()
         self._spin = spin if runtime.may_spin else 0.0
         self._yield = os.sched_yield if crowded and hasattr(os, "sched_yield") else None
         self._spun = False
@@ -128,6 +135,7 @@ class Endpoint:
 
     def lost(self, peer: int, error: Exception | None) -> None:
         """The data link to `peer` is gone."""
+        self._count_links()
         if not self.closed and not self.channel(peer).ended:
             self.died(peer, f"its connection broke ({error or 'closed without a goodbye'})")
 
@@ -141,7 +149,14 @@ class Endpoint:
         if link.kind is ConnKind.CONTROL:
             self.control.attach(link)
         else:
-            self.channel(link.peer).attach(link)
+            self.quiet.run(self._attach, self.channel(link.peer), link)
+
+    def _attach(self, channel: Channel, link: Link) -> None:
+        channel.attach(link)
+        self._count_links()
+
+    def _count_links(self) -> None:
+        self._links = tuple(channel.link for channel in self._channels.values() if channel.link is not None)
 
     async def _dial(self, channel: Channel) -> None:
         try:
@@ -152,7 +167,7 @@ class Endpoint:
                 self.died(channel.peer, f"it cannot be reached ({error})")
             return
         if link is not None:
-            channel.attach(link)
+            self.quiet.run(self._attach, channel, link)
 
     # -- ranks come and go
 
@@ -188,17 +203,18 @@ class Endpoint:
 
     def spin(self, work: Work[Any]) -> None:
         """Poll the links for a moment; once in vain per turn of the loop."""
-        if self._spun or not self._spin:
-            return
+        if not self._spun and self._spin and self._links:
+            self.quiet.run(self._poll, work)
+
+    def _poll(self, work: Work[Any]) -> None:
         ticks, give_way = self.runtime.ticks, self._yield
-        links = [channel.link for channel in self._channels.values() if channel.link is not None]
         now = ticks()
         idle, limit = now + self._spin, now + SPIN_LIMIT
         while now < idle and now < limit:
-            for link in links:
+            for link in self._links:
                 if link.poll():
                     idle = now + self._spin
-            if work.done():
+            if work._done:
                 return
             if give_way is not None:
                 give_way()

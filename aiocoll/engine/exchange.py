@@ -25,6 +25,10 @@ BUDGET = 300e-6
 #: Fewest elements folded in one go, so that the calls do not cost more than the sums.
 FOLD_FLOOR = 2048
 
+# Looked up once: an enum member costs more to reach than to compare.
+_SEND, _RECV, _COMBINE, _COPY, _SCALE = Verb.SEND, Verb.RECV, Verb.COMBINE, Verb.COPY, Verb.SCALE
+_NOTHING = memoryview(b"")
+
 Array = NDArray[Any]
 
 
@@ -40,7 +44,6 @@ class Exchange(Operation):
     __slots__ = (
         "_again",
         "_arrays",
-        "_channels",
         "_early",
         "_local",
         "_messages",
@@ -48,7 +51,6 @@ class Exchange(Operation):
         "_plan",
         "_remaining",
         "_result",
-        "_shape",
         "_views",
         "_waits",
         "_working",
@@ -65,21 +67,20 @@ class Exchange(Operation):
         work: Work[Any],
         timeout: float,
     ) -> None:
-        super().__init__(group, identity, plan.fingerprint, work, timeout)
+        super().__init__(group, identity, plan.fingerprint, plan.terms, shape, work, timeout)
         self._plan = plan
-        self._shape = shape
         self._result = result
-        if plan.scratch:
-            arrays += [np.empty(count, plan.storage) for count in plan.scratch]
+        for count in plan.scratch:
+            arrays.append(np.empty(count, plan.storage))
         self._arrays = arrays
         self._views: list[memoryview | None] = [None] * len(arrays)
         self._waits = list(plan.after)
         self._moved = [0] * len(plan.verbs)
         self._remaining = len(plan.verbs)
-        self._channels = group.channels
-        self._messages: dict[int, Message] = {}
-        self._early: dict[int, list[tuple[int, bytes]]] = {}
-        self._local: deque[int] = deque()
+        # Made when first needed: most operations are small and never put anything off.
+        self._messages: dict[int, Message] | None = None
+        self._early: dict[int, list[tuple[int, bytes]]] | None = None
+        self._local: deque[int] | None = None
         self._working = False
         self._again = False
 
@@ -90,12 +91,8 @@ class Exchange(Operation):
             self.promise(peer)
         for index in plan.start:
             self._start(index)
-        if not self._remaining:
+        if not self._remaining and not self.done:
             self.succeed(self._result)
-
-    def describe(self) -> dict[str, Any]:
-        """Say what this rank called."""
-        return self.group.description(self.id, self._plan.terms, self._shape)
 
     def needs(self, peer: int) -> bool:
         """Whether something to or from `peer` is missing."""
@@ -111,7 +108,7 @@ class Exchange(Operation):
         """Name the caller's memory for a payload that only has to be put there."""
         plan = self._plan
         index = plan.inbound.get(peer << 16 | step)
-        if index is None or plan.verbs[index] is not Verb.RECV or self._waits[index]:
+        if index is None or plan.verbs[index] is not _RECV or self._waits[index]:
             return None
         region = plan.program[index].region
         moved = self._moved[index]
@@ -126,14 +123,21 @@ class Exchange(Operation):
         index = plan.inbound.get(peer << 16 | step)
         if index is None or plan.totals[index] & 0xFFFFFFFF != total:
             return False
-        if payload is not None and self._waits[index]:
-            self._early.setdefault(index, []).append((length, bytes(payload)))
-            return True
-        if payload is not None and length:
-            self._put(index, payload, length)
+        if payload is not None:
+            if self._waits[index]:
+                self._keep(index, payload, length)
+                return True
+            if length:
+                self._put(index, payload, length)
         self._progress(index, length)
-        self.advance()
+        if self._local:
+            self.advance()
         return True
+
+    def _keep(self, index: int, payload: memoryview, length: int) -> None:
+        if self._early is None:
+            self._early = {}
+        self._early.setdefault(index, []).append((length, bytes(payload)))
 
     def _put(self, index: int, payload: memoryview | bytes, length: int) -> None:
         plan = self._plan
@@ -142,51 +146,66 @@ class Exchange(Operation):
         count = length // plan.itemsize
         place = self._slice(action.region, first, count)
         incoming = np.frombuffer(payload, plan.storage, count)
-        if action.verb is Verb.RECV:
+        if action.verb is _RECV:
             place[:] = incoming
             return
         kernel = plan.kernel
         assert kernel is not None
         own = self._slice(plan.sources[index][0], first, count)
-        with np.errstate(all="ignore"):
-            if action.incoming_first:
-                kernel.combine(incoming, own, place)
-            else:
-                kernel.combine(own, incoming, place)
-            if action.final and kernel.finalize is not None:
-                kernel.finalize(place)
+        # NumPy adds a single element in place another way, with another NaN if both are: not in place, then.
+        out = place if count > 1 else np.empty_like(place)
+        if action.incoming_first:
+            kernel.combine(incoming, own, out)
+        else:
+            kernel.combine(own, incoming, out)
+        if action.final and kernel.finalize is not None:
+            kernel.finalize(out)
+        if out is not place:
+            place[:] = out
 
     # -- the graph
 
     def _start(self, index: int) -> None:
         plan = self._plan
         verb = plan.verbs[index]
-        if verb is Verb.SEND:
-            action = plan.program[index]
-            region = action.region
-            start, total = region.start * plan.itemsize, plan.totals[index]
-            view = self._view(region.buffer)[start : start + total] if total else _NOTHING
-            follow = plan.follow[index]
-            limit = min([self._moved[i] for i in follow]) if follow else total
-            message = Message(self, index, action.step, view, limit)
-            if follow:
-                self._messages[index] = message
-            if limit or not total:
-                self._channels[action.peer].send(message)
-        elif verb is Verb.RECV or verb is Verb.COMBINE:
-            for length, payload in self._early.pop(index, ()):
-                self._put(index, payload, length)
-                self._progress(index, length)
+        if verb is _SEND:
+            self._start_send(index)
+        elif verb is _RECV or verb is _COMBINE:
+            if self._early is not None:
+                for length, payload in self._early.pop(index, ()):
+                    self._put(index, payload, length)
+                    self._progress(index, length)
         else:
-            if index not in self._local:
-                self._local.append(index)
+            self._queue(index)
             self.advance()
+
+    def _start_send(self, index: int) -> None:
+        plan = self._plan
+        action = plan.program[index]
+        region = action.region
+        start, total = region.start * plan.itemsize, plan.totals[index]
+        view = self._view(region.buffer)[start : start + total] if total else _NOTHING
+        channel = self.group.channels[action.peer]
+        follow = plan.follow[index]
+        if not follow and (left := channel.pass_on(self, index, action.step, view, total)) is not None:
+            if left:
+                self._progress(index, total)
+            return
+        limit = min([self._moved[i] for i in follow]) if follow else total
+        message = Message(self, index, action.step, view, limit)
+        if follow:
+            if self._messages is None:
+                self._messages = {}
+            self._messages[index] = message
+        if limit or not total:
+            channel.kick(message)
 
     def sent(self, message: Message, nbytes: int) -> None:
         """Bytes have left."""
         if not self.done:
             self._progress(message.index, nbytes)
-            self.advance()
+            if self._local:
+                self.advance()
 
     def _progress(self, index: int, nbytes: int) -> None:
         plan = self._plan
@@ -205,36 +224,37 @@ class Exchange(Operation):
 
     def _follow(self, index: int) -> None:
         plan = self._plan
-        if plan.verbs[index] is Verb.SEND:
-            message = self._messages.get(index)
-            if message is None:
-                return  # not started yet: it will look itself
+        if plan.verbs[index] is not _SEND:
+            self._queue(index)
+        elif self._messages is not None and (message := self._messages.get(index)) is not None:
             message.limit = min([self._moved[i] for i in plan.follow[index]])
-            channel = self._channels[plan.program[index].peer]
-            if message.moved:
-                channel.kick(message)
-            elif message.limit:
-                channel.send(message)
-        elif index not in self._local:
-            self._local.append(index)
+            if message.limit > message.moved:
+                self.group.channels[plan.program[index].peer].kick(message)
 
     # -- local work
 
     def advance(self) -> None:
         """Fold and copy in pieces; what does not fit into this callback's time goes on in the next turn."""
-        if not self._local or self._working:
+        local = self._local
+        if not local or self._working:
             return
         self._working = True
         ticks = self.group.endpoint.runtime.ticks
         deadline = ticks() + BUDGET
-        while self._local and not self.done:
-            index = self._local[0]
-            if not self._piece(index) and self._local and self._local[0] == index:
-                self._local.popleft()
-            if self._local and ticks() > deadline:
+        while local and not self.done:
+            index = local.popleft()
+            if self._piece(index):
+                local.appendleft(index)
+            if local and ticks() > deadline:
                 self._later()
                 break
         self._working = False
+
+    def _queue(self, index: int) -> None:
+        if self._local is None:
+            self._local = deque()
+        if index not in self._local:
+            self._local.append(index)
 
     def _piece(self, index: int) -> bool:
         """Do the next piece of a local action; True if there is more to do now."""
@@ -245,29 +265,26 @@ class Exchange(Operation):
         limit = min([self._moved[i] for i in follow]) if follow else total
         itemsize, sources = plan.itemsize, action.sources
         count = min((limit - moved) // itemsize, max(SEGMENT // itemsize // len(sources), FOLD_FLOOR))
-        if count or not total:
-            first = moved // itemsize
-            place = self._slice(action.region, first, count)
-            inputs = [self._slice(source, first, count) for source in sources]
-            self._compute(action.verb, inputs, place)
-            moved += count * itemsize
-            if moved == total:
-                self._local.popleft()
-            self._progress(index, count * itemsize)
-        return moved < min(limit, total)
+        if not count and total:
+            return False
+        first = moved // itemsize
+        inputs = [self._slice(source, first, count) for source in sources]
+        self._compute(action.verb, inputs, self._slice(action.region, first, count))
+        nbytes = count * itemsize
+        self._progress(index, nbytes)
+        return moved + nbytes < limit
 
     def _compute(self, verb: Verb, inputs: list[Array], place: Array) -> None:
         kernel = self._plan.kernel
-        if verb is Verb.COPY:
+        if verb is _COPY:
             place[:] = inputs[0]
             return
         assert kernel is not None
-        with np.errstate(all="ignore"):
-            if verb is Verb.SCALE:
-                assert kernel.prescale is not None
-                kernel.prescale(inputs[0], place)
-            else:
-                kernel.fold(inputs, place)
+        if verb is _SCALE:
+            assert kernel.prescale is not None
+            kernel.prescale(inputs[0], place)
+        else:
+            kernel.fold(inputs, place)
 
     def _later(self) -> None:
         if not self._again:
@@ -294,6 +311,3 @@ class Exchange(Operation):
             assert array is not None
             view = self._views[buffer] = byte_view(array)
         return view
-
-
-_NOTHING = memoryview(b"")

@@ -10,7 +10,8 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from aiocoll.engine.operation import P2P, Message, Operation
+from aiocoll.dtypes import by_code
+from aiocoll.engine.operation import P2P, Message, Operation, Terms, description
 from aiocoll.engine.plan import EAGER_WINDOW
 from aiocoll.errors import CollectiveTimeoutError, SerializationError
 from aiocoll.transport.frame import EAGER, FrameKind, Header
@@ -90,7 +91,7 @@ class Outgoing(Operation):
         work: Work[Any],
         timeout: float,
     ) -> None:
-        super().__init__(group, identity, code, work, timeout)
+        super().__init__(group, identity, code, _terms("SEND", code, view.nbytes), (), work, timeout)
         self.peer = peer
         self._view = view
         self._nbytes = 0
@@ -100,7 +101,7 @@ class Outgoing(Operation):
         """Send what the windows allow."""
         self.group.mailbox.outgoing[self.peer, self.id] = self
         message = Message(self, 0, 0, self._view, self._view.nbytes)
-        self.group.channels[self.peer].send(message)
+        self.group.channels[self.peer].kick(message)
 
     def sent(self, message: Message, nbytes: int) -> None:
         """Bytes have left."""
@@ -117,10 +118,6 @@ class Outgoing(Operation):
     def needs(self, peer: int) -> bool:
         """Whether `peer` is the destination."""
         return peer == self.peer
-
-    def describe(self) -> dict[str, Any]:
-        """Say what this rank called."""
-        return {"rank": self.group.rank, "op": "SEND", "counts": [self._view.nbytes], "seq": None, "key": None}
 
 
 class Posted(Operation):
@@ -147,7 +144,7 @@ class Posted(Operation):
         work: Work[Any],
         timeout: float,
     ) -> None:
-        super().__init__(group, P2P, code, work, timeout)
+        super().__init__(group, P2P, code, _terms("RECV", code, 0 if view is None else view.nbytes), (), work, timeout)
         self.source = source
         self.tag = tag
         self.view = view
@@ -168,11 +165,6 @@ class Posted(Operation):
         others = set(range(len(self.group.ranks))) - {self.group.rank} - self.group.left
         return self.source == peer if self.source is not None else not others
 
-    def describe(self) -> dict[str, Any]:
-        """Say what this rank called."""
-        nbytes = None if self.view is None else self.view.nbytes
-        return {"rank": self.group.rank, "op": "RECV", "counts": [nbytes], "seq": None, "key": None}
-
     def match(self, arrival: Arrival) -> None:
         """Become the receiver of `arrival`."""
         self.work._withdraw = None
@@ -185,7 +177,8 @@ class Posted(Operation):
             self.view = memoryview(bytearray(arrival.total))
             self._result = self.view
         elif self.view is None or arrival.code != self.code or arrival.total != self.view.nbytes & 0xFFFFFFFF:
-            self.group.disagreement(self._terms(self.code, self.view), self._theirs(arrival))
+            terms = _terms("SEND", arrival.code, arrival.total)
+            self.group.disagreement(self.describe(), description(arrival.peer, P2P, terms, (), None))
             return
         if arrival.received:
             self.view[: arrival.received] = arrival.data()
@@ -233,12 +226,6 @@ class Posted(Operation):
             )
         )
         arrival.ask(self.group.id)
-
-    def _terms(self, code: int, view: memoryview | None) -> dict[str, Any]:
-        return _description(self.group.rank, "RECV", code, None if view is None else view.nbytes, self.tag)
-
-    def _theirs(self, arrival: Arrival) -> dict[str, Any]:
-        return _description(arrival.peer, "SEND", arrival.code, arrival.total, arrival.tag)
 
 
 class Mailbox:
@@ -371,13 +358,8 @@ class Mailbox:
                 listener.set_result(None)
 
 
-def _description(rank: int, op: str, code: int, nbytes: int | None, tag: int) -> dict[str, Any]:
-    return {
-        "rank": rank,
-        "op": op,
-        "dtype": "object" if code == OBJECT else f"code {code}",
-        "counts": [nbytes],
-        "tag": tag,
-        "seq": None,
-        "key": None,
-    }
+def _terms(op: str, code: int, nbytes: int) -> Terms:
+    if code == OBJECT:
+        return Terms(op, "object", (), None, None)
+    dtype = by_code(code)
+    return Terms(op, dtype.name, (nbytes // dtype.itemsize,), None, None)

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.channel import Channel
-from aiocoll.engine.diagnosis import Diagnosis, Record, cause_of, error_from, mismatch
+from aiocoll.engine.diagnosis import Diagnosis, cause_of, error_from, mismatch
 from aiocoll.engine.mailbox import Mailbox
-from aiocoll.engine.operation import KEYED, P2P, Operation
-from aiocoll.engine.plan import Terms
+from aiocoll.engine.operation import KEYED, P2P, Operation, Terms
 from aiocoll.engine.shared import Shared
 from aiocoll.errors import CollectiveTimeoutError, GroupError, GroupRevokedError, PeerLostError
 from aiocoll.transport.base import Arena
-from aiocoll.transport.frame import FrameKind, Header
+from aiocoll.transport.frame import EAGER, FrameKind, Header
 
 if TYPE_CHECKING:
     from aiocoll.engine.endpoint import Endpoint
 
 __all__ = ["HISTORY", "Membership"]
+
+_DATA = int(FrameKind.DATA)
 
 logger = logging.getLogger("aiocoll")
 
@@ -63,7 +65,8 @@ class Membership:
         self.channels: list[Channel] = [endpoint.channel(rank) for rank in self.ranks]
         self.operations: dict[int, Operation] = {}
         self.pending: dict[Operation, None] = {}
-        self.history: deque[Record] = deque(maxlen=HISTORY)
+        #: id, time of entry, terms, shape and key of operations: a `Record` each, made when one is asked for.
+        self.history: deque[tuple[int, float, Terms, tuple[int, ...], str | None]] = deque(maxlen=HISTORY)
         self.cause: GroupError | None = None
         self.on_revoked: list[Callable[[], None]] = []
         self.left: set[int] = set()
@@ -73,7 +76,7 @@ class Membership:
         self._next = 0
         self._counts: dict[str, int] = {}
         if arena is not None:
-            arena.watch(self.rank, self._arena_changed)
+            arena.watch(self.rank, functools.partial(endpoint.quiet.run, self._arena_changed))
 
     # -- entering
 
@@ -94,7 +97,7 @@ class Membership:
         self.pending[operation] = None
         if not operation.id & P2P:
             self.operations[operation.id] = operation
-            self.history.append(Record(operation.id, now, operation.describe, operation.work))
+            self.history.append((operation.id, now, operation.terms, operation.shape, operation.work.key))
         self.endpoint.watch.entered(operation)
         if self.left and (gone := [rank for rank in self.left if operation.needs(rank)]):
             self.endpoint.runtime.call_soon(self._needed, operation, gone[0])
@@ -102,7 +105,7 @@ class Membership:
         if self._early and (frames := self._early.pop(operation.id, None)):
             for channel, header, payload in frames:
                 self.frame(channel, header, memoryview(payload))
-                if header[1]:
+                if header[1] & EAGER:
                     channel.consume(len(payload))
 
     def forget(self, operation: Operation) -> None:
@@ -127,28 +130,32 @@ class Membership:
         """Take a frame for this group; False if it has to wait here, and counts against its sender's window."""
         kind, _, step, _, op, fingerprint, _, length, total = header
         peer = self.position[channel.peer]
-        if self.cause is not None:
-            pass
-        elif op & P2P:
-            return self.mailbox.frame(channel, peer, header, payload)
-        elif (operation := self.operations.get(op)) is None:
-            return self._early_frame(channel, peer, header, payload)
+        operation = self.operations.get(op)
+        if operation is None:
+            return self._frame_without_operation(channel, peer, header, payload)
+        if kind == _DATA:
+            if operation.fingerprint != fingerprint or not operation.take(peer, step, total, payload, length):
+                self.diagnosis.disagree(peer, op, operation.describe())
         elif kind == FrameKind.GRANT:
             channel.grant(operation)
         elif operation.fingerprint != fingerprint:
-            self.diagnosis.disagree(peer, operation.describe())
-        elif kind == FrameKind.READY:
+            self.diagnosis.disagree(peer, op, operation.describe())
+        else:
             operation.promise(peer)
-        elif not operation.take(peer, step, total, payload, length):
-            self.diagnosis.disagree(peer, operation.describe())
         return True
 
-    def _early_frame(self, channel: Channel, peer: int, header: Header, payload: memoryview | None) -> bool:
+    def _frame_without_operation(
+        self, channel: Channel, peer: int, header: Header, payload: memoryview | None
+    ) -> bool:
         op = header[4]
+        if self.cause is not None:
+            return True
+        if op & P2P:
+            return self.mailbox.frame(channel, peer, header, payload)
         if op <= self._next:
             # An ordered operation that has ended here has had all its messages: the peer means another one.
             if header[0] != FrameKind.GRANT and (record := self.diagnosis.find(op)) is not None:
-                self.diagnosis.disagree(peer, record.describe())
+                self.diagnosis.disagree(peer, op, record.describe(self.rank))
             return True
         self._early.setdefault(op, []).append((channel, header, b"" if payload is None else bytes(payload)))
         return False
@@ -157,23 +164,6 @@ class Membership:
         for operation in list(self.operations.values()):
             if isinstance(operation, Shared):
                 operation.advance()
-
-    # -- describing
-
-    def description(self, op: int, terms: Terms, shape: tuple[int, ...]) -> dict[str, Any]:
-        """Say in plain data what this rank called as operation `op`."""
-        return {
-            "rank": self.rank,
-            "op": terms.op,
-            "shape": list(shape),
-            "dtype": terms.dtype,
-            "device": "cpu",
-            "counts": list(terms.counts),
-            "root": terms.root,
-            "reduce": terms.reduce,
-            "seq": op if op < KEYED else None,
-            "key": next((r.work.key for r in reversed(self.history) if r.op == op), None) if op >= KEYED else None,
-        }
 
     # -- failing
 

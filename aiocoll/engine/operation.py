@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import zlib
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiocoll.transport.frame import FrameKind
 from aiocoll.work import Work
@@ -10,11 +11,43 @@ from aiocoll.work import Work
 if TYPE_CHECKING:
     from aiocoll.engine.membership import Membership
 
-__all__ = ["KEYED", "P2P", "Message", "Operation"]
+__all__ = ["KEYED", "NOBODY", "P2P", "Message", "Operation", "Terms", "description"]
 
 #: The two top bits of an operation id say how it was named; ordered operations carry their number itself.
 KEYED = 1 << 62
 P2P = 2 << 62
+
+NOBODY: frozenset[int] = frozenset()
+
+
+class Terms(NamedTuple):
+    """What all ranks must agree on in one operation; `seq` or `key` say which operation it is."""
+
+    op: str
+    dtype: str | None
+    counts: tuple[int, ...]
+    root: int | None
+    reduce: str | None
+
+    def fingerprint(self) -> int:
+        """Hash to 32 bits, the same on every machine."""
+        return zlib.crc32(repr(tuple(self)).encode())
+
+
+def description(rank: int, op: int, terms: Terms, shape: tuple[int, ...], key: str | None) -> dict[str, Any]:
+    """Say in plain data what `rank` called as operation `op`."""
+    return {
+        "rank": rank,
+        "op": terms.op,
+        "shape": list(shape),
+        "dtype": terms.dtype,
+        "device": "cpu",
+        "counts": list(terms.counts),
+        "root": terms.root,
+        "reduce": terms.reduce,
+        "seq": op if op < KEYED else None,
+        "key": key,
+    }
 
 
 class Message:
@@ -50,6 +83,8 @@ class Operation:
     Attributes:
         id: 64 bits that name it on the wire; see `aiocoll.transport.frame`.
         fingerprint: hash of what the ranks must agree on.
+        terms: what they must agree on.
+        shape: of the caller's main array, for error messages.
         work: the caller's handle.
         entered: when it was entered, on the runtime's clock.
         timeout: seconds until `expire`.
@@ -66,23 +101,36 @@ class Operation:
         "id",
         "promised",
         "reported",
+        "shape",
+        "terms",
         "timeout",
         "warned",
         "work",
     )
 
-    def __init__(self, group: Membership, identity: int, fingerprint: int, work: Work[Any], timeout: float) -> None:
+    def __init__(
+        self,
+        group: Membership,
+        identity: int,
+        fingerprint: int,
+        terms: Terms,
+        shape: tuple[int, ...],
+        work: Work[Any],
+        timeout: float,
+    ) -> None:
         self.group = group
         self.id = identity
         self.fingerprint = fingerprint
+        self.terms = terms
+        self.shape = shape
         self.work = work
         self.timeout = timeout
         self.entered = 0.0
         self.done = False
         self.warned = False
         self.reported = False
-        self.granted: frozenset[int] = frozenset()
-        self.promised: frozenset[int] = frozenset()
+        self.granted = NOBODY
+        self.promised = NOBODY
 
     def enter(self) -> None:
         """Start: send what can be sent, take what has arrived early."""
@@ -113,8 +161,8 @@ class Operation:
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """Say what this rank called, for error messages."""
-        raise NotImplementedError
+        """Say in plain data what this rank called, for error messages."""
+        return description(self.group.rank, self.id, self.terms, self.shape, self.work.key)
 
     def expire(self) -> None:
         """The timeout has passed."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from aiocoll.engine.operation import Message, Operation
-from aiocoll.engine.plan import EAGER_WINDOW, Terms
+from aiocoll.engine.operation import Message, Operation, Terms
+from aiocoll.engine.plan import EAGER_WINDOW
 from aiocoll.errors import SerializationError
 from aiocoll.work import Work
 
@@ -30,7 +30,7 @@ class Parcels(Operation):
         unpack: makes the result of the parcels received, by rank.
     """
 
-    __slots__ = ("_incoming", "_limit", "_missing", "_outgoing", "_received", "_terms", "_unpack", "_unsent")
+    __slots__ = ("_incoming", "_limit", "_missing", "_outgoing", "_received", "_unpack", "_unsent")
 
     def __init__(
         self,
@@ -44,8 +44,7 @@ class Parcels(Operation):
         work: Work[Any],
         timeout: float,
     ) -> None:
-        super().__init__(group, identity, terms.fingerprint(), work, timeout)
-        self._terms = terms
+        super().__init__(group, identity, terms.fingerprint(), terms, (), work, timeout)
         self._outgoing = outgoing
         self._unsent = {rank: len(parcel) for rank, parcel in outgoing.items()}
         self._missing = set(sources)
@@ -58,12 +57,8 @@ class Parcels(Operation):
         """Send all parcels."""
         for peer, parcel in self._outgoing.items():
             message = Message(self, peer, 0, memoryview(parcel), len(parcel))
-            self.group.channels[peer].send(message)
+            self.group.channels[peer].kick(message)
         self._settle()
-
-    def describe(self) -> dict[str, Any]:
-        """Say what this rank called."""
-        return self.group.description(self.id, self._terms, ())
 
     def needs(self, peer: int) -> bool:
         """Whether a parcel to or from `peer` is on its way."""

@@ -6,34 +6,20 @@ where an arriving message belongs, and the fingerprint of what all ranks must ag
 
 from __future__ import annotations
 
-import zlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from aiocoll.algorithms.schedule import Program, Region, Verb
 from aiocoll.dtypes import DType
+from aiocoll.engine.operation import Terms
 from aiocoll.ops import Kernel
 from aiocoll.transport.frame import SEGMENT
 
-__all__ = ["EAGER_WINDOW", "Plan", "Terms"]
+__all__ = ["EAGER_WINDOW", "Plan"]
 
 #: Bytes of one message that may travel before its receiver has entered the operation.
 EAGER_WINDOW = 2 * SEGMENT
-
-
-class Terms(NamedTuple):
-    """What all ranks must agree on in one operation; `seq` or `key` say which operation it is."""
-
-    op: str
-    dtype: str | None
-    counts: tuple[int, ...]
-    root: int | None
-    reduce: str | None
-
-    def fingerprint(self) -> int:
-        """Hash to 32 bits, the same on every machine."""
-        return zlib.crc32(repr(tuple(self)).encode())
 
 
 class Plan:

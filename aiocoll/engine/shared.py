@@ -28,7 +28,7 @@ BUDGET = 300e-6
 class Shared(Operation):
     """One rank's part in one allreduce through an arena."""
 
-    __slots__ = ("_again", "_array", "_block", "_plan", "_published", "_reduced", "_result", "_shape", "_stages")
+    __slots__ = ("_again", "_array", "_block", "_plan", "_published", "_reduced", "_result", "_stages")
 
     def __init__(
         self,
@@ -41,11 +41,10 @@ class Shared(Operation):
         work: Work[Any],
         timeout: float,
     ) -> None:
-        super().__init__(group, identity, plan.fingerprint, work, timeout)
+        super().__init__(group, identity, plan.fingerprint, plan.terms, shape, work, timeout)
         assert group.arena is not None
         self._plan = plan
         self._array = array
-        self._shape = shape
         self._result = result
         self._block = group.arena.slot_nbytes // plan.itemsize // len(group.ranks)
         self._stages = -(-len(array) // self._block)
@@ -60,10 +59,6 @@ class Shared(Operation):
     def needs(self, peer: int) -> bool:
         """Every rank is needed."""
         return True
-
-    def describe(self) -> dict[str, Any]:
-        """Say what this rank called."""
-        return self.group.description(self.id, self._plan.terms, self._shape)
 
     def advance(self) -> None:
         """Publish while there are slots, fold what all ranks have published."""
@@ -109,11 +104,10 @@ class Shared(Operation):
                 return False
             fingerprint, block = shown
             if fingerprint != self.fingerprint:
-                group.diagnosis.disagree(rank, self.describe())
+                group.diagnosis.disagree(rank, self.id, self.describe())
                 return False
             inputs.append(np.frombuffer(block, self._plan.storage))
-        with np.errstate(all="ignore"):
-            kernel.fold(inputs, place)
+        kernel.fold(inputs, place)
         for rank in range(len(group.ranks)):
             if rank != group.rank:
                 arena.release(rank, group.rank, self.id, stage)

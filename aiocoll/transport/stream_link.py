@@ -24,7 +24,8 @@ __all__ = ["StreamLink"]
 BUDGET = 300e-6
 #: How much is read at once where small frames are expected; copying this much costs 3 microseconds.
 LOOKAHEAD = 64 * 1024
-#: From this payload on, only the header is read ahead, since the payload has a better place to go.
+#: From this payload on it matters where the bytes go: after one that was put in its place only a header is read ahead,
+#: after one that was handed out from the buffer just as much again.
 BULK = 16 * 1024
 #: Up to this payload, copying it behind its header is cheaper than `sendmsg` with two buffers.
 JOIN = 16 * 1024
@@ -41,8 +42,8 @@ class StreamLink:
     """One connected, authenticated stream socket; see `aiocoll.transport.base.Link`."""
 
     __slots__ = (
+        "_ahead",
         "_buffer",
-        "_bulk",
         "_closed",
         "_end",
         "_ending",
@@ -69,7 +70,7 @@ class StreamLink:
         self._buffer = memoryview(bytearray(2 * HEADER_SIZE + SEGMENT))
         self._start = 0
         self._end = 0
-        self._bulk = False
+        self._ahead = LOOKAHEAD
         # The frame whose payload is incomplete; `_target` is None while it gathers in the buffer.
         self._header: Header | None = None
         self._target: memoryview | None = None
@@ -169,17 +170,16 @@ class StreamLink:
         self._sock.close()
 
     def _receive(self) -> bool:
-        moved = False
+        deadline = 0.0
         ticks = self._runtime.ticks
-        deadline = ticks() + BUDGET
+        recv_into = self._sock.recv_into
         while True:
             place = self._place()
-            wanted = place.nbytes
-            got = self._sock.recv_into(place)
+            wanted = len(place)
+            got = recv_into(place)
             if not got:
                 self._lost(None)
                 return True
-            moved = True
             if self._target is not None:
                 self._filled += got
                 if got == wanted:
@@ -187,8 +187,13 @@ class StreamLink:
             else:
                 self._end += got
                 self._parse()
-            if got < wanted or self._closed or ticks() > deadline:
-                return moved
+            if got < wanted or self._closed:
+                return True
+            now = ticks()
+            if not deadline:
+                deadline = now + BUDGET
+            elif now > deadline:
+                return True
 
     def _place(self) -> memoryview:
         """Say where the next bytes go, and how many are wanted."""
@@ -197,9 +202,7 @@ class StreamLink:
         if self._header is not None:
             # The payload gathers at the front of the buffer; the header of the next frame is welcome behind it.
             return self._buffer[self._end : 2 * HEADER_SIZE + self._header[7]]
-        if self._bulk:
-            return self._buffer[self._end : HEADER_SIZE]
-        return self._buffer[self._end : LOOKAHEAD]
+        return self._buffer[self._end : self._ahead]
 
     def _placed(self) -> None:
         header = self._header
@@ -223,7 +226,7 @@ class StreamLink:
             if body + length > end:
                 self._await_payload(header, position)
                 return
-            self._bulk = length >= BULK
+            self._ahead = HEADER_SIZE + length if length >= BULK else LOOKAHEAD
             deliver(self, header, buffer[body : body + length])
             if self._closed:
                 return
@@ -232,11 +235,11 @@ class StreamLink:
 
     def _await_payload(self, header: Header, position: int) -> None:
         self._header = header
-        self._bulk = header[7] >= BULK
         target = self.sink.route(self, header)
         if target is None:
             self._keep(position)
             return
+        self._ahead = HEADER_SIZE if header[7] >= BULK else LOOKAHEAD
         here = self._end - position - HEADER_SIZE
         target[:here] = self._buffer[position + HEADER_SIZE : self._end]
         self._target = target

@@ -1,0 +1,10 @@
+"""`python -m aiocoll` is the command `aiocoll`."""
+
+import sys
+
+from aiocoll.cli.main import main
+
+__all__: list[str] = []
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""What a run that went wrong tells: who failed first, where everybody stands."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from aiocoll.errors import GroupError
+from aiocoll.group import ProcessGroup
+
+__all__ = ["listed", "pending", "stack", "verdict"]
+
+_HERE = str(Path(__file__).parent)
+
+
+def stack(task: asyncio.Task[Any]) -> str:
+    """Return where `task` waits: the lines of its coroutine and of those it awaits, outermost first.
+
+    `Task.get_stack` knows the outermost coroutine only. Frames of this package are left out.
+    """
+    frames = ((frame, line) for frame, line in _frames(task) if not frame.f_code.co_filename.startswith(_HERE))
+    return "".join(traceback.StackSummary.extract(frames).format()) or "  (not inside the function)\n"
+
+
+def _frames(task: asyncio.Task[Any]) -> Iterator[tuple[FrameType, int]]:
+    awaited: Any = task.get_coro()
+    while awaited is not None:
+        # Coroutines, generators and asynchronous generators name the same two things differently.
+        frame = next((f for name in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(awaited, name, None))), None)
+        if frame is not None:
+            yield frame, frame.f_lineno
+        awaited = next((a for name in ("cr_await", "gi_yieldfrom", "ag_await") if (a := getattr(awaited, name, None))), None)
+
+
+def pending(pg: ProcessGroup | None) -> str:
+    """Return the operations that `pg` has in flight, as one line."""
+    if pg is None:
+        return "  the group is not formed\n"
+    works = ", ".join(map(repr, pg.pending()))
+    return f"  pending: {works or 'no operation'}\n"
+
+
+def verdict(failures: Mapping[int, BaseException], world_size: int) -> BaseException:
+    """Return the first failure, with notes that name its rank and the failures of others.
+
+    Args:
+        failures: by rank, the first one first.
+        world_size: number of ranks.
+    """
+    first, error = next(iter(failures.items()))
+    error.add_note(f"rank {first} of {world_size} failed first")
+    for rank, other in failures.items():
+        if rank != first and not _follows(other):
+            error.add_note(f"rank {rank} of {world_size} failed too: {type(other).__name__}: {other}")
+    return error
+
+
+def _follows(error: BaseException) -> bool:
+    """Whether `error` only says that another rank has failed."""
+    return isinstance(error, GroupError | asyncio.CancelledError)
+
+
+def listed(ranks: list[int]) -> str:
+    """Return ``rank 1`` or ``ranks 0, 2 and 3``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -1,0 +1,144 @@
+"""A virtual clock: an event loop on which time passes only when nothing else can happen.
+
+Timeouts of minutes pass in milliseconds, and a run is a function of its seed: the same seed gives the same order of
+events, down to each frame. Only what lives in the loop can be simulated: ranks are tasks with links in memory; threads
+are refused, since the clock would run away from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import selectors
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+from aiocoll.options import GroupOptions
+from aiocoll.runtime import Runtime
+from aiocoll.testing.ranks import run_ranks
+
+__all__ = ["VirtualLoop", "VirtualRuntime", "run_virtual"]
+
+R = TypeVar("R")
+
+#: Seconds that one reading of `Runtime.ticks` takes: work is bounded by counting, in some dozens of readings per
+#: callback, so pauses and yields are part of what is tested.
+TICK = 10e-6
+
+
+def run_virtual(
+    world_size: int,
+    fn: Callable[..., Awaitable[R]],
+    *args: Any,
+    seed: int = 0,
+    latency: tuple[float, float] | None = None,
+    options: GroupOptions | None = None,
+    timeout: float | timedelta | None = 3600.0,
+) -> list[R]:
+    """Run ``await fn(pg, *args)`` on `world_size` ranks on a fresh virtual loop, to its end; see `run_ranks`.
+
+    Args:
+        world_size: number of ranks.
+        fn: what every rank runs.
+        args: further arguments, the same objects for every rank.
+        seed: of all randomness.
+        latency: shortest and longest time in seconds a frame may take; its links are still first in, first out. None:
+            frames arrive in the next turn of the loop, and the ranks see each other's memory.
+        options: of the groups.
+        timeout: virtual seconds for everything. When all ranks wait for each other, it is over at once.
+    """
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(seed, latency)) as runner:
+        return runner.run(run_ranks(world_size, fn, *args, options=options, timeout=timeout))
+
+
+class VirtualRuntime(Runtime):
+    """The seeded randomness and the clock of a `VirtualLoop`; shared by its ranks."""
+
+    may_spin = False
+    may_listen = False
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__(loop)
+        self.ticks = loop.tick
+        self.latency = loop.latency
+        self.random_bytes = loop.random.randbytes  # type: ignore[method-assign]
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop on a virtual clock that starts at 0.
+
+    Args:
+        seed: of `random`.
+        latency: shortest and longest time of a frame in seconds, or None.
+
+    Attributes:
+        random: the randomness of everything on this loop.
+    """
+
+    aiocoll_runtime = VirtualRuntime
+
+    def __init__(self, seed: int = 0, latency: tuple[float, float] | None = None) -> None:
+        if latency is not None and not 0 <= latency[0] <= latency[1]:
+            raise ValueError(f"latency={latency}: give the shortest and the longest time in seconds")
+        self.random = random.Random(seed)
+        self._now = 0.0
+        self._ticks = 0
+        self._range = latency
+        super().__init__(_Jumping(self))
+
+    def time(self) -> float:
+        """Return the virtual time in seconds."""
+        return self._now
+
+    def tick(self) -> float:
+        """Return a time that passes with each reading."""
+        self._ticks += 1
+        return self._ticks * TICK
+
+    @property
+    def latency(self) -> Callable[[int, int], float] | None:
+        """How long the next frame from one rank to another takes."""
+        if self._range is None:
+            return None
+        shortest, longest = self._range
+        return lambda source, target: self.random.uniform(shortest, longest)
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:
+        """Refuse: a virtual clock does not wait for threads."""
+        raise RuntimeError(f"{func!r} cannot run in a thread on a virtual clock: use run_ranks for that")
+
+    def jump(self, seconds: float | None) -> None:
+        """Let the time pass until the next timer."""
+        if seconds is None:
+            raise RuntimeError("deadlock: every task on the virtual clock waits, and no timer is set")
+        self._now += seconds
+
+
+class _Jumping(selectors.BaseSelector):
+    """A selector that never waits: the clock of `loop` jumps instead."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+        self._selector = selectors.DefaultSelector()
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        return self._selector.register(fileobj, events, data)
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        return self._selector.unregister(fileobj)
+
+    def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        return self._selector.modify(fileobj, events, data)
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = self._selector.select(0)
+        if not ready and timeout != 0:
+            self._loop.jump(timeout)
+        return ready
+
+    def close(self) -> None:
+        self._selector.close()
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        return self._selector.get_map()

@@ -1,0 +1,363 @@
+"""`aiocoll run` as a user meets it: real processes, their output, signals and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aiocoll.cli import main, supervise
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Launch
+
+WAIT = "import signal\nprint('ready')\nsignal.pause()\n"
+
+
+def last_line(text: str) -> str:
+    return text.splitlines()[-1]
+
+
+def test_each_rank_gets_its_place(launch: Launch) -> None:
+    done = launch("-n", 3, script="import os, json; print(json.dumps(dict(os.environ)))").finish()
+    assert done.returncode == 0
+    assert done.stderr == ""
+    lines = sorted(done.stdout.splitlines())
+    ranks = [json.loads(line.removeprefix(f"[{rank}] ")) for rank, line in enumerate(lines)]
+    assert len(ranks) == 3
+    for rank, env in enumerate(ranks):
+        assert (env["RANK"], env["WORLD_SIZE"]) == (str(rank), "3")
+        assert (env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]) == (str(rank), "3")
+        assert (env["NODE_RANK"], env["GROUP_RANK"]) == ("0", "0")
+        assert (env["MASTER_ADDR"], env["AIOCOLL_STORE"]) == ("127.0.0.1", "launcher")
+        assert int(env["MASTER_PORT"]) > 0
+        assert "AIOCOLL_JOB_KEY" not in env
+    assert len({(env["MASTER_PORT"], env["AIOCOLL_JOB_ID"]) for env in ranks}) == 1
+
+
+def test_arguments_go_to_the_script_untouched(launch: Launch) -> None:
+    done = launch(
+        "-n", 1, script="import sys; print(sys.argv[1:])", args=("--lr", "0.1", "-n", "7", "--", "x y")
+    ).finish()
+    assert done.stdout == "[0] ['--lr', '0.1', '-n', '7', '--', 'x y']\n"
+
+
+def test_a_module_runs_as_python_would(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    done = launch("-n", 2, "-m", "program", "--flag").finish()
+    assert sorted(done.stdout.splitlines()) == ["[0] __main__ ['--flag']", "[1] __main__ ['--flag']"]
+
+
+def test_output_is_prefixed_line_by_line_and_keeps_its_stream(launch: Launch) -> None:
+    script = """
+        import os, sys
+        rank = int(os.environ["RANK"])
+        for i in range(200):
+            print(f"out {rank} {i}")
+            print(f"err {rank} {i}", file=sys.stderr)
+        os.write(1, b"\\n\\xff\\r!\\nno newline at the end")
+    """
+    done = launch("-n", 3, script=script, text=False).finish()
+    for name, stream in (("out", done.stdout), ("err", done.stderr)):
+        lines = stream.split(b"\n")
+        assert lines.pop() == b""
+        for rank in range(3):
+            mine = [line for line in lines if line.startswith(b"[%d] " % rank)]
+            assert mine[:200] == [f"[{rank}] {name} {rank} {i}".encode() for i in range(200)]
+            tail = [b"[%d] " % rank, b"[%d] \xff\r!" % rank, b"[%d] no newline at the end" % rank]
+            assert mine[200:] == (tail if name == "out" else [])
+
+
+def test_a_line_without_end_is_cut(launch: Launch) -> None:
+    done = launch("-n", 1, script="print('x' * 200_000)").finish()
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4
+    assert all(line.startswith("[0] x") for line in lines)
+    assert sum(len(line) - len("[0] ") for line in lines) == 200_000
+
+
+def test_the_first_failure_stops_the_others_and_is_what_the_user_sees_last(launch: Launch) -> None:
+    script = """
+        import os, signal, sys
+        fd = os.open(sys.argv[1], os.O_RDWR)
+        if os.environ["RANK"] == "2":
+            for _ in range(3):  # the others are ready
+                os.read(fd, 1)
+            sys.exit(3)
+        signal.signal(signal.SIGTERM, lambda *_: (print("told to stop"), sys.exit(5)))
+        os.write(fd, b".")
+        while True:
+            signal.pause()
+    """
+    os.mkfifo(launch.path / "fifo")
+    done = launch("-n", 4, script=script, args=(launch.path / "fifo",)).finish()
+    assert done.returncode == 3
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] told to stop" for rank in (0, 1, 3)]
+    assert last_line(done.stderr) == "aiocoll run: rank 2 exited with code 3"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 137), (signal.SIGSEGV, 139), (signal.SIGTERM, 143)])
+def test_a_killed_rank_is_named_with_its_signal(launch: Launch, number: signal.Signals, code: int) -> None:
+    script = (
+        "import os, signal\nif os.environ['RANK'] == '1': os.kill(os.getpid(), int(os.environ['N']))\nsignal.pause()"
+    )
+    done = launch("-n", 2, script=script, env={"N": str(int(number))}).finish()
+    assert done.returncode == code
+    assert last_line(done.stderr) == f"aiocoll run: rank 1 was killed by {number.name}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="numbers of real-time signals")
+def test_a_signal_without_a_name_is_given_by_number(launch: Launch) -> None:
+    done = launch("-n", 1, script="import os; os.kill(os.getpid(), 40)").finish()
+    assert done.returncode == 168
+    assert last_line(done.stderr) == "aiocoll run: rank 0 was killed by signal 40"
+
+
+def test_an_uncaught_exception_is_shown_with_its_rank(launch: Launch) -> None:
+    done = launch("-n", 1, script="raise ValueError('no good')").finish()
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-2:] == ["[0] ValueError: no good", "aiocoll run: rank 0 exited with code 1"]
+
+
+def test_ranks_that_will_not_stop_are_killed(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervise, "GRACE", 0.1)
+    script = launch.write("""
+        import os, signal, sys
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)
+        fd = os.open(sys.argv[1], os.O_RDWR)
+        if os.environ["RANK"] == "0":
+            os.read(fd, 1)
+            sys.exit(9)
+        os.write(fd, b".")
+        while True:
+            signal.pause()
+    """)
+    os.mkfifo(launch.path / "fifo")
+    assert main.main(["run", "-n", "2", script, str(launch.path / "fifo")]) == 9
+    assert last_line(capfd.readouterr().err) == "aiocoll run: rank 0 exited with code 9"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_are_forwarded_and_end_the_launcher_as_people_expect(launch: Launch, number: signal.Signals) -> None:
+    job = launch("-n", 2, script=WAIT)
+    job.read("[0] ready", "[1] ready")
+    job.process.send_signal(number)
+    done = job.finish()
+    assert done.returncode == 128 + number
+    assert last_line(done.stderr) == f"aiocoll run: stopped by {number.name}"
+
+
+HANDLES = """
+    import os, signal, sys
+    seen = []
+    def on_signal(number, frame):
+        seen.append(signal.Signals(number).name)
+        print(seen[-1])
+        if number == signal.SIGTERM:
+            print(*seen)
+            os._exit(0)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    print("ready")
+    while True:
+        signal.pause()
+"""
+
+
+def test_ctrl_c_in_a_terminal_reaches_each_rank_once(launch: Launch) -> None:
+    terminal, slave = pty.openpty()
+    adopt = f"import os, sys; os.open({os.ttyname(slave)!r}, os.O_RDWR); os.execv(sys.argv[1], sys.argv[1:])"
+    job = launch("-n", 2, script=HANDLES, before=(sys.executable, "-c", adopt), start_new_session=True)
+    try:
+        job.read("[0] ready", "[1] ready")
+        os.write(terminal, b"\x03")
+        job.read("[0] SIGINT", "[1] SIGINT")
+        job.process.terminate()
+        done = job.finish()
+    finally:
+        os.close(terminal)
+        os.close(slave)
+    assert done.returncode == 0, "every rank took the signals well"
+    assert sorted(line for line in done.stdout.splitlines() if " SIGINT" in line) == [
+        "[0] SIGINT SIGTERM",
+        "[1] SIGINT SIGTERM",
+    ]
+
+
+def test_a_second_ctrl_c_kills(launch: Launch) -> None:
+    job = launch("-n", 2, script=HANDLES)
+    job.read("[0] ready", "[1] ready")
+    job.process.send_signal(signal.SIGINT)
+    job.read("[0] SIGINT", "[1] SIGINT")
+    job.process.send_signal(signal.SIGINT)
+    done = job.finish()
+    assert done.returncode == 130
+    assert last_line(done.stderr) == "aiocoll run: stopped by SIGINT"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a process to its parent")
+def test_ranks_die_with_a_killed_launcher(launch: Launch) -> None:
+    job = launch("-n", 2, script="import os\nprint('pid', os.getpid())\n" + WAIT)
+    job.read("[0] ready", "[1] ready")
+    fds = [os.pidfd_open(int(pid)) for pid in re.findall(r"pid (\d+)", job.seen)]
+    assert len(fds) == 2
+    try:
+        job.process.kill()
+        job.process.wait(10)
+        for fd in fds:
+            assert select.select([fd], [], [], 10)[0] == [fd], "a rank outlived its launcher"
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="watches it by a pidfd")
+def test_a_process_that_a_rank_left_behind_does_not_hold_the_launcher(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervise, "DRAIN", 0.1)
+    script = launch.write("""
+        import subprocess, sys
+        left = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        print(left.pid)
+        left.returncode = 0  # no warning about it
+    """)
+    assert main.main(["run", "-n", "1", script]) == 0
+    pid = int(capfd.readouterr().out.removeprefix("[0] "))
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([fd], [], [], 10)[0] == [fd], "it was not killed"
+    finally:
+        os.close(fd)
+
+
+def test_a_reader_that_leaves_ends_the_job(launch: Launch) -> None:
+    job = launch("-n", 2, script="while True: print('more')")
+    job.read("[0] more")
+    assert job.process.stdout is not None
+    job.process.stdout.close()
+    assert job.process.wait(20) == 141
+    assert job.process.stderr is not None
+    assert job.process.stderr.read().splitlines() == ["aiocoll run: stopped by SIGPIPE"]
+
+
+KEY = """
+    import hashlib, os
+    from aiocoll.options import job_key
+    start = open("/proc/self/environ", "rb").read() + open("/proc/self/cmdline", "rb").read()
+    key = job_key(os.environ, None)
+    for form in (key, key.hex().encode()):
+        assert form not in start
+    assert "AIOCOLL_JOB_KEY_FD" not in os.environ and "AIOCOLL_JOB_KEY_FILE" not in os.environ
+    print(len(key), hashlib.sha256(key).hexdigest())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_job_key_comes_by_a_pipe_and_by_nothing_else(launch: Launch, tmp_path: Path) -> None:
+    def keys(*args: Any, **kwargs: Any) -> set[str]:
+        done = launch("-n", 2, *args, script=KEY, **kwargs).finish()
+        assert done.returncode == 0, done.stderr
+        return {line[len("[0] ") :] for line in done.stdout.splitlines()}
+
+    (made,) = keys()
+    assert made.startswith("32 ")
+    assert keys() != {made}
+    file = tmp_path / "job.key"
+    file.write_text("from a file, 25 characters\n")
+    file.chmod(0o600)
+    (read,) = keys("--job-key-file", file)
+    assert read.startswith("26 ")
+    assert keys(env={"AIOCOLL_JOB_KEY": "from a file, 25 characters"}) == {read}
+    assert keys(env={"AIOCOLL_JOB_KEY_FILE": str(file)}) == {read}
+
+
+MEET = """
+    import asyncio, os
+    from aiocoll.options import job_key
+    from aiocoll.store import TCPStore
+    async def main():
+        key = job_key(os.environ, None)
+        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        async with TCPStore(*where, key=key, job=os.environ["AIOCOLL_JOB_ID"]) as store:
+            await store.set(os.environ["RANK"], os.environ["NODE_RANK"].encode())
+            print(*(await store.multi_get(list(map(str, range(int(os.environ["WORLD_SIZE"])))))))
+            await store.set("done" + os.environ["RANK"], b"")
+            await store.wait(["done" + str(rank) for rank in range(int(os.environ["WORLD_SIZE"]))])
+    asyncio.run(main())
+"""
+
+
+def test_the_launcher_holds_the_store(launch: Launch) -> None:
+    done = launch("-n", 3, script=MEET).finish()
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] b'0' b'0' b'0'" for rank in range(3)], done.stderr
+
+
+def test_several_hosts_meet_at_host_0(launch: Launch, tmp_path: Path, unused_tcp_port: int) -> None:
+    file = tmp_path / "job.key"
+    file.write_text("0123456789abcdef")
+    file.chmod(0o600)
+    where = ("--nnodes", 2, "--master-addr", "127.0.0.1", "--master-port", unused_tcp_port, "--job-key-file", file)
+    other = launch("-n", 2, "--node-rank", 1, *where, script=MEET)
+    done = launch("-n", 2, *where, script=MEET).finish()
+    assert sorted(done.stdout.splitlines()) == ["[0] b'0' b'0' b'1' b'1'", "[1] b'0' b'0' b'1' b'1'"], done.stderr
+    assert sorted(other.finish().stdout.splitlines()) == ["[2] b'0' b'0' b'1' b'1'", "[3] b'0' b'0' b'1' b'1'"]
+
+
+USAGE = [
+    (["script"], "the following arguments are required: -n/--nproc"),
+    (["-n", "0", "script"], "argument -n/--nproc: 0 is not a positive number"),
+    (["-n", "x", "script"], "argument -n/--nproc: invalid"),
+    (["-n", "2"], "the following arguments are required: SCRIPT"),
+    (["-n", "2", "absent.py"], r"absent\.py: no such file \(-m runs a module\)"),
+    (["-n", "2", "--node-rank", "1", "script"], "--node-rank 1: must be from 0 to 0, one less than --nnodes"),
+    (["-n", "2", "--nnodes", "2", "script"], "--master-addr: needed with several hosts"),
+    (["-n", "2", "--nnodes", "2", "--master-addr", "h", "script"], "pass --job-key-file job.key"),
+    (["-n", "2", "--master-port", "65536", "script"], "--master-port 65536: must be from 1 to 65535"),
+    (["-n", "2", "--nnodes", "2", "--master-addr", "h", "--master-port", "0", "script"], "--master-port 0: must be"),
+    (["-n", "2", "--job-key-file", "absent", "script"], "--job-key-file='absent': cannot be opened"),
+]
+
+
+@pytest.mark.parametrize(("args", "message"), USAGE, ids=[str(i) for i in range(len(USAGE))])
+def test_bad_usage_is_explained(
+    args: list[str], message: str, launch: Launch, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AIOCOLL_JOB_KEY", "AIOCOLL_JOB_KEY_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    script = launch.write("")
+    with pytest.raises(SystemExit) as caught:
+        main.main(["run", *(script if arg == "script" else arg for arg in args)])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert re.search(f"^aiocoll run: error: .*{message}", error, re.MULTILINE), error
+
+
+def test_a_taken_port_is_explained(launch: Launch, capsys: pytest.CaptureFixture[str], unused_tcp_port: int) -> None:
+    with socket.create_server(("127.0.0.1", unused_tcp_port)):
+        assert main.main(["run", "-n", "1", "--master-port", str(unused_tcp_port), launch.write("")]) == 1
+    assert f"aiocoll run: the store cannot listen on 127.0.0.1:{unused_tcp_port}" in capsys.readouterr().err
+
+
+def test_no_command_and_help_say_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main.main([])
+    assert "the following arguments are required: COMMAND" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        main.main(["run", "--help"])
+    assert "aiocoll run -n N [options] (SCRIPT | -m MODULE) [ARG ...]" in capsys.readouterr().out

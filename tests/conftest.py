@@ -1,0 +1,85 @@
+"""What every test runs under: the chosen event loop, and nothing left behind.
+
+`AIOCOLL_TEST_LOOP` chooses the loop: ``asyncio`` (the default) or ``uvloop``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import pytest
+
+_FDS = Path("/proc/self/fd")
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Give pytest-asyncio the loop that `AIOCOLL_TEST_LOOP` names."""
+    return _loop_factories(os.environ.get("AIOCOLL_TEST_LOOP", "asyncio"))
+
+
+@cache
+def _loop_factories(chosen: str) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    if chosen == "asyncio":
+        return {chosen: asyncio.new_event_loop}
+    if chosen == "uvloop":
+        import uvloop
+
+        # The first loop of a process opens a pipe that libuv keeps for good: not a leak of the first test.
+        uvloop.new_event_loop().close()
+        return {chosen: uvloop.new_event_loop}
+    raise pytest.UsageError(f"AIOCOLL_TEST_LOOP={chosen!r}: must be asyncio or uvloop")
+
+
+def _open_files() -> dict[str, str]:
+    """Return what each file descriptor of this process is; {} where there is no way to tell."""
+    found = {}
+    if _FDS.exists():
+        for fd in os.listdir(_FDS):
+            with suppress(OSError):  # the one that listed the others
+                found[fd] = os.readlink(_FDS / fd)
+    # multiprocessing keeps one pipe for the life of the process, from its first use on.
+    found.pop(str(getattr(resource_tracker._resource_tracker, "_fd", None)), None)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """No test leaves a thread or an open file; set up before and torn down after the loop of the test."""
+    threads, files = set(threading.enumerate()), _open_files()
+    yield
+    if _leaks(threads, files):
+        gc.collect()  # what only a cycle keeps is no leak; collecting after every test would take minutes
+    assert not (left := _leaks(threads, files)), f"the test left behind: {left}"
+
+
+def _leaks(threads: set[threading.Thread], files: Mapping[str, str]) -> list[str]:
+    return [
+        *(f"thread {thread.name}" for thread in threading.enumerate() if thread not in threads),
+        *(f"file {what}" for fd, what in _open_files().items() if files.get(fd) != what),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _no_task_left_behind(_nothing_left_behind: None, request: pytest.FixtureRequest) -> None:
+    """No coroutine test leaves a task; this one goes through `_finished_tasks`, which needs a loop."""
+    if inspect.iscoroutinefunction(getattr(request, "function", None)):
+        request.getfixturevalue("_finished_tasks")
+
+
+@pytest.fixture
+async def _finished_tasks() -> AsyncIterator[None]:
+    """Set up before the other fixtures of a test, so it looks when they have cleaned up."""
+    yield
+    # One turn for what the test ended by cancelling, or closed, to end.
+    await asyncio.sleep(0)
+    left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    assert not left, f"the test left tasks running: {left}"

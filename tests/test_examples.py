@@ -1,0 +1,55 @@
+"""What a newcomer tries first does what it says: the program in the README, and the demo."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+#: Seconds; the demo takes a few, on a loaded machine some more.
+LIMIT = 120
+
+
+def run(ranks: int, script: Path) -> list[str]:
+    """Return the lines that the ranks of `script` print, sorted: they come in any order."""
+    # Debug mode is for our own tests: here it would slow the loop that is being measured.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONASYNCIODEBUG"}
+    done = subprocess.run(
+        [sys.executable, "-m", "aiocoll", "run", "-n", str(ranks), str(script)],
+        env=environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return sorted(done.stdout.splitlines())
+
+
+def test_the_readme_program_prints_what_the_readme_says(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    program = next(text for language, text in blocks if language == "python")
+    shown = next(text for language, text in blocks if language == "text")
+    command = next(text for language, text in blocks if "hello.py" in text and language == "sh")
+    script = tmp_path / "hello.py"
+    script.write_text(program)
+    assert command == ".venv/bin/aiocoll run -n 2 hello.py\n"
+    assert run(2, script) == shown.splitlines()
+
+
+def test_the_demo_learns_the_same_on_every_rank() -> None:
+    pytest.importorskip("sklearn")
+    lines = run(2, ROOT / "examples" / "allreduce.py")
+    found = [match.groups() for line in lines if (match := re.search(r"weights (\w+); accuracy (0\.\d+)", line))]
+    assert len(found) == 2
+    assert found[0] == found[1]
+    assert float(found[0][1]) > 0.9
+    sizes = [int(line.split()[1]) for line in lines if re.fullmatch(r"\[0\] +\d+( +[\d.]+){3}", line)]
+    assert min(sizes) == 8
+    assert max(sizes) == 16 << 20
