@@ -57,6 +57,12 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "encryption": ("auto", "none", "tls"),
     "debug": ("off", "detail"),
 }
+# Asking for one of these and going on without it would be worse than refusing.
+_NOT_BUILT: Mapping[str, str] = {
+    "shm": "shared memory is not built yet; use 'auto' or 'unix' between ranks of one host",
+    "tls": "encryption is not built yet; use 'auto' and a network you trust, or a tunnel",
+    "detail": "comparing before data moves is not built yet; use 'off', which finds mismatches too",
+}
 _TRUTH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 _DEFAULTS: Mapping[str, Any] = {
     "transport": "auto",
@@ -166,10 +172,8 @@ def _check_choice(option: str) -> Callable[[str, Any], None]:
     def check(label: str, value: Any) -> None:
         if value not in allowed:
             raise ValueError(f"{label}={value!r}: must be one of {', '.join(map(repr, allowed))}")
-        if value == "shm":
-            raise BackendUnavailableError(
-                f"{label}={value!r}: shared memory is not built yet; use 'auto' or 'unix' between ranks of one host"
-            )
+        if value in _NOT_BUILT:
+            raise BackendUnavailableError(f"{label}={value!r}: {_NOT_BUILT[value]}")
 
     return check
 

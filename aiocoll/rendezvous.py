@@ -38,7 +38,7 @@ def register_backend(name: str, factory: Callable[..., Any], devices: Iterable[s
     _backends[name] = factory, tuple(devices)
 
 
-class new_group:  # noqa: N801 - called like a function
+class new_group:
     """Make a group of all ranks. Await it, or use it in ``async with``, which closes the group.
 
     Args:

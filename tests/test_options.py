@@ -37,10 +37,9 @@ def test_defaults() -> None:
         ("transport", "tcp", "tcp", "unix"),
         ("interface", "eth0", "eth0", "lo"),
         ("bind", "any", "any", "10.0.0.1"),
-        ("encryption", "none", "none", "tls"),
+        ("encryption", "none", "none", "auto"),
         ("spin_us", "0", 0.0, 7),
         ("warn_after", "inf", math.inf, 1.5),
-        ("debug", "detail", "detail", "off"),
         ("allow_pickle", "1", True, False),
         ("allow_pickle", "No", False, True),
         ("host_id", "a", "a", "b"),
@@ -58,7 +57,7 @@ def test_an_explicit_none_beats_the_environment() -> None:
 
 
 def test_resolving_twice_changes_nothing() -> None:
-    options = GroupOptions.resolve(GroupOptions(job_key=KEY), {"AIOCOLL_DEBUG": "detail"})
+    options = GroupOptions.resolve(GroupOptions(job_key=KEY), {"AIOCOLL_TRANSPORT": "tcp"})
     assert GroupOptions.resolve(options, {}) == options
     assert options.job_key == KEY
 
@@ -92,13 +91,19 @@ def test_unusable_variables_are_named(variable: str, text: str, allowed: str) ->
     assert text in str(caught.value)
 
 
-def test_shared_memory_is_not_there_yet() -> None:
-    with pytest.raises(
-        BackendUnavailableError, match=r"AIOCOLL_TRANSPORT='shm': shared memory .* use 'auto' or 'unix'"
-    ):
-        GroupOptions.resolve(None, {"AIOCOLL_TRANSPORT": "shm"})
-    with pytest.raises(BackendUnavailableError, match="transport='shm': shared memory"):
-        GroupOptions(transport="shm")
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("transport", "shm", "shared memory .* use 'auto' or 'unix'"),
+        ("encryption", "tls", "encryption .* use 'auto'"),
+        ("debug", "detail", "comparing .* use 'off'"),
+    ],
+)
+def test_what_is_not_built_is_refused_rather_than_ignored(name: str, value: str, message: str) -> None:
+    with pytest.raises(BackendUnavailableError, match=f"AIOCOLL_{name.upper()}='{value}': {message}"):
+        GroupOptions.resolve(None, {f"AIOCOLL_{name.upper()}": value})
+    with pytest.raises(BackendUnavailableError, match=f"{name}='{value}': {message}"):
+        GroupOptions(**{name: value})
 
 
 @pytest.mark.parametrize(

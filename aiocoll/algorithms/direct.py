@@ -48,7 +48,7 @@ def allreduce(rank: int, world_size: int, count: int) -> Program:
 
 
 def exchange(rank: int, world_size: int, count: int) -> Program:
-    """Send the tensor (buffer 0) to the one other rank and reduce it with what arrives, the lower rank's on the left."""
+    """Send the tensor (buffer 0) to the other rank and reduce it with what arrives, the lower rank's on the left."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     if world_size != 2:

@@ -91,13 +91,7 @@ class Channel:
             True if it has left; False if the link keeps a part, and `sent` will tell; None if it has to be queued.
         """
         link = self.link
-        if (
-            link is None
-            or total > SEGMENT
-            or self._queue
-            or self._unasked + total > LINK_WINDOW
-            or not link.writable
-        ):
+        if link is None or total > SEGMENT or self._queue or self._unasked + total > LINK_WINDOW or not link.writable:
             return None
         header = _pack(_DATA, EAGER, step, operation.group.id, operation.id, operation.fingerprint, 0, total, total)
         self._unasked += total
@@ -263,11 +257,8 @@ class Channel:
             self._endpoint.control.heard(self.peer, payload, direct=True)
             return
         group = self._endpoint.groups.get(header[3])
-        if group is None:
-            consumed = self._endpoint.early(self, header, payload)
-        else:
-            consumed = group.frame(self, header, payload)
-        if consumed and header[1] & EAGER:
+        take = self._endpoint.early if group is None else group.frame
+        if take(self, header, payload) and header[1] & EAGER:
             self.consume(header[7])
 
     def consume(self, nbytes: int) -> None:

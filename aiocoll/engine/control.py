@@ -1,18 +1,21 @@
 """The control plane of an endpoint: a star of eager links to the lowest rank that is there, the hub.
 
 Small msgpack maps: who has left, what has failed, who waits for whom. A message between two ranks that have no link
-goes through the hub; what concerns everybody is flooded by it. A broken control link is how a death is noticed.
+goes through the hub; what concerns everybody is flooded by it. A broken control link is how a death is noticed, so a
+rank that ends first makes sure that all others know: it tells the hub, which passes it on and answers; the hub itself
+waits until every other rank is linked to it, and tells them all.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from aiocoll.errors import ProtocolError
+from aiocoll.errors import AiocollError, ProtocolError
 from aiocoll.handshake import ConnKind
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import HEADER, FrameKind, Header
@@ -22,7 +25,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Control", "Note", "send_note"]
 
+logger = logging.getLogger("aiocoll")
+
 Note = dict[str, Any]
+
+#: Seconds for which the hub lets others end before it does: ranks that end together are spared a row of new hubs.
+PATIENCE = 0.05
+#: Seconds after which a rank ends whether or not all others have heard of it.
+PARTING = 1.0
 
 
 class Control:
@@ -34,6 +44,9 @@ class Control:
         self._gone: set[int] = set()
         self._backlog: list[tuple[int, Note]] = []
         self._formed: asyncio.Future[None] = endpoint.loop.create_future()
+        self._parting: asyncio.Future[None] | None = None
+        self._patient = True
+        self._told: int | None = None
 
     @property
     def links(self) -> list[Link]:
@@ -70,6 +83,7 @@ class Control:
         backlog, self._backlog = self._backlog, []
         for rank, note in backlog:
             self.tell(rank, note)
+        self._part()
 
     # -- saying
 
@@ -82,7 +96,7 @@ class Control:
             hub = self.hub
             if hub in self._links:
                 send_note(self._links[hub], {"t": "relay", "to": rank, "note": note})
-            elif hub != self._endpoint.rank:
+            else:
                 self._backlog.append((rank, note))
 
     def flood(self, note: Note, ranks: Sequence[int]) -> None:
@@ -91,10 +105,23 @@ class Control:
             if rank != self._endpoint.rank:
                 self.tell(rank, note)
 
+    async def part(self) -> None:
+        """Let all other ranks know that this one ends, or will be told by `goodbye`; give up after a while."""
+        self._parting = self._endpoint.loop.create_future()
+        call_later = self._endpoint.runtime.call_later
+        timers = call_later(PATIENCE, self._lose_patience), call_later(PARTING, self._parted)
+        self._part()
+        try:
+            await self._parting
+        finally:
+            for timer in timers:
+                timer.cancel()
+
     def goodbye(self) -> None:
         """Tell every peer with a link that this rank ends its side in order."""
         for link in self.links:
-            send_note(link, {"t": "end"})
+            if link.peer != self._told:
+                send_note(link, {"t": "end"})
 
     # -- hearing: the sink of control links
 
@@ -116,6 +143,7 @@ class Control:
         self._links.pop(peer, None)
         if peer in self._gone:
             return
+        self._gone.add(peer)
         self._endpoint.died(peer, f"its control connection broke ({error or 'closed without a goodbye'})")
         if was_hub:
             self._succeed_hub()
@@ -142,7 +170,12 @@ class Control:
         elif kind == "end":
             endpoint.channel(peer).ended = True
             if not direct:
-                self._ended(peer)
+                self._heard_end(peer)
+        elif kind == "ended":
+            endpoint.channel(note["rank"]).ended = True
+            self._ended(note["rank"])
+        elif kind == "known":
+            self._parted()
         elif kind == "bye":
             endpoint.departed(peer, note["g"], direct)
         elif kind == "died":
@@ -157,17 +190,58 @@ class Control:
     def gone(self, rank: int) -> None:
         """The rank has died: nothing is sent to it."""
         self._gone.add(rank)
+        self._part()
+
+    def _heard_end(self, peer: int) -> None:
+        """A rank that is not the hub tells only the hub, so that one tells the others."""
+        was_hub = peer == self.hub
+        self._ended(peer)
+        if not was_hub:
+            self.flood({"t": "ended", "rank": peer}, range(self._endpoint.world_size))
+            if peer in self._links:
+                send_note(self._links[peer], {"t": "known"})
 
     def _ended(self, peer: int) -> None:
         was_hub = peer == self.hub
         self._gone.add(peer)
         if was_hub:
             self._succeed_hub()
+        self._part()
+
+    def _part(self) -> None:
+        """Take the next step to the end, if this rank is on its way there."""
+        if self._parting is None or self._parting.done():
+            return
+        rank, hub = self._endpoint.rank, self.hub
+        others = set(range(self._endpoint.world_size)) - self._gone - {rank}
+        if not others:
+            self._parted()
+        elif rank == hub:
+            if not self._patient and others <= self._links.keys():
+                self._parted()
+        elif hub in self._links and self._told != hub:
+            self._told = hub
+            send_note(self._links[hub], {"t": "end"})
+
+    def _lose_patience(self) -> None:
+        self._patient = False
+        self._part()
+
+    def _parted(self) -> None:
+        if self._parting is not None and not self._parting.done():
+            self._parting.set_result(None)
 
     def _succeed_hub(self) -> None:
         endpoint = self._endpoint
         if not endpoint.closed and self.hub != endpoint.rank and self.hub not in self._links:
-            endpoint.spawn(self._dial(), "aiocoll control")
+            endpoint.spawn(self._redial(), "aiocoll control")
+
+    async def _redial(self) -> None:
+        try:
+            await self._dial()
+        except (OSError, AiocollError) as error:
+            # The next hub may be leaving as well; if it has died, whoever is linked to it will tell.
+            logger.debug("rank %d did not reach the next hub: %s", self._endpoint.rank, error)
 
     async def _dial(self) -> None:
         hub = self.hub

@@ -138,8 +138,8 @@ class Diagnosis:
                 reports[rank] = "which has not answered"
                 self._tell(rank, {"t": "query", "op": op})
         missing = [(rank, words) for rank, words in reports.items() if isinstance(words, str)]
-        for rank, description in list(reports.items()):
-            if isinstance(description, dict):
+        for rank, known in list(reports.items()):
+            if isinstance(known, dict):
                 self._tell(rank, {"t": "status", "op": op, "missing": missing})
 
     def _last(self) -> str:

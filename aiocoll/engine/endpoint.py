@@ -240,6 +240,7 @@ class Endpoint:
         """Hand over what is queued, say goodbye, wait for the peers to end too, for at most `LINGER` seconds."""
         if self.closed:
             return
+        await self.control.part()
         self.closed = True
         self.watch.close()
         for task in list(self._tasks):

@@ -28,6 +28,8 @@ FOLD_FLOOR = 2048
 # Looked up once: an enum member costs more to reach than to compare.
 _SEND, _RECV, _COMBINE, _COPY, _SCALE = Verb.SEND, Verb.RECV, Verb.COMBINE, Verb.COPY, Verb.SCALE
 _NOTHING = memoryview(b"")
+# What a complete action waits for; bytes do not tell, since a message may have none.
+_COMPLETE = -1
 
 Array = NDArray[Any]
 
@@ -70,8 +72,8 @@ class Exchange(Operation):
         super().__init__(group, identity, plan.fingerprint, plan.terms, shape, work, timeout)
         self._plan = plan
         self._result = result
-        for count in plan.scratch:
-            arrays.append(np.empty(count, plan.storage))
+        if plan.scratch:
+            arrays += [np.empty(count, plan.storage) for count in plan.scratch]
         self._arrays = arrays
         self._views: list[memoryview | None] = [None] * len(arrays)
         self._waits = list(plan.after)
@@ -96,11 +98,14 @@ class Exchange(Operation):
 
     def needs(self, peer: int) -> bool:
         """Whether something to or from `peer` is missing."""
-        plan = self._plan
-        return any(
-            action.peer == peer and (self._moved[index] < plan.totals[index] or not plan.totals[index])
-            for index, action in enumerate(plan.program)
-        )
+        return any(action.peer == peer and not self._is_here(index) for index, action in enumerate(self._plan.program))
+
+    def _is_here(self, index: int) -> bool:
+        """Whether all bytes of a message have left, or arrived, be it that they have to wait here."""
+        if self._waits[index] == _COMPLETE:
+            return True
+        early = None if self._early is None else self._early.get(index)
+        return early is not None and sum(length for length, _ in early) == self._plan.totals[index]
 
     # -- arriving
 
@@ -214,6 +219,7 @@ class Exchange(Operation):
             if not self._waits[follower]:
                 self._follow(follower)
         if moved == plan.totals[index]:
+            self._waits[index] = _COMPLETE
             self._remaining -= 1
             for dependent in plan.dependents[index]:
                 self._waits[dependent] -= 1

@@ -99,8 +99,9 @@ class Membership:
             self.operations[operation.id] = operation
             self.history.append((operation.id, now, operation.terms, operation.shape, operation.work.key))
         self.endpoint.watch.entered(operation)
-        if self.left and (gone := [rank for rank in self.left if operation.needs(rank)]):
-            self.endpoint.runtime.call_soon(self._needed, operation, gone[0])
+        if self.left:
+            # Later: what they sent before they left may be all that is needed.
+            self.endpoint.runtime.call_soon(self._missed, operation)
         operation.enter()
         if self._early and (frames := self._early.pop(operation.id, None)):
             for channel, header, payload in frames:
@@ -144,9 +145,7 @@ class Membership:
             operation.promise(peer)
         return True
 
-    def _frame_without_operation(
-        self, channel: Channel, peer: int, header: Header, payload: memoryview | None
-    ) -> bool:
+    def _frame_without_operation(self, channel: Channel, peer: int, header: Header, payload: memoryview | None) -> bool:
         op = header[4]
         if self.cause is not None:
             return True
@@ -208,14 +207,15 @@ class Membership:
         peer = self.position[rank]
         self.left.add(peer)
         for operation in list(self.pending):
-            if operation.needs(peer):
-                self._needed(operation, peer)
+            self._missed(operation)
 
-    def _needed(self, operation: Operation, peer: int) -> None:
-        if operation.done:
+    def _missed(self, operation: Operation) -> None:
+        """Fail `operation` if it needs a rank that has left."""
+        peer = next((rank for rank in sorted(self.left) if not operation.done and operation.needs(rank)), None)
+        if peer is None:
             return
         error = PeerLostError(
-            f"{operation.work.op} on rank {self.rank} of group {self.name!r} needs rank {peer}, which has left the group",
+            f"{operation.work.op} on rank {self.rank} of group {self.name!r} needs rank {peer}, which has left",
             how="left",
             op=operation.work.op,
             seq=operation.work.key or operation.work.seq,

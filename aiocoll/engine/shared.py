@@ -57,8 +57,9 @@ class Shared(Operation):
         self.advance()
 
     def needs(self, peer: int) -> bool:
-        """Every rank is needed."""
-        return True
+        """Whether a block of `peer` is still to come: what is published outlives the one who did."""
+        assert self.group.arena is not None
+        return self.group.arena.look(peer, self.id, self._stages - 1) is None
 
     def advance(self) -> None:
         """Publish while there are slots, fold what all ranks have published."""

@@ -66,6 +66,7 @@ class MemoryLink:
         self._started = False
         self._closed = False
         self._due = 0.0
+        self._flying: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
         hub.links.append(self)
 
     @property
@@ -120,10 +121,15 @@ class MemoryLink:
         if latency is None:
             runtime.call_soon(call, *args)
             return
-        # Links are first in, first out whatever each frame's own latency.
+        # Links are first in, first out whatever each frame's own latency; timers of the same time are in no order.
         now = runtime.time()
         self._due = max(self._due, now + latency(self._rank, self.peer))
-        runtime.call_later(self._due - now, call, *args)
+        self._flying.append((call, args))
+        runtime.call_later(self._due - now, self._land)
+
+    def _land(self) -> None:
+        call, args = self._flying.popleft()
+        call(*args)
 
     def _arrive(self, header: Header, payload: bytes) -> None:
         if not self._closed:

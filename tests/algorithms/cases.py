@@ -13,7 +13,12 @@ ROOTED = frozenset({"reduce", "broadcast", "gather", "scatter"})
 PER_RANK = frozenset({"allgather", "gather", "scatter", "reduce_scatter"})
 REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter", "scan", "exscan"})
 IN_RANK_ORDER = frozenset({"oneround", "bruck", "pairwise", "linear", "fold"})
-REPEATED = frozenset({"oneround", "bruck"})
+REPEATED = frozenset({"exchange", "oneround", "bruck"})
+
+
+def possible(algorithm: str, world_size: int) -> int:
+    """Return a world size that `algorithm` is for: `world_size`, unless it is for two ranks alone."""
+    return 2 if algorithm == "exchange" else world_size
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,7 @@ def _names(rank: int, buffer: int, count: int) -> list[int]:
 
 def cases(kind: str, algorithm: str, world_size: int) -> Iterator[Case]:
     """Yield what to try: everything with every root up to 6 ranks; above, each count and each root at least once."""
+    world_size = possible(algorithm, world_size)
     counts = sorted({0, 1, max(world_size - 1, 0), world_size, world_size + 1, 97})
     if kind == "barrier":
         counts = [0]

@@ -5,7 +5,7 @@ import pytest
 from aiocoll.algorithms.schedule import Verb
 from aiocoll.algorithms.select import ALGORITHMS, build
 
-from .cases import IN_RANK_ORDER, REDUCING, REPEATED, Case, cases
+from .cases import IN_RANK_ORDER, REDUCING, REPEATED, Case, cases, possible
 from .interpreter import execute
 from .proof import Proof
 
@@ -22,7 +22,8 @@ def test_result_does_not_depend_on_the_order_of_events(kind: str, algorithm: str
         Proof(programs)
         eager = execute(programs, case.memory(), seed=number, rendezvous=False)
         case.check(eager)
-        if number % 3 == 0:
+        # An exchange is for messages that fit the eager window: each rank's send must not wait for the other's receive.
+        if number % 3 == 0 and algorithm != "exchange":
             assert execute(programs, case.memory(), seed=number + 1, rendezvous=True) == eager
 
 
@@ -39,6 +40,7 @@ def test_many_ranks(kind: str, algorithm: str, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 13])
 @pytest.mark.parametrize(("kind", "algorithm"), ONE_PLACE)
 def test_each_element_is_completed_once_or_on_every_rank(kind: str, algorithm: str, world_size: int) -> None:
+    world_size = possible(algorithm, world_size)
     count = 3 * world_size + 1
     counts = tuple(3 + (rank == 0) for rank in range(world_size))
     case = Case(kind, algorithm, world_size, root=world_size - 1, count=count, counts=counts)
