@@ -204,7 +204,7 @@ class Collectives(Launcher):
         self, outputs: Sequence[Any], inputs: Sequence[Any], *, timeout: Timeout = None, key: str | None = None
     ) -> Work[list[Any]]:
         """Send `inputs[r]` to rank r and receive what rank r sends into `outputs[r]`; any counts."""
-        like = view(inputs[0], name="inputs[0]", writable=False) if len(inputs) else _tensor(0.0)
+        like = view(inputs[0], name="inputs[0]", writable=False) if inputs is not None and len(inputs) else _tensor(0.0)
         sources = self._blocks(inputs, "inputs", like, writable=False)
         targets = self._blocks(outputs, "outputs", like)
         return self._exchanging(list(outputs), targets, sources, (), timeout, key)
@@ -240,7 +240,7 @@ class Collectives(Launcher):
     # -- what several calls have in common
 
     def _scan(self, kind: str, tensor: Any, op: ReduceOp, timeout: Timeout, key: str | None) -> Work[Any]:
-        if op.name == "AVG" and op.function is None:
+        if op == ReduceOp.AVG:
             raise ValueError(f"op=ReduceOp.AVG is not defined for {kind}: use SUM and divide by the number of ranks")
         buffer = _tensor(tensor)
         plan = self._plan(kind, buffer.dtype, (buffer.count,), op=op)
@@ -319,6 +319,8 @@ class Collectives(Launcher):
                     f"{name} has {rows} rows, which {self._size} ranks cannot share equally: give {name}_split_sizes"
                 )
             sizes = [rows // self._size] * self._size
+        if not hasattr(sizes, "__len__"):
+            raise TypeError(f"{name}_split_sizes must be a list of numbers or None, not {type(sizes).__name__}")
         if len(sizes) != self._size or any(size < 0 for size in sizes) or sum(sizes) != rows:
             raise ValueError(
                 f"{name}_split_sizes={list(sizes)} must be {self._size} non-negative numbers whose sum is {rows}, "

@@ -71,10 +71,17 @@ class ProcessGroup(Collectives, PointToPoint, Objects):
         """Wait until all works pending now have ended; raise the error of the first that failed."""
         works = self.pending()
         for work in works:
-            with contextlib.suppress(Exception):
+            try:
                 await work
+            except asyncio.CancelledError:
+                # Of this task, or of a receive that was withdrawn meanwhile?
+                if not work.done() or (task := asyncio.current_task()) is None or task.cancelling():
+                    raise
+            except Exception:
+                continue
         for work in works:
-            work.result()
+            if not isinstance(work.exception(), asyncio.CancelledError):
+                work.result()
 
     async def wait_revoked(self) -> GroupError:
         """Wait until the group is revoked; return the cause."""

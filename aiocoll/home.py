@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgpack
 
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.membership import Membership
-from aiocoll.errors import RendezvousError, StoreTimeoutError
+from aiocoll.errors import AuthenticationError, RendezvousError, StoreTimeoutError, StoreUnavailableError
 from aiocoll.group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.runtime import Runtime
@@ -24,6 +25,11 @@ from aiocoll.transport.stream import StreamTransport
 
 __all__ = ["Home", "shared"]
 
+logger = logging.getLogger("aiocoll")
+
+#: Seconds before a lost store is looked for again: long enough not to load the host, short beside any timeout.
+PAUSE = 0.05
+
 #: Homes by (loop, rendezvous, rank) and hubs by (loop, job): a second group finds what the first one made.
 shared: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
 
@@ -32,7 +38,10 @@ class Home:
     """One rank in one job on one loop.
 
     Args:
-        store: where the ranks meet; closed with the last group if `owned`.
+        identity: its place in `shared`, which it gives up with its last group.
+        store: where the ranks meet, if the caller has a store; it stays open.
+        open_store: makes one otherwise; it is closed with the last group.
+        hosts: that store is served by this rank.
         rank: this rank.
         world_size: number of ranks.
         options: resolved options of the first group.
@@ -43,8 +52,10 @@ class Home:
 
     def __init__(
         self,
-        store: Store,
-        owned: bool,
+        identity: tuple[Any, ...],
+        store: Store | None,
+        open_store: Callable[[], Store],
+        hosts: bool,
         rank: int,
         world_size: int,
         options: GroupOptions,
@@ -55,8 +66,11 @@ class Home:
         self.rank = rank
         self.world_size = world_size
         self.endpoint: Endpoint | None = None
-        self._store = store
-        self._owned = owned
+        self._identity = identity
+        self._owned = store is None
+        self._open_store = open_store
+        self._hosts = hosts
+        self._store = store if store is not None else open_store()
         self._options = options
         self._key = key
         self._master = master
@@ -71,10 +85,17 @@ class Home:
 
     async def group(self, name: str | None, timeout: float, options: GroupOptions) -> ProcessGroup:
         """Make a group of all ranks; the first one opens the home."""
-        async with self._opening:
-            if self.endpoint is None:
-                self.endpoint = await self._open()
-        endpoint = self.endpoint
+        self._members += 1
+        try:
+            async with self._opening:
+                if self.endpoint is None:
+                    self.endpoint = await self._open()
+            return self._join(self.endpoint, name, timeout, options)
+        except BaseException:
+            await self._release()
+            raise
+
+    def _join(self, endpoint: Endpoint, name: str | None, timeout: float, options: GroupOptions) -> ProcessGroup:
         self._made += 1
         name = f"world:{self._made - 1}" if name is None else name
         if any(group.name == name for group in endpoint.groups.values()):
@@ -86,20 +107,24 @@ class Home:
             endpoint, identity, name, range(self.world_size), self._arena(identity), timeout, options.warn_after
         )
         endpoint.add(member)
-        self._members += 1
         return ProcessGroup(member, options, f"{self.world_size} ranks", self._release)
 
     def _arena(self, identity: int) -> Arena | None:
-        return None if self._hub is None else self._hub.arena(identity, self.world_size)
+        # Memory that all ranks see would be a way around the network.
+        return None if self._hub is None or self._hub.latency else self._hub.arena(identity, self.world_size)
 
     async def _release(self) -> None:
         """A group of this home is closed; the last one closes the home."""
         self._members -= 1
-        if self._members == 0 and self.endpoint is not None:
+        if self._members:
+            return
+        if shared.get(self._identity) is self:
+            del shared[self._identity]
+        if self.endpoint is not None:
             endpoint, self.endpoint = self.endpoint, None
             await endpoint.aclose()
-            if self._owned:
-                await self._store.aclose()
+        if self._owned:
+            await self._store.aclose()
 
     # -- meeting
 
@@ -113,6 +138,19 @@ class Home:
             ) from error
 
     async def _meet(self) -> Endpoint:
+        while True:
+            try:
+                return await self._meet_once()
+            except StoreUnavailableError as error:
+                # The ranks may have met before on a store whose last user closes it just now: there is a new one soon.
+                if not self._owned or self._hosts or isinstance(error, AuthenticationError):
+                    raise
+                logger.debug("rank %d lost the store and looks for a new one: %s", self.rank, error)
+                await self._store.aclose()
+                await self._runtime.sleep(PAUSE)
+                self._store = self._open_store()
+
+    async def _meet_once(self) -> Endpoint:
         generation = await self._claim()
         place = PrefixStore(f"aiocoll/{generation}", self._store)
         job = await self._job(place)
@@ -170,7 +208,8 @@ class Home:
             host_id=options.host_id,
             connect_timeout=self._timeout,
         )
-        return transport, {**await transport.listen(), "loop": f"{os.getpid()}/{id(self._loop)}"}
+        card = await transport.listen() if self._runtime.may_listen else transport.card
+        return transport, {**card, "loop": f"{os.getpid()}/{id(self._loop)}"}
 
     async def _settle(
         self, place: Store, stream: StreamTransport, job: str, cards: Mapping[int, Card]
@@ -179,7 +218,7 @@ class Home:
         options = self._options
         if options.transport == "auto" and len({card["loop"] for card in cards.values()}) == 1:
             await stream.aclose()
-            hub: Hub = shared.setdefault((id(self._loop), "hub", job), Hub(self._runtime))
+            hub: Hub = shared.setdefault((id(self._loop), "hub", job), Hub(self._runtime, self._runtime.latency))
             self._hub = hub
             memory = MemoryTransport(hub, self.rank)
             memory.accepted = stream.accepted

@@ -30,6 +30,8 @@ Timeout = float | timedelta | None
 #: Plans kept per group: a program has few call sites, and a plan of many ranks has some hundred actions.
 PLANS = 256
 
+_REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter", "scan", "exscan"})
+
 
 class Launcher:
     """The part of a group that starts operations; the base of everything that offers calls.
@@ -51,15 +53,15 @@ class Launcher:
 
     def _check(self) -> None:
         """Refuse a call that this group cannot take, before it takes a number."""
-        if asyncio._get_running_loop() is not self._loop:
-            raise RuntimeError(
-                f"group {self._member.name!r} belongs to another event loop (or there is none running here): from "
-                "another thread use asyncio.run_coroutine_threadsafe(coroutine, loop_of_the_group)"
-            )
         if self._pid != os.getpid():
             raise RuntimeError(
                 f"group {self._member.name!r} was made in process {self._pid}; a forked child cannot use it: "
                 "make a new group in the child, or start it with the 'spawn' method"
+            )
+        if asyncio._get_running_loop() is not self._loop:
+            raise RuntimeError(
+                f"group {self._member.name!r} belongs to another event loop (or there is none running here): from "
+                "another thread use asyncio.run_coroutine_threadsafe(coroutine, loop_of_the_group)"
             )
         if self._closed:
             raise GroupClosedError(f"group {self._member.name!r} was closed by this rank", group=self._member.name)
@@ -104,6 +106,8 @@ class Launcher:
         root: int | None,
         agreed: tuple[int, ...] | None,
     ) -> Plan:
+        # First of all, since it checks the op.
+        made = kernel(op, dtype, self._size) if kind in _REDUCING and dtype is not None else None  # type: ignore[arg-type]
         counts = _flat(sizes)
         terms = Terms(
             kind.upper(),
@@ -112,7 +116,6 @@ class Launcher:
             root,
             None if op is None else op.wire_name,
         )
-        made = None if op is None or dtype is None else kernel(op, dtype, self._size)
         nbytes = (sum(sizes[0]) if sizes and isinstance(sizes[0], tuple) else sum(sizes)) * (
             0 if dtype is None else dtype.itemsize
         )

@@ -19,6 +19,8 @@ from aiocoll.transport.address import parse_endpoint
 
 __all__ = ["new_group", "register_backend"]
 
+#: Keys found in the environment, by job: they are removed from it when found, and later groups need them too.
+_keys: dict[str, bytes] = {}
 #: Third-party backends by name: factory and devices.
 _backends: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
 
@@ -106,24 +108,43 @@ class new_group:
         identity = (id(asyncio.get_running_loop()), where.identity, where.rank)
         home = shared.get(identity)
         if home is None:
-            home = shared[identity] = self._home(options)
+            home = shared[identity] = self._home(identity, options)
         elif home.world_size != where.world_size:
             raise ValueError(f"world_size={where.world_size}, but the groups of this job have {home.world_size} ranks")
         group: ProcessGroup = await home.group(self._name, self._timeout, options)
         return group
 
-    def _home(self, options: GroupOptions) -> Home:
-        where = self._where
-        key = job_key(os.environ, options.job_key)
-        store = where.store if where.store is not None else where.open(self._timeout, key)
-        return Home(store, where.store is None, where.rank, where.world_size, options, key, where.master, self._timeout)
+    def _home(self, identity: tuple[Any, ...], options: GroupOptions) -> Home:
+        where, timeout = self._where, self._timeout
+        key = _key(options, where.job)
+        return Home(
+            identity,
+            where.store,
+            lambda: where.open(timeout, key),
+            where.hosts,
+            where.rank,
+            where.world_size,
+            options,
+            key,
+            where.master,
+            timeout,
+        )
 
     async def _make_by(self, factory: Callable[..., Any], options: GroupOptions) -> ProcessGroup:
         where = self._where
-        store = where.store if where.store is not None else where.open(self._timeout, job_key(os.environ, None))
+        store = where.store if where.store is not None else where.open(self._timeout, _key(options, where.job))
         made = factory(store, where.rank, where.world_size, self._timeout, self._device, options=options)
         group: ProcessGroup = await made if inspect.isawaitable(made) else made
         return group
+
+
+def _key(options: GroupOptions, job: str) -> bytes | None:
+    found = job_key(os.environ, options.job_key)
+    if options.job_key is not None:
+        return found
+    if found is not None:
+        _keys[job] = found
+    return _keys.get(job)
 
 
 class _Where(NamedTuple):
@@ -144,6 +165,11 @@ class _Where(NamedTuple):
         """Host of the store, if it has one."""
         return self.host if self.scheme == "tcp" and not self.host.startswith("unix:") else None
 
+    @property
+    def hosts(self) -> bool:
+        """Whether this rank serves the store."""
+        return self.scheme == "tcp" and self.rank == 0 and not self.hosted
+
     def open(self, timeout: float, key: bytes | None) -> Store:
         """Return the store of an init method."""
         if self.scheme == "file":
@@ -152,7 +178,7 @@ class _Where(NamedTuple):
             self.host,
             self.port,
             self.world_size,
-            self.rank == 0 and not self.hosted,
+            self.hosts,
             timeout,
             wait_for_workers=False,
             key=key,

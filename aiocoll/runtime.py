@@ -22,6 +22,10 @@ class Runtime:
 
     #: An await may poll before it suspends; off where time is virtual, since polling takes none of it.
     may_spin = True
+    #: Ranks may be reached through sockets; off where time is virtual, since the kernel's does not wait for it.
+    may_listen = True
+    #: Seconds a frame from one rank to another of this loop takes, asked per frame; None for the next turn.
+    latency: Callable[[int, int], float] | None = None
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop

@@ -177,6 +177,8 @@ class Control:
         elif kind == "known":
             self._parted()
         elif kind == "bye":
+            if note["cause"] is not None:
+                endpoint.revoked(note["g"], note["cause"])
             endpoint.departed(peer, note["g"], direct)
         elif kind == "died":
             endpoint.died(note["rank"], note["detail"], tell=False)
@@ -197,7 +199,8 @@ class Control:
         was_hub = peer == self.hub
         self._ended(peer)
         if not was_hub:
-            self.flood({"t": "ended", "rank": peer}, range(self._endpoint.world_size))
+            others = [rank for rank in range(self._endpoint.world_size) if rank != peer]
+            self.flood({"t": "ended", "rank": peer}, others)
             if peer in self._links:
                 send_note(self._links[peer], {"t": "known"})
 

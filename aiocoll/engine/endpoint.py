@@ -13,7 +13,7 @@ import numpy as np
 
 from aiocoll.engine.channel import Channel
 from aiocoll.engine.control import Control
-from aiocoll.engine.diagnosis import error_from
+from aiocoll.engine.diagnosis import cause_of, error_from
 from aiocoll.engine.membership import Membership
 from aiocoll.engine.operation import Operation
 from aiocoll.engine.watch import Watch
@@ -95,7 +95,8 @@ class Endpoint:
 
     def leave(self, group: Membership) -> None:
         """Say goodbye to the ranks of `group`."""
-        note = {"t": "bye", "g": group.id}
+        # Between the others, the goodbye may overtake the revocation: it brings the cause along.
+        note = {"t": "bye", "g": group.id, "cause": None if group.cause is None else cause_of(group.cause)}
         for channel in group.channels:
             channel.say(note)
         self.control.flood(note, group.ranks)
@@ -202,7 +203,7 @@ class Endpoint:
     # -- awaiting
 
     def spin(self, work: Work[Any]) -> None:
-        """Poll the links for a moment; once in vain per turn of the loop."""
+        """Poll the links for a moment; in vain at most once per turn of the loop."""
         if not self._spun and self._spin and self._links:
             self.quiet.run(self._poll, work)
 

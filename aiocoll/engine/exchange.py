@@ -159,12 +159,15 @@ class Exchange(Operation):
         own = self._slice(plan.sources[index][0], first, count)
         # NumPy adds a single element in place another way, with another NaN if both are: not in place, then.
         out = place if count > 1 else np.empty_like(place)
-        if action.incoming_first:
-            kernel.combine(incoming, own, out)
-        else:
-            kernel.combine(own, incoming, out)
-        if action.final and kernel.finalize is not None:
-            kernel.finalize(out)
+        try:
+            if action.incoming_first:
+                kernel.combine(incoming, own, out)
+            else:
+                kernel.combine(own, incoming, out)
+            if action.final and kernel.finalize is not None:
+                kernel.finalize(out)
+        except Exception as error:  # of a function of the user's
+            self.group.broke(self, error)
         if out is not place:
             place[:] = out
 
@@ -213,6 +216,8 @@ class Exchange(Operation):
                 self.advance()
 
     def _progress(self, index: int, nbytes: int) -> None:
+        if self.done:
+            return  # it has failed: nothing of it goes any further
         plan = self._plan
         self._moved[index] = moved = self._moved[index] + nbytes
         for follower in plan.followers[index]:
@@ -286,11 +291,14 @@ class Exchange(Operation):
             place[:] = inputs[0]
             return
         assert kernel is not None
-        if verb is _SCALE:
-            assert kernel.prescale is not None
-            kernel.prescale(inputs[0], place)
-        else:
-            kernel.fold(inputs, place)
+        try:
+            if verb is _SCALE:
+                assert kernel.prescale is not None
+                kernel.prescale(inputs[0], place)
+            else:
+                kernel.fold(inputs, place)
+        except Exception as error:  # of a function of the user's
+            self.group.broke(self, error)
 
     def _later(self) -> None:
         if not self._again:

@@ -225,7 +225,11 @@ class Posted(Operation):
                 f"rank {arrival.peer} sent an object of {arrival.total} bytes; the limit is {self._limit} bytes"
             )
         )
-        arrival.ask(self.group.id)
+        arrival.data()
+        if arrival.complete:
+            self.group.mailbox.forget(arrival)
+        else:
+            arrival.ask(self.group.id)
 
 
 class Mailbox:
@@ -285,6 +289,8 @@ class Mailbox:
             arrival.ready = True
             if arrival.posted is not None:
                 arrival.ask(self._group.id)
+            else:
+                self._announce(arrival.tag)
             return True
         if arrival.posted is not None:
             self._feed(arrival, payload, length)
@@ -347,7 +353,7 @@ class Mailbox:
             posted.view[arrival.received : arrival.received + length] = payload
         arrival.received += length
         if arrival.complete:
-            if arrival.discard:
+            if arrival.discard or posted.done:  # an empty message is complete as soon as it has matched
                 self.forget(arrival)
             else:
                 posted.complete()

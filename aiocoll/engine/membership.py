@@ -159,6 +159,14 @@ class Membership:
         self._early.setdefault(op, []).append((channel, header, b"" if payload is None else bytes(payload)))
         return False
 
+    def _drop_early(self) -> None:
+        """Give its senders back the part of their windows that nobody will ask for any more."""
+        early, self._early = self._early, {}
+        for frames in early.values():
+            for channel, header, payload in frames:
+                if header[1] & EAGER:
+                    channel.consume(len(payload))
+
     def _arena_changed(self) -> None:
         for operation in list(self.operations.values()):
             if isinstance(operation, Shared):
@@ -187,7 +195,7 @@ class Membership:
             self.endpoint.control.flood({"t": "revoke", "g": self.id, "cause": cause_of(cause)}, self.ranks)
         for operation in list(self.pending):
             operation.fail(error_from(cause_of(cause), cause))
-        self._early.clear()
+        self._drop_early()
         self.mailbox.clear()
         for callback in self.on_revoked:
             callback()
@@ -242,6 +250,20 @@ class Membership:
             )
         )
 
+    def broke(self, operation: Operation, error: Exception) -> None:
+        """The function of a custom op has raised `error`."""
+        name = operation.work.key or operation.work.seq
+        cause = GroupError(
+            f"{operation.work.op} (sequence {name!r}) of group {self.name!r} failed on rank {self.rank}: "
+            f"its reduce function raised {type(error).__name__}: {error}",
+            op=operation.work.op,
+            seq=name,
+            group=self.name,
+            ranks=[self.rank],
+        )
+        cause.__cause__ = error
+        self.revoke(cause)
+
     def disagreement(self, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         """Two ranks called operations that do not belong together."""
         self.revoke(mismatch(self.name, mine, theirs))
@@ -250,5 +272,5 @@ class Membership:
         """Leave: nothing arrives any more."""
         if self.arena is not None:
             self.arena.watch(self.rank, lambda: None)
-        self._early.clear()
+        self._drop_early()
         self.mailbox.clear()

@@ -30,7 +30,7 @@ class Parcels(Operation):
         unpack: makes the result of the parcels received, by rank.
     """
 
-    __slots__ = ("_incoming", "_limit", "_missing", "_outgoing", "_received", "_unpack", "_unsent")
+    __slots__ = ("_incoming", "_limit", "_missing", "_outgoing", "_received", "_refusal", "_unpack", "_unsent")
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class Parcels(Operation):
         self._incoming: dict[int, memoryview] = {}
         self._received: dict[int, int] = {}
         self._limit = limit
+        self._refusal: SerializationError | None = None
         self._unpack = unpack
 
     def enter(self) -> None:
@@ -75,14 +76,13 @@ class Parcels(Operation):
         if peer not in self._missing:
             return False
         room = self._room(peer, total)
-        if room is None:
-            self.promise(peer)
-            self.fail(
-                SerializationError(f"rank {peer} sent an object of {total} bytes; the limit is {self._limit} bytes")
-            )
-            return True
         start = self._received.get(peer, 0)
-        if payload is not None:
+        if room is None:
+            # Let it pass, so that neither its sender nor the group is disturbed.
+            self._refusal = SerializationError(
+                f"rank {peer} sent an object of {total} bytes; the limit is {self._limit} bytes"
+            )
+        elif payload is not None:
             room[start : start + length] = payload
         self._received[peer] = start + length
         if start + length == total:
@@ -108,6 +108,9 @@ class Parcels(Operation):
 
     def _settle(self) -> None:
         if self.done or self._missing or self._unsent:
+            return
+        if self._refusal is not None:
+            self.fail(self._refusal)
             return
         try:
             result = self._unpack(self._incoming)

@@ -19,7 +19,7 @@ from aiocoll.transport.frame import SEGMENT
 __all__ = ["EAGER_WINDOW", "Plan"]
 
 #: Bytes of one message that may travel before its receiver has entered the operation.
-EAGER_WINDOW = 2 * SEGMENT
+EAGER_WINDOW = SEGMENT
 
 
 class Plan:

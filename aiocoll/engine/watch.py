@@ -33,12 +33,10 @@ class Watch:
 
     def entered(self, operation: Operation) -> None:
         """Keep an eye on `operation`."""
-        if operation.timeout != operation.group.timeout:
+        if operation.timeout != operation.group.timeout or operation.timeout < REPORT_AFTER:
             self._hurried[operation] = None
-            if operation.timeout < REPORT_AFTER:
-                self._arm(operation.timeout)
-                return
-        if self._timer is None:
+            self._arm(min(operation.timeout, REPORT_AFTER))
+        elif self._timer is None:
             self._arm(REPORT_AFTER)
 
     def close(self) -> None:
@@ -48,7 +46,11 @@ class Watch:
             self._timer = None
 
     def _arm(self, delay: float) -> None:
-        self.close()
+        """Tick in `delay` seconds, if not sooner anyway."""
+        if self._timer is not None:
+            if delay >= REPORT_AFTER or self._timer.when() <= self._endpoint.runtime.time() + delay:
+                return
+            self._timer.cancel()
         self._timer = self._endpoint.runtime.call_later(delay, self._tick)
 
     def _tick(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from aiocoll.errors import GroupError
 from aiocoll.group import ProcessGroup
 
-__all__ = ["listed", "pending", "stack", "verdict"]
+__all__ = ["blocked", "listed", "pending", "raised", "stack", "verdict"]
 
 _HERE = str(Path(__file__).parent)
 
@@ -33,7 +33,29 @@ def _frames(task: asyncio.Task[Any]) -> Iterator[tuple[FrameType, int]]:
         frame = next((f for name in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(awaited, name, None))), None)
         if frame is not None:
             yield frame, frame.f_lineno
-        awaited = next((a for name in ("cr_await", "gi_yieldfrom", "ag_await") if (a := getattr(awaited, name, None))), None)
+        awaited = next(
+            (a for name in ("cr_await", "gi_yieldfrom", "ag_await") if (a := getattr(awaited, name, None))), None
+        )
+
+
+def blocked(frame: FrameType) -> str:
+    """Return the stack of a thread that runs `frame`, from where this package has called others."""
+    frames: list[tuple[FrameType, int]] = []
+    for called, line in traceback.walk_stack(frame):
+        if called.f_code.co_filename.startswith(_HERE):
+            break
+        frames.append((called, line))
+    return "".join(traceback.StackSummary.extract(reversed(frames)).format())
+
+
+def raised(error: BaseException) -> str:
+    """Return the traceback of `error`, from where this package has called others."""
+    start = trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.startswith(_HERE):
+            start = trace.tb_next or trace
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, start))
 
 
 def pending(pg: ProcessGroup | None) -> str:

@@ -48,6 +48,8 @@ def run_virtual(
         options: of the groups.
         timeout: virtual seconds for everything. When all ranks wait for each other, it is over at once.
     """
+    if latency is not None and not 0 <= latency[0] <= latency[1]:
+        raise ValueError(f"latency={latency}: give the shortest and the longest time in seconds")
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(seed, latency)) as runner:
         return runner.run(run_ranks(world_size, fn, *args, options=options, timeout=timeout))
 
@@ -62,7 +64,11 @@ class VirtualRuntime(Runtime):
         super().__init__(loop)
         self.ticks = loop.tick
         self.latency = loop.latency
-        self.random_bytes = loop.random.randbytes  # type: ignore[method-assign]
+        self._random = loop.random
+
+    def random_bytes(self, n: int) -> bytes:
+        """Return `n` bytes that depend on the seed: fit for nothing but a simulation."""
+        return self._random.randbytes(n)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -79,8 +85,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     aiocoll_runtime = VirtualRuntime
 
     def __init__(self, seed: int = 0, latency: tuple[float, float] | None = None) -> None:
-        if latency is not None and not 0 <= latency[0] <= latency[1]:
-            raise ValueError(f"latency={latency}: give the shortest and the longest time in seconds")
         self.random = random.Random(seed)
         self._now = 0.0
         self._ticks = 0
@@ -104,7 +108,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         shortest, longest = self._range
         return lambda source, target: self.random.uniform(shortest, longest)
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:  # type: ignore[override]
         """Refuse: a virtual clock does not wait for threads."""
         raise RuntimeError(f"{func!r} cannot run in a thread on a virtual clock: use run_ranks for that")
 

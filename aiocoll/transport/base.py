@@ -76,7 +76,10 @@ class Arena(Protocol):
     """Largest block one `publish` takes."""
 
     def publish(self, rank: int, op: int, stage: int, fingerprint: int, block: memoryview) -> bool:
-        """Copy `block` where all ranks see it; False if this rank has no free slot yet."""
+        """Copy `block` where all ranks see it; False if this rank has no free slot yet.
+
+        Every operation gets one block in, whatever the others hold: none may wait for the end of another.
+        """
 
     def look(self, rank: int, op: int, stage: int) -> tuple[int, memoryview] | None:
         """Return fingerprint and bytes of what `rank` published, or None if it has not yet."""

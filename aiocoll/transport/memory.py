@@ -197,17 +197,25 @@ class MemoryArena:
         self._runtime = runtime
         self._world_size = world_size
         self._blocks: dict[tuple[int, int, int], tuple[int, memoryview, set[int]]] = {}
+        # Blocks of each rank, and of each of its operations, that not all others have released.
         self._used = [0] * world_size
+        self._held: dict[tuple[int, int], int] = {}
         self._wakes: dict[int, Callable[[], None]] = {}
         self._waking = False
 
     def publish(self, rank: int, op: int, stage: int, fingerprint: int, block: memoryview) -> bool:
-        """Keep a copy of `block` until every other rank has released it."""
-        if self._used[rank] >= SLOTS:
+        """Keep a copy of `block` until every other rank has released it.
+
+        An operation that has no block there is never refused: ranks that publish several operations in different
+        orders would wait for each other's slots.
+        """
+        held = self._held.get((rank, op), 0)
+        if held and self._used[rank] >= SLOTS:
             return False
         readers = set(range(self._world_size)) - {rank}
         if readers:
             self._used[rank] += 1
+            self._held[rank, op] = held + 1
             self._blocks[rank, op, stage] = fingerprint, memoryview(bytes(block)), readers
             self._wake()
         return True
@@ -224,6 +232,9 @@ class MemoryArena:
         if not readers:
             del self._blocks[rank, op, stage]
             self._used[rank] -= 1
+            self._held[rank, op] -= 1
+            if not self._held[rank, op]:
+                del self._held[rank, op]
             self._wake()
 
     def watch(self, rank: int, wake: Callable[[], None]) -> None:

@@ -1,0 +1,115 @@
+"""The pytest plugin: ``@pytest.mark.ranks(1, 2, 7)`` runs an async test on all ranks of each world size.
+
+    @pytest.mark.ranks(4)
+    async def test_sum(pg):
+        assert await pg.allreduce(pg.rank()) == 6
+
+The test is pytest-asyncio's, in both of its modes. Every rank gets its own group as `pg`, and the same values of other
+fixtures. With ``processes=True`` every rank is a process, and what other fixtures give must be picklable. Further
+arguments are those of `run_ranks` and `run_processes`: ``timeout=``, ``options=``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Generator
+from typing import Any, NoReturn
+
+import pytest
+
+from aiocoll.group import ProcessGroup
+from aiocoll.testing.processes import run_processes
+from aiocoll.testing.ranks import run_ranks
+
+__all__ = ["pg", "pytest_configure", "pytest_generate_tests", "pytest_pycollect_makeitem", "pytest_runtest_call"]
+
+_ARGUMENTS = {"processes", "timeout", "options"}
+
+
+class _OnEachRank:
+    """What `pg` is where there is no rank: in other fixtures."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"pg.{name}: the groups are made when the test runs; a fixture cannot use them")
+
+
+@pytest.fixture
+def pg(request: pytest.FixtureRequest) -> Any:
+    """The `ProcessGroup` of each rank, in a test marked with ``@pytest.mark.ranks``."""
+    if not hasattr(request, "param"):
+        pytest.fail("the fixture pg needs @pytest.mark.ranks(WORLD_SIZE, ...) on its test", pytrace=False)
+    return _OnEachRank(request.param)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker."""
+    config.addinivalue_line(
+        "markers",
+        "ranks(*world_sizes, processes=False, timeout=..., options=None): run an async test with the fixture pg on all "
+        "ranks, once for each world size",
+    )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> Generator[None, Any, Any]:
+    """Make a marked test one of pytest-asyncio's strict mode; it looks for its mark in the rest of this hook."""
+    marks = [*getattr(obj, "pytestmark", ()), *collector.iter_markers("ranks")]
+    if (
+        inspect.iscoroutinefunction(obj)
+        and any(mark.name == "ranks" for mark in marks)
+        and collector.config.pluginmanager.hasplugin("asyncio")
+    ):
+        pytest.mark.asyncio(obj)
+    return (yield)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make one test of each world size."""
+    mark = metafunc.definition.get_closest_marker("ranks")
+    if mark is None:
+        return
+    where = f"{metafunc.definition.nodeid}: @pytest.mark.ranks"
+    if not inspect.iscoroutinefunction(metafunc.function):
+        pytest.fail(f"{where} is for async tests: write `async def`", pytrace=False)
+    if "pg" not in metafunc.fixturenames:
+        pytest.fail(f"{where} needs the fixture pg: take it as an argument", pytrace=False)
+    if not mark.args or not all(type(size) is int and size > 0 for size in mark.args):
+        pytest.fail(f"{where} takes world sizes, as in ranks(1, 2, 7), not {mark.args}", pytrace=False)
+    if unknown := mark.kwargs.keys() - _ARGUMENTS:
+        pytest.fail(f"{where} takes {sorted(_ARGUMENTS)}, not {sorted(unknown)}", pytrace=False)
+    metafunc.parametrize("pg", mark.args, ids=[f"ranks={size}" for size in mark.args], indirect=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Put a function that runs the test on all ranks in its place."""
+    mark = item.get_closest_marker("ranks")
+    if mark is None or not isinstance(item, pytest.Function):
+        yield
+        return
+    test = item.obj
+    item.obj = _on_all_ranks(test, **mark.kwargs)
+    try:
+        yield
+    finally:
+        item.obj = test
+
+
+def _on_all_ranks(test: Callable[..., Any], *, processes: bool = False, **how: Any) -> Callable[..., Any]:
+    run = run_processes if processes else run_ranks
+
+    @functools.wraps(test)
+    async def run_test(**fixtures: Any) -> None:
+        __tracebackhide__ = True
+        everywhere = fixtures.pop("pg")
+        await run(everywhere.world_size, _call, test, fixtures, **how)
+
+    return run_test
+
+
+async def _call(group: ProcessGroup, test: Callable[..., Any], fixtures: dict[str, Any]) -> None:
+    await test(pg=group, **fixtures)

@@ -1,0 +1,118 @@
+"""Starts the ranks of `program.py` as a user's supervisor would, and sees to it that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = str(Path(__file__).with_name("program.py"))
+#: Seconds after which a rank that has not ended has failed; none takes a tenth of it.
+LIMIT = 60
+
+
+class Ranks:
+    """Call it to run `program.py` on each rank and get what the ranks printed."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self._stack = stack
+        key = path / "job.key"
+        key.touch(mode=0o600)
+        key.write_text("of this test and no other")
+        self.temporary = path / "temporary"
+        self.temporary.mkdir()
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("AIOCOLL_")}
+        # Debug mode reports slow callbacks, and these tests expect silence.
+        kept.pop("PYTHONASYNCIODEBUG", None)
+        self.environment = kept | {
+            "PYTHONPATH": str(ROOT),
+            "TMPDIR": str(self.temporary),
+            "AIOCOLL_JOB_KEY_FILE": str(key),
+            "PYTHONWARNINGS": "error",
+        }
+
+    def start(self, *command: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        """Start a process that this test ends at the latest."""
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            env={**self.environment, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._stack.callback(_end, process)
+        return process
+
+    def __call__(
+        self,
+        what: str,
+        method: str,
+        world_size: int,
+        *,
+        numbers: bool = True,
+        env: Mapping[str, str] | None = None,
+        killed: Sequence[int] = (),
+    ) -> list[Any]:
+        """Run the ranks; return the result of each, None for those `killed`.
+
+        With `numbers`, rank and world size are on the command line, else in the environment only.
+        """
+        processes = []
+        for rank in range(world_size):
+            place = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+            given = [str(rank), str(world_size)] if numbers else []
+            processes.append(
+                self.start(PROGRAM, what, method, *given, env={**({} if numbers else place), **(env or {})})
+            )
+        results: list[Any] = []
+        for rank, process in enumerate(processes):
+            out, err = process.communicate(timeout=LIMIT)
+            assert err == "", f"rank {rank}: {err}"
+            assert process.returncode == (-9 if rank in killed else 0)
+            if rank in killed:
+                results.append(None)
+                continue
+            told = json.loads(out)
+            assert (told["rank"], told["size"]) == (rank, world_size)
+            results.append(told["result"])
+        assert not list(self.temporary.iterdir())
+        return results
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    with ExitStack() as stack:
+        yield Ranks(tmp_path, stack)
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that is free now, and that the kernel does not give to anybody who asks for any."""
+    return free_port("127.0.0.1", socket.AF_INET)
+
+
+def free_port(host: str, family: socket.AddressFamily) -> int:
+    first = 15_000 + os.getpid() % 10_000
+    for number in range(first, first + 5_000):
+        with socket.socket(family) as sock:
+            try:
+                sock.bind((host, number))
+            except OSError:
+                continue
+            return number
+    raise AssertionError("no free port")

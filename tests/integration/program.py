@@ -1,0 +1,104 @@
+"""A rank as a user would start one: meet the others, make every call, end. Arguments: what to do, its rendezvous."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import aiocoll
+from tests.testing.every import every_call
+
+#: Bytes of an allreduce that takes many turns of the loop on every transport.
+LARGE = 8 * 1024 * 1024
+#: Times the ranks meet and part in one run of `meet`.
+MEETINGS = 8
+
+
+def held() -> tuple[set[str], list[str]]:
+    """Return the files and threads of this process."""
+    fds = Path("/proc/self/fd")
+    files = {f"{fd} {os.readlink(fds / fd)}" for fd in os.listdir(fds) if (fds / fd).is_symlink()}
+    return files, [thread.name for thread in threading.enumerate()]
+
+
+async def every(pg: aiocoll.ProcessGroup) -> Any:
+    """Make every call, in a second group of the same ranks too."""
+    async with aiocoll.new_group(**where()) as second:
+        counts = await every_call(second, (1, 1000))
+    return counts + await every_call(pg, (17, 70_000))
+
+
+async def lose(pg: aiocoll.ProcessGroup) -> Any:
+    """Rank `VICTIM` dies in the middle of an allreduce."""
+    if pg.rank() == int(os.environ["VICTIM"]):
+        await all_others(pg)
+        pg.allreduce(np.ones(LARGE // 8))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return await failure(pg)
+
+
+async def leave(pg: aiocoll.ProcessGroup) -> Any:
+    """Rank `VICTIM` goes home early."""
+    if pg.rank() == int(os.environ["VICTIM"]):
+        await all_others(pg)
+        return "left"
+    return await failure(pg)
+
+
+async def all_others(pg: aiocoll.ProcessGroup) -> None:
+    """Wait until they have entered the allreduce."""
+    for _ in range(pg.size() - 1):
+        await pg.recv_object()
+
+
+async def failure(pg: aiocoll.ProcessGroup) -> Any:
+    """Enter an allreduce; return how it failed, and how the next call did."""
+    work = pg.allreduce(np.ones(LARGE // 8))
+    await pg.send_object("entered", int(os.environ["VICTIM"]))
+    try:
+        await work
+    except aiocoll.PeerLostError as error:
+        told = [type(error).__name__, error.how, list(error.ranks), str(error)]
+    try:
+        pg.barrier()
+    except aiocoll.GroupRevokedError as error:
+        return [*told, type(error.__cause__).__name__]
+    return told
+
+
+def where() -> dict[str, Any]:
+    """Return what the command line says about the rendezvous."""
+    _, _, method, *numbers = sys.argv
+    return {"init_method": method, **dict(zip(("rank", "world_size"), map(int, numbers), strict=False))}
+
+
+async def meet(pg: aiocoll.ProcessGroup) -> Any:
+    """Do no more than meet."""
+    return await pg.allreduce(1)
+
+
+async def main() -> Any:
+    what = {"every": every, "lose": lose, "leave": leave, "meet": meet}[sys.argv[1]]
+    for _ in range(MEETINGS if what is meet else 1):
+        async with aiocoll.new_group(**where()) as pg:
+            result = await what(pg)
+    left = [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    assert not left, left
+    return {"rank": pg.rank(), "size": pg.size(), "result": result}
+
+
+if __name__ == "__main__":
+    before = held()
+    outcome = asyncio.run(main())
+    files, threads = held()
+    assert files <= before[0], files - before[0]
+    assert threads == before[1]
+    print(json.dumps(outcome))

@@ -1,0 +1,30 @@
+"""A rank is lost in the middle of an allreduce: all others learn which."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.integration.conftest import Ranks
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("victim", [0, 2])  # the hub, which hosts the store too, and another
+def test_a_rank_is_killed(ranks: Ranks, port: int, victim: int, transport: str) -> None:
+    env = {"VICTIM": str(victim), "AIOCOLL_TRANSPORT": transport}
+    results = ranks("lose", f"tcp://127.0.0.1:{port}", 4, env=env, killed=[victim])
+    for rank in {0, 1, 2, 3} - {victim}:
+        name, how, lost, text, cause = results[rank]
+        assert (name, how, lost, cause) == ("PeerLostError", "killed", [victim], "PeerLostError")
+        assert f"rank {victim} of group 'world:0' is gone: its" in text
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_leaves(ranks: Ranks, port: int, victim: int) -> None:
+    results = ranks("leave", f"tcp://127.0.0.1:{port}", 4, env={"VICTIM": str(victim)})
+    assert results.pop(victim) == "left"
+    for name, how, lost, text, cause in results:
+        assert (name, how, lost, cause) == ("PeerLostError", "left", [victim], "PeerLostError")
+        assert f"needs rank {victim}, which has left" in text

@@ -1,0 +1,107 @@
+"""Every way to meet, with real processes that make every call and leave nothing behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.integration.conftest import LIMIT, PROGRAM, free_port
+
+if TYPE_CHECKING:
+    from tests.integration.conftest import Ranks
+
+#: What `every` returns: the number of counts it was tried with.
+COUNTS = 4
+
+
+def test_from_the_environment(ranks: Ranks, port: int) -> None:
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    assert ranks("every", "env://", 3, numbers=False, env=env) == [COUNTS] * 3
+
+
+def test_over_tcp(ranks: Ranks, port: int) -> None:
+    env = {"AIOCOLL_TRANSPORT": "tcp"}
+    assert ranks("every", f"tcp://127.0.0.1:{port}", 3, env=env) == [COUNTS] * 3
+
+
+def test_over_tcp_6(ranks: Ranks) -> None:
+    try:
+        port = free_port("::1", socket.AF_INET6)
+    except AssertionError:
+        pytest.skip("this machine has no IPv6 loopback")
+    env = {"AIOCOLL_TRANSPORT": "tcp"}
+    assert ranks("every", f"tcp://[::1]:{port}", 2, env=env) == [COUNTS] * 2
+
+
+def test_ranks_that_say_they_are_on_other_hosts(ranks: Ranks, port: int) -> None:
+    processes = [
+        ranks.start(
+            PROGRAM, "every", f"tcp://127.0.0.1:{port}", str(rank), "2", env={"AIOCOLL_HOST_ID": f"host {rank}"}
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        out, err = process.communicate(timeout=LIMIT)
+        assert (err, process.returncode) == ("", 0)
+        assert json.loads(out)["result"] == COUNTS
+
+
+def test_in_a_file(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks("every", f"file://{tmp_path}/meet", 3) == [COUNTS] * 3
+
+
+def test_under_torchrun_the_port_of_its_agent_is_left_alone(ranks: Ranks) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as agent:
+        port = agent.getsockname()[1]
+        env = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "LOCAL_WORLD_SIZE": "3",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": f"test-{port}",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        assert ranks("every", "env://", 3, numbers=False, env=env) == [COUNTS] * 3
+        agent.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            agent.accept()
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_under_torchrun_itself(ranks: Ranks) -> None:
+    process = ranks.start(
+        "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", PROGRAM, "every", "env://",
+        env={"PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, err
+    results = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert sorted((each["rank"], each["size"], each["result"]) for each in results) == [(0, 2, COUNTS), (1, 2, COUNTS)]
+
+
+def test_under_the_launcher(ranks: Ranks) -> None:
+    ranks.environment.pop("AIOCOLL_JOB_KEY_FILE")
+    process = ranks.start("-m", "aiocoll", "run", "-n", "4", PROGRAM, "every", "env://")
+    out, err = process.communicate(timeout=LIMIT)
+    assert (err, process.returncode) == ("", 0)
+    results = [json.loads(line.partition("] ")[2]) for line in sorted(out.splitlines())]
+    assert results == [{"rank": rank, "size": 4, "result": COUNTS} for rank in range(4)]
+
+
+@pytest.mark.parametrize("method", ["tcp://127.0.0.1:{port}", "file://{path}/meet"])
+def test_the_same_ranks_meet_again_and_again(ranks: Ranks, port: int, tmp_path: Path, method: str) -> None:
+    assert ranks("meet", method.format(port=port, path=tmp_path), 3) == [3] * 3
+
+
+def test_the_same_ranks_meet_again_and_again_under_the_launcher(ranks: Ranks) -> None:
+    ranks.environment.pop("AIOCOLL_JOB_KEY_FILE")
+    process = ranks.start("-m", "aiocoll", "run", "-n", "3", PROGRAM, "meet", "env://")
+    out, err = process.communicate(timeout=LIMIT)
+    assert (err, process.returncode) == ("", 0)
+    assert len(out.splitlines()) == 3

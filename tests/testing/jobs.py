@@ -1,0 +1,82 @@
+"""What the ranks of `test_processes` run: a process has to import it."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+from aiocoll import ProcessGroup, current_process_group, new_group
+
+
+async def its_place(pg: ProcessGroup, *args: Any) -> dict[str, Any]:
+    assert current_process_group() is pg
+    async with new_group() as second:
+        total = await second.allreduce(pg.rank())
+    return {
+        "rank": pg.rank(),
+        "size": pg.size(),
+        "args": args,
+        "pid": os.getpid(),
+        "parent": os.getppid(),
+        "loop": type(asyncio.get_running_loop()).__module__.partition(".")[0],
+        "total": total,
+        "variables": {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "AIOCOLL_JOB_KEY")},
+    }
+
+
+class Sealed(Exception):
+    """Cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("sealed")
+
+
+async def fail(pg: ProcessGroup, how: str) -> Any:
+    """Let rank 1 fail; the others wait for it."""
+    if pg.rank() == 1:
+        match how:
+            case "raise":
+                raise KeyError("lost")
+            case "sealed":
+                raise Sealed("no way")
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "crash":
+                faulty(ctypes)
+            case "exit":
+                os._exit(7)
+            case "quit":
+                sys.exit(7)
+    await pg.barrier()
+    return (lambda: None) if how == "return" else None
+
+
+def faulty(library: Any) -> None:
+    library.string_at(0)
+
+
+async def hang(pg: ProcessGroup) -> None:
+    """Never end, in a way of its own on each rank."""
+    match pg.rank():
+        case 0:
+            await pg.barrier()
+        case 1:
+            while True:  # the loop cannot answer
+                pass
+        case 2:
+            ctypes.PyDLL(None).pause()  # nor can a thread: this holds the interpreter
+        case 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+async def leave_a_child(pg: ProcessGroup, path: str) -> None:
+    """Start a process that would stay, write down its number, and hang."""
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])  # noqa: ASYNC220
+    with open(path, "a") as file:  # noqa: ASYNC230
+        file.write(f"{os.getpid()} {child.pid}\n")
+    await asyncio.Event().wait()

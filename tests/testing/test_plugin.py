@@ -1,0 +1,187 @@
+"""The pytest plugin, in a pytest of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+ROOT = str(Path(__file__).parents[2])
+
+
+class Project:
+    """A directory with tests; `run` runs them with pytest-asyncio and our plugin, and nothing else."""
+
+    def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._pytester = pytester
+        monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+        monkeypatch.setenv("PYTHONPATH", ROOT)
+
+    def run(self, source: str, *, mode: str = "strict", asyncio: bool = True) -> pytest.RunResult:
+        self._pytester.makepyfile(test_it=source)
+        fixtures = "asyncio_default_fixture_loop_scope = function"
+        self._pytester.makeini(f"[pytest]\nasyncio_mode = {mode}\n{fixtures}\n" if asyncio else "[pytest]\n")
+        plugins = [*(("-p", "asyncio") if asyncio else ()), "-p", "aiocoll.testing.plugin"]
+        return self._pytester.runpytest_subprocess(*plugins, "--strict-markers", "-W", "error", "-rA")
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Project:
+    return Project(pytester, monkeypatch)
+
+
+GOOD = """
+import asyncio
+import pytest
+import pytest_asyncio
+import aiocoll
+
+@pytest.fixture
+def number():
+    return 20
+
+@pytest_asyncio.fixture
+async def loop_of_fixture():
+    return asyncio.get_running_loop()
+
+@pytest.mark.ranks(1, 3)
+async def test_sum(pg, number):
+    assert await pg.allreduce(number) == number * pg.size()
+    assert aiocoll.current_process_group() is pg
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("x", [5, 6])
+async def test_product(x, pg, loop_of_fixture):
+    assert asyncio.get_running_loop() is loop_of_fixture
+    assert await pg.allreduce(x) == 2 * x
+
+@pytest.mark.ranks(2, options=aiocoll.GroupOptions(transport="tcp"), timeout=50)
+class TestClass:
+    async def test_method(self, pg):
+        assert self.__class__ is TestClass
+        await pg.barrier()
+"""
+
+OUTCOMES = [
+    "PASSED test_it.py::test_sum[[]ranks=1[]]",
+    "PASSED test_it.py::test_sum[[]ranks=3[]]",
+    "PASSED test_it.py::test_product[[]*5*[]]",
+    "PASSED test_it.py::test_product[[]*6*[]]",
+    "PASSED test_it.py::TestClass::test_method[[]ranks=2[]]",
+]
+
+
+@pytest.mark.parametrize("mode", ["auto", "strict"])
+def test_a_marked_test_runs_on_all_ranks_of_each_world_size(project: Project, mode: str) -> None:
+    result = project.run(GOOD, mode=mode)
+    result.assert_outcomes(passed=5)
+    result.stdout.fnmatch_lines(OUTCOMES)
+
+
+def test_loops_of_a_factory_are_used(project: Project, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest("""
+import asyncio
+class Loop(asyncio.SelectorEventLoop):
+    pass
+def pytest_asyncio_loop_factories():
+    return {"one": Loop, "two": Loop}
+""")
+    source = """
+import asyncio, pytest
+@pytest.mark.ranks(2)
+async def test_loop(pg):
+    assert type(asyncio.get_running_loop()).__name__ == "Loop"
+"""
+    project.run(source).assert_outcomes(passed=2)
+
+
+def test_a_failure_names_its_rank(project: Project) -> None:
+    source = """
+import pytest
+@pytest.mark.ranks(3)
+async def test_equal(pg):
+    assert pg.rank() != 1, "unlucky"
+    await pg.barrier()
+
+@pytest.mark.ranks(2)
+async def test_skip(pg):
+    pytest.skip("not here")
+
+"""
+    result = project.run(source)
+    result.assert_outcomes(failed=1, skipped=1)
+    result.stdout.fnmatch_lines(["E*AssertionError: unlucky*", "E*rank 1 of 3 failed first", "test_it.py:4: Assert*"])
+
+
+def test_ranks_can_be_processes(project: Project) -> None:
+    source = """
+import os
+import pytest
+@pytest.fixture
+def parent():
+    return os.getpid()
+
+@pytest.mark.ranks(2, processes=True)
+class TestProcesses:
+    async def test_pids(self, pg, parent):
+        pids = await pg.allgather_object(os.getpid())
+        assert parent not in pids
+        assert len(set(pids)) == 2
+
+    async def test_failure(self, pg):
+        assert pg.rank() == 0, "unlucky"
+"""
+    result = project.run(source, mode="auto")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["E*AssertionError: unlucky", "E*its traceback on rank 1 of 2:*", "E*failed first"])
+
+
+def test_what_cannot_run_is_explained(project: Project) -> None:
+    source = """
+import pytest
+@pytest.fixture
+def early(pg):
+    return pg.rank()
+
+@pytest.mark.ranks(2)
+async def test_fixture(early, pg):
+    pass
+
+async def test_without_mark(pg):
+    pass
+"""
+    result = project.run(source, mode="auto")
+    result.assert_outcomes(errors=2)
+    result.stdout.fnmatch_lines(
+        [
+            "*pg.rank: the groups are made when the test runs; a fixture cannot use them",
+            "*the fixture pg needs @pytest.mark.ranks(WORLD_SIZE, ...) on its test",
+        ],
+    )
+
+
+WRONG = {
+    "def test_it(pg): pass": "@pytest.mark.ranks is for async tests: write `async def`",
+    "async def test_it(): pass": "@pytest.mark.ranks needs the fixture pg: take it as an argument",
+    "async def test_it(pg): pass": "@pytest.mark.ranks takes world sizes, as in ranks(1, 2, 7), not (2, 0)",
+    "async def test_it(*, pg): pass": "takes ['options', 'processes', 'timeout'], not ['process']",
+}
+MARKS = {"async def test_it(pg): pass": "2, 0", "async def test_it(*, pg): pass": "2, process=True"}
+
+
+def test_a_wrong_mark_is_explained(project: Project, pytester: pytest.Pytester) -> None:
+    for number, test in enumerate(WRONG):
+        source = f"import pytest\n@pytest.mark.ranks({MARKS.get(test, 2)})\n{test}\n"
+        pytester.makepyfile(**{f"test_wrong_{number}": source})
+    result = project.run("", mode="auto")
+    result.assert_outcomes(errors=4)
+    for message in WRONG.values():
+        assert message in result.stdout.str()
+
+
+def test_without_pytest_asyncio_pytest_says_what_is_missing(project: Project) -> None:
+    result = project.run("import pytest\n@pytest.mark.ranks(2)\nasync def test_it(pg): pass\n", asyncio=False)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*async def functions are not natively supported*"])

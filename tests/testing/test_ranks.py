@@ -1,0 +1,216 @@
+"""`run_ranks`: results, failures, timeouts and their reports."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from aiocoll import (
+    GroupError,
+    GroupOptions,
+    HashStore,
+    ProcessGroup,
+    StoreUnavailableError,
+    current_process_group,
+)
+from aiocoll.testing import run_ranks, run_virtual
+from tests.testing.every import every_call
+
+
+async def its_rank(pg: ProcessGroup, *args: Any) -> tuple[Any, ...]:
+    return pg.rank(), pg.size(), *args
+
+
+async def test_results_come_in_rank_order() -> None:
+    assert await run_ranks(3, its_rank, "a", 5) == [(0, 3, "a", 5), (1, 3, "a", 5), (2, 3, "a", 5)]
+
+
+@pytest.mark.parametrize("transport", ["auto", "unix", "tcp"])
+async def test_every_call_over_every_transport(transport: Any) -> None:
+    assert await run_ranks(3, every_call, (5, 70_000), options=GroupOptions(transport=transport)) == [2] * 3
+
+
+async def test_each_rank_has_its_own_current_group() -> None:
+    async def same(pg: ProcessGroup) -> bool:
+        before = current_process_group() is pg
+        await pg.barrier()
+        return before and current_process_group() is pg
+
+    assert await run_ranks(4, same) == [True] * 4
+    assert current_process_group() is None
+
+
+async def test_the_ranks_meet_in_the_store_they_are_given() -> None:
+    async with HashStore() as store:
+        await run_ranks(2, its_rank, store=store)
+        assert await store.get("aiocoll/world_size") == b"2"
+        await run_ranks(2, its_rank, store=store)
+
+
+async def test_a_store_of_its_own_is_closed() -> None:
+    stores = []
+
+    class Seen(HashStore):
+        def __init__(self) -> None:
+            super().__init__()
+            stores.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("aiocoll.testing.ranks.HashStore", Seen)
+        await run_ranks(2, its_rank)
+    with pytest.raises(StoreUnavailableError):
+        await stores[0].num_keys()
+
+
+class GiveUp(Exception):
+    """What a rank raises here."""
+
+
+async def test_the_first_failure_is_raised_as_it_is_and_named() -> None:
+    error = GiveUp("enough")
+    causes = []
+
+    async def fail(pg: ProcessGroup) -> None:
+        if pg.rank() == 2:
+            raise error
+        try:
+            await pg.barrier()
+        except GroupError as consequence:
+            causes.append(str(consequence))
+            raise
+
+    with pytest.raises(GiveUp) as caught:
+        await run_ranks(4, fail)
+    assert caught.value is error
+    assert error.__notes__ == ["rank 2 of 4 failed first"]
+    assert [entry.name for entry in caught.traceback][-1] == "fail"
+    assert len(causes) == 3
+    assert all("was aborted by rank 2: GiveUp: enough" in cause for cause in causes)
+
+
+async def test_failures_of_their_own_are_told_in_notes() -> None:
+    async def fail(pg: ProcessGroup) -> None:
+        if pg.rank() == 1:
+            raise GiveUp
+        try:
+            await pg.barrier()
+        except GroupError:
+            if pg.rank() == 0:
+                raise KeyError("other") from None
+            raise
+
+    with pytest.raises(GiveUp) as caught:
+        await run_ranks(3, fail)
+    assert caught.value.__notes__ == ["rank 1 of 3 failed first", "rank 0 of 3 failed too: KeyError: 'other'"]
+
+
+def test_who_waits_for_something_else_is_cancelled() -> None:
+    cancelled = []
+
+    async def fail(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            raise GiveUp
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(pg.rank())
+            raise
+
+    with pytest.raises(GiveUp):
+        run_virtual(3, fail)
+    assert cancelled == [1, 2]
+
+
+async def test_an_outcome_of_pytest_passes_through() -> None:
+    async def skip(pg: ProcessGroup) -> None:
+        if pg.rank() == 1:
+            pytest.skip("not here")
+        await pg.barrier()
+
+    with pytest.raises(pytest.skip.Exception, match="not here"):
+        await run_ranks(2, skip)
+
+
+async def test_a_rank_that_cancels_itself_has_failed() -> None:
+    async def cancel(pg: ProcessGroup) -> None:
+        if pg.rank() == 1:
+            raise asyncio.CancelledError
+        await pg.barrier()
+
+    with pytest.raises(RuntimeError, match="fn was cancelled on rank 1, by nobody but itself"):
+        await run_ranks(2, cancel)
+
+
+async def test_cancelling_it_cancels_every_rank() -> None:
+    ready = asyncio.Event()
+    ended = []
+
+    async def wait(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        ready.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(pg.rank())
+
+    running = asyncio.create_task(run_ranks(3, wait))
+    await ready.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert ended == [0, 1, 2]
+
+
+def test_a_timeout_tells_who_waits_where() -> None:
+    async def deeper(pg: ProcessGroup) -> None:
+        await pg.recv_object(src=1)
+
+    async def hang(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            await deeper(pg)
+        elif pg.rank() == 1:
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError) as caught:
+        run_virtual(3, hang, timeout=10)
+    text = str(caught.value)
+    assert text.startswith("ranks 0 and 1 of 3 did not end within 10 s\nrank 0\n  pending: <Work RECV_OBJECT")
+    first, second = text.split("rank 1\n")
+    assert "await deeper(pg)" in first
+    assert "await pg.recv_object(src=1)" in first
+    assert second.startswith("  pending: no operation\n")
+    assert "await asyncio.Event().wait()" in second
+    assert "aiocoll/testing" not in text
+
+
+def test_a_timeout_tells_that_ranks_have_not_met() -> None:
+    class Silent(HashStore):
+        async def add(self, key: str, amount: int) -> int:
+            if key == "aiocoll/rank/1":
+                await asyncio.Event().wait()
+            return await super().add(key, amount)
+
+    with asyncio.Runner() as runner, pytest.raises(TimeoutError, match="rank 1\n  the group is not formed\n"):
+        runner.run(run_ranks(2, its_rank, store=Silent(), timeout=0.05))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fn", "error", "message"),
+    [
+        (0, its_rank, ValueError, "world_size=0: give the number of ranks, at least 1"),
+        ("2", its_rank, TypeError, "world_size must be an int, not str"),
+        (True, its_rank, TypeError, "world_size must be an int, not bool"),
+        (2, 5, TypeError, "fn must be an async function that takes a group, not int"),
+        (2, lambda pg: 7, TypeError, "fn must be an async function: it returned int"),
+    ],
+)
+async def test_wrong_arguments_are_named(world_size: Any, fn: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        await run_ranks(world_size, fn)
+
+
+async def test_a_wrong_timeout_is_named() -> None:
+    with pytest.raises(ValueError, match="timeout=-1: must be >= 0 seconds"):
+        await run_ranks(2, its_rank, timeout=-1)
