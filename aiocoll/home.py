@@ -13,7 +13,7 @@ import msgpack
 
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.membership import Membership
-from aiocoll.errors import AuthenticationError, RendezvousError, StoreTimeoutError, StoreUnavailableError
+from aiocoll.errors import AuthenticationError, RendezvousError, StoreError, StoreUnavailableError
 from aiocoll.group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.runtime import Runtime
@@ -29,6 +29,8 @@ logger = logging.getLogger("aiocoll")
 
 #: Seconds before a lost store is looked for again: long enough not to load the host, short beside any timeout.
 PAUSE = 0.05
+#: Seconds for the question who is missing, when the time to meet is over.
+LAST_LOOK = 1.0
 
 #: Homes by (loop, rendezvous, rank) and hubs by (loop, job): a second group finds what the first one made.
 shared: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
@@ -79,6 +81,7 @@ class Home:
         self._runtime = Runtime.of(self._loop)
         self._hub: Hub | None = None
         self._opening = asyncio.Lock()
+        self._awaited: dict[str, int] = {}
         self._members = 0
         self._made = 0
         self._names: dict[str, int] = {}
@@ -133,9 +136,22 @@ class Home:
             async with asyncio.timeout(None if self._timeout == float("inf") else self._timeout):
                 return await self._meet()
         except TimeoutError as error:
+            missing = await self._missing()
             raise RendezvousError(
-                f"rank {self.rank} of {self.world_size} did not meet the others within {self._timeout:g} s: {error}"
+                f"rank {self.rank} waited {self._timeout:g} s for rank(s) {', '.join(map(str, missing))} of "
+                f"{self.world_size}, which have not come: are they running, with the same master address?"
+                if missing
+                else f"rank {self.rank} of {self.world_size} did not meet the others within {self._timeout:g} s: "
+                f"{error or 'all have come, but not all could connect'}"
             ) from error
+
+    async def _missing(self) -> list[int]:
+        """Return the ranks that have not published what this one waits for; [] if the store does not tell."""
+        try:
+            async with asyncio.timeout(LAST_LOOK):
+                return [rank for key, rank in self._awaited.items() if not await self._store.check([key])]
+        except (StoreError, TimeoutError):
+            return []
 
     async def _meet(self) -> Endpoint:
         while True:
@@ -152,8 +168,11 @@ class Home:
 
     async def _meet_once(self) -> Endpoint:
         generation = await self._claim()
-        place = PrefixStore(f"aiocoll/{generation}", self._store)
+        prefix = f"aiocoll/{generation}"
+        place = PrefixStore(prefix, self._store)
+        self._awaited = {f"{prefix}/job": 0}
         job = await self._job(place)
+        self._awaited = {f"{prefix}/card/{rank}": rank for rank in range(self.world_size)}
         stream, card = await self._listen(job)
         transport: Transport = stream
         # A peer that is ahead of us may connect before there is an endpoint to take its link.
@@ -236,14 +255,7 @@ class Home:
         """Publish `card`; return everybody's."""
         keys = [f"{what}/{rank}" for rank in range(self.world_size)]
         await place.set(keys[self.rank], msgpack.packb(card))
-        try:
-            found = await place.multi_get(keys, timeout=self._timeout)
-        except StoreTimeoutError as error:
-            missing = [rank for rank, key in enumerate(keys) if not await place.check([key])]
-            raise RendezvousError(
-                f"rank {self.rank} waited {self._timeout:g} s for rank(s) {', '.join(map(str, missing))} of "
-                f"{self.world_size}, which have not come: are they running, with the same master address?"
-            ) from error
+        found = await place.multi_get(keys, timeout=self._timeout)
         return {rank: msgpack.unpackb(data) for rank, data in enumerate(found)}
 
     def _spin(self, cards: Mapping[int, Card]) -> float:

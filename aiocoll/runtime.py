@@ -12,7 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Runtime"]
+__all__ = ["BUDGET", "Runtime"]
+
+#: Longest time one callback moves or reduces data before it puts the rest off, in seconds: with what a last piece
+#: takes on top, no callback holds the loop for a millisecond.
+BUDGET = 300e-6
 
 
 class Runtime:

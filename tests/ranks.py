@@ -1,4 +1,4 @@
-"""Groups of ranks that are tasks of the test's own loop."""
+"""Groups of ranks that are tasks of the test's own loop, over a transport the test names."""
 
 from __future__ import annotations
 
@@ -6,39 +6,30 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from aiocoll import GroupOptions, HashStore, ProcessGroup, new_group
+from aiocoll import GroupOptions, ProcessGroup, testing
 from aiocoll.transport.memory import Hub
 
 #: What `transport=` of `run_ranks` may be: within one loop "auto" means memory.
 TRANSPORTS = ("memory", "unix", "tcp")
 
 
+def options(transport: str) -> GroupOptions:
+    """Return the options of a group over `transport`."""
+    return GroupOptions(transport="auto" if transport == "memory" else transport)  # type: ignore[arg-type]
+
+
 async def run_ranks(
-    world_size: int,
-    fn: Callable[..., Awaitable[Any]],
-    *args: Any,
-    transport: str = "memory",
-    timeout: float = 30.0,
-    **options: Any,
+    world_size: int, fn: Callable[..., Awaitable[Any]], *args: Any, transport: str = "memory", timeout: float = 60.0
 ) -> list[Any]:
     """Run `fn(pg, *args)` on every rank; return the results in rank order, or raise the error that came first."""
-    store = HashStore()
-    chosen = GroupOptions(transport="auto" if transport == "memory" else transport, **options)  # type: ignore[arg-type]
-    failures: list[BaseException] = []
+    return await testing.run_ranks(world_size, fn, *args, options=options(transport), timeout=timeout)
 
-    async def one(rank: int) -> Any:
-        group = new_group(store=store, rank=rank, world_size=world_size, timeout=timeout, options=chosen)
-        try:
-            async with group as pg:
-                return await fn(pg, *args)
-        except Exception as error:
-            failures.append(error)
 
-    results = await asyncio.gather(*(one(rank) for rank in range(world_size)))
-    await store.aclose()
-    if failures:
-        raise failures[0]
-    return results
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop turn until `condition` holds, which nothing else would tell."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
 
 def hub(pg: ProcessGroup) -> Hub:

@@ -117,8 +117,10 @@ def reduced(op: str, dtype: str, inputs: list[Array], world_size: int, first_ran
     for x in inputs[1:]:
         total = function(total, x.astype(wide), dtype=wide)
     if op == "AVG":
-        divided = total / world_size if "int" in dtype else total / wide.type(world_size)
-        total = np.trunc(divided) if "int" in dtype else divided
+        # A division of complex numbers would round differently from place to place; by a real one, both parts divide.
+        parts = total.view(total.real.dtype)
+        divided = parts / (world_size if "int" in dtype else parts.dtype.type(world_size))
+        total = np.trunc(divided) if "int" in dtype else divided.view(wide)
     return total.astype(numpy_dtype(dtype))
 
 

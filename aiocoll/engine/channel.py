@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from aiocoll.engine.control import Note, send_note
 from aiocoll.engine.operation import Message, Operation
 from aiocoll.engine.plan import EAGER_WINDOW
+from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind, Header
 
@@ -25,8 +26,6 @@ __all__ = ["LINK_WINDOW", "Channel"]
 LINK_WINDOW = 4 * 1024 * 1024
 #: The receiver reports consumed eager bytes in lots of this size: rarely, and well before the sender runs dry.
 WINDOW_LOT = LINK_WINDOW // 4
-#: Longest time one callback sends, in seconds (contract: 300 microseconds).
-BUDGET = 300e-6
 #: Eager pieces are cut at multiples of the largest itemsize, so that elements stay whole.
 ALIGN = 16
 

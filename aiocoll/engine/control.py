@@ -179,7 +179,8 @@ class Control:
         elif kind == "bye":
             if note["cause"] is not None:
                 endpoint.revoked(note["g"], note["cause"])
-            endpoint.departed(peer, note["g"], direct)
+            if direct or not note["linked"]:
+                endpoint.departed(peer, note["g"])
         elif kind == "died":
             endpoint.died(note["rank"], note["detail"], tell=False)
         elif kind == "revoke":

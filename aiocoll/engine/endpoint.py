@@ -19,7 +19,7 @@ from aiocoll.engine.operation import Operation
 from aiocoll.engine.watch import Watch
 from aiocoll.errors import AiocollError
 from aiocoll.handshake import ConnKind
-from aiocoll.runtime import Runtime
+from aiocoll.runtime import BUDGET, Runtime
 from aiocoll.transport.base import Card, Link, Transport
 from aiocoll.transport.frame import Header
 from aiocoll.work import Work
@@ -28,8 +28,6 @@ __all__ = ["Endpoint"]
 
 #: An await that completes at once yields a turn of the loop when the last turn is this many seconds ago (contract).
 TURN = 500e-6
-#: Longest time one await polls while data keeps moving, in seconds.
-SPIN_LIMIT = 300e-6
 #: How long a leaving rank waits for its peers to end their side too, in seconds.
 LINGER = 1.0
 
@@ -97,9 +95,11 @@ class Endpoint:
         """Say goodbye to the ranks of `group`."""
         # Between the others, the goodbye may overtake the revocation: it brings the cause along.
         note = {"t": "bye", "g": group.id, "cause": None if group.cause is None else cause_of(group.cause)}
-        for channel in group.channels:
+        for rank, channel in zip(group.ranks, group.channels, strict=True):
             channel.say(note)
-        self.control.flood(note, group.ranks)
+            if rank != self.rank:
+                # With a data link, that is where to wait for the goodbye: it comes behind all data.
+                self.control.tell(rank, {**note, "linked": channel.link is not None})
         self.groups.pop(group.id, None)
         self._gone_groups.add(group.id)
         group.close()
@@ -184,10 +184,8 @@ class Endpoint:
             if rank in group.position:
                 group.lost(rank, detail)
 
-    def departed(self, rank: int, identity: int, direct: bool) -> None:
-        """A rank has left a group; its data, if any is on the way, arrives before it says so directly."""
-        if not direct and self.channel(rank).link is not None:
-            return
+    def departed(self, rank: int, identity: int) -> None:
+        """A rank has left a group, and all its data has arrived."""
         if (group := self.groups.get(identity)) is not None:
             group.departed(rank)
         elif identity not in self._gone_groups:
@@ -210,7 +208,7 @@ class Endpoint:
     def _poll(self, work: Work[Any]) -> None:
         ticks, give_way = self.runtime.ticks, self._yield
         now = ticks()
-        idle, limit = now + self._spin, now + SPIN_LIMIT
+        idle, limit = now + self._spin, now + BUDGET
         while now < idle and now < limit:
             for link in self._links:
                 if link.poll():

@@ -12,6 +12,7 @@ from aiocoll.algorithms.schedule import Region, Verb
 from aiocoll.buffers import byte_view
 from aiocoll.engine.operation import Message, Operation
 from aiocoll.engine.plan import Plan
+from aiocoll.runtime import BUDGET
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.work import Work
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Exchange"]
 
-#: Longest time one callback reduces, in seconds (contract: 300 microseconds).
-BUDGET = 300e-6
 #: Fewest elements folded in one go, so that the calls do not cost more than the sums.
 FOLD_FLOOR = 2048
 
@@ -44,7 +43,6 @@ class Exchange(Operation):
     """
 
     __slots__ = (
-        "_again",
         "_arrays",
         "_early",
         "_local",
@@ -84,7 +82,6 @@ class Exchange(Operation):
         self._early: dict[int, list[tuple[int, bytes]]] | None = None
         self._local: deque[int] | None = None
         self._working = False
-        self._again = False
 
     def enter(self) -> None:
         """Start every action that waits for nothing."""
@@ -257,7 +254,7 @@ class Exchange(Operation):
             if self._piece(index):
                 local.appendleft(index)
             if local and ticks() > deadline:
-                self._later()
+                self.put_off()
                 break
         self._working = False
 
@@ -299,16 +296,6 @@ class Exchange(Operation):
                 kernel.fold(inputs, place)
         except Exception as error:  # of a function of the user's
             self.group.broke(self, error)
-
-    def _later(self) -> None:
-        if not self._again:
-            self._again = True
-            self.group.endpoint.runtime.call_soon(self._resume)
-
-    def _resume(self) -> None:
-        self._again = False
-        if not self.done:
-            self.advance()
 
     # -- memory
 

@@ -93,6 +93,7 @@ class Operation:
     """
 
     __slots__ = (
+        "_put_off",
         "done",
         "entered",
         "fingerprint",
@@ -131,6 +132,7 @@ class Operation:
         self.reported = False
         self.granted = NOBODY
         self.promised = NOBODY
+        self._put_off = False
 
     def enter(self) -> None:
         """Start: send what can be sent, take what has arrived early."""
@@ -138,6 +140,17 @@ class Operation:
 
     def advance(self) -> None:
         """Go on with local work that was put off to keep a callback short."""
+
+    def put_off(self) -> None:
+        """Call `advance` again in the next turn of the loop."""
+        if not self._put_off:
+            self._put_off = True
+            self.group.endpoint.runtime.call_soon(self._resume)
+
+    def _resume(self) -> None:
+        self._put_off = False
+        if not self.done:
+            self.advance()
 
     def place(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
         """Name the memory for `length` bytes of a message that are arriving; None for a temporary place."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from aiocoll.buffers import byte_view
 from aiocoll.engine.operation import Operation
 from aiocoll.engine.plan import Plan
+from aiocoll.runtime import BUDGET
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
@@ -21,14 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Shared"]
 
-#: Longest time one callback reduces, in seconds (contract: 300 microseconds).
-BUDGET = 300e-6
-
 
 class Shared(Operation):
     """One rank's part in one allreduce through an arena."""
 
-    __slots__ = ("_again", "_array", "_block", "_plan", "_published", "_reduced", "_result", "_stages")
+    __slots__ = ("_array", "_block", "_plan", "_published", "_reduced", "_result", "_stages")
 
     def __init__(
         self,
@@ -50,7 +48,6 @@ class Shared(Operation):
         self._stages = -(-len(array) // self._block)
         self._published = 0
         self._reduced = 0
-        self._again = False
 
     def enter(self) -> None:
         """Publish the first blocks."""
@@ -73,7 +70,7 @@ class Shared(Operation):
             if self._reduced == self._stages:
                 self.succeed(self._result)
             elif moved and ticks() > deadline:
-                self._later()
+                self.put_off()
                 return
 
     def _publish(self) -> bool:
@@ -117,13 +114,3 @@ class Shared(Operation):
 
     def _part(self, stage: int) -> NDArray[Any]:
         return self._array[stage * self._block : (stage + 1) * self._block]
-
-    def _later(self) -> None:
-        if not self._again:
-            self._again = True
-            self.group.endpoint.runtime.call_soon(self._resume)
-
-    def _resume(self) -> None:
-        self._again = False
-        if not self.done:
-            self.advance()

@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from aiocoll.errors import ProtocolError
 from aiocoll.handshake import ConnKind
 from aiocoll.runtime import Runtime
 from aiocoll.transport.base import Card, Link, Sink
@@ -91,8 +92,11 @@ class MemoryLink:
         moved = False
         while self._inbox and self._started and not self._closed:
             header, payload = self._inbox.popleft()
-            self.sink.deliver(self, header, memoryview(payload))
             moved = True
+            try:
+                self.sink.deliver(self, header, memoryview(payload))
+            except ProtocolError as error:
+                self.break_off(error)
         return moved
 
     def divert(self) -> None:

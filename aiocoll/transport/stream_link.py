@@ -14,14 +14,12 @@ from itertools import islice
 
 from aiocoll.errors import ProtocolError
 from aiocoll.handshake import ConnKind
-from aiocoll.runtime import Runtime
+from aiocoll.runtime import BUDGET, Runtime
 from aiocoll.transport.base import Sink
 from aiocoll.transport.frame import HEADER, HEADER_SIZE, SEGMENT, FrameKind, Header
 
 __all__ = ["StreamLink"]
 
-#: Longest time one callback moves data, in seconds (contract: 300 microseconds).
-BUDGET = 300e-6
 #: How much is read at once where small frames are expected; copying this much costs 3 microseconds.
 LOOKAHEAD = 64 * 1024
 #: From this payload on it matters where the bytes go: after one that was put in its place only a header is read ahead,

@@ -1,0 +1,116 @@
+"""When things are noticed, on a clock that passes only when nothing else can happen."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import CollectiveMismatchError, CollectiveTimeoutError, ProcessGroup, ReduceOp
+from aiocoll.testing.virtual import run_virtual
+
+#: Seconds a frame takes at least and at most.
+LATENCY = (0.0005, 0.02)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_disagreement_is_found_within_a_second_of_the_last_call() -> None:
+    """Both wait for the other one's broadcast, so no data tells."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        await asyncio.sleep(40 * pg.rank())
+        with pytest.raises(CollectiveMismatchError, match=r"root=1.*root=0"):
+            await pg.broadcast(np.zeros(3), 1 - pg.rank())
+        assert now() < 41
+
+    run_virtual(2, rank, latency=LATENCY)
+
+
+@pytest.mark.parametrize("timeout", [0.01, 0.2, 3.0, 100.0])
+def test_a_timeout_is_kept_to_the_report_period(timeout: float) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        started = now()
+        if pg.rank() == 2:
+            await pg.wait_revoked()
+        else:
+            with pytest.raises(CollectiveTimeoutError, match=f"within {timeout:g} s") as raised:
+                await pg.allreduce(np.zeros(3), timeout=timeout)
+            assert raised.value.ranks == ((2,) if timeout > 1 else ())
+        # The first of the two expires in time, and tells the others.
+        assert abs(now() - started - timeout) < 0.1
+
+    run_virtual(3, rank, latency=LATENCY)
+
+
+def test_the_oldest_of_many_expires_first() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank():
+            await pg.wait_revoked()
+            return
+        works = []
+        for _ in range(100):
+            works.append(pg.barrier(timeout=50))
+            await asyncio.sleep(0.1)
+        with pytest.raises(CollectiveTimeoutError, match=r"sequence 1\)"):
+            await works[99]
+
+    run_virtual(2, rank)
+
+
+def test_who_is_missing_is_logged_before_the_timeout(caplog: pytest.LogCaptureFixture) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        if pg.rank() == 1:
+            await asyncio.sleep(100)
+        await pg.allreduce(np.zeros(3), timeout=200)
+        assert now() >= 100
+
+    with caplog.at_level(logging.WARNING, logger="aiocoll"):
+        run_virtual(3, rank, latency=LATENCY)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 2
+    for rank, warning in zip((0, 2), sorted(warnings), strict=True):
+        assert f"rank {rank}: ALLREDUCE (sequence 2) has been waiting for 30." in warning
+        assert "it waits for rank 1 (last in BARRIER(" in warning
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_latency_gives_the_same_results(seed: int) -> None:
+    """Frames of different links overtake each other in a different way with each seed."""
+
+    async def rank(pg: ProcessGroup) -> list[bytes]:
+        chance = random.Random(seed)
+        results = []
+        works: list[tuple[Any, Any]] = []
+        for number in range(30):
+            count = chance.choice([0, 1, 7, 1000, 70_000, 200_000])
+            kind = chance.choice(["allreduce", "scan", "broadcast", "reduce_scatter", "allgather", "barrier"])
+            key = chance.choice([None, f"key{number}"])
+            tensor = np.full(count, pg.rank() + 1.0)
+            if kind == "allreduce":
+                works.append((pg.allreduce(tensor, chance.choice([ReduceOp.SUM, ReduceOp.MAX]), key=key), tensor))
+            elif kind == "scan":
+                works.append((pg.scan(tensor, key=key), tensor))
+            elif kind == "broadcast":
+                works.append((pg.broadcast(tensor, chance.randrange(4), key=key), tensor))
+            elif kind == "reduce_scatter":
+                works.append((pg.reduce_scatter(tensor, [tensor.copy() for _ in range(4)], key=key), tensor))
+            elif kind == "allgather":
+                outputs = np.zeros((4, count))
+                works.append((pg.allgather(list(outputs), tensor, key=key), outputs))
+            else:
+                works.append((pg.barrier(key=key), tensor))
+            await asyncio.sleep(random.Random(seed * 31 + pg.rank()).uniform(0, 0.05))
+        for work, tensor in works:
+            await work
+            results.append(tensor.tobytes())
+        return results
+
+    assert run_virtual(4, rank, seed=seed, latency=LATENCY) == run_virtual(4, rank, seed=seed)

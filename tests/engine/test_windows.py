@@ -1,0 +1,197 @@
+"""What may be sent unasked: bounded per message and per link, and nothing waits behind what waits."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import HashStore, ProcessGroup, ReduceOp, new_group
+from aiocoll.engine.channel import LINK_WINDOW, Channel
+from aiocoll.engine.plan import EAGER_WINDOW
+from aiocoll.transport.frame import EAGER, FrameKind, Header
+
+from ..ranks import TRANSPORTS, options, run_ranks
+
+MIB = 1024 * 1024
+
+
+class Tap:
+    """Records every frame that any rank receives."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.frames: list[tuple[int, Header]] = []
+        deliver = Channel.deliver
+
+        def tapped(channel: Channel, link: Any, header: Header, payload: memoryview | None) -> None:
+            self.frames.append((channel.peer, header))
+            deliver(channel, link, header, payload)
+
+        monkeypatch.setattr(Channel, "deliver", tapped)
+
+    def count(self, kind: FrameKind, sender: int) -> int:
+        return sum(peer == sender and header[0] == kind for peer, header in self.frames)
+
+    def eager(self, sender: int) -> Counter[int]:
+        """Return the unasked bytes of each operation."""
+        sums: Counter[int] = Counter()
+        for peer, header in self.frames:
+            if peer == sender and header[0] == FrameKind.DATA and header[1] & EAGER:
+                sums[header[4]] += header[7]
+        return sums
+
+
+@pytest.fixture
+def tap(monkeypatch: pytest.MonkeyPatch) -> Tap:
+    return Tap(monkeypatch)
+
+
+def stash(pg: ProcessGroup) -> int:
+    """Return the bytes that wait here for calls not made yet."""
+    return sum(len(payload) for frames in pg._member._early.values() for _, _, payload in frames)
+
+
+async def settle(pg: ProcessGroup) -> None:
+    """Let all that is on its way arrive: an answer comes behind it on the same link."""
+    peer = 1 - pg.rank()
+    if pg.rank():
+        await pg.send(np.zeros(1), peer, tag=99)
+        await pg.recv(np.zeros(1), peer, tag=99)
+    else:
+        await pg.recv(np.zeros(1), peer, tag=99)
+        await pg.send(np.zeros(1), peer, tag=99)
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix"])
+async def test_a_giant_nobody_asked_for_sends_its_window_and_blocks_nothing(transport: str, tap: Tap) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        giant = np.full(64 * MIB, pg.rank(), "uint8")
+        if pg.rank() == 0:
+            work = pg.broadcast(giant, 0, key="giant")
+        for number in range(20):
+            tensor = np.full(1000, number)
+            assert (await pg.allgather(None, tensor))[1 - pg.rank()].tolist() == tensor.tolist()
+        await settle(pg)
+        if pg.rank() == 1:
+            assert stash(pg) == EAGER_WINDOW
+            work = pg.broadcast(giant, 0, key="giant")
+        await work
+        assert not giant.any()
+
+    await run_ranks(2, rank, transport=transport)
+    assert tap.count(FrameKind.GRANT, sender=1) == 1
+    assert tap.count(FrameKind.READY, sender=0) == 0
+    assert max(tap.eager(sender=0).values()) == EAGER_WINDOW
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PREMUL_SUM(2)], ids=["arena-or-links", "links"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_giants_called_in_opposite_orders_complete(transport: str, op: ReduceOp) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        tensors = {key: np.full(64 * MIB // 4, 1 + pg.rank(), "float32") for key in ("a", "b")}
+        works = [pg.allreduce(tensors[key], op, key=key) for key in ("ab" if pg.rank() else "ba")]
+        for work in works:
+            await work
+        expected = 3 * (op.factor or 1)
+        assert all((tensor == expected).all() for tensor in tensors.values())
+
+    await run_ranks(2, rank, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix"])
+async def test_ten_thousand_early_operations_stay_within_the_window(transport: str, tap: Tap) -> None:
+    """Their bytes are three times what a link may carry unasked."""
+    count, nbytes = 10_000, 1200
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            works = [pg.broadcast(np.full(nbytes, number % 251, "uint8"), 0) for number in range(count)]
+            await settle(pg)
+            assert not works[-1].done()
+        else:
+            await settle(pg)
+            assert LINK_WINDOW - nbytes <= stash(pg) <= LINK_WINDOW
+            works = [pg.broadcast(np.zeros(nbytes, "uint8"), 0) for _ in range(count)]
+        for number, work in enumerate(works):
+            assert ((await work) == number % 251).all()
+        assert stash(pg) == 0
+
+    await run_ranks(2, rank, transport=transport, timeout=60)
+    assert tap.count(FrameKind.READY, sender=0) > 0
+    assert tap.count(FrameKind.GRANT, sender=1) == tap.count(FrameKind.READY, sender=0)
+    assert tap.count(FrameKind.WINDOW, sender=1) > 0
+
+
+async def test_messages_of_several_operations_take_turns(tap: Tap) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        tensors = [np.full(4 * MIB, pg.rank(), "uint8") for _ in range(3)]
+        for work in [pg.broadcast(tensor, 0) for tensor in tensors]:
+            await work
+        assert not any(tensor.any() for tensor in tensors)
+
+    await run_ranks(2, rank, transport="unix")
+    order = [header[4] for peer, header in tap.frames if peer == 0 and header[0] == FrameKind.DATA and header[7]]
+    last = {op: max(place for place, each in enumerate(order) if each == op) for op in set(order)}
+    assert len(last) == 3
+    # One after the other, the first would have ended before the last began.
+    assert min(last.values()) > order.index(3)
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix"])
+async def test_a_failed_group_gives_its_window_back(transport: str) -> None:
+    """Two groups share the link; the early bytes of the one that fails must not burden the other for ever."""
+    store = HashStore()
+    over = options(transport)
+
+    async def rank(rank: int) -> None:
+        async with (
+            new_group(store=store, rank=rank, world_size=2, options=over) as one,
+            new_group(store=store, rank=rank, world_size=2, options=over) as two,
+        ):
+            if rank == 0:
+                for _ in range(30):
+                    one.broadcast(np.zeros(LINK_WINDOW // 32, "uint8"), 0)
+            await settle(two)
+            if rank == 1:
+                assert stash(one) > LINK_WINDOW // 2
+                one.abort()
+            await one.wait_revoked()
+            await settle(two)
+            if rank == 0:
+                assert two._member.channels[1]._unasked < LINK_WINDOW // 2
+            assert stash(one) == 0
+
+    await asyncio.gather(rank(0), rank(1))
+    await store.aclose()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("seed", range(3))
+async def test_any_mix_of_keyed_calls_in_any_order_completes(seed: int, transport: str) -> None:
+    sizes = [0, 1, 1000, 100_000, 3_000_000]
+
+    async def rank(pg: ProcessGroup) -> None:
+        calls = [
+            (f"{kind}{number}", kind, size) for kind in ("sum", "links", "gather") for number, size in enumerate(sizes)
+        ]
+        random.Random(seed * 100 + pg.rank()).shuffle(calls)
+        works = []
+        for key, kind, size in calls:
+            tensor = np.full(size, pg.rank() + 1.0, "float32")
+            if kind == "gather":
+                works.append((pg.allgather(None, tensor, key=key), kind))
+            else:
+                op = ReduceOp.SUM if kind == "sum" else ReduceOp.custom(np.add)
+                works.append((pg.allreduce(tensor, op, key=key), kind))
+        for work, kind in reversed(works):
+            result = await work
+            if kind == "gather":
+                assert all((each == rank + 1).all() for rank, each in enumerate(result))
+            else:
+                assert (result == 6).all()
+
+    await run_ranks(3, rank, transport=transport)

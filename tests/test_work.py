@@ -1,0 +1,263 @@
+"""The handle of an operation: awaited in every way, by anybody, at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import CollectiveTimeoutError, GroupError, ProcessGroup, Recv, Send
+
+from .ranks import run_ranks
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix"])
+async def test_a_thousand_works_awaited_in_reverse(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        works = [pg.allreduce(np.full(3, number)) for number in range(1000)]
+        assert [work.seq for work in works] == list(range(1, 1001))
+        for number, work in reversed(list(enumerate(works))):
+            assert (await work == 2 * number).all()
+
+    await run_ranks(2, rank, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix"])
+async def test_keyed_works_meet_whatever_the_order(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        keys = [f"layer{number % 50}" for number in range(200)]
+        random.Random(pg.rank()).shuffle(keys)
+        works = []
+        for place, key in enumerate(keys):
+            count = keys[:place].count(key)
+            work = pg.allreduce(np.full(2, int(key[5:]) * 10 + count), key=key)
+            assert (work.key, work.seq) == (key, count + 1)
+            works.append((work, int(key[5:]) * 10 + count))
+        for work, value in works:
+            assert (await work == 3 * value).all()
+        # They have taken no ordered number.
+        assert pg.barrier().seq == 1
+        await pg.drain()
+
+    await run_ranks(3, rank, transport=transport)
+
+
+async def test_a_timeout_around_awaits_that_complete_at_once_fires() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        tensor = np.ones(3)
+        done = 0
+
+        async def work_on() -> None:
+            nonlocal done
+            while True:
+                await pg.allreduce(tensor)
+                done += 1
+
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await work_on()
+        assert done > 3
+
+    await run_ranks(1, rank)
+
+
+async def test_awaiting_a_finished_work_does_not_suspend() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        work = pg.allreduce(np.ones(2))
+        await work
+        await asyncio.sleep(0)
+        await work  # yields, perhaps: the last turn may be long ago
+        turns = 0
+
+        def turn() -> None:
+            nonlocal turns
+            turns += 1
+
+        suspended = 0
+        for _ in range(5):
+            asyncio.get_running_loop().call_soon(turn)
+            turns = 0
+            await work
+            suspended += turns
+            await asyncio.sleep(0)
+        assert suspended < 5
+        assert await work is work.result()
+
+    await run_ranks(1, rank)
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix"])
+async def test_any_number_of_awaiters(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        tensor = np.ones(10)
+        work = pg.broadcast(tensor, 0) if pg.rank() else pg.recv_object(1)
+        waiting = [asyncio.ensure_future(work.join()) for _ in range(10)]
+        await asyncio.sleep(0)
+        waiting[3].cancel()
+        if pg.rank():
+            await pg.send_object("all wait", 0)
+            results = await asyncio.gather(*waiting, return_exceptions=True)
+            assert isinstance(results.pop(3), asyncio.CancelledError)
+            assert all(each is tensor for each in results)
+        else:
+            assert set(await asyncio.gather(*(waiting[:3] + waiting[4:]))) == {"all wait"}
+            await pg.broadcast(tensor, 0)
+        assert waiting[3].cancelled()
+
+    await run_ranks(2, rank, transport=transport)
+
+
+async def test_cancelling_an_await_leaves_the_collective_going() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        tensor = np.ones(4)
+        if pg.rank() == 0:
+            work = pg.allreduce(tensor)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await work
+            assert pg.pending() == [work]
+            await pg.send_object("go", 1)
+            await pg.drain()
+        else:
+            await pg.recv_object(0)
+            await pg.allreduce(tensor)
+        assert (tensor == 2).all()
+
+    await run_ranks(2, rank)
+
+
+async def test_results_early_and_late() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        peer = 1 - pg.rank()
+        tensor = np.zeros(1)
+        work = pg.recv(tensor, peer)
+        assert (work.done(), work.is_completed(), work.is_success()) == (False, False, False)
+        for early in (work.result, work.exception):
+            with pytest.raises(asyncio.InvalidStateError, match="has not ended; await it"):
+                early()
+        assert repr(work) == "<Work RECV seq=None pending>"
+        await pg.send(np.ones(1), peer)
+        await work
+        assert (work.done(), work.is_completed(), work.is_success()) == (True, True, True)
+        assert work.result() is tensor
+        assert work.exception() is None
+        assert repr(work) == "<Work RECV seq=None done>"
+        late = pg.recv(tensor, peer, timeout=0.01)
+        with pytest.raises(CollectiveTimeoutError):
+            await late
+        assert (late.done(), late.is_success()) == (True, False)
+        assert isinstance(late.exception(), CollectiveTimeoutError)
+        with pytest.raises(CollectiveTimeoutError):
+            late.result()
+        assert (work.op, work.group, work.key) == ("RECV", pg, None)
+        keyed = pg.barrier(key="step")
+        assert repr(keyed).startswith("<Work BARRIER seq=1 key='step' ")
+        await keyed
+
+    await run_ranks(2, rank)
+
+
+async def test_futures_coroutines_and_callbacks() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        called: list[Any] = []
+        tensor = np.ones(1)
+        work = pg.allreduce(tensor)
+        work.add_done_callback(called.append)
+        future = work.get_future()
+        dropped = work.get_future()
+        dropped.cancel()
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(work.join())
+        assert task.result() is tensor
+        done, _ = await asyncio.wait([future])
+        assert done.pop().result() is tensor
+        work.add_done_callback(called.append)
+        assert len(called) < 2, "callbacks run in a turn of their own"
+        await asyncio.sleep(0)
+        assert called == [work, work]
+        failing = pg.recv(tensor, 1 - pg.rank(), timeout=0.01)
+        (error,) = await asyncio.gather(failing.get_future(), return_exceptions=True)
+        assert isinstance(error, CollectiveTimeoutError)
+        await pg.barrier()
+
+    await run_ranks(2, rank)
+
+
+async def test_other_threads_wait() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        peer = 1 - pg.rank()
+        work = pg.recv(np.zeros(2), peer)
+        with pytest.raises(RuntimeError, match=r"would block the event loop .*: use `await work`"):
+            work.wait()
+        failed = pg.recv(np.zeros(2), peer, tag=1, timeout=0.01)
+        loop = asyncio.get_running_loop()
+        outcomes: asyncio.Queue[Any] = asyncio.Queue()
+
+        def tell(call: Callable[[], Any]) -> None:
+            try:
+                outcome = call()
+            except Exception as error:
+                outcome = error
+            loop.call_soon_threadsafe(outcomes.put_nowait, outcome)
+
+        def other() -> None:
+            tell(lambda: work.wait(timedelta(seconds=0.01)))
+            tell(work.wait)
+            tell(failed.wait)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        early = await outcomes.get()
+        assert isinstance(early, TimeoutError)
+        assert "has not ended within 0.01 s" in str(early)
+        await pg.barrier()
+        await pg.send(np.ones(2), peer)
+        assert (await outcomes.get()).tolist() == [1, 1]
+        assert isinstance(await outcomes.get(), CollectiveTimeoutError)
+        thread.join()
+        await pg.barrier()
+
+    await run_ranks(2, rank)
+
+
+async def test_abort_is_the_way_out() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        work = pg.allreduce(np.ones(1)) if pg.rank() == 0 else pg.recv(np.ones(1), 0)
+        await pg.batch([Send(np.ones(1), 1 - pg.rank(), 1), Recv(np.ones(1), 1 - pg.rank(), 1)])
+        if pg.rank() == 0:
+            work.abort()
+        with pytest.raises(GroupError, match="ALLREDUCE was aborted by rank 0"):
+            await work
+        work.abort()
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix"])
+async def test_nothing_keeps_the_memory_of_an_operation_that_has_ended(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        kept = []
+        for count in (1, 10_000, 1_000_000):
+            tensor, other = np.ones(count), np.ones(count)
+            kept += [weakref.ref(tensor), weakref.ref(other)]
+            await pg.allreduce(tensor)
+            await pg.broadcast(tensor, 1)
+            await pg.batch([]) if pg.size() == 1 else None
+            if pg.rank() == 0:
+                await pg.send(tensor, 1)
+            else:
+                await pg.recv(other, 0)
+            del tensor, other
+        await pg.barrier()
+        gc.collect()
+        assert [each() for each in kept] == [None] * 6
+
+    await run_ranks(2, rank, transport=transport)

@@ -1,0 +1,113 @@
+"""Both ends of a link of every kind, and a sink that keeps what it is given."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiocoll.handshake import ConnKind
+from aiocoll.runtime import Runtime
+from aiocoll.transport.base import Link
+from aiocoll.transport.frame import HEADER, FrameKind, Header
+from aiocoll.transport.memory import Hub, MemoryTransport
+from aiocoll.transport.stream_link import StreamLink
+
+KINDS = ("memory", "unix", "tcp")
+
+
+class Recorder:
+    """A sink: keeps frames as `(op, payload)`; `place` may name a place for the payload of a header."""
+
+    def __init__(self, place: Callable[[Header], memoryview | None] = lambda _: None) -> None:
+        self.frames: list[tuple[int, bytes]] = []
+        self.headers: list[Header] = []
+        self.losses: list[Exception | None] = []
+        self.drains = 0
+        self.routed = 0
+        self.place = place
+        self.error: Exception | None = None
+        self._given: memoryview | None = None
+        self._changed = asyncio.Event()
+
+    def route(self, link: Link, header: Header) -> memoryview | None:
+        self.routed += 1
+        self._given = self.place(header)
+        return self._given
+
+    def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
+        if self.error is not None:
+            raise self.error
+        if payload is None:
+            assert self._given is not None
+            payload = self._given
+        self._given = None
+        assert payload.nbytes == header[7]
+        self.headers.append(header)
+        self.frames.append((header[4], bytes(payload)))
+        self._changed.set()
+
+    def drained(self, link: Link) -> None:
+        self.drains += 1
+        self._changed.set()
+
+    def lost(self, link: Link, error: Exception | None) -> None:
+        self.losses.append(error)
+        self._changed.set()
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def frames_are(self, count: int) -> None:
+        await self.until(lambda: len(self.frames) >= count)
+
+
+def frame(op: int, payload: bytes = b"", kind: int = FrameKind.DATA) -> tuple[bytes, memoryview | None]:
+    """Return the arguments of `write`."""
+    header = HEADER.pack(kind, 0, 0, 7, op, 0, 0, len(payload), len(payload))
+    return header, memoryview(payload) if payload else None
+
+
+def sockets(kind: str) -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets that do not block."""
+    if kind == "unix":
+        pair = socket.socketpair()
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            near = socket.create_connection(server.getsockname())
+            far, _ = server.accept()
+        pair = near, far
+    for each in pair:
+        each.setblocking(False)
+    return pair
+
+
+@asynccontextmanager
+async def linked(kind: str, runtime: Runtime | None = None) -> AsyncIterator[tuple[Any, Any]]:
+    """Make both ends of a link, each with a `Recorder`; neither has been started."""
+    runtime = runtime or Runtime.of(asyncio.get_running_loop())
+    if kind == "memory":
+        hub = Hub(runtime)
+        transports = [MemoryTransport(hub, rank) for rank in range(2)]
+        accepted: list[Any] = []
+        transports[1].accepted = accepted.append
+        for transport in transports:
+            await transport.listen()
+        near: Any = await transports[0].connect(1, {}, ConnKind.DATA)
+        ends = [near, accepted[0]]
+    else:
+        ends = [StreamLink(runtime, sock, 1 - rank, ConnKind.DATA) for rank, sock in enumerate(sockets(kind))]
+    for end in ends:
+        end.sink = Recorder()
+    try:
+        yield ends[0], ends[1]
+    finally:
+        for end in ends:
+            end.close()
+        for _ in range(3):
+            await asyncio.sleep(0)

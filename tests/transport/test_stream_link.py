@@ -1,0 +1,204 @@
+"""What only a byte stream can do to a frame: cut it anywhere, reset, or say nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from aiocoll.errors import ProtocolError
+from aiocoll.handshake import ConnKind
+from aiocoll.runtime import Runtime
+from aiocoll.transport.frame import HEADER, SEGMENT, Header
+from aiocoll.transport.stream_link import BULK, StreamLink
+
+from .links import Recorder, frame, linked, sockets
+from .test_contract import payload
+
+BIG = BULK + 1000
+
+
+def wire(op: int, data: bytes) -> bytes:
+    header, view = frame(op, data)
+    return header + bytes(view or b"")
+
+
+@asynccontextmanager
+async def fed(
+    kind: str = "unix", runtime: Runtime | None = None
+) -> AsyncIterator[tuple[socket.socket, StreamLink, Any]]:
+    """Make a link whose other end is a bare socket."""
+    raw, sock = sockets(kind)
+    link = StreamLink(runtime or Runtime.of(asyncio.get_running_loop()), sock, 3, ConnKind.DATA)
+    sink = link.sink = Recorder()
+    try:
+        yield raw, link, sink
+    finally:
+        link.close()
+        raw.close()
+
+
+@pytest.mark.parametrize("routed", [False, True])
+async def test_byte_by_byte(routed: bool) -> None:
+    room = memoryview(bytearray(SEGMENT))
+    async with fed() as (raw, link, sink):
+        if routed:
+            sink.place = lambda header: room[: header[7]]
+        sizes = (0, 1, 40, 0, 700)
+        for byte in b"".join(wire(op, payload(op, nbytes)) for op, nbytes in enumerate(sizes)):
+            raw.send(bytes([byte]))
+            link.poll()
+        assert sink.frames == [(op, payload(op, nbytes)) for op, nbytes in enumerate(sizes)]
+        assert (sink.routed > 0) is True
+
+
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("piece", [7, 31, 33, 1000, 20_000, 70_000])
+async def test_pieces_of_any_length(piece: int, routed: bool) -> None:
+    room = memoryview(bytearray(SEGMENT))
+    async with fed() as (raw, link, sink):
+        if routed:
+            sink.place = lambda header: room[: header[7]]
+        sizes = (BIG, 5, SEGMENT, 0, 0, BULK, BULK - 1, 100_000, 1, SEGMENT)
+        if piece < 1000:
+            sizes = sizes[:2] + sizes[3:7]
+        stream = b"".join(wire(op, payload(op, nbytes)) for op, nbytes in enumerate(sizes))
+        for start in range(0, len(stream), piece):
+            part = stream[start : start + piece]
+            assert raw.send(part) == len(part)
+            while link.poll():
+                pass
+        assert sink.frames == [(op, payload(op, nbytes)) for op, nbytes in enumerate(sizes)]
+
+
+async def test_a_routed_payload_goes_straight_to_its_place() -> None:
+    room = bytearray(b"." * (BIG + 2))
+    asked: list[Header] = []
+
+    def place(header: Header) -> memoryview:
+        asked.append(header)
+        return memoryview(room)[1:-1]
+
+    async with fed() as (raw, link, sink):
+        sink.place = place
+        stream = wire(5, payload(5, BIG))
+        raw.send(stream[:9000])
+        link.poll()
+        assert len(asked) == 1
+        assert bytes(room[1:100]) == payload(5, 99), "it does not wait for the rest"
+        assert sink.frames == []
+        raw.send(stream[9000:])
+        link.poll()
+        assert bytes(room) == b"." + payload(5, BIG) + b"."
+        assert len(asked) == 1
+        assert asked[0][7] == BIG
+
+
+async def test_a_diverted_payload_leaves_its_place_alone() -> None:
+    room = bytearray(BIG)
+    async with fed() as (raw, link, sink):
+        sink.place = lambda header: memoryview(room)[: header[7]] if header[4] == 1 else None
+        stream = wire(1, b"\xff" * BIG) + wire(2, b"next") + wire(1, b"")
+        raw.send(stream[:5000])
+        link.poll()
+        room[:] = bytes(BIG)
+        link.divert()
+        raw.send(stream[5000:])
+        while link.poll():
+            pass
+        assert room == bytes(BIG)
+        assert [op for op, _ in sink.frames] == [1, 2, 1]
+        assert sink.frames[1] == (2, b"next")
+        link.divert()  # nothing is arriving: no effect
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (HEADER.pack(0, 0, 0, 0, 0, 0, 0, 0, 0), "rank 3 sent a frame of kind 0 and length 0"),
+        (HEADER.pack(6, 0, 0, 0, 0, 0, 0, 4, 4), "kind 6 and length 4"),
+        (HEADER.pack(1, 0, 0, 0, 0, 0, 0, SEGMENT + 1, 0), f"length {SEGMENT + 1}"),
+        (HEADER.pack(1, 0, 0, 0, 0, 0, 0, 0xFFFFFFFF, 0), "length 4294967295"),
+        (b"GET / HTTP/1.1\r\nHost: example.org\r\n", "rank 3 sent a frame of kind 71"),
+    ],
+)
+async def test_nonsense_ends_the_link(header: bytes, message: str) -> None:
+    async with fed() as (raw, link, sink):
+        raw.send(wire(1, b"fine") + header + wire(2, b"never"))
+        assert link.poll()
+        assert sink.frames == [(1, b"fine")]
+        assert [type(each) for each in sink.losses] == [ProtocolError]
+        assert message in str(sink.losses[0])
+        assert link.closed
+        assert not link.poll()
+        assert len(sink.losses) == 1
+
+
+async def test_an_end_in_the_middle_of_a_frame_is_an_end() -> None:
+    async with fed() as (raw, link, sink):
+        raw.send(wire(1, b"whole") + wire(2, b"cut off")[:-3])
+        raw.close()
+        while not sink.losses:
+            link.poll()
+        assert sink.frames == [(1, b"whole")]
+        assert sink.losses == [None]
+
+
+async def test_a_reset_is_an_error() -> None:
+    async with fed("tcp") as (raw, link, sink):
+        link.start()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        raw.close()
+        await sink.until(lambda: sink.losses)
+        assert isinstance(sink.losses[0], ConnectionResetError)
+
+
+async def test_a_reset_after_our_end_is_an_end() -> None:
+    async with fed("tcp") as (raw, link, sink):
+        link.start()
+        link.finish()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        raw.close()
+        await sink.until(lambda: sink.losses)
+        assert sink.losses == [None]
+
+
+class Slow(Runtime):
+    """Each reading of the clock finds that the budget of a callback has passed."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self.readings = 0
+        self.ticks = self.read
+
+    def read(self) -> float:
+        self.readings += 1
+        return float(self.readings)
+
+
+async def test_a_poll_ends_when_its_time_is_over() -> None:
+    room = memoryview(bytearray(SEGMENT))
+    async with fed("unix", Slow(asyncio.get_running_loop())) as (raw, link, sink):
+        sink.place = lambda header: room[: header[7]]
+        raw.send(b"".join(wire(op, payload(op, BIG)) for op in range(8)))
+        polls = 0
+        while link.poll():
+            polls += 1
+        assert sink.frames == [(op, payload(op, BIG)) for op in range(8)]
+        assert polls >= 5
+
+
+async def test_what_waits_when_the_peer_is_gone_is_let_go() -> None:
+    async with linked("unix") as (near, far):
+        near.start()
+        while near.write(*frame(1, payload(1, SEGMENT))):
+            pass
+        far.close()
+        await near.sink.until(lambda: near.sink.losses)
+        assert len(near.sink.losses) == 1
+        assert near.write(*frame(2, b"x"))
