@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import pickle
 import signal
 import subprocess
@@ -165,12 +166,15 @@ def test_functions_of_a_script_can_be_run(tmp_path: Path) -> None:
 def test_processes_do_not_outlive_their_parent(tmp_path: Path, number: signal.Signals) -> None:
     with program(tmp_path, "wait") as process:
         assert process.stdout is not None
-        pids = [int(process.stdout.readline()) for _ in range(2)]
+        ranks = [os.pidfd_open(int(process.stdout.readline())) for _ in range(2)]
         process.send_signal(number)
-        # Its output is theirs too: it ends with the last of them.
-        process.stdout.read()
-        process.wait(timeout=60)
-    assert not [pid for pid in pids if alive(pid)]
+        try:
+            # Readable when the process has ended, whoever its parent is by then.
+            assert all(select.select([rank], [], [], 60)[0] for rank in ranks)
+        finally:
+            for rank in ranks:
+                os.close(rank)
+        process.communicate(timeout=60)
 
 
 async def test_what_cannot_be_pickled_is_refused() -> None:
