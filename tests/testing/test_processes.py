@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import pickle
+import select
 import signal
 import subprocess
 import sys
