@@ -18,6 +18,9 @@ from aiocoll.work import Work
 
 __all__ = ["PointToPoint", "Recv", "Send"]
 
+#: Bytes of the longest message: its frames carry its length in 32 bits.
+LONGEST = 2**32 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Send:
@@ -121,6 +124,8 @@ class PointToPoint(Launcher):
     def _send(
         self, op: str, dst: int, tag: int, data: memoryview, code: int, result: Any, timeout: Timeout
     ) -> Work[Any]:
+        if data.nbytes > LONGEST:
+            raise ValueError(f"tensor has {data.nbytes} bytes; a message holds at most {LONGEST}: send it in parts")
         limit = self._begin(tag, timeout)
         work: Work[Any] = Work(self._member.endpoint, op, None, None, self)
         identity = self._member.mailbox.next_id(dst, tag)

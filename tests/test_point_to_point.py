@@ -439,3 +439,14 @@ async def test_incoming_asks_for_a_message_that_its_sender_holds_back(monkeypatc
         await pg.send_object("done", 1)
 
     await run_ranks(2, rank)
+
+
+async def test_a_message_longer_than_its_header_can_say_is_refused() -> None:
+    # Virtual memory alone: nothing touches it.
+    huge = np.zeros(2**32, np.uint8)
+
+    async def send(pg: ProcessGroup) -> None:
+        with pytest.raises(ValueError, match="tensor has 4294967296 bytes; a message holds at most 4294967295"):
+            pg.send(huge, 1 - pg.rank())
+
+    await run_ranks(2, send)

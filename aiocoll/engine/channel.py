@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from aiocoll.engine.control import Note, send_note
 from aiocoll.engine.operation import Message, Operation
 from aiocoll.engine.plan import EAGER_WINDOW
+from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind, Header
@@ -241,6 +242,8 @@ class Channel:
         if group is None:
             return None
         operation, place = group.place(self.peer, header)
+        if place is not None and place.nbytes != header[7]:
+            raise ProtocolError(f"rank {self.peer} sent more than the {header[8]} bytes of its message")
         self.receiving = operation
         return place
 

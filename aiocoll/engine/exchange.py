@@ -12,6 +12,7 @@ from aiocoll.algorithms.schedule import Region, Verb
 from aiocoll.buffers import byte_view
 from aiocoll.engine.operation import Message, Operation
 from aiocoll.engine.plan import Plan
+from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.work import Work
@@ -125,6 +126,8 @@ class Exchange(Operation):
         index = plan.inbound.get(peer << 16 | step)
         if index is None or plan.totals[index] & 0xFFFFFFFF != total:
             return False
+        if self._moved[index] + length > plan.totals[index]:
+            raise ProtocolError(f"rank {peer} sent more than the {total} bytes of its message")
         if payload is not None:
             if self._waits[index]:
                 self._keep(index, payload, length)

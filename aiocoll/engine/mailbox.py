@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from aiocoll.dtypes import by_code
 from aiocoll.engine.operation import P2P, Message, Operation, Terms, description
 from aiocoll.engine.plan import EAGER_WINDOW
-from aiocoll.errors import CollectiveTimeoutError, SerializationError
+from aiocoll.errors import CollectiveTimeoutError, ProtocolError, SerializationError
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 from aiocoll.work import Work
 
@@ -176,7 +176,7 @@ class Posted(Operation):
                 return
             self.view = memoryview(bytearray(arrival.total))
             self._result = self.view
-        elif self.view is None or arrival.code != self.code or arrival.total != self.view.nbytes & 0xFFFFFFFF:
+        elif self.view is None or arrival.code != self.code or arrival.total != self.view.nbytes:
             terms = _terms("SEND", arrival.code, arrival.total)
             self.group.disagreement(self.describe(), description(arrival.peer, P2P, terms, (), None))
             return
@@ -285,6 +285,8 @@ class Mailbox:
         if arrival is None:
             arrival = self._active[peer, op] = Arrival(channel, peer, header)
             self._meet(arrival)
+        if arrival.received + length > arrival.total:
+            raise ProtocolError(f"rank {peer} sent more than the {arrival.total} bytes of its message")
         if kind == FrameKind.READY:
             arrival.ready = True
             if arrival.posted is not None:

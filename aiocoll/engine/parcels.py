@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.operation import Message, Operation, Terms
 from aiocoll.engine.plan import EAGER_WINDOW
-from aiocoll.errors import SerializationError
+from aiocoll.errors import ProtocolError, SerializationError
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ class Parcels(Operation):
             return False
         room = self._room(peer, total)
         start = self._received.get(peer, 0)
+        if start + length > total:
+            raise ProtocolError(f"rank {peer} sent more than the {total} bytes of its object")
         if room is None:
             # Let it pass, so that neither its sender nor the group is disturbed.
             self._refusal = SerializationError(

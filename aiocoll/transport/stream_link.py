@@ -54,6 +54,7 @@ class StreamLink:
         "_sock",
         "_start",
         "_target",
+        "_unparsed",
         "_writing",
         "kind",
         "peer",
@@ -79,6 +80,8 @@ class StreamLink:
         self._writing = False
         self._ending = False
         self._closed = False
+        # Complete frames may be left in the buffer.
+        self._unparsed = False
         _size_buffers(sock)
 
     @property
@@ -169,10 +172,12 @@ class StreamLink:
         self._sock.close()
 
     def _receive(self) -> bool:
-        deadline = 0.0
         ticks = self._runtime.ticks
+        deadline = ticks() + BUDGET
+        if self._unparsed:
+            self._parse(deadline)
         recv_into = self._sock.recv_into
-        while True:
+        while not self._unparsed and not self._closed:
             place = self._place()
             wanted = len(place)
             got = recv_into(place)
@@ -185,14 +190,10 @@ class StreamLink:
                     self._placed()
             else:
                 self._end += got
-                self._parse()
-            if got < wanted or self._closed:
-                return True
-            now = ticks()
-            if not deadline:
-                deadline = now + BUDGET
-            elif now > deadline:
-                return True
+                self._parse(deadline)
+            if got < wanted or ticks() > deadline:
+                break
+        return True
 
     def _place(self) -> memoryview:
         """Say where the next bytes go, and how many are wanted."""
@@ -209,13 +210,14 @@ class StreamLink:
         self._header = self._target = None
         self.sink.deliver(self, header, None)
 
-    def _parse(self) -> None:
-        """Hand out the frames in the buffer; leave an incomplete one at its front."""
+    def _parse(self, deadline: float) -> None:
+        """Hand out the frames in the buffer; leave an incomplete one, or what there is no time for, at its front."""
         buffer, position, end = self._buffer, 0, self._end
+        self._unparsed = False
         if self._header is not None and end < HEADER_SIZE + self._header[7]:
             return
         self._header = None
-        unpack, deliver = HEADER.unpack_from, self.sink.deliver
+        unpack, deliver, ticks = HEADER.unpack_from, self.sink.deliver, self._runtime.ticks
         while end - position >= HEADER_SIZE:
             header: Header = unpack(buffer, position)
             length = header[7]
@@ -230,6 +232,11 @@ class StreamLink:
             if self._closed:
                 return
             position = body + length
+            if end - position >= HEADER_SIZE and ticks() > deadline:
+                # No reader tells of bytes that have been read.
+                self._unparsed = True
+                self._runtime.call_soon(self.poll)
+                break
         self._keep(position)
 
     def _await_payload(self, header: Header, position: int) -> None:

@@ -202,3 +202,38 @@ async def test_what_waits_when_the_peer_is_gone_is_let_go() -> None:
         await near.sink.until(lambda: near.sink.losses)
         assert len(near.sink.losses) == 1
         assert near.write(*frame(2, b"x"))
+
+
+class Ticking(Runtime):
+    """A clock on which every look at it takes a tenth of a millisecond."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self._now = 0.0
+        self.ticks = self._tick
+
+    def _tick(self) -> float:
+        self._now += 1e-4
+        return self._now
+
+
+async def test_many_small_frames_read_at_once_are_handed_out_over_several_turns() -> None:
+    count = 500
+    async with fed(runtime=Ticking(asyncio.get_running_loop())) as (raw, link, sink):
+        raw.send(b"".join(wire(op, b"small") for op in range(count)))
+        link.start()
+        assert link.poll()
+        first = len(sink.frames)
+        assert 0 < first < 10
+        await sink.frames_are(count)
+        assert sink.frames == [(op, b"small") for op in range(count)]
+
+
+async def test_the_end_of_a_link_is_told_after_the_frames_before_it() -> None:
+    count = 50
+    async with fed(runtime=Ticking(asyncio.get_running_loop())) as (raw, link, sink):
+        raw.send(b"".join(wire(op, b"last words") for op in range(count)))
+        raw.shutdown(socket.SHUT_WR)
+        link.start()
+        await sink.until(lambda: sink.losses)
+        assert (len(sink.frames), sink.losses) == (count, [None])
