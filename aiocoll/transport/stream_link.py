@@ -33,7 +33,7 @@ IOVECS = 64
 #: a wake-up per segment, and not so many that the bytes leave the cache before they are read. Measured from 128 KiB to
 #: 4 MiB: TCP counts its own overhead, and acknowledges, so it needs more. Between hosts the kernel tunes by itself.
 UNIX_BUFFER = 2 * SEGMENT
-LOOPBACK_BUFFER = 16 * SEGMENT
+LOOPBACK_BUFFER = 8 * SEGMENT
 
 _KINDS = frozenset(FrameKind)
 
