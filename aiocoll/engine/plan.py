@@ -33,7 +33,6 @@ class Plan:
         "after",
         "algorithm",
         "dependents",
-        "dtype",
         "fingerprint",
         "follow",
         "followers",
@@ -41,7 +40,6 @@ class Plan:
         "inbound",
         "itemsize",
         "kernel",
-        "partners",
         "program",
         "scratch",
         "sources",
@@ -57,7 +55,6 @@ class Plan:
         self.program = program.actions
         self.algorithm = program.algorithm
         self.kernel = kernel
-        self.dtype = dtype
         self.itemsize = dtype.itemsize if dtype is not None else 1
         self.storage: np.dtype[Any] = dtype.storage if dtype is not None else np.dtype(np.uint8)
         self.fingerprint = terms.fingerprint()
@@ -65,7 +62,6 @@ class Plan:
         actions = program.actions
         self.verbs = tuple(action.verb for action in actions)
         self.totals = tuple(action.region.count * self.itemsize for action in actions)
-        self.partners = frozenset(action.peer for action in actions if action.peer >= 0)
         self.inbound = {
             action.peer << 16 | action.step: index
             for index, action in enumerate(actions)
