@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -60,6 +61,16 @@ def pairs() -> Iterator[Case]:
     yield from cover({"kind": MOVING, **SPACE}, valid)
 
 
+# The ranks are in one process and check their results against one another's data: most of it is needed p times.
+_data = lru_cache(maxsize=64)(data)
+
+
+@lru_cache(maxsize=16)
+def _total(op: str, dtype: str, ranks: int, start: int, count: int, world_size: int) -> Any:
+    """Reduce the data of the first `ranks` ranks."""
+    return reduced(op, dtype, [_data(dtype, op, rank, start, count) for rank in range(ranks)], world_size)
+
+
 class Call:
     """One case on one rank."""
 
@@ -75,12 +86,15 @@ class Call:
         self.cuts = [part * self.count // self.size for part in range(self.size + 1)]
 
     def whole(self, rank: int) -> Any:
-        return data(self.dtype, self.op, rank, 0, self.count)
+        return _data(self.dtype, self.op, rank, 0, self.count)
 
     def part(self, rank: int, part: int) -> Any:
         """Return a rank's data for one part of the whole."""
         start, stop = self.cuts[part : part + 2]
-        return data(self.dtype, self.op, rank, start, stop - start)
+        return _data(self.dtype, self.op, rank, start, stop - start)
+
+    def total(self, ranks: int, start: int, stop: int) -> Any:
+        return _total(self.op, self.dtype, ranks, start, stop - start, self.size)
 
     def mine(self, values: Any) -> Any:
         """Put values between margins, so that what is written beyond them is found."""
@@ -144,19 +158,18 @@ class Call:
     def expected(self) -> list[Any]:
         """Return what `run` must return, in the same order."""
         world = range(self.size)
-        wholes = [self.whole(rank) for rank in world]
         there = self.rank == self.root
         if self.kind == "allreduce":
-            return [reduced(self.op, self.dtype, wholes, self.size)]
+            return [self.total(self.size, 0, self.count)]
         if self.kind in ("scan", "exscan"):
-            below = wholes[: self.rank + (self.kind == "scan")]
-            return [reduced(self.op, self.dtype, below, self.size) if below else wholes[0]]
+            below = self.rank + (self.kind == "scan")
+            return [self.total(below, 0, self.count) if below else self.whole(0)]
         if self.kind == "reduce":
-            return [reduced(self.op, self.dtype, wholes, self.size) if there else wholes[self.rank]]
+            return [self.total(self.size, 0, self.count) if there else self.whole(self.rank)]
         if self.kind == "broadcast":
-            return [wholes[self.root]]
+            return [self.whole(self.root)]
         if self.kind == "reduce_scatter":
-            total = reduced(self.op, self.dtype, [self.part(rank, self.rank) for rank in world], self.size)
+            total = self.total(self.size, *self.cuts[self.rank : self.rank + 2])
             return [*(self.part(self.rank, part) for part in world), total]
         if self.kind in ("allgather", "gather"):
             gathered = [self.part(rank, rank) for rank in world if there or self.kind == "allgather"]
