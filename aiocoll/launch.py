@@ -159,6 +159,7 @@ class Launcher:
         timeout: Timeout,
         key: str | None,
         wholes: Sequence[Buffer] = (),
+        executor: Callable[..., Exchange] = Exchange,
     ) -> Work[Any]:
         """Start `plan`.
 
@@ -170,6 +171,7 @@ class Launcher:
             timeout: the call's.
             key: the call's.
             wholes: buffers of which `buffers` are parts; if staged, they are copied back in the end.
+            executor: what makes the operation of a plan over links.
         """
         member = self._member
         limit = member.timeout if timeout is None else seconds(timeout, "timeout")
@@ -185,7 +187,7 @@ class Launcher:
             assert arrays[0] is not None
             operation = Shared(member, identity, plan, arrays[0], shape, result, work, limit)
         else:
-            operation = Exchange(member, identity, plan, arrays, shape, result, work, limit)
+            operation = executor(member, identity, plan, arrays, shape, result, work, limit)
         member.endpoint.quiet.run(member.enter, operation)
         return work
 

@@ -28,8 +28,8 @@ async def test_every_algorithm_runs(kind: str, algorithm: str, transport: str, m
         return algorithm
 
     monkeypatch.setattr(launch, "choose", choose)
-    if kind == "barrier":
-        await run_ranks(world_size, lambda pg: pg.barrier(), transport=transport)
+    if kind in ("barrier", "monitored_barrier"):
+        await run_ranks(world_size, lambda pg: getattr(pg, kind)(), transport=transport)
     else:
         # PREMUL_SUM keeps the arena out of it, and goes through SCALE.
         op, dtype = ("affine", "int64") if algorithm in ORDERED else ("PREMUL_SUM", "float32")

@@ -31,7 +31,7 @@ def cost(algorithm: str, kind: str, nbytes: int, world_size: int) -> tuple[int, 
     formula = _FORMULAS.get((kind, algorithm))
     if formula is None:
         raise ValueError(f"algorithm={algorithm!r} is not known for kind={kind!r}; see aiocoll.algorithms.cost")
-    if world_size == 1 or (nbytes == 0 and kind != "barrier"):
+    if world_size == 1 or (nbytes == 0 and kind not in _EMPTY):
         return 0, 0
     return formula(nbytes, world_size)
 
@@ -80,6 +80,8 @@ def _knomial(nbytes: int, world_size: int) -> tuple[int, int]:
     return steps, nbytes * sum(1 for _ in children(0, world_size, RADIX))
 
 
+_EMPTY = frozenset({"barrier", "monitored_barrier"})
+
 _FORMULAS: Mapping[tuple[str, str], _Formula] = MappingProxyType(
     {
         ("allreduce", "exchange"): _everything_to_everybody,
@@ -105,6 +107,7 @@ _FORMULAS: Mapping[tuple[str, str], _Formula] = MappingProxyType(
         ("scatter", "linear"): _shares_direct,
         ("alltoall", "pairwise"): _shares_direct,
         ("barrier", "dissemination"): lambda nbytes, world_size: (_log2(world_size), 0),
+        ("monitored_barrier", "linear"): lambda nbytes, world_size: (2, 0),
         ("scan", "fold"): _everything_to_everybody,
         ("scan", "chain"): _line,
         ("exscan", "fold"): _everything_to_everybody,

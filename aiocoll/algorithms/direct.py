@@ -12,6 +12,7 @@ Cost in (steps, most bytes sent by one rank), n = bytes of the whole vector, p =
     allgather  "direct"    (1, n(p-1)/p)
     gather     "linear"    (1, n/p)
     scatter    "linear"    (1, n(p-1)/p)
+    barrier    "linear"    (2, 0)           everybody reports to rank 0, which then knows who is missing
 
 Two ranks, oneround:
 
@@ -22,11 +23,12 @@ Two ranks, oneround:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from aiocoll.algorithms.builder import Builder
 from aiocoll.algorithms.schedule import Program, Region
 
-__all__ = ["allgather", "allreduce", "broadcast", "exchange", "gather", "reduce", "scatter"]
+__all__ = ["allgather", "allreduce", "barrier", "broadcast", "exchange", "gather", "reduce", "scatter"]
 
 
 def allreduce(rank: int, world_size: int, count: int) -> Program:
@@ -99,6 +101,19 @@ def allgather(rank: int, world_size: int, counts: Sequence[int]) -> Program:
         peer = (rank - distance) % world_size
         build.recv(peer, Region(peer, 0, counts[peer]))
     return build.program("direct")
+
+
+def barrier(rank: int, world_size: int) -> Program:
+    """Report to rank 0, which answers when all have: rank 0 knows who has not come."""
+    build = Builder(0)
+    if rank:
+        build.signal(0)
+        build.await_signal(0)
+        return build.program("linear")
+    arrived = tuple(chain.from_iterable(build.await_signal(peer) for peer in range(1, world_size)))
+    for peer in range(1, world_size):
+        build.signal(peer, after=arrived)
+    return build.program("linear")
 
 
 def gather(rank: int, world_size: int, root: int, counts: Sequence[int]) -> Program:

@@ -122,6 +122,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
         # Lengths differ from rank to rank, so no rule could ask for them.
         "alltoall": (Rule("pairwise"),),
         "barrier": (Rule("dissemination"),),
+        "monitored_barrier": (Rule("linear"),),
         "scan": _SCANS,
         "exscan": _SCANS,
     }
@@ -158,6 +159,7 @@ ALGORITHMS: Mapping[tuple[str, str], Callable[..., Program]] = MappingProxyType(
         ("scatter", "linear"): direct.scatter,
         ("alltoall", "pairwise"): pairwise.alltoall,
         ("barrier", "dissemination"): circulant.barrier,
+        ("monitored_barrier", "linear"): direct.barrier,
         ("scan", "fold"): scan.scan_fold,
         ("scan", "chain"): scan.scan_chain,
         ("exscan", "fold"): scan.exscan_fold,
@@ -203,7 +205,7 @@ def build(kind: str, algorithm: str, rank: int, world_size: int, *sizes: int | S
         rank: whose program.
         world_size: number of ranks.
         *sizes: elements: a count (allreduce, reduce, broadcast, scan, exscan), one count per rank (allgather, gather,
-            scatter, reduce_scatter), counts per input and per output (alltoall), or nothing (barrier).
+            scatter, reduce_scatter), counts per input and per output (alltoall), or nothing (the barriers).
         root: the root of reduce, broadcast, gather and scatter; otherwise ignored.
 
     Raises:

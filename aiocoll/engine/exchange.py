@@ -98,6 +98,11 @@ class Exchange(Operation):
         """Whether something to or from `peer` is missing."""
         return any(action.peer == peer and not self._is_here(index) for index, action in enumerate(self._plan.program))
 
+    def awaited(self) -> list[int]:
+        """Return the ranks from which something has not arrived."""
+        program = enumerate(self._plan.program)
+        return sorted({action.peer for index, action in program if action.verb is _RECV and not self._is_here(index)})
+
     def _is_here(self, index: int) -> bool:
         """Whether all bytes of a message have left, or arrived, be it that they have to wait here."""
         if self._waits[index] == _COMPLETE:

@@ -12,6 +12,7 @@ from .interpreter import FINAL, folded, leaves
 ROOTED = frozenset({"reduce", "broadcast", "gather", "scatter"})
 PER_RANK = frozenset({"allgather", "gather", "scatter", "reduce_scatter"})
 REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter", "scan", "exscan"})
+BARRIERS = {"barrier": "dissemination", "monitored_barrier": "linear"}
 IN_RANK_ORDER = frozenset({"oneround", "bruck", "pairwise", "linear", "fold"})
 REPEATED = frozenset({"exchange", "oneround", "bruck"})
 
@@ -39,7 +40,7 @@ class Case:
         return [build(self.kind, self.algorithm, r, self.world_size, *self._sizes(r), root=self.root) for r in world]
 
     def _sizes(self, rank: int) -> tuple:
-        if self.kind == "barrier":
+        if self.kind in BARRIERS:
             return ()
         if self.kind == "alltoall":
             return self.matrix[rank], tuple(row[rank] for row in self.matrix)
@@ -129,7 +130,7 @@ def cases(kind: str, algorithm: str, world_size: int) -> Iterator[Case]:
     """Yield what to try: everything with every root up to 6 ranks; above, each count and each root at least once."""
     world_size = possible(algorithm, world_size)
     counts = sorted({0, 1, max(world_size - 1, 0), world_size, world_size + 1, 97})
-    if kind == "barrier":
+    if kind in BARRIERS:
         counts = [0]
     roots = range(world_size) if kind in ROOTED else range(1)
     pairs = [(count, root) for count in counts for root in roots]

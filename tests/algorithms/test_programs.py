@@ -5,7 +5,7 @@ import pytest
 from aiocoll.algorithms.schedule import Verb
 from aiocoll.algorithms.select import ALGORITHMS, build
 
-from .cases import IN_RANK_ORDER, REDUCING, REPEATED, Case, cases, possible
+from .cases import BARRIERS, IN_RANK_ORDER, REDUCING, REPEATED, Case, cases, possible
 from .interpreter import execute
 from .proof import Proof
 
@@ -64,7 +64,7 @@ def test_programs_are_named_and_write_no_input(kind: str, algorithm: str) -> Non
             written = {action.region.buffer for action in program.actions if action.verb is not Verb.SEND}
             if kind == "reduce" and rank != case.root:
                 assert 0 not in written
-            if kind != "barrier" and len(buffers) > 1:
+            if kind not in BARRIERS and len(buffers) > 1:
                 inputs = {number for number, buffer in enumerate(buffers) if None not in buffer and buffer}
                 assert not written & inputs
 
@@ -84,9 +84,10 @@ def test_barrier_carries_no_elements_and_is_empty_for_one_rank() -> None:
         assert {(action.region.buffer, action.region.start, action.region.stop) for action in actions} == {(0, 0, 0)}
 
 
-def test_no_rank_leaves_the_barrier_before_all_have_entered() -> None:
+@pytest.mark.parametrize("kind", BARRIERS)
+def test_no_rank_leaves_a_barrier_before_all_have_entered(kind: str) -> None:
     for world_size in range(2, 34):
-        proof = Proof([build("barrier", "dissemination", rank, world_size) for rank in range(world_size)])
+        proof = Proof([build(kind, BARRIERS[kind], rank, world_size) for rank in range(world_size)])
         for rank in range(world_size):
             assert proof.heard(rank) | {rank} == set(range(world_size))
 

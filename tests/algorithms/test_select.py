@@ -8,7 +8,7 @@ from aiocoll.algorithms import build, choose, cost
 from aiocoll.algorithms.schedule import Verb
 from aiocoll.algorithms.select import ALGORITHMS, RULES
 
-from .cases import IN_RANK_ORDER, REDUCING, REPEATED, Case, possible
+from .cases import BARRIERS, IN_RANK_ORDER, REDUCING, REPEATED, Case, possible
 from .proof import Proof
 
 KIB, MIB = 1024, 1024 * 1024
@@ -75,7 +75,7 @@ def test_costs_are_those_of_the_programs(kind: str, algorithm: str, world_size: 
     case = Case(kind, algorithm, world_size, 0, count=block * world_size, counts=counts, matrix=matrix)
     programs = case.programs()
     sent = [sum(action.region.count for action in program.actions if action.verb is Verb.SEND) for program in programs]
-    nbytes = 0 if kind == "barrier" else block * world_size
+    nbytes = 0 if kind in BARRIERS else block * world_size
     assert cost(algorithm, kind, nbytes, world_size) == (Proof(programs).steps, max(sent))
 
 

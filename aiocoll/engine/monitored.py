@@ -1,0 +1,45 @@
+"""The barrier in which every rank reports to rank 0, so that rank 0 can name those that have not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiocoll.engine.exchange import Exchange
+from aiocoll.errors import CollectiveTimeoutError
+
+__all__ = ["Monitored"]
+
+
+class Monitored(Exchange):
+    """One rank's part in a monitored barrier.
+
+    Args:
+        wait_all_ranks: name all missing ranks, not only the first.
+    """
+
+    __slots__ = ("_wait_all_ranks",)
+
+    def __init__(self, *args: Any, wait_all_ranks: bool) -> None:
+        super().__init__(*args)
+        self._wait_all_ranks = wait_all_ranks
+
+    def expire(self) -> None:
+        """Say who has not come: on rank 0 first-hand, elsewhere as far as rank 0 has told."""
+        group = self.group
+        missing = self.awaited() if group.rank == 0 else group.diagnosis.missing(self)[0]
+        if not self._wait_all_ranks:
+            missing = missing[:1]
+        within = f"in {self.timeout * 1000:g} ms"
+        if missing:
+            text = f"Ranks {', '.join(map(str, missing))} failed to pass monitoredBarrier {within}"
+        else:
+            text = f"rank 0 did not answer monitoredBarrier {within}: look at rank 0, which knows the missing ranks"
+        group.revoke(
+            CollectiveTimeoutError(
+                f"[rank {group.rank} of group {group.name!r}] {text}",
+                op=self.work.op,
+                seq=self.work.seq,
+                group=group.name,
+                ranks=missing or [0],
+            )
+        )

@@ -1,0 +1,82 @@
+"""`monitored_barrier`: it names who is missing, whoever finds out first."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from aiocoll import ProcessGroup
+from aiocoll.errors import CollectiveTimeoutError
+from aiocoll.testing.virtual import run_virtual
+
+from ..ranks import TRANSPORTS, run_ranks
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_nobody_passes_before_all_have_come(transport: str) -> None:
+    came = 0
+
+    async def rank(pg: ProcessGroup) -> None:
+        nonlocal came
+        for _ in range(20):
+            await asyncio.sleep(0.001 * (pg.rank() % 3))
+            came += 1
+            await pg.monitored_barrier()
+            assert came >= 5
+            await pg.barrier()
+            came = 0
+            await pg.barrier()
+
+    await run_ranks(5, rank, transport=transport)
+
+
+def failures(missing: set[int], timeouts: dict[int, Any], wait_all_ranks: bool) -> dict[int, CollectiveTimeoutError]:
+    """Let all ranks of four but `missing` call it; return their errors."""
+
+    async def rank(pg: ProcessGroup) -> CollectiveTimeoutError | None:
+        await pg.barrier()
+        if pg.rank() in missing:
+            await asyncio.sleep(100)
+            return None
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            await pg.monitored_barrier(timeouts.get(pg.rank(), 2.0), wait_all_ranks)
+        return caught.value
+
+    errors = run_virtual(4, rank)
+    assert {rank for rank, error in enumerate(errors) if error is None} == missing
+    return {rank: error for rank, error in enumerate(errors) if error is not None}
+
+
+@pytest.mark.parametrize(
+    ("timeout", "words"), [(2.0, "2000 ms"), (timedelta(seconds=2), "2000 ms"), (0.1, "100 ms"), (0.0004, "0.4 ms")]
+)
+def test_all_missing_ranks_are_named(timeout: Any, words: str) -> None:
+    for error in failures({1, 3}, {0: timeout}, True).values():
+        assert f"Ranks 1, 3 failed to pass monitoredBarrier in {words}" in str(error)
+        assert (error.ranks, error.op, error.seq) == ((1, 3), "MONITORED_BARRIER", 2)
+
+
+def test_the_first_missing_rank_is_named() -> None:
+    for error in failures({1, 3}, {}, False).values():
+        assert "Ranks 1 failed to pass monitoredBarrier in 2000 ms" in str(error)
+        assert error.ranks == (1,)
+
+
+def test_a_rank_that_loses_patience_first_names_the_missing_too() -> None:
+    for error in failures({1, 3}, {2: 1.0}, True).values():
+        assert "[rank 2 of group" in str(error)
+        assert "Ranks 1, 3 failed to pass monitoredBarrier in 1000 ms" in str(error)
+
+
+def test_rank_0_is_named_when_it_is_missing() -> None:
+    for error in failures({0}, {}, True).values():
+        assert "Ranks 0 failed to pass monitoredBarrier in 2000 ms" in str(error)
+
+
+def test_a_rank_that_knows_nothing_points_to_rank_0() -> None:
+    for error in failures({3}, {2: 0.1}, True).values():
+        assert "look at rank 0, which knows the missing ranks" in str(error)
+        assert error.ranks == (0,)
