@@ -115,6 +115,7 @@ class Launcher:
             counts if agreed is None else agreed,
             root,
             None if op is None else op.wire_name,
+            *self._ends(kind, sizes, root),
         )
         nbytes = (sum(sizes[0]) if sizes and isinstance(sizes[0], tuple) else sum(sizes)) * (
             0 if dtype is None else dtype.itemsize
@@ -141,6 +142,18 @@ class Launcher:
         if made is not None and made.prescale is not None:
             program = self._scaled(program, kind, sizes, root)
         return Plan(terms, program, dtype, made)
+
+    def _ends(self, kind: str, sizes: tuple[Any, ...], root: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return how many elements go to each rank and come from each, where only the ends of a message know."""
+        if kind == "alltoall":
+            return tuple(sizes[0]), tuple(sizes[1])
+        if kind not in ("gather", "scatter"):
+            return (), ()
+        counts: tuple[int, ...] = sizes[0]
+        if self._rank == root:
+            return ((), counts) if kind == "gather" else (counts, ())
+        own = tuple(counts[self._rank] if rank == root else 0 for rank in range(self._size))
+        return (own, ()) if kind == "gather" else ((), own)
 
     def _scaled(self, program: Program, kind: str, sizes: tuple[Any, ...], root: int | None) -> Program:
         if kind == "reduce_scatter":

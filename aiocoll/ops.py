@@ -79,7 +79,9 @@ class ReduceOp:
     @property
     def wire_name(self) -> str:
         """What must be equal on all ranks: the factor of a PREMUL_SUM is not part of it."""
-        return self.name if self.function is None else f"custom:{self.name}"
+        if self.function is None:
+            return self.name
+        return f"custom:{self.name}" if self.commutative else f"custom:{self.name} in rank order"
 
     def __repr__(self) -> str:
         if self.function is not None:

@@ -95,7 +95,7 @@ class PointToPoint(Launcher):
             src = self._check_rank(src, "src", other=True)
         limit = self._begin(tag, timeout)
         work: Work[Any] = Work(self._member.endpoint, "RECV_OBJECT", None, None, self)
-        posted = Posted(self._member, src, tag, None, OBJECT, MAX_BYTES, None, work, limit)
+        posted = Posted(self._member, src, tag, None, OBJECT, (), MAX_BYTES, None, work, limit)
         work._unwrap = lambda: loads(posted.view or b"", allow_pickle=self._options.allow_pickle)
         self._member.enter(posted)
         return work
@@ -139,7 +139,7 @@ class PointToPoint(Launcher):
             work._unwrap = buffer.writeback
         data = byte_view(buffer.array)
         code = buffer.dtype.code
-        self._member.enter(Posted(self._member, src, tag, data, code, 0, buffer.result, work, limit))
+        self._member.enter(Posted(self._member, src, tag, data, code, buffer.shape, 0, buffer.result, work, limit))
         return work
 
     def _begin(self, tag: int, timeout: Timeout) -> float:

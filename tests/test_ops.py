@@ -86,7 +86,7 @@ def test_premul_sum_of_many_numbers() -> None:
 
 def test_custom_is_named_after_its_function() -> None:
     op = ReduceOp.custom(take_left, commutative=False)
-    assert (op.name, op.wire_name, op.commutative) == ("take_left", "custom:take_left", False)
+    assert (op.name, op.wire_name, op.commutative) == ("take_left", "custom:take_left in rank order", False)
     assert repr(op) == "ReduceOp.custom(take_left)"
     assert ReduceOp.custom(take_left, name="left").wire_name == "custom:left"
     assert op == ReduceOp.custom(take_left, commutative=False)

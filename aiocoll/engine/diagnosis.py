@@ -1,14 +1,17 @@
 """Who has not entered, who called something else: the questions ranks ask each other about an operation that waits.
 
 An operation pending for 250 ms is reported to the group's coordinator, its lowest rank. The coordinator compares the
-reports, asks the ranks that sent none, and answers with the ranks that have not entered. A rank that sees a frame
-which does not fit sends its own description to the frame's sender, who knows both sides then.
+reports, asks the ranks that sent none, and answers with the ranks that have not entered; a rank that was asked too
+early reports as soon as it enters. A rank that sees a frame which does not fit sends its own description to the
+frame's sender. That one knows both sides then, and tells the coordinator: it alone revokes, so that all ranks hear of
+the same two.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from aiocoll.engine.disagreement import call, differences, forgotten
 from aiocoll.engine.operation import P2P, Operation, Terms, description
 from aiocoll.errors import (
     CollectiveMismatchError,
@@ -21,12 +24,13 @@ from aiocoll.errors import (
 if TYPE_CHECKING:
     from aiocoll.engine.membership import Membership
 
-__all__ = ["Diagnosis", "Record", "cause_of", "error_from", "mismatch"]
+__all__ = ["Diagnosis", "Record", "cause_of", "error_from"]
 
-#: What every rank must have called alike; the rest of a description only helps to recognise the call.
-AGREED = ("op", "dtype", "counts", "root", "reduce")
 #: Operations for which reports and answers are kept, the oldest ones first to go.
 KEPT = 256
+#: Seconds the coordinator has to revoke a group of whose disagreement it was told: its loop may be blocked, and the
+#: contract gives one second in all.
+INSIST_AFTER = 0.5
 
 Description = dict[str, Any]
 
@@ -39,10 +43,11 @@ class Record(NamedTuple):
     terms: Terms
     shape: tuple[int, ...]
     key: str | None
+    seq: int | None
 
     def describe(self, rank: int) -> Description:
         """Say what `rank`, this one, called."""
-        return description(rank, self.op, self.terms, self.shape, self.key)
+        return description(rank, self.terms, self.shape, self.key, self.seq)
 
 
 class Diagnosis:
@@ -53,6 +58,9 @@ class Diagnosis:
         # For each operation: what every rank called, or in words what it was last seen in.
         self._reports: dict[int, dict[int, Description | str]] = {}
         self._answers: dict[int, dict[int, str]] = {}
+        #: Operations somebody asked about before this rank has entered them.
+        self.asked: dict[int, None] = {}
+        self._disputed: set[int] = set()
 
     def find(self, op: int) -> Record | None:
         """Return the record of an operation, if it is remembered."""
@@ -60,12 +68,34 @@ class Diagnosis:
 
     def disagree(self, peer: int, op: int, mine: Description) -> None:
         """A frame of `peer` does not fit what this rank called: let the peer name both sides."""
-        self._tell(peer, {"t": "disagree", "op": op, "theirs": mine})
+        if op in self._disputed:
+            return
+        self._disputed.add(op)
+        note = {"t": "disagree", "op": op, "theirs": mine, "g": self._group.id}
+        channel = self._group.channels[peer]
+        if channel.link is not None:
+            channel.say(note)
+        else:
+            self._tell(peer, note)
+
+    def differ(self, one: Description, two: Description) -> None:
+        """Two calls do not belong together: let the coordinator tell all ranks, or do it if the coordinator is slow."""
+        if self._group.rank == self.coordinator:
+            self._group.disagreement(one, two)
+        else:
+            self._tell(self.coordinator, {"t": "differ", "one": one, "two": two})
+            self._group.endpoint.runtime.call_later(INSIST_AFTER, self._insist, one, two)
+
+    @property
+    def coordinator(self) -> int:
+        """The lowest rank of the group that has not left it."""
+        return next(rank for rank in range(len(self._group.ranks)) if rank not in self._group.left)
 
     def report(self, operation: Operation) -> None:
-        """Tell the coordinator about an operation that has been pending for a while."""
+        """Tell the coordinator about an operation that has been pending for a while, or that it has asked about."""
+        operation.reported = True
         if not operation.id & P2P:
-            self._tell(0, {"t": "report", "op": operation.id, "mine": operation.describe()})
+            self._tell(self.coordinator, {"t": "report", "op": operation.id, "mine": operation.describe()})
 
     def missing(self, operation: Operation) -> tuple[list[int], str]:
         """Say which ranks have not entered, as far as this rank has learnt."""
@@ -83,6 +113,7 @@ class Diagnosis:
         """Take a message of `peer` (a rank of the group) about an operation."""
         handler = {
             "disagree": self._disagreed,
+            "differ": self._differed,
             "report": self._reported,
             "query": self._queried,
             "absent": self._absent,
@@ -92,15 +123,30 @@ class Diagnosis:
 
     def _disagreed(self, peer: int, message: dict[str, Any]) -> None:
         record = self.find(message["op"])
-        if record is not None:
-            self._group.disagreement(record.describe(self._group.rank), message["theirs"])
+        rank = self._group.rank
+        self.differ(
+            forgotten(rank, message["op"]) if record is None else record.describe(rank),
+            message["theirs"],
+        )
+
+    def _differed(self, peer: int, message: dict[str, Any]) -> None:
+        self._group.disagreement(message["one"], message["two"])
+
+    def _insist(self, one: Description, two: Description) -> None:
+        """The coordinator is silent, and notes to others may go through it: use the links to those that have one."""
+        group = self._group
+        if group.cause is None and group.endpoint.groups.get(group.id) is group:
+            group.disagreement(one, two)
+            assert group.cause is not None
+            for channel in group.channels:
+                channel.say({"t": "revoke", "g": group.id, "cause": cause_of(group.cause)})
 
     def _reported(self, peer: int, message: dict[str, Any]) -> None:
         op, theirs = message["op"], message["mine"]
         reports = self._collect(op)
         reports[peer] = theirs
         for rank, known in reports.items():
-            if isinstance(known, dict) and rank != peer and any(known[field] != theirs[field] for field in AGREED):
+            if isinstance(known, dict) and rank != peer and differences(known, theirs):
                 self._group.disagreement(known, theirs)
                 return
         self._answer(op, reports)
@@ -110,6 +156,7 @@ class Diagnosis:
         if record is not None:
             self._tell(peer, {"t": "report", "op": record.op, "mine": record.describe(self._group.rank)})
         else:
+            _bounded(self.asked)[message["op"]] = None
             self._tell(peer, {"t": "absent", "op": message["op"], "last": self._last()})
 
     def _absent(self, peer: int, message: dict[str, Any]) -> None:
@@ -147,27 +194,13 @@ class Diagnosis:
             return "in no operation yet"
         record = Record._make(self._group.history[-1])
         age = self._group.endpoint.runtime.time() - record.entered
-        return f"last in {_call(record.describe(self._group.rank))}, {age:.1f} s ago"
+        return f"last in {call(record.describe(self._group.rank))}, {age:.1f} s ago"
 
     def _tell(self, rank: int, message: dict[str, Any]) -> None:
         if rank == self._group.rank:
             self.heard(rank, message)
         else:
             self._group.endpoint.control.tell(self._group.ranks[rank], {**message, "g": self._group.id})
-
-
-def mismatch(group: str, mine: Description, theirs: Description) -> CollectiveMismatchError:
-    """Name both sides of a disagreement, the lower rank first."""
-    one, two = sorted((mine, theirs), key=lambda description: description["rank"])
-    fields = [field for field in (*AGREED, "shape", "seq", "key") if one.get(field) != two.get(field)]
-    return CollectiveMismatchError(
-        f"Collectives differ in the following: {', '.join(fields) or 'the messages they exchange'}. "
-        f"Group {group!r}: rank {one['rank']} called {_call(one)}; rank {two['rank']} called {_call(two)}",
-        op=one["op"],
-        seq=one["key"] or one["seq"],
-        group=group,
-        ranks=[one["rank"], two["rank"]],
-    )
 
 
 V = TypeVar("V")
@@ -177,24 +210,6 @@ def _bounded(table: dict[int, V]) -> dict[int, V]:
     while len(table) >= KEPT:
         table.pop(next(iter(table)))
     return table
-
-
-def _call(description: Description) -> str:
-    details = [
-        f"{label}={description[field]}"
-        for field, label in (
-            ("shape", "shape"),
-            ("dtype", "dtype"),
-            ("device", "device"),
-            ("counts", "counts"),
-            ("root", "root"),
-            ("reduce", "reduce op"),
-            ("key", "key"),
-            ("seq", "SequenceNumber"),
-        )
-        if description.get(field) is not None
-    ]
-    return f"{description['op']}({', '.join(details)})"
 
 
 _CLASSES: dict[str, type[GroupError]] = {

@@ -120,7 +120,8 @@ class Exchange(Operation):
             return None
         region = plan.program[index].region
         moved = self._moved[index]
-        if offset != moved & 0xFFFFFFFF or moved + length > plan.totals[index]:
+        expected = plan.totals[index]
+        if total != expected & 0xFFFFFFFF or offset != moved & 0xFFFFFFFF or moved + length > expected:
             return None
         start = region.start * plan.itemsize + moved
         return self._view(region.buffer)[start : start + length]

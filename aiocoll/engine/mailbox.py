@@ -127,6 +127,7 @@ class Posted(Operation):
         source: rank it takes a message from; None takes the first one with the tag.
         view: the caller's memory; None receives an object, into memory of its own.
         code: dtype code the message must have.
+        shape: of the caller's array, for messages.
         limit: largest object, in bytes.
     """
 
@@ -139,12 +140,14 @@ class Posted(Operation):
         tag: int,
         view: memoryview | None,
         code: int,
+        shape: tuple[int, ...],
         limit: int,
         result: Any,
         work: Work[Any],
         timeout: float,
     ) -> None:
-        super().__init__(group, P2P, code, _terms("RECV", code, 0 if view is None else view.nbytes), (), work, timeout)
+        terms = _terms("RECV", code, 0 if view is None else view.nbytes)
+        super().__init__(group, P2P, code, terms, shape, work, timeout)
         self.source = source
         self.tag = tag
         self.view = view
@@ -177,8 +180,12 @@ class Posted(Operation):
             self.view = memoryview(bytearray(arrival.total))
             self._result = self.view
         elif self.view is None or arrival.code != self.code or arrival.total != self.view.nbytes:
+            arrival.discard = True
+            number = arrival.op & 0xFFFFFFFF
             terms = _terms("SEND", arrival.code, arrival.total)
-            self.group.disagreement(self.describe(), description(arrival.peer, P2P, terms, (), None))
+            theirs = description(arrival.peer, terms, terms.counts, None, number)
+            mine = {**self.describe(), "seq": number}
+            self.group.diagnosis.differ({**mine, "tag": self.tag}, {**theirs, "tag": self.tag})
             return
         if arrival.received:
             self.view[: arrival.received] = arrival.data()

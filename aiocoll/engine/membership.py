@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.channel import Channel
-from aiocoll.engine.diagnosis import Diagnosis, cause_of, error_from, mismatch
+from aiocoll.engine.diagnosis import Diagnosis, cause_of, error_from
+from aiocoll.engine.disagreement import mismatch
 from aiocoll.engine.mailbox import Mailbox
 from aiocoll.engine.operation import KEYED, P2P, Operation, Terms
 from aiocoll.engine.shared import Shared
@@ -65,8 +66,8 @@ class Membership:
         self.channels: list[Channel] = [endpoint.channel(rank) for rank in self.ranks]
         self.operations: dict[int, Operation] = {}
         self.pending: dict[Operation, None] = {}
-        #: id, time of entry, terms, shape and key of operations: a `Record` each, made when one is asked for.
-        self.history: deque[tuple[int, float, Terms, tuple[int, ...], str | None]] = deque(maxlen=HISTORY)
+        #: id, time of entry, terms, shape, key and number of operations: a `Record` each, made when one is asked for.
+        self.history: deque[tuple[int, float, Terms, tuple[int, ...], str | None, int | None]] = deque(maxlen=HISTORY)
         self.cause: GroupError | None = None
         self.on_revoked: list[Callable[[], None]] = []
         self.left: set[int] = set()
@@ -74,6 +75,8 @@ class Membership:
         self.diagnosis = Diagnosis(self)
         self._early: dict[int, list[tuple[Channel, Header, bytes]]] = {}
         self._next = 0
+        # Keyed operations that have ended; of ordered ones the number tells.
+        self._ended: dict[int, None] = {}
         self._counts: dict[str, int] = {}
         if arena is not None:
             arena.watch(self.rank, functools.partial(endpoint.quiet.run, self._arena_changed))
@@ -97,8 +100,12 @@ class Membership:
         self.pending[operation] = None
         if not operation.id & P2P:
             self.operations[operation.id] = operation
-            self.history.append((operation.id, now, operation.terms, operation.shape, operation.work.key))
+            work = operation.work
+            self.history.append((operation.id, now, operation.terms, operation.shape, work.key, work.seq))
         self.endpoint.watch.entered(operation)
+        if self.diagnosis.asked and operation.id in self.diagnosis.asked:
+            # Somebody has waited long for this rank, which may be done at once and never send anything.
+            self.diagnosis.report(operation)
         if self.left:
             # Later: what they sent before they left may be all that is needed.
             self.endpoint.runtime.call_soon(self._missed, operation)
@@ -114,6 +121,10 @@ class Membership:
         self.pending.pop(operation, None)
         if not operation.id & P2P:
             self.operations.pop(operation.id, None)
+            if operation.id & KEYED:
+                if len(self._ended) >= HISTORY:
+                    del self._ended[next(iter(self._ended))]
+                self._ended[operation.id] = None
 
     # -- frames
 
@@ -151,8 +162,8 @@ class Membership:
             return True
         if op & P2P:
             return self.mailbox.frame(channel, peer, header, payload)
-        if op <= self._next:
-            # An ordered operation that has ended here has had all its messages: the peer means another one.
+        if op <= self._next or op in self._ended:
+            # An operation that has ended here has had all its messages: the peer means another one.
             if header[0] != FrameKind.GRANT and (record := self.diagnosis.find(op)) is not None:
                 self.diagnosis.disagree(peer, op, record.describe(self.rank))
             return True
@@ -213,8 +224,11 @@ class Membership:
     def departed(self, rank: int) -> None:
         """A rank of the group (numbered as in the job) has left in order: whatever needs it fails."""
         peer = self.position[rank]
+        coordinator = self.diagnosis.coordinator
         self.left.add(peer)
         for operation in list(self.pending):
+            if peer == coordinator:
+                operation.reported = False  # the next one has to hear of it too
             self._missed(operation)
 
     def _missed(self, operation: Operation) -> None:

@@ -21,21 +21,27 @@ NOBODY: frozenset[int] = frozenset()
 
 
 class Terms(NamedTuple):
-    """What all ranks must agree on in one operation; `seq` or `key` say which operation it is."""
+    """What the ranks must agree on in one operation.
+
+    `op` to `reduce` are the same on all of them. `sends` and `receives` are of collectives in which only the two ends
+    of a message know its length: how many elements go to each rank and come from each; () where there are none.
+    """
 
     op: str
     dtype: str | None
     counts: tuple[int, ...]
     root: int | None
     reduce: str | None
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
 
     def fingerprint(self) -> int:
-        """Hash to 32 bits, the same on every machine."""
-        return zlib.crc32(repr(tuple(self)).encode())
+        """Hash what is the same on all ranks to 32 bits, the same on every machine."""
+        return zlib.crc32(repr(self[:5]).encode())
 
 
-def description(rank: int, op: int, terms: Terms, shape: tuple[int, ...], key: str | None) -> dict[str, Any]:
-    """Say in plain data what `rank` called as operation `op`."""
+def description(rank: int, terms: Terms, shape: tuple[int, ...], key: str | None, seq: int | None) -> dict[str, Any]:
+    """Say in plain data what `rank` called."""
     return {
         "rank": rank,
         "op": terms.op,
@@ -43,9 +49,11 @@ def description(rank: int, op: int, terms: Terms, shape: tuple[int, ...], key: s
         "dtype": terms.dtype,
         "device": "cpu",
         "counts": list(terms.counts),
+        "sends": list(terms.sends) or None,
+        "receives": list(terms.receives) or None,
         "root": terms.root,
         "reduce": terms.reduce,
-        "seq": op if op < KEYED else None,
+        "seq": seq,
         "key": key,
     }
 
@@ -175,7 +183,7 @@ class Operation:
 
     def describe(self) -> dict[str, Any]:
         """Say in plain data what this rank called, for error messages."""
-        return description(self.group.rank, self.id, self.terms, self.shape, self.work.key)
+        return description(self.group.rank, self.terms, self.shape, self.work.key, self.work.seq)
 
     def expire(self) -> None:
         """The timeout has passed."""

@@ -69,7 +69,10 @@ class Watch:
                 delay = min(delay, left)
         busy = bool(self._hurried)
         for group in list(self._endpoint.groups.values()):
-            for operation in list(islice(group.pending, LOOKED_AT)):
+            # Collectives also on their own: any number of receives may have been pending for longer.
+            oldest = dict.fromkeys(islice(group.pending, LOOKED_AT))
+            oldest.update(dict.fromkeys(islice(group.operations.values(), LOOKED_AT)))
+            for operation in oldest:
                 busy = True
                 self._look(operation, now - operation.entered)
         if busy:
@@ -82,7 +85,6 @@ class Watch:
             operation.expire()
             return
         if age >= REPORT_AFTER and not operation.reported:
-            operation.reported = True
             operation.group.diagnosis.report(operation)
         if age >= operation.group.warn_after and not operation.warned:
             operation.warned = True
