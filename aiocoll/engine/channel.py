@@ -202,8 +202,8 @@ class Channel:
         message.blocked = True
         operation = message.operation
         self._blocked.setdefault(operation, []).append(message)
-        # Of a message longer than the window the receiver knows: it grants as it enters.
-        if message.total <= EAGER_WINDOW:
+        # Of a message longer than the window the receiver knows once a part is there: it grants as it enters.
+        if message.total <= EAGER_WINDOW or not message.moved:
             link.write(
                 _pack(
                     FrameKind.READY,
