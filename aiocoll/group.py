@@ -69,24 +69,20 @@ class ProcessGroup(Collectives, PointToPoint, Objects):
 
     async def drain(self) -> None:
         """Wait until all works pending now have ended; raise the error of the first that failed."""
-        works = self.pending()
-        for work in works:
-            try:
-                await work
-            except asyncio.CancelledError:
-                # Of this task, or of a receive that was withdrawn meanwhile?
-                if not work.done() or (task := asyncio.current_task()) is None or task.cancelling():
-                    raise
-            except Exception:
-                continue
-        for work in works:
-            if not isinstance(work.exception(), asyncio.CancelledError):
-                work.result()
+        works = await self._settle()
+        errors = [work.exception() for work in works]
+        for error in errors:
+            if error is not None and not isinstance(error, asyncio.CancelledError):
+                raise error
 
     async def wait_revoked(self) -> GroupError:
-        """Wait until the group is revoked; return the cause."""
+        """Wait until the group is revoked; return the cause.
+
+        Raises:
+            GroupClosedError: this rank has closed the group, or does so before anybody revokes it.
+        """
         member = self._member
-        if member.cause is None:
+        if member.cause is None and not self._closed:
             revoked = self._loop.create_future()
 
             def tell() -> None:
@@ -98,19 +94,23 @@ class ProcessGroup(Collectives, PointToPoint, Objects):
                 await revoked
             finally:
                 member.on_revoked.remove(tell)
-        assert member.cause is not None
+        if member.cause is None:
+            raise self._closed_error()
         return member.cause
+
+    def _closed_error(self) -> GroupClosedError:
+        return GroupClosedError(f"group {self.group_name!r} was closed by this rank", group=self.group_name)
 
     def abort(self, reason: object = "aborted by the program") -> None:
         """Revoke the group at once, on all ranks: every pending work fails."""
-        if not self._closed:
-            self._member.revoke(
-                GroupError(
-                    f"group {self.group_name!r} was aborted by rank {self._rank}: {reason}",
-                    group=self.group_name,
-                    ranks=[self._rank],
-                )
+        if not self._closed and self._member.cause is None:
+            cause = GroupError(
+                f"group {self.group_name!r} was aborted by rank {self._rank}: {reason}",
+                group=self.group_name,
+                ranks=[self._rank],
             )
+            self._failures.expect(cause)
+            self._member.revoke(cause)
 
     async def shutdown(self) -> None:
         """Wait for started works (at most `timeout`), say goodbye, release everything. Idempotent.
@@ -131,18 +131,33 @@ class ProcessGroup(Collectives, PointToPoint, Objects):
             self.abort(f"{type(error).__name__}: {error}")
         await self.shutdown()
 
+    async def _settle(self) -> list[Work[Any]]:
+        """Wait until all works pending now have ended, however they do; return them."""
+        works = self.pending()
+        for work in works:
+            await work._ended()
+        return works
+
     async def _end(self) -> None:
-        if self._member.cause is None:
-            with contextlib.suppress(Exception):
-                async with asyncio.timeout(None if self.timeout == float("inf") else self.timeout):
-                    await self.drain()
-        self._closed = True
-        for operation in list(self._member.pending):
-            operation.fail(
-                GroupClosedError(f"group {self.group_name!r} was closed by this rank", group=self.group_name)
-            )
-        self._member.endpoint.leave(self._member)
-        await self._release()
+        error = self._closed_error()
+        try:
+            if self._member.cause is None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(None if self.timeout == float("inf") else self.timeout):
+                        await self._settle()
+        except asyncio.CancelledError:
+            # The program is ending: no time to wait, but the peers shall hear a goodbye all the same.
+            self._failures.expect(error)
+            raise
+        finally:
+            self._closed = True
+            for operation in list(self._member.pending):
+                operation.fail(error)
+            self._member.endpoint.leave(self._member)
+            for tell in self._member.on_revoked:
+                tell()
+            await self._release()
+            self._failures.tell()
 
 
 def current_process_group() -> ProcessGroup | None:

@@ -21,6 +21,7 @@ from aiocoll.engine.shared import Shared
 from aiocoll.errors import GroupClosedError
 from aiocoll.ops import ReduceOp, kernel
 from aiocoll.options import GroupOptions, seconds
+from aiocoll.unseen import Failures
 from aiocoll.work import Work
 
 __all__ = ["Launcher", "Timeout"]
@@ -49,6 +50,7 @@ class Launcher:
         self._closed = False
         self._rank = member.rank
         self._size = len(member.ranks)
+        self._failures = Failures(member.name, member.rank)
         self._plans: dict[tuple[Any, ...], tuple[Plan, ReduceOp | None]] = {}
 
     def _check(self) -> None:
@@ -213,7 +215,8 @@ class Launcher:
             identity, seq = member.keyed_id(key)
         else:
             raise TypeError(f"key must be a str or None, not {type(key).__name__}")
-        return Work(member.endpoint, op, seq, key, self), identity
+        # The user's call is at least four frames away: the call of the group and what it goes through.
+        return Work(member.endpoint, op, seq, key, self, 4), identity
 
     def _check_rank(self, rank: Any, name: str, *, other: bool = False) -> int:
         """Return `rank` if it is one of this group's (and, with `other`, not this one)."""

@@ -22,7 +22,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: for all that is in it.
 LAYERS: list[set[str]] = [
     {"errors"},
-    {"runtime", "dtypes"},
+    {"runtime", "dtypes", "unseen"},
     {"kernels"},
     {"ops"},
     {"buffers", "work", "handshake", "codec", "options"},

@@ -1,0 +1,117 @@
+"""Failures that nobody looks at: said once in the log, when nobody can look at them any more.
+
+Works that one cause fails, as a revocation does, share one `Unseen`: one line counts them.
+"""
+
+from __future__ import annotations
+
+import logging
+from itertools import islice
+from types import CodeType
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+__all__ = ["Call", "Failures", "Unseen"]
+
+logger = logging.getLogger("aiocoll")
+
+#: Calls that a line names; of more it tells the number.
+NAMED = 3
+
+
+class Call(NamedTuple):
+    """A call of the user's: what it was, and the instruction of `code` that made it."""
+
+    op: str
+    name: str | int | None
+    code: CodeType
+    instruction: int
+
+    def __str__(self) -> str:
+        number = "" if self.name is None else f" (sequence {self.name!r})"
+        # An instruction has two bytes and one entry.
+        line = next(islice(self.code.co_positions(), self.instruction // 2, None), (None,))[0]
+        return f"{self.op}{number} called at {self.code.co_filename}:{line}"
+
+
+class Unseen:
+    """The failed calls of one cause.
+
+    It lives as long as one of their works that nobody has looked at; with the last one it tells.
+    """
+
+    __slots__ = ("__weakref__", "_calls", "_cause", "_group", "_last", "_rank", "_words")
+
+    def __init__(self, group: str, rank: int, cause: BaseException, words: str) -> None:
+        self._group = group
+        self._rank = rank
+        self._cause = cause  # kept, for its identity to stay its own
+        self._words = words
+        self._calls: dict[int, Call] = {}
+        self._last = 0
+
+    def add(self, call: Call) -> int:
+        """Note a failed call; return its number here."""
+        self._last += 1
+        self._calls[self._last] = call
+        return self._last
+
+    def looked(self, number: int) -> None:
+        """Somebody has looked at a failure."""
+        self._calls.pop(number, None)
+
+    def tell(self) -> None:
+        """Log what nobody has looked at, once."""
+        calls, self._calls = list(self._calls.values()), {}
+        if not calls:
+            return
+        named = ", ".join(map(str, calls[:NAMED]))
+        more = len(calls) - NAMED
+        logger.error(
+            "group %r, rank %d: nobody looked at the failure of %s%s: %s",
+            self._group,
+            self._rank,
+            named,
+            f" and {more} more" if more > 0 else "",
+            self._words,
+            extra={"group": self._group, "rank": self._rank},
+        )
+
+    __del__ = tell
+
+
+class Failures:
+    """The failures of one group that somebody may still look at.
+
+    Args:
+        group: name of the group.
+        rank: this rank in it.
+    """
+
+    def __init__(self, group: str, rank: int) -> None:
+        self._group = group
+        self._rank = rank
+        # By the identity of the cause, which an entry keeps alive.
+        self._open: WeakValueDictionary[int, Unseen] = WeakValueDictionary()
+        self._known: BaseException | None = None
+
+    def expect(self, cause: BaseException) -> None:
+        """The program of this rank has caused it itself: nothing to tell."""
+        self._known = cause
+
+    def of(self, error: BaseException) -> Unseen | None:
+        """Return where a failure by `error` belongs; None if it is no news."""
+        cause = error.__cause__ or error
+        if cause is self._known:
+            return None
+        found = self._open.get(id(cause))
+        if found is None:
+            # In words: an error that is raised holds on to frames.
+            found = Unseen(self._group, self._rank, cause, f"{type(error).__name__}: {error}")
+            self._open[id(cause)] = found
+        return found
+
+    def tell(self) -> None:
+        """The group is over: log now what nobody has looked at."""
+        for unseen in list(self._open.values()):
+            unseen.tell()
