@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from aiocoll.errors import AiocollError, ProtocolError
+from aiocoll.errors import AiocollError, ProtocolError, RendezvousError
 from aiocoll.handshake import ConnKind
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import HEADER, FrameKind, Header
@@ -44,6 +44,7 @@ class Control:
         self._gone: set[int] = set()
         self._backlog: list[tuple[int, Note]] = []
         self._formed: asyncio.Future[None] = endpoint.loop.create_future()
+        self._lost_early: RendezvousError | None = None
         self._parting: asyncio.Future[None] | None = None
         self._patient = True
         self._told: int | None = None
@@ -63,13 +64,20 @@ class Control:
         return [rank for rank in range(self._endpoint.world_size) if rank not in (self._endpoint.rank, *self._links)]
 
     async def join(self) -> None:
-        """Connect to the hub; return when all ranks have."""
+        """Connect to the hub; return when all ranks have.
+
+        Raises:
+            RendezvousError: a rank died before that.
+            PeerLostError: the hub cannot be reached.
+        """
         endpoint = self._endpoint
         if endpoint.rank != self.hub:
             await self._dial()
         elif endpoint.world_size == 1:
             return
         await self._formed
+        if self._lost_early is not None:
+            raise self._lost_early
 
     def attach(self, link: Link) -> None:
         """Use a link that was opened by us or by a peer."""
@@ -190,9 +198,12 @@ class Control:
 
     # -- hubs come and go
 
-    def gone(self, rank: int) -> None:
-        """The rank has died: nothing is sent to it."""
+    def gone(self, rank: int, detail: str) -> None:
+        """The rank has died: nothing is sent to it, and ranks that are still meeting do not wait for it."""
         self._gone.add(rank)
+        if not self._formed.done():
+            self._lost_early = RendezvousError(f"rank {rank} was lost while the ranks met: {detail}")
+            self._formed.set_result(None)
         self._part()
 
     def _heard_end(self, peer: int) -> None:

@@ -74,9 +74,15 @@ class Endpoint:
         transport.accepted = self.accept
 
     async def join(self, cards: Mapping[int, Card]) -> None:
-        """Meet all ranks."""
+        """Meet all ranks; whoever is linked to this one learns at once if that fails."""
         self.cards = cards
-        await self.control.join()
+        try:
+            await self.control.join()
+        except BaseException:
+            self.closed = True
+            for link in [*self.control.links, *self._links]:
+                link.close()
+            raise
 
     # -- groups
 
@@ -177,7 +183,7 @@ class Endpoint:
         if self.closed or rank == self.rank or self.channel(rank).ended:
             return
         self.channel(rank).ended = True
-        self.control.gone(rank)
+        self.control.gone(rank, detail)
         if tell:
             self.control.flood({"t": "died", "rank": rank, "detail": detail}, range(self.world_size))
         for group in list(self.groups.values()):
