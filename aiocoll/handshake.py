@@ -50,6 +50,7 @@ __all__ = [
     "Status",
     "is_loopback",
     "job_id",
+    "may_be_ours",
     "require_key",
 ]
 
@@ -138,6 +139,11 @@ class _Head(NamedTuple):
 def job_id(name: str) -> bytes:
     """Return the 16 bytes that stand for the job `name` on the wire."""
     return hashlib.sha256(name.encode()).digest()[:16]
+
+
+def may_be_ours(said: bytes) -> bool:
+    """Say whether a handshake message may begin with the few bytes `said` (or none)."""
+    return said[: len(MAGIC)] == MAGIC[: len(said)]
 
 
 def is_loopback(host: str) -> bool:

@@ -32,6 +32,9 @@ PAUSE = 0.05
 #: Seconds for the question who is missing, when the time to meet is over.
 LAST_LOOK = 1.0
 
+#: Types of what a card says: host, event loop, unix socket, process, and host and port of TCP.
+_CARD = [str, str, str, int, str, int]
+
 #: Homes by (loop, rendezvous, rank) and hubs by (loop, job): a second group finds what the first one made.
 shared: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
 
@@ -200,7 +203,7 @@ class Home:
         if agreed != size:
             raise RendezvousError(
                 f"rank {self.rank} was started with world_size={self.world_size}, others with "
-                f"world_size={agreed.decode()}: give all ranks the same"
+                f"world_size={agreed.decode(errors='replace')}: give all ranks the same"
             )
         times = await self._store.add(f"aiocoll/rank/{self.rank}", 1)
         if times > 1 and not await self._store.check([f"aiocoll/{times - 1}/member/{self.rank}"]):
@@ -213,7 +216,7 @@ class Home:
         """Agree on a name no other job has, so that a stale rank cannot connect."""
         if self.rank == 0:
             await place.set("job", self._runtime.random_bytes(16).hex().encode())
-        return (await place.get("job", timeout=self._timeout)).decode()
+        return (await place.get("job", timeout=self._timeout)).decode(errors="replace")
 
     async def _listen(self, job: str) -> tuple[StreamTransport, Card]:
         options = self._options
@@ -235,7 +238,7 @@ class Home:
     ) -> tuple[Transport, Mapping[int, Card]]:
         """Choose the transport from what all ranks have published, alike on all of them."""
         options = self._options
-        if options.transport == "auto" and len({card["loop"] for card in cards.values()}) == 1:
+        if options.transport == "auto" and len({card.get("loop") for card in cards.values()}) == 1:
             await stream.aclose()
             hub: Hub = shared.setdefault((id(self._loop), "hub", job), Hub(self._runtime, self._runtime.latency))
             self._hub = hub
@@ -243,7 +246,10 @@ class Home:
             memory.accepted = stream.accepted
             await memory.listen()
             return memory, cards
-        if options.transport == "tcp" or len({card["host"] for card in cards.values()}) > 1:
+        hosts = len({card["host"] for card in cards.values()})
+        if options.transport == "unix" and hosts > 1:
+            raise RendezvousError(f"transport='unix', but the ranks are on {hosts} hosts; use 'auto' or 'tcp'")
+        if options.transport == "tcp" or hosts > 1:
             host = await asyncio.to_thread(routable_address, self._master, options.interface, options.bind)
             advertised = None
             if is_wildcard(host):
@@ -256,7 +262,7 @@ class Home:
         keys = [f"{what}/{rank}" for rank in range(self.world_size)]
         await place.set(keys[self.rank], msgpack.packb(card))
         found = await place.multi_get(keys, timeout=self._timeout)
-        return {rank: msgpack.unpackb(data) for rank, data in enumerate(found)}
+        return {rank: _card(rank, data) for rank, data in enumerate(found)}
 
     def _spin(self, cards: Mapping[int, Card]) -> float:
         """Polling is in vain for what another rank of this process has to do."""
@@ -266,6 +272,18 @@ class Home:
     def _crowded(self, cards: Mapping[int, Card]) -> bool:
         here = cards[self.rank]["host"]
         return sum(1 for card in cards.values() if card["host"] == here) > _cores()
+
+
+def _card(rank: int, data: bytes) -> Card:
+    """Return the card of `rank`; whoever writes into the store could have written anything."""
+    try:
+        card = msgpack.unpackb(data)
+        tcp = card["tcp"] or ("", 0)
+        if list(map(type, (card["host"], card.get("loop", ""), card["unix"] or "", card["pid"], *tcp))) == _CARD:
+            return dict(card)
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise RendezvousError(f"what rank {rank} published in the store is no address of a rank: {data[:64]!r}")
 
 
 def _cores() -> int:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from aiocoll.errors import AuthenticationError, ProtocolError, StoreError, StoreTimeoutError, StoreUnavailableError
-from aiocoll.handshake import CHALLENGE_SIZE, HANDSHAKE_TIMEOUT, ClientHandshake, Identity
+from aiocoll.handshake import CHALLENGE_SIZE, HANDSHAKE_TIMEOUT, ClientHandshake, Identity, may_be_ours
 from aiocoll.runtime import Runtime
 from aiocoll.store.address import Endpoint, check_peer, describe, resolve
 from aiocoll.store.base import settled, timed_out
@@ -108,7 +108,7 @@ class ClientLink(FrameProtocol):
     def stranger(self) -> AuthenticationError | None:
         """Return an error if the other end has said something during the handshake that no store says."""
         said = self.received_so_far()
-        return AuthenticationError(f"it is no aiocoll store: it said {said[:32]!r}") if said else None
+        return None if may_be_ours(said) else AuthenticationError(f"it is no aiocoll store: it said {said[:32]!r}")
 
     def message_received(self, number: int, word: Any, payload: Any) -> None:
         """Hand an answer to who asked; nobody waits any more for one that was abandoned."""
