@@ -145,7 +145,7 @@ class Home:
                 f"{self.world_size}, which have not come: are they running, with the same master address?"
                 if missing
                 else f"rank {self.rank} of {self.world_size} did not meet the others within {self._timeout:g} s: "
-                f"{error or 'all have come, but not all could connect'}"
+                f"{self._store.trouble or error or 'all have come, but not all could connect'}"
             ) from error
 
     async def _missing(self) -> list[int]:

@@ -34,6 +34,11 @@ class Store(ABC):
         self._timeout = seconds(timeout)
 
     @property
+    def trouble(self) -> str | None:
+        """Where the store should be and why it cannot be reached, while it is still being tried."""
+        return None
+
+    @property
     def timeout(self) -> float:
         """Seconds a call waits when it is given no timeout."""
         return self._timeout

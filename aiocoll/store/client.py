@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from aiocoll.errors import AuthenticationError, ProtocolError, StoreError, StoreTimeoutError, StoreUnavailableError
@@ -171,9 +172,18 @@ class ClientLink(FrameProtocol):
 
 
 async def connect(
-    host: str, port: int, *, key: bytes | None, identity: Identity, runtime: Runtime, timeout: float
+    host: str,
+    port: int,
+    *,
+    key: bytes | None,
+    identity: Identity,
+    runtime: Runtime,
+    timeout: float,
+    trouble: Callable[[str], None],
 ) -> ClientLink:
     """Connect and authenticate; until `timeout` seconds have passed, try again whatever a later start could heal.
+
+    Why an attempt failed is told to `trouble` at once: this call may be cancelled before it can raise.
 
     Raises:
         StoreUnavailableError: says where, why not, and how long it tried.
@@ -199,6 +209,7 @@ async def connect(
         except _UnresolvedError as exc:
             reason = str(exc)
         elapsed = runtime.time() - began
+        trouble(f"no store at {where}: {reason}")
         if elapsed >= timeout:
             raise StoreUnavailableError(f"no store at {where}: {reason} (tried for {elapsed:.1f} s)")
         await runtime.sleep(min(pause, timeout - elapsed))

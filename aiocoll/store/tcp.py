@@ -70,6 +70,12 @@ class TCPStore(Store):
         self._link: ClientLink | None = None
         self._opening = asyncio.Lock()
         self._closed = False
+        self._trouble: str | None = None
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the latest attempt to connect failed; None once one has succeeded."""
+        return self._trouble if self._link is None else None
 
     async def open(self) -> Self:
         """Connect now instead of at the first call; idempotent.
@@ -123,7 +129,13 @@ class TCPStore(Store):
             if self._is_master:
                 await self._serve()
             link = await connect(
-                self.host, self.port, key=self._key, identity=self._identity, runtime=runtime, timeout=self.timeout
+                self.host,
+                self.port,
+                key=self._key,
+                identity=self._identity,
+                runtime=runtime,
+                timeout=self.timeout,
+                trouble=self._note,
             )
             if self._wait_for_workers and self._world_size is not None:
                 await link.join(self._world_size, max(0.0, deadline - runtime.time()))
@@ -135,6 +147,9 @@ class TCPStore(Store):
                 await self._server.aclose()
             raise
         return link
+
+    def _note(self, trouble: str) -> None:
+        self._trouble = trouble
 
     async def _serve(self) -> None:
         try:

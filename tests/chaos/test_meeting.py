@@ -1,0 +1,112 @@
+"""Ranks and store hosts that die before, while and after the ranks meet."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import AiocollError, GroupOptions, RendezvousError, StoreUnavailableError, new_group
+from aiocoll.handshake import HELLO_SIZE, PROOF_SIZE, ConnKind
+from aiocoll.store import HashStore, Store, StoreServer, TCPStore
+from tests.chaos.proxy import Detour, Fault, Proxy
+
+KEY = b"k" * 32
+OPTIONS = GroupOptions(transport="unix", job_key=KEY)
+#: Seconds the ranks have to meet where they cannot.
+SHORT = 0.5
+
+
+async def meet(store: Store, rank: int, world_size: int, timeout: float) -> str:
+    group = new_group(store=store, rank=rank, world_size=world_size, timeout=timeout, options=OPTIONS)
+    async with group as pg:
+        assert await pg.allreduce(1) == world_size
+    return "right"
+
+
+async def test_a_rank_that_is_lost_while_the_ranks_meet_keeps_nobody_waiting() -> None:
+    """Rank 2 has come, but has no link yet when rank 1 goes away: rank 0 does not wait for its 300 seconds."""
+    store = HashStore()
+    plain = Detour(store, None)
+    stalled = Detour(store, Fault("stall", ConnKind.CONTROL, True, 0, again=True))
+    ranks = [asyncio.create_task(meet(each, rank, 3, 300.0)) for rank, each in enumerate((store, plain, stalled))]
+    said = HELLO_SIZE + PROOF_SIZE
+    while not any(len(p.said.get((ConnKind.CONTROL, True), b"")) == said for p in plain.proxies.values()):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    ranks[1].cancel()
+    with pytest.raises(RendezvousError, match="rank 1 was lost while the ranks met: its control connection broke"):
+        await ranks[0]
+    ranks[2].cancel()
+    await asyncio.wait(ranks)
+    await plain.aclose()
+    await stalled.aclose()
+
+
+async def test_a_store_host_that_was_never_there(unused_tcp_port: int) -> None:
+    """Every rank but the host says where it looked, and for how long."""
+    group = new_group(
+        init_method=f"tcp://127.0.0.1:{unused_tcp_port}", rank=1, world_size=2, timeout=SHORT, options=OPTIONS
+    )
+    where = rf"no store at 127\.0\.0\.1:{unused_tcp_port}: nothing listens there"
+    with pytest.raises(RendezvousError, match=rf"did not meet the others within 0\.5 s: {where}"):
+        await group
+
+
+async def until_death(offset: int, upstream: bool) -> tuple[list[Any], Proxy]:
+    """Three ranks meet at a store host that dies when so many bytes were said on the connection of a rank."""
+    server = StoreServer(key=KEY)
+    async with Proxy.tcp(server.start(), Fault("kill", ConnKind.STORE, upstream, offset)) as proxy:
+        stores = [TCPStore(*proxy.endpoint, timeout=SHORT, key=KEY) for _ in range(3)]
+        try:
+            async with asyncio.timeout(20):
+                ranks = (meet(store, rank, 3, SHORT) for rank, store in enumerate(stores))
+                return await asyncio.gather(*ranks, return_exceptions=True), proxy
+        finally:
+            for store in stores:
+                await store.aclose()
+            await server.aclose()
+
+
+async def deaths(step: int) -> None:
+    _, proxy = await until_death(1 << 30, True)
+    for upstream in (True, False):
+        said = len(proxy.said[ConnKind.STORE, upstream]) // 3
+        for results, _ in await asyncio.gather(*(until_death(at, upstream) for at in range(0, said, step))):
+            # All that a rank says last is that it has come; whoever has the others' cards needs no store any more.
+            assert all(result == "right" or isinstance(result, AiocollError) for result in results), results
+            assert "right" not in results or upstream or results == ["right"] * 3, results
+
+
+async def test_a_store_host_that_dies_while_the_ranks_meet() -> None:
+    await deaths(97)
+
+
+@pytest.mark.soak
+async def test_a_store_host_that_dies_at_every_byte() -> None:
+    await deaths(2)
+
+
+async def test_a_group_outlives_its_store_host() -> None:
+    server = StoreServer(key=KEY)
+    where = server.start()
+    stores = [TCPStore(*where, timeout=5, key=KEY) for _ in range(3)]
+    met = asyncio.Barrier(3)
+
+    async def rank(number: int, store: TCPStore) -> None:
+        async with new_group(store=store, rank=number, world_size=3, options=OPTIONS) as pg:
+            await met.wait()
+            await server.aclose()
+            for count in (1, 100_000):
+                got = await pg.allreduce(np.full(count, number))
+                np.testing.assert_array_equal(got, np.full(count, 3))
+            # A second group of the same ranks needs no store.
+            async with new_group(store=store, rank=number, world_size=3, options=OPTIONS) as second:
+                assert await second.allreduce(1) == 3
+            with pytest.raises(StoreUnavailableError, match=rf"store 127\.0\.0\.1:{where[1]} closed the connection"):
+                await store.set("k", b"v")
+
+    await asyncio.gather(*map(rank, range(3), stores))
+    for store in stores:
+        await store.aclose()
