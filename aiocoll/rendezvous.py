@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import operator
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
 from datetime import timedelta
@@ -77,6 +78,14 @@ class new_group:
             raise ValueError("init_method and store exclude each other: give one of them")
         if backend not in (None, "aio") and backend not in _backends:
             raise ValueError(f"backend={backend!r} is not known: use {', '.join(['aio', *_backends])}")
+        for argument, given, kind in (
+            ("init_method", init_method, str),
+            ("store", store, Store),
+            ("name", name, str),
+            ("options", options, GroupOptions),
+        ):
+            if given is not None and not isinstance(given, kind):
+                raise TypeError(f"{argument} must be a {kind.__name__} or None, not {type(given).__name__}")
         self._backend = backend
         self._device = device
         self._name = name
@@ -209,22 +218,30 @@ def _where(
 
 
 def _numbers(rank: int | None, world_size: int | None, env: Mapping[str, str], when: str) -> tuple[int, int]:
-    given = {"rank": rank, "world_size": world_size}
-    for name, value in given.items():
-        if value is None and name.upper() in env:
-            try:
-                given[name] = int(env[name.upper()])
-            except ValueError:
-                raise ValueError(f"{name.upper()}={env[name.upper()]!r} in the environment must be a number") from None
-        elif value is None:
-            variable = f" (or set {name.upper()} in the environment)" if env or when.endswith("'env://'") else ""
-            raise ValueError(f"{name} is missing: give {name}= {when}{variable}")
-    number, size = given["rank"], given["world_size"]
-    assert number is not None
-    assert size is not None
+    (rank_name, number), (size_name, size) = (
+        _number(name, value, env, when) for name, value in (("rank", rank), ("world_size", world_size))
+    )
     if size < 1 or not 0 <= number < size:
-        raise ValueError(f"rank={number}, world_size={size}: world_size must be positive and rank 0 to world_size - 1")
+        raise ValueError(
+            f"{rank_name}={number}, {size_name}={size}: world_size must be positive and rank 0 to world_size - 1"
+        )
     return number, size
+
+
+def _number(name: str, value: int | None, env: Mapping[str, str], when: str) -> tuple[str, int]:
+    """Return an argument, or the variable that stands for it, and what to call it in errors."""
+    variable = name.upper()
+    if value is not None:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+        return name, operator.index(value)
+    if variable not in env:
+        hint = f" (or set {variable} in the environment)" if env or when.endswith("'env://'") else ""
+        raise ValueError(f"{name} is missing: give {name}= {when}{hint}")
+    try:
+        return variable, int(env[variable])
+    except ValueError:
+        raise ValueError(f"{variable}={env[variable]!r} in the environment must be a number") from None
 
 
 def _from_environment(env: Mapping[str, str]) -> tuple[str, int, bool]:
@@ -243,7 +260,10 @@ def _from_environment(env: Mapping[str, str]) -> tuple[str, int, bool]:
             f"{' and '.join(missing)} missing in the environment: start the ranks with `aiocoll run`, set them, "
             "or give init_method= or store="
         )
-    port = env.get("AIOCOLL_PORT", env["MASTER_PORT"])
-    if not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"MASTER_PORT={port!r} (or AIOCOLL_PORT) in the environment must be a port number")
+    if not env["MASTER_ADDR"]:
+        raise ValueError("MASTER_ADDR='' in the environment must be the host name or address of rank 0")
+    variable = "AIOCOLL_PORT" if "AIOCOLL_PORT" in env else "MASTER_PORT"
+    port = env[variable]
+    if not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise ValueError(f"{variable}={port!r} in the environment must be a port number from 1 to 65535")
     return env["MASTER_ADDR"], int(port), env.get("AIOCOLL_STORE") == "launcher"
