@@ -192,6 +192,7 @@ async def connect(
     where = describe(host, port)
     began = runtime.time()
     pause = _FIRST_RETRY
+    trouble(f"no store at {where}: {_explain(TimeoutError())}")
     while True:
         try:
             for endpoint in await _resolve(host, port):
