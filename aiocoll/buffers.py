@@ -7,7 +7,7 @@ and `Buffer.finish` carries the result back.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,15 @@ import numpy.typing as npt
 from aiocoll.dtypes import DType, by_name, of_numpy
 from aiocoll.errors import BackendUnavailableError
 
-__all__ = ["Buffer", "byte_view", "is_scalar", "overlaps", "scalar", "view"]
+__all__ = ["Buffer", "byte_view", "clash", "is_scalar", "overlaps", "scalar", "view"]
 
 _ACCEPTED = (
     "a NumPy array, a torch tensor, or an object with the buffer protocol, __array_interface__ or DLPack (on the CPU)"
 )
 # DLPack's device types whose memory the CPU can read and write: plain, and pinned by CUDA.
 _DLPACK_HOST = (1, 3)
+# Arrays of which comparing all pairs is faster than sorting them.
+_FEW = 4
 _PYTHON_NUMBERS = ((bool, "bool"), (int, "int64"), (float, "float64"), (complex, "complex128"))
 
 
@@ -123,6 +125,36 @@ def scalar(value: Any) -> Buffer:
 def overlaps(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
     """Whether two flat arrays share any memory."""
     return np.may_share_memory(a, b)  # compares bounds, which is exact for contiguous arrays
+
+
+def clash(written: Sequence[npt.NDArray[Any]], read: Sequence[npt.NDArray[Any]] = ()) -> tuple[int, int] | None:
+    """Find two flat arrays that share memory, at least one of them written to.
+
+    Returns:
+        The positions of both in ``[*written, *read]``, ascending; None if there are none. Time: n log n.
+    """
+    arrays = [*written, *read]
+    if len(arrays) <= _FEW:
+        pairs = ((i, j) for i in range(len(written)) for j in range(i + 1, len(arrays)))
+        return next((pair for pair in pairs if overlaps(arrays[pair[0]], arrays[pair[1]])), None)
+    spans = sorted(
+        (array.__array_interface__["data"][0], array.nbytes, index)
+        for index, array in enumerate(arrays)
+        if array.nbytes
+    )
+    # The array that reaches farthest so far, and the one written to that does.
+    any_end, any_index, written_end, written_index = 0, -1, 0, -1
+    for start, nbytes, index in spans:
+        end, is_written = start + nbytes, index < len(written)
+        if start < written_end:
+            return min(index, written_index), max(index, written_index)
+        if is_written and start < any_end:
+            return index, any_index
+        if end > any_end:
+            any_end, any_index = end, index
+        if is_written:
+            written_end, written_index = end, index
+    return None
 
 
 def byte_view(array: npt.NDArray[Any]) -> memoryview:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from aiocoll.buffers import Buffer, is_scalar, overlaps, scalar, view
+from aiocoll.buffers import Buffer, clash, is_scalar, overlaps, scalar, view
 from aiocoll.dtypes import array_dtype
 from aiocoll.engine.monitored import Monitored
 from aiocoll.launch import Launcher, Timeout
@@ -159,12 +160,11 @@ class Collectives(Launcher):
                 outputs = [np.empty(source.shape, array_dtype(source.dtype)) for _ in range(self._size)]
             blocks = self._blocks(outputs, "outputs", source)
             self._same_count(blocks[root], source, f"outputs[{root}]", "tensor")
+            self._check_spared(blocks, source)
             counts = [block.count for block in blocks if block is not None]
             result = list(outputs)
-        elif outputs:
-            raise ValueError(
-                f"outputs must be None or [] on rank {self._rank}: only the root, rank {root}, has outputs"
-            )
+        else:
+            self._check_none(outputs, "outputs", root)
         plan = self._plan("gather", source.dtype, (tuple(counts),), root=root, agreed=())
         return self._start(plan, (*blocks, source), source, result, timeout, key)
 
@@ -186,9 +186,12 @@ class Collectives(Launcher):
         if root == self._rank:
             blocks = self._blocks(inputs, "inputs", target, writable=False)
             self._same_count(blocks[root], target, f"inputs[{root}]", "output")
+            for rank, block in enumerate(blocks):
+                if rank != root and block is not None and overlaps(block.array, target.array):
+                    raise ValueError(f"output shares memory with inputs[{rank}]: it would be overwritten")
             counts = [block.count for block in blocks if block is not None]
-        elif inputs:
-            raise ValueError(f"inputs must be None or [] on rank {self._rank}: only the root, rank {root}, has inputs")
+        else:
+            self._check_none(inputs, "inputs", root)
         plan = self._plan("scatter", target.dtype, (tuple(counts),), root=root, agreed=())
         return self._start(plan, (*blocks, target), target, target.result, timeout, key)
 
@@ -222,9 +225,12 @@ class Collectives(Launcher):
         self, outputs: Sequence[Any], inputs: Sequence[Any], *, timeout: Timeout = None, key: str | None = None
     ) -> Work[list[Any]]:
         """Send `inputs[r]` to rank r and receive what rank r sends into `outputs[r]`; any counts."""
-        like = view(inputs[0], name="inputs[0]", writable=False) if inputs is not None and len(inputs) else _tensor(0.0)
-        sources = self._blocks(inputs, "inputs", like, writable=False)
-        targets = self._blocks(outputs, "outputs", like)
+        sources = self._blocks(inputs, "inputs", None, writable=False)
+        targets = self._blocks(outputs, "outputs", sources[0])
+        found = clash([each.array for each in targets], [each.array for each in sources])
+        if found is not None:
+            first, second = found[0], found[1] - self._size
+            raise ValueError(f"outputs[{first}] shares memory with inputs[{second}]: alltoall needs separate arrays")
         return self._exchanging(list(outputs), targets, sources, (), timeout, key)
 
     def alltoall_base(
@@ -251,6 +257,8 @@ class Collectives(Launcher):
         target = view(output, name="output")
         if target.dtype is not source.dtype:
             raise TypeError(f"output has dtype {target.dtype.name}, input has {source.dtype.name}; they must be equal")
+        if overlaps(target.array, source.array):
+            raise ValueError("output shares memory with input: alltoall_base needs separate arrays")
         into = _slices(target, self._splits(target, output_split_sizes, "output"))
         out_of = _slices(source, self._splits(source, input_split_sizes, "input"))
         return self._exchanging(target.result, into, out_of, (target,), timeout, key)
@@ -273,9 +281,7 @@ class Collectives(Launcher):
         key: str | None,
         whole: Buffer | None = None,
     ) -> Work[Any]:
-        for rank, block in enumerate(blocks):
-            if rank != self._rank and overlaps(block.array, source.array):
-                raise ValueError(f"tensor shares memory with the output of rank {rank}: it would be overwritten")
+        self._check_spared(blocks, source)
         plan = self._plan("allgather", source.dtype, (tuple(block.count for block in blocks),))
         return self._start(plan, (*blocks, source), source, result, timeout, key, () if whole is None else (whole,))
 
@@ -297,23 +303,32 @@ class Collectives(Launcher):
         timeout: Timeout,
         key: str | None,
     ) -> Work[Any]:
-        for target in targets:
-            if any(overlaps(target.array, source.array) for source in sources):
-                raise ValueError("output shares memory with input: alltoall needs separate arrays")
         counts = tuple(each.count for each in sources), tuple(each.count for each in targets)
         plan = self._plan("alltoall", sources[0].dtype, counts, agreed=())
         return self._start(plan, (*sources, *targets), sources[0], result, timeout, key, wholes)
 
-    def _blocks(self, arrays: Any, name: str, like: Buffer, *, writable: bool = True) -> list[Any]:
-        """View one array per rank, all of the dtype of `like`."""
-        if arrays is None or not hasattr(arrays, "__len__") or len(arrays) != self._size:
-            given = "None" if arrays is None else len(arrays) if hasattr(arrays, "__len__") else type(arrays).__name__
-            raise ValueError(f"{name} must hold one array per rank, {self._size} in all, not {given}")
+    def _blocks(self, arrays: Any, name: str, like: Buffer | None, *, writable: bool = True) -> list[Any]:
+        """View one array per rank, all of the dtype of `like` (None: of the first); outputs must not overlap."""
+        self._check_one_per_rank(arrays, name, "array")
         blocks = [view(each, name=f"{name}[{rank}]", writable=writable) for rank, each in enumerate(arrays)]
+        dtype = blocks[0].dtype if like is None else like.dtype
         for rank, block in enumerate(blocks):
-            if block.dtype is not like.dtype:
-                raise TypeError(f"{name}[{rank}] has dtype {block.dtype.name}, expected {like.dtype.name}")
+            if block.dtype is not dtype:
+                raise TypeError(f"{name}[{rank}] has dtype {block.dtype.name}, expected {dtype.name}")
+        if writable and (found := clash([block.array for block in blocks])) is not None:
+            raise ValueError(f"{name}[{found[0]}] and {name}[{found[1]}] share memory: give every rank its own")
         return blocks
+
+    def _check_spared(self, blocks: Sequence[Buffer | None], source: Buffer) -> None:
+        """Refuse outputs of other ranks in the memory of what this one contributes."""
+        for rank, block in enumerate(blocks):
+            if rank != self._rank and block is not None and overlaps(block.array, source.array):
+                raise ValueError(f"tensor shares memory with the output of rank {rank}: it would be overwritten")
+
+    def _check_none(self, arrays: Any, name: str, root: int) -> None:
+        """Refuse arrays that only the root may give."""
+        if arrays is not None and (not hasattr(arrays, "__len__") or len(arrays)):
+            raise ValueError(f"{name} must be None or [] on rank {self._rank}: only the root, rank {root}, has {name}")
 
     def _whole(self, array: Any, name: str, like: Buffer, count: int, *, writable: bool = True) -> Buffer:
         """View an array that holds `count` elements of the dtype of `like`."""
@@ -337,11 +352,13 @@ class Collectives(Launcher):
                     f"{name} has {rows} rows, which {self._size} ranks cannot share equally: give {name}_split_sizes"
                 )
             sizes = [rows // self._size] * self._size
-        if not hasattr(sizes, "__len__"):
-            raise TypeError(f"{name}_split_sizes must be a list of numbers or None, not {type(sizes).__name__}")
+        try:
+            sizes = [operator.index(size) for size in sizes]
+        except TypeError:
+            raise TypeError(f"{name}_split_sizes must be a list of ints or None, not {sizes!r}") from None
         if len(sizes) != self._size or any(size < 0 for size in sizes) or sum(sizes) != rows:
             raise ValueError(
-                f"{name}_split_sizes={list(sizes)} must be {self._size} non-negative numbers whose sum is {rows}, "
+                f"{name}_split_sizes={sizes} must be {self._size} non-negative numbers whose sum is {rows}, "
                 f"the rows of {name}"
             )
         row = buffer.count // rows if rows else 0

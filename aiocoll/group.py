@@ -69,6 +69,7 @@ class ProcessGroup(Collectives, PointToPoint, Objects):
 
     async def drain(self) -> None:
         """Wait until all works pending now have ended; raise the error of the first that failed."""
+        self._check_place()
         works = await self._settle()
         errors = [work.exception() for work in works]
         for error in errors:
@@ -81,6 +82,7 @@ class ProcessGroup(Collectives, PointToPoint, Objects):
         Raises:
             GroupClosedError: this rank has closed the group, or does so before anybody revokes it.
         """
+        self._check_place()
         member = self._member
         if member.cause is None and not self._closed:
             revoked = self._loop.create_future()
@@ -103,6 +105,7 @@ class ProcessGroup(Collectives, PointToPoint, Objects):
 
     def abort(self, reason: object = "aborted by the program") -> None:
         """Revoke the group at once, on all ranks: every pending work fails."""
+        self._check_place()
         if not self._closed and self._member.cause is None:
             cause = GroupError(
                 f"group {self.group_name!r} was aborted by rank {self._rank}: {reason}",
@@ -117,6 +120,7 @@ class ProcessGroup(Collectives, PointToPoint, Objects):
 
         A peer whose operation needs this rank gets `PeerLostError` with ``how="left"``; nothing else is disturbed.
         """
+        self._check_place()
         if self._ending is None:
             self._ending = self._loop.create_task(self._end(), name=f"aiocoll shutdown of {self.group_name}")
         await asyncio.shield(self._ending)

@@ -55,6 +55,14 @@ class Launcher:
 
     def _check(self) -> None:
         """Refuse a call that this group cannot take, before it takes a number."""
+        self._check_place()
+        if self._closed:
+            raise GroupClosedError(f"group {self._member.name!r} was closed by this rank", group=self._member.name)
+        if self._member.cause is not None:
+            self._member.raise_if_revoked()
+
+    def _check_place(self) -> None:
+        """Refuse a call from another process, thread or event loop: nothing of the group is made for that."""
         if self._pid != os.getpid():
             raise RuntimeError(
                 f"group {self._member.name!r} was made in process {self._pid}; a forked child cannot use it: "
@@ -65,10 +73,6 @@ class Launcher:
                 f"group {self._member.name!r} belongs to another event loop (or there is none running here): from "
                 "another thread use asyncio.run_coroutine_threadsafe(coroutine, loop_of_the_group)"
             )
-        if self._closed:
-            raise GroupClosedError(f"group {self._member.name!r} was closed by this rank", group=self._member.name)
-        if self._member.cause is not None:
-            self._member.raise_if_revoked()
 
     def _plan(
         self,
@@ -212,7 +216,10 @@ class Launcher:
         if key is None:
             identity = seq = member.next_id()
         elif isinstance(key, str):
-            identity, seq = member.keyed_id(key)
+            try:
+                identity, seq = member.keyed_id(key)
+            except UnicodeEncodeError:
+                raise ValueError(f"key={key!r} is no text: it has a lone surrogate, which UTF-8 cannot hold") from None
         else:
             raise TypeError(f"key must be a str or None, not {type(key).__name__}")
         # The user's call is at least four frames away: the call of the group and what it goes through.
@@ -230,6 +237,16 @@ class Launcher:
         if other and number == self._rank:
             raise ValueError(f"{name}={number} is this rank itself; a rank does not send to itself")
         return number
+
+    def _check_one_per_rank(self, values: Any, name: str, what: str) -> None:
+        """Refuse `values` unless it is a sequence of one `what` per rank."""
+        if not hasattr(values, "__len__") or not hasattr(values, "__getitem__") or isinstance(values, Mapping):
+            given = "None" if values is None else type(values).__name__
+        elif len(values) != self._size:
+            given = str(len(values))
+        else:
+            return
+        raise ValueError(f"{name} must hold one {what} per rank, {self._size} in all, not {given}")
 
 
 def _flat(sizes: tuple[Any, ...]) -> tuple[int, ...]:

@@ -60,7 +60,8 @@ class Objects(Launcher):
         root = self._check_rank(root, "root")
         if root != self._rank:
             return self._parcels("SCATTER_OBJECT", root, {}, {root}, lambda got: self._load(got[root]), timeout, key)
-        objs = self._one_per_rank(objs)
+        self._check_one_per_rank(objs, "objs", "object")
+        assert objs is not None
         outgoing = {rank: self._dump(each) for rank, each in enumerate(objs) if rank != root}
         return self._parcels("SCATTER_OBJECT", root, outgoing, set(), lambda _: objs[root], timeout, key)
 
@@ -68,7 +69,7 @@ class Objects(Launcher):
         self, objs: Sequence[Any], *, timeout: Timeout = None, key: str | None = None
     ) -> Work[list[Any]]:
         """Send the r-th object to rank r; return what every rank sent here, in rank order."""
-        objs = self._one_per_rank(objs)
+        self._check_one_per_rank(objs, "objs", "object")
         outgoing = {rank: self._dump(each) for rank, each in enumerate(objs) if rank != self._rank}
         mine = objs[self._rank]
         others = set(outgoing)
@@ -99,9 +100,3 @@ class Objects(Launcher):
 
     def _list(self, got: Parcel, mine: Any) -> list[Any]:
         return [mine if rank == self._rank else self._load(got[rank]) for rank in range(self._size)]
-
-    def _one_per_rank(self, objs: Sequence[Any] | None) -> Sequence[Any]:
-        if objs is None or len(objs) != self._size:
-            given = "None" if objs is None else len(objs)
-            raise ValueError(f"objs must hold one object per rank, {self._size} in all, not {given}")
-        return objs

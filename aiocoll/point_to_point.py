@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from aiocoll.buffers import Buffer, byte_view, view
+from aiocoll.buffers import Buffer, byte_view, clash, view
 from aiocoll.codec import MAX_BYTES, dumps, loads
 from aiocoll.dtypes import array_dtype, by_code
 from aiocoll.engine.mailbox import OBJECT, TAG_LIMIT, Arrival, Outgoing, Posted
@@ -65,16 +65,11 @@ class PointToPoint(Launcher):
 
         All arguments are checked before anything starts.
         """
-        ready: list[tuple[Send | Recv, Buffer]] = []
-        for index, each in enumerate(operations):
-            if not isinstance(each, Send | Recv):
-                raise TypeError(f"operations[{index}] must be a Send or a Recv, not {type(each).__name__}")
-            peer = each.dst if isinstance(each, Send) else each.src
-            if peer is not None:
-                self._check_rank(peer, f"operations[{index}]", other=True)
-            _check_tag(each.tag)
-            ready.append((each, view(each.tensor, writable=isinstance(each, Recv))))
-        self._check()
+        if not isinstance(operations, Iterable):
+            raise TypeError(f"operations must be a list of Send and Recv, not {type(operations).__name__}")
+        ready = [(each, self._checked(each, f"operations[{index}]")) for index, each in enumerate(operations)]
+        _check_apart(ready)
+        self._begin(0, timeout)
         works = [
             self._send("SEND", each.dst, each.tag, byte_view(buffer.array), buffer.dtype.code, buffer.result, timeout)
             if isinstance(each, Send)
@@ -114,6 +109,19 @@ class PointToPoint(Launcher):
                 return
             yield arrival.peer, self._open(arrival)
 
+    def _checked(self, each: Any, name: str) -> Buffer:
+        """Check one operation of a batch; return the view of its tensor."""
+        if not isinstance(each, Send | Recv):
+            raise TypeError(f"{name} must be a Send or a Recv, not {type(each).__name__}")
+        _check_tag(each.tag, f"{name}.tag")
+        buffer = view(each.tensor, name=f"{name}.tensor", writable=isinstance(each, Recv))
+        if isinstance(each, Send):
+            self._check_rank(each.dst, f"{name}.dst", other=True)
+            _check_length(buffer.nbytes, f"{name}.tensor")
+        elif each.src is not None:
+            self._check_rank(each.src, f"{name}.src", other=True)
+        return buffer
+
     def _open(self, arrival: Arrival) -> Any:
         data = arrival.data()
         if arrival.code == OBJECT:
@@ -124,8 +132,7 @@ class PointToPoint(Launcher):
     def _send(
         self, op: str, dst: int, tag: int, data: memoryview, code: int, result: Any, timeout: Timeout
     ) -> Work[Any]:
-        if data.nbytes > LONGEST:
-            raise ValueError(f"tensor has {data.nbytes} bytes; a message holds at most {LONGEST}: send it in parts")
+        _check_length(data.nbytes, "tensor")
         limit = self._begin(tag, timeout)
         work: Work[Any] = Work(self._member.endpoint, op, None, None, self)
         identity = self._member.mailbox.next_id(dst, tag)
@@ -149,11 +156,30 @@ class PointToPoint(Launcher):
         return limit
 
 
-def _check_tag(tag: Any) -> None:
+def _check_tag(tag: Any, name: str = "tag") -> None:
     if isinstance(tag, bool) or not isinstance(tag, int):
-        raise TypeError(f"tag must be an int, not {type(tag).__name__}")
+        raise TypeError(f"{name} must be an int, not {type(tag).__name__}")
     if not 0 <= tag < TAG_LIMIT:
-        raise ValueError(f"tag={tag} is out of range: tags are 0 to 2**30 - 1")
+        raise ValueError(f"{name}={tag} is out of range: tags are 0 to 2**30 - 1")
+
+
+def _check_length(nbytes: int, name: str) -> None:
+    if nbytes > LONGEST:
+        raise ValueError(f"{name} has {nbytes} bytes; a message holds at most {LONGEST}: send it in parts")
+
+
+def _check_apart(operations: Sequence[tuple[Send | Recv, Buffer]]) -> None:
+    """Refuse a batch that receives into memory which it also sends, or receives into elsewhere."""
+    order = sorted(range(len(operations)), key=lambda index: isinstance(operations[index][0], Send))
+    received = sum(isinstance(each, Recv) for each, _ in operations)
+    arrays = [operations[index][1].array for index in order]
+    found = clash(arrays[:received], arrays[received:])
+    if found is not None:
+        first, second = sorted(order[position] for position in found)
+        raise ValueError(
+            f"operations[{first}].tensor and operations[{second}].tensor share memory, and at least one of them "
+            "receives: give each receive memory of its own"
+        )
 
 
 def _all_of(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[list[Any]]:

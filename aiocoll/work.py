@@ -106,6 +106,11 @@ class Work(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self._done:
+            if asyncio._get_running_loop() is not self._progress.loop:
+                raise RuntimeError(
+                    f"{self!r} belongs to another event loop: from another thread use work.wait(), or "
+                    "asyncio.run_coroutine_threadsafe(work.join(), loop_of_the_group)"
+                )
             self._progress.spin(self)
         if not self._done:
             yield from self._wait()

@@ -90,8 +90,10 @@ class Membership:
 
     def keyed_id(self, key: str) -> tuple[int, int]:
         """Take the next count of `key`; return the operation id and the count."""
-        count = self._counts[key] = self._counts.get(key, 0) + 1
-        return KEYED | self.endpoint.hash62(f"{key}\0{count}"), count
+        count = self._counts.get(key, 0) + 1
+        identity = KEYED | self.endpoint.hash62(f"{key}\0{count}")
+        self._counts[key] = count
+        return identity, count
 
     def enter(self, operation: Operation) -> None:
         """Put an operation in flight: from here on its id and fingerprint answer every frame and question."""
