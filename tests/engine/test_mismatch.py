@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from aiocoll import CollectiveMismatchError, GroupRevokedError, ProcessGroup, ReduceOp, Work
+from aiocoll import CollectiveMismatchError, GroupRevokedError, ProcessGroup, Recv, ReduceOp, Send, Work
+from aiocoll.algorithms.select import RULES
 from aiocoll.testing.virtual import run_virtual
+
+from ..ranks import TRANSPORTS, run_ranks
 
 #: Seconds a frame takes at least and at most where the ranks have links in memory.
 LATENCY = (0.0005, 0.02)
@@ -22,6 +25,8 @@ GUARD = 64
 MARK = 0x7E
 #: The contract: seconds from the last call until every rank knows.
 SOON = 1.0
+#: Cases that run at the same time over sockets.
+CHUNK = 12
 
 Call = Callable[[ProcessGroup, "Memory"], Work[Any] | list[Work[Any]]]
 
@@ -44,11 +49,11 @@ class Memory:
     def check(self, alone: bool) -> None:
         """Arrays are as they were; those who agree may have gone some way among themselves, unless `alone`."""
         for whole, before in self._made:
+            assert whole[:GUARD].tobytes() == before[:GUARD].tobytes()
+            assert whole[-GUARD:].tobytes() == before[-GUARD:].tobytes()
             if self._odd or alone:
-                assert whole.tobytes() == before.tobytes()
+                assert np.array_equal(whole.view("uint8"), before.view("uint8"))
             else:
-                assert whole[:GUARD].tobytes() == before[:GUARD].tobytes()
-                assert whole[-GUARD:].tobytes() == before[-GUARD:].tobytes()
                 assert (np.abs(whole) < MARK).all()
 
 
@@ -144,6 +149,9 @@ TABLE = [
     *(Case(f"more-{kind}", "counts, shape", counting(kind, 10), counting(kind, 11)) for kind in (*SIZED, *PRIVATE)),
     *(Case(f"empty-{kind}", "counts, shape", counting(kind, 10), counting(kind, 0)) for kind in (*SIZED, *PRIVATE)),
     *(Case(f"full-{kind}", "counts, shape", counting(kind, 0), counting(kind, 10)) for kind in (*SIZED, *PRIVATE)),
+    # Long enough to be received straight into the array that was given.
+    *(Case(f"short-{kind}", "counts, shape", counting(kind, 100_000), counting(kind, 90_000)) for kind in PRIVATE),
+    *(Case(f"long-{kind}", "counts, shape", counting(kind, 90_000), counting(kind, 100_000)) for kind in PRIVATE),
     *(Case(f"root-{kind}", "root", call(0), call(1)) for kind, call in ROOTED.items()),
     Case("reduce-op", "reduce", reducing(ReduceOp.SUM), reducing(ReduceOp.MAX)),
     Case("average", "reduce", reducing(ReduceOp.SUM), reducing(ReduceOp.AVG)),
@@ -179,7 +187,8 @@ TABLE = [
 class Told(NamedTuple):
     text: str
     ranks: tuple[int, ...]
-    seconds: float
+    called: float
+    heard: float
 
 
 async def disagree(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, float]) -> Told:
@@ -188,16 +197,16 @@ async def disagree(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, 
     memory = Memory(pg.rank(), is_odd)
     clock = asyncio.get_running_loop().time
     await asyncio.sleep(delays[is_odd])
-    last = clock() + max(delays) - delays[is_odd]
     works: list[Work[Any]] = []
     try:
         made = (case.odd if is_odd else case.most)(pg, memory)
         works = made if isinstance(made, list) else [made]
-    except GroupRevokedError as error:  # the others have found it before this rank came
-        assert isinstance(error.__cause__, CollectiveMismatchError)
+    except GroupRevokedError:
+        pass  # the others have found it before this rank came
+    called = clock()
     done = [work.done() for work in works]
     cause = await pg.wait_revoked()
-    seconds = clock() - last
+    heard = clock()
     assert isinstance(cause, CollectiveMismatchError)
     for work, early in zip(works, done, strict=True):
         assert work.done()
@@ -211,20 +220,20 @@ async def disagree(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, 
     # Whatever is still on its way finds nothing to write to.
     await asyncio.sleep(0)
     memory.check(alone=pg.size() == 2)
-    return Told(str(cause), cause.ranks, seconds)
+    return Told(str(cause), cause.ranks, called, heard)
 
 
 def check(case: Case, odd: int, world_size: int, told: list[Told]) -> None:
     """All ranks have heard the same, in time."""
     assert {each.text for each in told} == {told[0].text}
-    text, ranks, _ = told[0]
+    text, ranks, *_ = told[0]
     assert len(ranks) == 2
     assert odd in ranks
     one, two = sorted(ranks)
     assert re.match(rf"Collectives differ in the following: {case.fields}[a-z, ]*\. Group ", text), text
     call = r"[A-Z_]+\((shape=\[[\d, ]*\], dtype=\w+, device=\w+, |shape=\[\], device=cpu, )[^;]*SequenceNumber=\d+\)"
     assert re.search(rf": rank {one} called {call}; rank {two} called {call}$", text), text
-    assert max(each.seconds for each in told) <= SOON
+    assert max(each.heard for each in told) <= max(each.called for each in told) + SOON
     assert world_size > max(ranks)
 
 
@@ -248,3 +257,201 @@ def test_it_is_found_on_every_rank(case: Case, latency: Any) -> None:
             except BaseException as error:
                 error.add_note(f"world_size={world_size} odd={odd} {name}")
                 raise
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("start", range(0, len(TABLE), CHUNK), ids=lambda start: TABLE[start].name)
+async def test_it_is_found_over_sockets(start: int, transport: str) -> None:
+    """Several groups at a time: what no data tells takes a report, and waiting for them one by one takes minutes."""
+    cases = TABLE[start : start + CHUNK]
+    places = [PLACES[(start + index) % len(PLACES)] for index in range(len(cases))]
+    runs = [
+        run_ranks(world_size, disagree, case, odd, DELAYS["together"], transport=transport)
+        for case, (world_size, odd) in zip(cases, places, strict=True)
+    ]
+    for case, (world_size, odd), told in zip(cases, places, await asyncio.gather(*runs), strict=True):
+        check(case, odd, world_size, told)
+
+
+def limits(kind: str, world_size: int) -> list[int]:
+    """Return the sizes in bytes of the whole vector up to which some rule of a kind holds."""
+    found = set()
+    for rule in RULES[kind]:
+        limit = min(rule.max_nbytes, rule.max_chunk * world_size, rule.max_volume / (world_size - 1))
+        if limit < float("inf"):
+            found.add(int(limit))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("kind", SIZED)
+def test_sizes_that_choose_different_schedules(kind: str) -> None:
+    for world_size, odd in ((2, 0), (3, 1), (4, 3)):
+        share = world_size if kind in ("allgather", "reduce_scatter") else 1
+        for limit in limits(kind, world_size):
+            below, above = counting(kind, limit // share, "uint8"), counting(kind, limit // share + 1, "uint8")
+            for most, other in ((below, above), (above, below)):
+                run(Case(kind, "counts, shape", most, other), world_size, odd, DELAYS["together"], LATENCY)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("kind", ["allreduce", "broadcast"])
+async def test_a_word_against_64_mib(kind: str, transport: str) -> None:
+    word, giant = counting(kind, 1, "float32"), counting(kind, 16 * 1024 * 1024, "float32")
+    for odd in (0, 1):
+        case = Case(kind, "counts, shape", giant, word)
+        check(case, odd, 2, await run_ranks(2, disagree, case, odd, DELAYS["together"], transport=transport))
+
+
+@pytest.mark.parametrize("latency", [None, LATENCY], ids=["arena", "links"])
+@pytest.mark.parametrize("kind", ["allreduce", "barrier", "alltoall_object"])
+def test_one_of_sixteen_fails_all(kind: str, latency: Any) -> None:
+    case = Case(kind, "op", KINDS[kind], KINDS["broadcast"])
+    for odd in (0, 7, 15):
+        run(case, 16, odd, DELAYS["odd-late"], latency)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whichever_ranks_notice_first_all_hear_the_same(seed: int) -> None:
+    """Three parties, so several pairs notice at the same time."""
+
+    async def rank(pg: ProcessGroup) -> str:
+        kinds = [ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN]
+        # Revoked: the others have found it before this rank came.
+        with pytest.raises((CollectiveMismatchError, GroupRevokedError)):
+            await pg.allreduce(np.zeros(1000), kinds[pg.rank() % 3])
+        return str(await pg.wait_revoked())
+
+    assert len(set(run_virtual(6, rank, seed=seed, latency=LATENCY))) == 1
+
+
+# -- point-to-point
+
+P2P_TABLE = [
+    (lambda pg, m: pg.send(m.array(3), 1), lambda pg, m: pg.recv(m.array(4), 0), r"counts, shape"),
+    (lambda pg, m: pg.send(m.array(4), 1), lambda pg, m: pg.recv(m.array(3), 0), r"counts, shape"),
+    (lambda pg, m: pg.send(m.array(3), 1), lambda pg, m: pg.recv(m.array(3, "int64"), 0), r"dtype"),
+    (lambda pg, m: pg.send(m.array(0), 1), lambda pg, m: pg.recv(m.array(1), 0), r"counts, shape"),
+    (lambda pg, m: pg.send(m.array(1), 1), lambda pg, m: pg.recv(m.array(0), 0), r"counts, shape"),
+    (lambda pg, m: pg.send(m.array(200_000), 1), lambda pg, m: pg.recv(m.array(1), 0), r"counts, shape"),
+    (lambda pg, m: pg.send(m.array(1), 1), lambda pg, m: pg.recv(m.array(200_000), 0), r"counts, shape"),
+    (lambda pg, m: pg.send(m.array(200_000), 1), lambda pg, m: pg.recv(m.array(200_000, "int64"), 0), r"dtype"),
+    (lambda pg, m: pg.send(m.array(3), 1), lambda pg, m: pg.recv_anysource(m.array(4)), r"counts, shape"),
+    (lambda pg, m: pg.send_object([1], 1), lambda pg, m: pg.recv(m.array(3), 0), r"dtype, counts, shape"),
+    (lambda pg, m: pg.send(m.array(3), 1), lambda pg, m: pg.recv_object(0), r"dtype, counts, shape"),
+    (
+        lambda pg, m: pg.batch([Send(m.array(3), 1), Recv(m.array(1), 1)]),
+        lambda pg, m: pg.batch([Send(m.array(1), 0), Recv(m.array(4), 0)]),
+        r"counts, shape",
+    ),
+]
+
+
+async def misfit(pg: ProcessGroup, send: Call, receive: Call, fields: str, delay: float) -> str:
+    """Ranks 0 and 1 exchange what does not fit; rank 2 waits in a collective and learns of it too."""
+    memory = Memory(pg.rank(), odd=True)
+    clock = asyncio.get_running_loop().time
+    await asyncio.sleep(delay if pg.rank() == 0 else 0)
+    last = clock() + (0 if pg.rank() == 0 else delay)
+    work: Any = (send, receive, lambda pg, m: pg.barrier())[pg.rank()](pg, memory)
+    cause = await pg.wait_revoked()
+    assert clock() - last <= SOON
+    assert isinstance(cause, CollectiveMismatchError)
+    assert cause.ranks == (0, 1)
+    assert work.done()
+    assert isinstance(work.exception(), CollectiveMismatchError) or pg.rank() == 0
+    call = r"\(shape=\[\d*\], dtype=\w+, device=cpu, [^;]*tag=0, SequenceNumber=0\)"
+    both = f"rank 0 called SEND{call}; rank 1 called RECV{call}"
+    assert re.match(rf"Collectives differ in the following: {fields}\. Group .*: {both}$", str(cause)), cause
+    memory.check(alone=True)
+    return str(cause)
+
+
+@pytest.mark.parametrize("delay", [0.0, 10.0], ids=["together", "sender-late"])
+@pytest.mark.parametrize("latency", [None, LATENCY], ids=["next-turn", "links"])
+@pytest.mark.parametrize(("send", "receive", "fields"), P2P_TABLE)
+def test_a_message_that_does_not_fit(send: Call, receive: Call, fields: str, latency: Any, delay: float) -> None:
+    assert len(set(run_virtual(3, misfit, send, receive, fields, delay, latency=latency))) == 1
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+async def test_a_message_that_does_not_fit_over_sockets(transport: str) -> None:
+    runs = [run_ranks(3, misfit, *row, 0.0, transport=transport) for row in P2P_TABLE]
+    assert all(len(set(texts)) == 1 for texts in await asyncio.gather(*runs))
+
+
+# -- what must not stand in the way
+
+
+def test_a_coordinator_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            monkeypatch.setattr(pg._member.diagnosis, "heard", lambda peer, note: None)
+            await pg.wait_revoked()
+            return
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(CollectiveMismatchError, match=r"rank 1 called ALLREDUCE.*rank 2 called BARRIER"):
+            await (pg.allreduce(np.zeros(10)) if pg.rank() == 1 else pg.barrier())
+        assert asyncio.get_running_loop().time() - started <= SOON
+
+    run_virtual(3, rank, latency=LATENCY)
+
+
+def test_the_next_rank_coordinates_when_the_lowest_has_left() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            await asyncio.sleep(10)
+            return
+        await asyncio.sleep(20 * (pg.rank() - 1))
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(
+            CollectiveMismatchError, match=r"rank 1 called BROADCAST.*rank 2 called BROADCAST"
+        ) as raised:
+            await pg.broadcast(np.zeros(10), 3 - pg.rank())
+        assert raised.value.ranks == (1, 2)
+        assert pg.rank() == 1 or asyncio.get_running_loop().time() - started <= SOON
+
+    run_virtual(3, rank, latency=LATENCY)
+
+
+def test_receives_that_wait_for_long_do_not_hide_a_collective() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        receives = [pg.recv(np.zeros(1), 1 - pg.rank(), tag) for tag in range(200)]
+        with pytest.raises(CollectiveMismatchError, match=r"root=1.*root=0"):
+            await pg.broadcast(np.zeros(10), 1 - pg.rank())
+        assert asyncio.get_running_loop().time() <= SOON
+        assert all(isinstance(work.exception(), CollectiveMismatchError) for work in receives)
+
+    run_virtual(2, rank, latency=LATENCY)
+
+
+def test_a_call_forgotten_long_ago_is_still_a_disagreement() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            for _ in range(1500):
+                pg.broadcast(np.zeros(1), 0)
+            assert isinstance(await pg.wait_revoked(), CollectiveMismatchError)
+        else:
+            await asyncio.sleep(5)
+            with pytest.raises(CollectiveMismatchError, match=r"rank 0 called AN OPERATION.*rank 1 called ALLREDUCE\("):
+                await pg.allreduce(np.zeros(1))
+
+    run_virtual(2, rank, latency=LATENCY)
+
+
+def test_a_late_message_for_a_keyed_call_that_has_ended() -> None:
+    """The root of a gather that expects nothing is done at once."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        await asyncio.sleep(5 * pg.rank())
+        pg.gather([np.zeros(0), np.zeros(0)] if pg.rank() == 0 else None, np.zeros(3 * pg.rank()), 0, key="k")
+        cause = await pg.wait_revoked()
+        assert re.search(r"rank 0 called GATHER.*receives=\[0, 0\].*rank 1 called GATHER.*sends=\[3, 0\]", str(cause))
+
+    run_virtual(2, rank, latency=LATENCY)
+
+
+def test_factors_may_differ() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        assert await pg.allreduce(1.0, ReduceOp.PREMUL_SUM(pg.rank() + 1.0)) == 6
+
+    run_virtual(3, rank, latency=LATENCY)
