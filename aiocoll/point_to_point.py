@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,9 @@ import numpy as np
 from aiocoll.buffers import Buffer, byte_view, clash, view
 from aiocoll.codec import MAX_BYTES, dumps, loads
 from aiocoll.dtypes import array_dtype, by_code
-from aiocoll.engine.mailbox import OBJECT, TAG_LIMIT, Arrival, Outgoing, Posted
+from aiocoll.engine.arrival import TAG_LIMIT, Arrival
+from aiocoll.engine.mailbox import OBJECT, Outgoing, Posted
+from aiocoll.engine.membership import Membership
 from aiocoll.launch import Launcher, Timeout
 from aiocoll.options import seconds
 from aiocoll.work import Work
@@ -95,19 +98,16 @@ class PointToPoint(Launcher):
         self._member.enter(posted)
         return work
 
-    async def incoming(self, tag: int = 0) -> AsyncIterator[tuple[int, Any]]:
+    def incoming(self, tag: int = 0) -> AsyncIterator[tuple[int, Any]]:
         """Yield `(source, message)` for every message with `tag` that no receive has asked for, in order of arrival.
 
         A message is a 1-D array, or the object that was sent. A message is taken only when it is yielded, so
-        cancelling the iteration loses none. It ends when the group is closed by this rank.
+        cancelling a step loses none, and the iterator can go on; several tasks may share it. It ends when the group is
+        closed by this rank.
         """
         _check_tag(tag)
         self._check()
-        while not self._closed:
-            arrival = await self._member.mailbox.next_message(tag)
-            if arrival is None:
-                return
-            yield arrival.peer, self._open(arrival)
+        return _Incoming(self._member, tag, self._options.allow_pickle)
 
     def _checked(self, each: Any, name: str) -> Buffer:
         """Check one operation of a batch; return the view of its tensor."""
@@ -122,20 +122,13 @@ class PointToPoint(Launcher):
             self._check_rank(each.src, f"{name}.src", other=True)
         return buffer
 
-    def _open(self, arrival: Arrival) -> Any:
-        data = arrival.data()
-        if arrival.code == OBJECT:
-            return loads(data, allow_pickle=self._options.allow_pickle)
-        dtype = by_code(arrival.code)
-        return np.frombuffer(bytearray(data), dtype.storage).view(array_dtype(dtype))
-
     def _send(
         self, op: str, dst: int, tag: int, data: memoryview, code: int, result: Any, timeout: Timeout
     ) -> Work[Any]:
         _check_length(data.nbytes, "tensor")
         limit = self._begin(tag, timeout)
         work: Work[Any] = Work(self._member.endpoint, op, None, None, self)
-        identity = self._member.mailbox.next_id(dst, tag)
+        identity = self._member.mailbox.next_id(tag)
         self._member.enter(Outgoing(self._member, identity, code, dst, data, result, work, limit))
         return work
 
@@ -154,6 +147,28 @@ class PointToPoint(Launcher):
         limit = self._member.timeout if timeout is None else seconds(timeout, "timeout")
         self._check()
         return limit
+
+
+class _Incoming(AsyncIterator[tuple[int, Any]]):
+    """No generator: the first cancellation would end that."""
+
+    def __init__(self, member: Membership, tag: int, allow_pickle: bool) -> None:
+        self._member = member
+        self._tag = tag
+        self._allow_pickle = allow_pickle
+
+    async def __anext__(self) -> tuple[int, Any]:
+        arrival = await self._member.mailbox.next_message(self._tag)
+        if arrival is None:
+            raise StopAsyncIteration
+        return arrival.peer, self._open(arrival)
+
+    def _open(self, arrival: Arrival) -> Any:
+        data = arrival.data()
+        if arrival.code == OBJECT:
+            return loads(data, allow_pickle=self._allow_pickle)
+        dtype = by_code(arrival.code)
+        return np.frombuffer(bytearray(data), dtype.storage).view(array_dtype(dtype))
 
 
 def _check_tag(tag: Any, name: str = "tag") -> None:
@@ -194,6 +209,8 @@ def _all_of(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[list[Any
 
     def finish() -> None:
         failed = [error for work in works if (error := work.exception()) is not None]
+        # A receive that was taken back is the smaller news.
+        failed.sort(key=lambda error: isinstance(error, asyncio.CancelledError))
         whole._finish(None if failed else [work.result() for work in works], failed[0] if failed else None)
 
     def withdraw() -> None:

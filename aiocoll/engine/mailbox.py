@@ -1,18 +1,18 @@
 """Point-to-point messages: matched by source and tag, in the order in which they were sent.
 
 A message that meets no receive waits here, at most an eager window of it; the rest stays with its sender until a
-receive matches. `Posted` is a receive, `Outgoing` a send, `Arrival` a message on its way in.
+receive matches. `Posted` is a receive, `Outgoing` a send.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiocoll.dtypes import by_code
+from aiocoll.engine.arrival import Arrival
 from aiocoll.engine.operation import P2P, Message, Operation, Terms, description
-from aiocoll.engine.plan import EAGER_WINDOW
 from aiocoll.errors import CollectiveTimeoutError, ProtocolError, SerializationError
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 from aiocoll.work import Work
@@ -21,58 +21,12 @@ if TYPE_CHECKING:
     from aiocoll.engine.channel import Channel
     from aiocoll.engine.membership import Membership
 
-__all__ = ["OBJECT", "TAG_LIMIT", "Arrival", "Mailbox", "Outgoing", "Posted"]
+__all__ = ["OBJECT", "Mailbox", "Outgoing", "Posted"]
+
+K = TypeVar("K")
 
 #: The dtype code of a message that is a serialised object.
 OBJECT = 255
-#: Tags are smaller than this: the operation id has 30 bits for them.
-TAG_LIMIT = 1 << 30
-
-
-class Arrival:
-    """A message on its way in, matched or not."""
-
-    __slots__ = ("channel", "code", "discard", "held", "op", "parts", "peer", "posted", "ready", "received", "total")
-
-    def __init__(self, channel: Channel, peer: int, header: Header) -> None:
-        self.channel = channel
-        self.peer = peer
-        self.op = header[4]
-        self.code = header[5]
-        self.total = header[8]
-        self.parts: list[bytes] = []
-        self.received = 0
-        self.held = 0
-        self.posted: Posted | None = None
-        self.discard = False
-        self.ready = False
-
-    @property
-    def withheld(self) -> bool:
-        """Whether its sender waits for a grant, now or soon."""
-        return self.ready or self.total > EAGER_WINDOW
-
-    @property
-    def tag(self) -> int:
-        """The tag, from the operation id."""
-        return self.op >> 32 & (TAG_LIMIT - 1)
-
-    @property
-    def complete(self) -> bool:
-        """Whether all of it is here."""
-        return self.received == self.total
-
-    def ask(self, group: int) -> None:
-        """Let the sender send all of it."""
-        self.channel.control(FrameKind.GRANT, group, self.op)
-
-    def data(self) -> bytes:
-        """Take what has gathered."""
-        data = b"".join(self.parts)
-        self.parts.clear()
-        self.channel.consume(self.held)
-        self.held = 0
-        return data
 
 
 class Outgoing(Operation):
@@ -247,32 +201,32 @@ class Mailbox:
         self.outgoing: dict[tuple[int, int], Outgoing] = {}
         self._active: dict[tuple[int, int], Arrival] = {}
         self._waiting: dict[int, deque[Arrival]] = {}
-        self._posted: dict[int, list[Posted]] = {}
-        self._sent: dict[tuple[int, int], int] = {}
-        self._listeners: dict[int, list[asyncio.Future[None]]] = {}
+        self._posted: dict[int, dict[Posted, None]] = {}
+        self._listeners: dict[int, dict[asyncio.Future[None], None]] = {}
+        self._sent = 0
+        self._taken = False
         self._closed = False
 
-    def next_id(self, peer: int, tag: int) -> int:
-        """Number the next message to `peer` with `tag`."""
-        count = self._sent[peer, tag] = self._sent.get((peer, tag), -1) + 1
-        return P2P | tag << 32 | count & 0xFFFFFFFF
+    def next_id(self, tag: int) -> int:
+        """Number the next message with `tag`; all messages share one count, so a tag used once costs nothing."""
+        self._sent = self._sent + 1 & 0xFFFFFFFF
+        return P2P | tag << 32 | self._sent
 
     def post(self, posted: Posted) -> None:
         """Match `posted` with the oldest fitting message, or keep it."""
-        waiting = self._waiting.get(posted.tag, ())
-        for arrival in waiting:
+        for arrival in self._waiting.get(posted.tag, ()):
             if posted.source is None or posted.source == arrival.peer:
-                self._waiting[posted.tag].remove(arrival)
+                self._take(arrival)
                 posted.match(arrival)
                 return
-        self._posted.setdefault(posted.tag, []).append(posted)
+        self._posted.setdefault(posted.tag, {})[posted] = None
 
     def withdraw(self, posted: Posted) -> None:
         """Take back a receive that is over."""
         if posted.arrival is not None:
             posted.arrival.discard = True
-        elif posted in self._posted.get(posted.tag, ()):
-            self._posted[posted.tag].remove(posted)
+        else:
+            _drop(self._posted, posted.tag, posted)
 
     def place(self, peer: int, header: Header) -> tuple[Posted | None, memoryview | None]:
         """Name the caller's memory for a payload that is arriving."""
@@ -317,20 +271,30 @@ class Mailbox:
 
         A cancelled wait takes nothing.
         """
+        endpoint = self._group.endpoint
+        # Not before the first message of a turn: a wait that is always cancelled soon must get one some time.
+        if self._taken and endpoint.turn_is_due():
+            await asyncio.sleep(0)
         while True:
             self._group.raise_if_revoked()
             if self._closed:
                 return None
-            waiting = self._waiting.setdefault(tag, deque())
-            if waiting and waiting[0].complete:
-                arrival = waiting.popleft()
+            arrival = next(iter(self._waiting.get(tag, ())), None)
+            if arrival is not None and arrival.complete:
+                self._take(arrival)
                 self.forget(arrival)
+                if not self._taken:
+                    self._taken = True
+                    endpoint.runtime.call_soon(self._turned)
                 return arrival
-            if waiting and waiting[0].withheld:
-                waiting[0].ask(self._group.id)
-            listener = self._group.endpoint.loop.create_future()
-            self._listeners.setdefault(tag, []).append(listener)
-            await listener
+            if arrival is not None and arrival.withheld:
+                arrival.ask(self._group.id)
+            listener = endpoint.loop.create_future()
+            self._listeners.setdefault(tag, {})[listener] = None
+            try:
+                await listener
+            finally:
+                _drop(self._listeners, tag, listener)
 
     def forget(self, arrival: Arrival) -> None:
         """The message has been received."""
@@ -346,10 +310,19 @@ class Mailbox:
         for tag in list(self._listeners):
             self._announce(tag)
 
+    def _turned(self) -> None:
+        self._taken = False
+
+    def _take(self, arrival: Arrival) -> None:
+        waiting = self._waiting[arrival.tag]
+        waiting.remove(arrival)
+        if not waiting:
+            del self._waiting[arrival.tag]
+
     def _meet(self, arrival: Arrival) -> None:
         for posted in self._posted.get(arrival.tag, ()):
             if posted.source is None or posted.source == arrival.peer:
-                self._posted[arrival.tag].remove(posted)
+                _drop(self._posted, arrival.tag, posted)
                 posted.match(arrival)
                 return
         self._waiting.setdefault(arrival.tag, deque()).append(arrival)
@@ -371,6 +344,15 @@ class Mailbox:
         for listener in self._listeners.pop(tag, ()):
             if not listener.done():
                 listener.set_result(None)
+
+
+def _drop(table: dict[int, dict[K, None]], tag: int, entry: K) -> None:
+    """Take an entry out, if it is there, and with its last entry a tag."""
+    entries = table.get(tag)
+    if entries is not None:
+        entries.pop(entry, None)
+        if not entries:
+            table.pop(tag, None)
 
 
 def _terms(op: str, code: int, nbytes: int) -> Terms:
