@@ -126,11 +126,13 @@ class Home:
             return
         if shared.get(self._identity) is self:
             del shared[self._identity]
-        if self.endpoint is not None:
-            endpoint, self.endpoint = self.endpoint, None
-            await endpoint.aclose()
-        if self._owned:
-            await self._store.aclose()
+        try:
+            if self.endpoint is not None:
+                endpoint, self.endpoint = self.endpoint, None
+                await endpoint.aclose()
+        finally:
+            if self._owned:
+                await self._store.aclose()
 
     # -- meeting
 

@@ -245,23 +245,33 @@ class Endpoint:
         """Hand over what is queued, say goodbye, wait for the peers to end too, for at most `LINGER` seconds."""
         if self.closed:
             return
-        await self.control.part()
+        # A program that is interrupted in one of these steps waits no longer, but leaves nothing open either.
+        try:
+            await self.control.part()
+        finally:
+            try:
+                await self._end()
+            finally:
+                for link in self._all_links():
+                    link.close()
+
+    async def _end(self) -> None:
         self.closed = True
         self.watch.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.transport.aclose()
-        links = [channel.link for channel in self._channels.values() if channel.link is not None]
         for channel in self._channels.values():
             channel.say({"t": "end"})
         self.control.goodbye()
-        links += self.control.links
+        links = self._all_links()
         for link in links:
             link.finish()
         await self._linger(links)
-        for link in links:
-            link.close()
+
+    def _all_links(self) -> list[Link]:
+        return [*(channel.link for channel in self._channels.values() if channel.link), *self.control.links]
 
     async def _linger(self, links: list[Link]) -> None:
         open_links = set(map(id, links))
