@@ -241,20 +241,20 @@ async def test_abort_is_the_way_out() -> None:
     await run_ranks(2, rank)
 
 
+@pytest.mark.parametrize("timeout", [None, 7.0])
 @pytest.mark.parametrize("transport", ["memory", "unix"])
-async def test_nothing_keeps_the_memory_of_an_operation_that_has_ended(transport: str) -> None:
+async def test_nothing_keeps_the_memory_of_an_operation_that_has_ended(transport: str, timeout: float | None) -> None:
     async def rank(pg: ProcessGroup) -> None:
         kept = []
         for count in (1, 10_000, 1_000_000):
             tensor, other = np.ones(count), np.ones(count)
             kept += [weakref.ref(tensor), weakref.ref(other)]
-            await pg.allreduce(tensor)
-            await pg.broadcast(tensor, 1)
-            await pg.batch([]) if pg.size() == 1 else None
+            await pg.allreduce(tensor, timeout=timeout)
+            await pg.broadcast(tensor, 1, timeout=timeout)
             if pg.rank() == 0:
-                await pg.send(tensor, 1)
+                await pg.send(tensor, 1, timeout=timeout)
             else:
-                await pg.recv(other, 0)
+                await pg.recv(other, 0, timeout=timeout)
             del tensor, other
         await pg.barrier()
         gc.collect()

@@ -121,6 +121,8 @@ class Membership:
     def forget(self, operation: Operation) -> None:
         """The operation has ended."""
         self.pending.pop(operation, None)
+        if operation.timeout != self.timeout:
+            self.endpoint.watch.ended(operation)
         if not operation.id & P2P:
             self.operations.pop(operation.id, None)
             if operation.id & KEYED:

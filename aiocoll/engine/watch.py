@@ -39,6 +39,10 @@ class Watch:
         elif self._timer is None:
             self._arm(REPORT_AFTER)
 
+    def ended(self, operation: Operation) -> None:
+        """Forget `operation`, lest its buffers live until the next tick."""
+        self._hurried.pop(operation, None)
+
     def close(self) -> None:
         """Stop the timer."""
         if self._timer is not None:
@@ -59,7 +63,7 @@ class Watch:
         delay = REPORT_AFTER
         for operation in list(self._hurried):
             if operation.done:
-                del self._hurried[operation]
+                self.ended(operation)
                 continue
             left = operation.entered + operation.timeout - now
             if left <= 0:
