@@ -200,10 +200,13 @@ class Control:
 
     def gone(self, rank: int, detail: str) -> None:
         """The rank has died: nothing is sent to it, and ranks that are still meeting do not wait for it."""
+        was_hub = rank == self.hub
         self._gone.add(rank)
         if not self._formed.done():
             self._lost_early = RendezvousError(f"rank {rank} was lost while the ranks met: {detail}")
             self._formed.set_result(None)
+        if was_hub:
+            self._succeed_hub()
         self._part()
 
     def _heard_end(self, peer: int) -> None:

@@ -80,6 +80,7 @@ class Endpoint:
             await self.control.join()
         except BaseException:
             self.closed = True
+            await self._stop_tasks()
             for link in [*self.control.links, *self._links]:
                 link.close()
             raise
@@ -258,9 +259,7 @@ class Endpoint:
     async def _end(self) -> None:
         self.closed = True
         self.watch.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._stop_tasks()
         await self.transport.aclose()
         for channel in self._channels.values():
             channel.say({"t": "end"})
@@ -272,6 +271,11 @@ class Endpoint:
 
     def _all_links(self) -> list[Link]:
         return [*(channel.link for channel in self._channels.values() if channel.link), *self.control.links]
+
+    async def _stop_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _linger(self, links: list[Link]) -> None:
         open_links = set(map(id, links))
