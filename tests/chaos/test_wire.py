@@ -160,7 +160,7 @@ async def try_stores(whats: Iterable[str], step: int) -> None:
     for start in range(0, len(trials), TOGETHER):
         some = trials[start : start + TOGETHER]
         for fault, (results, proxy) in zip(some, await asyncio.gather(*map(stores, some)), strict=True):
-            assert proxy.hits == 1, f"{fault} did not happen: {results}"
+            assert proxy.hits or fault.offset >= GREETING[fault.upstream], f"{fault} did not happen: {results}"
             judge(fault, results)
 
 

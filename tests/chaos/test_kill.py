@@ -1,0 +1,84 @@
+"""A rank is killed in the middle of a call: the others learn which, within a second, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.chaos.killing import CALLS, LIMIT, SMALL, WORLD_SIZE, scenarios
+
+ROOT = Path(__file__).parents[2]
+#: Seconds (contract).
+SOON = 1.0
+#: Kills in `make test`.
+FEW = 20
+
+
+def kill(chosen: list[int], temporary: Path) -> list[dict[str, Any]]:
+    """Run these scenarios; return what was said."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("AIOCOLL_") and name != "PYTHONASYNCIODEBUG"
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.chaos.killing", json.dumps(chosen)],
+        cwd=ROOT,
+        # Threads of a linear algebra library would not survive the fork.
+        env=environment | {"TMPDIR": str(temporary), "PYTHONWARNINGS": "error", "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT + 10 * len(chosen),
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert not list(temporary.iterdir())
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def judge(runs: list[dict[str, Any]]) -> np.ndarray:
+    """Check what the survivors raised; return the seconds it took each of them."""
+    taken = []
+    for run in runs:
+        victim = run["victim"]
+        assert run["ends"] == [-9 if rank == victim else 0 for rank in range(WORLD_SIZE)], run
+        (killed,) = [told["killed"] for told in run["said"] if "killed" in told]
+        survivors = [told for told in run["said"] if "rank" in told]
+        assert len(survivors) == WORLD_SIZE - 1
+        for told in survivors:
+            found = (told["raised"], told["how"], told["ranks"], told["left"])
+            assert found == ("PeerLostError", "killed", [victim], []), run
+            taken.append(told["at"] - killed)
+    return np.array(taken)
+
+
+def few() -> list[int]:
+    """Return some scenarios: every kind of call, and everything else that can be in it, at least once."""
+    everything = scenarios()
+    step = len(everything) / FEW
+    chosen = [int(number * step) + number % 4 for number in range(FEW)]
+    picked = [everything[index] for index in chosen]
+    for name, values in (("kind", set(CALLS)), ("victim", set(range(WORLD_SIZE))), ("transport", {"unix", "tcp"})):
+        assert {each[name] for each in picked} == values
+    assert {each["count"] == SMALL for each in picked} == {True, False}
+    return chosen
+
+
+def test_some_kills(tmp_path: Path) -> None:
+    taken = judge(kill(few(), tmp_path))
+    assert np.percentile(taken, 99) <= SOON, sorted(taken)
+
+
+@pytest.mark.soak
+def test_every_rank_in_every_call(tmp_path: Path) -> None:
+    everything = list(range(len(scenarios())))
+    assert len(everything) >= 200
+    taken = judge(kill(everything, tmp_path))
+    assert np.percentile(taken, 99) <= SOON, sorted(taken)[-20:]
