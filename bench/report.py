@@ -40,6 +40,23 @@ class Launch:
         )
 
 
+@dataclass
+class FaultRun:
+    """One run of one fault.
+
+    Attributes:
+        seconds: until the last survivor had raised; None if one had not when the patience was over.
+        named: share of the survivors whose error names the victim.
+        errors: classes of what was raised.
+        shrunk: seconds from there to the first result of the group without the victim; None if not measured.
+    """
+
+    seconds: float | None
+    named: float
+    errors: tuple[str, ...]
+    shrunk: float | None
+
+
 def heading(loop_lag: bool) -> str:
     what = "what holds the event loop" if loop_lag else "float32 SUM in place, against Gloo (blocking)"
     return f"# Allreduce: {what}\n"
@@ -113,6 +130,26 @@ def lag_table(world_size: int, nbytes: int, found: Mapping[tuple[str, str], Sequ
     return "\n".join(lines)
 
 
+def fault_table(fault: str, world_size: int, patience: float, found: Mapping[str, Sequence[FaultRun]]) -> str:
+    """Return one row per peer."""
+    lines = [
+        f"## {fault} of one of {world_size} ranks{_crowded(world_size)}",
+        "",
+        *_head("peer", "runs", "p50 s", "p99 s", "max s", "error", "names the rank", "shrink p99 s"),
+    ]
+    for peer, runs in found.items():
+        taken = [patience if run.seconds is None else run.seconds for run in runs]
+        over = ["> " if any(run.seconds is None for run in runs) else ""] * 3
+        numbers = [f"{sign}{value:.3f}" for sign, value in zip(over, np.percentile(taken, (50, 99, 100)), strict=True)]
+        errors = ", ".join(sorted({error for run in runs for error in run.errors})) or "none"
+        named = f"{sum(run.named for run in runs) / len(runs):.0%}"
+        shrunk = [run.shrunk for run in runs if run.shrunk is not None]
+        lines.append(
+            _row(peer, len(runs), *numbers, errors, named, f"{np.percentile(shrunk, 99):.3f}" if shrunk else "–")
+        )
+    return "\n".join(lines)
+
+
 def _verdict(world_size: int, peer: str, size: int, ratio: float) -> str:
     if world_size == 2:
         for low, high, target in TARGETS.get(peer, ()):
@@ -141,7 +178,7 @@ def _version(name: str) -> str:
 
 
 def _head(*names: str) -> Iterable[str]:
-    left = {"peer", "range", "target", "loop", "transport", "what, in ms"}
+    left = {"peer", "range", "error", "target", "loop", "transport", "what, in ms"}
     return _row(*names), "|" + "|".join("---" if name in left else "--:" for name in names) + "|"
 
 

@@ -1,0 +1,131 @@
+"""How long until every survivor of a fault has raised, beside Gloo: python bench/faults.py [--runs 20] [-n 4].
+
+What is compared: ranks that reduce a small and a large float32 array for ever, with aiocoll over unix sockets and TCP,
+and with torch's Gloo, as it is by default and with a timeout of 10 s. One rank is killed (SIGKILL) or stopped
+(SIGSTOP), another one in each run; a run's time is that of the last survivor to raise. Those who have raised stay, as the
+processes of a service would: nobody learns of the fault from somebody else's end.
+
+Without torch only aiocoll is measured. If a survivor has not raised after `--patience` seconds, the run has failed, and
+there is no other of that kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import random
+import re
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from report import KIB, MIB, FaultRun, fault_table, machine
+
+HERE = Path(__file__).parent
+FAULTS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
+#: What is measured, by name: how `faulty.py` is told.
+PEERS: dict[str, dict[str, Any]] = {
+    "aiocoll unix": {"library": "aiocoll", "transport": "unix"},
+    "aiocoll tcp": {"library": "aiocoll", "transport": "tcp"},
+    "gloo": {"library": "gloo", "timeout": None},
+    "gloo, timeout 10 s": {"library": "gloo", "timeout": 10},
+}
+#: Bytes of the arrays, taken in turns.
+SIZES = (64 * KIB, 16 * MIB)
+#: Seconds within which the ranks have met, and within which they have shrunk.
+LIMIT = 60
+#: The fault comes at a random moment of so many seconds, in which many operations fit.
+SPREAD = 0.05
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time until all survivors of a fault have raised.")
+    parser.add_argument("-n", type=int, default=4, metavar="RANKS", help="world size (default: 4)")
+    parser.add_argument("--runs", type=int, default=20, help="runs of each fault and peer (default: 20)")
+    parser.add_argument("--patience", type=float, default=60, help="seconds to wait for survivors (default: 60)")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), help="default: all")
+    args = parser.parse_args()
+    if args.n < 3:
+        parser.error("-n: at least 3 ranks, so that there are survivors")
+    print("# Faults: seconds until every survivor has raised\n", machine(), "", sep="\n", flush=True)
+    for fault in args.faults:
+        found = asyncio.run(measure(fault, args.n, args.runs, args.patience))
+        print(fault_table(fault, args.n, args.patience, found), "", sep="\n", flush=True)
+
+
+async def measure(fault: str, world_size: int, runs: int, patience: float) -> dict[str, list[FaultRun]]:
+    """Return the runs of each peer; they take turns, so that whatever else the machine does hits all alike."""
+    torch = importlib.util.find_spec("torch") is not None
+    found: dict[str, list[FaultRun]] = {name: [] for name, peer in PEERS.items() if torch or peer["library"] != "gloo"}
+    for number in range(runs):
+        for name, done in found.items():
+            if done and done[-1].seconds is None:
+                continue
+            config = PEERS[name] | {"nbytes": SIZES[number % len(SIZES)], "shrink": can_shrink()}
+            done.append(await run(config, FAULTS[fault], world_size, number % world_size, patience))
+            print(f"{fault}, run {number + 1}, {name}: {done[-1]}", file=sys.stderr, flush=True)
+    return found
+
+
+def can_shrink() -> bool:
+    from aiocoll import ProcessGroup
+
+    return hasattr(ProcessGroup, "shrink")
+
+
+async def run(config: dict[str, Any], fault: signal.Signals, world_size: int, victim: int, patience: float) -> FaultRun:
+    """Start the ranks, let the fault happen to `victim`, and hear the others."""
+    config = config | {"world_size": world_size, "job_key": secrets.token_hex(16)}
+    ranks = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(world_size):
+                command = [sys.executable, str(HERE / "faulty.py"), json.dumps(config | {"rank": rank})]
+                pipe = asyncio.subprocess.PIPE
+                # In the folder where the ranks meet. What dying libraries have to say is no result.
+                process = await asyncio.create_subprocess_exec(
+                    *command, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL, cwd=folder
+                )
+                ranks.append(process)
+            await heard(ranks, LIMIT)
+            survivors = [process for rank, process in enumerate(ranks) if rank != victim]
+            await asyncio.sleep(random.random() * SPREAD)
+            began = time.monotonic()
+            ranks[victim].send_signal(fault)
+            try:
+                raised = await heard(survivors, patience)
+            except TimeoutError:
+                return FaultRun(None, 0, (), None)
+            shrunk = None
+            if config["library"] == "aiocoll" and config["shrink"]:
+                shrunk = max(told["shrunk"] for told in await heard(survivors, LIMIT))
+            return FaultRun(
+                max(told["at"] for told in raised) - began,
+                sum(bool(re.search(rf"\brank {victim}\b", told["text"])) for told in raised) / len(raised),
+                tuple(sorted({told["error"] for told in raised})),
+                shrunk,
+            )
+        finally:
+            for process in ranks:
+                if process.returncode is None:
+                    process.kill()
+            await asyncio.gather(*(process.communicate() for process in ranks))
+
+
+async def heard(ranks: list[asyncio.subprocess.Process], limit: float) -> list[dict[str, Any]]:
+    """Return the next line of each."""
+    async with asyncio.timeout(limit):
+        lines = await asyncio.gather(*(process.stdout.readline() for process in ranks))  # type: ignore[union-attr]
+    if not all(lines):
+        sys.exit("a rank has ended before its time: run bench/faulty.py by hand to see why")
+    return [json.loads(line) for line in lines]
+
+
+if __name__ == "__main__":
+    main()
