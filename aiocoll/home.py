@@ -13,7 +13,7 @@ import msgpack
 
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.membership import Membership
-from aiocoll.errors import AuthenticationError, RendezvousError, StoreError, StoreUnavailableError
+from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, StoreError, StoreUnavailableError
 from aiocoll.group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.runtime import Runtime
@@ -154,6 +154,10 @@ class Home:
                 else f"rank {self.rank} of {self.world_size} did not meet the others within {self._timeout:g} s: "
                 f"{error or 'all have come, but not all could connect'}"
             ) from error
+        except OSError as error:
+            if isinstance(error, AiocollError):
+                raise
+            raise RendezvousError(f"rank {self.rank} could not meet the others: {error.strerror or error}") from error
 
     async def _missing(self) -> list[int]:
         """Return the ranks that have not published what this one waits for; [] if the store does not tell."""

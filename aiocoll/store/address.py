@@ -90,6 +90,7 @@ def listen(host: str, port: int, key: bytes | None) -> socket.socket:
         hint = {
             errno.EADDRINUSE: "another program has it, choose another port or 0",
             errno.EADDRNOTAVAIL: "it is not an address of this machine",
+            errno.EMFILE: "raise ulimit -n",
         }.get(exc.errno or 0, "give an address of this machine")
         raise StoreUnavailableError(f"the store cannot listen on {where}: {exc.strerror or exc}; {hint}") from exc
     return sock

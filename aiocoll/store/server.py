@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import threading
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
-from aiocoll.errors import AuthenticationError
+from aiocoll.errors import AuthenticationError, StoreUnavailableError
 from aiocoll.handshake import ConnKind, Identity, ServerHandshake, job_id
 from aiocoll.runtime import Runtime
 from aiocoll.store.address import check_peer, describe, is_unix, listen
@@ -30,8 +31,12 @@ _log = logging.getLogger("aiocoll")
 _MIN_PENDING = 16
 #: Seconds for which a full house keeps its oldest unproven connection: a hundred times what an honest one needs.
 _PATIENCE = 0.25
+#: Descriptors of an event loop: the selector's, and a pair of sockets by which other threads wake it.
+_LOOP_FDS = 3
 #: Seconds before accepting again when the process is out of file descriptors or memory.
 _ACCEPT_PAUSE = 0.1
+#: Seconds between two warnings of that, since it can last.
+_WARN_EVERY = 10.0
 
 
 class StoreServer:
@@ -72,6 +77,7 @@ class StoreServer:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._closing = False
+        self._warned = -math.inf
 
     def start(self) -> tuple[str, int]:
         """Bind, listen and start serving; may be called once, from any thread.
@@ -94,6 +100,13 @@ class StoreServer:
                     "`aiocoll run`, job_key= or AIOCOLL_JOB_KEY give it one",
                     describe(self.host, self.port),
                 )
+        try:
+            self._loop = _new_loop()
+        except OSError as exc:
+            sock.close()
+            raise StoreUnavailableError(
+                f"the store on {describe(self.host, self.port)} cannot start: {exc.strerror}; raise ulimit -n"
+            ) from exc
         # A daemon, so that a program that forgets to close its store can still exit.
         self._thread = threading.Thread(target=self._run, args=(sock,), name="aiocoll-store", daemon=True)
         self._thread.start()
@@ -149,8 +162,7 @@ class StoreServer:
 
     def _run(self, sock: socket.socket) -> None:
         try:
-            # Whatever the program's event loop is: this one can watch sockets, on Windows too.
-            with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve(sock))
         except BaseException as exc:
             if self._running.done():
@@ -161,7 +173,6 @@ class StoreServer:
             self._finished.set_result(None)
 
     async def _serve(self, sock: socket.socket) -> None:
-        self._loop = asyncio.get_running_loop()
         self.runtime = Runtime(self._loop)
         self._running.set_result(None)
         accepting = self.runtime.create_task(self._accept(sock), "aiocoll-store-accept")
@@ -186,7 +197,7 @@ class StoreServer:
             except BlockingIOError:
                 continue
             except OSError as exc:
-                _log.warning("store on %s cannot accept a connection: %s", describe(self.host, self.port), exc)
+                self._warn(exc)
                 await self.runtime.sleep(_ACCEPT_PAUSE)
                 continue
             try:
@@ -197,6 +208,17 @@ class StoreServer:
             except asyncio.CancelledError:
                 connection.close()
                 raise
+
+    def _warn(self, exc: OSError) -> None:
+        now = self.runtime.time()
+        if now - self._warned >= _WARN_EVERY:
+            self._warned = now
+            _log.warning(
+                "store on %s cannot accept connections (%s); trying again every %g s",
+                describe(self.host, self.port),
+                exc.strerror,
+                _ACCEPT_PAUSE,
+            )
 
     async def _readable(self, sock: socket.socket) -> None:
         """Wait for a connection; unlike in `sock_accept`, none is lost when this is cancelled."""
@@ -231,3 +253,15 @@ class StoreServer:
         if is_unix(self.host) and not name.startswith("@"):
             with suppress(FileNotFoundError):
                 os.unlink(name)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """Return a loop that can watch sockets, on Windows too, whatever the program's own loop is.
+
+    Raises:
+        OSError: there are too few descriptors; a loop that met that itself would complain on stderr when collected.
+    """
+    with ExitStack() as stack:
+        for _ in range(_LOOP_FDS):
+            stack.enter_context(socket.socket())
+    return asyncio.SelectorEventLoop()

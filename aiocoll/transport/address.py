@@ -28,6 +28,7 @@ __all__ = [
     "interface_address",
     "is_wildcard",
     "may_connect",
+    "may_pass",
     "open_tcp",
     "open_unix",
     "parse_endpoint",
@@ -52,6 +53,8 @@ _BACKLOG = 4096
 _ACCEPTS = 16
 #: Seconds to leave a listener alone after the process ran out of descriptors: others may be closed meanwhile.
 _STARVED_PAUSE = 0.1
+#: What a process or its host may lack for a while: descriptors, memory.
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 #: Seconds between two warnings of that, since it can last.
 _WARN_EVERY = 10.0
 _GLOBAL_SCOPE = "00"
@@ -320,6 +323,11 @@ async def reach(loop: asyncio.AbstractEventLoop, family: int, address: Any) -> s
         sock.close()
         raise
     return sock
+
+
+def may_pass(error: OSError) -> bool:
+    """Whether to dial again: the peer may not listen yet, or this process lacks something just now."""
+    return isinstance(error, ConnectionError | FileNotFoundError | BlockingIOError) or error.errno in _SHORTAGES
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

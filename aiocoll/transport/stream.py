@@ -355,9 +355,9 @@ class StreamTransport:
             raise
         except (AuthenticationError, TimeoutError):
             raise
-        except (ConnectionError, FileNotFoundError, BlockingIOError) as error:
-            raise _RetryError(error.strerror or str(error)) from None
         except OSError as error:
+            if address.may_pass(error):
+                raise _RetryError(error.strerror or str(error)) from None
             raise _unreachable(key[0], target, str(error)) from error
         finally:
             dial.active = False
