@@ -2,8 +2,8 @@
 
 What is compared: ranks that reduce a small and a large float32 array for ever, with aiocoll over unix sockets and TCP,
 and with torch's Gloo, as it is by default and with a timeout of 10 s. One rank is killed (SIGKILL) or stopped
-(SIGSTOP), another one in each run; a run's time is that of the last survivor to raise. Those who have raised stay, as the
-processes of a service would: nobody learns of the fault from somebody else's end.
+(SIGSTOP), another one in each run; a run's time is that of the last survivor to raise. Those who have raised stay,
+as the processes of a service would: nobody learns of the fault from somebody else's end.
 
 Without torch only aiocoll is measured. If a survivor has not raised after `--patience` seconds, the run has failed, and
 there is no other of that kind.

@@ -1,0 +1,186 @@
+"""File descriptors run out, and disks fill up: errors with names, and everything works again afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aiocoll import AiocollError, GroupOptions, StoreError, new_group
+from aiocoll.handshake import ConnKind
+from aiocoll.runtime import Runtime
+from aiocoll.store import FileStore, TCPStore
+from aiocoll.transport import address
+from aiocoll.transport.stream import StreamTransport
+
+KEY = b"k" * 32
+#: Seconds the ranks have to meet where they cannot.
+SHORT = 0.3
+
+
+@contextmanager
+def limited(more: int) -> Iterator[None]:
+    """Let this process open `more` files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    # Descriptors are numbers below the limit, and the lowest free one is taken.
+    limit = free
+    while more:
+        more -= limit not in used
+        limit += 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def meet(transport: str, timeout: float) -> list[Any]:
+    """Two ranks meet at a store of their own, reduce and part; return how each ended."""
+    master = TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, key=KEY)
+    stores: list[TCPStore] = [master]
+
+    async def rank(number: int) -> str:
+        options = GroupOptions(transport=transport, job_key=KEY)
+        async with new_group(store=stores[number], rank=number, world_size=2, timeout=timeout, options=options) as pg:
+            assert await pg.allreduce(1, timeout=timeout) == 2
+        return "right"
+
+    try:
+        await master.open()
+        stores.append(TCPStore("127.0.0.1", master.port, timeout=timeout, key=KEY))
+        return await asyncio.gather(rank(0), rank(1), return_exceptions=True)
+    except AiocollError as error:
+        return [error]
+    finally:
+        for store in reversed(stores):
+            await store.aclose()
+
+
+async def run_out(transports: tuple[str, ...]) -> None:
+    """With room for ever more descriptors, it fails ever later, and in the end no more."""
+    for more in range(40):
+        transport = transports[more % len(transports)]
+        with limited(more):
+            results = await meet(transport, SHORT)
+        assert all(result == "right" or isinstance(result, AiocollError) for result in results), (more, results)
+        if results == ["right", "right"]:
+            break
+    assert more > 8, "nothing ran out"
+    assert results == ["right", "right"]
+    assert await meet(transport, 20) == ["right", "right"]
+
+
+async def test_descriptors_run_out_at_every_point() -> None:
+    await run_out(("unix", "tcp"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+async def test_descriptors_run_out_at_every_point_on_each_transport(transport: str) -> None:
+    await run_out((transport,))
+
+
+@pytest.mark.parametrize("flavour", ["unix", "tcp"])
+async def test_a_dial_waits_for_descriptors(flavour: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lack of our own says nothing about the peer: it is dialled again, at ever longer intervals."""
+    loop, reach = asyncio.get_running_loop(), address.reach
+    tries: list[float] = []
+
+    async def counting(*where: Any) -> socket.socket:
+        tries.append(loop.time())
+        return await reach(*where)
+
+    monkeypatch.setattr(address, "reach", counting)
+    ranks = [StreamTransport(Runtime(loop), rank, 2, "job", KEY, transport=flavour) for rank in range(2)]
+    accepted: asyncio.Queue[Any] = asyncio.Queue()
+    ranks[1].accepted = accepted.put_nowait
+    card = await (ranks[1].listen() if flavour == "unix" else ranks[1].listen_tcp("127.0.0.1"))
+    with limited(0):
+        dial = asyncio.create_task(ranks[0].connect(1, card, ConnKind.DATA))
+        while len(tries) < 6:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert not dial.done()
+    assert tries[-1] - tries[0] >= 0.001 + 0.002 + 0.004 + 0.008 + 0.016
+    for link in (await dial, await accepted.get()):
+        link.close()
+    for rank in ranks:
+        await rank.aclose()
+
+
+@contextmanager
+def disk(path: Path, nbytes: int) -> Iterator[Path]:
+    """A file system of that size."""
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "none", path], capture_output=True, check=False
+    )
+    if made.returncode:
+        pytest.skip(f"this user may not mount a file system: {made.stderr!r}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", path], check=True)
+
+
+async def test_a_full_disk(tmp_path: Path) -> None:
+    """What does not fit is refused by name; others read what was there, and all goes on when there is room again."""
+    with disk(tmp_path, 256 * 1024) as path:
+        (path / "hoard").write_bytes(bytes(64 * 1024))
+        async with FileStore(path / "store") as store, FileStore(path / "store") as other:
+            await store.set("before", b"1")
+            number = 0
+
+            async def fill() -> None:
+                nonlocal number
+                for number in range(100):
+                    await store.set(f"large {number}", bytes(10_000))
+
+            with pytest.raises(StoreError, match=rf"cannot write {path}/store: No space left on device; nothing was"):
+                await fill()
+            kept = await store.list_keys()
+            assert kept == ["before", *(f"large {n}" for n in range(number))]
+            assert number > 1
+            assert await other.list_keys() == kept
+            async with FileStore(path / "store") as newcomer:
+                assert await newcomer.get(f"large {number - 1}") == bytes(10_000)
+            (path / "hoard").unlink()
+            await other.set(f"large {number}", b"fits")
+            assert await store.get(f"large {number}") == b"fits"
+
+
+async def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+    """The same for anybody: the kernel writes as much as the limit allows, which is a torn record."""
+    path = tmp_path / "store"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    async with FileStore(path) as store, FileStore(path) as other:
+        await store.set("before", b"1")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5000, limits[1]))
+        try:
+            with pytest.raises(StoreError, match=rf"cannot write {path}: .*; nothing was changed"):
+                await store.set("large", bytes(10_000))
+            assert await store.list_keys() == await other.list_keys() == ["before"]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        await other.set("large", bytes(10_000))
+        assert await store.get("large") == bytes(10_000)
+
+
+async def test_ranks_that_meet_on_a_full_disk(tmp_path: Path) -> None:
+    with disk(tmp_path, 64 * 1024) as path:
+        (path / "hoard").write_bytes(bytes(64 * 1024))
+        groups = [
+            new_group(init_method=f"file://{path}/store", rank=rank, world_size=2, timeout=SHORT) for rank in range(2)
+        ]
+        results = await asyncio.gather(*groups, return_exceptions=True)
+        assert [type(result) for result in results] == [StoreError, StoreError]
+        assert all(f"cannot write {path}/store: No space left on device" in str(result) for result in results)
