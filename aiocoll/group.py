@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Self
 
 from aiocoll.collectives import Collectives
@@ -14,6 +14,7 @@ from aiocoll.errors import GroupClosedError, GroupError
 from aiocoll.objects import Objects
 from aiocoll.options import GroupOptions
 from aiocoll.point_to_point import PointToPoint
+from aiocoll.recovery import Origin, Recovery
 from aiocoll.work import Work
 
 __all__ = ["ProcessGroup", "current_process_group", "process_group"]
@@ -21,7 +22,7 @@ __all__ = ["ProcessGroup", "current_process_group", "process_group"]
 _current: contextvars.ContextVar[ProcessGroup | None] = contextvars.ContextVar("aiocoll_group", default=None)
 
 
-class ProcessGroup(Collectives, PointToPoint, Objects):
+class ProcessGroup(Collectives, PointToPoint, Objects, Recovery):
     """A group of ranks, seen by one of them; made by `aiocoll.new_group`.
 
     It belongs to the event loop that made it. A failed collective revokes it on all ranks: what is pending fails with
@@ -34,15 +35,13 @@ class ProcessGroup(Collectives, PointToPoint, Objects):
         global_ranks: rank in the job of each rank of the group.
     """
 
-    def __init__(
-        self, member: Membership, options: GroupOptions, desc: str, release: Callable[[], Awaitable[None]]
-    ) -> None:
+    def __init__(self, member: Membership, options: GroupOptions, desc: str, origin: Origin) -> None:
         super().__init__(member, options)
         self.group_name = member.name
         self.group_desc = desc
         self.timeout = member.timeout
         self.global_ranks = member.ranks
-        self._release = release
+        self._origin = origin
         self._ending: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -160,7 +159,7 @@ class ProcessGroup(Collectives, PointToPoint, Objects):
             self._member.endpoint.leave(self._member)
             for tell in self._member.on_revoked:
                 tell()
-            await self._release()
+            await self._origin.release()
             self._failures.tell()
 
 

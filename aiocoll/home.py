@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -19,7 +19,7 @@ from aiocoll.options import GroupOptions
 from aiocoll.runtime import Runtime
 from aiocoll.store import PrefixStore, Store
 from aiocoll.transport.address import is_wildcard, routable_address
-from aiocoll.transport.base import Arena, Card, Link, Transport
+from aiocoll.transport.base import Card, Link, Transport
 from aiocoll.transport.memory import Hub, MemoryTransport
 from aiocoll.transport.stream import StreamTransport
 
@@ -98,7 +98,7 @@ class Home:
                     self.endpoint = await self._open()
             return self._join(self.endpoint, name, timeout, options)
         except BaseException:
-            await self._release()
+            await self.release()
             raise
 
     def _join(self, endpoint: Endpoint, name: str | None, timeout: float, options: GroupOptions) -> ProcessGroup:
@@ -109,17 +109,32 @@ class Home:
         # A name may come back after its group was closed: frames of the old one must not reach the new one.
         again = self._names[name] = self._names.get(name, -1) + 1
         identity = endpoint.hash62(f"{name}\0{again}") & 0xFFFFFFFF
-        member = Membership(
-            endpoint, identity, name, range(self.world_size), self._arena(identity), timeout, options.warn_after
-        )
-        endpoint.add(member)
-        return ProcessGroup(member, options, f"{self.world_size} ranks", self._release)
+        return self._form(endpoint, identity, name, range(self.world_size), timeout, options)
 
-    def _arena(self, identity: int) -> Arena | None:
+    def _form(
+        self,
+        endpoint: Endpoint,
+        identity: int,
+        name: str,
+        ranks: Sequence[int],
+        timeout: float,
+        options: GroupOptions,
+    ) -> ProcessGroup:
         # Memory that all ranks see would be a way around the network.
-        return None if self._hub is None or self._hub.latency else self._hub.arena(identity, self.world_size)
+        arena = None if self._hub is None or self._hub.latency else self._hub.arena(identity, len(ranks))
+        member = Membership(endpoint, identity, name, ranks, arena, timeout, options.warn_after)
+        endpoint.add(member)
+        return ProcessGroup(member, options, f"{len(ranks)} ranks", self)
 
-    async def _release(self) -> None:
+    def derive(
+        self, identity: int, name: str, ranks: Sequence[int], timeout: float, options: GroupOptions
+    ) -> ProcessGroup:
+        """Make a group of some of the ranks, which have agreed on it."""
+        assert self.endpoint is not None
+        self._members += 1
+        return self._form(self.endpoint, identity, name, ranks, timeout, options)
+
+    async def release(self) -> None:
         """A group of this home is closed; the last one closes the home."""
         self._members -= 1
         if self._members:

@@ -55,11 +55,15 @@ class Launcher:
 
     def _check(self) -> None:
         """Refuse a call that this group cannot take, before it takes a number."""
+        self._check_owner()
+        if self._member.cause is not None:
+            self._member.raise_if_revoked()
+
+    def _check_owner(self) -> None:
+        """Refuse a call from where the group does not belong, or after it was closed."""
         self._check_place()
         if self._closed:
             raise GroupClosedError(f"group {self._member.name!r} was closed by this rank", group=self._member.name)
-        if self._member.cause is not None:
-            self._member.raise_if_revoked()
 
     def _check_place(self) -> None:
         """Refuse a call from another process, thread or event loop: nothing of the group is made for that."""

@@ -30,7 +30,7 @@ LAYERS: list[set[str]] = [
     {"algorithms"},
     {"engine"},
     {"launch"},
-    {"collectives", "point_to_point", "objects", "coalesce", "subgroups"},
+    {"collectives", "point_to_point", "objects", "coalesce", "subgroups", "recovery"},
     {"group"},
     {"home"},
     {"rendezvous"},

@@ -9,7 +9,6 @@ waits until every other rank is linked to it, and tells them all.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from aiocoll.engine.endpoint import Endpoint
 
 __all__ = ["Control", "Note", "send_note"]
-
-logger = logging.getLogger("aiocoll")
 
 Note = dict[str, Any]
 
@@ -58,6 +55,10 @@ class Control:
     def hub(self) -> int:
         """The lowest rank that has neither left nor died."""
         return next(rank for rank in range(self._endpoint.world_size) if rank not in self._gone)
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether `rank` has left or died."""
+        return rank in self._gone
 
     def absent(self) -> list[int]:
         """Ranks the hub has not seen yet."""
@@ -147,14 +148,10 @@ class Control:
     def lost(self, link: Link, error: Exception | None) -> None:
         """A control link is gone: its peer has ended in order, or died."""
         peer = link.peer
-        was_hub = peer == self.hub
         self._links.pop(peer, None)
-        if peer in self._gone:
-            return
-        self._gone.add(peer)
-        self._endpoint.died(peer, f"its control connection broke ({error or 'closed without a goodbye'})")
-        if was_hub:
-            self._succeed_hub()
+        if peer not in self._gone:
+            self._endpoint.died(peer, f"its control connection broke ({error or 'closed without a goodbye'})")
+            self.gone(peer)
 
     def heard(self, peer: int, payload: memoryview | None, direct: bool) -> None:
         """Take a note from `peer`; `direct` if it came on the data link, behind all data."""
@@ -181,7 +178,7 @@ class Control:
                 self._heard_end(peer)
         elif kind == "ended":
             endpoint.channel(note["rank"]).ended = True
-            self._ended(note["rank"])
+            self.gone(note["rank"])
         elif kind == "known":
             self._parted()
         elif kind == "bye":
@@ -193,38 +190,37 @@ class Control:
             endpoint.died(note["rank"], note["detail"], tell=False)
         elif kind == "revoke":
             endpoint.revoked(note["g"], note["cause"])
+        elif kind == "shrink":
+            endpoint.agreement(note["g"], note["ranks"]).heard(peer, note)
         elif (group := endpoint.groups.get(note["g"])) is not None:
             group.diagnosis.heard(group.position[peer], note)
 
     # -- hubs come and go
 
-    def gone(self, rank: int, detail: str) -> None:
-        """The rank has died: nothing is sent to it, and ranks that are still meeting do not wait for it."""
+    def gone(self, rank: int, detail: str = "it has left") -> None:
+        """The rank has died or ended: nothing is sent to it, and the next lowest rank may be the hub now."""
+        if rank in self._gone:
+            return
         was_hub = rank == self.hub
         self._gone.add(rank)
         if not self._formed.done():
+            # Ranks that are still meeting do not wait for it.
             self._lost_early = RendezvousError(f"rank {rank} was lost while the ranks met: {detail}")
             self._formed.set_result(None)
         if was_hub:
             self._succeed_hub()
+        self._endpoint.thinned()
         self._part()
 
     def _heard_end(self, peer: int) -> None:
         """A rank that is not the hub tells only the hub, so that one tells the others."""
         was_hub = peer == self.hub
-        self._ended(peer)
+        self.gone(peer)
         if not was_hub:
             others = [rank for rank in range(self._endpoint.world_size) if rank != peer]
             self.flood({"t": "ended", "rank": peer}, others)
             if peer in self._links:
                 send_note(self._links[peer], {"t": "known"})
-
-    def _ended(self, peer: int) -> None:
-        was_hub = peer == self.hub
-        self._gone.add(peer)
-        if was_hub:
-            self._succeed_hub()
-        self._part()
 
     def _part(self) -> None:
         """Take the next step to the end, if this rank is on its way there."""
@@ -255,11 +251,12 @@ class Control:
             endpoint.spawn(self._redial(), "aiocoll control")
 
     async def _redial(self) -> None:
+        hub = self.hub
         try:
             await self._dial()
         except (OSError, AiocollError) as error:
-            # The next hub may be leaving as well; if it has died, whoever is linked to it will tell.
-            logger.debug("rank %d did not reach the next hub: %s", self._endpoint.rank, error)
+            # If it was leaving as well, its goodbye has come before that of the last hub.
+            self._endpoint.died(hub, f"it cannot be reached ({error})")
 
     async def _dial(self) -> None:
         hub = self.hub

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -16,6 +16,7 @@ from aiocoll.engine.control import Control
 from aiocoll.engine.diagnosis import cause_of, error_from
 from aiocoll.engine.membership import Membership
 from aiocoll.engine.operation import Operation
+from aiocoll.engine.shrink import Agreement
 from aiocoll.engine.watch import Watch
 from aiocoll.errors import AiocollError
 from aiocoll.handshake import ConnKind
@@ -54,6 +55,9 @@ class Endpoint:
         self.world_size = world_size
         self.cards: Mapping[int, Card] = {}
         self.groups: dict[int, Membership] = {}
+        #: Dead ranks and how we know; those of which it is not proven (their processes may live) are suspected.
+        self.dead: dict[int, str] = {}
+        self.suspected: set[int] = set()
         self.closed = False
         self.watch = Watch(self)
         self.control = Control(self)
@@ -71,6 +75,7 @@ class Endpoint:
         self._doomed: dict[int, dict[str, Any]] = {}
         self._departed: dict[int, set[int]] = {}
         self._gone_groups: set[int] = set()
+        self._agreements: dict[int, Agreement] = {}
         transport.accepted = self.accept
 
     async def join(self, cards: Mapping[int, Card]) -> None:
@@ -97,6 +102,11 @@ class Endpoint:
         for channel, header, payload in self._orphans.pop(group.id, ()):
             if group.frame(channel, header, memoryview(payload)) and header[1]:
                 channel.consume(len(payload))
+        for rank in group.ranks:
+            if rank in self.dead:
+                group.lost(rank, self.dead[rank])
+            elif self.control.is_gone(rank):
+                group.departed(rank)
 
     def leave(self, group: Membership) -> None:
         """Say goodbye to the ranks of `group`."""
@@ -184,6 +194,7 @@ class Endpoint:
         if self.closed or rank == self.rank or self.channel(rank).ended:
             return
         self.channel(rank).ended = True
+        self.dead[rank] = detail
         self.control.gone(rank, detail)
         if tell:
             self.control.flood({"t": "died", "rank": rank, "detail": detail}, range(self.world_size))
@@ -204,6 +215,18 @@ class Endpoint:
             group.revoke(error_from(cause), tell=False)
         elif identity not in self._gone_groups:
             self._doomed[identity] = cause
+
+    def agreement(self, identity: int, ranks: Sequence[int]) -> Agreement:
+        """Return how the ranks of a group agree on who goes on without the lost ones; it may outlive the group."""
+        found = self._agreements.get(identity)
+        if found is None:
+            found = self._agreements[identity] = Agreement(self, identity, ranks)
+        return found
+
+    def thinned(self) -> None:
+        """A rank has died or ended: agreements go on without it."""
+        for agreement in list(self._agreements.values()):
+            agreement.changed()
 
     # -- awaiting
 
@@ -246,6 +269,8 @@ class Endpoint:
         """Hand over what is queued, say goodbye, wait for the peers to end too, for at most `LINGER` seconds."""
         if self.closed:
             return
+        for agreement in self._agreements.values():
+            agreement.close()
         # A program that is interrupted in one of these steps waits no longer, but leaves nothing open either.
         try:
             await self.control.part()

@@ -69,6 +69,8 @@ class Membership:
         #: id, time of entry, terms, shape, key and number of operations: a `Record` each, made when one is asked for.
         self.history: deque[tuple[int, float, Terms, tuple[int, ...], str | None, int | None]] = deque(maxlen=HISTORY)
         self.cause: GroupError | None = None
+        #: Collectives that the revocation has failed; all others this rank entered were complete by then.
+        self.unfinished: frozenset[int] = frozenset()
         self.on_revoked: list[Callable[[], None]] = []
         self.left: set[int] = set()
         self.mailbox = Mailbox(self)
@@ -94,6 +96,11 @@ class Membership:
         identity = KEYED | self.endpoint.hash62(f"{key}\0{count}")
         self._counts[key] = count
         return identity, count
+
+    @property
+    def entered(self) -> int:
+        """The last number taken."""
+        return self._next
 
     def enter(self, operation: Operation) -> None:
         """Put an operation in flight: from here on its id and fingerprint answer every frame and question."""
@@ -205,6 +212,7 @@ class Membership:
         if self.cause is not None:
             return
         self.cause = cause
+        self.unfinished = frozenset(operation.id for operation in self.pending if not operation.id & P2P)
         logger.info("group %r on rank %d was revoked: %s", self.name, self.rank, cause)
         if tell:
             self.endpoint.control.flood({"t": "revoke", "g": self.id, "cause": cause_of(cause)}, self.ranks)

@@ -1,0 +1,209 @@
+"""The agreement on who goes on, on a virtual clock: ranks die, are cut off or come late at every step of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupError, GroupRevokedError, PeerLostError, ProcessGroup
+from aiocoll.engine.coordinator import is_quorum
+from aiocoll.engine.shrink import Agreement
+from aiocoll.testing.virtual import run_virtual
+from tests.ranks import hub
+
+#: Seconds a frame takes at least and at most.
+LATENCY = (0.0005, 0.02)
+
+Body = Callable[[ProcessGroup], Any]
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Job:
+    """Ranks that can be killed: run `body` on each, and return None for those that were."""
+
+    def __init__(self) -> None:
+        self.groups: dict[int, ProcessGroup] = {}
+        self.bodies: dict[int, asyncio.Task[Any]] = {}
+        self.killed: set[int] = set()
+
+    def run(self, world_size: int, body: Body, seed: int = 0) -> list[Any]:
+        async def rank(pg: ProcessGroup) -> Any:
+            self.groups[pg.rank()] = pg
+            await pg.barrier()
+            await asyncio.sleep(1)  # virtual: all have left the barrier
+            task = self.bodies[pg.rank()] = asyncio.ensure_future(body(pg))
+            await asyncio.wait([task])
+            return None if pg.rank() in self.killed else task.result()
+
+        return run_virtual(world_size, rank, seed=seed, latency=LATENCY)
+
+    def kill(self, rank: int) -> None:
+        """End `rank` as SIGKILL does: its links break, and it says nothing any more."""
+        self.killed.add(rank)
+        pg = self.groups[rank]
+        endpoint = pg._member.endpoint
+        endpoint.closed = True
+        endpoint.transport.accepted = lambda link: link.break_off(ConnectionResetError("killed"))  # type: ignore[attr-defined]
+        for other in self.groups:
+            if other != rank:
+                hub(pg).cut(rank, other)
+        self.bodies[rank].cancel()
+
+    async def die(self, rank: int) -> None:
+        """Kill `rank`, which is calling, when all others wait for it."""
+        await asyncio.sleep(1)
+        self.kill(rank)
+        await asyncio.get_running_loop().create_future()
+
+    def cut(self, one: Iterable[int], other: Iterable[int]) -> None:
+        """Let nothing through between the ranks of both sides, which is not noticed."""
+        pairs = {(min(a, b), max(a, b)) for a in one for b in other}
+        for link in hub(self.groups[0]).links:
+            if link.ends in pairs:
+                link.write = lambda header, payload=None: True  # type: ignore[method-assign]
+
+
+async def works(pg: ProcessGroup) -> tuple[int, ...]:
+    """Return the ranks of a group in which everything arrives."""
+    tensor = np.full(30_000, 2.0 ** pg.rank())
+    await pg.allreduce(tensor)
+    assert (tensor == 2.0 ** pg.size() - 1).all()
+    assert await pg.allgather_object(pg.rank()) == list(range(pg.size()))
+    return pg.global_ranks
+
+
+async def recover(pg: ProcessGroup) -> tuple[int, ...]:
+    """Shrink until it works, as a program would."""
+    while True:
+        pg = await pg.shrink()
+        try:
+            return await works(pg)
+        except (PeerLostError, GroupRevokedError):
+            continue
+
+
+# -- who has a say
+
+
+@pytest.mark.parametrize(
+    ("ranks", "electorate", "decides"),
+    [
+        ([0], [0], True),
+        ([1], [0, 1], False),
+        ([0], [0, 1], True),
+        ([2, 3], [0, 1, 2, 3], False),
+        ([0, 3], [0, 1, 2, 3], True),
+        ([1, 2, 3], [0, 1, 2, 3], True),
+        ([1, 2], [1, 2, 5], True),
+        ([5], [1, 2, 5], False),
+        ([7, 8, 9], [1, 2, 5], False),
+        ([], [], False),
+    ],
+)
+def test_a_quorum_is_more_than_half_or_half_with_the_lowest(
+    ranks: list[int], electorate: list[int], decides: bool
+) -> None:
+    assert is_quorum(ranks, electorate) is decides
+
+
+# -- ranks die
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+def test_the_living_go_on_whoever_dies(world_size: int) -> None:
+    for victim in range(world_size):
+        job = Job()
+
+        async def body(pg: ProcessGroup, job: Job = job, victim: int = victim) -> Any:
+            if pg.rank() == victim:
+                await job.die(victim)
+            with pytest.raises(PeerLostError) as raised:
+                await pg.allreduce(np.ones(3))
+            assert raised.value.ranks == (victim,)
+            start = now()
+            small = await pg.shrink()
+            assert now() - start < 0.5
+            assert small.group_name == "world:0~1"
+            return await works(small)
+
+        living = tuple(rank for rank in range(world_size) if rank != victim)
+        assert job.run(world_size, body) == [None if rank == victim else living for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("also", ["sender", "receiver"])
+@pytest.mark.parametrize("first", [0, 3])
+def test_another_rank_dies_at_any_message_of_the_agreement(
+    first: int, also: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say = Agreement.say
+    steps = 0
+
+    def run(step: int, seed: int) -> bool:
+        """Kill the sender or the receiver of message number `step`; return whether there was one."""
+        job = Job()
+        said = 0
+
+        def watched(self: Agreement, rank: int, note: dict[str, Any]) -> None:
+            nonlocal said
+            me = self.endpoint.rank
+            said += rank != me and not {me, rank} & job.killed
+            if said == step and len(job.killed) == 1:
+                job.kill(me if also == "sender" else rank)
+            if me not in job.killed:
+                say(self, rank, note)
+
+        async def body(pg: ProcessGroup) -> Any:
+            if pg.rank() == first:
+                await job.die(first)
+            with pytest.raises(PeerLostError):
+                await pg.allreduce(np.ones(3))
+            return await recover(pg)
+
+        monkeypatch.setattr(Agreement, "say", watched)
+        results = job.run(5, body, seed)
+        living = tuple(rank for rank in range(5) if rank not in job.killed)
+        assert [results[rank] for rank in living] == [living] * len(living), f"message {step}, seed {seed}"
+        return len(job.killed) == 2
+
+    while run(steps + 1, seed=steps):
+        steps += 1
+    assert steps >= 3 * 4  # a vote, an acceptance and two answers of each that is not the coordinator
+
+
+def test_the_next_hub_dies_with_the_hub() -> None:
+    job = Job()
+
+    async def body(pg: ProcessGroup) -> Any:
+        if pg.rank() == 0:
+            await asyncio.sleep(1)
+            job.kill(1)
+            job.kill(0)
+        with pytest.raises(PeerLostError):
+            await pg.allreduce(np.ones(3))
+        return await recover(pg)
+
+    assert job.run(5, body) == [None, None, *[(2, 3, 4)] * 3]
+
+
+def test_one_after_the_other_dies_until_one_is_left() -> None:
+    job = Job()
+
+    async def body(pg: ProcessGroup) -> Any:
+        sizes = []
+        while pg.size() > 1:
+            if pg.rank() == pg.size() // 2:
+                await job.die(pg.global_ranks[pg.rank()])
+            with pytest.raises(GroupError):
+                await pg.allreduce(np.ones(3))
+            pg = await pg.shrink()
+            sizes.append(pg.global_ranks)
+        return sizes
+
+    assert job.run(5, body)[0] == [(0, 1, 3, 4), (0, 1, 4), (0, 4), (0,)]
