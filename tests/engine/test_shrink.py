@@ -207,3 +207,143 @@ def test_one_after_the_other_dies_until_one_is_left() -> None:
         return sizes
 
     assert job.run(5, body)[0] == [(0, 1, 3, 4), (0, 1, 4), (0, 4), (0,)]
+
+
+# -- ranks are cut off, come late, or do not come
+
+
+def test_of_two_halves_that_of_the_lowest_goes_on() -> None:
+    job = Job()
+
+    async def body(pg: ProcessGroup) -> Any:
+        if pg.rank() == 0:
+            pg.abort("to shrink")
+        await pg.wait_revoked()
+        if pg.rank() == 0:
+            await asyncio.sleep(1)
+            job.cut([0, 1], [2, 3])
+        await asyncio.sleep(2)
+        start = now()
+        try:
+            return await works(await pg.shrink())
+        except PeerLostError as error:
+            assert now() - start < 15
+            return error.how, error.ranks, str(error)
+
+    here, also, *there = job.run(4, body)
+    assert here == also == (0, 1)
+    for how, missing, text in there:
+        assert how == "unreachable"
+        assert {0, 1} <= set(missing)
+        assert "no quorum without ranks 0, 1" in text
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_who_does_not_call_it_is_left_out_and_told(late: int) -> None:
+    job = Job()
+
+    async def body(pg: ProcessGroup) -> Any:
+        if pg.rank() == 0:
+            pg.abort("to shrink")
+        await pg.wait_revoked()
+        start = now()
+        if pg.rank() == late:
+            await asyncio.sleep(20)
+            with pytest.raises(GroupError, match=f"rank {late} was taken for dead, or called .* went on without it"):
+                await pg.shrink()
+            return None
+        small = await pg.shrink()
+        assert 6 <= now() - start < 6.5
+        return await works(small)
+
+    living = tuple(rank for rank in range(4) if rank != late)
+    assert job.run(4, body) == [None if rank == late else living for rank in range(4)]
+
+
+def test_one_of_two_waits_for_the_other_and_gives_up_and_may_try_again() -> None:
+    job = Job()
+
+    async def body(pg: ProcessGroup) -> Any:
+        pg.abort("to shrink")
+        if pg.rank() == 1:
+            start = now()
+            with pytest.raises(PeerLostError, match=r"rank 1 cannot shrink .* no quorum without rank 0") as raised:
+                await pg.shrink()
+            assert raised.value.ranks == (0,)
+            assert 6 <= now() - start < 6.5
+        else:
+            await asyncio.sleep(10)
+        return await works(await pg.shrink())
+
+    assert job.run(2, body) == [(0, 1), (0, 1)]
+
+
+def test_a_coordinator_that_answers_nothing_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = Agreement.heard
+
+    def deaf(self: Agreement, peer: int, note: dict[str, Any]) -> None:
+        if self.endpoint.rank != 1:
+            heard(self, peer, note)
+
+    async def body(pg: ProcessGroup) -> Any:
+        if pg.rank() in (0, 1):
+            await asyncio.sleep(60)
+            return None
+        start = now()
+        small = await pg.shrink(exclude=[0])
+        assert 8 <= now() - start < 8.5  # two seconds for an answer, six for the vote
+        return await works(small)
+
+    monkeypatch.setattr(Agreement, "heard", deaf)
+    assert Job().run(4, body) == [None, None, (2, 3), (2, 3)]
+
+
+def test_calling_it_again_after_a_cancellation_gives_the_group() -> None:
+    job = Job()
+
+    async def body(pg: ProcessGroup) -> Any:
+        pg.abort("to shrink")
+        if pg.rank() == 2:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await pg.shrink()
+            await asyncio.sleep(5)
+        elif pg.rank() == 1:
+            await asyncio.sleep(1)
+        return await works(await pg.shrink())
+
+    assert job.run(3, body) == [(0, 1, 2)] * 3
+
+
+def test_who_leaves_before_taking_the_group_is_not_waited_for() -> None:
+    job = Job()
+
+    async def body(pg: ProcessGroup) -> Any:
+        pg.abort("to shrink")
+        if pg.rank() == 2:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await pg.shrink()
+            await pg.shutdown()
+            return None
+        await asyncio.sleep(pg.rank() * 3)
+        return await recover(pg)
+
+    assert job.run(3, body) == [(0, 1), (0, 1), None]
+
+
+def test_who_has_left_the_group_has_no_say() -> None:
+    job = Job()
+
+    async def body(pg: ProcessGroup) -> Any:
+        if pg.rank() in (0, 1):
+            await pg.shutdown()
+            return None
+        with pytest.raises(PeerLostError):
+            await pg.barrier()
+        start = now()
+        small = await pg.shrink()
+        assert now() - start < 0.5
+        return await works(small)
+
+    assert job.run(4, body) == [None, None, (2, 3), (2, 3)]
