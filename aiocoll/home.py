@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -15,7 +15,9 @@ from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.membership import Membership
 from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, StoreError, StoreUnavailableError
 from aiocoll.group import ProcessGroup
+from aiocoll.growth import Seat, invite
 from aiocoll.options import GroupOptions
+from aiocoll.place import Place
 from aiocoll.runtime import Runtime
 from aiocoll.store import PrefixStore, Store
 from aiocoll.transport.address import is_wildcard, routable_address
@@ -44,9 +46,8 @@ class Home:
 
     Args:
         identity: its place in `shared`, which it gives up with its last group.
-        store: where the ranks meet, if the caller has a store; it stays open.
-        open_store: makes one otherwise; it is closed with the last group.
-        hosts: that store is served by this rank.
+        place: the store where the ranks meet.
+        prefix: of this world's keys in it; None for the first world of the store.
         rank: this rank.
         world_size: number of ranks.
         options: resolved options of the first group.
@@ -58,9 +59,8 @@ class Home:
     def __init__(
         self,
         identity: tuple[Any, ...],
-        store: Store | None,
-        open_store: Callable[[], Store],
-        hosts: bool,
+        place: Place,
+        prefix: str | None,
         rank: int,
         world_size: int,
         options: GroupOptions,
@@ -72,10 +72,8 @@ class Home:
         self.world_size = world_size
         self.endpoint: Endpoint | None = None
         self._identity = identity
-        self._owned = store is None
-        self._open_store = open_store
-        self._hosts = hosts
-        self._store = store if store is not None else open_store()
+        self._place = place
+        self._prefix = prefix
         self._options = options
         self._key = key
         self._master = master
@@ -86,6 +84,7 @@ class Home:
         self._opening = asyncio.Lock()
         self._awaited: dict[str, int] = {}
         self._members = 0
+        place.hold()
         self._made = 0
         self._names: dict[str, int] = {}
 
@@ -146,10 +145,36 @@ class Home:
                 endpoint, self.endpoint = self.endpoint, None
                 await endpoint.aclose()
         finally:
-            if self._owned:
-                await self._store.aclose()
+            await self._place.drop()
+
+    # -- growing
+
+    async def invite(self, n: int, size: int, name: str, timeout: float) -> Seat:
+        """Give `n` newcomers the ranks from `size` on; return this rank's seat among them."""
+        return await invite(self._place.store, n, size, name, timeout)
+
+    async def meet_anew(self, seat: Seat, timeout: float, member: Membership, options: GroupOptions) -> ProcessGroup:
+        """Meet newcomers in a world of its own, in which nothing of an older one is heard."""
+        identity = (*self._identity, seat.prefix)
+        home = Home(
+            identity,
+            self._place,
+            seat.prefix,
+            seat.rank,
+            seat.world_size,
+            self._options,
+            self._key,
+            self._master,
+            timeout,
+        )
+        return await home.group(seat.name, member.timeout, options)
 
     # -- meeting
+
+    @property
+    def _store(self) -> Store:
+        store = self._place.store
+        return store if self._prefix is None else PrefixStore(self._prefix, store)
 
     async def _open(self) -> Endpoint:
         try:
@@ -188,12 +213,12 @@ class Home:
                 return await self._meet_once()
             except StoreUnavailableError as error:
                 # The ranks may have met before on a store whose last user closes it just now: there is a new one soon.
-                if not self._owned or self._hosts or isinstance(error, AuthenticationError):
+                if self._prefix is not None or not self._place.replaceable or isinstance(error, AuthenticationError):
                     raise
                 logger.debug("rank %d lost the store and looks for a new one: %s", self.rank, error)
-                await self._store.aclose()
+                await self._place.store.aclose()
                 await self._runtime.sleep(PAUSE)
-                self._store = self._open_store()
+                self._place.reopen()
 
     async def _meet_once(self) -> Endpoint:
         generation = await self._claim()

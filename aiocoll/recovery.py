@@ -1,14 +1,18 @@
-"""Going on after a failure: fewer ranks by `shrink`."""
+"""Going on with other ranks: fewer by `shrink`, more by `grow`."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, Self
 
 from aiocoll.engine.completed import Completed, report
-from aiocoll.errors import GroupError
-from aiocoll.launch import Launcher
-from aiocoll.options import GroupOptions
+from aiocoll.engine.membership import Membership
+from aiocoll.errors import GroupError, RendezvousError, StoreUnavailableError
+from aiocoll.growth import Seat
+from aiocoll.launch import Timeout
+from aiocoll.objects import Objects
+from aiocoll.options import GroupOptions, seconds
 
 __all__ = ["Origin", "Recovery"]
 
@@ -19,11 +23,17 @@ class Origin(Protocol):
     def derive(self, identity: int, name: str, ranks: Sequence[int], timeout: float, options: GroupOptions) -> Any:
         """Make a group of some of the ranks, which have agreed on it."""
 
+    async def invite(self, n: int, size: int, name: str, timeout: float) -> Seat:
+        """Give `n` newcomers the ranks from `size` on; return this rank's seat among them."""
+
+    async def meet_anew(self, seat: Seat, timeout: float, member: Membership, options: GroupOptions) -> Any:
+        """Meet newcomers in a world of its own."""
+
     async def release(self) -> None:
         """A group is closed."""
 
 
-class Recovery(Launcher):
+class Recovery(Objects):
     """The calls that make a new group out of what is left of one, or more of it.
 
     Attributes:
@@ -85,6 +95,66 @@ class Recovery(Launcher):
         group.completed_everywhere = Completed.of(outcome["everywhere"])
         group.completed_somewhere = Completed.of(outcome["somewhere"])
         return group
+
+    async def grow(self, n: int, timeout: Timeout = None) -> Self:
+        """Make a new group of the ranks of this one, which keep their numbers, and `n` newcomers after them.
+
+        All ranks call it; newcomers call ``new_group(join=True)`` with the same ``init_method`` or store, before or
+        after. The new group is a world of its own, with its own connections: nothing of an older one is heard in it.
+        This one stays as it is: close it when it is no longer needed. A process that takes the place of a lost one
+        comes in like this, too: `shrink`, then `grow`.
+
+        Args:
+            n: number of newcomers.
+            timeout: seconds to wait for them, and then for all to meet; the group's by default.
+
+        Raises:
+            RendezvousError: too few came, or not all could meet; this group is as before. Newcomers that came keep
+                waiting.
+            StoreUnavailableError: the store where the ranks met is gone, so nobody can be found there.
+            GroupError: this group has failed.
+        """
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise TypeError(f"n must be an int, not {type(n).__name__}")
+        if n < 1:
+            raise ValueError(f"n={n}: give the number of newcomers, at least 1")
+        limit = self._member.timeout if timeout is None else seconds(timeout, "timeout")
+        asked = await self.allgather_object(n, timeout=limit)
+        if len(set(asked)) > 1:
+            raise ValueError(f"the ranks of group {self._member.name!r} called grow() with n={asked}: give the same n")
+        seat = await (self._invite(n, limit) if self._rank == 0 else self._invited())
+        group: Self = await self._origin.meet_anew(seat, limit, self._member, self._options)
+        return group
+
+    async def _invite(self, n: int, limit: float) -> Seat:
+        """As rank 0, wait for the newcomers, and tell the others what has come of it."""
+        try:
+            seat = await self._origin.invite(n, self._size, _following(self._member.name), limit)
+        except StoreUnavailableError as error:
+            text = (
+                f"group {self._member.name!r} cannot grow: the store where its ranks met is gone ({error}), so "
+                "newcomers do not find it. Keep the store outside of the ranks, as `aiocoll run` does, and start "
+                "all ranks again"
+            )
+            self._tell(text, gone=True)
+            raise StoreUnavailableError(text) from error
+        except BaseException as error:
+            self._tell(f"group {self._member.name!r} did not grow: {str(error) or 'rank 0 was cancelled'}")
+            raise
+        await self.broadcast_object({"seat": list(seat)}, 0)
+        return seat
+
+    def _tell(self, text: str, gone: bool = False) -> None:
+        """Let the other ranks raise it, too, unless the group has failed: then they know."""
+        with contextlib.suppress(GroupError):
+            self.broadcast_object({"error": text, "gone": gone}, 0)
+
+    async def _invited(self) -> Seat:
+        # Rank 0 keeps the time, and its death or a failure of the group ends this.
+        told = await self.broadcast_object(None, 0, timeout=float("inf"))
+        if "error" in told:
+            raise (StoreUnavailableError if told["gone"] else RendezvousError)(told["error"])
+        return Seat(*told["seat"])._replace(rank=self._rank)
 
 
 def _following(name: str) -> str:

@@ -13,8 +13,10 @@ from urllib.parse import urlsplit
 
 from aiocoll.errors import BackendUnavailableError, RendezvousError
 from aiocoll.group import ProcessGroup
+from aiocoll.growth import take_seat
 from aiocoll.home import Home, shared
 from aiocoll.options import GroupOptions, job_key, seconds
+from aiocoll.place import Place
 from aiocoll.store import FileStore, Store, TCPStore
 from aiocoll.transport.address import parse_endpoint
 
@@ -53,6 +55,7 @@ class new_group:
         timeout: seconds the ranks have to meet, and that an operation may take by default.
         device: "cpu" or None.
         name: name of the group, the same on all ranks; by default numbered in the order of the calls.
+        join: become a rank of a group that is there, whose ranks call `ProcessGroup.grow`; it gives the rank.
         options: see `GroupOptions`.
 
     Raises:
@@ -72,6 +75,7 @@ class new_group:
         timeout: float | timedelta = 300.0,
         device: str | None = None,
         name: str | None = None,
+        join: bool = False,
         options: GroupOptions | None = None,
     ) -> None:
         if init_method is not None and store is not None:
@@ -91,7 +95,13 @@ class new_group:
         self._name = name
         self._timeout = seconds(timeout, "timeout")
         self._given = options
-        self._where = _where(init_method, store, rank, world_size, os.environ)
+        self._join = join
+        if join:
+            if (rank, world_size, name) != (None, None, None) or backend not in (None, "aio"):
+                raise ValueError("join=True: leave out rank, world_size, name and backend, which the group gives")
+            self._where = _where(init_method, store, 0, 1, os.environ)._replace(world_size=0, hosted=True)
+        else:
+            self._where = _where(init_method, store, rank, world_size, os.environ)
         self._pg: Any = None
 
     def __await__(self) -> Generator[Any, None, ProcessGroup]:
@@ -114,6 +124,8 @@ class new_group:
             raise BackendUnavailableError(
                 f"device={self._device!r} needs the CUDA backend, which is not part of this version"
             )
+        if self._join:
+            return await self._join_group(options)
         identity = (id(asyncio.get_running_loop()), where.identity, where.rank)
         home = shared.get(identity)
         if home is None:
@@ -123,21 +135,29 @@ class new_group:
         group: ProcessGroup = await home.group(self._name, self._timeout, options)
         return group
 
+    async def _join_group(self, options: GroupOptions) -> ProcessGroup:
+        place, timeout = self._place(options), self._timeout
+        place.hold()
+        try:
+            seat = await take_seat(place.store, timeout)
+            identity = (id(place), seat.prefix, seat.rank)
+            key = _key(options, self._where.job)
+            home = Home(
+                identity, place, seat.prefix, seat.rank, seat.world_size, options, key, self._where.master, timeout
+            )
+            return await home.group(seat.name, timeout, options)
+        finally:
+            await place.drop()
+
+    def _place(self, options: GroupOptions) -> Place:
+        where, key = self._where, _key(options, self._where.job)
+        return Place(where.store, lambda: where.open(self._timeout, key), where.hosts)
+
     def _home(self, identity: tuple[Any, ...], options: GroupOptions) -> Home:
-        where, timeout = self._where, self._timeout
+        where = self._where
         key = _key(options, where.job)
-        return Home(
-            identity,
-            where.store,
-            lambda: where.open(timeout, key),
-            where.hosts,
-            where.rank,
-            where.world_size,
-            options,
-            key,
-            where.master,
-            timeout,
-        )
+        place = self._place(options)
+        return Home(identity, place, None, where.rank, where.world_size, options, key, where.master, self._timeout)
 
     async def _make_by(self, factory: Callable[..., Any], options: GroupOptions) -> ProcessGroup:
         where = self._where
@@ -157,7 +177,7 @@ def _key(options: GroupOptions, job: str) -> bytes | None:
 
 
 class _Where(NamedTuple):
-    """Where and as whom this rank meets the others."""
+    """Where and as whom this rank meets the others; a newcomer learns its numbers there, and has 0 for both."""
 
     identity: Any
     rank: int
@@ -182,11 +202,11 @@ class _Where(NamedTuple):
     def open(self, timeout: float, key: bytes | None) -> Store:
         """Return the store of an init method."""
         if self.scheme == "file":
-            return FileStore(self.host, self.world_size)
+            return FileStore(self.host, self.world_size or None)
         return TCPStore(
             self.host,
             self.port,
-            self.world_size,
+            self.world_size or None,
             self.hosts,
             timeout,
             wait_for_workers=False,

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +18,17 @@ from aiocoll import (
     GroupClosedError,
     GroupError,
     GroupRevokedError,
+    HashStore,
     ProcessGroup,
+    RendezvousError,
+    StoreUnavailableError,
+    TCPStore,
+    current_process_group,
+    new_group,
 )
 from aiocoll.engine.completed import Completed, combine
 
-from .ranks import TRANSPORTS, run_ranks
+from .ranks import TRANSPORTS, options, run_ranks, until
 
 
 async def works(pg: ProcessGroup) -> tuple[int, ...]:
@@ -185,3 +195,167 @@ async def test_a_group_of_one_shrinks() -> None:
             return await works(small)
 
     assert await run_ranks(1, rank) == [(0,)]
+
+
+# -- growing
+
+
+async def together(*ranks: Awaitable[Any]) -> list[Any]:
+    async with asyncio.timeout(30):
+        return await asyncio.gather(*ranks)
+
+
+async def member(where: dict[str, Any], rank: int, world_size: int, then: Callable[[ProcessGroup], Any]) -> Any:
+    async with new_group(rank=rank, world_size=world_size, **where) as pg:
+        return await then(pg)
+
+
+async def newcomer(where: dict[str, Any]) -> Any:
+    async with new_group(join=True, **where) as pg:
+        return pg.rank(), pg.group_name, await works(pg)
+
+
+async def grow_by_two(pg: ProcessGroup) -> Any:
+    async with await pg.grow(2) as grown:
+        await pg.shutdown()
+        return grown.rank(), grown.group_name, await works(grown)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_newcomers_come_after_the_others(transport: str) -> None:
+    where = {"store": HashStore(), "options": options(transport)}
+    ranks = [member(where, rank, 3, grow_by_two) for rank in range(3)]
+    results = await together(*ranks, newcomer(where), newcomer(where))
+    assert sorted(results) == [(rank, "world:0~1", (0, 1, 2, 3, 4)) for rank in range(5)]
+    assert [rank for rank, *_ in results[:3]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+async def test_newcomers_find_the_store_of_the_group(scheme: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    where = {"init_method": f"tcp://127.0.0.1:{port}" if scheme == "tcp" else f"file://{tmp_path}/store"}
+    if scheme == "tcp":
+        where["options"] = options("tcp")
+    ranks = [member(where, rank, 2, grow_by_two) for rank in range(2)]
+    results = await together(newcomer(where), *ranks, newcomer(where))
+    assert sorted(results) == [(rank, "world:0~1", (0, 1, 2, 3)) for rank in range(4)]
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_lost_rank_comes_in_again_and_then_another() -> None:
+    where = {"store": HashStore()}
+
+    async def again(pg: ProcessGroup) -> Any:
+        await works(pg)
+        async with await pg.grow(1) as larger:
+            return larger.rank(), larger.group_name, await works(larger)
+
+    async def rank(pg: ProcessGroup) -> list[Any]:
+        if pg.rank() == 0:
+            await pg.wait_revoked()
+            await pg.shutdown()
+            async with new_group(join=True, **where) as grown:
+                return [await again(grown)]
+        async with await pg.shrink(exclude=[0]) as small, await small.grow(1) as grown:
+            if pg.rank() == 2:
+                return await asyncio.gather(again(grown), newcomer(where))
+            return [await again(grown)]
+
+    results = await together(*(member(where, number, 3, rank) for number in range(3)))
+    assert results == [
+        [(2, "world:0~3", (0, 1, 2, 3))],
+        [(0, "world:0~3", (0, 1, 2, 3))],
+        [(1, "world:0~3", (0, 1, 2, 3)), (3, "world:0~3", (0, 1, 2, 3))],
+    ]
+
+
+async def test_too_few_newcomers_are_counted_and_keep_waiting() -> None:
+    where = {"store": HashStore()}
+
+    async def rank(pg: ProcessGroup) -> Any:
+        with pytest.raises(RendezvousError, match=r"1 of 2 newcomers came within 0.3 s: start the others"):
+            await pg.grow(2, timeout=0.3)
+        assert await works(pg) == (0, 1)
+        async with await pg.grow(1) as grown:
+            return grown.rank(), grown.group_name, await works(grown)
+
+    results = await together(member(where, 0, 2, rank), member(where, 1, 2, rank), newcomer(where))
+    assert results == [(rank, "world:0~1", (0, 1, 2)) for rank in range(3)]
+
+
+async def test_a_newcomer_that_gives_up_gets_no_seat() -> None:
+    store = HashStore()
+    where = {"store": store}
+
+    async def rank(pg: ProcessGroup) -> Any:
+        with pytest.raises(RendezvousError, match=r"no group has taken this process in within 0\.05 s"):
+            await new_group(join=True, timeout=0.05, **where)
+        joining = asyncio.ensure_future(new_group(join=True, **where)._make())
+        await until(lambda: store._waits)
+        joining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await joining
+        with pytest.raises(RendezvousError, match="0 of 1 newcomers came"):
+            await pg.grow(1, timeout=0.1)
+        late = asyncio.ensure_future(newcomer(where))
+        async with await pg.grow(1) as grown:
+            await works(grown)
+            return await late
+
+    assert await together(member(where, 0, 1, rank)) == [(1, "world:0~1", (0, 1))]
+
+
+async def test_without_a_store_nobody_can_come() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    gone = asyncio.Event()
+    master = await TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False).open()
+
+    async def rank(pg: ProcessGroup) -> Any:
+        await pg.barrier()
+        if pg.rank() == 0:
+            await master.aclose()
+            gone.set()
+        await gone.wait()
+        with pytest.raises(
+            StoreUnavailableError, match=r"'world:0' cannot grow: the store .* is gone .* Keep the store"
+        ):
+            await pg.grow(1, timeout=5)
+        return await works(pg)
+
+    async def one(number: int) -> Any:
+        async with TCPStore("127.0.0.1", port, wait_for_workers=False) as store:
+            return await member({"store": store}, number, 2, rank)
+
+    assert await together(one(0), one(1)) == [(0, 1)] * 2
+
+
+async def test_wrong_growth() -> None:
+    async def rank(pg: ProcessGroup) -> Any:
+        with pytest.raises(TypeError, match="n must be an int, not float"):
+            await pg.grow(1.0)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="n=0: give the number of newcomers"):
+            await pg.grow(0)
+        with pytest.raises(ValueError, match=r"called grow\(\) with n=\[1, 2\]: give the same n"):
+            await pg.grow(pg.rank() + 1)
+        return await works(pg)
+
+    assert await run_ranks(2, rank) == [(0, 1)] * 2
+    with pytest.raises(ValueError, match="join=True: leave out rank, world_size, name and backend"):
+        new_group(store=HashStore(), join=True, rank=1)
+
+
+async def test_who_waits_for_rank_0_learns_that_it_was_cancelled() -> None:
+    async def rank(pg: ProcessGroup) -> Any:
+        if pg.rank() == 0:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await pg.grow(1)
+        else:
+            with pytest.raises(RendezvousError, match="'world:0' did not grow: rank 0 was cancelled"):
+                await pg.grow(1)
+        assert current_process_group() is pg
+        return await works(pg)
+
+    assert await run_ranks(2, rank) == [(0, 1)] * 2
