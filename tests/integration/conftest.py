@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = str(Path(__file__).with_name("program.py"))
 #: Seconds after which a rank that has not ended has failed; none takes a tenth of it.
 LIMIT = 60
+#: Of all jobs of these tests.
+KEY = b"of this test and no other"
 
 
 class Ranks:
@@ -27,7 +29,7 @@ class Ranks:
         self._stack = stack
         key = path / "job.key"
         key.touch(mode=0o600)
-        key.write_text("of this test and no other")
+        key.write_bytes(KEY)
         self.temporary = path / "temporary"
         self.temporary.mkdir()
         kept = {name: value for name, value in os.environ.items() if not name.startswith("AIOCOLL_")}

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,56 @@ async def failure(pg: aiocoll.ProcessGroup) -> Any:
     return told
 
 
+async def recover(pg: aiocoll.ProcessGroup) -> Any:
+    """Lose rank `VICTIM`, go on without it, then with a newcomer; return how long it took to go on."""
+    if pg.rank() == int(os.environ["VICTIM"]):
+        return await lose(pg)
+    await failure(pg)
+    start = time.perf_counter()
+    async with await pg.shrink() as small:
+        took = time.perf_counter() - start
+        assert await check(small) == pg.size() - 1
+        await pg.shutdown()
+        async with await small.grow(1) as grown:
+            assert grown.rank() == small.rank()
+            return [took, await check(grown)]
+
+
+async def replace(pg: aiocoll.ProcessGroup) -> Any:
+    """Rank `VICTIM` is stopped and excluded, and a newcomer takes its place; return what each rank sees of it."""
+    victim = int(os.environ["VICTIM"])
+    if pg.rank() != victim:
+        await pg.recv_object(victim)
+        async with await pg.shrink(exclude=[victim]) as small, await small.grow(1) as grown:
+            return await check(grown)
+    for rank in {*range(pg.size())} - {victim}:
+        await pg.send_object("about to stop", rank)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    cause = await pg.wait_revoked()
+    try:
+        await pg.shrink()
+    except aiocoll.GroupError as error:
+        return [str(cause), str(error)]
+
+
+async def join(pg: aiocoll.ProcessGroup) -> Any:
+    """Take the place of a rank that was lost."""
+    return await check(pg)
+
+
+async def check(pg: aiocoll.ProcessGroup) -> int:
+    """Return the number of ranks, if every one of them adds what it should."""
+    tensor = np.full(LARGE // 8, 2.0 ** pg.rank())
+    await pg.allreduce(tensor)
+    assert (tensor == 2.0 ** pg.size() - 1).all()
+    return pg.size()
+
+
 def where() -> dict[str, Any]:
     """Return what the command line says about the rendezvous."""
     _, _, method, *numbers = sys.argv
+    if sys.argv[1] == "join":
+        return {"init_method": method, "join": True}
     return {"init_method": method, **dict(zip(("rank", "world_size"), map(int, numbers), strict=False))}
 
 
@@ -86,7 +134,15 @@ async def meet(pg: aiocoll.ProcessGroup) -> Any:
 
 
 async def main() -> Any:
-    what = {"every": every, "lose": lose, "leave": leave, "meet": meet}[sys.argv[1]]
+    what = {
+        "every": every,
+        "lose": lose,
+        "leave": leave,
+        "meet": meet,
+        "recover": recover,
+        "join": join,
+        "replace": replace,
+    }[sys.argv[1]]
     for _ in range(MEETINGS if what is meet else 1):
         async with aiocoll.new_group(**where()) as pg:
             result = await what(pg)

@@ -1,0 +1,66 @@
+"""A rank is killed; the others go on without it, then with another process in its place."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aiocoll.store import StoreServer
+from tests.integration.conftest import KEY, LIMIT, PROGRAM
+
+if TYPE_CHECKING:
+    from tests.integration.conftest import Ranks
+
+#: Seconds within which the ranks of a group must have made a new one (contract).
+SHRUNK = 2.0
+
+
+@pytest.fixture
+async def store(ranks: Ranks) -> AsyncIterator[dict[str, str]]:
+    """Host the store as a launcher does; return where it is, for the environment of the ranks."""
+    server = StoreServer(key=KEY)
+    host, port = server.start()
+    yield {"MASTER_ADDR": host, "MASTER_PORT": str(port), "AIOCOLL_STORE": "launcher"}
+    await server.aclose()
+
+
+@pytest.mark.parametrize(("victim", "transport"), [(0, "tcp"), (1, "unix"), (2, "tcp"), (3, "unix")])
+def test_the_others_go_on_and_another_takes_its_place(
+    ranks: Ranks, store: dict[str, str], victim: int, transport: str
+) -> None:
+    env = {**store, "VICTIM": str(victim), "AIOCOLL_TRANSPORT": transport, "WORLD_SIZE": "4"}
+    processes = [ranks.start(PROGRAM, "recover", "env://", env={**env, "RANK": str(rank)}) for rank in range(4)]
+    processes.append(ranks.start(PROGRAM, "join", "env://", env=env))
+    told = [result(process, -9 if number == victim else 0) for number, process in enumerate(processes)]
+    assert told.pop() == {"rank": 3, "size": 4, "result": 4}
+    for rank in {0, 1, 2, 3} - {victim}:
+        took, size = told[rank]["result"]
+        assert size == 4
+        assert took <= SHRUNK
+    assert not list(ranks.temporary.iterdir())
+
+
+def test_a_stopped_rank_that_was_replaced_learns_of_it_when_it_goes_on(ranks: Ranks, store: dict[str, str]) -> None:
+    env = {**store, "VICTIM": "1", "WORLD_SIZE": "3"}
+    processes = [ranks.start(PROGRAM, "replace", "env://", env={**env, "RANK": str(rank)}) for rank in range(3)]
+    processes.append(ranks.start(PROGRAM, "join", "env://", env=env))
+    stopped = processes.pop(1)
+    assert [result(process)["result"] for process in processes] == [3, 3, 3]
+    stopped.send_signal(signal.SIGCONT)
+    cause, refusal = result(stopped)["result"]
+    assert cause == "ranks 0, 2 of group 'world:0' went on as a new group"
+    assert refusal.startswith("rank 1 was excluded: ranks 0, 2 went on without it")
+    assert not list(ranks.temporary.iterdir())
+
+
+def result(process: subprocess.Popen[str], code: int = 0) -> Any:
+    """Wait for a rank to end; return what it printed."""
+    out, err = process.communicate(timeout=LIMIT)
+    assert err == ""
+    assert process.returncode == code
+    return json.loads(out) if out else None
