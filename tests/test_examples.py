@@ -53,3 +53,20 @@ def test_the_demo_learns_the_same_on_every_rank() -> None:
     sizes = [int(line.split()[1]) for line in lines if re.fullmatch(r"\[0\] +\d+( +[\d.]+){3}", line)]
     assert min(sizes) == 8
     assert max(sizes) == 16 << 20
+
+
+def test_the_parameter_server_learns_while_workers_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sklearn")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    lines = run(3, ROOT / "examples" / "parameter_server.py")
+    assert [line for line in lines if line.startswith(("[1]", "[2]"))] == [
+        "[1] worker 1: 250 gradients of 719 images",
+        "[2] worker 2: 500 gradients of 718 images",
+    ]
+    told = r"\[0\] worker (\d) (joins|leaves) at gradient (\d+): loss \d\.\d+, accuracy (0\.\d+)"
+    events = [match.groups() for line in lines if (match := re.fullmatch(told, line))]
+    assert sorted(event[:2] for event in events) == [("1", "joins"), ("1", "leaves"), ("2", "joins"), ("2", "leaves")]
+    gradients, accuracy = max((int(event[2]), float(event[3])) for event in events)
+    assert gradients == 750
+    assert accuracy > 0.9
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,87 @@
+"""A parameter server and its workers: aiocoll run -n 4 examples/parameter_server.py
+
+Rank 0 serves: it holds the weights of a classifier of handwritten digits and applies every gradient when it comes. The
+other ranks work, each at its own pace on its own share of the images: they send a gradient, and what they get in return
+are the weights of that moment. They come when they like and leave when they have done enough; nobody waits for anybody.
+"""
+
+import asyncio
+
+import numpy as np
+from sklearn.datasets import load_digits
+
+import aiocoll
+
+CLASSES = 10
+BATCH = 64
+RATE = 0.2
+STEPS = 250  # of the first worker; the second makes twice as many, and so on
+PAUSE = 0.2  # seconds between the first steps of two workers
+SERVER = 0
+WEIGHTS = 1  # tag of what the server sends
+
+
+async def main() -> None:
+    async with aiocoll.new_group() as pg:
+        if pg.size() < 2:
+            raise SystemExit("a server needs workers: aiocoll run -n 4 examples/parameter_server.py")
+        images, labels = load_digits(return_X_y=True)
+        images = np.hstack([images / 16, np.ones((len(images), 1))])  # the ones learn how frequent a digit is
+        test = np.arange(len(images)) % 5 == 0
+        if pg.rank() == SERVER:
+            await serve(pg, images[test], labels[test])
+        else:
+            share = np.flatnonzero(~test)[pg.rank() - 1 :: pg.size() - 1]
+            await work(pg, images[share], labels[share])
+
+
+async def serve(pg: aiocoll.ProcessGroup, images: np.ndarray, labels: np.ndarray) -> None:
+    """Answer every message with the weights, until all workers have said goodbye."""
+    weights = np.zeros((images.shape[1], CLASSES))
+    gradients, left = 0, 0
+    async for worker, message in pg.incoming():
+        if isinstance(message, np.ndarray):
+            gradients += 1
+            weights -= RATE * message.reshape(weights.shape)
+        else:
+            loss, accuracy = score(weights, images, labels)
+            print(f"worker {worker} {message} at gradient {gradients}: loss {loss:.3f}, accuracy {accuracy:.3f}")
+            if message == "leaves":
+                left += 1
+                if left == pg.size() - 1:
+                    return
+                continue
+        await pg.send(weights, worker, WEIGHTS)  # done when `weights` may change again
+
+
+async def work(pg: aiocoll.ProcessGroup, images: np.ndarray, labels: np.ndarray) -> None:
+    """Send gradients of small batches, each at the weights that came in return for the one before."""
+    await asyncio.sleep(PAUSE * (pg.rank() - 1))
+    random = np.random.default_rng(pg.rank())
+    weights = np.empty((images.shape[1], CLASSES))
+    steps = STEPS * pg.rank()
+    await pg.send_object("joins", SERVER)
+    await pg.recv(weights, SERVER, WEIGHTS)
+    for _ in range(steps):
+        batch = random.integers(len(images), size=BATCH)
+        error = chances(weights, images[batch]) - np.eye(CLASSES)[labels[batch]]
+        await pg.send(images[batch].T @ error / BATCH, SERVER)
+        await pg.recv(weights, SERVER, WEIGHTS)
+    await pg.send_object("leaves", SERVER)
+    print(f"worker {pg.rank()}: {steps} gradients of {len(images)} images")
+
+
+def chances(weights: np.ndarray, images: np.ndarray) -> np.ndarray:
+    scores = images @ weights
+    scores = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return scores / scores.sum(axis=1, keepdims=True)
+
+
+def score(weights: np.ndarray, images: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+    found = chances(weights, images)
+    loss = -np.log(found[np.arange(len(labels)), labels]).mean()
+    return float(loss), float((found.argmax(axis=1) == labels).mean())
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
