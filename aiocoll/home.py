@@ -181,18 +181,13 @@ class Home:
             async with asyncio.timeout(None if self._timeout == float("inf") else self._timeout):
                 return await self._meet()
         except TimeoutError as error:
-            if (trouble := self._store.trouble) is not None:
-                raise RendezvousError(
-                    f"rank {self.rank} of {self.world_size} tried for {self._timeout:g} s to reach the master and "
-                    f"found {trouble}"
-                ) from error
             missing = await self._missing()
             raise RendezvousError(
                 f"rank {self.rank} waited {self._timeout:g} s for rank(s) {', '.join(map(str, missing))} of "
                 f"{self.world_size}, which have not come: are they running, with the same master address?"
                 if missing
                 else f"rank {self.rank} of {self.world_size} did not meet the others within {self._timeout:g} s: "
-                f"{error or 'all have come, but not all could connect'}"
+                f"{self._store.trouble or error or 'all have come, but not all could connect'}"
             ) from error
         except OSError as error:
             if isinstance(error, AiocollError):

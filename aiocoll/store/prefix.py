@@ -26,6 +26,11 @@ class PrefixStore(Store):
         self._store = store
 
     @property
+    def trouble(self) -> str | None:
+        """Why the store below cannot be reached, while it is still being tried."""
+        return self._store.trouble
+
+    @property
     def timeout(self) -> float:
         """Seconds of the store below."""
         return self._store.timeout
