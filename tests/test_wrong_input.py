@@ -388,7 +388,9 @@ async def test_a_master_that_says_nothing(environment: pytest.MonkeyPatch) -> No
         server.listen(0)
         first.connect(server.getsockname())
         environment.setenv("MASTER_PORT", str(server.getsockname()[1]))
-        with pytest.raises(RendezvousError, match=r"within 0.3 s: no store at .*: no answer to the connection attempt; is t"):
+        with pytest.raises(
+            RendezvousError, match=r"within 0.3 s: no store at .*: no answer to the connection attempt; is t"
+        ):
             await new_group(timeout=0.3)
 
 
