@@ -1,17 +1,15 @@
 """Who has not entered, who called something else: the questions ranks ask each other about an operation that waits.
 
 An operation pending for 250 ms is reported to the group's coordinator, its lowest rank. The coordinator compares the
-reports, asks the ranks that sent none, and answers with the ranks that have not entered; a rank that was asked too
-early reports as soon as it enters. A rank that sees a frame which does not fit sends its own description to the
-frame's sender. That one knows both sides then, and tells the coordinator: it alone revokes, so that all ranks hear of
-the same two.
+reports, asks the ranks that sent none, and answers with the ranks that have not entered. A rank that was asked about
+an operation before it enters reports as soon as it does.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from aiocoll.engine.disagreement import call, differences, forgotten
+from aiocoll.engine.disagreement import called, differences, mismatch
 from aiocoll.engine.operation import P2P, Operation, Terms, description
 from aiocoll.errors import (
     CollectiveMismatchError,
@@ -24,13 +22,10 @@ from aiocoll.errors import (
 if TYPE_CHECKING:
     from aiocoll.engine.membership import Membership
 
-__all__ = ["Diagnosis", "Record", "cause_of", "error_from"]
+__all__ = ["Diagnosis", "Record", "called", "cause_of", "error_from", "mismatch"]
 
 #: Operations for which reports and answers are kept, the oldest ones first to go.
 KEPT = 256
-#: Seconds the coordinator has to revoke a group of whose disagreement it was told: its loop may be blocked, and the
-#: contract gives one second in all.
-INSIST_AFTER = 0.5
 
 Description = dict[str, Any]
 
@@ -60,42 +55,17 @@ class Diagnosis:
         self._answers: dict[int, dict[int, str]] = {}
         #: Operations somebody asked about before this rank has entered them.
         self.asked: dict[int, None] = {}
-        self._disputed: set[int] = set()
 
     def find(self, op: int) -> Record | None:
         """Return the record of an operation, if it is remembered."""
         return next((Record._make(entry) for entry in reversed(self._group.history) if entry[0] == op), None)
 
-    def disagree(self, peer: int, op: int, mine: Description) -> None:
-        """A frame of `peer` does not fit what this rank called: let the peer name both sides."""
-        if op in self._disputed:
-            return
-        self._disputed.add(op)
-        note = {"t": "disagree", "op": op, "theirs": mine, "g": self._group.id}
-        channel = self._group.channels[peer]
-        if channel.link is not None:
-            channel.say(note)
-        else:
-            self._tell(peer, note)
-
-    def differ(self, one: Description, two: Description) -> None:
-        """Two calls do not belong together: let the coordinator tell all ranks, or do it if the coordinator is slow."""
-        if self._group.rank == self.coordinator:
-            self._group.disagreement(one, two)
-        else:
-            self._tell(self.coordinator, {"t": "differ", "one": one, "two": two})
-            self._group.endpoint.runtime.call_later(INSIST_AFTER, self._insist, one, two)
-
-    @property
-    def coordinator(self) -> int:
-        """The lowest rank of the group that has not left it."""
-        return next(rank for rank in range(len(self._group.ranks)) if rank not in self._group.left)
-
     def report(self, operation: Operation) -> None:
         """Tell the coordinator about an operation that has been pending for a while, or that it has asked about."""
         operation.reported = True
         if not operation.id & P2P:
-            self._tell(self.coordinator, {"t": "report", "op": operation.id, "mine": operation.describe()})
+            coordinator = next(rank for rank in range(len(self._group.ranks)) if rank not in self._group.left)
+            self._tell(coordinator, {"t": "report", "op": operation.id, "mine": operation.describe()})
 
     def missing(self, operation: Operation) -> tuple[list[int], str]:
         """Say which ranks have not entered, as far as this rank has learnt."""
@@ -112,34 +82,14 @@ class Diagnosis:
     def heard(self, peer: int, message: dict[str, Any]) -> None:
         """Take a message of `peer` (a rank of the group) about an operation."""
         handler = {
-            "disagree": self._disagreed,
-            "differ": self._differed,
+            "disagree": self._group.disputes.disagreed,
+            "differ": self._group.disputes.differed,
             "report": self._reported,
             "query": self._queried,
             "absent": self._absent,
             "status": self._status,
         }[message["t"]]
         handler(peer, message)
-
-    def _disagreed(self, peer: int, message: dict[str, Any]) -> None:
-        record = self.find(message["op"])
-        rank = self._group.rank
-        self.differ(
-            forgotten(rank, message["op"]) if record is None else record.describe(rank),
-            message["theirs"],
-        )
-
-    def _differed(self, peer: int, message: dict[str, Any]) -> None:
-        self._group.disagreement(message["one"], message["two"])
-
-    def _insist(self, one: Description, two: Description) -> None:
-        """The coordinator is silent, and notes to others may go through it: use the links to those that have one."""
-        group = self._group
-        if group.cause is None and group.endpoint.groups.get(group.id) is group:
-            group.disagreement(one, two)
-            assert group.cause is not None
-            for channel in group.channels:
-                channel.say({"t": "revoke", "g": group.id, "cause": cause_of(group.cause)})
 
     def _reported(self, peer: int, message: dict[str, Any]) -> None:
         op, theirs = message["op"], message["mine"]
@@ -194,7 +144,7 @@ class Diagnosis:
             return "in no operation yet"
         record = Record._make(self._group.history[-1])
         age = self._group.endpoint.runtime.time() - record.entered
-        return f"last in {call(record.describe(self._group.rank))}, {age:.1f} s ago"
+        return f"last in {called(record.describe(self._group.rank))}, {age:.1f} s ago"
 
     def _tell(self, rank: int, message: dict[str, Any]) -> None:
         if rank == self._group.rank:

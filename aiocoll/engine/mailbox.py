@@ -139,7 +139,7 @@ class Posted(Operation):
             terms = _terms("SEND", arrival.code, arrival.total)
             theirs = description(arrival.peer, terms, terms.counts, None, number)
             mine = {**self.describe(), "seq": number}
-            self.group.diagnosis.differ({**mine, "tag": self.tag}, {**theirs, "tag": self.tag})
+            self.group.disputes.differ({**mine, "tag": self.tag}, {**theirs, "tag": self.tag})
             return
         if arrival.received:
             self.view[: arrival.received] = arrival.data()

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.channel import Channel
-from aiocoll.engine.diagnosis import Diagnosis, cause_of, error_from
-from aiocoll.engine.disagreement import mismatch
+from aiocoll.engine.diagnosis import Diagnosis, cause_of, error_from, mismatch
+from aiocoll.engine.disagreement import Disputes
 from aiocoll.engine.mailbox import Mailbox
 from aiocoll.engine.operation import KEYED, P2P, Operation, Terms
 from aiocoll.engine.shared import Shared
@@ -75,6 +75,7 @@ class Membership:
         self.left: set[int] = set()
         self.mailbox = Mailbox(self)
         self.diagnosis = Diagnosis(self)
+        self.disputes = Disputes(self)
         self._early: dict[int, list[tuple[Channel, Header, bytes]]] = {}
         self._next = 0
         # Keyed operations that have ended; of ordered ones the number tells.
@@ -158,11 +159,11 @@ class Membership:
             return self._frame_without_operation(channel, peer, header, payload)
         if kind == _DATA:
             if operation.fingerprint != fingerprint or not operation.take(peer, step, total, payload, length):
-                self.diagnosis.disagree(peer, op, operation.describe())
+                self.disputes.disagree(peer, op, operation.describe())
         elif kind == FrameKind.GRANT:
             channel.grant(operation)
         elif operation.fingerprint != fingerprint:
-            self.diagnosis.disagree(peer, op, operation.describe())
+            self.disputes.disagree(peer, op, operation.describe())
         else:
             operation.promise(peer)
         return True
@@ -176,7 +177,7 @@ class Membership:
         if op <= self._next or op in self._ended:
             # An operation that has ended here has had all its messages: the peer means another one.
             if header[0] != FrameKind.GRANT and (record := self.diagnosis.find(op)) is not None:
-                self.diagnosis.disagree(peer, op, record.describe(self.rank))
+                self.disputes.disagree(peer, op, record.describe(self.rank))
             return True
         self._early.setdefault(op, []).append((channel, header, b"" if payload is None else bytes(payload)))
         return False
@@ -236,11 +237,9 @@ class Membership:
     def departed(self, rank: int) -> None:
         """A rank of the group (numbered as in the job) has left in order: whatever needs it fails."""
         peer = self.position[rank]
-        coordinator = self.diagnosis.coordinator
         self.left.add(peer)
         for operation in list(self.pending):
-            if peer == coordinator:
-                operation.reported = False  # the next one has to hear of it too
+            operation.reported = False  # it was the one who collects the reports, perhaps
             self._missed(operation)
 
     def _missed(self, operation: Operation) -> None:

@@ -102,7 +102,7 @@ class Shared(Operation):
                 return False
             fingerprint, block = shown
             if fingerprint != self.fingerprint:
-                group.diagnosis.disagree(rank, self.id, self.describe())
+                group.disputes.disagree(rank, self.id, self.describe())
                 return False
             inputs.append(np.frombuffer(block, self._plan.storage))
         kernel.fold(inputs, place)
