@@ -303,6 +303,8 @@ class Collectives(Launcher):
         timeout: Timeout,
         key: str | None,
     ) -> Work[Any]:
+        rank = self._rank
+        self._same_count(targets[rank], sources[rank], f"the output part of rank {rank}", "the input part")
         counts = tuple(each.count for each in sources), tuple(each.count for each in targets)
         plan = self._plan("alltoall", sources[0].dtype, counts, agreed=())
         return self._start(plan, (*sources, *targets), sources[0], result, timeout, key, wholes)
