@@ -33,6 +33,8 @@ logger = logging.getLogger("aiocoll")
 PAUSE = 0.05
 #: Seconds for the question who is missing, when the time to meet is over.
 LAST_LOOK = 1.0
+#: In the store, begins the reason why the ranks cannot meet; a job is hexadecimal, a card a msgpack map.
+CALLED_OFF = b"off:"
 
 #: Types of what a card says: host, event loop, unix socket, process, and host and port of TCP.
 _CARD = [str, str, str, int, str, int]
@@ -247,10 +249,13 @@ class Home:
         size = str(self.world_size).encode()
         agreed = await self._store.compare_set("aiocoll/world_size", b"", size)
         if agreed != size:
-            raise RendezvousError(
+            reason = (
                 f"rank {self.rank} was started with world_size={self.world_size}, others with "
                 f"world_size={agreed.decode(errors='replace')}: give all ranks the same"
             )
+            if agreed.isdigit():
+                await self._call_off(int(agreed), reason)
+            raise RendezvousError(reason)
         times = await self._store.add(f"aiocoll/rank/{self.rank}", 1)
         if times > 1 and not await self._store.check([f"aiocoll/{times - 1}/member/{self.rank}"]):
             raise RendezvousError(
@@ -258,11 +263,20 @@ class Home:
             )
         return times
 
+    async def _call_off(self, world_size: int, reason: str) -> None:
+        """Put the reason where the others wait for what they will not get."""
+        times = max([await self._store.add(f"aiocoll/rank/{rank}", 0) for rank in range(world_size)])
+        place = PrefixStore(f"aiocoll/{times}", self._store)
+        for key in ("job", *(f"card/{rank}" for rank in range(world_size))):
+            await place.compare_set(key, b"", CALLED_OFF + reason.encode())
+
     async def _job(self, place: Store) -> str:
         """Agree on a name no other job has, so that a stale rank cannot connect."""
         if self.rank == 0:
             await place.set("job", self._runtime.random_bytes(16).hex().encode())
-        return (await place.get("job", timeout=self._timeout)).decode(errors="replace")
+        job = await place.get("job", timeout=self._timeout)
+        _heed(job)
+        return job.decode(errors="replace")
 
     async def _listen(self, job: str) -> tuple[StreamTransport, Card]:
         options = self._options
@@ -308,6 +322,8 @@ class Home:
         keys = [f"{what}/{rank}" for rank in range(self.world_size)]
         await place.set(keys[self.rank], msgpack.packb(card))
         found = await place.multi_get(keys, timeout=self._timeout)
+        for data in found:
+            _heed(data)
         return {rank: _card(rank, data) for rank, data in enumerate(found)}
 
     def _spin(self, cards: Mapping[int, Card]) -> float:
@@ -330,6 +346,12 @@ def _card(rank: int, data: bytes) -> Card:
     except (ValueError, TypeError, KeyError):
         pass
     raise RendezvousError(f"what rank {rank} published in the store is no address of a rank: {data[:64]!r}")
+
+
+def _heed(data: bytes) -> None:
+    """Give up if a rank has put the reason there."""
+    if data.startswith(CALLED_OFF):
+        raise RendezvousError(data.removeprefix(CALLED_OFF).decode(errors="replace"))
 
 
 def _cores() -> int:

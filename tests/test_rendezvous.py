@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -227,16 +228,23 @@ async def test_a_missing_rank_0_is_no_mystery() -> None:
     await store.aclose()
 
 
-async def test_world_sizes_that_differ_are_named() -> None:
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (3, 3, 4), (3, 4, 3), (4, 3, 3)])
+@pytest.mark.parametrize("backwards", [False, True])
+async def test_world_sizes_that_differ_are_named_on_every_rank(sizes: tuple[int, ...], backwards: bool) -> None:
+    """At once: nobody waits for the time to be over."""
     store = HashStore()
 
     async def rank(rank: int) -> Any:
-        return await new_group(store=store, rank=rank, world_size=2 + rank, timeout=0.3)
+        return await new_group(store=store, rank=rank, world_size=sizes[rank], timeout=600)
 
-    first, second = await asyncio.gather(rank(0), rank(1), return_exceptions=True)
-    assert isinstance(first, RendezvousError)
-    assert isinstance(second, RendezvousError)
-    assert "rank 1 was started with world_size=3, others with world_size=2" in str(second)
+    order = sorted(range(len(sizes)), reverse=backwards)
+    results = await asyncio.gather(*(rank(number) for number in order), return_exceptions=True)
+    named = r"rank \d was started with world_size=(\d), others with world_size=(\d): give all ranks the same"
+    for each in results:
+        assert isinstance(each, RendezvousError)
+        told = re.fullmatch(named, str(each))
+        assert told is not None, each
+        assert {int(size) for size in told.groups()} == set(sizes)
     await store.aclose()
 
 
