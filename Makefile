@@ -4,7 +4,7 @@ PYTHON ?= python3
 # What pytest gets besides: make test ARGS="tests/store -x"
 ARGS ?=
 
-.PHONY: help demo test check matrix bench clean
+.PHONY: help demo test check matrix soak bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -12,6 +12,7 @@ help:
 	@echo 'make test     every test that needs no GPU'
 	@echo 'make check    format, lint and types'
 	@echo 'make matrix   the full matrices, Pythons 3.11 to 3.13, asyncio and uvloop'
+	@echo 'make soak     what takes long: many operations, a slow receiver, chaos'
 	@echo 'make bench    against Gloo (installs torch into .venv-bench)'
 	@echo 'make clean    remove the environments and caches'
 
@@ -47,6 +48,10 @@ matrix-%:
 	for loop in asyncio uvloop; do \
 		PYTHONASYNCIODEBUG=1 AIOCOLL_TEST_LOOP=$$loop .venv-$*/bin/python -m pytest -m 'not soak' $(ARGS); \
 	done
+
+# Not in asyncio's debug mode: it is the library's memory and time that are looked at.
+soak: .venv/installed
+	.venv/bin/python -m pytest -m soak $(ARGS)
 
 # The release that the numbers in the documentation were measured against.
 .venv-bench/installed: pyproject.toml

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+import sys
+
 import numpy as np
 import pytest
 
-from aiocoll import ProcessGroup
+from aiocoll import HashStore, ProcessGroup, ReduceOp, new_group
 from aiocoll.engine.channel import LINK_WINDOW
 from aiocoll.engine.plan import EAGER_WINDOW
+from aiocoll.testing import run_processes
 
-from ..ranks import TRANSPORTS, run_ranks, until
+from ..ranks import TRANSPORTS, options, run_ranks, until
+from . import jobs
+
+MIB = 1024 * 1024
+linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/statm")
 
 
 async def fill_the_window(pg: ProcessGroup) -> None:
@@ -50,3 +59,140 @@ async def test_an_object_behind_a_full_window_is_announced(transport: str) -> No
             await pg.recv(np.ones(EAGER_WINDOW, "uint8"), 0, tag=9)
 
     await run_ranks(2, rank, transport=transport, timeout=5)
+
+
+async def exchange(pg: ProcessGroup, nbytes: int, keys: str, tasks: bool) -> None:
+    """Reduce one large array per key, called in the order of `keys`: all before any is awaited, or from tasks."""
+    arrays = {key: np.full(nbytes // 4, pg.rank() + 1, "float32") for key in keys}
+    if tasks:
+        async with asyncio.TaskGroup() as group:
+            for key, array in arrays.items():
+                group.create_task(pg.allreduce(array, ReduceOp.PREMUL_SUM(2), key=key).join())
+    else:
+        for work in [pg.allreduce(array, ReduceOp.PREMUL_SUM(2), key=key) for key, array in arrays.items()]:
+            await work
+    assert all((array == 6).all() for array in arrays.values())
+
+
+@pytest.mark.parametrize("tasks", [False, True], ids=["calls", "tasks"])
+@pytest.mark.parametrize("transport", ["memory", "unix"])
+async def test_giants_in_opposite_orders_share_the_links_with_everything(transport: str, tasks: bool) -> None:
+    """Two groups, each rank in its own order; giant messages both ways; and small calls that need not wait for them."""
+    store = HashStore()
+    over = options(transport)
+
+    async def rank(rank: int) -> None:
+        async with (
+            new_group(store=store, rank=rank, world_size=2, options=over) as one,
+            new_group(store=store, rank=rank, world_size=2, options=over) as two,
+        ):
+            mine, room = np.full(64 * MIB, rank, "uint8"), np.full(64 * MIB, 9, "uint8")
+            sending = two.send(mine, 1 - rank)
+            giants = [(one, 64 * MIB, "ab"), (two, 8 * MIB, "cd")]
+            if rank:
+                giants = [(two, 8 * MIB, "dc"), (one, 64 * MIB, "ba")]
+            running = [asyncio.create_task(exchange(*giant, tasks)) for giant in giants]
+            for number in range(50):
+                assert await one.allreduce(number) == 2 * number
+            # Not before all else is in flight: the message waits for its receive, and nothing waits for the message.
+            await two.recv(room, 1 - rank)
+            await sending
+            await asyncio.gather(*running)
+            assert (room == 1 - rank).all()
+
+    await asyncio.gather(rank(0), rank(1))
+    await store.aclose()
+
+
+@pytest.mark.parametrize("keyed", [False, True], ids=["ordered", "keyed"])
+@pytest.mark.parametrize("transport", ["memory", "unix"])
+async def test_ten_thousand_tasks_each_in_a_collective(transport: str, keyed: bool) -> None:
+    count = 10_000
+
+    async def rank(pg: ProcessGroup) -> None:
+        async def one(number: int) -> None:
+            result = await pg.allreduce(np.full(4, number), key=f"key {number}" if keyed else None)
+            assert result.tolist() == [2 * number] * 4
+
+        order = list(range(count))
+        if keyed:
+            random.Random(pg.rank()).shuffle(order)
+        async with asyncio.TaskGroup() as tasks:
+            for number in order:
+                tasks.create_task(one(number))
+        assert pg.pending() == []
+        assert jobs.early(pg) == 0
+
+    await run_ranks(2, rank, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix"])
+async def test_what_comes_for_groups_not_made_yet_counts_too(transport: str) -> None:
+    store = HashStore()
+    over = options(transport)
+    count, nbytes = 100, 100_000
+
+    async def rank(rank: int) -> None:
+        async with new_group(store=store, rank=rank, world_size=2, options=over) as one:
+            works = []
+            if rank == 0:
+                two = await new_group(store=store, rank=0, world_size=2, options=over)
+                for number in range(count):
+                    data = np.full(nbytes, number, "uint8")
+                    works += [two.broadcast(data, 0), two.send(data, 1), one.send(data, 1, 5)]
+            await one.barrier()
+            if rank == 1:
+                await until(lambda: jobs.early(one) > LINK_WINDOW - 2 * nbytes)
+                assert jobs.early(one) <= LINK_WINDOW
+                two = await new_group(store=store, rank=1, world_size=2, options=over)
+                for number in range(count):
+                    for work in (
+                        two.broadcast(np.zeros(nbytes, "uint8"), 0),
+                        two.recv(np.zeros(nbytes, "uint8"), 0),
+                        one.recv(np.zeros(nbytes, "uint8"), 0, 5),
+                    ):
+                        assert (await work == number).all()
+                assert jobs.early(one) == jobs.early(two) == 0
+            for work in works:
+                await work
+            await two.shutdown()
+
+    await asyncio.gather(rank(0), rank(1))
+    await store.aclose()
+
+
+@linux_only
+@pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.soak)])
+async def test_a_fast_sender_fills_the_windows_of_a_slow_receiver_and_no_more(seconds: float) -> None:
+    fast, slow = await run_processes(2, jobs.flood, seconds)
+    assert LINK_WINDOW / 2 < slow.early <= LINK_WINDOW
+    assert fast.early <= LINK_WINDOW
+    # What waits, once more while it is put in its place; and what an allocator keeps of that.
+    assert max(fast.resident, slow.resident) <= 4 * LINK_WINDOW
+    assert slow.received > 8 * LINK_WINDOW, "more has come than may have been kept"
+
+
+@linux_only
+@pytest.mark.parametrize(("count", "warm"), [(25_000, 5_000), pytest.param(1_000_000, 10_000, marks=pytest.mark.soak)])
+async def test_memory_is_flat_over_many_operations(count: int, warm: int) -> None:
+    for blocks, nbytes in await run_processes(2, jobs.operate_long, count, warm, timeout=1200):
+        # A leak of one object in a hundred operations would show.
+        assert blocks < count / 100
+        assert nbytes < 4 * MIB
+
+
+async def test_a_key_costs_its_name_and_a_count() -> None:
+    """Other ranks may still have to call it for the first time, so its count cannot be forgotten."""
+    count = 2000
+
+    async def rank(pg: ProcessGroup) -> None:
+        names = [f"step {number}" for number in range(count)]
+        for name in names:
+            await pg.barrier(key=name)
+        assert len(pg._member._counts) == count
+        assert sys.getsizeof(pg._member._counts) < 100 * count
+        assert all(pg._member._counts[name] == 1 for name in names)
+        assert not pg._member.operations
+        assert not pg._member._early
+
+    await run_ranks(2, rank)
