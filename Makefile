@@ -51,7 +51,7 @@ matrix-%:
 
 # Not in asyncio's debug mode: it is the library's memory and time that are looked at.
 soak: .venv/installed
-	.venv/bin/python -m pytest -m soak $(ARGS)
+	.venv/bin/python -m pytest -m soak -o faulthandler_timeout=0 $(ARGS)
 
 # The release that the numbers in the documentation were measured against.
 .venv-bench/installed: pyproject.toml

@@ -2,7 +2,7 @@
 
 The layers, lowest first; a module imports only from layers below its own, or from its own folder:
 
-    0  errors runtime dtypes kernels ops
+    0  errors log runtime unseen dtypes kernels ops
     1  buffers work handshake codec options
     2  transport store
     3  algorithms

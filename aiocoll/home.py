@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from aiocoll.engine.membership import Membership
 from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, StoreError, StoreUnavailableError
 from aiocoll.group import ProcessGroup
 from aiocoll.growth import Seat, invite
+from aiocoll.log import logger
 from aiocoll.options import GroupOptions
 from aiocoll.place import Place
 from aiocoll.runtime import Runtime
@@ -27,7 +27,6 @@ from aiocoll.transport.stream import StreamTransport
 
 __all__ = ["Home", "shared"]
 
-logger = logging.getLogger("aiocoll")
 
 #: Seconds before a lost store is looked for again: long enough not to load the host, short beside any timeout.
 PAUSE = 0.05
@@ -212,7 +211,9 @@ class Home:
                 # The ranks may have met before on a store whose last user closes it just now: there is a new one soon.
                 if self._prefix is not None or not self._place.replaceable or isinstance(error, AuthenticationError):
                     raise
-                logger.debug("rank %d lost the store and looks for a new one: %s", self.rank, error)
+                logger.debug(
+                    "rank %d lost the store and looks for a new one: %s", self.rank, error, extra={"rank": self.rank}
+                )
                 await self._place.store.aclose()
                 await self._runtime.sleep(PAUSE)
                 self._place.reopen()

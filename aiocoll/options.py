@@ -17,7 +17,6 @@ Nothing is guessed: an unknown `AIOCOLL_` variable or an unusable value is an er
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import stat
@@ -28,6 +27,7 @@ from enum import Enum
 from typing import Any, Final, Literal
 
 from aiocoll.errors import BackendUnavailableError
+from aiocoll.log import logger
 
 __all__ = ["GroupOptions", "job_key", "read_key_file", "seconds"]
 
@@ -41,8 +41,6 @@ _PREFIX = "AIOCOLL_"
 _ELSEWHERE = frozenset(
     f"{_PREFIX}{name}" for name in ("PORT", "STORE", "JOB_ID", "JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP")
 )
-
-_log = logging.getLogger("aiocoll")
 
 
 class _Unset(Enum):
@@ -251,7 +249,7 @@ def job_key(environ: MutableMapping[str, str], explicit: bytes | str | None) -> 
     if path := environ.get("AIOCOLL_JOB_KEY_FILE"):
         return read_key_file(path, "AIOCOLL_JOB_KEY_FILE")
     if (text := environ.pop("AIOCOLL_JOB_KEY", None)) is not None:
-        _log.warning(
+        logger.warning(
             "AIOCOLL_JOB_KEY was taken out of the environment, where others could have read it; "
             "prefer `aiocoll run`, or AIOCOLL_JOB_KEY_FILE"
         )

@@ -5,15 +5,15 @@ Works that one cause fails, as a revocation does, share one `Unseen`: one line c
 
 from __future__ import annotations
 
-import logging
 from itertools import islice
 from types import CodeType
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+from aiocoll.log import logger
+
 __all__ = ["Call", "Failures", "Unseen"]
 
-logger = logging.getLogger("aiocoll")
 
 #: Calls that a line names; of more it tells the number.
 NAMED = 3

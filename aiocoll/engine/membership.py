@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from aiocoll.engine.mailbox import Mailbox
 from aiocoll.engine.operation import KEYED, P2P, Operation, Terms
 from aiocoll.engine.shared import Shared
 from aiocoll.errors import CollectiveTimeoutError, GroupError, GroupRevokedError, PeerLostError
+from aiocoll.log import logger
 from aiocoll.transport.base import Arena
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 
@@ -25,7 +25,6 @@ __all__ = ["HISTORY", "Membership"]
 
 _DATA = int(FrameKind.DATA)
 
-logger = logging.getLogger("aiocoll")
 
 #: Operations remembered after their end, to name what a rank did last.
 HISTORY = 1024
@@ -62,6 +61,8 @@ class Membership:
         self.timeout = timeout
         self.warn_after = warn_after
         self.rank = self.ranks.index(endpoint.rank)
+        #: Says in the log whose a record is.
+        self.whose = {"group": name, "rank": self.rank}
         self.position = {rank: index for index, rank in enumerate(self.ranks)}
         self.channels: list[Channel] = [endpoint.channel(rank) for rank in self.ranks]
         self.operations: dict[int, Operation] = {}
@@ -214,7 +215,7 @@ class Membership:
             return
         self.cause = cause
         self.unfinished = frozenset(operation.id for operation in self.pending if not operation.id & P2P)
-        logger.info("group %r on rank %d was revoked: %s", self.name, self.rank, cause)
+        logger.info("group %r on rank %d was revoked: %s", self.name, self.rank, cause, extra=self.whose)
         if tell:
             self.endpoint.control.flood({"t": "revoke", "g": self.id, "cause": cause_of(cause)}, self.ranks)
         for operation in list(self.pending):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from aiocoll.engine.operation import Operation
+from aiocoll.log import logger
 
 if TYPE_CHECKING:
     from aiocoll.engine.endpoint import Endpoint
 
 __all__ = ["Watch"]
 
-logger = logging.getLogger("aiocoll")
 
 #: Seconds after which a pending operation is reported to the coordinator (contract: 250 ms); also the timer's period.
 REPORT_AFTER = 0.25
@@ -101,4 +100,5 @@ class Watch:
                 operation.work.key or operation.work.seq,
                 age,
                 detail,
+                extra=operation.group.whose,
             )

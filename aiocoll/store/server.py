@@ -8,7 +8,6 @@ reached the oldest of them makes room, so silent strangers cannot keep a rank ou
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import os
 import socket
@@ -18,6 +17,7 @@ from contextlib import ExitStack, suppress
 
 from aiocoll.errors import AuthenticationError, StoreUnavailableError
 from aiocoll.handshake import ConnKind, Identity, ServerHandshake, job_id
+from aiocoll.log import logger
 from aiocoll.runtime import Runtime
 from aiocoll.store.address import check_peer, describe, is_unix, listen
 from aiocoll.store.core import StoreCore
@@ -25,7 +25,6 @@ from aiocoll.store.session import Session
 
 __all__ = ["StoreServer"]
 
-_log = logging.getLogger("aiocoll")
 
 #: Connections in the middle of their handshake, at least; more when twice the world is more.
 _MIN_PENDING = 16
@@ -95,7 +94,7 @@ class StoreServer:
         if not is_unix(self.host):
             self.port = sock.getsockname()[1]
             if self._key is None:
-                _log.warning(
+                logger.warning(
                     "store on %s has no job key: every user of this machine can reach it; "
                     "`aiocoll run`, job_key= or AIOCOLL_JOB_KEY give it one",
                     describe(self.host, self.port),
@@ -137,7 +136,7 @@ class StoreServer:
     def session_closed(self, session: Session, reason: Exception | None) -> None:
         """Forget a connection."""
         if session in self._pending:
-            _log.debug(
+            logger.debug(
                 "store on %s turned a connection away: %s", describe(self.host, self.port), reason or "it was silent"
             )
             del self._pending[session]
@@ -203,7 +202,7 @@ class StoreServer:
             try:
                 await self._welcome(connection)
             except (AuthenticationError, OSError) as exc:
-                _log.debug("store on %s turned a connection away: %s", describe(self.host, self.port), exc)
+                logger.debug("store on %s turned a connection away: %s", describe(self.host, self.port), exc)
                 connection.close()
             except asyncio.CancelledError:
                 connection.close()
@@ -213,7 +212,7 @@ class StoreServer:
         now = self.runtime.time()
         if now - self._warned >= _WARN_EVERY:
             self._warned = now
-            _log.warning(
+            logger.warning(
                 "store on %s cannot accept connections (%s); trying again every %g s",
                 describe(self.host, self.port),
                 exc.strerror,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
-import logging
 import math
 import os
 import socket
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from aiocoll.errors import RendezvousError
+from aiocoll.log import logger
 from aiocoll.runtime import Runtime
 
 __all__ = [
@@ -59,8 +59,6 @@ _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _WARN_EVERY = 10.0
 _GLOBAL_SCOPE = "00"
 _LINK_SCOPE = "20"
-
-_log = logging.getLogger("aiocoll")
 
 
 def host_identity(override: str | None = None) -> str:
@@ -380,6 +378,6 @@ class Listeners:
         now = self._runtime.time()
         if now - self._warned >= _WARN_EVERY:
             self._warned = now
-            _log.warning("cannot accept connections (%s); trying again every %g s", error.strerror, _STARVED_PAUSE)
+            logger.warning("cannot accept connections (%s); trying again every %g s", error.strerror, _STARVED_PAUSE)
         self._runtime.loop.remove_reader(listener)
         self._open[listener] = self._runtime.call_later(_STARVED_PAUSE, self.add, listener)

@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 from aiocoll import handshake
 from aiocoll.errors import AuthenticationError, GroupClosedError, PeerLostError, RendezvousError
 from aiocoll.handshake import HANDSHAKE_TIMEOUT, ConnKind, HandshakeRefusedError, Identity, Peer, Status
+from aiocoll.log import logger
 from aiocoll.runtime import Runtime
 from aiocoll.transport import address
 from aiocoll.transport.base import Card, Link
@@ -42,7 +43,6 @@ _LONGEST_PAUSE = 0.05
 
 _AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
 
-_log = logging.getLogger("aiocoll")
 
 _Key = tuple[int, ConnKind]
 
@@ -108,6 +108,7 @@ class StreamTransport:
         handshake_timeout: float = HANDSHAKE_TIMEOUT,
     ) -> None:
         self.rank = rank
+        self._whose = {"rank": rank}
         self._runtime = runtime
         self._world_size = world_size
         job = handshake.job_id(job) if isinstance(job, str) else job
@@ -211,7 +212,7 @@ class StreamTransport:
         if sock.family == _AF_UNIX:
             uid = address.peer_uid(sock)
             if not address.may_connect(uid, os.geteuid()):
-                _log.debug("rank %d refused a process of user %s", self.rank, uid)
+                logger.debug("rank %d refused a process of user %s", self.rank, uid, extra=self._whose)
                 sock.close()
                 return
         if len(self._pending) >= self._most_pending:
@@ -233,10 +234,8 @@ class StreamTransport:
         self._evicted.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            expected = isinstance(error, OSError)
-            _log.log(
-                logging.DEBUG if expected else logging.ERROR, "rank %d refused a connection", self.rank, exc_info=error
-            )
+            level = logging.DEBUG if isinstance(error, OSError) else logging.ERROR
+            logger.log(level, "rank %d refused a connection", self.rank, exc_info=error, extra=self._whose)
         if task.cancelled() or error is not None or not task.result():
             sock.close()
 
@@ -312,7 +311,7 @@ class StreamTransport:
         if self._key is None and not self._warned_keyless:
             self._warned_keyless = True
             risk = "every user of this host could join; start the job with `aiocoll run`, or pass job_key="
-            _log.warning("rank %d uses TCP on %s without a job key: %s", self.rank, host, risk)
+            logger.warning("rank %d uses TCP on %s without a job key: %s", self.rank, host, risk, extra=self._whose)
 
     async def _dial(self, dial: _Dial, key: _Key, target: _Target) -> StreamLink | None:
         """Dial until there is a link; wait instead while the peer, told OK, is proving itself."""

@@ -1,0 +1,53 @@
+"""Every record of the library's log says which group and rank it is about."""
+
+from __future__ import annotations
+
+import ast
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import aiocoll
+from aiocoll import ProcessGroup
+from aiocoll.log import logger
+
+from .ranks import run_ranks
+
+PACKAGE = Path(aiocoll.__file__).parent
+LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_all_log_through_one_logger(path: Path) -> None:
+    """`aiocoll.log.logger` adds what a call does not give."""
+    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    used = [ast.unparse(func) for func in calls if isinstance(func, ast.Attribute)]
+    if path.name != "log.py":
+        assert "logging.getLogger" not in used, "use aiocoll.log.logger"
+    assert not [name for name in used if name.startswith("logging.") and name.rpartition(".")[2] in LEVELS]
+
+
+def test_a_record_of_nobody_in_particular(caplog: pytest.LogCaptureFixture) -> None:
+    logger.warning("for a test: %d", 7)
+    (record,) = caplog.records
+    assert (record.getMessage(), record.name) == ("for a test: 7", "aiocoll")
+    assert Path(record.pathname) == Path(__file__)
+    assert (record.group, record.rank) == (None, None)  # type: ignore[attr-defined]
+
+
+async def test_records_of_a_group(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "aiocoll")
+
+    async def rank(pg: ProcessGroup) -> str:
+        if pg.rank():
+            pg.abort("for a test")
+        else:
+            with pytest.raises(aiocoll.GroupError):
+                await pg.allreduce(np.ones(1))
+        return pg.group_name
+
+    names = await run_ranks(2, rank)
+    told = {(record.group, record.rank) for record in caplog.records}  # type: ignore[attr-defined]
+    assert told == {(names[0], 0), (names[1], 1)}
