@@ -13,6 +13,8 @@ import numpy as np
 import aiocoll
 
 HOW, METHOD, RANK = sys.argv[1], sys.argv[2], int(sys.argv[3])
+#: Seconds that a collective may take for which nobody waits: leaving the group waits for it.
+TIMEOUT = 1.0
 
 
 def interrupt(times: int = 1) -> None:
@@ -34,7 +36,7 @@ async def stay(pg: aiocoll.ProcessGroup) -> None:
 async def end(pg: aiocoll.ProcessGroup) -> list[Any]:
     """Leave works behind: awaited by others, by nobody, and those that only an iterator waits for."""
     works = [
-        pg.barrier(key="awaited"),
+        pg.barrier(key="awaited", timeout=TIMEOUT if HOW == "leave" else None),
         pg.barrier(key="not awaited"),
         pg.recv(np.ones(3), 0),
         pg.send(np.ones(1_000_000), 0, tag=9),
@@ -67,7 +69,7 @@ async def main() -> None:
     if HOW == "interrupt rendezvous":
         interrupt()
     kept: Any = None
-    async with aiocoll.new_group(init_method=METHOD, rank=RANK, world_size=2, timeout=1.0) as pg:
+    async with aiocoll.new_group(init_method=METHOD, rank=RANK, world_size=2) as pg:
         kept = await (end if RANK else stay)(pg)
     del kept
 
