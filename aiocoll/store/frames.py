@@ -25,6 +25,8 @@ __all__ = ["FrameProtocol", "Outcome", "pack"]
 
 #: Bytes of a frame: two of the largest values. Decoded, it cannot take more than about 70 times that.
 MAX_FRAME = 16 << 20
+#: Bytes of memory for a frame whose body has not begun to arrive; doubled whenever they are full.
+_FIRST_BLOCK = 64 << 10
 _LENGTH = struct.Struct("!I")
 
 
@@ -47,12 +49,13 @@ def pack(message: list[Any]) -> bytes:
 
 
 class FrameProtocol(asyncio.BufferedProtocol):
-    """A connection that reads exactly what it expects next, and nothing is allocated before a length was checked."""
+    """A connection that reads exactly what it expects next, and takes memory for what comes, not what is announced."""
 
     transport: asyncio.Transport
 
     def __init__(self) -> None:
         self._block = bytearray()
+        self._nbytes = 0
         self._filled = 0
         self._handler: Callable[[bytearray], None] = self._length_received
 
@@ -70,6 +73,12 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._filled += nbytes
         if self._filled < len(self._block):
             return
+        if self._filled < self._nbytes:
+            # A new one, since asyncio still looks at the old.
+            larger = bytearray(min(2 * self._filled, self._nbytes))
+            larger[: self._filled] = self._block
+            self._block = larger
+            return
         try:
             self._handler(self._block)
         except (AuthenticationError, ProtocolError) as exc:
@@ -81,7 +90,8 @@ class FrameProtocol(asyncio.BufferedProtocol):
         return bytes(self._block[: self._filled])
 
     def _expect(self, nbytes: int, handler: Callable[[bytearray], None]) -> None:
-        self._block = bytearray(nbytes)
+        self._block = bytearray(min(nbytes, _FIRST_BLOCK))
+        self._nbytes = nbytes
         self._filled = 0
         self._handler = handler
 
