@@ -349,6 +349,7 @@ def _refusal(what: str, status: Status, mine: Identity, peer: Peer) -> Handshake
     reasons = {
         Status.CROSSED: "both ends dialled at once, and the other connection stays",
         Status.DUPLICATE: f"rank {mine.rank} and rank {peer.rank} have a live connection of kind {peer.kind.name}",
+        Status.REFUSED: f"rank {mine.rank} and rank {peer.rank} of {mine.world_size} cannot be peers",
         Status.WRONG_JOB: f"it belongs to job {peer.job_id.hex()}, this process to job {mine.job_id.hex()}",
         Status.WRONG_EPOCH: f"it is in epoch {peer.epoch}, this process in epoch {mine.epoch}",
         Status.WRONG_WORLD_SIZE: f"its world size is {peer.world_size}, this process has {mine.world_size}",

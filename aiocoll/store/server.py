@@ -2,7 +2,7 @@
 
 It has its own thread so that a rank whose loop is busy does not hold up the others. The accept loop is ours: the number
 of connections that have not proven themselves is capped, they have `HANDSHAKE_TIMEOUT` seconds, and while the cap is
-reached the oldest of them makes room, so silent strangers cannot keep a rank out.
+reached the oldest silent one makes room, so strangers cannot keep a rank out.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ __all__ = ["StoreServer"]
 
 #: Connections in the middle of their handshake, at least; more when twice the world is more.
 _MIN_PENDING = 16
-#: Seconds for which a full house keeps its oldest unproven connection: a hundred times what an honest one needs.
-_PATIENCE = 0.25
+#: Seconds for which a full house keeps a connection that is not proven: ten times what an honest one needs, so that a
+#: thousand silent ones delay the ranks behind them by little more than a second. Who is cut off connects again.
+_PATIENCE = 0.02
 #: Descriptors of an event loop: the selector's, and a pair of sockets by which other threads wake it.
 _LOOP_FDS = 3
 #: Seconds before accepting again when the process is out of file descriptors or memory.
@@ -65,7 +66,7 @@ class StoreServer:
         self._identity = Identity(job_id(job), 0, -1, 0, ConnKind.STORE)
         self._max_pending = max(_MIN_PENDING, 2 * (world_size or 0))
         self._members = StoreCore()
-        self._pending: dict[Session, None] = {}
+        self._pending: dict[Session, float] = {}
         self._sessions: set[Session] = set()
         self._changed = asyncio.Event()
         self._stop = asyncio.Event()
@@ -125,7 +126,7 @@ class StoreServer:
 
     def session_opened(self, session: Session) -> None:
         """Count a connection that has yet to prove itself."""
-        self._pending[session] = None
+        self._pending[session] = self.runtime.time()
         self._sessions.add(session)
 
     def session_proven(self, session: Session) -> None:
@@ -238,14 +239,15 @@ class StoreServer:
 
     async def _make_room(self) -> None:
         while len(self._pending) >= self._max_pending:
+            # One that has said HELLO may believe to be in with its next message, so it goes last.
+            oldest = next((each for each in self._pending if not each.greeted), next(iter(self._pending)))
             self._changed.clear()
             try:
-                async with asyncio.timeout(_PATIENCE):
+                async with asyncio.timeout(self._pending[oldest] + _PATIENCE - self.runtime.time()):
                     await self._changed.wait()
             except TimeoutError:
-                oldest = next(iter(self._pending))
-                del self._pending[oldest]
-                oldest.abort()
+                if self._pending.pop(oldest, None) is not None:
+                    oldest.abort()
 
     def _unlink(self) -> None:
         name = self.host.removeprefix("unix:")

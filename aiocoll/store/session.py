@@ -40,10 +40,15 @@ class SessionOwner(Protocol):
 
 
 class Session(FrameProtocol):
-    """Handshake, then requests. Any misbehaviour ends this connection and touches nothing else."""
+    """Handshake, then requests. Any misbehaviour ends this connection and touches nothing else.
+
+    Attributes:
+        greeted: whether the client has said a HELLO that was answered with OK.
+    """
 
     def __init__(self, owner: SessionOwner, handshake: ServerHandshake) -> None:
         super().__init__()
+        self.greeted = False
         self._owner = owner
         self._handshake = handshake
         self._waits: dict[int, tuple[StoreCore, Waiter, tuple[Any, ...]]] = {}
@@ -105,6 +110,7 @@ class Session(FrameProtocol):
         challenge = self._handshake.challenge(bytes(block), lambda peer: Status.OK)
         self.transport.write(challenge)
         if self._handshake.refusal is None:
+            self.greeted = True
             self._expect(PROOF_SIZE, self._proof_received)
         else:
             self._reason = self._handshake.refusal

@@ -216,8 +216,10 @@ class StreamTransport:
                 sock.close()
                 return
         if len(self._pending) >= self._most_pending:
-            # The oldest is the likeliest to be silent, and a peer that is cut off dials again.
-            oldest = next(iter(self._pending))
+            # The oldest that has said nothing is the likeliest to be silent, and a peer cut off there dials again.
+            # One that was told OK may believe that it has a link: whom it loses then is dead to it.
+            told_ok = set().union(*self._incoming.values())
+            oldest = next((task for task in self._pending if task not in told_ok), next(iter(self._pending)))
             self._pending.pop(oldest).cancel()
             self._evicted.add(oldest)
             oldest.cancel()
