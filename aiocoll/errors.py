@@ -84,7 +84,9 @@ class PeerLostError(GroupError, ConnectionError):
     """A rank is gone.
 
     Attributes:
-        how: ``"killed"`` (its connection broke) or ``"left"`` (it said goodbye).
+        how: ``"killed"`` (its connection broke, or its process is gone), ``"left"`` (it said goodbye), ``"stopped"``
+            (its process, on this host, has not been allowed to run for seconds: SIGSTOP, a debugger) or
+            ``"unreachable"`` (no sign of life has come from its process, on another host, for seconds).
     """
 
     def __init__(

@@ -149,9 +149,8 @@ class Control:
         """A control link is gone: its peer has ended in order, or died."""
         peer = link.peer
         self._links.pop(peer, None)
-        if peer not in self._gone:
-            self._endpoint.died(peer, f"its control connection broke ({error or 'closed without a goodbye'})")
-            self.gone(peer)
+        self._endpoint.died(peer, f"its control connection broke ({error or 'closed without a goodbye'})")
+        self.gone(peer)
 
     def heard(self, peer: int, payload: memoryview | None, direct: bool) -> None:
         """Take a note from `peer`; `direct` if it came on the data link, behind all data."""
@@ -187,7 +186,7 @@ class Control:
             if direct or not note["linked"]:
                 endpoint.departed(peer, note["g"])
         elif kind == "died":
-            endpoint.died(note["rank"], note["detail"], tell=False)
+            endpoint.died(note["rank"], note["detail"], tell=False, how=note["how"])
         elif kind == "revoke":
             endpoint.revoked(note["g"], note["cause"])
         elif kind == "shrink":

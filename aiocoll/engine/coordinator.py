@@ -54,7 +54,7 @@ class Coordinator:
         if agreement.outcome is None and agreement.endpoint.control.is_gone(peer):
             error = GroupError(
                 f"rank {agreement.position(peer)} cannot shrink its group: the others have lost it ("
-                f"{agreement.endpoint.dead.get(peer, 'it has ended')}) and go on without it",
+                f"{agreement.endpoint.dead.get(peer, ('left', 'it has ended'))[1]}) and go on without it",
                 ranks=[agreement.position(peer)],
             )
             agreement.say(peer, {"what": "refuse", "ballot": ballot, "cause": cause_of(error)})

@@ -55,9 +55,8 @@ class Endpoint:
         self.world_size = world_size
         self.cards: Mapping[int, Card] = {}
         self.groups: dict[int, Membership] = {}
-        #: Dead ranks and how we know; those of which it is not proven (their processes may live) are suspected.
-        self.dead: dict[int, str] = {}
-        self.suspected: set[int] = set()
+        #: How each rank was lost that has not left in order, and what tells so.
+        self.dead: dict[int, tuple[str, str]] = {}
         self.closed = False
         self.watch = Watch(self)
         self.control = Control(self)
@@ -104,7 +103,8 @@ class Endpoint:
                 channel.consume(len(payload))
         for rank in group.ranks:
             if rank in self.dead:
-                group.lost(rank, self.dead[rank])
+                how, detail = self.dead[rank]
+                group.lost(rank, detail, how)
             elif self.control.is_gone(rank):
                 group.departed(rank)
 
@@ -189,18 +189,28 @@ class Endpoint:
 
     # -- ranks come and go
 
-    def died(self, rank: int, detail: str, tell: bool = True) -> None:
+    def died(self, rank: int, detail: str, tell: bool = True, how: str = "killed") -> None:
         """A rank is dead: every group it belongs to fails, here and, if we are first to know, everywhere."""
-        if self.closed or rank == self.rank or self.channel(rank).ended:
+        if self.closed or rank == self.rank:
+            return
+        if self.channel(rank).ended:
+            if rank in self.suspected and how == "killed":
+                self.dead[rank] = how, detail
+                self.thinned()
             return
         self.channel(rank).ended = True
-        self.dead[rank] = detail
+        self.dead[rank] = how, detail
         self.control.gone(rank, detail)
         if tell:
-            self.control.flood({"t": "died", "rank": rank, "detail": detail}, range(self.world_size))
+            self.control.flood({"t": "died", "rank": rank, "detail": detail, "how": how}, range(self.world_size))
         for group in list(self.groups.values()):
             if rank in group.position:
-                group.lost(rank, detail)
+                group.lost(rank, detail, how)
+
+    @property
+    def suspected(self) -> set[int]:
+        """The lost ranks that may still live: stopped ones, and those nothing is heard of."""
+        return {rank for rank, (how, _) in self.dead.items() if how != "killed"}
 
     def departed(self, rank: int, identity: int) -> None:
         """A rank has left a group, and all its data has arrived."""

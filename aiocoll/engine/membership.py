@@ -225,13 +225,13 @@ class Membership:
         for callback in self.on_revoked:
             callback()
 
-    def lost(self, rank: int, detail: str) -> None:
-        """A rank of the group (numbered as in the job) died."""
+    def lost(self, rank: int, detail: str, how: str) -> None:
+        """A rank of the group (numbered as in the job) is dead, or as good as that."""
         peer = self.position[rank]
         if peer not in self.left:
             self.revoke(
                 PeerLostError(
-                    f"rank {peer} of group {self.name!r} is gone: {detail}", group=self.name, ranks=[peer], how="killed"
+                    f"rank {peer} of group {self.name!r} is gone: {detail}", group=self.name, ranks=[peer], how=how
                 )
             )
 

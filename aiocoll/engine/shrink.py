@@ -144,9 +144,7 @@ class Agreement:
                 **self._vote,
                 "ballot": self._promised,
                 "accepted": self.accepted,
-                "dead": [
-                    (rank, why) for rank, why in self.endpoint.dead.items() if rank not in self.endpoint.suspected
-                ],
+                "dead": [(rank, why) for rank, (how, why) in self.endpoint.dead.items() if how == "killed"],
             },
         )
 

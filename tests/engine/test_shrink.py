@@ -347,3 +347,29 @@ def test_who_has_left_the_group_has_no_say() -> None:
         return await works(small)
 
     assert job.run(4, body) == [None, None, (2, 3), (2, 3)]
+
+
+@pytest.mark.parametrize(("suspects", "decide"), [({2, 3}, True), ({0, 1}, False)])
+def test_suspected_ranks_are_not_waited_for_but_count(suspects: set[int], decide: bool) -> None:
+    """Half of the ranks is lost without being proven dead: a quorum of all must go on, not of the rest."""
+    job = Job()
+
+    async def body(pg: ProcessGroup) -> Any:
+        if pg.rank() in suspects:
+            await asyncio.sleep(60)
+            return None
+        for rank in suspects:
+            pg._member.endpoint.died(rank, "nothing has been heard of it", how="unreachable")
+        start = now()
+        if not decide:
+            with pytest.raises(PeerLostError) as raised:
+                await pg.shrink()
+            assert raised.value.ranks == (0, 1)
+            # It turns out that one of them was killed: now the others are a quorum.
+            pg._member.endpoint.died(1, "its process is gone", how="killed")
+        small = await pg.shrink()
+        assert now() - start < 1
+        return await works(small)
+
+    living = tuple({0, 1, 2, 3} - suspects)
+    assert job.run(4, body) == [living if rank in living else None for rank in range(4)]
