@@ -27,6 +27,7 @@ from aiocoll import (
     new_group,
 )
 from aiocoll.engine.completed import Completed, combine
+from aiocoll.transport.frame import HEADER, FrameKind
 
 from .ranks import TRANSPORTS, options, run_ranks, until
 
@@ -38,6 +39,37 @@ async def works(pg: ProcessGroup) -> tuple[int, ...]:
     assert (tensor == 2.0 ** pg.size() - 1).all()
     assert await pg.allgather_object(pg.rank()) == list(range(pg.size()))
     return pg.global_ranks
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_frames_of_an_older_group_do_not_reach_a_newer_one_of_the_same_name(transport: str) -> None:
+    store = HashStore()
+
+    async def rank(number: int) -> None:
+        where = {"store": store, "rank": number, "world_size": 2, "options": options(transport)}
+        async with new_group(**where) as pg:  # type: ignore[arg-type]
+            older = []
+            for _ in range(3):
+                again = await new_group(name="again", **where)  # type: ignore[arg-type]
+                await again.barrier()
+                x = np.full(3, 1.0 - number)
+                if number == 0:
+                    link = again._member.channels[1].link
+                    for frame in older:
+                        assert link is not None
+                        link.write(frame, memoryview(np.full(3, 7.0)).cast("B"))
+                    await again.send_object("sent", 1)
+                else:
+                    assert await again.recv_object(0) == "sent"
+                await again.broadcast(x, 0)
+                assert (x == 1).all()
+                op, _, terms, _, _ = again._member.history[-1]
+                older.append(HEADER.pack(FrameKind.DATA, 0, 0, again._member.id, op, terms.fingerprint(), 0, 24, 24))
+                await again.shutdown()
+                await pg.barrier()
+            assert len(set(older)) == 3
+
+    await together(rank(0), rank(1))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

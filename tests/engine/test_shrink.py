@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,9 @@ from aiocoll import GroupError, GroupRevokedError, PeerLostError, ProcessGroup
 from aiocoll.engine.coordinator import is_quorum
 from aiocoll.engine.shrink import Agreement
 from aiocoll.testing.virtual import run_virtual
+from aiocoll.transport.base import Link
+from aiocoll.transport.frame import Header
+from aiocoll.transport.memory import MemoryLink
 from tests.ranks import hub
 
 #: Seconds a frame takes at least and at most.
@@ -50,7 +55,7 @@ class Job:
         pg = self.groups[rank]
         endpoint = pg._member.endpoint
         endpoint.closed = True
-        endpoint.transport.accepted = lambda link: link.break_off(ConnectionResetError("killed"))  # type: ignore[attr-defined]
+        endpoint.transport.accepted = refuse
         for other in self.groups:
             if other != rank:
                 hub(pg).cut(rank, other)
@@ -68,6 +73,29 @@ class Job:
         for link in hub(self.groups[0]).links:
             if link.ends in pairs:
                 link.write = lambda header, payload=None: True  # type: ignore[method-assign]
+
+
+def refuse(link: Link) -> None:
+    """Break a link to a dead rank as soon as the other end is in use."""
+    assert isinstance(link, MemoryLink)
+    link.sink = Nobody()
+    asyncio.get_running_loop().call_soon(link.break_off, ConnectionResetError("killed"))
+
+
+class Nobody:
+    """The sink of links to a dead rank."""
+
+    def route(self, link: Link, header: Header) -> None:
+        pass
+
+    def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
+        pass
+
+    def drained(self, link: Link) -> None:
+        pass
+
+    def lost(self, link: Link, error: Exception | None) -> None:
+        pass
 
 
 async def works(pg: ProcessGroup) -> tuple[int, ...]:
@@ -373,3 +401,43 @@ def test_suspected_ranks_are_not_waited_for_but_count(suspects: set[int], decide
 
     living = tuple({0, 1, 2, 3} - suspects)
     assert job.run(4, body) == [living if rank in living else None for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(25), pytest.param(range(25, 3000), marks=pytest.mark.soak)], ids=["few", "many"]
+)
+def test_any_ranks_die_at_any_messages(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    say = Agreement.say
+    for seed in seeds:
+        chance = random.Random(seed)
+        world_size = chance.randrange(3, 8)
+        first = chance.randrange(world_size)
+        doomed = {chance.randrange(1, 60): chance.randrange(world_size) for _ in range(chance.randrange(1, 4))}
+        job = Job()
+        messages = itertools.count()
+
+        def watched(
+            self: Agreement,
+            rank: int,
+            note: dict[str, Any],
+            job: Job = job,
+            doomed: dict[int, int] = doomed,
+            messages: Iterator[int] = messages,
+        ) -> None:
+            victim = doomed.get(next(messages))
+            if victim is not None and victim not in job.killed and len(job.killed) + 1 < len(job.groups):
+                job.kill(victim)
+            if self.endpoint.rank not in job.killed:
+                say(self, rank, note)
+
+        async def body(pg: ProcessGroup, job: Job = job, first: int = first, chance: random.Random = chance) -> Any:
+            if pg.rank() == first:
+                await job.die(first)
+            await pg.wait_revoked()
+            await asyncio.sleep(chance.choice([0, 0.01, 1.5]))
+            return await recover(pg)
+
+        monkeypatch.setattr(Agreement, "say", watched)
+        results = job.run(world_size, body, seed)
+        living = tuple(rank for rank in range(world_size) if rank not in job.killed)
+        assert [results[rank] for rank in living] == [living] * len(living), f"seed {seed}"
