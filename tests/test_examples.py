@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from aiocoll import errors
+
 ROOT = Path(__file__).parents[1]
 #: Seconds; the demo takes a few, on a loaded machine some more.
 LIMIT = 120
@@ -41,6 +43,22 @@ def test_the_readme_program_prints_what_the_readme_says(tmp_path: Path) -> None:
     script.write_text(program)
     assert command == ".venv/bin/aiocoll run -n 2 hello.py\n"
     assert run(2, script) == shown.splitlines()
+
+
+def test_the_page_on_failures_has_every_error() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    assert [name for name in errors.__all__ if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/guide.md", "docs/reliability.md"])
+def test_links_lead_somewhere(name: str) -> None:
+    page = ROOT / name
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE) if anchor else []
+        slugs = [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
+        assert not anchor or anchor in slugs, anchor
 
 
 def test_the_demo_learns_the_same_on_every_rank() -> None:
