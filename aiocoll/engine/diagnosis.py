@@ -140,11 +140,17 @@ class Diagnosis:
                 self._tell(rank, {"t": "status", "op": op, "missing": missing})
 
     def _last(self) -> str:
+        waiting = self._waiting()
         if not self._group.history:
-            return "in no operation yet"
+            return f"in no operation yet{waiting}"
         record = Record._make(self._group.history[-1])
         age = self._group.endpoint.runtime.time() - record.entered
-        return f"last in {called(record.describe(self._group.rank))}, {age:.1f} s ago"
+        return f"last in {called(record.describe(self._group.rank))}, {age:.1f} s ago{waiting}"
+
+    def _waiting(self) -> str:
+        """Name the newest message this rank waits for: it may be what keeps it from entering."""
+        operation = next((each for each in reversed(self._group.pending) if each.id & P2P == P2P), None)
+        return "" if operation is None else f"; waiting in {called(operation.describe())}"
 
     def _tell(self, rank: int, message: dict[str, Any]) -> None:
         if rank == self._group.rank:

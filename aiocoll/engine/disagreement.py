@@ -117,6 +117,8 @@ def called(description: Description) -> str:
             ("receives", "receives"),
             ("root", "root"),
             ("reduce", "reduce op"),
+            ("src", "src"),
+            ("dst", "dst"),
             ("tag", "tag"),
             ("key", "key"),
             ("seq", "SequenceNumber"),

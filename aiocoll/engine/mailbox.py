@@ -45,7 +45,9 @@ class Outgoing(Operation):
         work: Work[Any],
         timeout: float,
     ) -> None:
-        super().__init__(group, identity, code, _terms("SEND", code, view.nbytes), (), work, timeout)
+        terms = _terms("SEND", code, view.nbytes)
+        # As its receiver names it, who knows no more than the count.
+        super().__init__(group, identity, code, terms, terms.counts, work, timeout)
         self.peer = peer
         self._view = view
         self._nbytes = 0
@@ -68,6 +70,10 @@ class Outgoing(Operation):
         """End with `error`."""
         self.group.mailbox.outgoing.pop((self.peer, self.id), None)
         super().fail(error)
+
+    def describe(self) -> dict[str, Any]:
+        """Say what is sent, and where to."""
+        return {**super().describe(), "tag": self.id >> 32 & (TAG_LIMIT - 1), "dst": self.peer}
 
     def needs(self, peer: int) -> bool:
         """Whether `peer` is the destination."""
@@ -115,6 +121,10 @@ class Posted(Operation):
         """Take a message that is waiting, or wait for one."""
         self.group.mailbox.post(self)
 
+    def describe(self) -> dict[str, Any]:
+        """Say what is wanted, and from where."""
+        return {**super().describe(), "tag": self.tag, "src": self.source}
+
     def needs(self, peer: int) -> bool:
         """Whether only `peer` could complete it."""
         if self.arrival is not None:
@@ -138,8 +148,8 @@ class Posted(Operation):
             number = arrival.op & 0xFFFFFFFF
             terms = _terms("SEND", arrival.code, arrival.total)
             theirs = description(arrival.peer, terms, terms.counts, None, number)
-            mine = {**self.describe(), "seq": number}
-            self.group.disputes.differ({**mine, "tag": self.tag}, {**theirs, "tag": self.tag})
+            theirs.update(tag=self.tag, dst=self.group.rank)
+            self.group.disputes.differ({**self.describe(), "seq": number}, theirs)
             return
         if arrival.received:
             self.view[: arrival.received] = arrival.data()

@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from aiocoll import CollectiveMismatchError, GroupRevokedError, ProcessGroup, Recv, ReduceOp, Send, Work
+from aiocoll import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupRevokedError,
+    ProcessGroup,
+    Recv,
+    ReduceOp,
+    Send,
+    Work,
+)
 from aiocoll.algorithms.select import RULES
 from aiocoll.testing.virtual import run_virtual
 
@@ -390,6 +399,32 @@ def test_a_message_that_does_not_fit(send: Call, receive: Call, fields: str, lat
 async def test_a_message_that_does_not_fit_over_sockets(transport: str) -> None:
     runs = [run_ranks(3, misfit, *row, 0.0, transport=transport) for row in P2P_TABLE]
     assert all(len(set(texts)) == 1 for texts in await asyncio.gather(*runs))
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda pg: pg.recv(np.zeros(4), 0, 7), r"RECV\(shape=\[4\], .*src=0, tag=7"),
+        (lambda pg: pg.recv_anysource(np.zeros(4)), r"RECV\(shape=\[4\], .*tag=0"),
+        (lambda pg: pg.send(np.zeros(100_000), 0, 3), r"SEND\(shape=\[100000\], .*dst=0, tag=3"),
+    ],
+    ids=["recv", "recv_anysource", "send"],
+)
+def test_a_rank_that_sends_or_receives_instead_is_named(call: Any, named: str) -> None:
+    """No error before the timeout: another task of either rank may be about to do its part."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            with pytest.raises(
+                CollectiveTimeoutError, match=rf"rank 1 \(in no operation yet; waiting in {named}"
+            ) as told:
+                await pg.allreduce(np.zeros(4), timeout=5)
+            assert told.value.ranks == (1,)
+        else:
+            with pytest.raises(CollectiveTimeoutError, match=named):
+                await call(pg)
+
+    run_virtual(2, rank, latency=LATENCY)
 
 
 # -- what must not stand in the way
