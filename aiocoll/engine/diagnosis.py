@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from aiocoll.engine.disagreement import called, differences, mismatch
+from aiocoll.engine.disagreement import called, mismatch, opposed
 from aiocoll.engine.operation import P2P, Operation, Terms, description
 from aiocoll.errors import (
     CollectiveMismatchError,
@@ -95,10 +95,10 @@ class Diagnosis:
         op, theirs = message["op"], message["mine"]
         reports = self._collect(op)
         reports[peer] = theirs
-        for rank, known in reports.items():
-            if isinstance(known, dict) and rank != peer and differences(known, theirs):
-                self._group.disagreement(known, theirs)
-                return
+        other = opposed(theirs, (known for known in reports.values() if isinstance(known, dict)))
+        if other is not None:
+            self._group.disagreement(other, theirs)
+            return
         self._answer(op, reports)
 
     def _queried(self, peer: int, message: dict[str, Any]) -> None:

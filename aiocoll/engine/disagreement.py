@@ -7,6 +7,7 @@ them is the cause. If that rank is silent, the one who knows revokes after a whi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.errors import CollectiveMismatchError
@@ -14,7 +15,7 @@ from aiocoll.errors import CollectiveMismatchError
 if TYPE_CHECKING:
     from aiocoll.engine.membership import Membership
 
-__all__ = ["Disputes", "called", "differences", "mismatch"]
+__all__ = ["Disputes", "called", "mismatch", "opposed"]
 
 #: What every rank must have called alike; the rest of a description only helps to recognise the call.
 AGREED = ("op", "dtype", "counts", "root", "reduce")
@@ -78,7 +79,7 @@ class Disputes:
             group.endpoint.control.tell(group.ranks[rank], note)
 
 
-def differences(one: Description, two: Description) -> list[str]:
+def _differences(one: Description, two: Description) -> list[str]:
     """Return the terms in which two ranks' calls of one operation differ; [] if they belong together."""
     fields = [field for field in AGREED if one.get(field) != two.get(field)]
     if {one["op"], two["op"]} == HALVES:
@@ -88,10 +89,22 @@ def differences(one: Description, two: Description) -> list[str]:
     return fields
 
 
+def opposed(theirs: Description, calls: Iterable[Description]) -> Description | None:
+    """Return one of `calls`, which agree with each other, that does not belong together with `theirs`."""
+    private = theirs.get("sends") or theirs.get("receives")
+    for each in calls:
+        if each["rank"] != theirs["rank"]:
+            if _differences(each, theirs):
+                return each
+            if not private:
+                break  # what is the same for all it shares with the others too: a thousand ranks report
+    return None
+
+
 def mismatch(group: str, one: Description, two: Description) -> CollectiveMismatchError:
     """Name both sides of a disagreement, the lower rank first."""
     one, two = sorted((one, two), key=lambda description: description["rank"])
-    fields = differences(one, two)
+    fields = _differences(one, two)
     if (not fields or "counts" in fields) and one.get("shape") != two.get("shape"):
         fields.append("shape")
     return CollectiveMismatchError(
