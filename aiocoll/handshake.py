@@ -82,6 +82,8 @@ class ConnKind(IntEnum):
     STORE = 0
     CONTROL = 1
     DATA = 2
+    BEACON = 3
+    """Signs of life, a byte each, in both directions; no frames."""
 
 
 class Status(IntEnum):

@@ -35,8 +35,8 @@ LAST_LOOK = 1.0
 #: In the store, begins the reason why the ranks cannot meet; a job is hexadecimal, a card a msgpack map.
 CALLED_OFF = b"off:"
 
-#: Types of what a card says: host, event loop, unix socket, process, and host and port of TCP.
-_CARD = [str, str, str, int, str, int]
+#: Types of what a card says: host, event loop, unix socket, process (namespace, pid, start), host and port of TCP.
+_CARD = [str, str, str, int, int, int, str, int]
 
 #: Homes by (loop, rendezvous, rank) and hubs by (loop, job): a second group finds what the first one made.
 shared: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
@@ -329,7 +329,7 @@ class Home:
 
     def _spin(self, cards: Mapping[int, Card]) -> float:
         """Polling is in vain for what another rank of this process has to do."""
-        alone = all(rank == self.rank or card["pid"] != os.getpid() for rank, card in cards.items())
+        alone = all(rank == self.rank or card["process"] != cards[self.rank]["process"] for rank, card in cards.items())
         return self._options.spin_us / 1e6 if alone else 0.0
 
     def _crowded(self, cards: Mapping[int, Card]) -> bool:
@@ -342,7 +342,7 @@ def _card(rank: int, data: bytes) -> Card:
     try:
         card = msgpack.unpackb(data)
         tcp = card["tcp"] or ("", 0)
-        if list(map(type, (card["host"], card.get("loop", ""), card["unix"] or "", card["pid"], *tcp))) == _CARD:
+        if list(map(type, (card["host"], card.get("loop", ""), card["unix"] or "", *card["process"], *tcp))) == _CARD:
             return dict(card)
     except (ValueError, TypeError, KeyError):
         pass

@@ -25,7 +25,7 @@ LAYERS: list[set[str]] = [
     {"runtime", "dtypes", "unseen"},
     {"kernels"},
     {"ops"},
-    {"buffers", "work", "handshake", "codec", "options"},
+    {"buffers", "work", "handshake", "codec", "options", "process"},
     {"transport", "store", "gpu"},
     {"algorithms"},
     {"engine"},

@@ -40,6 +40,8 @@ class Control:
         self._links: dict[int, Link] = {}
         self._gone: set[int] = set()
         self._backlog: list[tuple[int, Note]] = []
+        self._held: dict[int, list[Note]] = {}
+        self._dialling: set[int] = set()
         self._formed: asyncio.Future[None] = endpoint.loop.create_future()
         self._lost_early: RendezvousError | None = None
         self._parting: asyncio.Future[None] | None = None
@@ -73,7 +75,7 @@ class Control:
         """
         endpoint = self._endpoint
         if endpoint.rank != self.hub:
-            await self._dial()
+            await self._dial(self.hub)
         elif endpoint.world_size == 1:
             return
         await self._formed
@@ -92,6 +94,8 @@ class Control:
         backlog, self._backlog = self._backlog, []
         for rank, note in backlog:
             self.tell(rank, note)
+        for note in self._held.pop(link.peer, ()):
+            send_note(link, note)
         self._part()
 
     # -- saying
@@ -107,6 +111,14 @@ class Control:
                 send_note(self._links[hub], {"t": "relay", "to": rank, "note": note})
             else:
                 self._backlog.append((rank, note))
+
+    def tell_directly(self, rank: int, note: Note) -> None:
+        """Send `note` to one rank on a link to it, not by the hub, which may be the one that does not answer."""
+        if rank in self._links or rank in self._gone or self._endpoint.closed:
+            self.tell(rank, note)
+            return
+        self._held.setdefault(rank, []).append(note)
+        self._reach(rank)
 
     def flood(self, note: Note, ranks: Sequence[int]) -> None:
         """Send `note` to all other `ranks`."""
@@ -187,12 +199,17 @@ class Control:
                 endpoint.departed(peer, note["g"])
         elif kind == "died":
             endpoint.died(note["rank"], note["detail"], tell=False, how=note["how"])
+        elif kind == "waits":
+            endpoint.liveness.needed()
         elif kind == "revoke":
             endpoint.revoked(note["g"], note["cause"])
         elif kind == "shrink":
             endpoint.agreement(note["g"], note["ranks"]).heard(peer, note)
         elif (group := endpoint.groups.get(note["g"])) is not None:
             group.diagnosis.heard(group.position[peer], note)
+        elif kind == "query":
+            last = "which is not in the group now"
+            self.tell(peer, {"t": "absent", "g": note["g"], "op": note["op"], "last": last, "age": None, "asked": True})
 
     # -- hubs come and go
 
@@ -246,20 +263,27 @@ class Control:
 
     def _succeed_hub(self) -> None:
         endpoint = self._endpoint
-        if not endpoint.closed and self.hub != endpoint.rank and self.hub not in self._links:
-            endpoint.spawn(self._redial(), "aiocoll control")
+        if not endpoint.closed and self.hub != endpoint.rank:
+            if self.hub not in self._links:
+                self._reach(self.hub)
+            endpoint.liveness.follow_hub()
 
-    async def _redial(self) -> None:
-        hub = self.hub
+    def _reach(self, rank: int) -> None:
+        if rank not in self._dialling:
+            self._dialling.add(rank)
+            self._endpoint.spawn(self._redial(rank), "aiocoll control")
+
+    async def _redial(self, rank: int) -> None:
         try:
-            await self._dial()
+            await self._dial(rank)
         except (OSError, AiocollError) as error:
             # If it was leaving as well, its goodbye has come before that of the last hub.
-            self._endpoint.died(hub, f"it cannot be reached ({error})")
+            self._endpoint.died(rank, f"it cannot be reached ({error})")
+        finally:
+            self._dialling.discard(rank)
 
-    async def _dial(self) -> None:
-        hub = self.hub
-        link = await self._endpoint.transport.connect(hub, self._endpoint.cards[hub], ConnKind.CONTROL)
+    async def _dial(self, rank: int) -> None:
+        link = await self._endpoint.connect(rank, ConnKind.CONTROL)
         if link is not None:
             self.attach(link)
 

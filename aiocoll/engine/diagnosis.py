@@ -1,15 +1,19 @@
 """Who has not entered, who called something else: the questions ranks ask each other about an operation that waits.
 
-An operation pending for 250 ms is reported to the group's coordinator, its lowest rank. The coordinator compares the
-reports, asks the ranks that sent none, and answers with the ranks that have not entered. A rank that was asked about
-an operation before it enters reports as soon as it does.
+An operation pending for 250 ms is reported to the group's coordinator, its lowest rank, and then once a second. The
+coordinator compares the reports, asks the ranks that sent none, and answers with the ranks that have not entered, and
+with those that do not answer, be it that their loop is blocked or that they are stopped. If the coordinator itself does
+not answer, the next rank is asked instead. A rank that was asked about an operation before it enters reports as soon as
+it does.
 """
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from aiocoll.engine.disagreement import called, mismatch, opposed
+from aiocoll.engine.disagreement import called, opposed
+from aiocoll.engine.inquiry import DETAILED, SLOW_AFTER, Absence, Finding, Inquiry
 from aiocoll.engine.operation import P2P, Operation, Terms, description
 from aiocoll.errors import (
     CollectiveMismatchError,
@@ -18,14 +22,21 @@ from aiocoll.errors import (
     GroupRevokedError,
     PeerLostError,
 )
+from aiocoll.log import logger
 
 if TYPE_CHECKING:
     from aiocoll.engine.membership import Membership
 
-__all__ = ["Diagnosis", "Record", "called", "cause_of", "error_from", "mismatch"]
+__all__ = ["Diagnosis", "Record", "cause_of", "error_from"]
 
 #: Operations for which reports and answers are kept, the oldest ones first to go.
 KEPT = 256
+#: Seconds between two reports of the oldest operation that waits: what is known of the others is that fresh.
+REPORT_AGAIN = 1.0
+#: Seconds a coordinator has to answer before the next rank is asked, at most; a quarter of a shorter timeout.
+PATIENCE = 0.25
+#: Seconds in which answers gather before all who wait are told: answers to one round of questions come together.
+GATHER = 0.01
 
 Description = dict[str, Any]
 
@@ -50,37 +61,106 @@ class Diagnosis:
 
     def __init__(self, group: Membership) -> None:
         self._group = group
-        # For each operation: what every rank called, or in words what it was last seen in.
-        self._reports: dict[int, dict[int, Description | str]] = {}
-        self._answers: dict[int, dict[int, str]] = {}
-        #: Operations somebody asked about before this rank has entered them.
-        self.asked: dict[int, None] = {}
+        # As one who waits: what was answered, by operation; when which rank was asked that has not answered yet; and
+        # the ranks that have been called slow since they last answered.
+        self._findings: dict[int, Finding] = {}
+        self._asked: dict[int, tuple[int, float]] = {}
+        self._slow: set[int] = set()
+        # As the coordinator: notes by operation. As both: since when a rank has owed an answer.
+        self._inquiries: dict[int, Inquiry] = {}
+        self._silent: dict[int, float] = {}
+        #: Operations somebody asked about before this rank has entered them, and who did last.
+        self.asked_early: dict[int, int] = {}
 
     def find(self, op: int) -> Record | None:
         """Return the record of an operation, if it is remembered."""
         return next((Record._make(entry) for entry in reversed(self._group.history) if entry[0] == op), None)
 
-    def report(self, operation: Operation) -> None:
-        """Tell the coordinator about an operation that has been pending for a while, or that it has asked about."""
-        operation.reported = True
-        if not operation.id & P2P:
-            coordinator = next(rank for rank in range(len(self._group.ranks)) if rank not in self._group.left)
-            self._tell(coordinator, {"t": "report", "op": operation.id, "mine": operation.describe()})
+    # -- as one who waits
+
+    def report(self, operation: Operation) -> float:
+        """Tell the coordinator about an operation that has been pending for a while; return when to do so again."""
+        if operation.id & P2P:
+            return inf
+        now = self._now()
+        silent = self._asked.get(operation.id)
+        rank = self._coordinator(None if silent is None else silent[0])
+        _bounded(self._asked)[operation.id] = rank, now
+        if rank != self._group.rank:
+            self._silent.setdefault(rank, now)
+        self._tell(rank, {"t": "report", "op": operation.id, "mine": operation.describe()})
+        return now + (min(PATIENCE, operation.timeout / 4) if operation.id in self._asked else REPORT_AGAIN)
+
+    def entered(self, operation: Operation) -> None:
+        """Answer at last who asked about it: this rank may be done at once, and never send anything."""
+        peer = self.asked_early.pop(operation.id, None)
+        if peer is not None:
+            self._tell(peer, {"t": "report", "op": operation.id, "mine": operation.describe(), "asked": True})
+
+    def unanswered(self, operation: Operation) -> bool:
+        """Whether the coordinator owes an answer about it."""
+        return operation.id in self._asked
 
     def missing(self, operation: Operation) -> tuple[list[int], str]:
         """Say which ranks have not entered, as far as this rank has learnt."""
-        last = self._answers.get(operation.id)
-        if last is None:
-            return [], "the other ranks have not been asked yet, or rank 0, which collects the answers, is silent"
-        if not last:
-            return [], "every rank has entered it, but it is not complete"
-        seen = ", ".join(f"rank {rank} ({words})" for rank, words in sorted(last.items()))
-        return sorted(last), f"it waits for {seen}"
+        finding = self._findings.get(operation.id)
+        if finding is not None:
+            return finding.ranks(self._now()), finding.words(self._now())
+        asked = self._asked.get(operation.id)
+        text = "the other ranks have not been asked yet"
+        if asked is not None:
+            text = (
+                f"rank {asked[0]}, which was asked who is missing {self._now() - asked[1]:.2g} s ago, has not answered"
+            )
+        if awaited := operation.awaited():
+            text += f"; what rank(s) {', '.join(map(str, awaited[:DETAILED]))} should send it has not all come"
+        return [], text
+
+    def _coordinator(self, silent: int | None) -> int:
+        """Return the lowest rank that may answer, after the one that did not."""
+        group = self._group
+        first = 0 if silent is None else silent + 1
+        return next((rank for rank in range(first, group.rank) if rank not in group.left), group.rank)
+
+    def _status(self, peer: int, message: dict[str, Any]) -> None:
+        """The coordinator has answered."""
+        op = message["op"]
+        self._asked.pop(op, None)
+        known = tuple(Absence(*each) for each in message["known"])
+        _bounded(self._findings)[op] = Finding(tuple(message["missing"]), known, self._now())
+        silent = {each.rank: each for each in known if each.silent}
+        for rank in self._slow - silent.keys():
+            self._slow.remove(rank)
+            logger.info(
+                "group %r, rank %d: rank %d answers again",
+                self._group.name,
+                self._group.rank,
+                rank,
+                extra=self._group.whose,
+            )
+        operation = self._group.operations.get(op)
+        for rank, each in silent.items():
+            if operation is not None and each.silent >= SLOW_AFTER and rank not in self._slow:
+                self._slow.add(rank)
+                logger.warning(
+                    "group %r, rank %d: rank %d is slow: it has not answered for %.1f s%s; %s waits for it",
+                    self._group.name,
+                    self._group.rank,
+                    rank,
+                    each.silent,
+                    f", {each.state}" if each.state else "",
+                    called(operation.describe()),
+                    extra=self._group.whose,
+                )
 
     # -- hearing
 
     def heard(self, peer: int, message: dict[str, Any]) -> None:
         """Take a message of `peer` (a rank of the group) about an operation."""
+        if "asked" in message or message["t"] == "status":
+            self._silent.pop(peer, None)
+        elif peer in self._silent:
+            self._silent[peer] = self._now()
         handler = {
             "disagree": self._group.disputes.disagreed,
             "differ": self._group.disputes.differed,
@@ -91,72 +171,129 @@ class Diagnosis:
         }[message["t"]]
         handler(peer, message)
 
-    def _reported(self, peer: int, message: dict[str, Any]) -> None:
-        op, theirs = message["op"], message["mine"]
-        reports = self._collect(op)
-        reports[peer] = theirs
-        other = opposed(theirs, (known for known in reports.values() if isinstance(known, dict)))
-        if other is not None:
-            self._group.disagreement(other, theirs)
-            return
-        self._answer(op, reports)
-
     def _queried(self, peer: int, message: dict[str, Any]) -> None:
         record = self.find(message["op"])
         if record is not None:
-            self._tell(peer, {"t": "report", "op": record.op, "mine": record.describe(self._group.rank)})
+            answer = {"t": "report", "op": record.op, "mine": record.describe(self._group.rank)}
         else:
-            _bounded(self.asked)[message["op"]] = None
-            self._tell(peer, {"t": "absent", "op": message["op"], "last": self._last()})
-
-    def _absent(self, peer: int, message: dict[str, Any]) -> None:
-        reports = self._collect(message["op"])
-        if not isinstance(reports.get(peer), dict):
-            reports[peer] = message["last"]
-            self._answer(message["op"], reports)
-
-    def _status(self, peer: int, message: dict[str, Any]) -> None:
-        _bounded(self._answers)[message["op"]] = dict(message["missing"])
+            _bounded(self.asked_early)[message["op"]] = peer
+            answer = {"t": "absent", "op": message["op"], **self._last()}
+        self._tell(peer, {**answer, "asked": True})
 
     # -- coordinating
 
-    def _collect(self, op: int) -> dict[int, Description | str]:
-        reports = self._reports.get(op)
-        if reports is None:
-            reports = _bounded(self._reports)[op] = {}
+    def _reported(self, peer: int, message: dict[str, Any]) -> None:
+        op, theirs = message["op"], message["mine"]
+        inquiry = self._inquiry(op)
+        inquiry.called[peer] = theirs
+        inquiry.absent.pop(peer, None)
+        if "asked" in message:
+            inquiry.asked.discard(peer)
+        other = opposed(theirs, inquiry.called.values())
+        if other is not None:
+            self._group.disagreement(other, theirs)
+            return
+        if "asked" in message:
+            self._soon(op, inquiry)
+        else:
+            self._ask(op, inquiry, peer)
+            self._answer(op, inquiry, [peer])
+
+    def _absent(self, peer: int, message: dict[str, Any]) -> None:
+        inquiry = self._inquiry(message["op"])
+        inquiry.asked.discard(peer)
+        if peer not in inquiry.called:
+            inquiry.absent[peer] = message["last"], message["age"], self._now()
+            self._soon(message["op"], inquiry)
+
+    def _inquiry(self, op: int) -> Inquiry:
+        inquiry = self._inquiries.get(op)
+        if inquiry is None:
+            inquiry = _bounded(self._inquiries)[op] = Inquiry()
+        rank = self._group.rank
+        if rank not in inquiry.called:
             if (record := self.find(op)) is not None:
-                reports[self._group.rank] = record.describe(self._group.rank)
-        return reports
+                inquiry.called[rank] = record.describe(rank)
+            else:
+                last = self._last()
+                inquiry.absent[rank] = last["last"], last["age"], self._now()
+        return inquiry
 
-    def _answer(self, op: int, reports: dict[int, Description | str]) -> None:
-        """Ask the ranks nothing is known of; tell those that wait who is missing."""
-        for rank in range(len(self._group.ranks)):
-            if rank not in reports:
-                reports[rank] = "which has not answered"
+    def _ask(self, op: int, inquiry: Inquiry, reporter: int) -> None:
+        """Ask every rank but the reporter that has no such question to answer yet."""
+        group = self._group
+        now = self._now()
+        before = len(inquiry.asked)
+        for rank in range(len(group.ranks)):
+            if rank in group.left:
+                inquiry.absent.setdefault(rank, ("which has left", None, now))
+            elif rank not in (group.rank, reporter) and rank not in inquiry.asked:
+                inquiry.asked.add(rank)
+                self._silent.setdefault(rank, now)
                 self._tell(rank, {"t": "query", "op": op})
-        missing = [(rank, words) for rank, words in reports.items() if isinstance(words, str)]
-        for rank, known in list(reports.items()):
-            if isinstance(known, dict):
-                self._tell(rank, {"t": "status", "op": op, "missing": missing})
+        if len(inquiry.asked) > before:
+            self._expect(op)
 
-    def _last(self) -> str:
-        waiting = self._waiting()
+    def _expect(self, op: int) -> None:
+        """Look again when the next rank has been silent for long."""
+        now = self._now()
+        due = [since + SLOW_AFTER for since in self._silent.values() if since + SLOW_AFTER > now]
+        if due:
+            # A little later than that, lest the clock's rounding make it a little less.
+            self._group.endpoint.runtime.call_later(min(due) + GATHER - now, self._overdue, op)
+
+    def _overdue(self, op: int) -> None:
+        """A rank has been silent for long: those who wait shall know."""
+        inquiry = self._inquiries.get(op)
+        if inquiry is not None and self._silent and self._stands():
+            self._answer(op, inquiry, list(inquiry.called))
+            self._expect(op)
+
+    def _soon(self, op: int, inquiry: Inquiry) -> None:
+        """Tell all who wait, when answers have had the time to gather."""
+        if not inquiry.due:
+            inquiry.due = True
+            self._group.endpoint.runtime.call_later(GATHER, self._gathered, op, inquiry)
+
+    def _gathered(self, op: int, inquiry: Inquiry) -> None:
+        inquiry.due = False
+        if self._stands():
+            self._answer(op, inquiry, list(inquiry.called))
+
+    def _answer(self, op: int, inquiry: Inquiry, ranks: list[int]) -> None:
+        """Tell `ranks` who is missing."""
+        group = self._group
+        missing = inquiry.missing(len(group.ranks))
+        state = group.endpoint.liveness.state
+        known = inquiry.absences(missing, self._silent, lambda rank: state(group.ranks[rank]), self._now())
+        for rank in ranks:
+            self._tell(rank, {"t": "status", "op": op, "missing": missing, "known": known})
+
+    def _stands(self) -> bool:
+        """Whether there is still anybody to tell."""
+        group = self._group
+        return group.cause is None and group.endpoint.groups.get(group.id) is group
+
+    def _last(self) -> dict[str, Any]:
         if not self._group.history:
-            return f"in no operation yet{waiting}"
+            return {"last": f"{self._waiting()}in no operation yet", "age": None}
         record = Record._make(self._group.history[-1])
-        age = self._group.endpoint.runtime.time() - record.entered
-        return f"last in {called(record.describe(self._group.rank))}, {age:.1f} s ago{waiting}"
+        last = f"{self._waiting()}last in {called(record.describe(self._group.rank))}"
+        return {"last": last, "age": self._now() - record.entered}
 
     def _waiting(self) -> str:
         """Name the newest message this rank waits for: it may be what keeps it from entering."""
         operation = next((each for each in reversed(self._group.pending) if each.id & P2P == P2P), None)
-        return "" if operation is None else f"; waiting in {called(operation.describe())}"
+        return "" if operation is None else f"waiting in {called(operation.describe())}; "
+
+    def _now(self) -> float:
+        return self._group.endpoint.runtime.time()
 
     def _tell(self, rank: int, message: dict[str, Any]) -> None:
         if rank == self._group.rank:
             self.heard(rank, message)
         else:
-            self._group.endpoint.control.tell(self._group.ranks[rank], {**message, "g": self._group.id})
+            self._group.endpoint.control.tell_directly(self._group.ranks[rank], {**message, "g": self._group.id})
 
 
 V = TypeVar("V")

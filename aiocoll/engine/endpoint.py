@@ -14,11 +14,12 @@ import numpy as np
 from aiocoll.engine.channel import Channel
 from aiocoll.engine.control import Control
 from aiocoll.engine.diagnosis import cause_of, error_from
+from aiocoll.engine.liveness import Liveness
 from aiocoll.engine.membership import Membership
 from aiocoll.engine.operation import Operation
 from aiocoll.engine.shrink import Agreement
 from aiocoll.engine.watch import Watch
-from aiocoll.errors import AiocollError
+from aiocoll.errors import AiocollError, PeerLostError
 from aiocoll.handshake import ConnKind
 from aiocoll.runtime import BUDGET, Runtime
 from aiocoll.transport.base import Card, Link, Transport
@@ -31,6 +32,8 @@ __all__ = ["Endpoint"]
 TURN = 500e-6
 #: How long a leaving rank waits for its peers to end their side too, in seconds.
 LINGER = 1.0
+#: Seconds between two attempts, each of some seconds, to connect to a rank that does not answer but lives.
+CONNECT_AGAIN = 0.5
 
 
 class Endpoint:
@@ -60,6 +63,7 @@ class Endpoint:
         self.closed = False
         self.watch = Watch(self)
         self.control = Control(self)
+        self.liveness = Liveness(self)
         #: Context of all engine code: NumPy does not warn in it of what the caller's numbers may hold.
         self.quiet = contextvars.copy_context()
         self.quiet.run(np.seterr, all="ignore")
@@ -82,8 +86,10 @@ class Endpoint:
         self.cards = cards
         try:
             await self.control.join()
+            self.liveness.start(cards)
         except BaseException:
             self.closed = True
+            self.liveness.stop()
             await self._stop_tasks()
             for link in [*self.control.links, *self._links]:
                 link.close()
@@ -166,6 +172,8 @@ class Endpoint:
         """Use a link that a peer has opened."""
         if link.kind is ConnKind.CONTROL:
             self.control.attach(link)
+        elif link.kind is ConnKind.BEACON:
+            self.liveness.attach(link)
         else:
             self.quiet.run(self._attach, self.channel(link.peer), link)
 
@@ -176,9 +184,19 @@ class Endpoint:
     def _count_links(self) -> None:
         self._links = tuple(channel.link for channel in self._channels.values() if channel.link is not None)
 
+    async def connect(self, rank: int, kind: ConnKind) -> Link | None:
+        """Open a link to `rank`, if it has not opened one itself; while its process lives, its loop may be blocked."""
+        while True:
+            try:
+                return await self.transport.connect(rank, self.cards[rank], kind)
+            except PeerLostError:
+                if self.channel(rank).ended or not self.liveness.sees(rank):
+                    raise
+            await self.runtime.sleep(CONNECT_AGAIN)
+
     async def _dial(self, channel: Channel) -> None:
         try:
-            link = await self.transport.connect(channel.peer, self.cards[channel.peer], ConnKind.DATA)
+            link = await self.connect(channel.peer, ConnKind.DATA)
         except (OSError, AiocollError) as error:
             channel.dialling = False
             if not channel.ended:
@@ -294,6 +312,7 @@ class Endpoint:
     async def _end(self) -> None:
         self.closed = True
         self.watch.close()
+        self.liveness.stop()
         await self._stop_tasks()
         await self.transport.aclose()
         for channel in self._channels.values():

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.channel import Channel
-from aiocoll.engine.diagnosis import Diagnosis, cause_of, error_from, mismatch
-from aiocoll.engine.disagreement import Disputes
+from aiocoll.engine.diagnosis import Diagnosis, cause_of, error_from
+from aiocoll.engine.disagreement import Disputes, called, mismatch
 from aiocoll.engine.mailbox import Mailbox
 from aiocoll.engine.operation import KEYED, P2P, Operation, Terms
 from aiocoll.engine.shared import Shared
@@ -114,9 +114,8 @@ class Membership:
             work = operation.work
             self.history.append((operation.id, now, operation.terms, operation.shape, work.key, work.seq))
         self.endpoint.watch.entered(operation)
-        if self.diagnosis.asked and operation.id in self.diagnosis.asked:
-            # Somebody has waited long for this rank, which may be done at once and never send anything.
-            self.diagnosis.report(operation)
+        if self.diagnosis.asked_early:
+            self.diagnosis.entered(operation)
         if self.left:
             # Later: what they sent before they left may be all that is needed.
             self.endpoint.runtime.call_soon(self._missed, operation)
@@ -268,7 +267,7 @@ class Membership:
         self.revoke(
             CollectiveTimeoutError(
                 f"{operation.work.op} (sequence {name!r}) of group {self.name!r} did not complete within "
-                f"{operation.timeout:g} s on rank {self.rank}: {detail}",
+                f"{operation.timeout:g} s on rank {self.rank}, which called {called(operation.describe())}: {detail}",
                 op=operation.work.op,
                 seq=name,
                 group=self.name,

@@ -96,6 +96,7 @@ class Operation:
         work: the caller's handle.
         entered: when it was entered, on the runtime's clock.
         timeout: seconds until `expire`.
+        reported: when it is due to be reported again; 0 before it has been for the first time.
         granted: peers that have entered it and take any amount.
         promised: peers that have been told so by this rank.
     """
@@ -137,7 +138,7 @@ class Operation:
         self.entered = 0.0
         self.done = False
         self.warned = False
-        self.reported = False
+        self.reported = 0.0
         self.granted = NOBODY
         self.promised = NOBODY
         self._put_off = False
@@ -180,6 +181,10 @@ class Operation:
     def needs(self, peer: int) -> bool:
         """Whether the operation still waits for `peer`, which is about to be gone."""
         raise NotImplementedError
+
+    def awaited(self) -> list[int]:
+        """Return the ranks from which something has not arrived, as far as that is known."""
+        return []
 
     def describe(self) -> dict[str, Any]:
         """Say in plain data what this rank called, for error messages."""

@@ -6,7 +6,8 @@ import asyncio
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from aiocoll.engine.operation import Operation
+from aiocoll.engine.disagreement import called
+from aiocoll.engine.operation import P2P, Operation
 from aiocoll.log import logger
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Watch:
         """Keep an eye on `operation`."""
         if operation.timeout != operation.group.timeout or operation.timeout < REPORT_AFTER:
             self._hurried[operation] = None
-            self._arm(min(operation.timeout, REPORT_AFTER))
+            self._arm(_patience(operation))
         elif self._timer is None:
             self._arm(REPORT_AFTER)
 
@@ -69,36 +70,58 @@ class Watch:
                 del self._hurried[operation]
                 operation.expire()
             else:
-                delay = min(delay, left)
+                self._look(operation, now, True)
+                delay = min(delay, left, max(0.0, _due(operation) - now))
         busy = bool(self._hurried)
+        waits = False
         for group in list(self._endpoint.groups.values()):
+            oldest = True
             # Collectives also on their own: any number of receives may have been pending for longer.
-            oldest = dict.fromkeys(islice(group.pending, LOOKED_AT))
-            oldest.update(dict.fromkeys(islice(group.operations.values(), LOOKED_AT)))
-            for operation in oldest:
+            pending = dict.fromkeys(islice(group.pending, LOOKED_AT))
+            pending.update(dict.fromkeys(islice(group.operations.values(), LOOKED_AT)))
+            for operation in pending:
                 busy = True
-                self._look(operation, now - operation.entered)
+                waits = waits or now - operation.entered >= REPORT_AFTER
+                self._look(operation, now, oldest)
+                # Receives may wait for as long as they like, and are not reported.
+                oldest = oldest and operation.id & P2P == P2P
+        if waits:
+            self._endpoint.liveness.needed()
         if busy:
             self._arm(delay)
 
-    def _look(self, operation: Operation, age: float) -> None:
+    def _look(self, operation: Operation, now: float, oldest: bool) -> None:
+        """Do what is due; of those that have been reported only the `oldest` is again."""
         if operation.done:
             return
+        age = now - operation.entered
         if age >= operation.timeout:
             operation.expire()
             return
-        if age >= REPORT_AFTER and not operation.reported:
-            operation.group.diagnosis.report(operation)
+        diagnosis = operation.group.diagnosis
+        if now >= _due(operation) and (oldest or not operation.reported or diagnosis.unanswered(operation)):
+            operation.reported = diagnosis.report(operation)
         if age >= operation.group.warn_after and not operation.warned:
             operation.warned = True
-            _, detail = operation.group.diagnosis.missing(operation)
+            _, detail = diagnosis.missing(operation)
             logger.warning(
-                "group %r, rank %d: %s (sequence %r) has been waiting for %.1f s: %s",
+                "group %r, rank %d: %s (sequence %r), called as %s, has been waiting for %.1f s: %s",
                 operation.group.name,
                 operation.group.rank,
                 operation.work.op,
                 operation.work.key or operation.work.seq,
+                called(operation.describe()),
                 age,
                 detail,
                 extra=operation.group.whose,
             )
+
+
+def _patience(operation: Operation) -> float:
+    """Seconds until the first report: in half the time of a short timeout there is time for an answer."""
+    return min(REPORT_AFTER, operation.timeout / 2)
+
+
+def _due(operation: Operation) -> float:
+    """Return when `operation` is to be reported."""
+    return operation.reported or operation.entered + _patience(operation)

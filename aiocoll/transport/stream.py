@@ -25,6 +25,7 @@ from aiocoll import handshake
 from aiocoll.errors import AuthenticationError, GroupClosedError, PeerLostError, RendezvousError
 from aiocoll.handshake import HANDSHAKE_TIMEOUT, ConnKind, HandshakeRefusedError, Identity, Peer, Status
 from aiocoll.log import logger
+from aiocoll.process import this_process
 from aiocoll.runtime import Runtime
 from aiocoll.transport import address
 from aiocoll.transport.base import Card, Link
@@ -117,6 +118,7 @@ class StreamTransport:
         self._transport = transport
         self._may_use_unix = transport != "tcp" and _AF_UNIX is not None
         self._host = address.host_identity(host_id)
+        self._process = this_process()
         self._connect_timeout = connect_timeout
         self._handshake_timeout = handshake_timeout
         self._most_pending = max(_MIN_PENDING, 2 * world_size)
@@ -137,7 +139,7 @@ class StreamTransport:
     def card(self) -> Card:
         """Where this rank can be reached now."""
         tcp = list(self._tcp) if self._tcp else None
-        return {"host": self._host, "unix": self._unix, "tcp": tcp, "pid": os.getpid()}
+        return {"host": self._host, "unix": self._unix, "tcp": tcp, "process": list(self._process)}
 
     async def listen(self) -> Card:
         """Open the unix listener, unless `transport="tcp"`; TCP listens only after `listen_tcp`."""

@@ -171,6 +171,12 @@ class StreamLink:
         self._target = None
         self._sock.close()
 
+    def detach(self) -> socket.socket:
+        """Give the socket to the caller, before `start`: it is used for something else than frames."""
+        self._closed = True
+        self._buffer = memoryview(b"")
+        return self._sock
+
     def _receive(self) -> bool:
         ticks = self._runtime.ticks
         deadline = ticks() + BUDGET

@@ -381,7 +381,7 @@ async def misfit(pg: ProcessGroup, send: Call, receive: Call, fields: str, delay
     assert cause.ranks == (0, 1)
     assert work.done()
     assert isinstance(work.exception(), CollectiveMismatchError) or pg.rank() == 0
-    call = r"\(shape=\[\d*\], dtype=\w+, device=cpu, [^;]*tag=0, SequenceNumber=0\)"
+    call = r"\(shape=\[\d*\], dtype=\w+, device=cpu, [^;]*tag=0, SequenceNumber=1\)"
     both = f"rank 0 called SEND{call}; rank 1 called RECV{call}"
     assert re.match(rf"Collectives differ in the following: {fields}\. Group .*: {both}$", str(cause)), cause
     memory.check(alone=True)
@@ -415,9 +415,7 @@ def test_a_rank_that_sends_or_receives_instead_is_named(call: Any, named: str) -
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
-            with pytest.raises(
-                CollectiveTimeoutError, match=rf"rank 1 \(in no operation yet; waiting in {named}"
-            ) as told:
+            with pytest.raises(CollectiveTimeoutError, match=rf"rank 1 \(waiting in {named}") as told:
                 await pg.allreduce(np.zeros(4), timeout=5)
             assert told.value.ranks == (1,)
         else:

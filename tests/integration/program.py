@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -37,11 +38,19 @@ async def every(pg: aiocoll.ProcessGroup) -> Any:
     return counts + await every_call(pg, (17, 70_000))
 
 
+def bequeath(seconds: str) -> subprocess.Popen[bytes]:
+    """Start a child that holds all connections of this process, so that they do not break when it dies."""
+    fds = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+    silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen(["sleep", seconds], pass_fds=[fd for fd in fds if fd > 2], **silent)
+
+
 async def lose(pg: aiocoll.ProcessGroup) -> Any:
     """Rank `VICTIM` dies in the middle of an allreduce."""
     if pg.rank() == int(os.environ["VICTIM"]):
         await all_others(pg)
         pg.allreduce(np.ones(LARGE // 8))
+        heir = bequeath(os.environ["HEIR"]) if "HEIR" in os.environ else None  # noqa: F841 - it warns when forgotten
         os.kill(os.getpid(), signal.SIGKILL)
     return await failure(pg)
 

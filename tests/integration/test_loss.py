@@ -21,6 +21,13 @@ def test_a_rank_is_killed(ranks: Ranks, port: int, victim: int, transport: str) 
         assert f"rank {victim} of group 'world:0' is gone: its" in text
 
 
+def test_a_rank_is_killed_and_its_child_holds_its_connections(ranks: Ranks, port: int) -> None:
+    results = ranks("lose", f"tcp://127.0.0.1:{port}", 4, env={"VICTIM": "0", "HEIR": "3"}, killed=[0])
+    for name, how, lost, text, cause in results[1:]:
+        assert (name, how, lost, cause) == ("PeerLostError", "killed", [0], "PeerLostError")
+        assert "rank 0 of group 'world:0' is gone: its process is gone" in text
+
+
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_leaves(ranks: Ranks, port: int, victim: int) -> None:
     results = ranks("leave", f"tcp://127.0.0.1:{port}", 4, env={"VICTIM": str(victim)})

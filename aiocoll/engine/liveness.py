@@ -1,0 +1,161 @@
+"""Who is alive: the loop's side of the sentinel.
+
+The hub watches all ranks, and all watch the hub. A process of the same host is looked at while something waits for it;
+with a rank whose process cannot be seen from here there is a beacon. Ranks of one process need none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from aiocoll.engine.sentinel import ROUND, Sentinel
+from aiocoll.errors import AiocollError
+from aiocoll.handshake import ConnKind
+from aiocoll.log import logger
+from aiocoll.process import GONE, ProcessId, state
+from aiocoll.transport.base import Card, Link
+from aiocoll.transport.stream_link import StreamLink
+
+if TYPE_CHECKING:
+    from aiocoll.engine.endpoint import Endpoint
+
+__all__ = ["Liveness"]
+
+#: Seconds between two requests to look at those that something waits for.
+ASK_AGAIN = 1.0
+#: Seconds in which what a process said before its end is heard, the goodbye perhaps.
+LAST_WORDS = 0.05
+
+
+class Liveness:
+    """What one endpoint knows of the lives of others."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._sentinel: Sentinel | None = None
+        self._processes: dict[int, ProcessId] = {}
+        self._beacons: list[Link] = []
+        self._dialling = False
+        self._asked_at = -ASK_AGAIN
+        self._over = False
+
+    def start(self, cards: Mapping[int, Card]) -> None:
+        """Begin to watch, if there are other processes."""
+        endpoint = self._endpoint
+        mine = _whereabouts(cards[endpoint.rank])
+        if all(_whereabouts(card) == mine for card in cards.values()):
+            return
+        host, own = mine
+        for rank, card in cards.items():
+            there, process = _whereabouts(card)
+            seen = there == host and process.namespace == own.namespace != 0
+            # A host may hide the processes of other users.
+            if rank != endpoint.rank and seen and state(process) != GONE:
+                self._processes[rank] = process
+        self._sentinel = Sentinel(endpoint.rank, endpoint.loop, endpoint.runtime.ticks, self._lost, self._beacon_ended)
+        self._sentinel.start()
+        for link in self._beacons:
+            self.attach(link)
+        self._beacons.clear()
+        self.follow_hub()
+
+    def stop(self) -> None:
+        """End the thread and the beacons."""
+        self._over = True
+        if self._sentinel is not None:
+            self._sentinel.stop()
+            self._sentinel = None
+        for link in self._beacons:
+            link.close()
+
+    def attach(self, link: Link) -> None:
+        """Use a beacon."""
+        if self._over:
+            link.close()
+        elif self._sentinel is None:
+            self._beacons.append(link)
+        else:
+            assert isinstance(link, StreamLink)  # only other processes open beacons
+            self._sentinel.add_beacon(link.peer, link.detach())
+
+    def follow_hub(self) -> None:
+        """Open a beacon to the hub, unless its process can be seen."""
+        endpoint = self._endpoint
+        hub = endpoint.control.hub
+        if self._sentinel is None or self._dialling or hub in (endpoint.rank, *self._processes):
+            return
+        if _whereabouts(endpoint.cards[hub]) != _whereabouts(endpoint.cards[endpoint.rank]):
+            self._dialling = True
+            endpoint.spawn(self._dial(hub), "aiocoll beacon")
+
+    def needed(self) -> None:
+        """Something waits: look at those it may wait for, or have the hub do so."""
+        endpoint = self._endpoint
+        now = endpoint.runtime.time()
+        if self._sentinel is None or now < self._asked_at + ASK_AGAIN:
+            return
+        self._asked_at = now
+        control = endpoint.control
+        hub = control.hub
+        if hub == endpoint.rank:
+            watched = {link.peer for link in control.links}
+        else:
+            watched = {hub}
+            control.tell(hub, {"t": "waits"})
+        self._sentinel.observe({rank: self._processes[rank] for rank in watched & self._processes.keys()})
+
+    def sees(self, rank: int) -> bool:
+        """Whether the process of a rank is known to live, whatever its event loop does."""
+        if rank in self._processes:
+            return state(self._processes[rank]) != GONE
+        silence = None if self._sentinel is None else self._sentinel.silence(rank)
+        return silence is not None and silence <= 2 * ROUND
+
+    def state(self, rank: int) -> str:
+        """Say in words what the process of a rank does, as far as it can be seen from here; "" if it cannot."""
+        if rank in self._processes:
+            found = state(self._processes[rank])
+            return "its process is gone" if found == GONE else f"its process is alive ({found})"
+        silence = None if self._sentinel is None else self._sentinel.silence(rank)
+        if silence is None:
+            return ""
+        return "its process is alive" if silence <= 2 * ROUND else f"nothing of it has been heard for {silence:.1f} s"
+
+    # -- what the sentinel reports
+
+    def _lost(self, rank: int, how: str, seconds: float) -> None:
+        if how == "killed":
+            # An orderly end may be on its way; the connection tells, unless a child process holds it open.
+            self._endpoint.runtime.call_later(LAST_WORDS, self._gone, rank)
+        elif how == "stopped":
+            self._endpoint.died(rank, f"its process has been stopped for {seconds:.1f} s", how=how)
+        else:
+            self._endpoint.died(rank, f"nothing has been heard of its process for {seconds:.1f} s", how=how)
+
+    def _gone(self, rank: int) -> None:
+        self._endpoint.died(rank, "its process is gone")
+
+    def _beacon_ended(self, rank: int) -> None:
+        """If its rank has ended, or died, that will be heard elsewhere."""
+        if rank == self._endpoint.control.hub:
+            self.follow_hub()
+
+    async def _dial(self, hub: int) -> None:
+        endpoint = self._endpoint
+        try:
+            link = await endpoint.transport.connect(hub, endpoint.cards[hub], ConnKind.BEACON)
+            if link is not None:
+                self.attach(link)
+        except (OSError, AiocollError) as error:
+            logger.debug(
+                "rank %d has no beacon with rank %d: %s", endpoint.rank, hub, error, extra={"rank": endpoint.rank}
+            )
+        finally:
+            self._dialling = False
+        if hub != endpoint.control.hub:
+            self.follow_hub()
+
+
+def _whereabouts(card: Card) -> tuple[Any, ProcessId]:
+    return card["host"], ProcessId._make(card["process"])

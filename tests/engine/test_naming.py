@@ -1,0 +1,107 @@
+"""Timeouts and warnings name the ranks that have not come, whoever is missing and whoever says so."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+
+import numpy as np
+import pytest
+
+from aiocoll import CollectiveTimeoutError, GroupOptions, ProcessGroup
+from aiocoll.testing.virtual import run_virtual
+
+LATENCY = (0.0005, 0.002)
+
+
+@pytest.mark.parametrize("timeout", [0.05, 0.2, 0.6, 3.0, 100.0])
+@pytest.mark.parametrize("missing", [{0}, {2}, {0, 1}, {3, 1}])
+def test_all_who_wait_name_the_same_ranks(missing: set[int], timeout: float) -> None:
+    """Also when the lowest rank, which is asked first, is one of them."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        if pg.rank() in missing:
+            await pg.wait_revoked()
+            return
+        with pytest.raises(CollectiveTimeoutError) as raised:
+            await pg.allreduce(np.zeros((2, 3), np.float32), timeout=timeout)
+        error = raised.value
+        assert (error.ranks, error.op, error.seq) == (tuple(sorted(missing)), "ALLREDUCE", 2)
+        text = str(error)
+        assert f"did not complete within {timeout:g} s" in text
+        assert "ALLREDUCE(shape=[2, 3], dtype=float32" in text
+        for each in missing:
+            assert f"rank {each} (last in BARRIER(" in text
+
+    run_virtual(4, rank, latency=LATENCY)
+
+
+def test_a_keyed_operation_is_named_by_its_key() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            await asyncio.sleep(0.5)
+            pg.broadcast(np.zeros(2), 0)
+            await pg.wait_revoked()
+            return
+        with pytest.raises(CollectiveTimeoutError) as raised:
+            await pg.allreduce(np.zeros(5), key="layer3.grad", timeout=2)
+        text = str(raised.value)
+        assert raised.value.seq == "layer3.grad"
+        assert "ALLREDUCE (sequence 'layer3.grad')" in text
+        assert "shape=[5]" in text
+        assert "it waits for rank 0 (last in BROADCAST(shape=[2]" in text
+
+    run_virtual(3, rank, latency=LATENCY)
+
+
+def test_a_rank_that_has_done_nothing_is_named_too() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 1:
+            await pg.wait_revoked()
+            return
+        with pytest.raises(CollectiveTimeoutError, match=r"it waits for rank 1 \(in no operation yet\)"):
+            await pg.barrier(timeout=1)
+
+    run_virtual(3, rank)
+
+
+def test_what_is_said_of_a_rank_is_not_older_than_the_last_report() -> None:
+    """Rank 1 goes on with other operations after it has been asked for the first time."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 1:
+            for _ in range(10):
+                await asyncio.sleep(1)
+                await pg.send(np.zeros(1), 0)
+                pg.allreduce(np.zeros(1), key="other")
+            await pg.wait_revoked()
+            return
+        if pg.rank() == 0:
+            for _ in range(10):
+                pg.recv(np.zeros(1), 1)
+        with pytest.raises(
+            CollectiveTimeoutError, match=r"rank 1 \(last in ALLREDUCE.*key=other, .*=10\), 10\.0 s ago\)"
+        ):
+            await pg.barrier(timeout=20)
+
+    run_virtual(3, rank)
+
+
+def test_a_late_rank_ends_the_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    """One warning per operation, from each rank that waits."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        for late in range(2):
+            if pg.rank() == late:
+                await asyncio.sleep(10)
+            await pg.allreduce(np.zeros(1), timeout=60)
+
+    with caplog.at_level(logging.WARNING, logger="aiocoll"):
+        run_virtual(3, rank, latency=LATENCY, options=GroupOptions(warn_after=5))
+    said = [record.getMessage() for record in caplog.records]
+    for late, waiting in itertools.product(range(2), range(3)):
+        found = [text for text in said if f"rank {waiting}: ALLREDUCE (sequence {late + 1})" in text]
+        assert len(found) == (late != waiting)
+        assert all(f"it waits for rank {late} (" in text for text in found)

@@ -1,0 +1,209 @@
+"""Blocked, stopped, cut off: a rank that does not answer is named; it counts as dead only if it is as good as that.
+
+Ranks that pretend to be on different hosts cannot look at each other's processes, and exchange beacons.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aiocoll import CollectiveTimeoutError, FileStore, GroupOptions, PeerLostError, ProcessGroup, new_group
+from aiocoll.testing import run_processes
+
+#: Seconds by which a timeout may be late: the contract's second for whatever is to be noticed.
+LATE = 1.0
+#: Seconds after which every survivor has heard of a stopped or unreachable rank (contract).
+LOST_WITHIN = 6.0
+
+
+class Log(logging.Handler):
+    """What the library has warned of in this process."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    logger, log = logging.getLogger("aiocoll"), Log()
+    logger.addHandler(log)
+    try:
+        yield log.said
+    finally:
+        logger.removeHandler(log)
+
+
+def block(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def hog(seconds: float) -> None:
+    """Hold the GIL for that long: nothing here is bytecode, between which it would change hands."""
+    all(map((time.monotonic() + seconds).__gt__, iter(time.monotonic, None)))
+
+
+async def apart(pg: ProcessGroup, path: Path, fn: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+    """Run `fn` on a group of the same ranks, of which 0 is on one host and all others on another."""
+    options = GroupOptions(host_id="ab"[pg.rank() > 0], bind="127.0.0.1", job_key="of this test and no other")
+    async with FileStore(str(path), pg.size()) as store:
+        async with new_group(store=store, rank=pg.rank(), world_size=pg.size(), options=options) as inner:
+            result = await fn(inner, *args)
+        sentinels = [thread.name for thread in threading.enumerate() if "sentinel" in thread.name]
+        assert len(sentinels) == 1, "the other group's is there, and no more"
+    return result
+
+
+async def busy(pg: ProcessGroup, victim: int, how: str, seconds: float) -> tuple[float, list[str]]:
+    """All wait for a rank that is busy; return what it came to and what was logged."""
+    with logged() as said:
+        await pg.barrier()
+        if pg.rank() == victim:
+            {"block": block, "hog": hog}[how](seconds)
+        total = await pg.allreduce(float(pg.rank()))
+        assert isinstance(total, float)
+        await pg.barrier()
+    return total, said
+
+
+async def stopped(pg: ProcessGroup, victim: int, seconds: float) -> tuple[str, float, list[str]]:
+    """A rank stops for a while; return how an operation that needs it ended, after how long, and what was logged."""
+    pids = await pg.allgather_object(os.getpid())
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    with logged() as said:
+        if pg.rank() == victim:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif pg.rank() == (victim + 1) % pg.size():
+            loop.call_later(seconds, os.kill, pids[victim], signal.SIGCONT)
+        try:
+            assert await pg.allreduce(1, timeout=60) == pg.size()
+            outcome = "right"
+        except PeerLostError as error:
+            outcome = f"{error.how} {error.ranks}"
+        took = loop.time() - started
+        # Whoever is to let it go on must not end before.
+        await asyncio.sleep(max(0.0, seconds + 0.1 - took))
+    return outcome, took, said
+
+
+def check_busy(
+    results: list[tuple[float, list[str]]], victim: int, seen: str, place: str | None, endpoints: int = 1
+) -> None:
+    """Nothing has failed; everybody else has warned of the victim once, and the victim of itself."""
+    for rank, (total, said) in enumerate(results):
+        assert total == sum(range(len(results)))
+        text = said[0]
+        assert len(said) == 1 or (rank == victim and len(said) == endpoints)
+        if rank != victim:
+            slow = rf"rank {rank}: rank {victim} is slow: it has not answered for [1-9]\.\d s{re.escape(seen)}"
+            assert re.search(slow, text)
+            assert "; ALLREDUCE(shape=[], dtype=float64, " in text
+        elif place is None:
+            assert text.startswith(f"rank {rank}: for about ")
+            assert text.endswith("it was stopped, or one call held the GIL")
+        else:
+            assert text.startswith(f"rank {rank}: the event loop has been blocked for ")
+            assert f" s, at {__file__}:" in text
+            assert f" in {place}, called from {__file__}:" in text
+
+
+def check_lost(results: list[tuple[str, float, list[str]]], victim: int, how: str) -> None:
+    for rank, (outcome, took, _) in enumerate(results):
+        if rank != victim:
+            assert outcome == f"{how} ({victim},)"
+            assert took <= LOST_WITHIN
+
+
+async def test_a_blocked_loop_is_slow_not_dead() -> None:
+    """The lowest rank, which is asked first who is missing, and another."""
+    both = await asyncio.gather(*(run_processes(3, busy, victim, "block", 3.0) for victim in (0, 2)))
+    for victim, results in zip((0, 2), both, strict=True):
+        check_busy(results, victim, ", its process is alive (sleeping)", "block")
+
+
+async def late(pg: ProcessGroup, victim: int, timeout: float) -> tuple[Any, float]:
+    """A rank blocks its loop until all others have given up; return how they did, and after how long."""
+    await pg.barrier()
+    if pg.rank() == victim:
+        block(timeout + 1)
+    started = time.monotonic()
+    try:
+        await pg.allreduce(1, timeout=timeout)
+    except CollectiveTimeoutError as error:
+        return error, time.monotonic() - started
+    return None, 0.0
+
+
+async def test_a_timeout_names_the_blocked_rank_that_is_asked_first() -> None:
+    results = await run_processes(4, late, 0, 0.4)
+    for error, took in results[1:]:
+        assert error.ranks == (0,)
+        assert re.search(r"it waits for rank 0 \(which has not answered for \d\.\d+ s", str(error))
+        assert 0.3 < took < 0.4 + LATE
+
+
+async def test_a_call_that_holds_the_gil_is_slow_not_dead(tmp_path: Path) -> None:
+    here, there = await asyncio.gather(
+        run_processes(2, busy, 1, "hog", 3.0), run_processes(3, apart, tmp_path / "store", busy, 0, "hog", 3.0)
+    )
+    check_busy(here, 1, ", its process is alive (running)", None)
+    check_busy(there, 0, "", None, 2)
+
+
+async def test_a_rank_that_is_stopped_for_two_seconds_goes_on() -> None:
+    both = await asyncio.gather(*(run_processes(3, stopped, victim, 2.0) for victim in (0, 1)))
+    for victim, results in zip((0, 1), both, strict=True):
+        for rank, (outcome, _, said) in enumerate(results):
+            assert outcome == "right"
+            if rank != victim:
+                (text,) = said
+                slow = rf"rank {rank}: rank {victim} is slow: it has not answered for 1\.\d s, its process is alive "
+                assert re.search(slow + re.escape("(stopped)"), text)
+
+
+async def test_a_rank_that_stays_stopped_is_lost() -> None:
+    both = await asyncio.gather(*(run_processes(3, stopped, victim, LOST_WITHIN) for victim in (0, 1)))
+    for victim, results in zip((0, 1), both, strict=True):
+        check_lost(results, victim, "stopped")
+
+
+async def test_between_hosts_silence_is_death_and_a_blocked_loop_is_not(tmp_path: Path) -> None:
+    """All blocked or stopped for longer than a beacon may be silent."""
+    cut = await asyncio.gather(
+        run_processes(3, apart, tmp_path / "a", stopped, 0, LOST_WITHIN),
+        run_processes(3, apart, tmp_path / "b", stopped, 2, LOST_WITHIN),
+        run_processes(2, apart, tmp_path / "c", busy, 1, "block", LOST_WITHIN),
+    )
+    check_lost(cut[0], 0, "unreachable")
+    check_lost(cut[1], 2, "unreachable")
+    check_busy(cut[2], 1, ", its process is alive", "block", 2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", range(4))
+async def test_for_ten_seconds(victim: int, tmp_path: Path) -> None:
+    check_busy(await run_processes(4, busy, victim, "block", 10.0), victim, ", its process is alive", "block")
+    check_lost(await run_processes(4, stopped, victim, 10.0), victim, "stopped")
+    there = await run_processes(4, apart, tmp_path / "a", busy, victim, "block", 10.0)
+    check_busy(there, victim, "", "block", 2)
+    there = await run_processes(4, apart, tmp_path / "b", stopped, victim, 10.0)
+    for rank, (outcome, took, _) in enumerate(there):
+        if rank != victim:
+            assert outcome in (f"stopped ({victim},)", f"unreachable ({victim},)")
+            assert took <= LOST_WITHIN
