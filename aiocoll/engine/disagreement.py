@@ -133,8 +133,8 @@ def called(description: Description) -> str:
             ("src", "src"),
             ("dst", "dst"),
             ("tag", "tag"),
-            ("key", "key"),
             ("seq", "SequenceNumber"),
+            ("key", "key"),
         )
         if description.get(field) is not None
     ]
