@@ -240,7 +240,8 @@ def check(case: Case, odd: int, world_size: int, told: list[Told]) -> None:
     assert odd in ranks
     one, two = sorted(ranks)
     assert re.match(rf"Collectives differ in the following: {case.fields}[a-z, ]*\. Group ", text), text
-    call = r"[A-Z_]+\((shape=\[[\d, ]*\], dtype=\w+, device=\w+, |shape=\[\], device=cpu, )[^;]*SequenceNumber=\d+(, key=k)?\)"
+    shown = r"(shape=\[[\d, ]*\], dtype=\w+, device=\w+, |shape=\[\], device=cpu, )"
+    call = rf"[A-Z_]+\({shown}[^;]*SequenceNumber=\d+(, key=k)?\)"
     assert re.search(rf": rank {one} called {call}; rank {two} called {call}$", text), text
     assert max(each.heard for each in told) <= max(each.called for each in told) + SOON
     assert world_size > max(ranks)
