@@ -73,7 +73,7 @@ class Outgoing(Operation):
 
     def describe(self) -> dict[str, Any]:
         """Say what is sent, and where to."""
-        return {**super().describe(), "tag": self.id >> 32 & (TAG_LIMIT - 1), "dst": self.peer}
+        return {**super().describe(), "tag": (self.id ^ P2P) >> 32, "dst": self.peer}
 
     def needs(self, peer: int) -> bool:
         """Whether `peer` is the destination."""
