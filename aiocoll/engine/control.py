@@ -40,8 +40,6 @@ class Control:
         self._links: dict[int, Link] = {}
         self._gone: set[int] = set()
         self._backlog: list[tuple[int, Note]] = []
-        self._held: dict[int, list[Note]] = {}
-        self._dialling: set[int] = set()
         self._formed: asyncio.Future[None] = endpoint.loop.create_future()
         self._lost_early: RendezvousError | None = None
         self._parting: asyncio.Future[None] | None = None
@@ -62,6 +60,10 @@ class Control:
         """Whether `rank` has left or died."""
         return rank in self._gone
 
+    def linked(self, rank: int) -> bool:
+        """Whether there is a link to `rank`, or never will be."""
+        return rank in self._links or rank in self._gone
+
     def absent(self) -> list[int]:
         """Ranks the hub has not seen yet."""
         return [rank for rank in range(self._endpoint.world_size) if rank not in (self._endpoint.rank, *self._links)]
@@ -75,7 +77,7 @@ class Control:
         """
         endpoint = self._endpoint
         if endpoint.rank != self.hub:
-            await self._dial(self.hub)
+            await self._dial()
         elif endpoint.world_size == 1:
             return
         await self._formed
@@ -94,8 +96,7 @@ class Control:
         backlog, self._backlog = self._backlog, []
         for rank, note in backlog:
             self.tell(rank, note)
-        for note in self._held.pop(link.peer, ()):
-            send_note(link, note)
+        self._endpoint.direct.attached(link)
         self._part()
 
     # -- saying
@@ -111,14 +112,6 @@ class Control:
                 send_note(self._links[hub], {"t": "relay", "to": rank, "note": note})
             else:
                 self._backlog.append((rank, note))
-
-    def tell_directly(self, rank: int, note: Note) -> None:
-        """Send `note` to one rank on a link to it, not by the hub, which may be the one that does not answer."""
-        if rank in self._links or rank in self._gone or self._endpoint.closed:
-            self.tell(rank, note)
-            return
-        self._held.setdefault(rank, []).append(note)
-        self._reach(rank)
 
     def flood(self, note: Note, ranks: Sequence[int]) -> None:
         """Send `note` to all other `ranks`."""
@@ -224,7 +217,7 @@ class Control:
             self._lost_early = RendezvousError(f"rank {rank} was lost while the ranks met: {detail}")
             self._formed.set_result(None)
         if was_hub:
-            self._succeed_hub()
+            self.succeed_hub()
         self._endpoint.thinned()
         self._part()
 
@@ -261,29 +254,25 @@ class Control:
         if self._parting is not None and not self._parting.done():
             self._parting.set_result(None)
 
-    def _succeed_hub(self) -> None:
+    def succeed_hub(self) -> None:
+        """There is another hub than before: see that there is a link to it."""
         endpoint = self._endpoint
-        if not endpoint.closed and self.hub != endpoint.rank:
-            if self.hub not in self._links:
-                self._reach(self.hub)
+        hub = self.hub
+        if not endpoint.closed and hub != endpoint.rank:
+            if hub not in self._links and not endpoint.direct.dials(hub):
+                endpoint.spawn(self._redial(), "aiocoll control")
             endpoint.liveness.follow_hub()
 
-    def _reach(self, rank: int) -> None:
-        if rank not in self._dialling:
-            self._dialling.add(rank)
-            self._endpoint.spawn(self._redial(rank), "aiocoll control")
-
-    async def _redial(self, rank: int) -> None:
+    async def _redial(self) -> None:
+        hub = self.hub
         try:
-            await self._dial(rank)
+            await self._dial()
         except (OSError, AiocollError) as error:
             # If it was leaving as well, its goodbye has come before that of the last hub.
-            self._endpoint.died(rank, f"it cannot be reached ({error})")
-        finally:
-            self._dialling.discard(rank)
+            self._endpoint.died(hub, f"it cannot be reached ({error})")
 
-    async def _dial(self, rank: int) -> None:
-        link = await self._endpoint.connect(rank, ConnKind.CONTROL)
+    async def _dial(self) -> None:
+        link = await self._endpoint.connect(self.hub, ConnKind.CONTROL)
         if link is not None:
             self.attach(link)
 

@@ -293,7 +293,7 @@ class Diagnosis:
         if rank == self._group.rank:
             self.heard(rank, message)
         else:
-            self._group.endpoint.control.tell_directly(self._group.ranks[rank], {**message, "g": self._group.id})
+            self._group.endpoint.direct.tell(self._group.ranks[rank], {**message, "g": self._group.id})
 
 
 V = TypeVar("V")

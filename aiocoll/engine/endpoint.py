@@ -14,6 +14,7 @@ import numpy as np
 from aiocoll.engine.channel import Channel
 from aiocoll.engine.control import Control
 from aiocoll.engine.diagnosis import cause_of, error_from
+from aiocoll.engine.direct import Direct
 from aiocoll.engine.liveness import Liveness
 from aiocoll.engine.membership import Membership
 from aiocoll.engine.operation import Operation
@@ -63,6 +64,7 @@ class Endpoint:
         self.closed = False
         self.watch = Watch(self)
         self.control = Control(self)
+        self.direct = Direct(self)
         self.liveness = Liveness(self)
         #: Context of all engine code: NumPy does not warn in it of what the caller's numbers may hold.
         self.quiet = contextvars.copy_context()

@@ -11,7 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiocoll.dtypes import by_code
-from aiocoll.engine.arrival import TAG_LIMIT, Arrival
+from aiocoll.engine.arrival import Arrival
 from aiocoll.engine.operation import P2P, Message, Operation, Terms, description
 from aiocoll.errors import CollectiveTimeoutError, ProtocolError, SerializationError
 from aiocoll.transport.frame import EAGER, FrameKind, Header

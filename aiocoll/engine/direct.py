@@ -1,0 +1,61 @@
+"""Notes on a way of their own: between ranks of which neither is the hub, since the hub may be what does not answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiocoll.engine.control import Note, send_note
+from aiocoll.errors import AiocollError
+from aiocoll.handshake import ConnKind
+from aiocoll.log import logger
+from aiocoll.transport.base import Link
+
+if TYPE_CHECKING:
+    from aiocoll.engine.endpoint import Endpoint
+
+__all__ = ["Direct"]
+
+
+class Direct:
+    """Opens control links beside the star, when there is something to say; the control plane owns them then."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._held: dict[int, list[Note]] = {}
+        self._dialling: set[int] = set()
+
+    def tell(self, rank: int, note: Note) -> None:
+        """Send `note` to `rank` on a link between this rank and that one."""
+        endpoint = self._endpoint
+        control = endpoint.control
+        if endpoint.closed or control.hub in (rank, endpoint.rank) or control.linked(rank):
+            control.tell(rank, note)
+            return
+        self._held.setdefault(rank, []).append(note)
+        if rank not in self._dialling:
+            self._dialling.add(rank)
+            endpoint.spawn(self._dial(rank), "aiocoll control")
+
+    def dials(self, rank: int) -> bool:
+        """Whether a link to `rank` is on its way."""
+        return rank in self._dialling
+
+    def attached(self, link: Link) -> None:
+        """There is a control link now, whoever opened it."""
+        for note in self._held.pop(link.peer, ()):
+            send_note(link, note)
+
+    async def _dial(self, rank: int) -> None:
+        endpoint = self._endpoint
+        try:
+            link = await endpoint.transport.connect(rank, endpoint.cards[rank], ConnKind.CONTROL)
+        except (OSError, AiocollError) as error:
+            link = None
+            self._held.pop(rank, None)
+            logger.debug("rank %d did not reach rank %d: %s", endpoint.rank, rank, error, extra={"rank": endpoint.rank})
+        finally:
+            self._dialling.discard(rank)
+        if link is not None:
+            endpoint.control.attach(link)
+        elif rank == endpoint.control.hub:
+            endpoint.control.succeed_hub()  # it has become the hub meanwhile
