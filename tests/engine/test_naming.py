@@ -81,9 +81,7 @@ def test_what_is_said_of_a_rank_is_not_older_than_the_last_report() -> None:
         if pg.rank() == 0:
             for _ in range(10):
                 pg.recv(np.zeros(1), 1)
-        with pytest.raises(
-            CollectiveTimeoutError, match=r"rank 1 \(last in ALLREDUCE.*key=other, .*=10\), 10\.0 s ago\)"
-        ):
+        with pytest.raises(CollectiveTimeoutError, match=r"rank 1 \(last in ALLREDUCE\(.*key=other.*\), 10\.0 s ago\)"):
             await pg.barrier(timeout=20)
 
     run_virtual(3, rank)
