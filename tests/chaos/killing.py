@@ -128,7 +128,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
             child(number, scenario, port, writing)
         children.append(pid)
     os.close(writing)
-    signal.alarm(LIMIT)  # ends this process, and `aiocoll.cli.tied` is not needed: the ranks have timeouts
+    signal.alarm(LIMIT)  # ends this process; the ranks have timeouts of their own
     with open(reading) as pipe:
         said = [json.loads(line) for line in pipe]
     ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]

@@ -62,7 +62,6 @@ class Proxy:
         self._fault = fault
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._frozen: set[asyncio.Event] = set()
         if family == socket.AF_UNIX:
             self._listener, self.name = address.open_unix(os.urandom)
         else:
