@@ -206,20 +206,22 @@ class Control:
 
     # -- hubs come and go
 
-    def gone(self, rank: int, detail: str = "it has left") -> None:
+    def gone(self, rank: int) -> None:
         """The rank has died or ended: nothing is sent to it, and the next lowest rank may be the hub now."""
         if rank in self._gone:
             return
         was_hub = rank == self.hub
         self._gone.add(rank)
-        if not self._formed.done():
-            # Ranks that are still meeting do not wait for it.
-            self._lost_early = RendezvousError(f"rank {rank} was lost while the ranks met: {detail}")
-            self._formed.set_result(None)
         if was_hub:
             self.succeed_hub()
         self._endpoint.thinned()
         self._part()
+
+    def miss(self, rank: int, detail: str) -> None:
+        """End `join` if it still waits, since the rank has died."""
+        if not self._formed.done():
+            self._lost_early = RendezvousError(f"rank {rank} was lost while the ranks met: {detail}")
+            self._formed.set_result(None)
 
     def _heard_end(self, peer: int) -> None:
         """A rank that is not the hub tells only the hub, so that one tells the others."""

@@ -220,7 +220,8 @@ class Endpoint:
             return
         self.channel(rank).ended = True
         self.dead[rank] = how, detail
-        self.control.gone(rank, detail)
+        self.control.gone(rank)
+        self.control.miss(rank, detail)
         if tell:
             self.control.flood({"t": "died", "rank": rank, "detail": detail, "how": how}, range(self.world_size))
         for group in list(self.groups.values()):
