@@ -6,17 +6,19 @@ import asyncio
 import contextlib
 import random
 import signal
-import socket
 import subprocess
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from .conftest import LIMIT, ROOT, Ranks, free_port
+from aiocoll import TCPStore
+
+from .conftest import LIMIT, ROOT, Ranks
 
 aiohttp = pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
+LOCAL = "127.0.0.1"
 SCRIPT = str(ROOT / "examples" / "service.py")
 CLIENTS = 8
 REQUESTS = 8  # of each kind, of each client
@@ -25,53 +27,71 @@ PATIENCE = 0.05
 
 
 class Service:
-    """Two ranks and a client."""
+    """Two ranks, each at a place of its own, and their clients."""
 
-    def __init__(self, ranks: Ranks, port: int, session: Any) -> None:
+    def __init__(self, ranks: Ranks, store: TCPStore, session: Any) -> None:
         self._ranks = ranks
         self._session = session
-        self._http = free_port("127.0.0.1", socket.AF_INET)
-        self._environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-        self.processes: list[subprocess.Popen[str]] = []
+        # Somebody else holds the store, as the launcher does, so that any rank may die.
+        self._environment = {"MASTER_ADDR": LOCAL, "MASTER_PORT": str(store.port), "AIOCOLL_STORE": "launcher"}
+        self.processes = [self._start({"RANK": str(rank), "WORLD_SIZE": "2"}) for rank in range(2)]
+        self._urls = ["", ""]
         self.sent = [0] * 8
 
-    def start(self, rank: int) -> subprocess.Popen[str]:
-        environment = self._environment | {"RANK": str(rank)}
-        return self._ranks.start(SCRIPT, "--port", str(self._http), env=environment)
+    def _start(self, environment: dict[str, str], *more: str) -> subprocess.Popen[str]:
+        return self._ranks.start(SCRIPT, "--port", "0", *more, env=self._environment | environment)
 
-    async def count(self, rank: int, bucket: int) -> None:
-        async with self._session.post(f"http://127.0.0.1:{self._http + rank}/count/{bucket}") as response:
+    def is_up(self, place: int, rank: int) -> None:
+        """Wait until the process at `place` answers as `rank`."""
+        process = self.processes[place]
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith(f"rank {rank} of 2 serves http://{LOCAL}:"), line or process.communicate()
+        self._urls[place] = line.split()[-1]
+
+    def kill(self, place: int) -> None:
+        """End a process at once, and wait until it has ended."""
+        self.processes[place].kill()
+        self.processes[place].communicate(timeout=LIMIT)
+
+    def replace(self, place: int) -> None:
+        """Start a process in the place of one that was killed; the group gives it the last rank."""
+        self.processes[place] = self._start({}, "--join")
+        self.is_up(place, 1)
+
+    async def count(self, place: int, bucket: int) -> None:
+        async with self._session.post(f"{self._urls[place]}/count/{bucket}") as response:
             assert response.status == 204
         self.sent[bucket] += 1
 
-    async def stats(self, rank: int) -> dict[str, Any]:
-        async with self._session.get(f"http://127.0.0.1:{self._http + rank}/stats") as response:
+    async def stats(self, place: int) -> dict[str, Any]:
+        async with self._session.get(f"{self._urls[place]}/stats") as response:
             assert response.status == 200
             told: dict[str, Any] = await response.json()
             return told
 
-    async def impatient(self, rank: int, patience: float) -> None:
+    async def impatient(self, place: int, patience: float) -> None:
         """Ask, and go away before the answer comes, perhaps."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience):
-                await self.stats(rank)
+                await self.stats(place)
 
-    async def busy(self, ranks: list[int]) -> None:
+    async def busy(self, *places: int) -> None:
         """Let many clients ask at once, who go away at random."""
         async with asyncio.TaskGroup() as tasks:
             for seed in range(CLIENTS):
-                tasks.create_task(self._client(ranks, random.Random(seed)))
+                tasks.create_task(self._client(places, random.Random(seed)))
 
-    async def _client(self, ranks: list[int], chance: random.Random) -> None:
+    async def _client(self, places: tuple[int, ...], chance: random.Random) -> None:
         for _ in range(REQUESTS):
-            await self.count(chance.choice(ranks), chance.randrange(8))
-            await self.stats(chance.choice(ranks))
-            await self.impatient(chance.choice(ranks), chance.random() * PATIENCE)
+            await self.count(chance.choice(places), chance.randrange(8))
+            await self.stats(chance.choice(places))
+            await self.impatient(chance.choice(places), chance.random() * PATIENCE)
 
-    async def settled(self, rank: int) -> dict[str, Any]:
+    async def settled(self, place: int) -> dict[str, Any]:
         """Ask until the answer has everything that was sent."""
         async with asyncio.timeout(LIMIT):
-            while (told := await self.stats(rank))["total"] != self.sent:
+            while (told := await self.stats(place))["total"] != self.sent:
                 pass
         return told
 
@@ -87,25 +107,40 @@ class Service:
         return last
 
 
-@contextlib.asynccontextmanager
-async def serving(ranks: Ranks, port: int) -> AsyncIterator[Service]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT)) as session:
-        service = Service(ranks, port, session)
-        service.processes = [service.start(rank) for rank in range(2)]
-        for rank, process in enumerate(service.processes):
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith(f"rank {rank} of 2 serves http://127.0.0.1:")
+@pytest.fixture
+async def service(ranks: Ranks) -> AsyncIterator[Service]:
+    key = b"of this test and no other"
+    async with (
+        TCPStore(LOCAL, 0, is_master=True, key=key) as store,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT)) as session,
+    ):
+        service = Service(ranks, store, session)
+        for rank in range(2):
+            service.is_up(rank, rank)
         yield service
 
 
-async def test_requests_that_are_cancelled_disturb_no_collective(ranks: Ranks, port: int) -> None:
-    async with serving(ranks, port) as service:
-        await service.busy([0, 1])
-        # Rank 1 waits in its allreduce for rank 0, so that is where its clients leave it.
-        assert (await service.settled(1))["gone"] > 0
-        await service.settled(0)
-        assert sum(service.sent) == CLIENTS * REQUESTS
-        told = service.end()
-    assert [line.split(" in ")[0] for line in told] == [
-        f"rank {rank}: {CLIENTS * REQUESTS} counted" for rank in range(2)
-    ]
+async def test_requests_that_are_cancelled_disturb_no_collective(service: Service) -> None:
+    await service.busy(0, 1)
+    # Rank 1 waits in its allreduce for rank 0, so that is where its clients leave it.
+    assert (await service.settled(1))["gone"] > 0
+    await service.settled(0)
+    assert [line.split(" in ")[0] for line in service.end()] == [f"{CLIENTS * REQUESTS} counted"] * 2
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_a_rank_that_is_killed_is_replaced(victim: int, service: Service) -> None:
+    """Not one answer is missing at the other rank, nor one count of what all ranks knew."""
+    other = 1 - victim
+    await service.busy(0, 1)
+    await service.settled(other)
+    service.kill(victim)
+    await service.busy(other)
+    assert (await service.settled(other))["ranks"] == 1
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(service.busy(other))
+        tasks.create_task(asyncio.to_thread(service.replace, victim))
+    await service.busy(0, 1)
+    for place in (victim, other):
+        assert (await service.settled(place))["ranks"] == 2
+    assert [line.split(" in ")[0] for line in service.end()] == [f"{4 * CLIENTS * REQUESTS} counted"] * 2
