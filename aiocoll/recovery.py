@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, Self
 
 from aiocoll.engine.completed import Completed, report
+from aiocoll.engine.diagnosis import cause_of, error_from
 from aiocoll.engine.membership import Membership
 from aiocoll.errors import GroupError, RendezvousError, StoreUnavailableError
 from aiocoll.growth import Seat
@@ -112,7 +114,7 @@ class Recovery(Objects):
             RendezvousError: too few came, or not all could meet; this group is as before. Newcomers that came keep
                 waiting.
             StoreUnavailableError: the store where the ranks met is gone, so nobody can be found there.
-            GroupError: this group has failed.
+            GroupError: this group has failed; a newcomer with a seat waits for its own timeout then.
         """
         if isinstance(n, bool) or not isinstance(n, int):
             raise TypeError(f"n must be an int, not {type(n).__name__}")
@@ -123,8 +125,30 @@ class Recovery(Objects):
         if len(set(asked)) > 1:
             raise ValueError(f"the ranks of group {self._member.name!r} called grow() with n={asked}: give the same n")
         seat = await (self._invite(n, limit) if self._rank == 0 else self._invited())
-        group: Self = await self._origin.meet_anew(seat, limit, self._member, self._options)
-        return group
+        return await self._meet_anew(seat, limit)
+
+    async def _meet_anew(self, seat: Seat, limit: float) -> Self:
+        """Meet the newcomers, unless this group fails: a rank that has died will not come."""
+        self._check()
+        member = self._member
+        meeting = self._loop.create_task(
+            self._origin.meet_anew(seat, limit, member, self._options), name=f"aiocoll growth of {member.name}"
+        )
+
+        def stop() -> None:
+            meeting.cancel()
+
+        member.on_revoked.append(stop)
+        try:
+            group: Self = await meeting
+            return group
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if member.cause is None or task is None or task.cancelling():
+                raise
+            raise error_from(cause_of(member.cause), member.cause) from member.cause
+        finally:
+            member.on_revoked.remove(stop)
 
     async def _invite(self, n: int, limit: float) -> Seat:
         """As rank 0, wait for the newcomers, and tell the others what has come of it."""

@@ -391,3 +391,19 @@ async def test_who_waits_for_rank_0_learns_that_it_was_cancelled() -> None:
         return await works(pg)
 
     assert await run_ranks(2, rank) == [(0, 1)] * 2
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_old_and_new_groups_close_in_any_order(transport: str) -> None:
+    """Each rank in an order of its own, some before others have made the new group."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        pg.abort("to shrink")
+        small = await pg.shrink()
+        smaller = await small.shrink()
+        groups = [pg, small, smaller]
+        for group in [groups[(number + pg.rank()) % 3] for number in range(3)]:
+            await group.shutdown()
+
+    await run_ranks(4, rank, transport=transport)

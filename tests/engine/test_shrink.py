@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll import GroupError, GroupRevokedError, PeerLostError, ProcessGroup
+from aiocoll import GroupError, GroupRevokedError, PeerLostError, ProcessGroup, RendezvousError, new_group
 from aiocoll.engine.coordinator import is_quorum
 from aiocoll.engine.shrink import Agreement
 from aiocoll.testing.virtual import run_virtual
@@ -441,3 +441,41 @@ def test_any_ranks_die_at_any_messages(seeds: range, monkeypatch: pytest.MonkeyP
         results = job.run(world_size, body, seed)
         living = tuple(rank for rank in range(world_size) if rank not in job.killed)
         assert [results[rank] for rank in living] == [living] * len(living), f"seed {seed}"
+
+
+# -- growing
+
+
+def test_a_rank_dies_while_the_group_meets_newcomers() -> None:
+    job = Job()
+
+    async def body(pg: ProcessGroup) -> Any:
+        where = {"store": pg._origin._place.store}  # type: ignore[attr-defined]
+        newcomers = []
+
+        def another() -> None:
+            if pg.rank() == 0:
+                newcomers.append(asyncio.ensure_future(new_group(join=True, timeout=20, **where)._make()))
+
+        another()
+        if pg.rank() == 2:
+            pg._origin.meet_anew = lambda *_: job.die(2)  # type: ignore[method-assign]
+        start = now()
+        with pytest.raises(PeerLostError) as raised:
+            await pg.grow(1)
+        assert raised.value.ranks == (2,)
+        assert now() - start < 3
+        small = await pg.shrink()
+        another()
+        grown = await small.grow(1)
+        if pg.rank():
+            return await works(grown)
+        lost, other = newcomers
+        found, ranks = await asyncio.gather(works(await other), works(grown))
+        await asyncio.gather((await other).shutdown(), grown.shutdown())
+        with pytest.raises(RendezvousError, match=r"rank 3 waited 20 s for rank\(s\) 2 of 4, which have not come"):
+            await lost
+        assert found == ranks
+        return ranks
+
+    assert job.run(3, body) == [(0, 1, 2), (0, 1, 2), None]
