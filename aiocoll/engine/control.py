@@ -9,6 +9,7 @@ waits until every other rank is linked to it, and tells them all.
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,12 @@ from aiocoll.transport.frame import HEADER, FrameKind, Header
 if TYPE_CHECKING:
     from aiocoll.engine.endpoint import Endpoint
 
-__all__ = ["Control", "Note", "send_note"]
+__all__ = ["Control", "Note", "how_lost", "send_note"]
 
 Note = dict[str, Any]
 
+#: Errors of a connection whose other end has not answered, while the end of a process resets or closes it.
+NO_WAY = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN})
 #: Seconds for which the hub lets others end before it does: ranks that end together are spared a row of new hubs.
 PATIENCE = 0.05
 #: Seconds after which a rank ends whether or not all others have heard of it.
@@ -154,7 +157,8 @@ class Control:
         """A control link is gone: its peer has ended in order, or died."""
         peer = link.peer
         self._links.pop(peer, None)
-        self._endpoint.died(peer, f"its control connection broke ({error or 'closed without a goodbye'})")
+        detail = f"its control connection broke ({error or 'closed without a goodbye'})"
+        self._endpoint.died(peer, detail, how=how_lost(error))
         self.gone(peer)
 
     def heard(self, peer: int, payload: memoryview | None, direct: bool) -> None:
@@ -271,12 +275,17 @@ class Control:
             await self._dial()
         except (OSError, AiocollError) as error:
             # If it was leaving as well, its goodbye has come before that of the last hub.
-            self._endpoint.died(hub, f"it cannot be reached ({error})")
+            self._endpoint.died(hub, f"it cannot be reached ({error})", how="unreachable")
 
     async def _dial(self) -> None:
         link = await self._endpoint.connect(self.hub, ConnKind.CONTROL)
         if link is not None:
             self.attach(link)
+
+
+def how_lost(error: Exception | None) -> str:
+    """Say what a broken link tells: that the process at its other end is gone, or only that nothing gets through."""
+    return "unreachable" if isinstance(error, OSError) and error.errno in NO_WAY else "killed"
 
 
 def send_note(link: Link, note: Note) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from aiocoll.engine.channel import Channel
-from aiocoll.engine.control import Control
+from aiocoll.engine.control import Control, how_lost
 from aiocoll.engine.diagnosis import cause_of, error_from
 from aiocoll.engine.direct import Direct
 from aiocoll.engine.liveness import Liveness
@@ -163,7 +163,7 @@ class Endpoint:
         """The data link to `peer` is gone."""
         self._count_links()
         if not self.closed and not self.channel(peer).ended:
-            self.died(peer, f"its connection broke ({error or 'closed without a goodbye'})")
+            self.died(peer, f"its connection broke ({error or 'closed without a goodbye'})", how=how_lost(error))
 
     def divert(self, operation: Operation) -> None:
         """The memory of `operation` is the caller's again."""
@@ -202,7 +202,7 @@ class Endpoint:
         except (OSError, AiocollError) as error:
             channel.dialling = False
             if not channel.ended:
-                self.died(channel.peer, f"it cannot be reached ({error})")
+                self.died(channel.peer, f"it cannot be reached ({error})", how="unreachable")
             return
         if link is not None:
             self.quiet.run(self._attach, channel, link)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,7 @@ import pytest
 from aiocoll import GroupError, GroupRevokedError, PeerLostError, ProcessGroup, RendezvousError, new_group
 from aiocoll.engine.coordinator import is_quorum
 from aiocoll.engine.shrink import Agreement
+from aiocoll.handshake import ConnKind
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import Header
@@ -479,3 +481,29 @@ def test_a_rank_dies_while_the_group_meets_newcomers() -> None:
         return ranks
 
     assert job.run(3, body) == [(0, 1, 2), (0, 1, 2), None]
+
+
+@pytest.mark.parametrize(
+    ("error", "how"),
+    [
+        (None, "killed"),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), "killed"),
+        (BrokenPipeError(errno.EPIPE, "broken pipe"), "killed"),
+        (TimeoutError(errno.ETIMEDOUT, "timed out"), "unreachable"),
+        (OSError(errno.EHOSTUNREACH, "no route"), "unreachable"),
+    ],
+)
+def test_only_the_end_of_a_connection_proves_a_death(error: Exception | None, how: str) -> None:
+    job = Job()
+
+    async def body(pg: ProcessGroup) -> Any:
+        if pg.rank() == 1:
+            await pg.wait_revoked()
+            return None
+        link = next(link for link in hub(pg).links if link._rank == 0 and link.kind is ConnKind.CONTROL)
+        pg._member.endpoint.control.lost(link, error)
+        cause = await pg.wait_revoked()
+        assert isinstance(cause, PeerLostError)
+        return cause.how
+
+    assert job.run(2, body) == [how, None]
