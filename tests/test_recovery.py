@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 from collections.abc import Awaitable, Callable
@@ -407,3 +408,20 @@ async def test_old_and_new_groups_close_in_any_order(transport: str) -> None:
             await group.shutdown()
 
     await run_ranks(4, rank, transport=transport)
+
+
+async def test_two_hubs_are_lost_in_one_turn(caplog: pytest.LogCaptureFixture) -> None:
+    async def rank(pg: ProcessGroup) -> Any:
+        await pg.barrier()
+        if pg.rank() == 3:
+            for hub in (0, 1):
+                pg._member.endpoint.died(hub, "its process is gone")
+        await pg.wait_revoked()
+        if pg.rank() < 2:
+            return None
+        async with await pg.shrink() as small:
+            return await works(small)
+
+    assert await run_ranks(4, rank, transport="unix") == [None, None, (2, 3), (2, 3)]
+    gc.collect()
+    assert "never retrieved" not in caplog.text

@@ -42,6 +42,7 @@ class Control:
         self._endpoint = endpoint
         self._links: dict[int, Link] = {}
         self._gone: set[int] = set()
+        self._dialling: set[int] = set()
         self._backlog: list[tuple[int, Note]] = []
         self._formed: asyncio.Future[None] = endpoint.loop.create_future()
         self._lost_early: RendezvousError | None = None
@@ -64,8 +65,8 @@ class Control:
         return rank in self._gone
 
     def linked(self, rank: int) -> bool:
-        """Whether there is a link to `rank`, or never will be."""
-        return rank in self._links or rank in self._gone
+        """Whether there is a link to `rank`, or one on its way, or never will be."""
+        return rank in self._links or rank in self._dialling or rank in self._gone
 
     def absent(self) -> list[int]:
         """Ranks the hub has not seen yet."""
@@ -80,7 +81,7 @@ class Control:
         """
         endpoint = self._endpoint
         if endpoint.rank != self.hub:
-            await self._dial()
+            await self._dial(self.hub)
         elif endpoint.world_size == 1:
             return
         await self._formed
@@ -265,20 +266,22 @@ class Control:
         endpoint = self._endpoint
         hub = self.hub
         if not endpoint.closed and hub != endpoint.rank:
-            if hub not in self._links and not endpoint.direct.dials(hub):
-                endpoint.spawn(self._redial(), "aiocoll control")
+            if not self.linked(hub) and not endpoint.direct.dials(hub):
+                self._dialling.add(hub)
+                endpoint.spawn(self._redial(hub), "aiocoll control")
             endpoint.liveness.follow_hub()
 
-    async def _redial(self) -> None:
-        hub = self.hub
+    async def _redial(self, rank: int) -> None:
         try:
-            await self._dial()
+            await self._dial(rank)
         except (OSError, AiocollError) as error:
             # If it was leaving as well, its goodbye has come before that of the last hub.
-            self._endpoint.died(hub, f"it cannot be reached ({error})", how="unreachable")
+            self._endpoint.died(rank, f"it cannot be reached ({error})", how="unreachable")
+        finally:
+            self._dialling.discard(rank)
 
-    async def _dial(self) -> None:
-        link = await self._endpoint.connect(self.hub, ConnKind.CONTROL)
+    async def _dial(self, rank: int) -> None:
+        link = await self._endpoint.connect(rank, ConnKind.CONTROL)
         if link is not None:
             self.attach(link)
 
