@@ -157,8 +157,8 @@ class Recovery(Objects):
         except StoreUnavailableError as error:
             text = (
                 f"group {self._member.name!r} cannot grow: the store where its ranks met is gone ({error}), so "
-                "newcomers do not find it. Keep the store outside of the ranks, as `aiocoll run` does, and start "
-                "all ranks again"
+                "newcomers do not find it. Start all ranks again, and host the store outside of them: a StoreServer of "
+                "the process that starts them does not end with any rank"
             )
             self._tell(text, gone=True)
             raise StoreUnavailableError(text) from error

@@ -352,7 +352,7 @@ async def test_without_a_store_nobody_can_come() -> None:
             gone.set()
         await gone.wait()
         with pytest.raises(
-            StoreUnavailableError, match=r"'world:0' cannot grow: the store .* is gone .* Keep the store"
+            StoreUnavailableError, match=r"'world:0' cannot grow: the store .* is gone .* Start all ranks again"
         ):
             await pg.grow(1, timeout=5)
         return await works(pg)
