@@ -69,8 +69,8 @@ class Diagnosis:
         # As the coordinator: notes by operation. As both: since when a rank has owed an answer.
         self._inquiries: dict[int, Inquiry] = {}
         self._silent: dict[int, float] = {}
-        #: Operations somebody asked about before this rank has entered them, and who did last.
-        self.asked_early: dict[int, int] = {}
+        #: Operations somebody asked about before this rank has entered them, and who did.
+        self.asked_early: dict[int, set[int]] = {}
 
     def find(self, op: int) -> Record | None:
         """Return the record of an operation, if it is remembered."""
@@ -93,8 +93,7 @@ class Diagnosis:
 
     def entered(self, operation: Operation) -> None:
         """Answer at last who asked about it: this rank may be done at once, and never send anything."""
-        peer = self.asked_early.pop(operation.id, None)
-        if peer is not None:
+        for peer in self.asked_early.pop(operation.id, ()):
             self._tell(peer, {"t": "report", "op": operation.id, "mine": operation.describe(), "asked": True})
 
     def unanswered(self, operation: Operation) -> bool:
@@ -176,7 +175,7 @@ class Diagnosis:
         if record is not None:
             answer = {"t": "report", "op": record.op, "mine": record.describe(self._group.rank)}
         else:
-            _bounded(self.asked_early)[message["op"]] = peer
+            self._ask_early(message["op"], peer)
             answer = {"t": "absent", "op": message["op"], **self._last()}
         self._tell(peer, {**answer, "asked": True})
 
@@ -216,8 +215,15 @@ class Diagnosis:
                 inquiry.called[rank] = record.describe(rank)
             else:
                 last = self._last()
+                self._ask_early(op, rank)
                 inquiry.absent[rank] = last["last"], last["age"], self._now()
         return inquiry
+
+    def _ask_early(self, op: int, peer: int) -> None:
+        """Remember to answer `peer`, or this rank itself, when this rank enters the operation."""
+        if op not in self.asked_early:
+            _bounded(self.asked_early)[op] = set()
+        self.asked_early[op].add(peer)
 
     def _ask(self, op: int, inquiry: Inquiry, reporter: int) -> None:
         """Ask every rank but the reporter that has no such question to answer yet."""
