@@ -33,6 +33,8 @@ __all__ = ["Diagnosis", "Record", "cause_of", "error_from"]
 KEPT = 256
 #: Seconds between two reports of the oldest operation that waits: what is known of the others is that fresh.
 REPORT_AGAIN = 1.0
+#: Seconds between two rounds of questions about an operation: the next report of whoever caused one causes the next.
+ROUND = 0.9 * REPORT_AGAIN
 #: Seconds a coordinator has to answer before the next rank is asked, at most; a quarter of a shorter timeout.
 PATIENCE = 0.25
 #: Seconds in which answers gather before all who wait are told: answers to one round of questions come together.
@@ -79,11 +81,14 @@ class Diagnosis:
     # -- as one who waits
 
     def report(self, operation: Operation) -> float:
-        """Tell the coordinator about an operation that has been pending for a while; return when to do so again."""
+        """Tell the coordinator about an operation that has been pending for a while; return when to see to it again."""
         if operation.id & P2P:
             return inf
         now = self._now()
         silent = self._asked.get(operation.id)
+        finding = self._findings.get(operation.id)
+        if silent is None and finding is not None and now < finding.told + ROUND:
+            return finding.told + REPORT_AGAIN
         rank = self._coordinator(None if silent is None else silent[0])
         _bounded(self._asked)[operation.id] = rank, now
         if rank != self._group.rank:
@@ -226,9 +231,12 @@ class Diagnosis:
         self.asked_early[op].add(peer)
 
     def _ask(self, op: int, inquiry: Inquiry, reporter: int) -> None:
-        """Ask every rank but the reporter that has no such question to answer yet."""
+        """Ask every rank but the reporter that has no such question to answer yet, in rounds: all may report."""
         group = self._group
         now = self._now()
+        if now < inquiry.again:
+            return
+        inquiry.again = now + ROUND
         before = len(inquiry.asked)
         for rank in range(len(group.ranks)):
             if rank in group.left:

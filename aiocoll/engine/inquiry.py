@@ -84,12 +84,14 @@ class Inquiry:
         called: what each rank that has entered has called.
         absent: of ranks that have not, what they were last seen in, how long ago, and when they said so.
         asked: ranks that have not answered a question about it.
+        again: when the others may be asked about it again.
         due: an answer to all who wait is on its way.
     """
 
-    __slots__ = ("absent", "asked", "called", "due")
+    __slots__ = ("absent", "again", "asked", "called", "due")
 
     def __init__(self) -> None:
+        self.again = 0.0
         self.asked: set[int] = set()
         self.called: dict[int, Description] = {}
         self.absent: dict[int, tuple[str, float | None, float]] = {}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
 
 from aiocoll import CollectiveTimeoutError, GroupOptions, ProcessGroup
+from aiocoll.engine.diagnosis import Diagnosis
 from aiocoll.testing.virtual import run_virtual
 
 LATENCY = (0.0005, 0.002)
@@ -85,6 +87,28 @@ def test_what_is_said_of_a_rank_is_not_older_than_the_last_report() -> None:
             await pg.barrier(timeout=20)
 
     run_virtual(3, rank)
+
+
+def test_waiting_takes_messages_in_proportion_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All report, and the coordinator asks and answers all; not all of them because of each of them."""
+    told = 0
+    tell = Diagnosis._tell
+
+    def counted(self: Diagnosis, rank: int, message: dict[str, Any]) -> None:
+        nonlocal told
+        told += 1
+        tell(self, rank, message)
+
+    monkeypatch.setattr(Diagnosis, "_tell", counted)
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 5:
+            await asyncio.sleep(10)
+        await pg.barrier()
+
+    run_virtual(32, rank, latency=LATENCY)
+    # Each second: a report, its answer, a question, its answer, and what is told to all when answers have gathered.
+    assert 32 * 10 <= told <= 32 * 11 * 6
 
 
 def test_a_late_rank_ends_the_warnings(caplog: pytest.LogCaptureFixture) -> None:
