@@ -34,17 +34,20 @@ class Log(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.said: list[str] = []
+        self.anything = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
 
     def emit(self, record: logging.LogRecord) -> None:
         self.said.append(record.getMessage())
+        self._loop.call_soon_threadsafe(self.anything.set)
 
 
 @contextmanager
-def logged() -> Iterator[list[str]]:
+def logged() -> Iterator[Log]:
     logger, log = logging.getLogger("aiocoll"), Log()
     logger.addHandler(log)
     try:
-        yield log.said
+        yield log
     finally:
         logger.removeHandler(log)
 
@@ -71,14 +74,16 @@ async def apart(pg: ProcessGroup, path: Path, fn: Callable[..., Awaitable[Any]],
 
 async def busy(pg: ProcessGroup, victim: int, how: str, seconds: float) -> tuple[float, list[str]]:
     """All wait for a rank that is busy; return what it came to and what was logged."""
-    with logged() as said:
+    with logged() as log:
         await pg.barrier()
         if pg.rank() == victim:
             {"block": block, "hog": hog}[how](seconds)
         total = await pg.allreduce(float(pg.rank()))
         assert isinstance(total, float)
         await pg.barrier()
-    return total, said
+        # The thread that warns of this process may need a moment after the fault is over.
+        await log.anything.wait()
+    return total, log.said
 
 
 async def stopped(pg: ProcessGroup, victim: int, seconds: float) -> tuple[str, float, list[str]]:
@@ -86,7 +91,7 @@ async def stopped(pg: ProcessGroup, victim: int, seconds: float) -> tuple[str, f
     pids = await pg.allgather_object(os.getpid())
     loop = asyncio.get_running_loop()
     started = loop.time()
-    with logged() as said:
+    with logged() as log:
         if pg.rank() == victim:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif pg.rank() == (victim + 1) % pg.size():
@@ -99,7 +104,7 @@ async def stopped(pg: ProcessGroup, victim: int, seconds: float) -> tuple[str, f
         took = loop.time() - started
         # Whoever is to let it go on must not end before.
         await asyncio.sleep(max(0.0, seconds + 0.1 - took))
-    return outcome, took, said
+    return outcome, took, log.said
 
 
 def check_busy(
