@@ -65,8 +65,8 @@ def test_a_warning_names_the_missing_rank_long_before(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING, "aiocoll"):
         assert run_virtual(2, late, options=GroupOptions(warn_after=20)) == [40, 40]
     assert [record.getMessage() for record in caplog.records] == [
-        "group 'world:0', rank 0: BARRIER (sequence 1) has been waiting for 20.0 s: "
-        "it waits for rank 1 (in no operation yet)"
+        "group 'world:0', rank 0: BARRIER (sequence 1), called as BARRIER(shape=[], device=cpu, counts=[], "
+        "SequenceNumber=1), has been waiting for 20.0 s: it waits for rank 1 (in no operation yet)"
     ]
 
 
