@@ -160,6 +160,7 @@ async def test_nobody_listens_to_other_machines_without_a_key() -> None:
 
 
 async def test_children_do_not_inherit_the_key(monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int) -> None:
+    monkeypatch.setattr("aiocoll.rendezvous._keys", {})
     monkeypatch.setenv("AIOCOLL_JOB_KEY", KEY.decode())
     look = [sys.executable, "-c", "import os; print(*(name for name in os.environ if 'JOB_KEY' in name))"]
     method = f"tcp://127.0.0.1:{unused_tcp_port}"
