@@ -55,7 +55,8 @@ class Launcher:
 
     def _check(self) -> None:
         """Refuse a call that this group cannot take, before it takes a number."""
-        self._check_owner()
+        if self._pid != os.getpid() or asyncio._get_running_loop() is not self._loop or self._closed:
+            self._check_owner()
         if self._member.cause is not None:
             self._member.raise_if_revoked()
 
@@ -199,10 +200,14 @@ class Launcher:
         member = self._member
         limit = member.timeout if timeout is None else seconds(timeout, "timeout")
         self._check()
-        arrays = [None if buffer is None else buffer.array for buffer in buffers]
+        arrays: list[Any] = []
+        staged = [whole for whole in wholes if whole.writeback is not None] if wholes else []
+        for buffer in buffers:
+            arrays.append(None if buffer is None else buffer.array)
+            if buffer is not None and buffer.writeback is not None:
+                staged.append(buffer)
         shape = () if main is None else main.shape
         work, identity = self._work(plan.terms.op, key)
-        staged = [buffer for buffer in (*buffers, *wholes) if buffer is not None and buffer.writeback is not None]
         if staged:
             work._unwrap = _unstage(staged, result)
         operation: Operation
