@@ -1,6 +1,7 @@
 """Failures that nobody looks at: said once in the log, when nobody can look at them any more.
 
-Works that one cause fails, as a revocation does, share one `Unseen`: one line counts them.
+Works that one cause fails, as a revocation does, share one `Unseen`: one line counts them, and who looks at one of
+them knows of all.
 """
 
 from __future__ import annotations
@@ -37,32 +38,31 @@ class Call(NamedTuple):
 class Unseen:
     """The failed calls of one cause.
 
-    It lives as long as one of their works that nobody has looked at; with the last one it tells.
+    It lives as long as one of their works; with the last one it tells, unless somebody has looked.
     """
 
-    __slots__ = ("__weakref__", "_calls", "_cause", "_group", "_last", "_rank", "_words")
+    __slots__ = ("__weakref__", "_calls", "_cause", "_group", "_rank", "_words")
 
     def __init__(self, group: str, rank: int, cause: BaseException, words: str) -> None:
         self._group = group
         self._rank = rank
         self._cause = cause  # kept, for its identity to stay its own
         self._words = words
-        self._calls: dict[int, Call] = {}
-        self._last = 0
+        # None once somebody knows.
+        self._calls: list[Call] | None = []
 
-    def add(self, call: Call) -> int:
-        """Note a failed call; return its number here."""
-        self._last += 1
-        self._calls[self._last] = call
-        return self._last
+    def add(self, call: Call) -> None:
+        """Note a failed call."""
+        if self._calls is not None:
+            self._calls.append(call)
 
-    def looked(self, number: int) -> None:
-        """Somebody has looked at a failure."""
-        self._calls.pop(number, None)
+    def looked(self) -> None:
+        """Somebody has looked at one of the failures."""
+        self._calls = None
 
     def tell(self) -> None:
         """Log what nobody has looked at, once."""
-        calls, self._calls = list(self._calls.values()), {}
+        calls, self._calls = self._calls, None
         if not calls:
             return
         named = ", ".join(map(str, calls[:NAMED]))

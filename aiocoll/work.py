@@ -88,7 +88,7 @@ class Work(Generic[T]):
         self._callbacks: list[tuple[Callable[[Work[T]], object], contextvars.Context | None]] | None = None
         self._withdraw: Callable[[], None] | None = None
         self._unwrap: Callable[[], Any] | None = None
-        self._unseen: tuple[Unseen, int] | None = None
+        self._unseen: Unseen | None = None
         # Where the user called, as what costs least and keeps no frame: the line is looked up when it is needed. At
         # `depth` or above it: each frame that is looked at costs 50 ns and more.
         frame = _frame(depth)
@@ -245,16 +245,13 @@ class Work(Generic[T]):
         calls_back = self._callbacks is not None and any(context is not None for _, context in self._callbacks)
         if calls_back or isinstance(error, asyncio.CancelledError):
             return
-        unseen = self.group._failures.of(error)
-        if unseen is not None:
-            call = Call(self.op, self.key or self.seq, self._code, self._instruction)
-            self._unseen = unseen, unseen.add(call)
+        self._unseen = self.group._failures.of(error)
+        if self._unseen is not None:
+            self._unseen.add(Call(self.op, self.key or self.seq, self._code, self._instruction))
 
     def _look(self) -> None:
         if self._unseen is not None:
-            unseen, number = self._unseen
-            self._unseen = None
-            unseen.looked(number)
+            self._unseen.looked()
 
     def _wait(self) -> Generator[Any, None, None]:
         waiter = self._waiter()
