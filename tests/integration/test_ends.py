@@ -30,15 +30,13 @@ def test_the_one_that_ends_is_quiet_and_the_other_one_knows(how: str, ranks: Ran
     assert out in ("GroupError None [1]\n", "PeerLostError left [1]\n"), out
 
 
-def test_works_left_behind_fail_by_name_at_the_end_of_the_group(ranks: Ranks, port: int) -> None:
+def test_works_left_behind_are_quiet_when_another_told_of_the_cause(ranks: Ranks, port: int) -> None:
     processes = [ranks.start(ENDING, "leave", f"tcp://127.0.0.1:{port}", str(rank)) for rank in range(2)]
     (out, err), (_, last) = [process.communicate(timeout=LIMIT) for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert out.startswith("CollectiveTimeoutError None ")
     assert err == ""
-    (line,) = last.splitlines()
-    assert line.startswith("group 'world:0', rank 1: nobody looked at the failure of BARRIER (sequence 'not awaited')")
-    assert "CollectiveTimeoutError: " in line
+    assert last == ""
 
 
 def test_an_interrupted_rendezvous_is_quiet_too(ranks: Ranks, port: int) -> None:
