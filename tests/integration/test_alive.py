@@ -22,6 +22,8 @@ import pytest
 from aiocoll import CollectiveTimeoutError, FileStore, GroupOptions, PeerLostError, ProcessGroup, new_group
 from aiocoll.testing import run_processes
 
+from ..ranks import until
+
 #: Seconds by which a timeout may be late: the contract's second for whatever is to be noticed.
 LATE = 1.0
 #: Seconds after which every survivor has heard of a stopped or unreachable rank (contract).
@@ -66,6 +68,11 @@ async def apart(pg: ProcessGroup, path: Path, fn: Callable[..., Awaitable[Any]],
     options = GroupOptions(host_id="ab"[pg.rank() > 0], bind="127.0.0.1", job_key="of this test and no other")
     async with FileStore(str(path), pg.size()) as store:
         async with new_group(store=store, rank=pg.rank(), world_size=pg.size(), options=options) as inner:
+            sentinel = inner._member.endpoint.liveness._sentinel
+            assert sentinel is not None
+            watched = [0] if pg.rank() else range(1, pg.size())
+            await until(lambda: all(sentinel.silence(rank) is not None for rank in watched))
+            await inner.barrier()
             result = await fn(inner, *args)
         sentinels = [thread.name for thread in threading.enumerate() if "sentinel" in thread.name]
         assert len(sentinels) == 1, "the other group's is there, and no more"
