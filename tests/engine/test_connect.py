@@ -1,0 +1,42 @@
+"""A rank that does not answer is dialled again as long as its process is seen to live: its loop may be blocked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import PeerLostError, ProcessGroup
+from aiocoll.engine import endpoint as module
+
+from ..ranks import run_ranks
+
+
+@pytest.mark.parametrize("lives", [True, False])
+async def test_a_rank_that_does_not_answer(lives: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CONNECT_AGAIN", 0.0)
+    dials: list[int] = []
+
+    async def rank(pg: ProcessGroup) -> Any:
+        endpoint = pg._member.endpoint
+        if pg.rank() == 1:
+            connect = endpoint.transport.connect
+
+            async def unanswered(peer: int, *args: Any) -> Any:
+                dials.append(peer)
+                if len(dials) < 3:
+                    raise PeerLostError("no answer", ranks=[peer])
+                return await connect(peer, *args)
+
+            monkeypatch.setattr(endpoint.transport, "connect", unanswered)
+            monkeypatch.setattr(endpoint.liveness, "sees", lambda _: lives)
+        call = pg.recv(np.zeros(1), 1) if pg.rank() == 0 else pg.send(np.ones(1), 0)
+        if lives:
+            return float((await call)[0])
+        with pytest.raises(PeerLostError) as caught:
+            await call
+        return caught.value.how
+
+    assert await run_ranks(2, rank, transport="unix") == ([1.0, 1.0] if lives else ["unreachable"] * 2)
+    assert dials == ([0] * 3 if lives else [0])
