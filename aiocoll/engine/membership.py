@@ -239,7 +239,7 @@ class Membership:
         peer = self.position[rank]
         self.left.add(peer)
         for operation in list(self.pending):
-            operation.reported = False  # it was the one who collects the reports, perhaps
+            operation.reported = 0.0  # it was the one who collects the reports, perhaps
             self._missed(operation)
 
     def _missed(self, operation: Operation) -> None:
