@@ -287,7 +287,7 @@ class Home:
             self.world_size,
             job,
             self._key,
-            transport=options.transport,  # type: ignore[arg-type]  # "shm" was refused when the options were resolved
+            transport=options.transport,
             host_id=options.host_id,
             connect_timeout=self._timeout,
         )
@@ -308,8 +308,10 @@ class Home:
             await memory.listen()
             return memory, cards
         hosts = len({card["host"] for card in cards.values()})
-        if options.transport == "unix" and hosts > 1:
-            raise RendezvousError(f"transport='unix', but the ranks are on {hosts} hosts; use 'auto' or 'tcp'")
+        if options.transport in ("unix", "shm") and hosts > 1:
+            raise RendezvousError(
+                f"transport={options.transport!r}, but the ranks are on {hosts} hosts; use 'auto' or 'tcp'"
+            )
         if options.transport == "tcp" or hosts > 1:
             host = await asyncio.to_thread(routable_address, self._master, options.interface, options.bind)
             advertised = None

@@ -57,7 +57,6 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 # Asking for one of these and going on without it would be worse than refusing.
 _NOT_BUILT: Mapping[str, str] = {
-    "shm": "shared memory is not built yet; use 'auto' or 'unix' between ranks of one host",
     "tls": "encryption is not built yet; use 'auto' and a network you trust, or a tunnel",
     "detail": "comparing before data moves is not built yet; use 'off', which finds mismatches too",
 }

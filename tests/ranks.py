@@ -10,7 +10,7 @@ from aiocoll import GroupOptions, ProcessGroup, testing
 from aiocoll.transport.memory import Hub
 
 #: What `transport=` of `run_ranks` may be: within one loop "auto" means memory.
-TRANSPORTS = ("memory", "unix", "tcp")
+TRANSPORTS = ("memory", "unix", "tcp", "shm")
 
 
 def options(transport: str) -> GroupOptions:

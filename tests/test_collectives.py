@@ -223,7 +223,7 @@ def everything(kind: str, dtype: str, world_size: int) -> Iterator[Case]:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("transport", ["memory", "unix", "tcp"])
+@pytest.mark.parametrize("transport", ["memory", "unix", "tcp", "shm"])
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", REDUCING + MOVING)

@@ -94,7 +94,6 @@ def test_unusable_variables_are_named(variable: str, text: str, allowed: str) ->
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("transport", "shm", "shared memory .* use 'auto' or 'unix'"),
         ("encryption", "tls", "encryption .* use 'auto'"),
         ("debug", "detail", "comparing .* use 'off'"),
     ],

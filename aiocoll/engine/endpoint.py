@@ -213,6 +213,7 @@ class Endpoint:
         """A rank is dead: every group it belongs to fails, here and, if we are first to know, everywhere."""
         if self.closed or rank == self.rank:
             return
+        self.transport.catch_up()
         if self.channel(rank).ended:
             if rank in self.suspected and how == "killed":
                 self.dead[rank] = how, detail
@@ -242,6 +243,7 @@ class Endpoint:
 
     def revoked(self, identity: int, cause: dict[str, Any]) -> None:
         """Another rank has revoked a group."""
+        self.transport.catch_up()
         if (group := self.groups.get(identity)) is not None:
             group.revoke(error_from(cause), tell=False)
         elif identity not in self._gone_groups:

@@ -104,5 +104,11 @@ class Transport(Protocol):
     async def connect(self, peer: int, card: Card, kind: ConnKind) -> Link | None:
         """Open a link to `peer`; None if that peer is opening one to us at the same moment (it will be accepted)."""
 
+    def catch_up(self) -> None:
+        """Hand out what peers wrote to their links before what has just been heard another way.
+
+        Does nothing where everything is heard in one order anyway.
+        """
+
     async def aclose(self) -> None:
         """Stop accepting; links that are open stay open."""

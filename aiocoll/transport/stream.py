@@ -1,4 +1,4 @@
-"""Links over sockets: unix between ranks of one host, TCP between hosts, each opened by the handshake.
+"""Links between processes: dialled as a socket, unix on one host, TCP between hosts, and opened by the handshake.
 
 Two ranks have at most one link of a kind, whoever dials. When both dial at once, the lower rank's dial wins:
 
@@ -29,7 +29,8 @@ from aiocoll.process import this_process
 from aiocoll.runtime import Runtime
 from aiocoll.transport import address
 from aiocoll.transport.base import Card, Link
-from aiocoll.transport.stream_link import StreamLink
+from aiocoll.transport.live import Key, Live
+from aiocoll.transport.shm.sharing import Sharing
 
 __all__ = ["StreamTransport"]
 
@@ -43,9 +44,6 @@ _FIRST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.05
 
 _AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
-
-
-_Key = tuple[int, ConnKind]
 
 
 class _Target(NamedTuple):
@@ -84,7 +82,8 @@ class StreamTransport:
         world_size: ranks of the job.
         job: name of the job, or the 16 bytes of its id.
         key: the job key; None only as long as nothing leaves this host.
-        transport: `"unix"`, `"tcp"`, or `"auto"`: unix between ranks of one host, TCP between hosts.
+        transport: `"tcp"`, `"unix"`, `"shm"` (one host; data through shared memory), or `"auto"`: as `"shm"` between
+            ranks of one host, TCP between hosts.
         host_id: pretend to be on another host (for tests).
         epoch: of the job; ranks of another epoch are refused.
         connect_timeout: seconds after which `connect` gives up.
@@ -102,7 +101,7 @@ class StreamTransport:
         job: bytes | str,
         key: bytes | None,
         *,
-        transport: Literal["auto", "tcp", "unix"] = "auto",
+        transport: Literal["auto", "tcp", "unix", "shm"] = "auto",
         host_id: str | None = None,
         epoch: int = 0,
         connect_timeout: float = 300.0,
@@ -129,9 +128,9 @@ class StreamTransport:
         self._pending: dict[asyncio.Task[bool], asyncio.TimerHandle] = {}
         self._evicted: set[asyncio.Task[bool]] = set()
         # ... and those among them that were told OK.
-        self._incoming: dict[_Key, set[asyncio.Task[bool]]] = {}
-        self._dials: dict[_Key, _Dial] = {}
-        self._live: dict[_Key, StreamLink] = {}
+        self._incoming: dict[Key, set[asyncio.Task[bool]]] = {}
+        self._dials: dict[Key, _Dial] = {}
+        self._live = Live(runtime, Sharing(runtime, rank, world_size, wanted=transport in ("auto", "shm")))
         self._warned_keyless = False
         self._closed = False
 
@@ -160,8 +159,8 @@ class StreamTransport:
             RendezvousError: `host` is no address of this host.
             ValueError: `advertise` is missing, or `transport="unix"`.
         """
-        if self._transport == "unix":
-            raise ValueError("transport='unix' opens no TCP listener; use transport='auto' or 'tcp'")
+        if self._transport in ("unix", "shm"):
+            raise ValueError(f"transport={self._transport!r} opens no TCP listener; use transport='auto' or 'tcp'")
         if advertise is None and address.is_wildcard(host):
             raise ValueError(f"listening on {host} needs advertise=, an address of this host that peers can reach")
         self._check_key(host)
@@ -170,7 +169,7 @@ class StreamTransport:
         self._listeners.add(listener)
         return self.card
 
-    async def connect(self, peer: int, card: Card, kind: ConnKind) -> StreamLink | None:
+    async def connect(self, peer: int, card: Card, kind: ConnKind) -> Link | None:
         """Open a link of `kind` to rank `peer`, whose card this is.
 
         Returns:
@@ -184,7 +183,7 @@ class StreamTransport:
         """
         target = self._target(peer, card)
         key = (peer, kind)
-        if self._linked(key):
+        if self._live.has(key):
             return None
         if key in self._dials:
             raise RuntimeError(f"rank {self.rank} is already connecting to rank {peer} ({kind.name})")
@@ -194,6 +193,14 @@ class StreamTransport:
         finally:
             del self._dials[key]
             dial.done.set_result(None)
+
+    def carrier(self, peer: int) -> tuple[str, str | None]:
+        """Say what carries data to `peer` ("none" before the first), and why it is not shared memory."""
+        return self._live.carrier(peer), self._live.sharing.trouble
+
+    def catch_up(self) -> None:
+        """Look into the memory shared with peers: a socket may tell of their end before."""
+        self._live.sharing.catch_up()
 
     async def aclose(self) -> None:
         """Stop listening, end the handshakes and dials in progress; links that are open stay open."""
@@ -246,7 +253,7 @@ class StreamTransport:
     async def _serve(self, sock: socket.socket) -> bool:
         """Answer a handshake; whether the socket now belongs to a link."""
         exchange = handshake.ServerHandshake(self._identity, self._key, self._runtime.random_bytes)
-        key: _Key | None = None
+        key: Key | None = None
 
         def decide(peer: Peer) -> Status:
             nonlocal key
@@ -263,46 +270,35 @@ class StreamTransport:
         told_ok.add(task)
         try:
             exchange.verify(await self._receive(sock, handshake.PROOF_SIZE))
+            link = await self._live.adopt(sock, key, dialled=False)
         finally:
             told_ok.discard(task)
-        if self._linked(key):
+        if link is None:
             return False
-        link = self._adopt(sock, key)
         if dial := self._dials.get(key):
             dial.interrupt(self._runtime.time())
         self.accepted(link)
         return True
 
-    def _decide(self, key: _Key) -> Status:
+    def _decide(self, key: Key) -> Status:
         """Say what to do with a HELLO, not proven yet, so nothing may be changed for it."""
         rank = key[0]
         if rank == self.rank or not 0 <= rank < self._world_size:
             return Status.REFUSED
-        if self._linked(key):
+        if self._live.has(key):
             return Status.DUPLICATE
         dial = self._dials.get(key)
         return Status.CROSSED if dial and dial.active and self.rank < rank else Status.OK
-
-    def _linked(self, key: _Key) -> bool:
-        link = self._live.get(key)
-        if link is not None and link.closed:
-            del self._live[key]
-            return False
-        return link is not None
-
-    def _adopt(self, sock: socket.socket, key: _Key) -> StreamLink:
-        if sock.family != _AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = self._live[key] = StreamLink(self._runtime, sock, *key)
-        return link
 
     def _target(self, peer: int, card: Card) -> _Target:
         if card["host"] == self._host and self._may_use_unix and card["unix"]:
             name = card["unix"]
             return _Target(socket.AF_UNIX, address.unix_address(name), f"unix socket {name}")
-        if self._transport == "unix":
+        if self._transport in ("unix", "shm"):
             where = "another host" if card["host"] != self._host else "this host, but has no unix socket"
-            raise RendezvousError(f"transport='unix' on rank {self.rank}, but rank {peer} is on {where}; use 'auto'")
+            raise RendezvousError(
+                f"transport={self._transport!r} on rank {self.rank}, but rank {peer} is on {where}; use 'auto'"
+            )
         if not card["tcp"]:
             raise RendezvousError(f"rank {peer} listens on no address that rank {self.rank} could use: {card}")
         host, port = card["tcp"]
@@ -317,7 +313,7 @@ class StreamTransport:
             risk = "every user of this host could join; start the job with `aiocoll run`, or pass job_key="
             logger.warning("rank %d uses TCP on %s without a job key: %s", self.rank, host, risk, extra=self._whose)
 
-    async def _dial(self, dial: _Dial, key: _Key, target: _Target) -> StreamLink | None:
+    async def _dial(self, dial: _Dial, key: Key, target: _Target) -> Link | None:
         """Dial until there is a link; wait instead while the peer, told OK, is proving itself."""
         start = self._runtime.time()
         pause = _FIRST_PAUSE
@@ -337,13 +333,13 @@ class StreamTransport:
                     async with asyncio.timeout(None) as dial.limit:
                         await self._runtime.sleep(min(pause, left))
                 pause = min(2 * pause, _LONGEST_PAUSE)
-            if self._linked(key):
+            if self._live.has(key):
                 return None
         if self._closed:
             raise GroupClosedError(f"rank {self.rank} closed its transport while connecting to rank {key[0]}")
         raise _unreachable(key[0], target, f"{reason} (tried for {self._runtime.time() - start:.1f} s)")
 
-    async def _attempt(self, dial: _Dial, key: _Key, target: _Target) -> StreamLink:
+    async def _attempt(self, dial: _Dial, key: Key, target: _Target) -> Link:
         dial.active = True
         try:
             sock = await address.reach(self._runtime.loop, target.family, target.address)
@@ -365,7 +361,7 @@ class StreamTransport:
         finally:
             dial.active = False
 
-    async def _introduce(self, sock: socket.socket, key: _Key, target: _Target) -> StreamLink:
+    async def _introduce(self, sock: socket.socket, key: Key, target: _Target) -> Link:
         peer, kind = key
         if target.family == _AF_UNIX and not address.may_connect(uid := address.peer_uid(sock), os.geteuid()):
             raise AuthenticationError(f"{target.label} belongs to user {uid}, not to us: it is no rank of this job")
@@ -375,10 +371,13 @@ class StreamTransport:
         assert exchange.peer is not None
         if exchange.peer.rank != peer:
             raise AuthenticationError(f"at {target.label} is rank {exchange.peer.rank}, not rank {peer}")
-        if self._linked(key):
+        if self._live.has(key):
             raise _RetryError("the link that it opened came first")
         _send(sock, proof)
-        return self._adopt(sock, key)
+        link = await self._live.adopt(sock, key, dialled=True)
+        if link is None:
+            raise _RetryError("the link that it opened came first")
+        return link
 
     async def _receive(self, sock: socket.socket, nbytes: int) -> bytes:
         data = b""

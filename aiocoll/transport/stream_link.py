@@ -85,6 +85,11 @@ class StreamLink:
         _size_buffers(sock)
 
     @property
+    def carrier(self) -> str:
+        """What carries the bytes."""
+        return "unix" if self._sock.family == socket.AF_UNIX else "tcp"
+
+    @property
     def writable(self) -> bool:
         """Whether nothing waits to be handed over."""
         return not self._out

@@ -13,9 +13,11 @@ from aiocoll.runtime import Runtime
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import HEADER, FrameKind, Header
 from aiocoll.transport.memory import Hub, MemoryTransport
+from aiocoll.transport.shm.link import ShmLink
+from aiocoll.transport.shm.sharing import Sharing
 from aiocoll.transport.stream_link import StreamLink
 
-KINDS = ("memory", "unix", "tcp")
+KINDS = ("memory", "unix", "tcp", "shm")
 
 
 class Recorder:
@@ -87,6 +89,18 @@ def sockets(kind: str) -> tuple[socket.socket, socket.socket]:
     return pair
 
 
+async def shm_ends(runtime: Runtime) -> list[ShmLink]:
+    """Return both ends of a link through shared memory, each of a rank of its own."""
+    near, far = sockets("unix")
+    ranks = [Sharing(runtime, rank, 2, wanted=True) for rank in range(2)]
+    pairs = await asyncio.gather(ranks[0].propose(near), ranks[1].accept(far))
+    ends = []
+    for rank, (sock, pair) in enumerate(zip((near, far), pairs, strict=True)):
+        assert pair is not None
+        ends.append(ShmLink(runtime, sock, pair, 1 - rank, ConnKind.DATA))
+    return ends
+
+
 @asynccontextmanager
 async def linked(kind: str, runtime: Runtime | None = None) -> AsyncIterator[tuple[Any, Any]]:
     """Make both ends of a link, each with a `Recorder`; neither has been started."""
@@ -100,6 +114,8 @@ async def linked(kind: str, runtime: Runtime | None = None) -> AsyncIterator[tup
             await transport.listen()
         near: Any = await transports[0].connect(1, {}, ConnKind.DATA)
         ends = [near, accepted[0]]
+    elif kind == "shm":
+        ends = await shm_ends(runtime)
     else:
         ends = [StreamLink(runtime, sock, 1 - rank, ConnKind.DATA) for rank, sock in enumerate(sockets(kind))]
     for end in ends:

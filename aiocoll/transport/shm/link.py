@@ -1,0 +1,241 @@
+"""A link between two processes of one host, through memory that both map.
+
+          rank 0                    shared                        rank 1
+    write -> copy once ->  [entry|entry|...][ data  ]  -> place, reduce: straight from there
+    poll  <-               [entry|entry|...][ data  ]  <- write
+
+The unix socket over which the memory was passed stays open: it tells when the other process is gone, and that an end
+is in order. The loop is woken by the `bell`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import socket
+from collections import deque
+from typing import NamedTuple
+
+from aiocoll.errors import ProtocolError
+from aiocoll.handshake import ConnKind
+from aiocoll.runtime import BUDGET, Runtime
+from aiocoll.transport.base import Sink
+from aiocoll.transport.frame import HEADER_SIZE, SEGMENT, FrameKind
+from aiocoll.transport.shm.bell import Bell, PeerBell
+from aiocoll.transport.shm.ring import ENTRY, Layout, Outgoing
+
+__all__ = ["Pair", "ShmLink"]
+
+_LINE = 64
+_KINDS = frozenset(FrameKind)
+_NOTHING = memoryview(b"")
+#: What a closed link looks at: no stamp ever comes there.
+_SILENCE = memoryview(bytes(8)).cast("Q")
+_unpack = ENTRY.unpack_from
+
+
+class Pair(NamedTuple):
+    """What the two ends have agreed on: memory, its layout, which direction is ours to write, and both bells."""
+
+    memory: mmap.mmap
+    layout: Layout
+    direction: int
+    bell: Bell
+    peer_bell: PeerBell
+
+
+class ShmLink:
+    """One end of a link; see `aiocoll.transport.base.Link`. Owns the socket, the peer's bell and a hold on its own."""
+
+    __slots__ = (
+        "_area",
+        "_at",
+        "_bell",
+        "_closed",
+        "_end",
+        "_ending",
+        "_entries",
+        "_hungry",
+        "_kept",
+        "_memory",
+        "_next",
+        "_order",
+        "_out",
+        "_peer_bell",
+        "_receiving",
+        "_ring",
+        "_runtime",
+        "_sock",
+        "_started",
+        "_taken",
+        "_words",
+        "kind",
+        "peer",
+        "sink",
+    )
+
+    sink: Sink
+    carrier = "shm"
+
+    def __init__(self, runtime: Runtime, sock: socket.socket, pair: Pair, peer: int, kind: ConnKind) -> None:
+        self.peer = peer
+        self.kind = kind
+        self._runtime = runtime
+        self._sock = sock
+        self._bell = pair.bell
+        self._peer_bell = pair.peer_bell
+        layout, direction = pair.layout, 1 - pair.direction
+        self._memory = memoryview(pair.memory)
+        self._words = self._memory.cast("Q")
+        self._out = Outgoing(self._memory, layout, pair.direction, pair.bell.fences)
+        self._order = pair.bell.fences.order
+        self._hungry = layout.hungry(direction)
+        self._taken = layout.taken(direction)
+        self._ring = layout.ring(direction)
+        self._entries = layout.entries
+        self._area, self._end = self._ring, layout.area(direction) + layout.data
+        self._next = 1
+        # Index of the word in which the next stamp will be.
+        self._at = self._ring >> 3
+        self._kept: deque[tuple[bytes, memoryview | None]] = deque()
+        self._started = False
+        self._receiving = False
+        self._ending = False
+        self._closed = False
+
+    @property
+    def writable(self) -> bool:
+        """Whether nothing waits to be handed over."""
+        return not self._kept
+
+    @property
+    def closed(self) -> bool:
+        """Whether the link has ended."""
+        return self._closed
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._started = True
+        self._runtime.loop.add_reader(self._sock.fileno(), self._hung_up)
+        self._bell.add(self)
+
+    def write(self, header: bytes, payload: memoryview | None = None) -> bool:
+        """Send one frame; True if there was space for it."""
+        if self._closed or self._ending:
+            return True
+        bell = self._bell
+        if not bell.awake:
+            bell.attend()
+        if not self._kept and self._out.put(header, payload):
+            self._peer_bell.ring()
+            return True
+        self._kept.append((header, payload))
+        self._out.starve()
+        # Between the look and the word, space may have come; `drained` must not be called from here.
+        self._runtime.call_soon(self.poll)
+        return False
+
+    def poll(self) -> bool:
+        """Hand out what has arrived, for at most `BUDGET` seconds, and send what had to wait."""
+        moved = self._flush() if self._kept else False
+        if self._words[self._at] != self._next or not self._started or self._receiving:
+            return moved
+        self._receiving = True
+        try:
+            self._receive()
+        except ProtocolError as error:
+            self._lost(error)
+        self._receiving = False
+        return True
+
+    def divert(self) -> None:
+        """Nothing to do: payloads arrive whole."""
+
+    def finish(self) -> None:
+        """Send what is kept, then shut down the sending side of the socket."""
+        self._ending = True
+        if not self._kept and not self._closed:
+            self._shutdown()
+
+    def close(self) -> None:
+        """Close the socket and leave the memory to the peer."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._started:
+            self._runtime.loop.remove_reader(self._sock.fileno())
+        self._bell.remove(self)
+        self._bell.drop()
+        self._peer_bell.close()
+        self._kept.clear()
+        self._sock.close()
+        # The memory goes with the last view of it.
+        self._memory, self._words, self._at = _NOTHING, _SILENCE, 0
+        del self._out
+
+    def _receive(self) -> None:
+        words, memory, order, deliver = self._words, self._memory, self._order, self.sink.deliver
+        ticks = self._runtime.ticks
+        deadline = ticks() + BUDGET
+        while True:
+            if order is not None:
+                order()
+            entry = _unpack(memory, (self._at << 3) + 8)
+            place, length, number = entry[0], entry[8], self._next
+            if length > SEGMENT or entry[1] not in _KINDS or not self._area <= place <= self._end - length:
+                raise ProtocolError(f"rank {self.peer} wrote a frame of kind {entry[1]} and length {length}")
+            self._next = number + 1
+            self._at = (self._ring + number % self._entries * _LINE) >> 3
+            deliver(self, entry[1:], memory[place : place + length] if length else _NOTHING)
+            if self._closed:
+                return
+            if order is not None:
+                order()
+            words[self._taken] = number
+            if words[self._at] != self._next:
+                break
+            if ticks() > deadline:
+                self._runtime.call_soon(self.poll)
+                break
+        self._bell.fences.full()
+        if words[self._hungry]:
+            self._peer_bell.ring()
+
+    def _flush(self) -> bool:
+        kept, put = self._kept, self._out.put
+        moved = False
+        while kept and put(*kept[0]):
+            kept.popleft()
+            moved = True
+        if moved:
+            self._peer_bell.ring()
+        if kept:
+            return moved
+        self._out.sate()
+        if self._ending:
+            self._shutdown()
+        self.sink.drained(self)
+        return True
+
+    def _shutdown(self) -> None:
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            self._runtime.call_soon(self._lost, None)  # the peer is gone, too
+
+    def _hung_up(self) -> None:
+        """The socket says that the peer has ended its side, or is gone; what it wrote before is here."""
+        try:
+            said = self._sock.recv(HEADER_SIZE)
+            error: Exception | None = ProtocolError(f"rank {self.peer} sent bytes where none belong") if said else None
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as failure:
+            error = None if self._ending else failure
+        while self.poll():
+            pass
+        self._lost(error)
+
+    def _lost(self, error: Exception | None) -> None:
+        if not self._closed:
+            self.close()
+            self.sink.lost(self, error)

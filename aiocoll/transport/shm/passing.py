@@ -1,0 +1,175 @@
+"""How two processes come to share memory: the last step of opening a link over a unix socket.
+
+    dialler                                          acceptor
+    makes the region
+    offer, [region, page, eventfd]  --->             maps the region
+                                    <---             answer, [page, eventfd]
+
+Either may decline, and its peer is told so: then the socket itself is the link.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import errno
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Sequence
+
+from aiocoll.errors import ProtocolError
+from aiocoll.transport.shm.bell import Bell, PeerBell
+from aiocoll.transport.shm.fence import Fences
+from aiocoll.transport.shm.link import Pair
+from aiocoll.transport.shm.region import PAGE, create, open_region
+from aiocoll.transport.shm.ring import Layout
+
+__all__ = ["NotSharedError", "accept", "decline", "propose"]
+
+#: Whether there is something, entries of a ring, bytes of a data area.
+_MESSAGE = struct.Struct("<?3xII")
+_DECLINED = _MESSAGE.pack(False, 0, 0)
+_ACCEPTED = _MESSAGE.pack(True, 0, 0)
+_OFFERED_FDS = 3
+_ANSWERED_FDS = 2
+
+
+class NotSharedError(Exception):
+    """This rank cannot share memory, and has told its peer."""
+
+
+def decline(sock: socket.socket) -> None:
+    """Offer nothing."""
+    sock.send(_DECLINED)
+
+
+async def propose(sock: socket.socket, layout: Layout, bell: Bell) -> Pair | None:
+    """Offer shared memory; None if the peer declines.
+
+    Raises:
+        NotSharedError: there is none to offer.
+    """
+    try:
+        region, memory = await _create(layout.nbytes)
+    except OSError as error:
+        decline(sock)
+        raise NotSharedError(str(error)) from error
+    try:
+        socket.send_fds(sock, [_MESSAGE.pack(True, *layout)], [region, bell.page, bell.eventfd])
+    finally:
+        os.close(region)
+    (agreed, _, _), fds = await _receive(sock, _ANSWERED_FDS)
+    if not agreed:
+        return None
+    return Pair(memory, layout, 0, bell, _peer_bell(fds, bell.fences))
+
+
+async def _create(nbytes: int) -> tuple[int, mmap.mmap]:
+    """Make a region in a thread; one that comes when nobody waits any more is closed."""
+    making = asyncio.get_running_loop().run_in_executor(None, create, nbytes)
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(_discard)
+        raise
+
+
+def _discard(making: asyncio.Future[tuple[int, mmap.mmap]]) -> None:
+    if not making.cancelled() and making.exception() is None:
+        os.close(making.result()[0])
+
+
+async def accept(sock: socket.socket, bell: Bell | None) -> Pair | None:
+    """Take what the peer offers; None if it offers nothing, or (with `bell` None) this rank wants nothing.
+
+    Raises:
+        NotSharedError: it cannot be taken.
+        ProtocolError: it is not what it should be.
+    """
+    (offered, *sizes), fds = await _receive(sock, _OFFERED_FDS)
+    if not offered:
+        return None
+    if bell is None:
+        _close(fds)
+        decline(sock)
+        return None
+    layout = Layout(*sizes)
+    if not layout.is_sound():
+        _close(fds)
+        raise ProtocolError(f"a peer offered shared memory of impossible sizes {tuple(layout)}")
+    try:
+        memory, peer_bell = _map(fds, layout, bell.fences)
+    except OSError as error:
+        decline(sock)
+        raise NotSharedError(str(error)) from error
+    socket.send_fds(sock, [_ACCEPTED], [bell.page, bell.eventfd])
+    return Pair(memory, layout, 1, bell, peer_bell)
+
+
+def _map(fds: list[int], layout: Layout, fences: Fences) -> tuple[mmap.mmap, PeerBell]:
+    if len(fds) != _OFFERED_FDS:
+        _close(fds)
+        raise OSError(errno.EMFILE, "descriptors were lost on the way")
+    region, *others = fds
+    try:
+        memory = open_region(region, layout.nbytes)
+    except BaseException:
+        _close(others)
+        raise
+    return memory, _peer_bell(others, fences)
+
+
+def _peer_bell(fds: Sequence[int], fences: Fences) -> PeerBell:
+    if len(fds) != _ANSWERED_FDS:
+        _close(fds)
+        raise ProtocolError("a peer passed no bell with its shared memory")
+    page, eventfd = fds
+    try:
+        memory: mmap.mmap = open_region(page, PAGE)
+    except BaseException:
+        os.close(eventfd)
+        raise
+    return PeerBell(eventfd, memory, fences)
+
+
+async def _receive(sock: socket.socket, most: int) -> tuple[tuple[bool, int, int], list[int]]:
+    loop = asyncio.get_running_loop()
+    while True:
+        readable = loop.create_future()
+        loop.add_reader(sock.fileno(), _set, readable)
+        try:
+            await readable
+        finally:
+            loop.remove_reader(sock.fileno())
+        try:
+            data, fds = _recv_fds(sock, most)
+            break
+        except BlockingIOError:
+            continue
+    if len(data) != _MESSAGE.size:
+        _close(fds)
+        raise ConnectionResetError("it closed the connection before memory was shared")
+    return _MESSAGE.unpack(data), fds
+
+
+def _recv_fds(sock: socket.socket, most: int) -> tuple[bytes, list[int]]:
+    """As `socket.recv_fds`, but no child process inherits the descriptors."""
+    space = socket.CMSG_LEN(most * array.array("i").itemsize)
+    data, ancillary, _, _ = sock.recvmsg(_MESSAGE.size, space, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return data, list(fds)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,167 @@
+"""One direction of a link in shared memory: a ring of entries, and the bytes that they speak of.
+
+An entry is one cache line:
+
+     0  u64  stamp    number of the entry, counted from 1; written last
+     8  u64  place    of the payload in the region, in bytes
+    16       header   of the frame, 32 bytes
+    48       payload, if it has at most 16 bytes
+
+Larger payloads lie in the data area, each in one piece, in the order of their entries; the reader tells how many
+entries it has taken, which frees them in that order. While the reader keeps up, the writer begins at the front of the
+area again and again, where the cache is warm.
+
+The sender owns the entries, the data and the `hungry` word; the reader owns `taken`. Each word has a line of its own.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from typing import NamedTuple
+
+from aiocoll.transport.frame import HEADER, SEGMENT
+from aiocoll.transport.shm.fence import Fences
+from aiocoll.transport.shm.region import PAGE
+
+__all__ = ["ENTRY", "Layout", "Outgoing", "layout"]
+
+_LINE = 64
+_INLINE = 48
+_INLINE_NBYTES = _LINE - _INLINE
+#: Entries of a ring: a burst of this many small frames needs no turn of the reader's.
+_ENTRIES = 256
+#: Segments a direction holds: one is written while one is read, and as many again for when either is late.
+_SEGMENTS = 4
+#: In a large world a rank may have many links, so each gets a part of this, but never less than one segment.
+_MOST_PER_RANK = 64 * 1024 * 1024
+
+#: place, then the fields of the frame's header.
+ENTRY = struct.Struct("<Q" + HEADER.format.lstrip("<"))
+_pack = struct.Struct("<Q32s").pack_into
+
+
+class Layout(NamedTuple):
+    """Where things are in the region of a link; all in bytes.
+
+    The first page holds the words: of each direction `hungry`, then `taken`, 128 bytes apart (cores fetch lines in
+    pairs). Direction 0 is from the rank that dialled.
+    """
+
+    entries: int
+    data: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole region."""
+        return PAGE + 2 * (self.entries * _LINE + self.data)
+
+    def hungry(self, direction: int) -> int:
+        """Index of the word in which the writer says that it waits for space."""
+        return direction * 32
+
+    def taken(self, direction: int) -> int:
+        """Index of the word in which the reader counts the entries it is done with."""
+        return direction * 32 + 16
+
+    def ring(self, direction: int) -> int:
+        """Offset of the entries."""
+        return PAGE + direction * self.entries * _LINE
+
+    def area(self, direction: int) -> int:
+        """Offset of the data."""
+        return PAGE + 2 * self.entries * _LINE + direction * self.data
+
+    def is_sound(self) -> bool:
+        """Whether a link can work with it; it comes from the peer."""
+        return 1 <= self.entries <= _ENTRIES and SEGMENT <= self.data <= _SEGMENTS * SEGMENT and not self.data % _LINE
+
+
+def layout(ranks: int) -> Layout:
+    """Return the layout for a host of `ranks` ranks."""
+    segments = max(1, min(_SEGMENTS, _MOST_PER_RANK // (2 * SEGMENT * max(1, ranks - 1))))
+    return Layout(_ENTRIES, segments * SEGMENT)
+
+
+class Outgoing:
+    """The writer's end of one direction.
+
+    Args:
+        memory: the whole region.
+        layout: of the region.
+        direction: 0 or 1.
+        fences: of this machine.
+    """
+
+    __slots__ = ("_area", "_data", "_entries", "_full", "_head", "_hungry", "_memory", "_order", "_ring", "_sent",
+                 "_spans", "_taken", "_words")  # fmt: skip
+
+    def __init__(self, memory: memoryview, layout: Layout, direction: int, fences: Fences) -> None:
+        self._memory = memory
+        self._words = memory.cast("Q")
+        self._order, self._full = fences
+        self._ring = layout.ring(direction)
+        self._entries = layout.entries
+        self._area = layout.area(direction)
+        self._data = layout.data
+        self._hungry = layout.hungry(direction)
+        self._taken = layout.taken(direction)
+        self._sent = 0
+        self._head = 0
+        # Payloads that may not have been read: number of the entry, start in the area; oldest first.
+        self._spans: deque[tuple[int, int]] = deque()
+
+    def put(self, header: bytes, payload: memoryview | None) -> bool:
+        """Write one frame; False if there is no space."""
+        words, number = self._words, self._sent
+        taken = words[self._taken]
+        if number - taken >= self._entries:
+            return False
+        at = self._ring + number % self._entries * _LINE
+        number += 1
+        if payload is None:
+            place = at
+        else:
+            nbytes = payload.nbytes
+            if nbytes <= _INLINE_NBYTES:
+                place = at + _INLINE
+            else:
+                start = self._reserve(nbytes, taken)
+                if start < 0:
+                    return False
+                self._spans.append((number, start))
+                place = self._area + start
+            self._memory[place : place + nbytes] = payload
+        _pack(self._memory, at + 8, place, header)
+        if self._order is not None:
+            self._order()
+        words[at >> 3] = self._sent = number
+        return True
+
+    def starve(self) -> None:
+        """Say that this end waits for space: after the next look at what is free, the reader will ring."""
+        self._words[self._hungry] = 1
+        self._full()
+
+    def sate(self) -> None:
+        """Say that it does not wait any more."""
+        self._words[self._hungry] = 0
+
+    def _reserve(self, nbytes: int, taken: int) -> int:
+        """Return where `nbytes` fit in one piece in the area; -1 if nowhere."""
+        spans = self._spans
+        while spans and spans[0][0] <= taken:
+            spans.popleft()
+        start, end = self._head, self._data
+        if not spans:
+            start = 0
+        else:
+            oldest = spans[0][1]
+            if start <= oldest:
+                end = oldest
+            elif start + nbytes > end:
+                start, end = 0, oldest
+        if start + nbytes > end:
+            return -1
+        self._head = start + (nbytes + _LINE - 1) // _LINE * _LINE
+        return start

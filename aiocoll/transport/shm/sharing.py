@@ -1,0 +1,112 @@
+"""Whether this rank shares memory, with whom, and why not."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+from aiocoll.log import logger
+from aiocoll.runtime import Runtime
+from aiocoll.transport.shm import passing
+from aiocoll.transport.shm.bell import Bell
+from aiocoll.transport.shm.fence import fences
+from aiocoll.transport.shm.link import Pair
+from aiocoll.transport.shm.passing import NotSharedError
+from aiocoll.transport.shm.ring import layout
+
+__all__ = ["Sharing"]
+
+
+class Sharing:
+    """The shared memory of one rank.
+
+    Args:
+        runtime: of its loop.
+        rank: this rank, for the log.
+        ranks: how many ranks this host may have at most.
+        wanted: whether the options ask for shared memory.
+    """
+
+    def __init__(self, runtime: Runtime, rank: int, ranks: int, *, wanted: bool) -> None:
+        self._runtime = runtime
+        self._rank = rank
+        self._layout = layout(ranks)
+        self._fences = fences() if wanted else None
+        self._bell: Bell | None = None
+        #: Why there is none, as far as this rank is concerned; None as long as there is.
+        self.trouble: str | None = None
+        if not wanted:
+            self.trouble = "the options ask for another transport"
+        elif sys.platform != "linux":
+            self.trouble = "it needs memfd and eventfd, which only Linux has"
+        elif self._fences is None:
+            self.trouble = "this machine orders memory weakly, and libatomic is not installed"
+
+    async def propose(self, sock: socket.socket) -> Pair | None:
+        """Offer memory to the rank that has been dialled; None if the socket has to do."""
+        bell = self._hold()
+        if bell is None:
+            passing.decline(sock)
+            return None
+        try:
+            pair = await passing.propose(sock, self._layout, bell)
+        except NotSharedError as error:
+            self._fail(error)
+            pair = None
+        except BaseException:
+            self._drop()
+            raise
+        if pair is None:
+            self._drop()
+        return pair
+
+    async def accept(self, sock: socket.socket) -> Pair | None:
+        """Take the memory that the dialling rank offers; None if the socket has to do."""
+        bell = self._hold()
+        try:
+            pair = await passing.accept(sock, bell)
+        except NotSharedError as error:
+            self._fail(error)
+            pair = None
+        except BaseException:
+            if bell is not None:
+                self._drop()
+            raise
+        if pair is None and bell is not None:
+            self._drop()
+        return pair
+
+    def give_up(self, pair: Pair) -> None:
+        """Return what would have become a link."""
+        pair.peer_bell.close()
+        self._drop()
+
+    def catch_up(self) -> None:
+        """Hand out what peers have written by now."""
+        if self._bell is not None and not self._bell.closed:
+            self._bell.poll()
+
+    def _hold(self) -> Bell | None:
+        if self.trouble is not None:
+            return None
+        if self._bell is None or self._bell.closed:
+            assert self._fences is not None
+            try:
+                self._bell = Bell(self._runtime, self._fences)
+            except OSError as error:
+                self._fail(error)
+                return None
+        self._bell.hold()
+        return self._bell
+
+    def _drop(self) -> None:
+        assert self._bell is not None
+        self._bell.drop()
+
+    def _fail(self, error: Exception) -> None:
+        """Try no more, and say so once."""
+        if self.trouble is None:
+            self.trouble = str(error)
+            logger.warning(
+                "rank %d uses unix sockets instead of shared memory: %s", self._rank, error, extra={"rank": self._rank}
+            )
