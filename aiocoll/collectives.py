@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from aiocoll.buffers import Buffer, clash, is_scalar, overlaps, scalar, view
+from aiocoll.buffers import Buffer, clash, overlaps, view
 from aiocoll.dtypes import array_dtype
 from aiocoll.engine.monitored import Monitored
 from aiocoll.launch import Launcher, Timeout
@@ -48,9 +48,7 @@ class Collectives(Launcher):
         Cost: small: 1 step, n (p-1) bytes sent per rank; large: 2 (p-1) steps, 2 n (p-1)/p bytes.
         Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002; Traff, arXiv 2410.14234.
         """
-        buffer = _tensor(tensor)
-        plan = self._plan("allreduce", buffer.dtype, (buffer.count,), op=op)
-        return self._start(plan, (buffer,), buffer, buffer.result, timeout, key)
+        return self._on_one("allreduce", tensor, op, None, True, timeout, key)
 
     def reduce(
         self, tensor: Any, root: int, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
@@ -60,9 +58,7 @@ class Collectives(Launcher):
         Cost: small: 1 step at the root or log2(p) steps; large: a pipelined chain, n bytes sent per rank.
         """
         root = self._check_rank(root, "root")
-        buffer = _tensor(tensor, writable=root == self._rank)
-        plan = self._plan("reduce", buffer.dtype, (buffer.count,), op=op, root=root)
-        return self._start(plan, (buffer,), buffer, buffer.result, timeout, key)
+        return self._on_one("reduce", tensor, op, root, root == self._rank, timeout, key)
 
     def broadcast(self, tensor: Any, root: int, *, timeout: Timeout = None, key: str | None = None) -> Work[Any]:
         """Copy `root`'s tensor to all ranks.
@@ -70,9 +66,7 @@ class Collectives(Launcher):
         Cost: small: up to p-1 sends of the root, or a tree of log(p) levels; large: a pipelined chain, n per rank.
         """
         root = self._check_rank(root, "root")
-        buffer = _tensor(tensor, writable=root != self._rank)
-        plan = self._plan("broadcast", buffer.dtype, (buffer.count,), root=root)
-        return self._start(plan, (buffer,), buffer, buffer.result, timeout, key)
+        return self._on_one("broadcast", tensor, None, root, root != self._rank, timeout, key)
 
     def scan(self, tensor: Any, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None) -> Work[Any]:
         """Reduce over ranks 0 to this one, in place (inclusive prefix)."""
@@ -268,9 +262,7 @@ class Collectives(Launcher):
     def _scan(self, kind: str, tensor: Any, op: ReduceOp, timeout: Timeout, key: str | None) -> Work[Any]:
         if op == ReduceOp.AVG:
             raise ValueError(f"op=ReduceOp.AVG is not defined for {kind}: use SUM and divide by the number of ranks")
-        buffer = _tensor(tensor)
-        plan = self._plan(kind, buffer.dtype, (buffer.count,), op=op)
-        return self._start(plan, (buffer,), buffer, buffer.result, timeout, key)
+        return self._on_one(kind, tensor, op, None, True, timeout, key)
 
     def _gathering(
         self,
@@ -365,12 +357,6 @@ class Collectives(Launcher):
             )
         row = buffer.count // rows if rows else 0
         return [size * row for size in sizes]
-
-
-def _tensor(value: Any, *, writable: bool = True) -> Buffer:
-    if type(value) is not np.ndarray and is_scalar(value):
-        return scalar(value)
-    return view(value, writable=writable)
 
 
 def _slices(whole: Buffer, counts: Sequence[int]) -> list[Buffer]:

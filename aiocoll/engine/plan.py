@@ -6,33 +6,40 @@ where an arriving message belongs, and the fingerprint of what all ranks must ag
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from aiocoll.algorithms.schedule import Program, Region, Verb
 from aiocoll.dtypes import DType
-from aiocoll.engine.operation import Terms
+from aiocoll.engine.operation import Operation, Terms
 from aiocoll.ops import Kernel
 from aiocoll.transport.frame import SEGMENT
 
-__all__ = ["EAGER_WINDOW", "Plan"]
+__all__ = ["EAGER_WINDOW", "Executor", "Plan"]
 
 #: Bytes of one message that may travel before its receiver has entered the operation.
 EAGER_WINDOW = SEGMENT
+
+#: What makes the operation of a plan: called with the membership, the operation's id, the plan, the flat arrays of the
+#: call, the shape of the caller's main array, the result, the work and the timeout in seconds.
+Executor = Callable[..., Operation]
 
 
 class Plan:
     """A compiled program.
 
     Attributes are parallel tuples indexed by action, as in `Program`, with sizes in bytes; `inbound` finds the action
-    of an arriving message by ``peer << 16 | step``; `grants` are the peers that send more than an eager window.
+    of an arriving message by ``peer << 16 | step``; `grants` are the peers that send more than an eager window;
+    `executor` carries it out.
     """
 
     __slots__ = (
         "after",
         "algorithm",
         "dependents",
+        "executor",
         "fingerprint",
         "follow",
         "followers",
@@ -50,8 +57,11 @@ class Plan:
         "verbs",
     )
 
-    def __init__(self, terms: Terms, program: Program, dtype: DType | None, kernel: Kernel | None) -> None:
+    def __init__(
+        self, terms: Terms, program: Program, dtype: DType | None, kernel: Kernel | None, executor: Executor
+    ) -> None:
         self.terms = terms
+        self.executor = executor
         self.program = program.actions
         self.algorithm = program.algorithm
         self.kernel = kernel

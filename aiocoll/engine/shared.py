@@ -33,7 +33,7 @@ class Shared(Operation):
         group: Membership,
         identity: int,
         plan: Plan,
-        array: NDArray[Any],
+        arrays: list[NDArray[Any]],
         shape: tuple[int, ...],
         result: Any,
         work: Work[Any],
@@ -42,7 +42,7 @@ class Shared(Operation):
         super().__init__(group, identity, plan.fingerprint, plan.terms, shape, work, timeout)
         assert group.arena is not None
         self._plan = plan
-        self._array = array
+        self._array = array = arrays[0]
         self._result = result
         self._block = group.arena.slot_nbytes // plan.itemsize // len(group.ranks)
         self._stages = -(-len(array) // self._block)
