@@ -68,7 +68,8 @@ class Exchange(Operation):
         work: Work[Any],
         timeout: float,
     ) -> None:
-        super().__init__(group, identity, plan.fingerprint, plan.terms, shape, work, timeout)
+        # By name: `super()` took a tenth of the time of a small call.
+        Operation.__init__(self, group, identity, plan.fingerprint, plan.terms, shape, work, timeout)
         self._plan = plan
         self._result = result
         if plan.scratch:

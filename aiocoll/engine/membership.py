@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import nan
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.channel import Channel
@@ -13,6 +14,7 @@ from aiocoll.engine.disagreement import Disputes, called, mismatch
 from aiocoll.engine.mailbox import Mailbox
 from aiocoll.engine.operation import KEYED, P2P, Operation, Terms
 from aiocoll.engine.shared import Shared
+from aiocoll.engine.watch import REPORT_AFTER
 from aiocoll.errors import CollectiveTimeoutError, GroupError, GroupRevokedError, PeerLostError
 from aiocoll.log import logger
 from aiocoll.transport.base import Arena
@@ -59,6 +61,8 @@ class Membership:
         self.ranks = tuple(ranks)
         self.arena = arena
         self.timeout = timeout
+        #: The timeout of operations that expire in the order of entry, and that the watch need not be told of.
+        self.unhurried = timeout if timeout >= REPORT_AFTER else nan
         self.warn_after = warn_after
         self.rank = self.ranks.index(endpoint.rank)
         #: Says in the log whose a record is.
@@ -77,6 +81,8 @@ class Membership:
         self.mailbox = Mailbox(self)
         self.diagnosis = Diagnosis(self)
         self.disputes = Disputes(self)
+        self._time = endpoint.runtime.time
+        self._watch = endpoint.watch
         self._early: dict[int, list[tuple[Channel, Header, bytes]]] = {}
         self._next = 0
         # Keyed operations that have ended; of ordered ones the number tells.
@@ -106,21 +112,23 @@ class Membership:
 
     def enter(self, operation: Operation) -> None:
         """Put an operation in flight: from here on its id and fingerprint answer every frame and question."""
-        now = self.endpoint.runtime.time()
-        operation.entered = now
+        operation.entered = now = self._time()
         self.pending[operation] = None
-        if not operation.id & P2P:
-            self.operations[operation.id] = operation
+        identity = operation.id
+        if identity < P2P:
+            self.operations[identity] = operation
             work = operation.work
-            self.history.append((operation.id, now, operation.terms, operation.shape, work.key, work.seq))
-        self.endpoint.watch.entered(operation)
+            self.history.append((identity, now, operation.terms, operation.shape, work.key, work.seq))
+        watch = self._watch
+        if watch.timer is None or operation.timeout != self.unhurried:
+            watch.entered(operation)
         if self.diagnosis.asked_early:
             self.diagnosis.entered(operation)
         if self.left:
             # Later: what they sent before they left may be all that is needed.
             self.endpoint.runtime.call_soon(self._missed, operation)
         operation.enter()
-        if self._early and (frames := self._early.pop(operation.id, None)):
+        if self._early and (frames := self._early.pop(identity, None)):
             for channel, header, payload in frames:
                 self.frame(channel, header, memoryview(payload))
                 if header[1] & EAGER:
@@ -129,14 +137,15 @@ class Membership:
     def forget(self, operation: Operation) -> None:
         """The operation has ended."""
         self.pending.pop(operation, None)
-        if operation.timeout != self.timeout:
-            self.endpoint.watch.ended(operation)
-        if not operation.id & P2P:
-            self.operations.pop(operation.id, None)
-            if operation.id & KEYED:
+        if operation.timeout != self.unhurried:
+            self._watch.ended(operation)
+        identity = operation.id
+        if identity < P2P:
+            self.operations.pop(identity, None)
+            if identity >= KEYED:
                 if len(self._ended) >= HISTORY:
                     del self._ended[next(iter(self._ended))]
-                self._ended[operation.id] = None
+                self._ended[identity] = None
 
     # -- frames
 

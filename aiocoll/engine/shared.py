@@ -39,7 +39,8 @@ class Shared(Operation):
         work: Work[Any],
         timeout: float,
     ) -> None:
-        super().__init__(group, identity, plan.fingerprint, plan.terms, shape, work, timeout)
+        # By name: `super()` took a tenth of the time of a small call.
+        Operation.__init__(self, group, identity, plan.fingerprint, plan.terms, shape, work, timeout)
         assert group.arena is not None
         self._plan = plan
         self._array = array = arrays[0]

@@ -13,7 +13,7 @@ from aiocoll.log import logger
 if TYPE_CHECKING:
     from aiocoll.engine.endpoint import Endpoint
 
-__all__ = ["Watch"]
+__all__ = ["REPORT_AFTER", "Watch"]
 
 
 #: Seconds after which a pending operation is reported to the coordinator (contract: 250 ms); also the timer's period.
@@ -23,20 +23,24 @@ LOOKED_AT = 64
 
 
 class Watch:
-    """Deadlines, reports and warnings of all operations of one endpoint."""
+    """Deadlines, reports and warnings of all operations of one endpoint.
+
+    Attributes:
+        timer: of the next tick; None while there is nothing to look at.
+    """
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._timer: asyncio.TimerHandle | None = None
+        self.timer: asyncio.TimerHandle | None = None
         # Operations whose timeout is not the group's: these may expire before older ones.
         self._hurried: dict[Operation, None] = {}
 
     def entered(self, operation: Operation) -> None:
-        """Keep an eye on `operation`."""
-        if operation.timeout != operation.group.timeout or operation.timeout < REPORT_AFTER:
+        """Keep an eye on `operation`; while there is a timer, usual timeouts need no word."""
+        if operation.timeout != operation.group.unhurried:
             self._hurried[operation] = None
             self._arm(_patience(operation))
-        elif self._timer is None:
+        elif self.timer is None:
             self._arm(REPORT_AFTER)
 
     def ended(self, operation: Operation) -> None:
@@ -45,20 +49,20 @@ class Watch:
 
     def close(self) -> None:
         """Stop the timer."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
     def _arm(self, delay: float) -> None:
         """Tick in `delay` seconds, if not sooner anyway."""
-        if self._timer is not None:
-            if delay >= REPORT_AFTER or self._timer.when() <= self._endpoint.runtime.time() + delay:
+        if self.timer is not None:
+            if delay >= REPORT_AFTER or self.timer.when() <= self._endpoint.runtime.time() + delay:
                 return
-            self._timer.cancel()
-        self._timer = self._endpoint.runtime.call_later(delay, self._tick)
+            self.timer.cancel()
+        self.timer = self._endpoint.runtime.call_later(delay, self._tick)
 
     def _tick(self) -> None:
-        self._timer = None
+        self.timer = None
         now = self._endpoint.runtime.time()
         delay = REPORT_AFTER
         for operation in list(self._hurried):
