@@ -4,8 +4,21 @@ No I/O, no clock, no arrays: `choose` names an algorithm, `build` writes one ran
 carries it out.
 """
 
-from aiocoll.algorithms.cost import cost
+from aiocoll.algorithms.cost import Load, cost, predict
+from aiocoll.algorithms.machine import Machine, Tuning
 from aiocoll.algorithms.schedule import Action, Program, Region, Verb
 from aiocoll.algorithms.select import build, choose
 
-__all__ = ["Action", "Program", "Region", "Verb", "build", "choose", "cost"]
+__all__ = [
+    "Action",
+    "Load",
+    "Machine",
+    "Program",
+    "Region",
+    "Tuning",
+    "Verb",
+    "build",
+    "choose",
+    "cost",
+    "predict",
+]

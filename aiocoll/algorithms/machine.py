@@ -1,0 +1,77 @@
+"""What a machine can do, in four numbers per medium; the limits of `select` and the predictions of `cost` follow them.
+
+The numbers are those of LogGP: a message costs `alpha` from one rank to the next however short it is, each further
+message that a rank has under way at the same time costs its processor `overhead`, and each byte `beta` on a link and
+`gamma` where it is reduced or copied. All ranks of a group must use the same numbers, or they choose differently.
+
+Hockney, "The communication challenge for MPP" (Parallel Computing 1994); Alexandrov, Ionescu, Schauser and Scheiman,
+"LogGP: incorporating long messages into the LogP model" (SPAA 1995).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeAlias
+
+__all__ = ["MEDIA", "PIECE", "Machine", "Medium", "Tuning"]
+
+Medium: TypeAlias = Literal["tcp", "unix", "shm"]
+
+MEDIA: tuple[Medium, ...] = ("tcp", "unix", "shm")
+
+
+PIECE = 256 * 1024
+"""Bytes after which a streaming algorithm passes on what arrives: the engine's segment."""
+
+
+class Machine(NamedTuple):
+    """The cost of messages over one medium.
+
+    Attributes:
+        alpha: seconds from the send of a message of a few bytes to its receipt: wake-ups included, where there are any.
+        overhead: seconds of a rank's processor per message; less than `alpha`, which has two of them.
+        beta: seconds per byte of a long message.
+        gamma: seconds per byte of input that is reduced into something, or copied.
+    """
+
+    alpha: float
+    overhead: float
+    beta: float
+    gamma: float
+
+    @property
+    def n_half(self) -> float:
+        """Bytes that take as long to send as their message takes to get started."""
+        return self.alpha / self.beta
+
+    @property
+    def fan(self) -> float:
+        """Messages that a rank sends or receives in the time that one takes to the other end."""
+        return self.alpha / self.overhead
+
+
+class Tuning(NamedTuple):
+    """What `choose` knows of the machine; the same on all ranks of a group.
+
+    The defaults are what two cores of 2024 do under Python, rounded so that n_half is 64 KiB over sockets: twenty times
+    more than under MPI, hence limits ten to thirty times those in its literature.
+
+    Attributes:
+        tcp, unix, shm: the numbers of each medium. Those of "tcp" are of the loopback interface unless somebody has
+            measured a network.
+        medium: what the group's messages go over.
+    """
+
+    tcp: Machine = Machine(40e-6, 13e-6, 40e-6 / 65536, 0.1e-9)
+    unix: Machine = Machine(25e-6, 8e-6, 25e-6 / 65536, 0.1e-9)
+    shm: Machine = Machine(5e-6, 4e-6, 0.1e-9, 0.05e-9)
+    medium: Medium = "tcp"
+
+    @property
+    def machine(self) -> Machine:
+        """The numbers of the group's medium."""
+        found: Machine = getattr(self, self.medium)
+        return found
+
+    def over(self, medium: Medium) -> Tuning:
+        """Return the same numbers for a group whose messages go over `medium`."""
+        return self._replace(medium=medium)

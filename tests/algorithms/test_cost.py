@@ -1,0 +1,89 @@
+"""The costs are those of the programs, and a prediction is the sum of its parts."""
+
+import math
+
+import pytest
+
+from aiocoll.algorithms import cost, predict
+from aiocoll.algorithms.machine import PIECE, Machine
+from aiocoll.algorithms.schedule import Action, Verb
+from aiocoll.algorithms.select import ALGORITHMS
+from aiocoll.transport.frame import SEGMENT
+
+from .cases import BARRIERS, Case, possible
+from .proof import RECEIVES, Proof
+
+
+def worked(action: Action) -> int:
+    """Return the elements of input that an action reduces into something, or copies."""
+    if action.verb is Verb.SEND or action.verb is Verb.RECV:
+        return 0
+    return action.region.count * max(len(action.sources) - (action.verb is Verb.FOLD), 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 8, 9, 16, 17])
+@pytest.mark.parametrize(("kind", "algorithm"), sorted(ALGORITHMS))
+def test_costs_are_those_of_the_programs(kind: str, algorithm: str, world_size: int) -> None:
+    world_size = possible(algorithm, world_size)
+    block = 3 if world_size > 1 else 0
+    counts, matrix = (block,) * world_size, ((block,) * world_size,) * world_size
+    case = Case(kind, algorithm, world_size, 0, count=block * world_size, counts=counts, matrix=matrix)
+    programs = case.programs()
+    sends = [[action for action in program.actions if action.verb is Verb.SEND] for program in programs]
+    receives = [[action for action in program.actions if action.verb in RECEIVES] for program in programs]
+    load = cost(algorithm, kind, 0 if kind in BARRIERS else block * world_size, world_size)
+    assert load.steps == Proof(programs).steps
+    assert load.sent == max(sum(action.region.count for action in rank) for rank in sends)
+    assert load.received == max(sum(action.region.count for action in rank) for rank in receives)
+    assert load.worked == max(sum(map(worked, program.actions)) for program in programs)
+    messages = max(len(rank) + len(receives[number]) for number, rank in enumerate(sends))
+    # How many runs of blocks wrap around the end depends on the rank; on average it is one less.
+    spare = 2 if (kind, algorithm) == ("allreduce", "circulant") else 0
+    assert messages - spare <= load.sends + load.receives <= messages
+
+
+@pytest.mark.parametrize(("kind", "phases"), [("allreduce", 2), ("reduce_scatter", 1), ("allgather", 1)])
+@pytest.mark.parametrize("world_size", [2, 3, 7, 16])
+def test_circulant_takes_the_least_steps_for_any_number_of_ranks(kind: str, phases: int, world_size: int) -> None:
+    assert cost("circulant", kind, world_size, world_size).steps == phases * math.ceil(math.log2(world_size))
+
+
+def test_a_bad_name_is_explained() -> None:
+    with pytest.raises(ValueError, match=r"algorithm='ring' is not known for kind='scatter'"):
+        cost("ring", "scatter", 4, 2)
+
+
+#: A machine that makes every part of a prediction a whole number.
+A, V, B, G = 1000.0, 100.0, 0.5, 0.25
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kind", "nbytes", "world_size", "seconds"),
+    [
+        ("dissemination", "barrier", 0, 1, 0),
+        ("dissemination", "barrier", 0, 5, 3 * A),
+        ("ring", "allreduce", 0, 4, 0),
+        ("exchange", "allreduce", 64, 2, A + 64 * B + 64 * G),
+        # Three messages out and three in, one of each in the step.
+        ("oneround", "allreduce", 64, 4, A + 4 * V + 192 * B + 192 * G),
+        ("linear", "broadcast", 64, 4, A + 2 * V + 192 * B),
+        # Node 4 passes it on to the last three.
+        ("knomial", "broadcast", 64, 8, 2 * A + 2 * V + 256 * B),
+        ("circulant", "allreduce", 64, 4, 4 * A + 2 * V + 96 * B + 48 * G),
+        # Short chunks arrive before they are passed on; of long ones, all but the first piece travels meanwhile.
+        ("ring", "allreduce", 64, 4, 6 * (A + 16 * B) + 48 * G),
+        ("ring", "allgather", 4 * (PIECE + 1), 4, 3 * (A + PIECE * B) + (PIECE + 1) * G),
+        ("ring", "allgather", 4 * 4 * PIECE, 4, 3 * 4 * PIECE * B + 4 * PIECE * G),
+        # Two inner ranks wait for a piece each.
+        ("chain", "broadcast", 64, 4, 3 * A + 64 * B + 2 * 64 * B),
+        ("chain", "reduce", 4 * PIECE, 4, 3 * A + 4 * PIECE * (B + G) + 2 * PIECE * (B + G)),
+    ],
+)
+def test_a_prediction_is_the_sum_of_its_parts(
+    algorithm: str, kind: str, nbytes: int, world_size: int, seconds: float
+) -> None:
+    assert predict(algorithm, kind, nbytes, world_size, Machine(A, V, B, G)) == seconds
+
+
+def test_pieces_are_as_long_as_the_segments_of_the_engine() -> None:
+    assert PIECE == SEGMENT
