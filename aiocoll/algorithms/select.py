@@ -1,11 +1,10 @@
 """Which algorithm a collective runs: one table, read from the top, and the functions behind the names.
 
-The table asks only for what all ranks know alike: the collective, the bytes of the whole vector, the number of ranks
-and what the reduce op needs. So all ranks choose the same.
+The table asks only for what all ranks know alike: the collective, the bytes of the whole vector, the number of ranks,
+what the reduce op needs, and the numbers of the machine that rank 0 has told everybody. So all ranks choose the same.
 
-The limits follow from n_half, the bytes that take as long to send as one message takes to get started: about 64 KiB
-where a wake-up costs 25 to 50 microseconds and a link carries 1 to 3 GB/s. Twenty times more than under MPI, hence
-limits ten to thirty times those in its literature.
+The limits are multiples of what the machine does in the time of a message (`algorithms.machine`), so one table is for
+every machine and medium; a test holds it against the predictions of `algorithms.cost`.
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ from math import inf
 from types import MappingProxyType
 
 from aiocoll.algorithms import chain, circulant, direct, pairwise, ring, scan, tree
+from aiocoll.algorithms.machine import PIECE, Machine, Tuning
 from aiocoll.algorithms.schedule import Program
 
 __all__ = ["ALGORITHMS", "RULES", "Rule", "build", "choose"]
-
-_KIB = 1024
-_MIB = 1024 * _KIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +28,13 @@ class Rule:
     Attributes:
         algorithm: name, a key of `ALGORITHMS` together with the kind.
         min_world, max_world: number of ranks.
-        max_nbytes: bytes of the whole vector.
-        max_chunk: bytes of a p-th of the vector.
-        max_volume: bytes of the whole vector times (p-1), as sent by a rank that sends all of it to everybody.
+        max_nbytes: bytes of the whole vector, in n_half.
+        max_chunk: bytes of a p-th of the vector, in n_half.
+        max_volume: bytes of the whole vector times (p-1), sent by a rank that sends all of it to everybody; in n_half.
+        max_gaps: bytes of the whole vector, in what a link carries during the overhead of one message.
+        max_stages: bytes of a p-th of the vector, in what a link carries until a rank of a line passes on a piece.
+        max_fan: time for the p-2 messages of a rank besides the first, in that of the steps that a tree has besides
+            the first.
     """
 
     algorithm: str
@@ -42,20 +43,27 @@ class Rule:
     max_nbytes: float = inf
     max_chunk: float = inf
     max_volume: float = inf
+    max_gaps: float = inf
+    max_stages: float = inf
+    max_fan: float = inf
 
-    def admits(self, nbytes: int, world_size: int) -> bool:
+    def admits(self, nbytes: int, world_size: int, machine: Machine) -> bool:
         """Whether no limit is exceeded."""
+        n_half = machine.n_half
         return (
             self.min_world <= world_size <= self.max_world
-            and nbytes <= self.max_nbytes
-            and nbytes <= self.max_chunk * world_size
-            and nbytes * (world_size - 1) <= self.max_volume
+            and nbytes <= self.max_nbytes * n_half
+            and nbytes <= self.max_chunk * n_half * world_size
+            and nbytes * (world_size - 1) <= self.max_volume * n_half
+            and nbytes * machine.fan <= self.max_gaps * n_half
+            and nbytes <= self.max_stages * (n_half + PIECE) * world_size
+            and world_size - 2 <= self.max_fan * machine.fan * max((world_size - 1).bit_length() - 1, 1)
         )
 
 
 _SCANS = (
     # One step as long as the first rank's p-1 messages take less than the p-1 wake-ups of a line.
-    Rule("fold", max_volume=256 * _KIB),
+    Rule("fold", max_volume=8),
     # The least traffic, streaming.
     Rule("chain"),
     # Ordered ops: a line would round at each rank.
@@ -66,54 +74,58 @@ RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {
         "allreduce": (
             # Two ranks exchange: halving the bytes at the price of a second step pays above 4 n_half.
-            Rule("exchange", max_world=2, min_world=2, max_nbytes=256 * _KIB),
-            Rule("oneround", max_world=2, max_nbytes=256 * _KIB),
+            Rule("exchange", max_world=2, min_world=2, max_nbytes=4),
+            Rule("oneround", max_world=2, max_nbytes=4),
             # Each rank reduces one half, streaming in both directions.
             Rule("ring", max_world=2),
-            # One step instead of four for twice the bytes, and at most three messages per rank.
-            Rule("oneround", max_world=4, max_nbytes=32 * _KIB),
-            # Half the steps of circulant, until the bytes of the gathering reach n_half.
-            Rule("bruck", max_volume=64 * _KIB),
+            # One step, until the messages of a rank take longer than the steps saved, or their bytes.
+            Rule("oneround", max_volume=3, max_fan=0.5),
+            # Half the steps of circulant, until the bytes of the gathering weigh more.
+            Rule("bruck", max_volume=3),
+            # Ops whose bits depend on the place: the same, for one step more.
+            Rule("pairwise", max_volume=3, max_fan=0.25),
             # Least bytes in few steps; above, the ring's extra steps are hidden by streaming.
-            Rule("circulant", max_chunk=1 * _MIB - 1),
+            Rule("circulant", max_chunk=15),
             Rule("ring"),
-            # Ordered ops of any size: least bytes, every chunk folded in one place.
+            # Ordered ops: every chunk folded in one place takes 4(p-2) messages more, worth four times their bytes.
+            Rule("bruck", max_gaps=4),
+            # The least bytes.
             Rule("pairwise"),
         ),
         "reduce": (
-            # Up to three tensors arrive at the root in the time of one wake-up.
-            Rule("linear", max_world=4, max_nbytes=64 * _KIB),
-            # log2(p) whole tensors against p-1 wake-ups: even at about p/4 n_half.
-            Rule("binomial", max_chunk=16 * _KIB),
+            # All tensors at the root in one step, while they take no longer than the steps of a tree.
+            Rule("linear", max_volume=2.5, max_fan=0.75),
+            # log2(p) whole tensors, until a line that carries one is filled in the same time.
+            Rule("binomial", max_stages=0.3),
             # The least traffic, streaming.
             Rule("chain"),
-            # Ordered ops: the root folds alone while everything fits in its links' buffers, all ranks fold above.
-            Rule("linear", max_nbytes=64 * _KIB),
+            # Ordered ops: the root folds alone while that is little, all ranks fold above.
+            Rule("linear", max_gaps=3),
             Rule("pairwise"),
         ),
         "reduce_scatter": (
-            # One step, and at most three messages per rank.
-            Rule("pairwise", max_world=4, max_nbytes=256 * _KIB),
+            # One step, and few messages per rank.
+            Rule("pairwise", max_fan=0.5, max_nbytes=4),
             # Few steps; it copies its input once, which streaming saves above.
-            Rule("circulant", max_chunk=512 * _KIB),
+            Rule("circulant", max_chunk=2),
             Rule("ring"),
             # Ordered ops of any size.
             Rule("pairwise"),
         ),
         "allgather": (
-            # One step, and at most three messages per rank.
-            Rule("direct", max_world=4, max_nbytes=256 * _KIB),
+            # One step, and few messages per rank.
+            Rule("direct", max_fan=0.75, max_nbytes=4),
             # Few steps; it copies its output once, which streaming saves above.
-            Rule("circulant", max_chunk=128 * _KIB),
+            Rule("circulant", max_chunk=1),
             Rule("ring"),
         ),
         "broadcast": (
             # Nothing to relay.
             Rule("linear", max_world=2),
-            # Seven sends from the root take less than two wake-ups.
-            Rule("linear", max_world=8, max_nbytes=256 * _KIB),
-            # Two or three levels instead of p-1 wake-ups, until the root's repeated bytes cost more.
-            Rule("knomial", max_nbytes=1 * _MIB),
+            # One step, while the sends of the root take less than a second one.
+            Rule("linear", max_fan=0.5, max_volume=4),
+            # Two or three levels instead of p-1 wake-ups, until the root's repeated bytes cost more than a line's.
+            Rule("knomial", max_stages=0.2),
             Rule("chain"),
         ),
         # A relay cannot save the root anything.
@@ -167,10 +179,20 @@ ALGORITHMS: Mapping[tuple[str, str], Callable[..., Program]] = MappingProxyType(
     }
 )
 
+_DEFAULT = Tuning()
+
 _ROOTED = frozenset({"reduce", "broadcast", "gather", "scatter"})
 
 
-def choose(kind: str, nbytes: int, world_size: int, *, ordered: bool = False, portable: bool = True) -> str:
+def choose(
+    kind: str,
+    nbytes: int,
+    world_size: int,
+    *,
+    ordered: bool = False,
+    portable: bool = True,
+    tuning: Tuning = _DEFAULT,
+) -> str:
     """Return the name of the algorithm for a collective.
 
     Args:
@@ -180,18 +202,20 @@ def choose(kind: str, nbytes: int, world_size: int, *, ordered: bool = False, po
         world_size: number of ranks.
         ordered: the op must fold all inputs in rank order at one place. Only for kinds that reduce.
         portable: the op gives the same bits on every rank; if not, each element is reduced on one rank only.
+        tuning: what the machine and the group's medium can do; the same on all ranks.
 
     Raises:
         ValueError: if `kind` is unknown.
     """
     rules = _rules(kind)
+    machine = tuning.machine
     ordered = ordered and kind in _REDUCING
     for rule in rules:
         if ordered and rule.algorithm not in _IN_RANK_ORDER:
             continue
         if not portable and rule.algorithm in _ON_EVERY_RANK:
             continue
-        if rule.admits(nbytes, world_size):
+        if rule.admits(nbytes, world_size, machine):
             return rule.algorithm
     raise AssertionError(f"the rules for {kind} have no last resort")
 
