@@ -1,0 +1,157 @@
+"""What a group costs that does nothing yet: python bench/footprint.py [-n 2 4 8 16 32 64] [--idle 20].
+
+- Import: what `import aiocoll` takes on top of NumPy, in fresh interpreters that find their compiled files.
+- Start: all ranks, imported and ready, are told to enter `new_group()` at the same time; seconds from the last that
+  entered until the last had its group. The store is where `aiocoll run` has it, in the process that starts the ranks.
+- CPU: what that took of each rank.
+- Memory: private bytes of one rank more when it has its group, and when it has a link with every other rank; from the
+  difference between the two, and the number of links, what an idle link costs. Buffers of the kernel are not in it,
+  and where links are few, what the first one costs once is.
+- Idle: share of a core that one rank takes while it waits for nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from report import machine
+
+from aiocoll.store.server import StoreServer
+
+HERE = Path(__file__).parent
+KIB, MIB = 1 << 10, 1 << 20
+#: The contract: milliseconds of the import, seconds of the start of 64 ranks, bytes of a link, share of a core.
+IMPORT, START, LINK, IDLE = 60, 2.0, 64 * KIB, 0.001
+#: Fresh interpreters whose imports are timed.
+IMPORTS = 10
+#: Seconds after which a rank has hung.
+HUNG = 60
+TIMED = """
+import numpy, time
+began, used = time.perf_counter(), time.thread_time()
+import aiocoll
+print(time.perf_counter() - began, time.thread_time() - used)
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time and memory of a group that does nothing yet.")
+    parser.add_argument("-n", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64], metavar="RANKS", help="world sizes")
+    parser.add_argument("--idle", type=float, default=20.0, help="seconds of doing nothing (default: 20)")
+    parser.add_argument("--runs", type=int, default=3, help="starts of each world size (default: 3)")
+    parser.add_argument("--transport", default="auto", choices=("auto", "unix", "tcp"), help="default: auto")
+    args = parser.parse_args()
+    if min(args.n) < 2:
+        parser.error("-n: at least 2 ranks")
+    print("# Footprint: import, start, memory, idle CPU\n", machine(), "", sep="\n", flush=True)
+    took, cpu = imports()
+    print(
+        f"`import aiocoll` on top of NumPy, {IMPORTS} times: median {median(took):.1f} ms ({min(took):.1f} to "
+        f"{max(took):.1f}), of CPU time {median(cpu):.1f} ms\n",
+        flush=True,
+    )
+    print("| ranks | start s | range | CPU ms per rank | MiB per rank | linked | KiB per link | idle % of a core |")
+    print("|--:|--:|---|--:|--:|--:|--:|--:|")
+    for world_size in args.n:
+        print(row(world_size, [start(world_size, args.transport, args.idle) for _ in range(args.runs)]), flush=True)
+    print(f"\nTargets: import ≤ {IMPORT} ms, 64 ranks ≤ {START:g} s, link ≤ {LINK // KIB} KiB, idle ≤ {IDLE:.1%}.")
+    print(f"Load at the end: {' '.join(Path('/proc/loadavg').read_text().split()[:3])}")
+
+
+def imports() -> tuple[list[float], list[float]]:
+    """Return milliseconds on the wall and of CPU time; the first interpreter compiles, and is not counted."""
+    with tempfile.TemporaryDirectory() as compiled:
+        env = {**os.environ, "PYTHONPYCACHEPREFIX": compiled, "PYTHONDONTWRITEBYTECODE": ""}
+        command = [sys.executable, "-c", TIMED]
+        found = [subprocess.run(command, env=env, capture_output=True, check=True) for _ in range(IMPORTS + 1)]
+    took, cpu = zip(*([float(text) * 1e3 for text in each.stdout.split()] for each in found[1:]), strict=True)
+    return list(took), list(cpu)
+
+
+def start(world_size: int, transport: str, idle: float) -> list[list[dict[str, Any]]]:
+    """Return what every rank has seen, by step."""
+    with ranks(world_size, {"transport": transport, "idle": idle}) as processes:
+        steps = []
+        for _ in range(4):
+            steps.append([heard(process) for process in processes])
+            for process in processes:
+                process.stdin.write("on\n")  # type: ignore[union-attr]
+                process.stdin.flush()  # type: ignore[union-attr]
+        for rank, process in enumerate(processes):
+            if process.wait(HUNG):
+                sys.exit(f"rank {rank} failed; its message is above")
+    return steps
+
+
+@contextmanager
+def ranks(world_size: int, config: dict[str, Any]) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start the ranks as `aiocoll run` does, and the store for them."""
+    job, key = secrets.token_hex(8), secrets.token_hex(16)
+    server = StoreServer(key=key.encode(), job=job, world_size=world_size)
+    host, port = server.start()
+    with ExitStack() as stack:
+        stack.callback(server.close)
+        found = []
+        for rank in range(world_size):
+            env = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": host,
+                "MASTER_PORT": str(port),
+                "AIOCOLL_JOB_ID": job,
+                "AIOCOLL_STORE": "launcher",
+            }
+            command = [sys.executable, str(HERE / "resident.py"), json.dumps(config | {"job_key": key})]
+            pipe = subprocess.PIPE
+            process = stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env, text=True))
+            stack.callback(process.kill)
+            found.append(process)
+        yield found
+
+
+def heard(process: subprocess.Popen[str]) -> dict[str, Any]:
+    line = process.stdout.readline()  # type: ignore[union-attr]
+    if not line:
+        sys.exit("a rank has ended before its time; its message is above")
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def row(world_size: int, runs: Sequence[list[list[dict[str, Any]]]]) -> str:
+    took, cpu, alone, linked, link, idle = [], [], [], [], [], []
+    for imported, formed, met, rested in runs:
+        took.append(max(each["formed"] for each in formed) - max(each["entered"] for each in formed))
+        cpu.append(median(each["cpu"] for each in formed))
+        alone.append(
+            median(each["resident"] - before["resident"] for each, before in zip(formed, imported, strict=True))
+        )
+        linked.append(median(each["resident"] - before["resident"] for each, before in zip(met, imported, strict=True)))
+        link.append((linked[-1] - alone[-1]) / (world_size - 1))
+        idle.append(median(each["share"] for each in rested))
+    cells = (
+        world_size,
+        f"{median(took):.3f}",
+        f"{min(took):.3f} to {max(took):.3f}",
+        f"{median(cpu) * 1e3:.0f}",
+        f"{median(alone) / MIB:.2f}",
+        f"{median(linked) / MIB:.2f}",
+        f"{median(link) / KIB:.0f}",
+        f"{median(idle):.3%}",
+    )
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""One rank of footprint.py: meets the others, links itself to each of them, does nothing for a while.
+
+Before each step it waits for a line on its standard input; what it has seen it prints, a line of JSON a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+
+from aiocoll import GroupOptions, ProcessGroup, Recv, Send, new_group
+
+
+def main() -> None:
+    uvloop.run(rank(**json.loads(sys.argv[1])))
+
+
+async def rank(transport: str, job_key: str, idle: float) -> None:
+    await step(resident=resident())
+    entered, used = time.monotonic(), time.process_time()
+    async with new_group(options=GroupOptions(transport=transport, job_key=job_key)) as pg:
+        formed, cpu = time.monotonic(), time.process_time() - used
+        await step(entered=entered, formed=formed, cpu=cpu, resident=resident())
+        await link(pg)
+        await step(resident=resident())
+        used, began = time.process_time(), time.monotonic()
+        await asyncio.sleep(idle)
+        await step(share=(time.process_time() - used) / (time.monotonic() - began))
+
+
+async def step(**seen: Any) -> None:
+    """Say what was seen, wait for the next step."""
+    print(json.dumps(seen), flush=True)
+    if not await asyncio.to_thread(sys.stdin.readline):
+        sys.exit("the benchmark has ended early")
+
+
+def resident() -> int:
+    """Bytes of memory that this process shares with nobody: what one more rank costs the host."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) << 10
+
+
+async def link(pg: ProcessGroup) -> None:
+    """Send a byte to every other rank, over a link with each."""
+    peers = [rank for rank in range(pg.size()) if rank != pg.rank()]
+    byte = np.zeros(1, np.uint8)
+    await pg.batch([*(Send(byte, peer) for peer in peers), *(Recv(np.empty(1, np.uint8), peer) for peer in peers)])
+
+
+if __name__ == "__main__":
+    main()
