@@ -8,6 +8,7 @@ from aiocoll.handshake import ConnKind
 from aiocoll.runtime import Runtime
 from aiocoll.transport.shm.link import ShmLink
 from aiocoll.transport.shm.sharing import Sharing
+from aiocoll.transport.spares import Spares
 from aiocoll.transport.stream_link import StreamLink
 
 __all__ = ["Key", "Live"]
@@ -29,6 +30,7 @@ class Live:
     def __init__(self, runtime: Runtime, sharing: Sharing) -> None:
         self.sharing = sharing
         self._runtime = runtime
+        self._spares = Spares()
         self._links: dict[Key, StreamLink | ShmLink] = {}
 
     def has(self, key: Key) -> bool:
@@ -63,7 +65,7 @@ class Live:
         else:
             if sock.family != _AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            link = StreamLink(self._runtime, sock, *key)
+            link = StreamLink(self._runtime, sock, *key, self._spares)
         self._links[key] = link
         return link
 

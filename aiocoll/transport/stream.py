@@ -40,8 +40,7 @@ _MIN_PENDING = 16
 #: in the socket: one turn of the loop finds it, so a blocked rank does not take a good peer for a silent one.
 _GRACE = 0.05
 #: Seconds to wait before dialling again: first one round trip, then doubling to where waiting costs nobody anything.
-_FIRST_PAUSE = 0.001
-_LONGEST_PAUSE = 0.05
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 
 _AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
 

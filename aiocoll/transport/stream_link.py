@@ -17,6 +17,7 @@ from aiocoll.handshake import ConnKind
 from aiocoll.runtime import BUDGET, Runtime
 from aiocoll.transport.base import Sink
 from aiocoll.transport.frame import HEADER, HEADER_SIZE, SEGMENT, FrameKind, Header
+from aiocoll.transport.spares import Spares
 
 __all__ = ["StreamLink"]
 
@@ -36,6 +37,7 @@ UNIX_BUFFER = 2 * SEGMENT
 LOOPBACK_BUFFER = 8 * SEGMENT
 
 _KINDS = frozenset(FrameKind)
+_NO_BUFFER = memoryview(b"")
 
 
 class StreamLink:
@@ -52,6 +54,7 @@ class StreamLink:
         "_out",
         "_runtime",
         "_sock",
+        "_spares",
         "_start",
         "_target",
         "_unparsed",
@@ -63,12 +66,14 @@ class StreamLink:
 
     sink: Sink
 
-    def __init__(self, runtime: Runtime, sock: socket.socket, peer: int, kind: ConnKind) -> None:
+    def __init__(self, runtime: Runtime, sock: socket.socket, peer: int, kind: ConnKind, spares: Spares) -> None:
         self.peer = peer
         self.kind = kind
         self._runtime = runtime
         self._sock = sock
-        self._buffer = memoryview(bytearray(2 * HEADER_SIZE + SEGMENT))
+        self._spares = spares
+        # A spare one while the link reads, and until the next time if a part of a frame is left in it.
+        self._buffer = _NO_BUFFER
         self._start = 0
         self._end = 0
         self._ahead = LOOKAHEAD
@@ -142,6 +147,8 @@ class StreamLink:
         if self._closed:
             return False
         moved = self._flush() if self._out else False
+        if not self._end:
+            self._buffer = self._spares.take()
         try:
             return self._receive() or moved
         except (BlockingIOError, InterruptedError):
@@ -151,11 +158,16 @@ class StreamLink:
             orderly = self._ending and getattr(error, "errno", None) in (errno.ECONNRESET, errno.EPIPE)
             self._lost(None if orderly else error)
             return True
+        finally:
+            if self._closed or not self._end:
+                self._spares.give(self._buffer)
+                self._buffer = _NO_BUFFER
 
     def divert(self) -> None:
-        """Let the rest of the arriving payload go to the link's own buffer."""
+        """Let the rest of the arriving payload go where nobody looks."""
         if self._target is not None:
-            self._target = self._buffer[: self._target.nbytes]
+            # Not a spare one: other links read into those meanwhile.
+            self._target = memoryview(bytearray(self._target.nbytes))
 
     def finish(self) -> None:
         """Send what is queued, then shut down the sending side."""
@@ -179,7 +191,6 @@ class StreamLink:
     def detach(self) -> socket.socket:
         """Give the socket to the caller, before `start`: it is used for something else than frames."""
         self._closed = True
-        self._buffer = memoryview(b"")
         return self._sock
 
     def _receive(self) -> bool:

@@ -15,6 +15,7 @@ from aiocoll.transport.frame import HEADER, FrameKind, Header
 from aiocoll.transport.memory import Hub, MemoryTransport
 from aiocoll.transport.shm.link import ShmLink
 from aiocoll.transport.shm.sharing import Sharing
+from aiocoll.transport.spares import Spares
 from aiocoll.transport.stream_link import StreamLink
 
 KINDS = ("memory", "unix", "tcp", "shm")
@@ -117,7 +118,8 @@ async def linked(kind: str, runtime: Runtime | None = None) -> AsyncIterator[tup
     elif kind == "shm":
         ends = await shm_ends(runtime)
     else:
-        ends = [StreamLink(runtime, sock, 1 - rank, ConnKind.DATA) for rank, sock in enumerate(sockets(kind))]
+        pair = enumerate(sockets(kind))
+        ends = [StreamLink(runtime, sock, 1 - rank, ConnKind.DATA, Spares()) for rank, sock in pair]
     for end in ends:
         end.sink = Recorder()
     try:

@@ -1,0 +1,145 @@
+"""Links that lend each other their receive buffers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from aiocoll.handshake import ConnKind
+from aiocoll.runtime import Runtime
+from aiocoll.transport.frame import SEGMENT
+from aiocoll.transport.spares import MOST, Spares
+from aiocoll.transport.stream_link import StreamLink
+
+from .links import Recorder, frame, sockets
+from .test_contract import payload
+
+Fed = tuple[socket.socket, StreamLink, Recorder]
+
+
+def wire(op: int, data: bytes) -> bytes:
+    header, view = frame(op, data)
+    return header + bytes(view or b"")
+
+
+class Counted(Spares):
+    """Knows the buffers that are in use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: list[memoryview] = []
+
+    def take(self) -> memoryview:
+        buffer = super().take()
+        assert not any(buffer is each for each in self.used), "two links would read into it"
+        self.used.append(buffer)
+        return buffer
+
+    def give(self, buffer: memoryview) -> None:
+        self.used = [each for each in self.used if each is not buffer]
+        buffer[:] = b"\xff" * len(buffer)  # whoever still looks shall see that it is not theirs
+        super().give(buffer)
+
+
+@asynccontextmanager
+async def fed(count: int, spares: Spares) -> AsyncIterator[list[Fed]]:
+    """Make links of one transport whose other ends are bare sockets."""
+    runtime = Runtime.of(asyncio.get_running_loop())
+    made: list[Fed] = []
+    try:
+        for peer in range(count):
+            raw, sock = sockets("unix")
+            link = StreamLink(runtime, sock, peer, ConnKind.DATA, spares)
+            sink = Recorder()
+            link.sink = sink
+            made.append((raw, link, sink))
+        yield made
+    finally:
+        for raw, link, _ in made:
+            link.close()
+            raw.close()
+
+
+def feed(raw: socket.socket, link: StreamLink, data: bytes) -> None:
+    while data:
+        data = data[raw.send(data) :]
+        while link.poll():
+            pass
+
+
+async def test_a_link_that_waits_has_no_buffer() -> None:
+    spares = Counted()
+    async with fed(20, spares) as links:
+        for peer, (raw, link, sink) in enumerate(links):
+            feed(raw, link, wire(1, payload(peer, 700)) + wire(2, payload(peer, SEGMENT)))
+            assert sink.frames == [(1, payload(peer, 700)), (2, payload(peer, SEGMENT))]
+            assert not spares.used
+        assert len(spares._free) == 1, "they read one after the other, so one buffer will do"
+
+
+async def test_a_part_of_a_frame_is_safe_from_what_other_links_read() -> None:
+    spares = Counted()
+    async with fed(3, spares) as links:
+        for peer, (raw, link, _) in enumerate(links):
+            feed(raw, link, wire(1, payload(peer, 20_000))[: 10_000 + peer])
+        assert len(spares.used) == 3
+        for peer, (raw, link, sink) in enumerate(links):
+            feed(raw, link, wire(1, payload(peer, 20_000))[10_000 + peer :])
+            assert sink.frames == [(1, payload(peer, 20_000))]
+        assert not spares.used
+
+
+async def test_a_payload_that_has_its_place_needs_no_buffer() -> None:
+    spares = Counted()
+    room = memoryview(bytearray(SEGMENT))
+    async with fed(1, spares) as [(raw, link, sink)]:
+        sink.place = lambda header: room[: header[7]]
+        stream = wire(1, payload(1, SEGMENT))
+        feed(raw, link, stream[:9000])
+        assert not spares.used
+        feed(raw, link, stream[9000:])
+        assert sink.frames == [(1, payload(1, SEGMENT))]
+
+
+async def test_a_diverted_payload_disturbs_no_other_link() -> None:
+    spares = Counted()
+    room = memoryview(bytearray(SEGMENT))
+    async with fed(2, spares) as [(raw, link, sink), (other_raw, other, other_sink)]:
+        sink.place = lambda header: room[: header[7]]
+        feed(raw, link, wire(1, b"\xaa" * 50_000)[:100])
+        link.divert()
+        feed(other_raw, other, wire(2, payload(2, 40_000))[:30_000])
+        feed(raw, link, wire(1, b"\xaa" * 50_000)[100:])
+        feed(other_raw, other, wire(2, payload(2, 40_000))[30_000:])
+        assert [op for op, _ in sink.frames] == [1]
+        assert other_sink.frames == [(2, payload(2, 40_000))]
+
+
+async def test_a_link_that_ends_in_a_frame_returns_its_buffer() -> None:
+    ends: list[Callable[[socket.socket], object]] = [
+        socket.socket.close,
+        lambda raw: raw.send(b"\xff" * 40_000),  # the rest of the frame, and then nonsense
+    ]
+    spares = Counted()
+    async with fed(2, spares) as links:
+        for (raw, link, sink), end in zip(links, ends, strict=True):
+            feed(raw, link, wire(1, payload(1, 20_000))[:10_000])
+            assert len(spares.used) == 1
+            end(raw)
+            while not sink.losses:
+                link.poll()
+            assert not spares.used
+
+
+async def test_the_buffers_of_a_rush_are_not_all_kept() -> None:
+    spares = Counted()
+    async with fed(MOST + 4, spares) as links:
+        for raw, link, _ in links:
+            feed(raw, link, wire(1, b"x" * 10)[:-1])
+        assert len(spares.used) == MOST + 4
+        for raw, link, sink in links:
+            feed(raw, link, b"x")
+            assert sink.frames == [(1, b"x" * 10)]
+        assert len(spares._free) == MOST
