@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from aiocoll.cli import run
+from aiocoll.cli import bench, run
 
 __all__ = ["main"]
 
@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="aiocoll", description="Collectives you can await.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     run.add_parser(commands)
+    bench.add_parser(commands)
     args = parser.parse_args(argv)
     code: int = args.command(args)
     return code

@@ -1,0 +1,153 @@
+"""`aiocoll bench`: how fast the collectives are on this machine, in a table like that of nccl-tests.
+
+All ranks are processes of this host, on uvloop. The benchmark against other libraries is not part of the package: it is
+in the folder bench/ of the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import csv
+import os
+import sys
+from collections.abc import Sequence
+
+from aiocoll.cli.measure import Effort, Figures, Timing
+from aiocoll.cli.sweep import HEADING, sweep
+from aiocoll.cli.workload import DTYPES, KINDS, OPS, REDUCING, Case
+from aiocoll.errors import AiocollError
+from aiocoll.options import GroupOptions
+from aiocoll.testing import run_processes
+
+__all__ = ["add_parser"]
+
+#: From one size to the next: the table of all sizes fits on a screen.
+FACTOR = 4
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+#: Half a second of each size tells a p99 of what is cheap; five iterations are little, but 256 MiB take long.
+EFFORT = Effort(seconds=0.5, least=5, most=2000)
+#: Of the CSV file.
+COLUMNS = (
+    *("collective", "op", "dtype", "ranks", "transport", "bytes", "count", "iterations"),
+    *("p50_us", "p95_us", "p99_us", "algbw_gbs", "busbw_gbs", "cpu_us", "wrong"),
+)
+#: Seconds after which a sweep has hung: to meet, and for each case; the slowest takes a tenth of it.
+START, EACH = 60.0, 60.0
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `bench` to the subcommands."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure the collectives on this machine",
+        description="Measure a collective between processes of this machine, for sizes from --min to --max in steps "
+        f"of {FACTOR}. Times are those of the slowest rank. Results are checked; the exit code is 1 if one is wrong.",
+        epilog="Sizes are bytes, or end in K, M or G (1024 each): of a rank's array, or of all blocks together. "
+        "busbw is what a link carries, as nccl-tests defines it.",
+    )
+    parser.add_argument("collective", nargs="?", choices=KINDS, default="allreduce", help="default: allreduce")
+    parser.add_argument("-n", "--nproc", type=_ranks, default=2, metavar="RANKS", help="number of ranks (default: 2)")
+    parser.add_argument("--min", type=_size, default=4, metavar="SIZE", help="the smallest size (default: 4)")
+    parser.add_argument("--max", type=_size, default=256 << 20, metavar="SIZE", help="the largest size (default: 256M)")
+    parser.add_argument("--transport", choices=("auto", "shm", "unix", "tcp"), default="auto", help="default: auto")
+    parser.add_argument("--op", choices=OPS, default="sum", help="how it reduces (default: sum)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the elements (default: float32)")
+    parser.add_argument("--csv", metavar="FILE", help="write the table there too")
+    parser.set_defaults(command=lambda args: _run(args, parser))
+
+
+def _ranks(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def _size(text: str) -> int:
+    number = text.rstrip("KkMmGg")
+    unit = text[len(number) :].upper()
+    if not number.isdecimal() or unit not in UNITS or int(number) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write a number of bytes, or such as 64K, 1M, 2G")
+    return int(number) * UNITS[unit]
+
+
+def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    try:
+        cases = _cases(args)
+        if args.csv is not None:
+            _try(args.csv)
+    except ValueError as error:
+        parser.error(str(error))
+    op = f" {args.op}" if args.collective in REDUCING else ""
+    cores = len(os.sched_getaffinity(0))
+    print(f"# {args.collective}{op}, {args.dtype}, {args.nproc} ranks on {cores} cores, transport {args.transport}")
+    print(HEADING, flush=True)
+    try:
+        timings = asyncio.run(
+            run_processes(
+                args.nproc,
+                sweep,
+                cases,
+                EFFORT,
+                options=GroupOptions(transport=args.transport),
+                timeout=START + EACH * len(cases),
+                loop="uvloop",
+            )
+        )
+        if args.csv is not None:
+            _write(args.csv, args, cases, timings[0])
+    except (AiocollError, ChildProcessError, TimeoutError, OSError) as error:
+        print(f"aiocoll bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return int(any(timing.wrong for timing in timings[0]))
+
+
+def _cases(args: argparse.Namespace) -> list[Case]:
+    """Return what is to be measured.
+
+    Raises:
+        ValueError: says which argument to change.
+    """
+    if args.op == "avg" and args.collective == "scan":
+        raise ValueError("--op avg: not defined for scan; use sum")
+    if args.collective == "barrier":
+        return [Case("barrier", 0)]
+    if args.min > args.max:
+        raise ValueError(f"--min {args.min}: must not be more than --max, {args.max}")
+    sizes = [args.min]
+    while sizes[-1] * FACTOR <= args.max:
+        sizes.append(sizes[-1] * FACTOR)
+    return [Case(args.collective, size, dtype=args.dtype, op=args.op) for size in sizes]
+
+
+def _try(path: str) -> None:
+    """Find out whether `path` can be written, before something is measured for it.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    try:
+        with open(path, "a"):
+            pass
+    except OSError as error:
+        raise ValueError(f"--csv {path}: {error.strerror}") from None
+
+
+def _write(path: str, args: argparse.Namespace, cases: Sequence[Case], timings: Sequence[Timing]) -> None:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for case, timing in zip(cases, timings, strict=True):
+            figures = Figures.of(case, args.nproc, timing.nanoseconds)
+            writer.writerow(
+                [
+                    *(case.kind, case.op if case.kind in REDUCING else "", case.dtype, args.nproc, args.transport),
+                    *(case.size(args.nproc), case.count(args.nproc), len(timing.nanoseconds)),
+                    *(f"{value * 1e6:.3f}" for value in figures[:3]),
+                    *(f"{value / 1e9:.6f}" for value in figures[3:]),
+                    *(f"{timing.cpu * 1e6:.3f}", timing.wrong),
+                ]
+            )

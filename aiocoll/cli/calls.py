@@ -1,0 +1,62 @@
+"""How the workloads of a benchmark are called in this library."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from aiocoll.cli.measure import Combine
+from aiocoll.cli.workload import Workload
+from aiocoll.group import ProcessGroup
+from aiocoll.ops import ReduceOp
+from aiocoll.work import Work
+
+__all__ = ["call_of", "calls_of", "combine_of"]
+
+
+def call_of(pg: ProcessGroup, load: Workload) -> Callable[[], Work[Any]]:
+    """Return a function that starts the call of `load`."""
+    op = getattr(ReduceOp, load.case.op.upper())
+    x, source, target = load.inplace, load.inputs, load.outputs
+    match load.case.kind:
+        case "gather":
+            targets = None if target is None or source is None else list(target.reshape(-1, source.size))
+            return lambda: pg.gather(targets, source, 0)
+        case "scatter":
+            sources = None if source is None or target is None else list(source.reshape(-1, target.size))
+            return lambda: pg.scatter(target, sources, 0)
+    calls: dict[str, Callable[[], Work[Any]]] = {
+        "allreduce": lambda: pg.allreduce(x, op),
+        "broadcast": lambda: pg.broadcast(x, 0),
+        "reduce": lambda: pg.reduce(x, 0, op),
+        "scan": lambda: pg.scan(x, op),
+        "barrier": lambda: pg.barrier(),
+        "allgather": lambda: pg.allgather_into_tensor(target, source),
+        "reduce_scatter": lambda: pg.reduce_scatter_tensor(target, source, op),
+        "alltoall": lambda: pg.alltoall_base(target, source),
+    }
+    return calls[load.case.kind]
+
+
+def calls_of(starts: Sequence[Callable[[], Awaitable[object]]]) -> Callable[[], Awaitable[object]]:
+    """Return a function that starts all calls, then awaits all of them."""
+    if len(starts) == 1:
+        return starts[0]
+
+    async def calls() -> None:
+        for work in [start() for start in starts]:
+            await work
+
+    return calls
+
+
+def combine_of(pg: ProcessGroup) -> Combine:
+    """Return how the ranks of `pg` bring their figures together."""
+
+    async def combine(values: npt.NDArray[np.float64], how: Literal["sum", "max"]) -> None:
+        await pg.allreduce(values, ReduceOp.SUM if how == "sum" else ReduceOp.MAX)
+
+    return combine

@@ -1,0 +1,136 @@
+"""How one case of a benchmark is timed, on all ranks alike, whatever the library.
+
+A call on fresh arrays is checked first and last. In between the calls run in blocks, and what each block leaves in the
+arrays is checked, outside of the time. Within a block nothing but the calls keeps the ranks together; its first call
+is not counted, since the ranks come to it from their checks. The time of an iteration is that of its slowest rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter_ns, process_time
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from aiocoll.cli.workload import Case, Workload, bus_factor
+
+__all__ = ["Combine", "Effort", "Figures", "Times", "Timing", "measure", "times_of"]
+
+#: Nanoseconds of each of so many iterations on this rank.
+Times = Callable[[int], Awaitable[list[int]]]
+#: Reduce float64 values over all ranks, in place.
+Combine = Callable[[npt.NDArray[np.float64], Literal["sum", "max"]], Awaitable[object]]
+
+
+class Effort(NamedTuple):
+    """How much is spent on a case: about so many seconds, but at least and at most so many iterations."""
+
+    seconds: float
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What came out.
+
+    Attributes:
+        nanoseconds: of every iteration, on its slowest rank.
+        cpu: seconds of CPU that all ranks together took per iteration.
+        wrong: elements that were not what they should be, on all ranks, in all checks.
+    """
+
+    nanoseconds: list[int]
+    cpu: float
+    wrong: int
+
+
+class Figures(NamedTuple):
+    """What a table says of a case: seconds per call and bytes per second."""
+
+    p50: float
+    p95: float
+    p99: float
+    algbw: float
+    busbw: float
+
+    @classmethod
+    def of(cls, case: Case, world_size: int, nanoseconds: Sequence[int]) -> Figures:
+        """Return them for the iterations of a case; with several calls in flight, the time is one call's share."""
+        p50, p95, p99 = np.percentile(nanoseconds, (50, 95, 99)) / 1e9 / case.inflight
+        algbw = case.size(world_size) / p50
+        return cls(float(p50), float(p95), float(p99), float(algbw), float(algbw * bus_factor(case.kind, world_size)))
+
+
+async def measure(workloads: Sequence[Workload], times: Times, combine: Combine, effort: Effort) -> Timing:
+    """Time one case; every rank calls this at the same place with the same `effort`.
+
+    Args:
+        workloads: the arrays of the calls of one iteration.
+        times: runs iterations.
+        combine: brings together what the ranks have found.
+        effort: when it is enough.
+
+    Returns:
+        The same on all ranks.
+    """
+    wrong = await _checked(workloads, times)
+    taken: list[int] = []
+    cpu, calls, most = 0.0, 0, min(each.rounds for each in workloads) - 1
+    rounds = min(2, most)
+    warm = False
+    while not warm or not _enough(taken, effort):
+        for each in workloads:
+            each.steady()
+        start = process_time()
+        own = await times(rounds + 1)
+        cpu += process_time() - start if warm else 0.0
+        wrong += sum(each.wrong_after(rounds + 1) for each in workloads)
+        slowest = np.array(own, np.float64)
+        await combine(slowest, "max")
+        if warm:
+            taken += [int(value) for value in slowest[1:]]
+            calls += rounds + 1
+        warm = True
+        rounds = _next(taken, median(slowest[-rounds:]), effort, most)
+    wrong += await _checked(workloads, times)
+    totals = np.array([cpu / calls, wrong], np.float64)
+    await combine(totals, "sum")
+    return Timing(taken, float(totals[0]), int(totals[1]))
+
+
+def times_of(call: Callable[[], Awaitable[object]]) -> Times:
+    """Return what times an awaited call."""
+
+    async def times(rounds: int) -> list[int]:
+        taken = []
+        for _ in range(rounds):
+            start = perf_counter_ns()
+            await call()
+            taken.append(perf_counter_ns() - start)
+        return taken
+
+    return times
+
+
+async def _checked(workloads: Sequence[Workload], times: Times) -> int:
+    for each in workloads:
+        each.fresh()
+    await times(1)
+    return sum(each.wrong() for each in workloads)
+
+
+def _enough(taken: Sequence[int], effort: Effort) -> bool:
+    # From what all ranks know, so that all come to the same answer.
+    count = len(taken)
+    return count >= effort.most or (count >= effort.least and sum(taken) >= effort.seconds * 1e9)
+
+
+def _next(taken: Sequence[int], each: float, effort: Effort, most: int) -> int:
+    """Return the iterations of the next block: what is left of the time, or of the least."""
+    left = max(int((effort.seconds * 1e9 - sum(taken)) / max(each, 1)), effort.least - len(taken))
+    return max(1, min(left, most, effort.most - len(taken)))

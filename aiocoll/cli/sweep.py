@@ -1,0 +1,55 @@
+"""What the ranks of `aiocoll bench` do: measure one case after the other; rank 0 prints what comes out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from aiocoll.cli.calls import call_of, calls_of, combine_of
+from aiocoll.cli.measure import Effort, Figures, Timing, measure, times_of
+from aiocoll.cli.workload import Case, Workload
+from aiocoll.group import ProcessGroup
+
+__all__ = ["HEADING", "row", "sweep"]
+
+HEADING = (
+    f"{'size':>10} {'count':>10} {'time p50':>12} {'p95':>12} {'p99':>12} {'algbw':>8} {'busbw':>8} {'#wrong':>6}\n"
+    f"{'B':>10} {'elements':>10} {'us':>12} {'us':>12} {'us':>12} {'GB/s':>8} {'GB/s':>8}"
+)
+#: Erases the line that the cursor is on.
+CLEAR = "\r\x1b[K"
+
+
+def row(case: Case, world_size: int, timing: Timing) -> str:
+    """Return the line of a case, to stand under `HEADING`."""
+    figures = Figures.of(case, world_size, timing.nanoseconds)
+    times = " ".join(f"{value * 1e6:>12.1f}" for value in (figures.p50, figures.p95, figures.p99))
+    place = f"{case.size(world_size):>10} {case.count(world_size):>10}"
+    return f"{place} {times} {figures.algbw / 1e9:>8.3f} {figures.busbw / 1e9:>8.3f} {timing.wrong:>6}"
+
+
+async def sweep(pg: ProcessGroup, cases: Sequence[Case], effort: Effort) -> list[Timing]:
+    """Measure `cases` in their order; every rank calls this alike, and gets the same."""
+    rank, world_size = pg.rank(), pg.size()
+    found = []
+    for number, case in enumerate(cases, 1):
+        if rank == 0 and sys.stderr.isatty():
+            print(f"{CLEAR}{number} of {len(cases)}: {case.nbytes} B", end="", file=sys.stderr, flush=True)
+        loads = [Workload(case, rank, world_size) for _ in range(case.inflight)]
+        call = calls_of([call_of(pg, load) for load in loads])
+        found.append(await measure(loads, times_of(call), combine_of(pg), effort))
+        if rank == 0:
+            if sys.stderr.isatty():
+                print(CLEAR, end="", file=sys.stderr, flush=True)
+            _print(row(case, world_size, found[-1]))
+    return found
+
+
+def _print(line: str) -> None:
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:  # as in `aiocoll bench | head`: nobody reads on, and the other ranks do not wait in vain
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

@@ -1,0 +1,249 @@
+"""What a benchmark has its ranks do: the arrays of a collective, and what must be in them afterwards.
+
+Sizes are those of nccl-tests: bytes of the array of a rank (allreduce, broadcast, reduce, scan), or of all blocks
+together (allgather, reduce_scatter, alltoall, gather, scatter). Elements are small whole numbers that repeat with a
+prime period, so that every sum is exact and a block at the wrong place shows.
+
+Nothing here needs more than NumPy: the benchmarks of other libraries use it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["DTYPES", "KINDS", "OPS", "REDUCING", "Array", "Case", "Workload", "bus_factor"]
+
+Array = npt.NDArray[Any]
+
+KINDS = (
+    "allreduce",
+    "broadcast",
+    "reduce",
+    "allgather",
+    "reduce_scatter",
+    "alltoall",
+    "gather",
+    "scatter",
+    "scan",
+    "barrier",
+)
+REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter", "scan"})
+OPS = ("sum", "avg", "min", "max", "product")
+DTYPES = ("float32", "float64", "float16", "int8", "uint8", "int16", "int32", "int64")
+
+#: Of the elements: a prime, so that no boundary of a block falls on it, and small enough for int8.
+PERIOD = 113
+#: How far the patterns of two blocks are shifted against each other.
+SHIFT = 7
+#: Elements looked at together: the comparison stays in cache, and its result takes no memory to speak of.
+CHUNK = PERIOD * 4096
+#: Calls between two checks, at the most: what is found then is not too old.
+ROUNDS = 48
+
+#: How often a byte of the array passes a link in p - 1 of p steps, as nccl-tests counts; what is not here passes once.
+_PASSES = {"allreduce": 2, "allgather": 1, "reduce_scatter": 1, "alltoall": 1, "gather": 1, "scatter": 1}
+
+
+def bus_factor(kind: str, world_size: int) -> float:
+    """Return what turns the algorithm's bandwidth into that of the bus."""
+    return _PASSES[kind] * (world_size - 1) / world_size if kind in _PASSES else 1.0
+
+
+class Case(NamedTuple):
+    """What is measured: `inflight` calls of a collective at a time, each of `nbytes` bytes."""
+
+    kind: str
+    nbytes: int
+    inflight: int = 1
+    dtype: str = "float32"
+    op: str = "sum"
+
+    def count(self, world_size: int) -> int:
+        """Return the elements that this is on so many ranks: one at least, and of blocks one each, all alike."""
+        if self.kind == "barrier":
+            return 0
+        count = self.nbytes // np.dtype(self.dtype).itemsize
+        return max(1, count) if _is_whole(self.kind) else max(1, count // world_size) * world_size
+
+    def size(self, world_size: int) -> int:
+        """Return the bytes that this is on so many ranks."""
+        return self.count(world_size) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(slots=True)
+class _Block:
+    """A part of an array, and which pattern belongs there before a call and after it (None: anything)."""
+
+    array: Array
+    before: Array | None
+    after: Array | None
+
+
+class Workload:
+    """The arrays of one rank for one call.
+
+    Args:
+        case: what is called; its `inflight` is the caller's affair.
+        rank: this rank.
+        world_size: number of ranks.
+
+    Attributes:
+        inplace: the array of a call that works in place, else None.
+        inputs: the blocks that a rank contributes, one after the other in one array; None if it contributes none.
+        outputs: where the result goes, likewise.
+    """
+
+    def __init__(self, case: Case, rank: int, world_size: int) -> None:
+        self.case = case
+        self.rank = rank
+        self.world_size = world_size
+        self.inplace: Array | None = None
+        self.inputs: Array | None = None
+        self.outputs: Array | None = None
+        self._blocks: list[_Block] = []
+        self._dtype = np.dtype(case.dtype)
+        count = case.count(world_size)
+        if _is_whole(case.kind):
+            self._in_place(count)
+        else:
+            self._in_blocks(count // world_size)
+
+    @property
+    def rounds(self) -> int:
+        """Calls after which the arrays must start again: two at least."""
+        return min(ROUNDS, self._exact) if self._grows else ROUNDS
+
+    @property
+    def _exact(self) -> int:
+        """How often ones can be summed in place until the sum is no longer exact."""
+        info = np.finfo(self._dtype)
+        # Powers of two are exact up to the largest exponent, other numbers as long as they fit into the mantissa.
+        bits = info.maxexp - 1 if self.world_size & (self.world_size - 1) == 0 else info.nmant + 1
+        return int(bits / np.log2(self.world_size))
+
+    @property
+    def _grows(self) -> bool:
+        """Whether ones are summed in place again and again; others are measured on zeros, or not in place."""
+        case = self.case
+        summed = case.kind == "allreduce" and case.op == "sum" and self._dtype.kind == "f"
+        return summed and self.world_size > 1 and self._exact > 1
+
+    def fresh(self) -> None:
+        """Fill the arrays with what a first call is checked on."""
+        for block in self._blocks:
+            _fill(block.array, block.before)
+
+    def wrong(self) -> int:
+        """Return how many elements are not what one call on fresh arrays makes."""
+        return sum(_wrong(block.array, block.after) for block in self._blocks if block.after is not None)
+
+    def steady(self) -> None:
+        """Fill the arrays with what may be called again and again."""
+        self.fresh()
+        if self.inplace is not None and self.case.kind != "broadcast":
+            self.inplace.fill(1 if self._grows else 0)
+
+    def wrong_after(self, rounds: int) -> int:
+        """Return how many elements are not what so many calls on steady arrays make."""
+        if self.inplace is None or self.case.kind == "broadcast":
+            return self.wrong()
+        expected = float(self.world_size) ** rounds if self._grows else 0
+        return _wrong(self.inplace, np.full(1, expected, self._dtype))
+
+    def _in_place(self, count: int) -> None:
+        kind, p = self.case.kind, self.world_size
+        if kind == "barrier":
+            return
+        self.inplace = np.empty(count, self._dtype)
+        if kind == "broadcast":
+            before, after = self._row(0) if self.rank == 0 else None, self._row(0)
+        else:
+            before = self._row(self.rank)
+            after = self._reduced(range(self.rank + 1 if kind == "scan" else p))
+            if kind == "reduce" and self.rank > 0:
+                self._blocks.append(_Block(self.inplace, before, None))
+                return
+        self._blocks.append(_Block(self.inplace, before, after))
+
+    def _in_blocks(self, count: int) -> None:
+        kind, r, p = self.case.kind, self.rank, self.world_size
+        to: dict[str, list[int]] = {  # of the blocks of the input, by the number of the pattern
+            "allgather": [r],
+            "gather": [r],
+            "scatter": [*range(p)] if r == 0 else [],
+            "alltoall": [r * p + j for j in range(p)],
+            "reduce_scatter": [r * p + j for j in range(p)],
+        }
+        come = {
+            "allgather": [*range(p)],
+            "gather": [*range(p)] if r == 0 else [],
+            "scatter": [r],
+            "alltoall": [j * p + r for j in range(p)],
+            "reduce_scatter": [r],
+        }
+        if to[kind]:
+            self.inputs = np.empty(count * len(to[kind]), self._dtype)
+            rows = [self._row(number) for number in to[kind]]
+            self._blocks += [_Block(*each) for each in zip(_cut(self.inputs, count), rows, rows, strict=True)]
+        if come[kind]:
+            self.outputs = np.empty(count * len(come[kind]), self._dtype)
+            after = [self._row(number) for number in come[kind]]
+            if kind == "reduce_scatter":
+                after = [self._reduced(range(r, p * p, p))]
+            self._blocks += [
+                _Block(each, None, row) for each, row in zip(_cut(self.outputs, count), after, strict=True)
+            ]
+
+    def _row(self, number: int) -> Array:
+        return self._numbers(number).astype(self._dtype)
+
+    def _numbers(self, number: int) -> npt.NDArray[np.int64]:
+        """Return one period of a pattern; what is multiplied is so small that a product of many ranks is exact."""
+        row = (np.arange(PERIOD) + SHIFT * number) % PERIOD
+        return 1 + row % 2 if self.case.op == "product" and self.case.kind in REDUCING else row
+
+    def _reduced(self, numbers: range) -> Array:
+        """Return one period of what the patterns are reduced to; whole numbers wrap as they do on the ranks."""
+        rows = np.array([self._numbers(number) for number in numbers])
+        is_float = self._dtype.kind == "f"
+        if self.case.op == "avg":
+            total = rows.sum(0).astype(np.float64 if is_float else self._dtype)
+            mean: npt.NDArray[np.float64] = total / len(numbers)
+            return mean.astype(self._dtype)  # truncates for integers, as the ranks do
+        ufuncs: dict[str, np.ufunc] = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
+        reduced: npt.NDArray[np.int64] = ufuncs[self.case.op].reduce(rows)
+        return reduced.astype(self._dtype)
+
+
+def _is_whole(kind: str) -> bool:
+    """Whether every rank has an array of the whole size, or none at all."""
+    return kind in ("allreduce", "broadcast", "reduce", "scan", "barrier")
+
+
+def _cut(array: Array, count: int) -> list[Array]:
+    return [array[start : start + count] for start in range(0, array.size, count)]
+
+
+def _fill(array: Array, row: Array | None) -> None:
+    """Repeat `row` in `array`; zeros where there is none, so that nothing old is taken for a result."""
+    if row is None:
+        array.fill(0)
+        return
+    periods = array.size // row.size
+    array[: periods * row.size].reshape(periods, row.size)[:] = row
+    array[periods * row.size :] = row[: array.size - periods * row.size]
+
+
+def _wrong(array: Array, row: Array) -> int:
+    """Return how many elements of `array` are not those of `row`, repeated."""
+    wrong = 0
+    for start in range(0, array.size, CHUNK):
+        part = array[start : start + CHUNK]
+        periods = part.size // row.size
+        wrong += int(np.count_nonzero(part[: periods * row.size].reshape(periods, row.size) != row))
+        wrong += int(np.count_nonzero(part[periods * row.size :] != row[: part.size - periods * row.size]))
+    return wrong

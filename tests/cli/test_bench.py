@@ -1,0 +1,183 @@
+"""`aiocoll bench`: that it measures every collective, finds what is wrong, and prints what nccl-tests would."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup
+from aiocoll.cli.calls import call_of, calls_of, combine_of
+from aiocoll.cli.measure import Effort, Figures, Timing, measure, times_of
+from aiocoll.cli.workload import DTYPES, KINDS, OPS, REDUCING, Case, Workload, bus_factor
+from aiocoll.testing import run_ranks
+
+#: Seconds after which a command that has not ended has failed; none takes a tenth of it.
+LIMIT = 60
+FEW = Effort(seconds=0, least=3, most=3)
+
+
+async def measured(pg: ProcessGroup, cases: Sequence[Case], effort: Effort = FEW) -> list[Timing]:
+    found = []
+    for case in cases:
+        loads = [Workload(case, pg.rank(), pg.size()) for _ in range(case.inflight)]
+        call = calls_of([call_of(pg, load) for load in loads])
+        found.append(await measure(loads, times_of(call), combine_of(pg), effort))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+async def test_every_collective_is_measured_alike_on_all_ranks_and_right(world_size: int) -> None:
+    cases = [Case(kind, nbytes) for kind in KINDS for nbytes in (4, 4 * (113 * world_size + 1), 1 << 16)]
+    ranks = await run_ranks(world_size, measured, cases)
+    assert all(rank == ranks[0] for rank in ranks)
+    assert [timing.wrong for timing in ranks[0]] == [0] * len(cases)
+    assert [len(timing.nanoseconds) for timing in ranks[0]] == [3] * len(cases)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+async def test_every_op_on_every_dtype_is_right(dtype: str) -> None:
+    ops = [(kind, op) for kind in sorted(REDUCING) for op in OPS if (kind, op) != ("scan", "avg")]
+    cases = [Case(kind, 5000, dtype=dtype, op=op) for kind, op in ops]
+    for timings in await run_ranks(3, measured, cases):
+        assert {case: timing.wrong for case, timing in zip(cases, timings, strict=True)} == dict.fromkeys(cases, 0)
+
+
+async def test_many_in_flight() -> None:
+    (timing,) = (await run_ranks(2, measured, [Case("allreduce", 4096, inflight=64)]))[0]
+    assert timing.wrong == 0
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "barrier"])
+def test_a_collective_that_does_nothing_is_wrong(kind: str) -> None:
+    load = Workload(Case(kind, 4096), 0 if kind == "gather" else 1, 2)
+    if kind == "reduce":
+        load = Workload(Case(kind, 4096), 0, 2)
+    load.fresh()
+    assert load.wrong() > 0
+    load.steady()
+    if kind in ("allreduce", "allgather", "reduce_scatter", "alltoall", "gather", "scatter"):
+        assert load.wrong_after(1) > 0
+
+
+def test_a_single_wrong_element_is_found() -> None:
+    load = Workload(Case("broadcast", 4 * (113 * 4096 + 500)), 0, 2)
+    load.fresh()
+    assert load.inplace is not None
+    for place in (0, 113 * 4096 - 1, 113 * 4096, -1):
+        load.inplace[place] += 1
+    assert load.wrong() == 4
+
+
+async def test_what_a_rank_finds_wrong_is_counted() -> None:
+    async def spoilt(pg: ProcessGroup) -> Timing:
+        load = Workload(Case("allreduce", 4096), pg.rank(), pg.size())
+
+        async def call() -> None:
+            x: Any = load.inplace
+            await pg.allreduce(x)
+            if pg.rank() == 1:
+                x[17] = -1
+
+        return await measure([load], times_of(call), combine_of(pg), FEW)
+
+    # Rank 1 after a first call, twice; and both ranks, to whom it comes, in two blocks: one is to warm up.
+    assert [timing.wrong for timing in await run_ranks(2, spoilt)] == [6, 6]
+
+
+async def test_it_ends_when_the_time_is_spent_or_the_most_is_reached() -> None:
+    efforts = {Effort(0, 1, 1000): 1, Effort(1e9, 1, 131): 131, Effort(0, 100, 1000): 100}
+    for effort, count in efforts.items():
+        (timing,) = (await run_ranks(2, measured, [Case("allreduce", 64)], effort))[0]
+        assert len(timing.nanoseconds) == count
+
+
+@pytest.mark.parametrize(("dtype", "world_size"), [("float16", 7), ("float16", 64), ("float32", 3), ("float32", 1024)])
+def test_sums_stay_exact_as_long_as_a_block_lasts(dtype: str, world_size: int) -> None:
+    rounds = Workload(Case("allreduce", 64, dtype=dtype), 0, world_size).rounds
+    assert rounds >= 2
+    x = np.ones(1, dtype)
+    for _ in range(rounds):
+        x *= x.dtype.type(world_size)
+    assert np.isfinite(x[0])
+    assert int(x[0]) == world_size**rounds or rounds == 48
+
+
+def test_bandwidths_are_those_of_nccl_tests() -> None:
+    factors = {kind: bus_factor(kind, 4) for kind in KINDS}
+    assert factors["allreduce"] == 1.5
+    assert {factors[kind] for kind in ("allgather", "reduce_scatter", "alltoall", "gather", "scatter")} == {0.75}
+    assert {factors[kind] for kind in ("broadcast", "reduce", "scan", "barrier")} == {1}
+    figures = Figures.of(Case("allreduce", 1 << 20), 4, [1_000_000] * 9)
+    assert figures == pytest.approx((1e-3, 1e-3, 1e-3, (1 << 20) * 1e3, (1 << 20) * 1.5e3))
+
+
+def test_what_cannot_be_shared_equally_is_left_out() -> None:
+    assert Case("allgather", 4 * 10).size(3) == 36
+    assert Case("allgather", 4).size(3) == 12
+    assert Case("allreduce", 7).size(3) == 4
+
+
+def bench(*args: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "aiocoll", "bench", *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+
+
+def test_the_command_prints_and_writes_a_table(tmp_path: Path) -> None:
+    done = bench("allgather", "-n", 3, "--min", 48, "--max", "3K", "--transport", "unix", "--csv", tmp_path / "x.csv")
+    assert (done.returncode, done.stderr) == (0, "")
+    title, *head, first, second, third, fourth = done.stdout.splitlines()
+    assert title.startswith("# allgather, float32, 3 ranks on ")
+    assert " ".join(head).split()[:9] == ["size", "count", "time", "p50", "p95", "p99", "algbw", "busbw", "#wrong"]
+    lines = [line.split() for line in (first, second, third, fourth)]
+    assert [(int(line[0]), int(line[1]), int(line[-1])) for line in lines] == [
+        (48, 12, 0),
+        (192, 48, 0),
+        (768, 192, 0),
+        (3072, 768, 0),
+    ]
+    with open(tmp_path / "x.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["bytes"]) for row in rows] == [48, 192, 768, 3072]
+    assert {row["wrong"] for row in rows} == {"0"}
+    for row in rows:
+        assert float(row["busbw_gbs"]) == pytest.approx(float(row["algbw_gbs"]) * 2 / 3, abs=1e-5)
+        assert int(row["iterations"]) >= 5
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (("allreduce", "--min", "many"), "is not a size"),
+        (("allreduce", "--min", "0"), "is not a size"),
+        (("allreduce", "--min", "2K", "--max", "1K"), "--min 2048: must not be more than --max, 1024"),
+        (("scan", "--op", "avg"), "--op avg: not defined for scan"),
+        (("-n", "0"), "0 is not a positive number"),
+        (("sum",), "invalid choice"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(args: Sequence[str], error: str) -> None:
+    done = bench(*args)
+    assert done.returncode == 2
+    assert error in done.stderr
+
+
+def test_a_file_that_cannot_be_written_is_named_at_once(tmp_path: Path) -> None:
+    done = bench("barrier", "--csv", tmp_path / "none" / "x.csv")
+    assert done.returncode == 2
+    assert "--csv" in done.stderr
+    assert "none" in done.stderr
+    assert done.stdout == ""
