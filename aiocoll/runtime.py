@@ -22,7 +22,7 @@ BUDGET = 300e-6
 class Runtime:
     """Time and randomness of one event loop."""
 
-    __slots__ = ("call_later", "call_soon", "loop", "ticks", "time")
+    __slots__ = ("call_later", "call_soon", "due", "loop", "ticks", "time")
 
     #: An await may poll before it suspends; off where time is virtual, since polling takes none of it.
     may_spin = True
@@ -39,12 +39,26 @@ class Runtime:
         """Real seconds, to bound the work done in one callback; never for a decision peers can see."""
         self.call_soon: Callable[..., asyncio.Handle] = loop.call_soon
         self.call_later: Callable[..., asyncio.TimerHandle] = loop.call_later
+        self.due: list[Callable[[], object]] = []
+        """What is to be called before this turn of the loop ends; see `before_turn_ends`."""
 
     @staticmethod
     def of(loop: asyncio.AbstractEventLoop) -> Runtime:
         """Return the runtime of `loop`: its own if it brings one (a virtual clock does), else the real one."""
         made: Runtime = getattr(loop, "aiocoll_runtime", Runtime)(loop)
         return made
+
+    def before_turn_ends(self, callback: Callable[[], object]) -> None:
+        """Call `callback` at the end of this turn of the loop, or earlier, by `settle`."""
+        if not self.due:
+            self.call_soon(self.settle)
+        self.due.append(callback)
+
+    def settle(self) -> None:
+        """Do at once what is due before this turn ends."""
+        due, self.due = self.due, []
+        for callback in due:
+            callback()
 
     def random_bytes(self, n: int) -> bytes:
         """Return `n` bytes fit for keys and nonces."""

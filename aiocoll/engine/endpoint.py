@@ -286,7 +286,9 @@ class Endpoint:
         self.runtime.call_soon(self._turned)
 
     def turn_is_due(self) -> bool:
-        """Whether the last turn of the loop that an await has seen is too long ago."""
+        """Whether the last turn of the loop that an await has seen is too long ago; what it awaited has left now."""
+        if self.runtime.due:
+            self.runtime.settle()
         now = self.runtime.ticks()
         if now - self._turn < TURN:
             return False

@@ -31,7 +31,7 @@ class Sink(Protocol):
         """Take a complete frame; `payload` is valid during the call only, and None if it was placed by `route`."""
 
     def drained(self, link: Link) -> None:
-        """All that `write` had to keep has been handed over; called only after a `write` that returned False."""
+        """All that `write` had to keep has been handed over; called only after `writable` was False."""
 
     def lost(self, link: Link, error: Exception | None) -> None:
         """The link is gone: None after the peer closed it in order. Called once, never after `close`."""

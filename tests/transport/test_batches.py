@@ -1,0 +1,227 @@
+"""Small frames that follow each other closely leave together; one that comes alone leaves at once."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from aiocoll.handshake import ConnKind
+from aiocoll.runtime import Runtime
+from aiocoll.transport.frame import HEADER_SIZE, SEGMENT
+from aiocoll.transport.stream_link import BATCH, CLOSELY, GATHER, JOIN, StreamLink
+
+from .links import Recorder, frame, linked, sockets
+from .test_contract import payload
+
+pytestmark = pytest.mark.parametrize("kind", ["unix", "tcp"])
+
+
+class Counting(socket.socket):
+    """Counts the bytes of each system call that sends."""
+
+    calls: list[int]
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        self.calls.append(super().send(data, flags))
+        return self.calls[-1]
+
+    def sendmsg(self, buffers: Any, *rest: Any) -> int:
+        self.calls.append(super().sendmsg(buffers, *rest))
+        return self.calls[-1]
+
+
+class Clock(Runtime):
+    """Its ticks are set by the test."""
+
+    def __init__(self) -> None:
+        super().__init__(asyncio.get_running_loop())
+        self.now = 1.0
+        self.ticks = lambda: self.now
+
+
+class Ends:
+    """A link whose system calls are counted, its other end, and the clock of both."""
+
+    def __init__(self, kind: str) -> None:
+        self.clock = Clock()
+        near, far = sockets(kind)
+        counting = Counting(fileno=near.detach())
+        self.calls = counting.calls = []
+        self.near = StreamLink(self.clock, counting, 1, ConnKind.DATA)
+        self.far = StreamLink(self.clock, far, 0, ConnKind.DATA)
+        self.near.sink = Recorder()
+        self.sink = self.far.sink = Recorder()
+        self.written: list[tuple[int, bytes]] = []
+
+    def write(self, *sizes: int) -> None:
+        """Write frames of these sizes; all are said to be handed over."""
+        for nbytes in sizes:
+            op = len(self.written)
+            self.written.append((op, payload(op, nbytes)))
+            assert self.near.write(*frame(op, payload(op, nbytes)))
+
+    async def arrive(self) -> None:
+        """Wait until all that was written has arrived, in order."""
+        self.far.start()
+        await self.sink.frames_are(len(self.written))
+        assert self.sink.frames == self.written
+
+
+@asynccontextmanager
+async def ends_of(kind: str) -> AsyncIterator[Ends]:
+    ends = Ends(kind)
+    try:
+        yield ends
+    finally:
+        ends.near.close()
+        ends.far.close()
+
+
+async def turn() -> None:
+    await asyncio.sleep(0)
+
+
+async def test_64_small_frames_of_one_turn_leave_in_two_system_calls(kind: str) -> None:
+    async with ends_of(kind) as ends:
+        ends.write(*[64] * 64)
+        assert ends.calls == [HEADER_SIZE + 64], "the first has left, the others are gathered"
+        await turn()
+        assert ends.calls == [HEADER_SIZE + 64, 63 * (HEADER_SIZE + 64)]
+        await turn()
+        assert len(ends.calls) == 2
+        await ends.arrive()
+
+
+async def test_the_first_frame_leaves_at_once(kind: str) -> None:
+    async with ends_of(kind) as ends:
+        ends.write(8)
+        assert ends.far.poll()
+        assert ends.sink.frames == ends.written
+
+
+async def test_after_a_poll_the_next_frame_is_the_first_again(kind: str) -> None:
+    async with ends_of(kind) as ends:
+        for number in range(1, 10):
+            ends.write(number)
+            assert len(ends.calls) == number
+            ends.near.poll()
+        await ends.arrive()
+
+
+async def test_a_poll_hands_over_what_was_gathered(kind: str) -> None:
+    async with ends_of(kind) as ends:
+        ends.write(0, 1, 2, GATHER)
+        assert ends.calls == [HEADER_SIZE]
+        ends.near.poll()
+        assert ends.calls[1:] == [3 * HEADER_SIZE + 1 + 2 + GATHER]
+        await turn()
+        assert len(ends.calls) == 2
+        await ends.arrive()
+
+
+async def test_an_await_that_is_over_hands_over_what_was_gathered(kind: str) -> None:
+    async with ends_of(kind) as ends:
+        ends.write(1, 1, 1)
+        ends.clock.settle()
+        assert len(ends.calls) == 2
+        ends.write(1)
+        ends.clock.settle()
+        assert len(ends.calls) == 3
+        await turn()
+        assert len(ends.calls) == 3
+        await ends.arrive()
+
+
+async def test_what_comes_later_is_no_part_of_a_burst(kind: str) -> None:
+    async with ends_of(kind) as ends:
+        for number in range(1, 5):
+            ends.write(1)
+            assert len(ends.calls) == number
+            ends.clock.now += 1.01 * CLOSELY
+        ends.write(1)
+        ends.clock.now += 0.99 * CLOSELY
+        ends.write(1)
+        ends.clock.now += 10 * CLOSELY
+        ends.write(1)
+        assert len(ends.calls) == 5, "nothing overtakes what was gathered"
+        await turn()
+        assert len(ends.calls) == 6
+        await ends.arrive()
+
+
+async def test_a_full_batch_leaves_at_once(kind: str) -> None:
+    each = 1000
+    count = BATCH // each + 2
+    async with ends_of(kind) as ends:
+        ends.write(*[each - HEADER_SIZE] * (count + 1))
+        assert ends.calls[0] == each
+        assert len(ends.calls) == 2
+        assert BATCH <= ends.calls[1] < BATCH + each
+        await turn()
+        assert len(ends.calls) == 3
+        assert sum(ends.calls) == (count + 1) * each
+        await ends.arrive()
+
+
+@pytest.mark.parametrize("nbytes", [GATHER + 1, JOIN, JOIN + 1, SEGMENT // 2])
+async def test_a_large_frame_takes_along_what_was_gathered(kind: str, nbytes: int) -> None:
+    async with ends_of(kind) as ends:
+        ends.write(1, 2, 3, nbytes)
+        assert ends.calls == [HEADER_SIZE + 1, 3 * HEADER_SIZE + 2 + 3 + nbytes]
+        ends.write(4)
+        await turn()
+        await ends.arrive()
+
+
+async def test_what_was_gathered_may_be_overwritten(kind: str) -> None:
+    data = bytearray(b"before")
+    async with ends_of(kind) as ends:
+        ends.write(1)
+        assert ends.near.write(frame(1, bytes(6))[0], memoryview(data))
+        data[:] = b"after!"
+        ends.written.append((1, b"before"))
+        await ends.arrive()
+
+
+@pytest.mark.parametrize("how", ["finish", "close"])
+async def test_what_was_said_to_be_handed_over_is_when_the_link_ends(kind: str, how: str) -> None:
+    async with ends_of(kind) as ends:
+        ends.write(1, 2, 3)
+        getattr(ends.near, how)()
+        await ends.arrive()
+        await ends.sink.until(lambda: ends.sink.losses)
+        await turn()
+        assert len(ends.calls) == 2
+
+
+async def test_a_batch_that_does_not_fit_is_kept_and_told_of(kind: str) -> None:
+    async with linked(kind) as (near, far):
+        near.start()
+        written: list[tuple[int, bytes]] = []
+        near.write(*frame(0))
+        while near.writable:  # whether in the kernel or in the batch, each is handed over
+            op = len(written)
+            written.append((op + 1, payload(op, 700)))
+            assert near.write(*frame(op + 1, payload(op, 700)))
+        last = len(written) + 1
+        assert not near.write(*frame(last, b"kept"))
+        assert near.sink.drains == 0
+        far.start()
+        await far.sink.frames_are(last + 1)
+        assert far.sink.frames == [(0, b""), *written, (last, b"kept")]
+        assert (near.sink.drains, near.writable) == (1, True)
+
+
+async def test_a_link_that_breaks_with_a_batch_is_lost_once(kind: str) -> None:
+    async with ends_of(kind) as ends:
+        ends.near.start()
+        ends.write(1, 2, 3)
+        ends.far.close()
+        await ends.near.sink.until(lambda: ends.near.sink.losses)
+        await turn()
+        assert len(ends.near.sink.losses) == 1
