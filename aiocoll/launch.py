@@ -62,7 +62,11 @@ class Launcher:
     def __init__(self, member: Membership, options: GroupOptions) -> None:
         self._member = member
         self._options = options
+        # Kept at hand: what a call needs of the engine took ten look-ups.
+        self._endpoint = member.endpoint
         self._loop = member.endpoint.loop
+        self._run_quietly = member.endpoint.quiet.run
+        self._enter = member.enter
         self._pid = os.getpid()
         self._forks = _forks
         self._closed = False
@@ -209,12 +213,13 @@ class Launcher:
         """
         # carray: contiguous, aligned and writeable.
         if type(tensor) is _ndarray and tensor.flags.carray:
-            call = kind, tensor.dtype, tensor.shape, id(op), root
+            dtype, shape = tensor.dtype, tensor.shape
+            call = kind, dtype, shape, id(op), root
             found = self._alike.get(call)
             # Of dtypes that are equal, one may be an alias that NumPy would convert.
-            if found is not None and found[0].storage is tensor.dtype:
-                flat = tensor if tensor.ndim == 1 else tensor.reshape(-1)
-                return self._launch(found[0], [flat], tensor.shape, tensor, timeout, key)
+            if found is not None and found[0].storage is dtype:
+                flat = tensor if len(shape) == 1 else tensor.reshape(-1)
+                return self._launch(found[0], [flat], shape, tensor, timeout, key)
         else:
             call = None
         buffer = (
@@ -277,20 +282,23 @@ class Launcher:
             self._check()
         # The user's call is four frames away: the call of the group and what it goes through.
         if key is None:
-            identity = seq = member.next_id()
+            identity = seq = member.entered = member.entered + 1
         else:
             identity, seq = self._keyed_id(key)
-        work: Work[Any] = Work(member.endpoint, plan.terms.op, seq, key, self, 4)
+        work: Work[Any] = Work(self._endpoint, plan.terms.op, seq, key, self, 4)
         if unwrap is not None:
             work._unwrap = unwrap
         make = plan.executor if executor is None else executor
         operation = make(member, identity, plan, arrays, shape, result, work, limit)
-        member.endpoint.quiet.run(member.enter, operation)
+        self._run_quietly(self._enter, operation)
         return work
 
     def _work(self, op: str, key: str | None) -> tuple[Work[Any], int]:
         """Take a number, or a count of `key`; return the work and its operation id."""
-        identity, seq = (self._member.next_id(),) * 2 if key is None else self._keyed_id(key)
+        if key is None:
+            identity = seq = self._member.entered = self._member.entered + 1
+        else:
+            identity, seq = self._keyed_id(key)
         return Work(self._member.endpoint, op, seq, key, self, 4), identity
 
     def _keyed_id(self, key: Any) -> tuple[int, int]:

@@ -71,6 +71,8 @@ class Membership:
         self.channels: list[Channel] = [endpoint.channel(rank) for rank in self.ranks]
         self.operations: dict[int, Operation] = {}
         self.pending: dict[Operation, None] = {}
+        #: The number of the last ordered operation; who makes one takes the next.
+        self.entered = 0
         #: id, time of entry, terms, shape, key and number of operations: a `Record` each, made when one is asked for.
         self.history: deque[tuple[int, float, Terms, tuple[int, ...], str | None, int | None]] = deque(maxlen=HISTORY)
         self.cause: GroupError | None = None
@@ -84,7 +86,6 @@ class Membership:
         self._time = endpoint.runtime.time
         self._watch = endpoint.watch
         self._early: dict[int, list[tuple[Channel, Header, bytes]]] = {}
-        self._next = 0
         # Keyed operations that have ended; of ordered ones the number tells.
         self._ended: dict[int, None] = {}
         self._counts: dict[str, int] = {}
@@ -93,22 +94,12 @@ class Membership:
 
     # -- entering
 
-    def next_id(self) -> int:
-        """Take the next number of an ordered operation."""
-        self._next += 1
-        return self._next
-
     def keyed_id(self, key: str) -> tuple[int, int]:
         """Take the next count of `key`; return the operation id and the count."""
         count = self._counts.get(key, 0) + 1
         identity = KEYED | self.endpoint.hash62(f"{key}\0{count}")
         self._counts[key] = count
         return identity, count
-
-    @property
-    def entered(self) -> int:
-        """The last number taken."""
-        return self._next
 
     def enter(self, operation: Operation) -> None:
         """Put an operation in flight: from here on its id and fingerprint answer every frame and question."""
@@ -183,7 +174,7 @@ class Membership:
             return True
         if op & P2P:
             return self.mailbox.frame(channel, peer, header, payload)
-        if op <= self._next or op in self._ended:
+        if op <= self.entered or op in self._ended:
             # An operation that has ended here has had all its messages: the peer means another one.
             if header[0] != FrameKind.GRANT and (record := self.diagnosis.find(op)) is not None:
                 self.disputes.disagree(peer, op, record.describe(self.rank))
