@@ -74,6 +74,8 @@ class Endpoint:
         self._spin = spin if runtime.may_spin else 0.0
         self._yield = os.sched_yield if crowded and hasattr(os, "sched_yield") else None
         self._spun = False
+        # Whether polling has ended for lack of time, while peers were sending.
+        self._busy = False
         self._turn = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._orphans: dict[int, list[tuple[Channel, Header, bytes]]] = {}
@@ -82,6 +84,7 @@ class Endpoint:
         self._gone_groups: set[int] = set()
         self._agreements: dict[int, Agreement] = {}
         transport.accepted = self.accept
+        transport.linger = self.linger
 
     async def join(self, cards: Mapping[int, Card]) -> None:
         """Meet all ranks; whoever is linked to this one learns at once if that fails."""
@@ -281,8 +284,46 @@ class Endpoint:
             if give_way is not None:
                 give_way()
             now = ticks()
-        self._spun = True
+        self._busy = now < idle
         self._turn = now
+        self._rest()
+
+    def linger(self, moved: bool) -> bool:
+        """Poll on at the end of a turn in which something `moved`, as long as more comes and no operation has ended.
+
+        Returns:
+            Whether the next turn shall look again, before this rank has itself be woken.
+        """
+        if not moved and not self._busy:
+            return False
+        self._busy = False
+        if (before := self._in_flight()) and self._spin and not self._spun:
+            self._poll_on(before)
+        return True
+
+    def _poll_on(self, before: int) -> None:
+        ticks, give_way = self.runtime.ticks, self._yield
+        now = ticks()
+        idle, limit = now + self._spin, now + BUDGET
+        while now < idle and now < limit:
+            for link in self._links:
+                if link.poll():
+                    idle = now + self._spin
+                    if self._in_flight() < before:
+                        return
+            if give_way is not None:
+                give_way()
+            now = ticks()
+        self._busy = now < idle
+        if not self._busy:
+            self._rest()
+
+    def _in_flight(self) -> int:
+        return sum([len(group.pending) for group in self.groups.values()])
+
+    def _rest(self) -> None:
+        """Poll no more in vain in this turn."""
+        self._spun = True
         self.runtime.call_soon(self._turned)
 
     def turn_is_due(self) -> bool:

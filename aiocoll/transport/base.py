@@ -97,6 +97,9 @@ class Transport(Protocol):
     name: str
     accepted: Callable[[Link], None]
     """Called with each link a peer has opened; set before `listen`."""
+    linger: Callable[[bool], bool]
+    """Asked by a transport whose peers have to wake this rank, before it lets them: whether anything has moved is told,
+    and whether to look again in the next turn is answered."""
 
     async def listen(self) -> Card:
         """Start to accept links; return this rank's card."""

@@ -157,6 +157,7 @@ class MemoryTransport:
 
     name = "memory"
     accepted: Callable[[Link], None]
+    linger: Callable[[bool], bool]
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self._hub = hub

@@ -91,6 +91,7 @@ class StreamTransport:
 
     name = "stream"
     accepted: Callable[[Link], None]
+    linger: Callable[[bool], bool] = staticmethod(lambda moved: False)
 
     def __init__(
         self,
@@ -129,7 +130,8 @@ class StreamTransport:
         # ... and those among them that were told OK.
         self._incoming: dict[Key, set[asyncio.Task[bool]]] = {}
         self._dials: dict[Key, _Dial] = {}
-        self._live = Live(runtime, Sharing(runtime, rank, world_size, wanted=transport in ("auto", "shm")))
+        wanted = transport in ("auto", "shm")
+        self._live = Live(runtime, Sharing(runtime, rank, world_size, self._linger, wanted=wanted))
         self._warned_keyless = False
         self._closed = False
 
@@ -196,6 +198,9 @@ class StreamTransport:
     def carrier(self, peer: int) -> tuple[str, str | None]:
         """Say what carries data to `peer` ("none" before the first), and why it is not shared memory."""
         return self._live.carrier(peer), self._live.sharing.trouble
+
+    def _linger(self, moved: bool) -> bool:
+        return self.linger(moved)
 
     def catch_up(self) -> None:
         """Look into the memory shared with peers: a socket may tell of their end before."""

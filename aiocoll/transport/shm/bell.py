@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextvars
 import mmap
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aiocoll.runtime import Runtime
@@ -35,13 +36,15 @@ class Bell:
     Args:
         runtime: of the loop that listens.
         fences: of this machine.
+        linger: see `aiocoll.transport.base.Transport`.
 
     Raises:
         OSError: no memory or descriptor left, or the kernel forbids it.
     """
 
-    def __init__(self, runtime: Runtime, fences: Fences) -> None:
+    def __init__(self, runtime: Runtime, fences: Fences, linger: Callable[[bool], bool]) -> None:
         self.fences = fences
+        self._linger = linger
         self.awake = False
         self.closed = False
         self._runtime = runtime
@@ -92,31 +95,28 @@ class Bell:
         if not self.awake:
             self.awake = True
             self._status[0] += 1
-            self._runtime.loop.call_soon(self._park, context=self._context)
+            self._runtime.loop.call_soon(self._turned, context=self._context)
 
-    def _park(self) -> None:
-        self.poll()
-        self.awake = False
-        self._sleep(1)
+    def poll(self) -> bool:
+        """Look at all links; whether anything moved."""
+        moved = False
+        for link in list(self._links):
+            moved = link.poll() or moved
+        return moved
 
     def _rung(self) -> None:
         os.eventfd_read(self.eventfd)
-        self.poll()
-        # Otherwise what has arrived has called this rank to attention.
-        if not self.awake:
-            self._sleep(2)
+        self.attend()
 
-    def _sleep(self, step: int) -> None:
-        if self.closed:
+    def _turned(self) -> None:
+        if self._linger(self.poll()) and not self.closed:
+            self._runtime.loop.call_soon(self._turned, context=self._context)
             return
-        self._status[0] += step
-        self.fences.full()
-        self.poll()
-
-    def poll(self) -> None:
-        """Look at all links."""
-        for link in list(self._links):
-            link.poll()
+        self.awake = False
+        if not self.closed:
+            self._status[0] += 1
+            self.fences.full()
+            self.poll()
 
 
 class PeerBell:

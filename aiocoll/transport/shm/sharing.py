@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Callable
 
 from aiocoll.log import logger
 from aiocoll.runtime import Runtime
@@ -24,12 +25,16 @@ class Sharing:
         runtime: of its loop.
         rank: this rank, for the log.
         ranks: how many ranks this host may have at most.
+        linger: see `aiocoll.transport.base.Transport`.
         wanted: whether the options ask for shared memory.
     """
 
-    def __init__(self, runtime: Runtime, rank: int, ranks: int, *, wanted: bool) -> None:
+    def __init__(
+        self, runtime: Runtime, rank: int, ranks: int, linger: Callable[[bool], bool], *, wanted: bool
+    ) -> None:
         self._runtime = runtime
         self._rank = rank
+        self._linger = linger
         self._layout = layout(ranks)
         self._fences = fences() if wanted else None
         self._bell: Bell | None = None
@@ -92,7 +97,7 @@ class Sharing:
         if self._bell is None or self._bell.closed:
             assert self._fences is not None
             try:
-                self._bell = Bell(self._runtime, self._fences)
+                self._bell = Bell(self._runtime, self._fences, self._linger)
             except OSError as error:
                 self._fail(error)
                 return None
