@@ -35,8 +35,9 @@ LAST_LOOK = 1.0
 #: In the store, begins the reason why the ranks cannot meet; a job is hexadecimal, a card a msgpack map.
 CALLED_OFF = b"off:"
 
-#: Types of what a card says: host, event loop, unix socket, process (namespace, pid, start), host and port of TCP.
-_CARD = [str, str, str, int, int, int, str, int]
+#: Types of what a card says: host, event loop, unix socket, process (namespace, pid, start), host and port of TCP,
+#: bytes of a piece in shared memory.
+_CARD = [str, str, str, int, int, int, str, int, int]
 
 #: Homes by (loop, rendezvous, rank) and hubs by (loop, job): a second group finds what the first one made.
 shared: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
@@ -120,9 +121,10 @@ class Home:
         timeout: float,
         options: GroupOptions,
     ) -> ProcessGroup:
-        # Memory that all ranks see would be a way around the network.
-        arena = None if self._hub is None or self._hub.latency else self._hub.arena(identity, len(ranks))
-        member = Membership(endpoint, identity, name, ranks, arena, timeout, options.warn_after)
+        cards = [endpoint.cards[rank] for rank in ranks]
+        together = self._hub is None and len({card["host"] for card in cards}) == 1
+        piece_nbytes = min(card["piece"] for card in cards) if together else 0
+        member = Membership(endpoint, identity, name, ranks, piece_nbytes, timeout, options.warn_after)
         endpoint.add(member)
         return ProcessGroup(member, options, f"{len(ranks)} ranks", self)
 
@@ -344,7 +346,15 @@ def _card(rank: int, data: bytes) -> Card:
     try:
         card = msgpack.unpackb(data)
         tcp = card["tcp"] or ("", 0)
-        if list(map(type, (card["host"], card.get("loop", ""), card["unix"] or "", *card["process"], *tcp))) == _CARD:
+        if (
+            list(
+                map(
+                    type,
+                    (card["host"], card.get("loop", ""), card["unix"] or "", *card["process"], *tcp, card["piece"]),
+                )
+            )
+            == _CARD
+        ):
             return dict(card)
     except (ValueError, TypeError, KeyError):
         pass

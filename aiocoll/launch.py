@@ -16,12 +16,13 @@ from aiocoll.algorithms.select import build, choose
 from aiocoll.buffers import Buffer, is_scalar, scalar, view
 from aiocoll.dtypes import DType
 from aiocoll.engine.exchange import Exchange
+from aiocoll.engine.lanes import MOST_PIECES, Lanes
 from aiocoll.engine.membership import Membership
+from aiocoll.engine.oneshot import OneShot
 from aiocoll.engine.operation import Terms
 from aiocoll.engine.plan import Executor, Plan
-from aiocoll.engine.shared import Shared
 from aiocoll.errors import GroupClosedError
-from aiocoll.ops import ReduceOp, kernel
+from aiocoll.ops import Kernel, ReduceOp, kernel
 from aiocoll.options import GroupOptions, seconds
 from aiocoll.unseen import Failures
 from aiocoll.work import Work
@@ -32,6 +33,8 @@ Timeout = float | timedelta | None
 #: A plan, and the op of its call, which has to live as long as its identity names the plan.
 Known = tuple[Plan, ReduceOp | None]
 
+#: Ranks up to which the lanes' steps, two per rank, are worth it for what is just too large for one step.
+CIRCLE = 4
 #: Plans kept per group: a program has few call sites, and a plan of many ranks has some hundred actions.
 PLANS = 256
 
@@ -153,17 +156,6 @@ class Launcher:
         nbytes = (sum(sizes[0]) if sizes and isinstance(sizes[0], tuple) else sum(sizes)) * (
             0 if dtype is None else dtype.itemsize
         )
-        shared = (
-            kind == "allreduce"
-            and made is not None
-            and self._member.arena is not None
-            and self._size > 1
-            and nbytes > 0
-            and made.portable
-            and made.prescale is None
-        )
-        if shared:
-            return Plan(terms, Program((), (), "arena"), dtype, made, Shared)
         if kind == "allreduce" and self._size == 1 and made is not None and made.prescale is None:
             # What a rank alone gives is what it gets; folding it into itself took as long as the rest of the call.
             return Plan(terms, Program((), (), "alone"), dtype, made, Exchange)
@@ -174,10 +166,25 @@ class Launcher:
             ordered=made is not None and made.ordered,
             portable=made is None or made.portable,
         )
+        if kind == "allreduce" and made is not None and nbytes and made.prescale is None:
+            executor = self._shares(algorithm, nbytes, made)
+            if executor is not None:
+                return Plan(terms, Program((), (), executor.__name__.lower()), dtype, made, executor)
         program = build(kind, algorithm, self._rank, self._size, *sizes, root=root or 0)
         if made is not None and made.prescale is not None:
             program = self._scaled(program, kind, sizes, root)
         return Plan(terms, program, dtype, made, Exchange)
+
+    def _shares(self, algorithm: str, nbytes: int, made: Kernel) -> type[OneShot] | type[Lanes] | None:
+        """Return the executor through shared memory that suits an allreduce, if there is one."""
+        piece = self._member.piece_nbytes
+        if not piece or self._size == 1:
+            return None
+        if made.portable and nbytes * (self._size - 1) <= piece and nbytes <= piece // 4:
+            return OneShot
+        few = self._size <= CIRCLE or algorithm == "ring"
+        pieces = 2 * (self._size - 1) * (nbytes // (self._size * piece) + 2)
+        return Lanes if few and not made.ordered and pieces < MOST_PIECES else None
 
     def _ends(self, kind: str, sizes: tuple[Any, ...], root: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return how many elements go to each rank and come from each, where only the ends of a message know."""

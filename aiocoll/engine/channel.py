@@ -17,6 +17,7 @@ from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind, Header
+from aiocoll.transport.shm.link import ShmLink
 
 if TYPE_CHECKING:
     from aiocoll.engine.endpoint import Endpoint
@@ -53,11 +54,14 @@ class Channel:
         "link",
         "peer",
         "receiving",
+        "shared",
     )
 
     def __init__(self, endpoint: Endpoint, peer: int) -> None:
         self.peer = peer
         self.link: Link | None = None
+        #: The link, if it is one through memory; also after its end: what the peer left there can be read.
+        self.shared: ShmLink | None = None
         self.dialling = False
         self.ended = False
         self.receiving: Operation | None = None
@@ -74,6 +78,7 @@ class Channel:
     def attach(self, link: Link) -> None:
         """Use `link` from now on."""
         self.link = link
+        self.shared = link if isinstance(link, ShmLink) else None
         self.dialling = False
         link.sink = self
         link.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -18,19 +17,17 @@ from aiocoll.engine.direct import Direct
 from aiocoll.engine.liveness import Liveness
 from aiocoll.engine.membership import Membership
 from aiocoll.engine.operation import Operation
+from aiocoll.engine.polling import Polling
 from aiocoll.engine.shrink import Agreement
 from aiocoll.engine.watch import Watch
 from aiocoll.errors import AiocollError, PeerLostError
 from aiocoll.handshake import ConnKind
-from aiocoll.runtime import BUDGET, Runtime
+from aiocoll.runtime import Runtime
 from aiocoll.transport.base import Card, Link, Transport
 from aiocoll.transport.frame import Header
-from aiocoll.work import Work
 
 __all__ = ["Endpoint"]
 
-#: An await that completes at once yields a turn of the loop when the last turn is this many seconds ago (contract).
-TURN = 500e-6
 #: How long a leaving rank waits for its peers to end their side too, in seconds.
 LINGER = 1.0
 #: Seconds between two attempts, each of some seconds, to connect to a rank that does not answer but lives.
@@ -70,13 +67,10 @@ class Endpoint:
         self.quiet = contextvars.copy_context()
         self.quiet.run(np.seterr, all="ignore")
         self._channels: dict[int, Channel] = {}
-        self._links: tuple[Link, ...] = ()
-        self._spin = spin if runtime.may_spin else 0.0
-        self._yield = os.sched_yield if crowded and hasattr(os, "sched_yield") else None
-        self._spun = False
-        # Whether polling has ended for lack of time, while peers were sending.
-        self._busy = False
-        self._turn = 0.0
+        self.polling = Polling(self, spin, crowded)
+        #: Of the same: each is part of every await.
+        self.spin = self.polling.spin
+        self.turn_is_due = self.polling.turn_is_due
         self._tasks: set[asyncio.Task[Any]] = set()
         self._orphans: dict[int, list[tuple[Channel, Header, bytes]]] = {}
         self._doomed: dict[int, dict[str, Any]] = {}
@@ -84,7 +78,8 @@ class Endpoint:
         self._gone_groups: set[int] = set()
         self._agreements: dict[int, Agreement] = {}
         transport.accepted = self.accept
-        transport.linger = self.linger
+        transport.look = self.polling.look
+        transport.linger = self.polling.linger
 
     async def join(self, cards: Mapping[int, Card]) -> None:
         """Meet all ranks; whoever is linked to this one learns at once if that fails."""
@@ -96,7 +91,7 @@ class Endpoint:
             self.closed = True
             self.liveness.stop()
             await self._stop_tasks()
-            for link in [*self.control.links, *self._links]:
+            for link in [*self.control.links, *self.polling.links]:
                 link.close()
             raise
 
@@ -187,7 +182,7 @@ class Endpoint:
         self._count_links()
 
     def _count_links(self) -> None:
-        self._links = tuple(channel.link for channel in self._channels.values() if channel.link is not None)
+        self.polling.links = tuple(channel.link for channel in self._channels.values() if channel.link is not None)
 
     async def connect(self, rank: int, kind: ConnKind) -> Link | None:
         """Open a link to `rank`, if it has not opened one itself; while its process lives, its loop may be blocked."""
@@ -264,81 +259,6 @@ class Endpoint:
         for agreement in list(self._agreements.values()):
             agreement.changed()
 
-    # -- awaiting
-
-    def spin(self, work: Work[Any]) -> None:
-        """Poll the links for a moment; in vain at most once per turn of the loop."""
-        if not self._spun and self._spin and self._links:
-            self.quiet.run(self._poll, work)
-
-    def _poll(self, work: Work[Any]) -> None:
-        ticks, give_way = self.runtime.ticks, self._yield
-        now = ticks()
-        idle, limit = now + self._spin, now + BUDGET
-        while now < idle and now < limit:
-            for link in self._links:
-                if link.poll():
-                    idle = now + self._spin
-            if work._done:
-                return
-            if give_way is not None:
-                give_way()
-            now = ticks()
-        self._busy = now < idle
-        self._turn = now
-        self._rest()
-
-    def linger(self, moved: bool) -> bool:
-        """Poll on at the end of a turn in which something `moved`, as long as more comes and no operation has ended.
-
-        Returns:
-            Whether the next turn shall look again, before this rank has itself be woken.
-        """
-        if not moved and not self._busy:
-            return False
-        self._busy = False
-        if (before := self._in_flight()) and self._spin and not self._spun:
-            self._poll_on(before)
-        return True
-
-    def _poll_on(self, before: int) -> None:
-        ticks, give_way = self.runtime.ticks, self._yield
-        now = ticks()
-        idle, limit = now + self._spin, now + BUDGET
-        while now < idle and now < limit:
-            for link in self._links:
-                if link.poll():
-                    idle = now + self._spin
-                    if self._in_flight() < before:
-                        return
-            if give_way is not None:
-                give_way()
-            now = ticks()
-        self._busy = now < idle
-        if not self._busy:
-            self._rest()
-
-    def _in_flight(self) -> int:
-        return sum([len(group.pending) for group in self.groups.values()])
-
-    def _rest(self) -> None:
-        """Poll no more in vain in this turn."""
-        self._spun = True
-        self.runtime.call_soon(self._turned)
-
-    def turn_is_due(self) -> bool:
-        """Whether the last turn of the loop that an await has seen is too long ago; what it awaited has left now."""
-        if self.runtime.due:
-            self.runtime.settle()
-        now = self.runtime.ticks()
-        if now - self._turn < TURN:
-            return False
-        self._turn = now
-        return True
-
-    def _turned(self) -> None:
-        self._spun = False
-
     # -- ending
 
     async def aclose(self) -> None:
@@ -356,6 +276,8 @@ class Endpoint:
             finally:
                 for link in self._all_links():
                     link.close()
+                for channel in self._channels.values():
+                    channel.shared = None
 
     async def _end(self) -> None:
         self.closed = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import nan
@@ -13,11 +12,9 @@ from aiocoll.engine.diagnosis import Diagnosis, cause_of, error_from
 from aiocoll.engine.disagreement import Disputes, called, mismatch
 from aiocoll.engine.mailbox import Mailbox
 from aiocoll.engine.operation import KEYED, P2P, Operation, Terms
-from aiocoll.engine.shared import Shared
 from aiocoll.engine.watch import REPORT_AFTER
 from aiocoll.errors import CollectiveTimeoutError, GroupError, GroupRevokedError, PeerLostError
 from aiocoll.log import logger
-from aiocoll.transport.base import Arena
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 
 if TYPE_CHECKING:
@@ -40,7 +37,7 @@ class Membership:
         identity: the group on the wire: hash of its name.
         name: the group's name.
         ranks: rank in the job of each rank of the group.
-        arena: memory shared with all other ranks, if there is any.
+        piece_nbytes: of the blocks in memory that all ranks share, where they do; else 0.
         timeout: seconds an operation may take unless its call says otherwise.
         warn_after: seconds after which an operation that waits is reported in the log.
     """
@@ -51,7 +48,7 @@ class Membership:
         identity: int,
         name: str,
         ranks: Sequence[int],
-        arena: Arena | None,
+        piece_nbytes: int,
         timeout: float,
         warn_after: float,
     ) -> None:
@@ -59,7 +56,7 @@ class Membership:
         self.id = identity
         self.name = name
         self.ranks = tuple(ranks)
-        self.arena = arena
+        self.piece_nbytes = piece_nbytes
         self.timeout = timeout
         #: The timeout of operations that expire in the order of entry, and that the watch need not be told of.
         self.unhurried = timeout if timeout >= REPORT_AFTER else nan
@@ -69,6 +66,7 @@ class Membership:
         self.whose = {"group": name, "rank": self.rank}
         self.position = {rank: index for index, rank in enumerate(self.ranks)}
         self.channels: list[Channel] = [endpoint.channel(rank) for rank in self.ranks]
+        self.others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
         self.operations: dict[int, Operation] = {}
         self.pending: dict[Operation, None] = {}
         #: The number of the last ordered operation; who makes one takes the next.
@@ -89,8 +87,6 @@ class Membership:
         # Keyed operations that have ended; of ordered ones the number tells.
         self._ended: dict[int, None] = {}
         self._counts: dict[str, int] = {}
-        if arena is not None:
-            arena.watch(self.rank, functools.partial(endpoint.quiet.run, self._arena_changed))
 
     # -- entering
 
@@ -190,10 +186,12 @@ class Membership:
                 if header[1] & EAGER:
                     channel.consume(len(payload))
 
-    def _arena_changed(self) -> None:
-        for operation in list(self.operations.values()):
-            if isinstance(operation, Shared):
-                operation.advance()
+    def _purge(self) -> None:
+        """Give back what peers have left for this group in shared memory."""
+        for channel in self.channels:
+            if channel.shared is not None:
+                channel.shared.board.purge(self.id)
+                channel.shared.lane_in.purge(self.id)
 
     # -- failing
 
@@ -220,6 +218,7 @@ class Membership:
         for operation in list(self.pending):
             operation.fail(error_from(cause_of(cause), cause))
         self._drop_early()
+        self._purge()
         self.mailbox.clear()
         for callback in self.on_revoked:
             callback()
@@ -295,7 +294,6 @@ class Membership:
 
     def close(self) -> None:
         """Leave: nothing arrives any more."""
-        if self.arena is not None:
-            self.arena.watch(self.rank, lambda: None)
         self._drop_early()
+        self._purge()
         self.mailbox.clear()

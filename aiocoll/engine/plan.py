@@ -38,6 +38,7 @@ class Plan:
     __slots__ = (
         "after",
         "algorithm",
+        "count",
         "dependents",
         "executor",
         "fingerprint",
@@ -47,6 +48,7 @@ class Plan:
         "inbound",
         "itemsize",
         "kernel",
+        "nbytes",
         "program",
         "scratch",
         "sources",
@@ -67,6 +69,8 @@ class Plan:
         self.kernel = kernel
         self.itemsize = dtype.itemsize if dtype is not None else 1
         self.storage: np.dtype[Any] = dtype.storage if dtype is not None else np.dtype(np.uint8)
+        self.count = terms.counts[0] if terms.counts else 0
+        self.nbytes = self.count * self.itemsize
         self.fingerprint = terms.fingerprint()
         self.scratch = program.scratch
         actions = program.actions

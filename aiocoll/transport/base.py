@@ -1,7 +1,7 @@
 """What the engine asks of a transport, and what a transport asks of the engine.
 
-A transport offers **links**: ordered, reliable, framed connections to one peer each. One that can show ranks each
-other's memory offers an **arena** as well. Every implementation passes the contract suite in `tests/transport`.
+A transport offers **links**: ordered, reliable, framed connections to one peer each. Every implementation passes the
+contract suite in `tests/transport`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from aiocoll.handshake import ConnKind
 from aiocoll.transport.frame import Header
 
-__all__ = ["Arena", "Card", "Link", "Sink", "Transport"]
+__all__ = ["Card", "Link", "Sink", "Transport"]
 
 #: What a rank publishes so that others can reach it: plain strings and numbers.
 Card = dict[str, Any]
@@ -69,34 +69,15 @@ class Link(Protocol):
         """End the link now; what was not handed over is lost. Idempotent."""
 
 
-class Arena(Protocol):
-    """Memory of which every rank of a group can write its own part and read all others."""
-
-    slot_nbytes: int
-    """Largest block one `publish` takes."""
-
-    def publish(self, rank: int, op: int, stage: int, fingerprint: int, block: memoryview) -> bool:
-        """Copy `block` where all ranks see it; False if this rank has no free slot yet.
-
-        Every operation gets one block in, whatever the others hold: none may wait for the end of another.
-        """
-
-    def look(self, rank: int, op: int, stage: int) -> tuple[int, memoryview] | None:
-        """Return fingerprint and bytes of what `rank` published, or None if it has not yet."""
-
-    def release(self, rank: int, reader: int, op: int, stage: int) -> None:
-        """Tell that `reader` has read what `rank` published; after the last reader the slot is free."""
-
-    def watch(self, rank: int, wake: Callable[[], None]) -> None:
-        """Call `wake` from the loop of `rank` after anything was published or released."""
-
-
 class Transport(Protocol):
     """How one rank reaches its peers."""
 
     name: str
     accepted: Callable[[Link], None]
     """Called with each link a peer has opened; set before `listen`."""
+    look: Callable[[], bool]
+    """Asked by a transport with memory that peers share, whenever it looks at its links: for what no frame tells.
+    Whether anything moved."""
     linger: Callable[[bool], bool]
     """Asked by a transport whose peers have to wake this rank, before it lets them: whether anything has moved is told,
     and whether to look again in the next turn is answered."""

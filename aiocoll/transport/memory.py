@@ -1,4 +1,4 @@
-"""Ranks as tasks of one event loop: links that hand frames over in memory, and an arena.
+"""Ranks as tasks of one event loop: links that hand frames over in memory.
 
 A `Hub` is the network between them. Frames of a link arrive in order, in a later turn of the loop; with a `latency`
 they take that many seconds of the runtime's clock, which may be virtual.
@@ -16,12 +16,7 @@ from aiocoll.runtime import Runtime
 from aiocoll.transport.base import Card, Link, Sink
 from aiocoll.transport.frame import HEADER, Header
 
-__all__ = ["Hub", "MemoryArena", "MemoryLink", "MemoryTransport"]
-
-#: Blocks a rank may have published and not yet released: two per operation in flight for a handful of operations.
-SLOTS = 8
-#: Largest block of the arena; larger operations go through it in pieces.
-SLOT_NBYTES = 256 * 1024
+__all__ = ["Hub", "MemoryLink", "MemoryTransport"]
 
 
 class Hub:
@@ -38,17 +33,12 @@ class Hub:
         self.ranks: dict[int, MemoryTransport] = {}
         self.awaited: dict[int, list[asyncio.Future[None]]] = {}
         self.connected: set[tuple[int, int, ConnKind]] = set()
-        self.arenas: dict[int, MemoryArena] = {}
         self.links: list[MemoryLink] = []
 
     def cut(self, a: int, b: int) -> None:
         """Break every link between ranks `a` and `b`, as when a cable is pulled and noticed at once."""
         for link in [link for link in self.links if link.ends == (min(a, b), max(a, b))]:
             link.break_off(ConnectionResetError(f"the link between rank {a} and rank {b} was cut"))
-
-    def arena(self, group: int, world_size: int) -> MemoryArena:
-        """Return the arena that the members of `group` share."""
-        return self.arenas.setdefault(group, MemoryArena(self.runtime, world_size))
 
 
 class MemoryLink:
@@ -157,6 +147,7 @@ class MemoryTransport:
 
     name = "memory"
     accepted: Callable[[Link], None]
+    look: Callable[[], bool]
     linger: Callable[[bool], bool]
 
     def __init__(self, hub: Hub, rank: int) -> None:
@@ -194,67 +185,3 @@ class MemoryTransport:
     async def aclose(self) -> None:
         """Leave the hub."""
         self._hub.ranks.pop(self._rank, None)
-
-
-class MemoryArena:
-    """Blocks that every rank of a group can look at; see `aiocoll.transport.base.Arena`."""
-
-    slot_nbytes = SLOT_NBYTES
-
-    def __init__(self, runtime: Runtime, world_size: int) -> None:
-        self._runtime = runtime
-        self._world_size = world_size
-        self._blocks: dict[tuple[int, int, int], tuple[int, memoryview, set[int]]] = {}
-        # Blocks of each rank, and of each of its operations, that not all others have released.
-        self._used = [0] * world_size
-        self._held: dict[tuple[int, int], int] = {}
-        self._wakes: dict[int, Callable[[], None]] = {}
-        self._waking = False
-
-    def publish(self, rank: int, op: int, stage: int, fingerprint: int, block: memoryview) -> bool:
-        """Keep a copy of `block` until every other rank has released it.
-
-        An operation that has no block there is never refused: ranks that publish several operations in different
-        orders would wait for each other's slots.
-        """
-        held = self._held.get((rank, op), 0)
-        if held and self._used[rank] >= SLOTS:
-            return False
-        readers = set(range(self._world_size)) - {rank}
-        if readers:
-            self._used[rank] += 1
-            self._held[rank, op] = held + 1
-            self._blocks[rank, op, stage] = fingerprint, memoryview(bytes(block)), readers
-            self._wake()
-        return True
-
-    def look(self, rank: int, op: int, stage: int) -> tuple[int, memoryview] | None:
-        """Return what `rank` published."""
-        block = self._blocks.get((rank, op, stage))
-        return None if block is None else block[:2]
-
-    def release(self, rank: int, reader: int, op: int, stage: int) -> None:
-        """Free the block after its last reader."""
-        readers = self._blocks[rank, op, stage][2]
-        readers.discard(reader)
-        if not readers:
-            del self._blocks[rank, op, stage]
-            self._used[rank] -= 1
-            self._held[rank, op] -= 1
-            if not self._held[rank, op]:
-                del self._held[rank, op]
-            self._wake()
-
-    def watch(self, rank: int, wake: Callable[[], None]) -> None:
-        """Call `wake` after each change, in a turn of the loop of its own."""
-        self._wakes[rank] = wake
-
-    def _wake(self) -> None:
-        if not self._waking:
-            self._waking = True
-            self._runtime.call_soon(self._woken)
-
-    def _woken(self) -> None:
-        self._waking = False
-        for wake in list(self._wakes.values()):
-            wake()

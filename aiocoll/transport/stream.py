@@ -91,6 +91,7 @@ class StreamTransport:
 
     name = "stream"
     accepted: Callable[[Link], None]
+    look: Callable[[], bool] = staticmethod(lambda: False)
     linger: Callable[[bool], bool] = staticmethod(lambda moved: False)
 
     def __init__(
@@ -131,7 +132,7 @@ class StreamTransport:
         self._incoming: dict[Key, set[asyncio.Task[bool]]] = {}
         self._dials: dict[Key, _Dial] = {}
         wanted = transport in ("auto", "shm")
-        self._live = Live(runtime, Sharing(runtime, rank, world_size, self._linger, wanted=wanted))
+        self._live = Live(runtime, Sharing(runtime, rank, world_size, self, wanted=wanted))
         self._warned_keyless = False
         self._closed = False
 
@@ -139,7 +140,13 @@ class StreamTransport:
     def card(self) -> Card:
         """Where this rank can be reached now."""
         tcp = list(self._tcp) if self._tcp else None
-        return {"host": self._host, "unix": self._unix, "tcp": tcp, "process": list(self._process)}
+        return {
+            "host": self._host,
+            "unix": self._unix,
+            "tcp": tcp,
+            "process": list(self._process),
+            "piece": self._live.sharing.piece_nbytes,
+        }
 
     async def listen(self) -> Card:
         """Open the unix listener, unless `transport="tcp"`; TCP listens only after `listen_tcp`."""
@@ -198,9 +205,6 @@ class StreamTransport:
     def carrier(self, peer: int) -> tuple[str, str | None]:
         """Say what carries data to `peer` ("none" before the first), and why it is not shared memory."""
         return self._live.carrier(peer), self._live.sharing.trouble
-
-    def _linger(self, moved: bool) -> bool:
-        return self.linger(moved)
 
     def catch_up(self) -> None:
         """Look into the memory shared with peers: a socket may tell of their end before."""

@@ -90,10 +90,20 @@ def sockets(kind: str) -> tuple[socket.socket, socket.socket]:
     return pair
 
 
+class Idle:
+    """Of a loop on which no operation waits."""
+
+    def look(self) -> bool:
+        return False
+
+    def linger(self, moved: bool) -> bool:
+        return False
+
+
 async def shm_ends(runtime: Runtime) -> list[ShmLink]:
     """Return both ends of a link through shared memory, each of a rank of its own."""
     near, far = sockets("unix")
-    ranks = [Sharing(runtime, rank, 2, lambda moved: False, wanted=True) for rank in range(2)]
+    ranks = [Sharing(runtime, rank, 2, Idle(), wanted=True) for rank in range(2)]
     pairs = await asyncio.gather(ranks[0].propose(near), ranks[1].accept(far))
     ends = []
     for rank, (sock, pair) in enumerate(zip((near, far), pairs, strict=True)):

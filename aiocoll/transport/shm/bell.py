@@ -18,7 +18,7 @@ import contextvars
 import mmap
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from aiocoll.runtime import Runtime
 from aiocoll.transport.shm.fence import Fences
@@ -27,7 +27,14 @@ from aiocoll.transport.shm.region import PAGE, create
 if TYPE_CHECKING:
     from aiocoll.transport.shm.link import ShmLink
 
-__all__ = ["Bell", "PeerBell"]
+__all__ = ["Bell", "PeerBell", "Watcher"]
+
+
+class Watcher(Protocol):
+    """What the owner of a loop is asked; as in `aiocoll.transport.base.Transport`."""
+
+    look: Callable[[], bool]
+    linger: Callable[[bool], bool]
 
 
 class Bell:
@@ -36,15 +43,15 @@ class Bell:
     Args:
         runtime: of the loop that listens.
         fences: of this machine.
-        linger: see `aiocoll.transport.base.Transport`.
+        watcher: whose loop it is.
 
     Raises:
         OSError: no memory or descriptor left, or the kernel forbids it.
     """
 
-    def __init__(self, runtime: Runtime, fences: Fences, linger: Callable[[bool], bool]) -> None:
+    def __init__(self, runtime: Runtime, fences: Fences, watcher: Watcher) -> None:
         self.fences = fences
-        self._linger = linger
+        self._watcher = watcher
         self.awake = False
         self.closed = False
         self._runtime = runtime
@@ -102,14 +109,14 @@ class Bell:
         moved = False
         for link in list(self._links):
             moved = link.poll() or moved
-        return moved
+        return self._watcher.look() or moved
 
     def _rung(self) -> None:
         os.eventfd_read(self.eventfd)
         self.attend()
 
     def _turned(self) -> None:
-        if self._linger(self.poll()) and not self.closed:
+        if self._watcher.linger(self.poll()) and not self.closed:
             self._runtime.loop.call_soon(self._turned, context=self._context)
             return
         self.awake = False

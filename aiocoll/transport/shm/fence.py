@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import platform
 import threading
 from collections.abc import Callable
@@ -31,6 +30,8 @@ def fences(machine: str | None = None) -> Fences | None:
     """Return the fences of this machine; None where there are none, and only the kernel can be asked to pass flags."""
     if (machine or platform.machine()) in ("x86_64", "AMD64"):
         return Fences(None, _locked())
+    import ctypes  # not on x86-64: it takes longer to import than the rest of the transport
+
     try:
         fence = ctypes.PyDLL("libatomic.so.1").atomic_thread_fence
     except (OSError, AttributeError):

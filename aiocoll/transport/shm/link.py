@@ -21,11 +21,13 @@ from aiocoll.runtime import BUDGET, Runtime
 from aiocoll.transport.base import Sink
 from aiocoll.transport.frame import HEADER_SIZE, SEGMENT, FrameKind
 from aiocoll.transport.shm.bell import Bell, PeerBell
-from aiocoll.transport.shm.ring import ENTRY, Layout, Outgoing
+from aiocoll.transport.shm.board import Board, Poster
+from aiocoll.transport.shm.lane import LaneReader, LaneWriter
+from aiocoll.transport.shm.layout import ENTRIES, LINE, Layout
+from aiocoll.transport.shm.ring import ENTRY, Outgoing
 
 __all__ = ["Pair", "ShmLink"]
 
-_LINE = 64
 _KINDS = frozenset(FrameKind)
 _NOTHING = memoryview(b"")
 #: What a closed link looks at: no stamp ever comes there.
@@ -47,13 +49,11 @@ class ShmLink:
     """One end of a link; see `aiocoll.transport.base.Link`. Owns the socket, the peer's bell and a hold on its own."""
 
     __slots__ = (
-        "_area",
         "_at",
         "_bell",
         "_closed",
         "_end",
         "_ending",
-        "_entries",
         "_hungry",
         "_kept",
         "_memory",
@@ -68,8 +68,12 @@ class ShmLink:
         "_started",
         "_taken",
         "_words",
+        "board",
         "kind",
+        "lane_in",
+        "lane_out",
         "peer",
+        "poster",
         "sink",
     )
 
@@ -83,16 +87,18 @@ class ShmLink:
         self._sock = sock
         self._bell = pair.bell
         self._peer_bell = pair.peer_bell
-        layout, direction = pair.layout, 1 - pair.direction
-        self._memory = memoryview(pair.memory)
-        self._words = self._memory.cast("Q")
-        self._out = Outgoing(self._memory, layout, pair.direction, pair.bell.fences)
-        self._order = pair.bell.fences.order
-        self._hungry = layout.hungry(direction)
-        self._taken = layout.taken(direction)
-        self._ring = layout.ring(direction)
-        self._entries = layout.entries
-        self._area, self._end = self._ring, layout.area(direction) + layout.data
+        fences = pair.bell.fences
+        ours, theirs = pair.layout.directions[pair.direction], pair.layout.directions[1 - pair.direction]
+        memory = self._memory = memoryview(pair.memory)
+        self._words = memory.cast("Q")
+        self._out = Outgoing(memory, ours, fences)
+        self.poster, self.board = Poster(memory, ours, fences), Board(memory, theirs, fences)
+        self.lane_out, self.lane_in = LaneWriter(memory, ours, fences), LaneReader(memory, theirs, fences)
+        self._order = fences.order
+        self._hungry = theirs.hungry
+        self._taken = theirs.taken
+        self._ring = theirs.ring
+        self._end = theirs.lines
         self._next = 1
         # Index of the word in which the next stamp will be.
         self._at = self._ring >> 3
@@ -133,6 +139,13 @@ class ShmLink:
         # Between the look and the word, space may have come; `drained` must not be called from here.
         self._runtime.call_soon(self.poll)
         return False
+
+    def announce(self) -> None:
+        """Let the peer know of what was put on the board or the lane; only while the link is open."""
+        bell = self._bell
+        if not bell.awake:
+            bell.attend()
+        self._peer_bell.ring()
 
     def poll(self) -> bool:
         """Hand out what has arrived, for at most `BUDGET` seconds, and send what had to wait."""
@@ -181,10 +194,10 @@ class ShmLink:
                 order()
             entry = _unpack(memory, (self._at << 3) + 8)
             place, length, number = entry[0], entry[8], self._next
-            if length > SEGMENT or entry[1] not in _KINDS or not self._area <= place <= self._end - length:
+            if length > SEGMENT or entry[1] not in _KINDS or not self._ring <= place <= self._end - length:
                 raise ProtocolError(f"rank {self.peer} wrote a frame of kind {entry[1]} and length {length}")
             self._next = number + 1
-            self._at = (self._ring + number % self._entries * _LINE) >> 3
+            self._at = (self._ring + number % ENTRIES * LINE) >> 3
             deliver(self, entry[1:], memory[place : place + length] if length else _NOTHING)
             if self._closed:
                 return

@@ -22,16 +22,16 @@ from collections.abc import Sequence
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.shm.bell import Bell, PeerBell
 from aiocoll.transport.shm.fence import Fences
+from aiocoll.transport.shm.layout import Layout
 from aiocoll.transport.shm.link import Pair
 from aiocoll.transport.shm.region import PAGE, create, open_region
-from aiocoll.transport.shm.ring import Layout
 
 __all__ = ["NotSharedError", "accept", "decline", "propose"]
 
-#: Whether there is something, entries of a ring, bytes of a data area.
-_MESSAGE = struct.Struct("<?3xII")
-_DECLINED = _MESSAGE.pack(False, 0, 0)
-_ACCEPTED = _MESSAGE.pack(True, 0, 0)
+#: Whether there is something, and the number of ranks that the layout is made for.
+_MESSAGE = struct.Struct("<?3xI")
+_DECLINED = _MESSAGE.pack(False, 0)
+_ACCEPTED = _MESSAGE.pack(True, 0)
 _OFFERED_FDS = 3
 _ANSWERED_FDS = 2
 
@@ -57,10 +57,10 @@ async def propose(sock: socket.socket, layout: Layout, bell: Bell) -> Pair | Non
         decline(sock)
         raise NotSharedError(str(error)) from error
     try:
-        socket.send_fds(sock, [_MESSAGE.pack(True, *layout)], [region, bell.page, bell.eventfd])
+        socket.send_fds(sock, [_MESSAGE.pack(True, layout.ranks)], [region, bell.page, bell.eventfd])
     finally:
         os.close(region)
-    (agreed, _, _), fds = await _receive(sock, _ANSWERED_FDS)
+    (agreed, _), fds = await _receive(sock, _ANSWERED_FDS)
     if not agreed:
         return None
     return Pair(memory, layout, 0, bell, _peer_bell(fds, bell.fences))
@@ -88,17 +88,14 @@ async def accept(sock: socket.socket, bell: Bell | None) -> Pair | None:
         NotSharedError: it cannot be taken.
         ProtocolError: it is not what it should be.
     """
-    (offered, *sizes), fds = await _receive(sock, _OFFERED_FDS)
+    (offered, ranks), fds = await _receive(sock, _OFFERED_FDS)
     if not offered:
         return None
     if bell is None:
         _close(fds)
         decline(sock)
         return None
-    layout = Layout(*sizes)
-    if not layout.is_sound():
-        _close(fds)
-        raise ProtocolError(f"a peer offered shared memory of impossible sizes {tuple(layout)}")
+    layout = Layout(ranks)
     try:
         memory, peer_bell = _map(fds, layout, bell.fences)
     except OSError as error:
@@ -134,7 +131,7 @@ def _peer_bell(fds: Sequence[int], fences: Fences) -> PeerBell:
     return PeerBell(eventfd, memory, fences)
 
 
-async def _receive(sock: socket.socket, most: int) -> tuple[tuple[bool, int, int], list[int]]:
+async def _receive(sock: socket.socket, most: int) -> tuple[tuple[bool, int], list[int]]:
     loop = asyncio.get_running_loop()
     while True:
         readable = loop.create_future()

@@ -18,69 +18,19 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from typing import NamedTuple
 
-from aiocoll.transport.frame import HEADER, SEGMENT
+from aiocoll.transport.frame import HEADER
 from aiocoll.transport.shm.fence import Fences
-from aiocoll.transport.shm.region import PAGE
+from aiocoll.transport.shm.layout import ENTRIES, LINE, Direction
 
-__all__ = ["ENTRY", "Layout", "Outgoing", "layout"]
+__all__ = ["ENTRY", "Outgoing"]
 
-_LINE = 64
 _INLINE = 48
-_INLINE_NBYTES = _LINE - _INLINE
-#: Entries of a ring: a burst of this many small frames needs no turn of the reader's.
-_ENTRIES = 256
-#: Segments a direction holds: one is written while one is read, and as many again for when either is late.
-_SEGMENTS = 4
-#: In a large world a rank may have many links, so each gets a part of this, but never less than one segment.
-_MOST_PER_RANK = 64 * 1024 * 1024
+_INLINE_NBYTES = LINE - _INLINE
 
 #: place, then the fields of the frame's header.
 ENTRY = struct.Struct("<Q" + HEADER.format.lstrip("<"))
 _pack = struct.Struct("<Q32s").pack_into
-
-
-class Layout(NamedTuple):
-    """Where things are in the region of a link; all in bytes.
-
-    The first page holds the words: of each direction `hungry`, then `taken`, 128 bytes apart (cores fetch lines in
-    pairs). Direction 0 is from the rank that dialled.
-    """
-
-    entries: int
-    data: int
-
-    @property
-    def nbytes(self) -> int:
-        """Of the whole region."""
-        return PAGE + 2 * (self.entries * _LINE + self.data)
-
-    def hungry(self, direction: int) -> int:
-        """Index of the word in which the writer says that it waits for space."""
-        return direction * 32
-
-    def taken(self, direction: int) -> int:
-        """Index of the word in which the reader counts the entries it is done with."""
-        return direction * 32 + 16
-
-    def ring(self, direction: int) -> int:
-        """Offset of the entries."""
-        return PAGE + direction * self.entries * _LINE
-
-    def area(self, direction: int) -> int:
-        """Offset of the data."""
-        return PAGE + 2 * self.entries * _LINE + direction * self.data
-
-    def is_sound(self) -> bool:
-        """Whether a link can work with it; it comes from the peer."""
-        return 1 <= self.entries <= _ENTRIES and SEGMENT <= self.data <= _SEGMENTS * SEGMENT and not self.data % _LINE
-
-
-def layout(ranks: int) -> Layout:
-    """Return the layout for a host of `ranks` ranks."""
-    segments = max(1, min(_SEGMENTS, _MOST_PER_RANK // (2 * SEGMENT * max(1, ranks - 1))))
-    return Layout(_ENTRIES, segments * SEGMENT)
 
 
 class Outgoing:
@@ -88,24 +38,22 @@ class Outgoing:
 
     Args:
         memory: the whole region.
-        layout: of the region.
-        direction: 0 or 1.
+        direction: where things are.
         fences: of this machine.
     """
 
-    __slots__ = ("_area", "_data", "_entries", "_full", "_head", "_hungry", "_memory", "_order", "_ring", "_sent",
-                 "_spans", "_taken", "_words")  # fmt: skip
+    __slots__ = ("_area", "_data", "_full", "_head", "_hungry", "_memory", "_order", "_ring", "_sent", "_spans",
+                 "_taken", "_words")  # fmt: skip
 
-    def __init__(self, memory: memoryview, layout: Layout, direction: int, fences: Fences) -> None:
+    def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
         self._memory = memory
         self._words = memory.cast("Q")
         self._order, self._full = fences
-        self._ring = layout.ring(direction)
-        self._entries = layout.entries
-        self._area = layout.area(direction)
-        self._data = layout.data
-        self._hungry = layout.hungry(direction)
-        self._taken = layout.taken(direction)
+        self._ring = direction.ring
+        self._area = direction.data
+        self._data = direction.data_nbytes
+        self._hungry = direction.hungry
+        self._taken = direction.taken
         self._sent = 0
         self._head = 0
         # Payloads that may not have been read: number of the entry, start in the area; oldest first.
@@ -115,9 +63,9 @@ class Outgoing:
         """Write one frame; False if there is no space."""
         words, number = self._words, self._sent
         taken = words[self._taken]
-        if number - taken >= self._entries:
+        if number - taken >= ENTRIES:
             return False
-        at = self._ring + number % self._entries * _LINE
+        at = self._ring + number % ENTRIES * LINE
         number += 1
         if payload is None:
             place = at
@@ -163,5 +111,5 @@ class Outgoing:
                 start, end = 0, oldest
         if start + nbytes > end:
             return -1
-        self._head = start + (nbytes + _LINE - 1) // _LINE * _LINE
+        self._head = start + (nbytes + LINE - 1) // LINE * LINE
         return start

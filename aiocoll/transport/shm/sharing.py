@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Callable
 
 from aiocoll.log import logger
 from aiocoll.runtime import Runtime
 from aiocoll.transport.shm import passing
-from aiocoll.transport.shm.bell import Bell
+from aiocoll.transport.shm.bell import Bell, Watcher
 from aiocoll.transport.shm.fence import fences
+from aiocoll.transport.shm.layout import Layout
 from aiocoll.transport.shm.link import Pair
 from aiocoll.transport.shm.passing import NotSharedError
-from aiocoll.transport.shm.ring import layout
 
 __all__ = ["Sharing"]
 
@@ -25,17 +24,23 @@ class Sharing:
         runtime: of its loop.
         rank: this rank, for the log.
         ranks: how many ranks this host may have at most.
-        linger: see `aiocoll.transport.base.Transport`.
+        watcher: whose loop it is.
         wanted: whether the options ask for shared memory.
     """
 
     def __init__(
-        self, runtime: Runtime, rank: int, ranks: int, linger: Callable[[bool], bool], *, wanted: bool
+        self,
+        runtime: Runtime,
+        rank: int,
+        ranks: int,
+        watcher: Watcher,
+        *,
+        wanted: bool,
     ) -> None:
         self._runtime = runtime
         self._rank = rank
-        self._linger = linger
-        self._layout = layout(ranks)
+        self._watcher = watcher
+        self._layout = Layout(ranks)
         self._fences = fences() if wanted else None
         self._bell: Bell | None = None
         #: Why there is none, as far as this rank is concerned; None as long as there is.
@@ -46,6 +51,11 @@ class Sharing:
             self.trouble = "it needs memfd and eventfd, which only Linux has"
         elif self._fences is None:
             self.trouble = "this machine orders memory weakly, and libatomic is not installed"
+
+    @property
+    def piece_nbytes(self) -> int:
+        """Bytes of a lane's block; a block of a board holds a quarter of it. 0 if there is no shared memory."""
+        return 0 if self.trouble is not None else self._layout.directions[0].lane_nbytes
 
     async def propose(self, sock: socket.socket) -> Pair | None:
         """Offer memory to the rank that has been dialled; None if the socket has to do."""
@@ -97,7 +107,7 @@ class Sharing:
         if self._bell is None or self._bell.closed:
             assert self._fences is not None
             try:
-                self._bell = Bell(self._runtime, self._fences, self._linger)
+                self._bell = Bell(self._runtime, self._fences, self._watcher)
             except OSError as error:
                 self._fail(error)
                 return None

@@ -1,0 +1,142 @@
+"""Waiting awake: how long an await polls before it suspends, and a turn before it lets the rank sleep.
+
+Polling finds what has come within a fraction of a microsecond, a wake-up through the kernel takes twenty. So an await
+polls for `spin_us`, and so does a turn of the loop in which peers were sending; a rank for which nothing comes sleeps.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Protocol
+
+from aiocoll.runtime import BUDGET
+from aiocoll.transport.base import Link
+from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.engine.endpoint import Endpoint
+
+__all__ = ["Looker", "Polling"]
+
+#: An await that completes at once yields a turn of the loop when the last turn is this many seconds ago (contract).
+TURN = 500e-6
+
+
+class Looker(Protocol):
+    """An operation that no frame tells of what its peers have put into shared memory."""
+
+    def look(self) -> bool:
+        """Do what has become possible; whether anything moved."""
+
+
+class Polling:
+    """The polling of one endpoint.
+
+    Args:
+        endpoint: whose.
+        spin: seconds of polling in vain; 0 where a peer shares this process.
+        crowded: more ranks on this host than cores: give the core away between polls.
+
+    Attributes:
+        links: what to poll.
+        lookers: who else looks.
+    """
+
+    def __init__(self, endpoint: Endpoint, spin: float, crowded: bool) -> None:
+        self.links: tuple[Link, ...] = ()
+        self.lookers: dict[Looker, None] = {}
+        self._endpoint = endpoint
+        self._runtime = endpoint.runtime
+        self._spin = spin if endpoint.runtime.may_spin else 0.0
+        self._yield = os.sched_yield if crowded and hasattr(os, "sched_yield") else None
+        self._spun = False
+        # Whether polling has ended for lack of time, while peers were sending.
+        self._busy = False
+        self._turn = 0.0
+
+    def spin(self, work: Work[Any]) -> None:
+        """Poll the links for a moment; in vain at most once per turn of the loop."""
+        if not self._spun and self._spin and self.links:
+            self._endpoint.quiet.run(self._poll, work)
+
+    def _poll(self, work: Work[Any]) -> None:
+        ticks, give_way = self._runtime.ticks, self._yield
+        now = ticks()
+        idle, limit = now + self._spin, now + BUDGET
+        while now < idle and now < limit:
+            for link in self.links:
+                if link.poll():
+                    idle = now + self._spin
+            if self.lookers and self.look():
+                idle = now + self._spin
+            if work._done:
+                return
+            if give_way is not None:
+                give_way()
+            now = ticks()
+        self._busy = now < idle
+        self._turn = now
+        self._rest()
+
+    def linger(self, moved: bool) -> bool:
+        """Poll on at the end of a turn in which something `moved`, as long as more comes and no operation has ended.
+
+        Returns:
+            Whether the next turn shall look again, before this rank has itself be woken.
+        """
+        if not moved and not self._busy:
+            return False
+        self._busy = False
+        if (before := self._in_flight()) and self._spin and not self._spun:
+            self._poll_on(before)
+        return True
+
+    def _poll_on(self, before: int) -> None:
+        ticks, give_way = self._runtime.ticks, self._yield
+        now = ticks()
+        idle, limit = now + self._spin, now + BUDGET
+        while now < idle and now < limit:
+            if self._look_everywhere():
+                idle = now + self._spin
+                if self._in_flight() < before:
+                    return
+            if give_way is not None:
+                give_way()
+            now = ticks()
+        self._busy = now < idle
+        if not self._busy:
+            self._rest()
+
+    def _look_everywhere(self) -> bool:
+        moved = False
+        for link in self.links:
+            moved = link.poll() or moved
+        return self.look() or moved
+
+    def look(self) -> bool:
+        """Let operations look into shared memory; whether anything moved."""
+        moved = False
+        for operation in tuple(self.lookers):
+            moved = operation.look() or moved
+        return moved
+
+    def _in_flight(self) -> int:
+        return sum([len(group.pending) for group in self._endpoint.groups.values()])
+
+    def _rest(self) -> None:
+        """Poll no more in vain in this turn."""
+        self._spun = True
+        self._runtime.call_soon(self._turned)
+
+    def turn_is_due(self) -> bool:
+        """Whether the last turn of the loop that an await has seen is too long ago; what it awaited has left now."""
+        if self._runtime.due:
+            self._runtime.settle()
+        now = self._runtime.ticks()
+        if now - self._turn < TURN:
+            return False
+        self._turn = now
+        return True
+
+    def _turned(self) -> None:
+        self._spun = False

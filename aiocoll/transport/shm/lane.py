@@ -1,0 +1,126 @@
+"""A lane: the pieces of one large operation at a time, in order, each in a block that stays in the cache.
+
+While one operation has the lane, others go through the frame ring; the reader of the lane takes pieces only for the
+operation they belong to. So an operation that its reader has not entered delays no other one.
+
+    word 0  number of the piece in the lane, counted from 1; written last
+    word 1  tag: group and fingerprint
+    word 2  id of the operation
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiocoll.transport.shm.fence import Fences
+from aiocoll.transport.shm.layout import BLOCKS, LANE, LINE, Direction
+
+__all__ = ["LaneReader", "LaneWriter"]
+
+
+class LaneWriter:
+    """The writer's end.
+
+    Attributes:
+        nbytes: of a block.
+        holder: who has the lane; None if nobody.
+        tainted: an operation has failed on the lane, whose pieces may never be read.
+    """
+
+    __slots__ = ("_blocks", "_full", "_hungry", "_lines", "_memory", "_number", "_order", "_taken", "_words", "holder",
+                 "nbytes", "tainted")  # fmt: skip
+
+    def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
+        self.nbytes = direction.lane_nbytes
+        self.holder: object = None
+        self.tainted = False
+        self._memory = memory
+        self._words = memory.cast("Q")
+        self._order, self._full = fences
+        self._hungry = direction.lane_hungry
+        self._taken = direction.lane_taken
+        self._lines = [(direction.lines >> 3) + (BLOCKS + number) * LINE // 8 for number in range(LANE)]
+        self._blocks = [direction.lane + number * direction.lane_nbytes for number in range(LANE)]
+        self._number = 0
+
+    def take(self, holder: object) -> bool:
+        """Get the lane for `holder`; False if it is not to be had."""
+        if self.holder is not None or (self.tainted and self._words[self._taken] != self._number):
+            return False
+        self.tainted = False
+        self.holder = holder
+        return True
+
+    def leave(self, *, failed: bool) -> None:
+        """Give the lane up."""
+        self.holder = None
+        self.tainted = failed
+
+    def put(self, identity: int, tag: int, piece: memoryview) -> bool:
+        """Write the next piece of at most `nbytes`; False if no block is free yet, which the reader will then tell."""
+        words, number = self._words, self._number
+        if number - words[self._taken] >= LANE:
+            words[self._hungry] = 1
+            self._full()
+            if number - words[self._taken] >= LANE:
+                return False
+        block = number % LANE
+        line, place = self._lines[block], self._blocks[block]
+        self._memory[place : place + piece.nbytes] = piece
+        words[line + 1] = tag
+        words[line + 2] = identity
+        if self._order is not None:
+            self._order()
+        words[line] = self._number = number + 1
+        return True
+
+
+class LaneReader:
+    """The reader's end."""
+
+    __slots__ = ("_blocks", "_full", "_hungry", "_lines", "_memory", "_next", "_order", "_taken", "_words")
+
+    def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
+        self._memory = memory
+        self._words = memory.cast("Q")
+        self._order, self._full = fences
+        self._hungry = direction.lane_hungry
+        self._taken = direction.lane_taken
+        self._lines = [(direction.lines >> 3) + (BLOCKS + number) * LINE // 8 for number in range(LANE)]
+        self._blocks = [direction.lane + number * direction.lane_nbytes for number in range(LANE)]
+        self._next = 1
+
+    def look(self, identity: int) -> int:
+        """Return the tag of the next piece, if it is one of the operation's; -1 if not."""
+        words, line = self._words, self._lines[(self._next - 1) % LANE]
+        if words[line] != self._next or words[line + 2] != identity:
+            return -1
+        if self._order is not None:
+            self._order()
+        return words[line + 1]
+
+    def read(self, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+        """Return the next piece where it lies, until `free`."""
+        return np.frombuffer(self._memory, dtype, count, self._blocks[(self._next - 1) % LANE])
+
+    def free(self) -> bool:
+        """Be done with the next piece; whether its writer may have to be woken."""
+        if self._order is not None:
+            self._order()
+        words = self._words
+        words[self._taken] = self._next
+        self._next += 1
+        self._full()
+        if words[self._hungry]:
+            words[self._hungry] = 0
+            return True
+        return False
+
+    def purge(self, group: int) -> None:
+        """Be done with what was written for a group that is over."""
+        words = self._words
+        while words[line := self._lines[(self._next - 1) % LANE]] == self._next and words[line + 1] >> 32 == group:
+            self.free()

@@ -1,0 +1,99 @@
+"""Where things are in the memory of a link.
+
+    page of words | direction 0 | direction 1        direction 0 is from the rank that dialled
+
+    a direction:    entries of the ring | data of the ring | lines of the board and the lane | their blocks
+
+Every word that one side writes and the other polls has a cache line of its own, or shares it with its likes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from aiocoll.transport.frame import SEGMENT
+from aiocoll.transport.shm.region import PAGE
+
+__all__ = ["BLOCKS", "ENTRIES", "LANE", "LINE", "MIDDLE", "SMALL", "Direction", "Layout"]
+
+LINE = 64
+#: Entries of a ring: a burst of this many small frames needs no turn of the reader's.
+ENTRIES = 256
+#: Blocks of a board: operations in flight at once that need not go through the ring.
+SMALL, MIDDLE = 64, 4
+BLOCKS = SMALL + MIDDLE
+#: Blocks of a lane: one is written while one is read, and as many again for when either is late.
+LANE = 4
+
+_FEW = 8
+"""Ranks of a host up to which links are generous: 4.6 MiB each. In larger worlds a rank may have many."""
+
+
+class Direction(NamedTuple):
+    """Of one direction: indices of 8-byte words in the region, offsets in bytes, and sizes in bytes."""
+
+    hungry: int
+    """Word: the writer of the ring waits for space."""
+    taken: int
+    """Word: entries the reader of the ring is done with."""
+    lane_hungry: int
+    lane_taken: int
+    freed: int
+    """Words, one per block of the board: posts its reader is done with."""
+    ring: int
+    data: int
+    data_nbytes: int
+    lines: int
+    """One line per block of the board, then one per block of the lane."""
+    small: int
+    small_nbytes: int
+    middle: int
+    middle_nbytes: int
+    lane: int
+    lane_nbytes: int
+    end: int
+
+
+class Layout:
+    """The layout for a host of `ranks` ranks, the same at both ends.
+
+    Attributes:
+        nbytes: of the whole region.
+        directions: from the rank that dialled, and to it.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        first = self._direction(0, PAGE, ranks)
+        second = self._direction(1, first.end, ranks)
+        self.directions = first, second
+        self.nbytes = second.end
+
+    def _direction(self, number: int, start: int, ranks: int) -> Direction:
+        segments, small, middle, lane = (2, 4096, 65536, SEGMENT) if ranks <= _FEW else (1, 512, 16384, 65536)
+        word = number * PAGE // 16
+        data = start + ENTRIES * LINE
+        lines = data + segments * SEGMENT
+        blocks = lines + (BLOCKS + LANE) * LINE
+        blocks += -blocks % PAGE
+        middles = blocks + SMALL * small
+        lanes = middles + MIDDLE * middle
+        end = lanes + LANE * lane
+        return Direction(
+            hungry=word,
+            taken=word + 16,
+            lane_hungry=word + 32,
+            lane_taken=word + 48,
+            freed=word + 64,
+            ring=start,
+            data=data,
+            data_nbytes=segments * SEGMENT,
+            lines=lines,
+            small=blocks,
+            small_nbytes=small,
+            middle=middles,
+            middle_nbytes=middle,
+            lane=lanes,
+            lane_nbytes=lane,
+            end=end,
+        )
