@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aiocoll.dtypes import DType, array_dtype, from_float32, to_float32
+from aiocoll.dtypes import DType, array_dtype
 from aiocoll.errors import BackendUnavailableError
+from aiocoll.halves import Kind, half_fold, half_map
 
 __all__ = ["Array", "Kernel", "builtin_kernel", "custom_kernel"]
 
@@ -26,8 +27,6 @@ Fold = Callable[[Sequence[Array], Array], None]
 
 # Bytes of a fold's accumulator: with the inputs it stays in the second-level cache (1 MiB and more on servers).
 _PIECE_BYTES = 64 * 1024
-# Elements a half fold converts at once: two float32 scratch arrays of 128 KiB and the conversions' own, in cache.
-_HALF_PIECE = 32 * 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,57 +182,16 @@ def _scaler(dtype: DType, factor: float | complex) -> Callable[[Array, Array], N
 
 def _half_kernel(name: str, dtype: DType, world_size: int, factor: float | None) -> Kernel:
     selects = name in ("MIN", "MAX")
-    finalize = _half_map(dtype, np.divide, world_size) if name == "AVG" else None
-    prescale = None if factor is None else _half_map(dtype, np.multiply, factor)
-    pairwise = _half_fold(_NUMERIC[name], dtype, None)
+    kind: Kind = "select" if selects else "product" if name == "PRODUCT" else "sum"
+    finalize = half_map(dtype, np.divide, world_size) if name == "AVG" else None
+    pairwise = half_fold(_NUMERIC[name], dtype, None, kind)
     return Kernel(
         combine=lambda a, b, out: pairwise((a, b), out),
-        fold=_half_fold(_NUMERIC[name], dtype, world_size if name == "AVG" else None),
+        fold=pairwise if name != "AVG" else half_fold(_NUMERIC[name], dtype, world_size, kind),
         finalize=None if finalize is None else lambda x: finalize(x, x),
-        prescale=prescale,
+        prescale=None if factor is None else half_map(dtype, np.multiply, factor),
         ordered=not selects,
     )
-
-
-def _half_fold(combine: Combine, dtype: DType, divisor: int | None) -> Fold:
-    up, down = to_float32(dtype), from_float32(dtype)
-
-    def fold(inputs: Sequence[Array], out: Array) -> None:
-        count = min(_HALF_PIECE, len(out))
-        total, operand = np.empty(count, dtype=np.float32), np.empty(count, dtype=np.float32)
-        with np.errstate(all="ignore"):
-            for start in range(0, len(out), _HALF_PIECE):
-                piece = slice(start, start + _HALF_PIECE)
-                target = out[piece]
-                acc, term = total[: len(target)], operand[: len(target)]
-                up(inputs[0][piece], acc)
-                for x in inputs[1:]:
-                    up(x[piece], term)
-                    combine(acc, term, acc)
-                if divisor is not None:
-                    np.divide(acc, divisor, acc)
-                down(acc, target)
-
-    return fold
-
-
-def _half_map(dtype: DType, ufunc: np.ufunc, operand: float) -> Callable[[Array, Array], None]:
-    """Return ``f(src, out)``: out = ufunc(src, operand), computed in float32 and rounded once."""
-    up, down = to_float32(dtype), from_float32(dtype)
-    with np.errstate(over="ignore"):
-        typed = np.float32(operand)
-
-    def apply(src: Array, out: Array) -> None:
-        scratch = np.empty(min(_HALF_PIECE, len(src)), dtype=np.float32)
-        with np.errstate(all="ignore"):
-            for start in range(0, len(src), _HALF_PIECE):
-                piece = src[start : start + _HALF_PIECE]
-                values = scratch[: len(piece)]
-                up(piece, values)
-                ufunc(values, typed, values)
-                down(values, out[start : start + _HALF_PIECE])
-
-    return apply
 
 
 def custom_kernel(function: Callable[[Any, Any, Any], object], name: str, commutative: bool, dtype: DType) -> Kernel:

@@ -22,7 +22,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: for all that is in it.
 LAYERS: list[set[str]] = [
     {"errors", "log"},
-    {"runtime", "dtypes", "unseen"},
+    {"runtime", "dtypes", "unseen", "packed"},
+    {"halves"},
     {"kernels"},
     {"ops"},
     {"buffers", "work", "handshake", "codec", "options", "process"},

@@ -1,0 +1,164 @@
+"""bfloat16 and float16 two at a time: a 32-bit word holds two codes, and a few integer operations part them.
+
+NumPy has fast loops for 32-bit integers and floats but none for 16-bit floats. So the words of an array become the
+float32 values of their low codes, followed by those of their high codes (a `Stack`), and go back the same way. Which
+of the two comes first in memory does not matter, as each returns to where it was.
+
+bfloat16 is the upper half of a float32. float16, shifted to the place of a float32's exponent and mantissa, is its
+value times 2**-112: subnormal float16 as subnormal float32. Values are added there, where every sum of float16
+values is rounded as the unscaled one would be: it is a multiple of 2**-136, and float32 goes down to 2**-149.
+Infinity and NaN look like numbers from 2**-96 on, so arrays with them are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["BFLOAT16", "FLOAT16", "Codes", "Stack"]
+
+Words = npt.NDArray[np.uint32]
+
+
+class Stack:
+    """float32 values of `count` words: those of the low codes, then those of the high ones; and views of them.
+
+    Attributes:
+        bits: all, as unsigned integers.
+        values: all, as float32.
+        low: the first half of `bits`.
+        high: the other.
+        low_signed: `low` as signed integers.
+        high_signed: `high` as signed integers.
+        low_codes: `low` as 16-bit integers, two for each.
+    """
+
+    __slots__ = ("bits", "high", "high_signed", "low", "low_codes", "low_signed", "values")
+
+    def __init__(self, memory: Words, count: int) -> None:
+        self.bits: Words = memory[: 2 * count]
+        self.values: npt.NDArray[np.float32] = self.bits.view(np.float32)
+        self.low: Words = self.bits[:count]
+        self.high: Words = self.bits[count:]
+        self.low_signed: npt.NDArray[np.int32] = self.low.view(np.int32)
+        self.high_signed: npt.NDArray[np.int32] = self.high.view(np.int32)
+        self.low_codes: npt.NDArray[np.uint16] = self.low.view(np.uint16)
+
+
+class Codes(Protocol):
+    """How one type is parted and packed."""
+
+    def unpack(self, words: Words, into: Stack) -> int:
+        """Write the values of `words`; return the largest magnitude among them as a code, if `store` needs it."""
+
+    def pack(self, total: Stack, spare: Stack, target: Words, rounded: bool) -> None:
+        """Round the values in `total` to nearest, ties to even, and write their codes; both stacks are used up.
+
+        Args:
+            total: the values.
+            spare: another stack of the same length.
+            target: where the codes go.
+            rounded: they need no rounding.
+        """
+
+    def fits(self, total: Stack, spare: Stack, largest: int, terms: int) -> bool:
+        """Tell whether `total` and `pack` of it are right.
+
+        Args:
+            total: sums of what was unpacked.
+            spare: another stack, which is used up.
+            largest: the largest that `unpack` returned.
+            terms: how many values were added.
+        """
+
+
+def _word(value: int) -> npt.NDArray[np.uint32]:
+    # NumPy takes an array of no dimensions in half the time that it takes for a scalar.
+    return np.array(value, np.uint32)
+
+
+_ONE, _THREE, _THIRTEEN, _SIXTEEN = _word(1), _word(3), _word(13), _word(16)
+_THREE_SIGNED = np.array(3, np.int32)
+_SIGN, _SIZE, _HIGH = _word(0x80000000), _word(0x7FFFFFFF), _word(0xFFFF0000)
+_BELOW_HALF_16, _BELOW_HALF_13 = _word(0x7FFF), _word(0xFFF)
+# Sign, exponent and mantissa of a float16 that was shifted as a signed number by three.
+_FLOAT16_BITS = _word(0x8FFFE000)
+_FLOAT16_INFINITY = 0x7C00
+_FLOAT16_LARGEST = 0x7BFF
+# The first sum that rounds to infinity, 65520 * 2**-112.
+_FLOAT16_OVERFLOW = 0x0F7FF000
+
+_shl, _shr, _and, _or, _add = np.left_shift, np.right_shift, np.bitwise_and, np.bitwise_or, np.add
+_largest = np.maximum.reduce
+# The smallest positive float, which is not zero unless a library has told this thread's processor that it be.
+_TINY, _UNIT = 5e-324, 1.0
+
+
+def _merge(total: Stack, target: Words) -> None:
+    """Write the upper halves of all values."""
+    low, high = total.low, total.high
+    _shr(low, _SIXTEEN, low)
+    _and(high, _HIGH, high)
+    _or(low, high, target)
+
+
+class _Bfloat16:
+    def unpack(self, words: Words, into: Stack) -> int:
+        _shl(words, _SIXTEEN, into.low)
+        _and(words, _HIGH, into.high)
+        return 0
+
+    def pack(self, total: Stack, spare: Stack, target: Words, rounded: bool) -> None:
+        # Rounding a NaN could carry into its sign, but only if one of its lower 16 bits is set. Those of the operands
+        # are zero, and so are those of a NaN that the processor passes on or makes.
+        if not rounded:
+            bits, last = total.bits, spare.bits
+            _shr(bits, _SIXTEEN, last)
+            _and(last, _ONE, last)
+            _add(bits, last, bits)
+            _add(bits, _BELOW_HALF_16, bits)
+        _merge(total, target)
+
+    def fits(self, total: Stack, spare: Stack, largest: int, terms: int) -> bool:
+        return True
+
+
+class _Float16:
+    def unpack(self, words: Words, into: Stack) -> int:
+        low, high = into.low_signed, into.high_signed
+        # Twice each code: the sign leaves it, for the lowest bit of its neighbour, where it does no harm.
+        _add(words, words, into.low)
+        largest = int(_largest(into.low_codes)) >> 1
+        # As signed numbers, so that the sign stays while zeros should follow it, and are made to.
+        _shl(words, _SIXTEEN, into.low)
+        _shr(low, _THREE_SIGNED, low)
+        _shr(words.view(np.int32), _THREE_SIGNED, high)
+        _and(into.bits, _FLOAT16_BITS, into.bits)
+        return largest
+
+    def pack(self, total: Stack, spare: Stack, target: Words, rounded: bool) -> None:
+        bits, last = total.bits, spare.bits
+        if not rounded:
+            _shr(bits, _THIRTEEN, last)
+            _and(last, _ONE, last)
+            _add(bits, last, bits)
+            _add(bits, _BELOW_HALF_13, bits)
+        _and(bits, _SIGN, last)
+        _shl(bits, _THREE, bits)
+        _or(bits, last, bits)
+        _merge(total, target)
+
+    def fits(self, total: Stack, spare: Stack, largest: int, terms: int) -> bool:
+        if largest >= _FLOAT16_INFINITY or not _TINY * _UNIT:
+            return False
+        # One more in the exponent is twice as much.
+        if largest + ((terms - 1).bit_length() << 10) <= _FLOAT16_LARGEST:
+            return True
+        _and(total.bits, _SIZE, spare.bits)
+        return int(_largest(spare.bits)) < _FLOAT16_OVERFLOW
+
+
+BFLOAT16: Codes = _Bfloat16()
+FLOAT16: Codes = _Float16()
