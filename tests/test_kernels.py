@@ -18,7 +18,7 @@ UNSIGNED = ["uint8", "uint16", "uint32", "uint64"]
 FLOATS = ["float32", "float64"]
 HALF = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
 COMPLEX = ["complex64", "complex128"]
-# Nothing, one, odd, and more than one piece of a fold of every dtype (64 KiB, or 32 Ki elements of a half type).
+# Nothing, one, odd, and more than one piece of a fold (256 KiB, or 64 Ki elements of a half type) of most dtypes.
 COUNTS = [0, 1, 7, 70_001]
 PAIRS = [
     (name, dtype)
@@ -167,6 +167,24 @@ def test_finalize_of_a_float_average(dtype_name: str) -> None:
     assert finalize is not None
     finalize(x)
     assert decode(dtype, x).tolist() == [1.0, -2.0, 0.25]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 64, 1000])
+@pytest.mark.parametrize("dtype_name", [*FLOATS, *COMPLEX])
+def test_a_float_average_is_the_quotient_to_the_last_bit(dtype_name: str, world_size: int) -> None:
+    dtype = by_name(dtype_name)
+    real = np.dtype(f"float{dtype.itemsize * 4}") if dtype.kind == "complex" else dtype.storage
+    bits = np.random.default_rng(7).bytes(4096 * real.itemsize)
+    sums = np.concatenate([np.frombuffer(bits, real), np.array([0, -0.0, np.inf, -np.inf, np.nan, 5e-324, 1], real)])
+    sums = sums[: len(sums) // 2 * 2]
+    with np.errstate(all="ignore"):
+        want = sums / real.type(world_size)
+        finalize = kernel(ReduceOp.AVG, dtype, world_size).finalize
+        assert finalize is not None
+        finalize(got := sums.copy().view(dtype.storage))
+    number = ~np.isnan(want)
+    assert np.isnan(got.view(real)[~number]).all()
+    assert got.view(real)[number].tobytes() == want[number].tobytes()
 
 
 @pytest.mark.parametrize("name", ["SUM", "PRODUCT", "MIN", "MAX", "PREMUL_SUM"])
