@@ -22,6 +22,8 @@ Array = npt.NDArray[Any]
 Combine = Callable[[Array, Array, Array], Any]
 Fold = Callable[[Sequence[Array], Array], None]
 Kind = Literal["sum", "product", "select"]
+# A ufunc, and its second operand.
+Touch = tuple[np.ufunc, float]
 
 # Elements converted at once by way of `aiocoll.dtypes`: two float32 arrays of 128 KiB and the conversions' own.
 _PIECE = 32 * 1024
@@ -35,26 +37,24 @@ _FLOAT16_FROM = 4096
 _FLOAT16_DIVISORS = 4096
 
 
-def half_fold(combine: Combine, dtype: DType, divisor: int | None, kind: Kind) -> Fold:
-    """Return ``fold(inputs, out)``: all inputs combined in order, divided if there is a `divisor`, and rounded.
+def half_fold(combine: Combine, dtype: DType, kind: Kind, touch: Touch | None = None) -> Fold:
+    """Return ``fold(inputs, out)``: all inputs combined in order, touched if they should be, and rounded.
 
     Args:
         combine: a function of float32 arrays.
         dtype: of the arrays, one of the half kind.
-        divisor: or None.
         kind: ``"sum"``, ``"product"``, or ``"select"`` if each result is one of the inputs.
+        touch: what is done to the result before it is rounded.
     """
-    convert = _converting(combine, dtype, divisor)
+    convert = _converting(combine, dtype, touch)
     if dtype.name == "bfloat16":
-        return _in_pieces(_packing(combine, BFLOAT16, divisor, kind, convert), 2 * _WORDS)
+        return _in_pieces(_packing(combine, BFLOAT16, kind, touch, convert), 2 * _WORDS)
     plain = _in_pieces(convert, _PIECE)
     if dtype.name != "float16":
         return plain
-    if kind != "product" and (divisor or 1) <= _FLOAT16_DIVISORS:
-        large = _in_pieces(_packing(combine, FLOAT16, divisor, kind, convert), 2 * _WORDS)
-    else:
-        large = plain
-    native = kind != "select" and divisor is None
+    packs = kind != "product" and (touch is None or (touch[0] is np.divide and touch[1] <= _FLOAT16_DIVISORS))
+    large = _in_pieces(_packing(combine, FLOAT16, kind, touch, convert), 2 * _WORDS) if packs else plain
+    native = kind != "select" and touch is None
 
     def fold(inputs: Sequence[Array], out: Array) -> None:
         if len(out) >= _FLOAT16_FROM:
@@ -67,6 +67,12 @@ def half_fold(combine: Combine, dtype: DType, divisor: int | None, kind: Kind) -
             plain(inputs, out)
 
     return fold
+
+
+def half_map(dtype: DType, touch: Touch) -> Callable[[Array, Array], None]:
+    """Return ``f(src, out)``: out = src, touched in float32 and rounded."""
+    fold = half_fold(np.add, dtype, "sum", touch)
+    return lambda src, out: fold((src,), out)
 
 
 def _in_pieces(piece: Fold, count: int) -> Fold:
@@ -82,10 +88,16 @@ def _in_pieces(piece: Fold, count: int) -> Fold:
     return fold
 
 
-def _converting(combine: Combine, dtype: DType, divisor: int | None) -> Fold:
-    """Return a fold of one piece of at most `_PIECE` elements by way of the conversions, which fits every case."""
+def _single(number: float) -> npt.NDArray[np.float32]:
+    # Of NaN the usual one: packed codes cannot stand another.
+    with np.errstate(over="ignore"):
+        return np.array(np.float32(np.nan if np.isnan(number) else number))
+
+
+def _converting(combine: Combine, dtype: DType, touch: Touch | None) -> Fold:
+    """Return a fold of one piece by way of the conversions, which fits every case."""
     up, down = to_float32(dtype), from_float32(dtype)
-    typed = None if divisor is None else np.array(divisor, np.float32)
+    ufunc, operand = (None, None) if touch is None else (touch[0], _single(touch[1]))
 
     def piece(inputs: Sequence[Array], out: Array) -> None:
         total, term = np.empty(len(out), np.float32), np.empty(len(out), np.float32)
@@ -93,27 +105,11 @@ def _converting(combine: Combine, dtype: DType, divisor: int | None) -> Fold:
         for x in inputs[1:]:
             up(x, term)
             combine(total, term, total)
-        if typed is not None:
-            np.divide(total, typed, total)
+        if ufunc is not None:
+            ufunc(total, operand, total)
         down(total, out)
 
     return piece
-
-
-def half_map(dtype: DType, ufunc: np.ufunc, operand: float) -> Callable[[Array, Array], None]:
-    """Return ``f(src, out)``: out = ufunc(src, operand), computed in float32 and rounded once."""
-    up, down = to_float32(dtype), from_float32(dtype)
-    with np.errstate(over="ignore"):
-        typed = np.array(np.float32(operand))
-
-    def piece(inputs: Sequence[Array], out: Array) -> None:
-        values = np.empty(len(out), np.float32)
-        up(inputs[0], values)
-        ufunc(values, typed, values)
-        down(values, out)
-
-    fold = _in_pieces(piece, _PIECE)
-    return lambda src, out: fold((src,), out)
 
 
 class _Scratch:
@@ -151,20 +147,20 @@ _LENGTHS = 16
 _FREE: list[_Scratch] = []
 
 
-def _packing(combine: Combine, codes: Codes, divisor: int | None, kind: Kind, convert: Fold) -> Fold:
-    """Return a fold of one piece of at most `2 * _WORDS` elements in packed words, or by `convert` if they cannot."""
+def _packing(combine: Combine, codes: Codes, kind: Kind, touch: Touch | None, convert: Fold) -> Fold:
+    """Return a fold of one piece of at most `2 * _WORDS` elements, by `convert` where packing were wrong."""
     select = kind == "select"
-    typed = None if divisor is None else np.array(divisor, np.float32)
+    ufunc, operand = (None, None) if touch is None else (touch[0], _single(touch[1]))
 
     def compute(inputs: Sequence[Array], out: Array, scratch: _Scratch) -> bool:
         total, term = scratch.stacks((len(out) + 1) // 2)
         largest = codes.unpack(scratch.words(inputs[0]), total)
-        values, operand = total.values, term.values
+        values, more = total.values, term.values
         for x in inputs[1:]:
             largest = max(largest, codes.unpack(scratch.words(x), term))
-            combine(values, operand, values)
-        if typed is not None:
-            np.divide(values, typed, values)
+            combine(values, more, values)
+        if ufunc is not None:
+            ufunc(values, operand, values)
         if not codes.fits(total, term, largest, 1 if select else len(inputs)):
             return False
         if not len(out) % 2 and (words := out.view(np.uint32)).flags.aligned:

@@ -197,13 +197,14 @@ def _scaler(dtype: DType, factor: float | complex) -> Callable[[Array, Array], N
 def _half_kernel(name: str, dtype: DType, world_size: int, factor: float | None) -> Kernel:
     selects = name in ("MIN", "MAX")
     kind: Kind = "select" if selects else "product" if name == "PRODUCT" else "sum"
-    finalize = half_map(dtype, np.divide, world_size) if name == "AVG" else None
-    pairwise = half_fold(_NUMERIC[name], dtype, None, kind)
+    touch = (np.divide, world_size) if name == "AVG" else None
+    pairwise = half_fold(_NUMERIC[name], dtype, kind)
+    divide = None if touch is None else half_map(dtype, touch)
     return Kernel(
         combine=lambda a, b, out: pairwise((a, b), out),
-        fold=pairwise if name != "AVG" else half_fold(_NUMERIC[name], dtype, world_size, kind),
-        finalize=None if finalize is None else lambda x: finalize(x, x),
-        prescale=None if factor is None else half_map(dtype, np.multiply, factor),
+        fold=pairwise if touch is None else half_fold(_NUMERIC[name], dtype, kind, touch),
+        finalize=None if divide is None else lambda x: divide(x, x),
+        prescale=None if factor is None else half_map(dtype, (np.multiply, factor)),
         ordered=not selects,
     )
 

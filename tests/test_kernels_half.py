@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import struct
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -135,6 +136,18 @@ def test_averages_of_every_code(name: str, divisor: int) -> None:
     check(name, out, expand(name, left) / np.float32(divisor))
 
 
+@pytest.mark.parametrize("factor", [0.5, -3.0, 0.1, 2.0**-20, 1e30, 1e300, -np.inf, np.nan, "NaN with all bits"])
+@pytest.mark.parametrize("name", BOTH)
+def test_every_code_times_a_factor(name: str, factor: float | str) -> None:
+    value = struct.unpack("<d", b"\xff" * 7 + b"\x7f")[0] if isinstance(factor, str) else factor
+    prescale = kernel(ReduceOp.PREMUL_SUM(value), by_name(name), 2).prescale
+    assert prescale is not None
+    with np.errstate(all="ignore"):
+        for codes in (CODES, finite(name)):
+            prescale(store(name, codes), out := np.empty(len(codes), by_name(name).storage))
+            check(name, out, expand(name, codes) * np.float32(value))
+
+
 def no_conversions(_: DType) -> None:
     """Stand for a conversion that would fail if it were called."""
 
@@ -142,7 +155,7 @@ def no_conversions(_: DType) -> None:
 @pytest.mark.parametrize("name", BOTH)
 def test_finite_codes_go_packed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(halves, "to_float32", no_conversions)
-    fold = half_fold(np.add, by_name(name), None, "sum")
+    fold = half_fold(np.add, by_name(name), "sum")
     left = finite(name)
     right = left ^ 0x8000
     out = np.empty(len(left), by_name(name).storage)
