@@ -32,9 +32,12 @@ _PIECE = 32 * 1024
 _WORDS = 32 * 1024
 # Elements from which packing pays; below, its many calls cost more than the conversions.
 _FLOAT16_FROM = 4096
-# Dividing before the values are scaled back rounds as dividing after it does: exact quotients lie at least 1 / 2p of
-# float16's smallest step from where rounding turns, or right there, and float32 is off by at most 2**-14 of a step.
+# Dividing by at most this before the values are scaled back rounds as dividing after it does: an exact quotient lies at
+# least 1 / 2p of float16's smallest step from where rounding turns, or right there, and the computed one is off by at
+# most 2**-14 of a step.
 _FLOAT16_DIVISORS = 4096
+# The powers of two that divide by no more.
+_FLOAT16_FACTORS = frozenset(2.0**-k for k in range(13))
 
 
 def half_fold(combine: Combine, dtype: DType, kind: Kind, touch: Touch | None = None) -> Fold:
@@ -52,7 +55,7 @@ def half_fold(combine: Combine, dtype: DType, kind: Kind, touch: Touch | None = 
     plain = _in_pieces(convert, _PIECE)
     if dtype.name != "float16":
         return plain
-    packs = kind != "product" and (touch is None or (touch[0] is np.divide and touch[1] <= _FLOAT16_DIVISORS))
+    packs = kind != "product" and (touch is None or _divides(touch))
     large = _in_pieces(_packing(combine, FLOAT16, kind, touch, convert), 2 * _WORDS) if packs else plain
     native = kind != "select" and touch is None
 
@@ -73,6 +76,12 @@ def half_map(dtype: DType, touch: Touch) -> Callable[[Array, Array], None]:
     """Return ``f(src, out)``: out = src, touched in float32 and rounded."""
     fold = half_fold(np.add, dtype, "sum", touch)
     return lambda src, out: fold((src,), out)
+
+
+def _divides(touch: Touch) -> bool:
+    """Whether a touch is one of the divisions that packed float16 admits, maybe written as a multiplication."""
+    ufunc, operand = touch
+    return operand <= _FLOAT16_DIVISORS if ufunc is np.divide else operand in _FLOAT16_FACTORS
 
 
 def _in_pieces(piece: Fold, count: int) -> Fold:

@@ -103,7 +103,7 @@ def builtin_kernel(name: str, dtype: DType, world_size: int, factor: float | com
     finalize = _divider(dtype, world_size) if name == "AVG" else None
     return Kernel(
         combine=combine,
-        fold=_chain(combine, finalize),
+        fold=_chain(combine, dtype.storage, finalize),
         finalize=finalize,
         prescale=None if factor is None else _scaler(dtype, factor),
         # Products of complex numbers are fused or not depending on the place in the vector.
@@ -111,7 +111,7 @@ def builtin_kernel(name: str, dtype: DType, world_size: int, factor: float | com
     )
 
 
-def _chain(combine: Combine, finalize: Callable[[Array], None] | None) -> Fold:
+def _chain(combine: Combine, storage: np.dtype[Any], finalize: Callable[[Array], None] | None) -> Fold:
     def piece(inputs: Sequence[Array], out: Array, scratch: Array) -> None:
         if len(inputs) == 1:
             np.copyto(out, inputs[0])
@@ -125,13 +125,14 @@ def _chain(combine: Combine, finalize: Callable[[Array], None] | None) -> Fold:
         if finalize is not None:
             finalize(out)  # while it is in the cache
 
+    count = _PIECE_BYTES // storage.itemsize
+
     def pieces(inputs: Sequence[Array], out: Array) -> None:
         total = len(out)
-        count = _PIECE_BYTES // out.itemsize
-        scratch = out if len(inputs) < 3 else np.empty(min(count, total), out.dtype)
         if total <= count:
-            piece(inputs, out, scratch)
+            piece(inputs, out, out if len(inputs) < 3 else np.empty(total, storage))
             return
+        scratch = np.empty(count, storage)
         for start in range(0, total, count):
             stop = min(start + count, total)
             piece([x[start:stop] for x in inputs], out[start:stop], scratch[: stop - start])
@@ -145,20 +146,22 @@ def _chain(combine: Combine, finalize: Callable[[Array], None] | None) -> Fold:
     return fold if finalize is None else pieces
 
 
+def _division(world_size: int) -> tuple[np.ufunc, float]:
+    """Return how to divide floats: by a power of two as a multiplication, which gives the same bits and is faster."""
+    return (np.divide, world_size) if world_size & (world_size - 1) else (np.multiply, 1 / world_size)
+
+
 def _divider(dtype: DType, world_size: int) -> Callable[[Array], None]:
     if dtype.kind in ("int", "uint"):
         return _integer_divider(dtype, world_size)
     # A complex number divided by a real one: both parts are.
     real = np.dtype(f"float{dtype.itemsize * 4}") if dtype.kind == "complex" else dtype.storage
-    # Dividing by a power of two is multiplying by another, bit for bit, which is faster. An array of no dimensions
-    # takes half the time of a scalar.
-    exact = world_size & (world_size - 1) == 0
-    operation = np.multiply if exact else np.divide
-    operand = np.array(1 / world_size if exact else world_size, real)
+    ufunc, number = _division(world_size)
+    operand = np.array(number, real)  # without dimensions, it takes half the time of a scalar
 
     def divide(x: Array) -> None:
         parts = x.view(real) if x.dtype != real else x
-        operation(parts, operand, parts)
+        ufunc(parts, operand, parts)
 
     return divide
 
@@ -197,7 +200,7 @@ def _scaler(dtype: DType, factor: float | complex) -> Callable[[Array, Array], N
 def _half_kernel(name: str, dtype: DType, world_size: int, factor: float | None) -> Kernel:
     selects = name in ("MIN", "MAX")
     kind: Kind = "select" if selects else "product" if name == "PRODUCT" else "sum"
-    touch = (np.divide, world_size) if name == "AVG" else None
+    touch = _division(world_size) if name == "AVG" else None
     pairwise = half_fold(_NUMERIC[name], dtype, kind)
     divide = None if touch is None else half_map(dtype, touch)
     return Kernel(

@@ -51,7 +51,7 @@ def row(name: str, op: str, inputs: int, nbytes: int, rounds: int) -> str:
     dtype = by_name(name)
     shown, count = array_dtype(dtype), nbytes // dtype.itemsize
     rng = np.random.default_rng(1)
-    data = [rng.integers(-8, 9, count).astype(np.float32).astype(shown) for _ in range(inputs)]
+    data = [(8 * rng.standard_normal(count)).astype(np.float32).astype(shown) for _ in range(inputs)]
     stored, out, theirs = [x.view(dtype.storage) for x in data], np.empty(count, dtype.storage), np.empty(count, shown)
     made = kernel(getattr(ReduceOp, op), dtype, inputs)
     calls = [lambda: made.fold(stored, out), lambda: plain(data, theirs)]
