@@ -195,13 +195,18 @@ def test_float16_rounds_to_infinity_from_65520_on() -> None:
     assert sums(*[8188] * 8) == {65504.0}
 
 
-def test_folds_are_silent_when_they_overflow() -> None:
-    largest = np.full(5000, 0x7F7F, np.uint16)
-    out = np.empty(5000, np.uint16)
-    kernel(ReduceOp.SUM, by_name("bfloat16"), 2).fold([largest, largest], out)
-    assert (out == 0x7F80).all()
-    kernel(ReduceOp.SUM, by_name("bfloat16"), 2).fold([out, out ^ 0x8000], out)
-    assert np.isnan(expand("bfloat16", out)).all()
+@pytest.mark.parametrize("count", [1, 5000, 70_001])
+@pytest.mark.parametrize("name", BOTH)
+def test_folds_say_nothing_of_overflows_and_leave_that_to_the_caller(name: str, count: int) -> None:
+    largest = np.full(count, INFINITY[name] - 1, np.uint16)
+    out = np.empty(count, np.uint16)
+    made = kernel(ReduceOp.SUM, by_name(name), 2)
+    with np.errstate(all="raise"):
+        made.fold([store(name, largest)] * 2, store(name, out))
+        assert (out == INFINITY[name]).all()
+        made.fold([store(name, out), store(name, out ^ 0x8000)], store(name, out))
+        assert set(np.geterr().values()) == {"raise"}
+    assert np.isnan(expand(name, out)).all()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4095, 4096, 4097, 65_535, 65_536, 65_537, 131_073])
