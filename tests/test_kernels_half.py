@@ -90,6 +90,24 @@ def test_every_code_plus_a_number(name: str, operand: float, codes: str) -> None
     check(name, out, add(want, expand(name, right)))
 
 
+@pytest.mark.parametrize(
+    ("name", "operand"), [(name, operand) for name, operands in OPERANDS.items() for operand in operands]
+)
+def test_every_code_times_a_number(name: str, operand: float) -> None:
+    dtype = by_name(name)
+    right = np.full(len(CODES), round_to(name, np.array([operand], np.float32))[0], np.uint16)
+    a, b, out = store(name, CODES), store(name, right), np.empty(len(CODES), dtype.storage)
+    made = kernel(ReduceOp.PRODUCT, dtype, 3)
+    with np.errstate(all="ignore"):
+        want = expand(name, CODES) * expand(name, right)
+        made.combine(a, b, out)
+        check(name, out, want)
+        made.combine(a[:500], b[:500], out[:500])
+        check(name, out, want)
+        made.fold([a, b, b], out)
+        check(name, out, want * expand(name, right))
+
+
 @pytest.mark.parametrize("operation", ["MIN", "MAX"])
 @pytest.mark.parametrize(
     ("name", "operand"), [(name, operand) for name, operands in OPERANDS.items() for operand in operands]
