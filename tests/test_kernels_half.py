@@ -28,6 +28,7 @@ OPERANDS = {
     "float16": [*FLOAT16, *SPECIAL],
     "bfloat16": [*FLOAT16, *SPECIAL, 2**-133, -(2**-126), 2**-120, 3.38953139e38, -3.38953139e38],
 }
+CASES = [(name, operand) for name, operands in OPERANDS.items() for operand in operands]
 
 
 def expand(name: str, codes: np.ndarray) -> np.ndarray:
@@ -73,9 +74,7 @@ def add(*terms: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("codes", ["all", "finite"])
-@pytest.mark.parametrize(
-    ("name", "operand"), [(name, operand) for name, operands in OPERANDS.items() for operand in operands]
-)
+@pytest.mark.parametrize(("name", "operand"), CASES)
 def test_every_code_plus_a_number(name: str, operand: float, codes: str) -> None:
     dtype = by_name(name)
     left = CODES if codes == "all" else finite(name)
@@ -88,11 +87,16 @@ def test_every_code_plus_a_number(name: str, operand: float, codes: str) -> None
         check(name, out, want)
     made.fold([a, b, b], out)
     check(name, out, add(want, expand(name, right)))
+    for offset in range(17):  # few at a time go other ways
+        some = slice(offset, None, 17)
+        few = out[some].copy()
+        made.combine(a[some].copy(), b[some].copy(), few)
+        check(name, few, want[some])
+        made.fold([a[some].copy(), b[some].copy(), b[some].copy()], few)
+        check(name, few, add(want, expand(name, right))[some])
 
 
-@pytest.mark.parametrize(
-    ("name", "operand"), [(name, operand) for name, operands in OPERANDS.items() for operand in operands]
-)
+@pytest.mark.parametrize(("name", "operand"), CASES)
 def test_every_code_times_a_number(name: str, operand: float) -> None:
     dtype = by_name(name)
     right = np.full(len(CODES), round_to(name, np.array([operand], np.float32))[0], np.uint16)
@@ -109,9 +113,7 @@ def test_every_code_times_a_number(name: str, operand: float) -> None:
 
 
 @pytest.mark.parametrize("operation", ["MIN", "MAX"])
-@pytest.mark.parametrize(
-    ("name", "operand"), [(name, operand) for name, operands in OPERANDS.items() for operand in operands]
-)
+@pytest.mark.parametrize(("name", "operand"), CASES)
 def test_every_code_compared_with_a_number(name: str, operand: float, operation: str) -> None:
     dtype = by_name(name)
     select = np.minimum if operation == "MIN" else np.maximum
