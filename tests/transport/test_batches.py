@@ -13,6 +13,7 @@ import pytest
 from aiocoll.handshake import ConnKind
 from aiocoll.runtime import Runtime
 from aiocoll.transport.frame import HEADER_SIZE, SEGMENT
+from aiocoll.transport.spares import Spares
 from aiocoll.transport.stream_link import BATCH, CLOSELY, GATHER, JOIN, StreamLink
 
 from .links import Recorder, frame, linked, sockets
@@ -52,8 +53,8 @@ class Ends:
         near, far = sockets(kind)
         counting = Counting(fileno=near.detach())
         self.calls = counting.calls = []
-        self.near = StreamLink(self.clock, counting, 1, ConnKind.DATA)
-        self.far = StreamLink(self.clock, far, 0, ConnKind.DATA)
+        self.near = StreamLink(self.clock, counting, 1, ConnKind.DATA, Spares())
+        self.far = StreamLink(self.clock, far, 0, ConnKind.DATA, Spares())
         self.near.sink = Recorder()
         self.sink = self.far.sink = Recorder()
         self.written: list[tuple[int, bytes]] = []
