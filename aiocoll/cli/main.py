@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from aiocoll.cli import bench, run
+from aiocoll.cli import bench, doctor, run
 
 __all__ = ["main"]
 
@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     run.add_parser(commands)
     bench.add_parser(commands)
+    doctor.add_parser(commands)
     args = parser.parse_args(argv)
     code: int = args.command(args)
     return code

@@ -1,0 +1,108 @@
+"""`aiocoll doctor`: say what this host offers to ranks, and let some of them meet."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from aiocoll.cli.checks import Finding, look
+from aiocoll.group import ProcessGroup
+from aiocoll.options import GroupOptions
+from aiocoll.testing.processes import run_processes
+from aiocoll.transport.stream import StreamTransport
+
+__all__ = ["add_parser"]
+
+#: Seconds the ranks have to start, meet and end.
+_PATIENCE = 60.0
+#: Pairs of ranks that are named one by one.
+_NAMED = 16
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `doctor` to the subcommands."""
+    parser = commands.add_parser(
+        "doctor",
+        help="say what this host offers to ranks and what slows them down",
+        description="Look at this host as a rank would, then let ranks meet for real. The exit code is 1 if something "
+        "fails or is slower than it could be; what to do about it is said beside it.",
+    )
+    parser.add_argument("-n", "--nproc", type=int, default=2, metavar="N", help="ranks that meet (default: 2)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(command=lambda args: _run(args, parser))
+
+
+def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    if args.nproc < 1:
+        parser.error(f"--nproc {args.nproc}: must be at least 1")
+    pairs, met = _meeting(args.nproc)
+    findings = [*look(args.nproc), met]
+    fine = all(finding.fine for finding in findings)
+    if args.json:
+        print(json.dumps({"fine": fine, "findings": [asdict(each) for each in findings], "pairs": pairs}, indent=1))
+    else:
+        print("\n".join(_lines(findings, pairs)))
+    return 0 if fine else 1
+
+
+def _meeting(ranks: int) -> tuple[list[dict[str, Any]], Finding]:
+    """Let ranks meet, each in a process of its own; return how each pair is connected."""
+    try:
+        results = asyncio.run(run_processes(ranks, _meet, timeout=_PATIENCE))
+    except Exception as error:
+        advice = f"no group can be formed here: {error}"
+        return [], Finding("ranks", "meeting", f"failed ({type(error).__name__})", advice, fine=False)
+    pairs = [
+        {"ranks": [rank, peer], "transport": transport, "why": why}
+        for rank, found in enumerate(results)
+        for peer, transport, why in found
+    ]
+    wanted = GroupOptions.resolve(None, os.environ).transport in ("auto", "shm")
+    slow = wanted and any(pair["transport"] != "shm" for pair in pairs)
+    advice = "ranks of this host could share memory, which is faster, but do not: see why below" if slow else ""
+    return pairs, Finding("ranks", "meeting", f"{ranks} met and talked, each with each", advice, fine=not slow)
+
+
+async def _meet(pg: ProcessGroup) -> list[tuple[int, str, str]]:
+    size = pg.size()
+    heard = await pg.alltoall_object([pg.rank()] * size)
+    if heard != list(range(size)):
+        raise ArithmeticError(f"rank {pg.rank()} heard {heard} from the ranks 0 to {size - 1}")
+    return [(peer, *_transport_of(pg, peer)) for peer in range(pg.rank() + 1, size)]
+
+
+def _transport_of(pg: ProcessGroup, peer: int) -> tuple[str, str]:
+    """Return what carries data between this rank and `peer`, and why it is that."""
+    endpoint = pg._member.endpoint
+    assert isinstance(endpoint.transport, StreamTransport)
+    carrier, trouble = endpoint.transport.carrier(peer)
+    if endpoint.cards[pg.rank()]["host"] != endpoint.cards[peer]["host"]:
+        return carrier, "they are on two hosts"
+    if carrier == "shm":
+        return carrier, "both are on this host"
+    return carrier, f"both are on this host, but without shared memory: {trouble or f'rank {peer} has none'}"
+
+
+def _lines(findings: Sequence[Finding], pairs: list[dict[str, Any]]) -> Iterator[str]:
+    topic = ""
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        if finding.topic != topic:
+            topic = finding.topic
+            yield topic
+        yield f"  {finding.name:{width}}  {finding.value}"
+        if finding.advice:
+            yield f"  {' ' * width}  {'hint' if finding.fine else 'PROBLEM'}: {finding.advice}"
+    kinds: dict[str, list[str]] = {}
+    for pair in pairs:
+        kinds.setdefault(f"{pair['transport']}, {pair['why']}", []).append("{}-{}".format(*pair["ranks"]))
+    for kind, names in kinds.items():
+        more = f" and {len(names) - _NAMED} more pairs" if len(names) > _NAMED else ""
+        yield f"  {' '.join(names[:_NAMED])}{more}: {kind}"
+    problems = sum(not finding.fine for finding in findings)
+    yield f"{problems} problem{'s' if problems > 1 else ''}, see above" if problems else "all fine"

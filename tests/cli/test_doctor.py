@@ -1,0 +1,317 @@
+"""`aiocoll doctor`: for real, and on hosts that lack something."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aiocoll
+from aiocoll.cli import checks, doctor
+from aiocoll.cli.checks import Finding, look
+from aiocoll.cli.main import main
+from aiocoll.transport import address
+from aiocoll.transport.stream_link import LOOPBACK_BUFFER
+
+LIMIT = 120
+#: What changes the outcome or, on a busy machine, the output, and may be set where the tests run.
+OURS = ("AIOCOLL_", "MASTER_", "RANK", "WORLD_SIZE", "PYTHONASYNCIODEBUG")
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(OURS)]:
+        monkeypatch.delenv(name)
+
+
+def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "aiocoll", "doctor", *arguments],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **env},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+def report(*arguments: str, **env: str) -> tuple[int, dict[str, Any], dict[str, Finding]]:
+    """Return exit code, pairs by their ranks and findings by their names."""
+    done = run("--json", *arguments, **env)
+    assert done.stderr == ""
+    said = json.loads(done.stdout)
+    findings = [Finding(**each) for each in said["findings"]]
+    assert said["fine"] == all(finding.fine for finding in findings)
+    assert done.returncode == (0 if said["fine"] else 1)
+    pairs = {tuple(pair["ranks"]): (pair["transport"], pair["why"]) for pair in said["pairs"]}
+    return done.returncode, pairs, {finding.name: finding for finding in findings}
+
+
+def found(name: str, ranks: int = 1) -> Finding:
+    """Look at this host; return the only finding of that name."""
+    (finding,) = [finding for finding in look(ranks) if finding.name == name]
+    return finding
+
+
+def refuse(code: int) -> Callable[..., Any]:
+    """Return a system call that fails."""
+
+    def call(*_: object, **__: object) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+# -- for real
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_meet_and_say_how_they_are_connected(ranks: int) -> None:
+    _, pairs, findings = report("-n", str(ranks))
+    assert pairs == {(a, b): ("shm", "both are on this host") for b in range(ranks) for a in range(b)}
+    assert findings["meeting"].value == f"{ranks} met and talked, each with each"
+    assert findings["aiocoll"].value == aiocoll.__version__
+    assert findings["identity"].value == address.host_identity()
+    assert findings["interface lo"].value.startswith("127.0.0.1")
+    assert findings["address for peers"].value.startswith("127.0.0.1 (MASTER_ADDR is not set")
+    for name in ("shared memory", "wake-ups", "unix sockets"):
+        assert findings[name].fine
+
+
+def test_its_text_can_be_read() -> None:
+    done = run()
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert [line for line in lines[:-1] if not line.startswith("  ")] == [
+        "versions",
+        "host",
+        "limits",
+        "means",
+        "network",
+        "ranks",
+    ]
+    assert "  0-1: shm, both are on this host" in lines
+    assert (lines[-1] == "all fine") == (done.returncode == 0)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix"])
+def test_another_transport_is_seen_and_explained(transport: str) -> None:
+    _, pairs, findings = report(AIOCOLL_TRANSPORT=transport)
+    used, why = pairs[0, 1]
+    assert used == transport
+    assert "the options ask for another transport" in why
+    assert findings["meeting"].fine, "it is what was asked for"
+
+
+def test_what_the_environment_says_is_checked() -> None:
+    code, pairs, findings = report(AIOCOLL_TRANSPORT="pigeon")
+    assert (code, pairs) == (1, {})
+    assert "AIOCOLL_TRANSPORT='pigeon': must be one of 'auto'" in findings["environment"].advice
+    assert "AIOCOLL_TRANSPORT='pigeon'" in findings["meeting"].advice
+    assert not findings["environment"].fine
+    assert not findings["meeting"].fine
+
+
+def test_nobody_cannot_meet(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "-n", "0"])
+    assert ended.value.code == 2
+    assert "--nproc 0: must be at least 1" in capsys.readouterr().err
+
+
+# -- on hosts that lack something
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
+@pytest.mark.parametrize(
+    ("name", "module", "call", "instead"),
+    [
+        ("shared memory", os, "memfd_create", "cannot share memory"),
+        ("shared memory", os, "posix_fallocate", "cannot share memory"),
+        ("wake-ups", os, "eventfd", "cannot share memory"),
+        ("unix sockets", address, "open_unix", "AIOCOLL_TRANSPORT=tcp"),
+    ],
+)
+def test_a_forbidden_call(
+    monkeypatch: pytest.MonkeyPatch, name: str, module: Any, call: str, instead: str, code: int
+) -> None:
+    assert found(name).fine
+    monkeypatch.setattr(module, call, refuse(code))
+    finding = found(name)
+    assert not finding.fine
+    assert os.strerror(code) in finding.value
+    assert instead in finding.advice
+
+
+def test_a_call_that_python_was_built_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    assert not found("shared memory").fine
+
+
+def test_unix_sockets_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address, "peer_uid", lambda sock: os.geteuid() + 1)
+    finding = found("unix sockets")
+    assert not finding.fine
+    assert f"sockets are of user {os.geteuid() + 1}" in finding.value
+
+
+def test_nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    list(look(2))
+    before = os.listdir("/proc/self/fd")
+    list(look(2))
+    monkeypatch.setattr(os, "posix_fallocate", refuse(errno.ENOSPC))
+    monkeypatch.setattr(address, "peer_uid", refuse(errno.ENOPROTOOPT))
+    list(look(2))
+    assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.parametrize(
+    ("files", "fine", "value"),
+    [(256, False, "256"), (1024, True, "1024"), (resource.RLIM_INFINITY, True, "no limit"), (10, False, "10")],
+)
+def test_open_files(monkeypatch: pytest.MonkeyPatch, files: int, fine: bool, value: str) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (files, files))
+    finding = found("open files")
+    assert (finding.fine, finding.value) == (fine, value)
+    if not fine:
+        assert f"about {max(0, files - 64) // 3} peers" in finding.advice
+        assert "ulimit -n" in finding.advice
+
+
+@pytest.mark.parametrize(("free", "fine"), [(0, False), ((64 << 20) - 4096, False), (64 << 20, True)])
+def test_dev_shm(monkeypatch: pytest.MonkeyPatch, free: int, fine: bool) -> None:
+    real = os.statvfs("/")
+    shm = os.statvfs_result((4096, 4096, (1 << 30) // 4096, 0, free // 4096, *real[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda path: shm)
+    finding = found("/dev/shm")
+    assert finding.fine is fine
+    assert finding.value.endswith(" free of 1 GiB")
+    assert ("--shm-size" in finding.advice) is not fine
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "value"),
+    [
+        ("job/memory.max", "max", "no limit"),
+        ("job/memory.max", str(3 << 29), "1.5 GiB"),
+        ("memory.max", str(256 << 20), "256 MiB"),
+        ("memory/memory.limit_in_bytes", "9223372036854771712", "no limit"),
+        ("memory/memory.limit_in_bytes", str(512 << 10), "512 KiB"),
+    ],
+)
+def test_memory_of_the_cgroup(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str, text: str, value: str
+) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("8:pids:/\n0::/job\n")
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text(f"{text}\n")
+    monkeypatch.setattr(checks, "_PROC", tmp_path)
+    monkeypatch.setattr(checks, "_CGROUP", tmp_path)
+    assert found("memory of the cgroup").value == value
+
+
+@pytest.mark.parametrize("nbytes", [212_992, LOOPBACK_BUFFER])
+def test_buffers_of_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nbytes: int) -> None:
+    folder = tmp_path / "sys" / "net" / "core"
+    folder.mkdir(parents=True)
+    for name in ("rmem_max", "wmem_max"):
+        (folder / name).write_text(f"{nbytes}\n")
+    monkeypatch.setattr(checks, "_PROC", tmp_path)
+    for name in ("rmem_max", "wmem_max"):
+        finding = found(f"net.core.{name}")
+        assert finding.fine, "it is what most systems have"
+        assert (f"sysctl -w net.core.{name}={LOOPBACK_BUFFER}" in finding.advice) == (nbytes < LOOPBACK_BUFFER)
+
+
+def test_what_cannot_be_read_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(checks, "_PROC", tmp_path)
+    monkeypatch.setattr(checks, "_CGROUP", tmp_path)
+    monkeypatch.setattr(checks, "_SHM", tmp_path / "none")
+    names = {finding.name for finding in look(1)}
+    assert "open files" in names
+    assert not {"memory of the cgroup", "net.core.rmem_max", str(tmp_path / "none")} & names
+
+
+def test_a_system_without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "resource", None)
+    topics = {finding.topic for finding in look(1)}
+    assert topics == {"versions", "host", "means", "network"}
+
+
+def test_more_ranks_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3}, raising=False)
+    assert found("cores usable", ranks=2).advice == ""
+    finding = found("cores usable", ranks=3)
+    assert finding.fine
+    assert finding.advice.startswith("3 ranks take turns on 2")
+
+
+def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"numpy": "2.1", "msgpack": "1.2", "torch": "2.13"}
+
+    def version(name: str) -> str:
+        if name not in there:
+            raise PackageNotFoundError(name)
+        return there[name]
+
+    monkeypatch.setattr(checks, "version", version)
+    versions = {finding.name: finding for finding in look(1) if finding.topic == "versions"}
+    assert versions.keys() == {"python", "aiocoll", *there, "uvloop"}
+    assert all(versions[name].value == value for name, value in there.items())
+    assert not versions["uvloop"].fine
+    assert "pip install uvloop" in versions["uvloop"].advice
+
+
+def test_no_way_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert found("address for peers").value == "127.0.0.1 (the way to MASTER_ADDR=127.0.0.1)"
+    monkeypatch.setattr(socket, "getaddrinfo", refuse(errno.ENOENT))
+    monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
+    finding = found("address for peers")
+    assert not finding.fine
+    assert "'nowhere.invalid' does not resolve" in finding.advice
+
+
+def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOCOLL_INTERFACE", "lo")
+    assert found("address for peers").value == "127.0.0.1 (interface=lo)"
+    monkeypatch.setenv("AIOCOLL_INTERFACE", "nope0")
+    finding = found("address for peers")
+    assert not finding.fine
+    assert "interface='nope0'" in finding.advice
+
+
+def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "_PATIENCE", 1e-3)
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "failed (TimeoutError)" in said
+    assert "PROBLEM: no group can be formed here: " in said
+    assert said.endswith("see above\n")
+
+
+def test_ranks_that_could_share_memory_and_do_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def met(*_: object, **__: object) -> list[list[tuple[int, str, str]]]:
+        return [[(1, "unix", "it is forbidden"), (2, "shm", "same host")], [(2, "unix", "it is forbidden")], []]
+
+    monkeypatch.setattr(doctor, "run_processes", met)
+    assert main(["doctor", "-n", "3"]) == 1
+    said = capsys.readouterr().out
+    assert "could share memory, which is faster" in said
+    assert "  0-1 1-2: unix, it is forbidden\n  0-2: shm, same host\n" in said
+    monkeypatch.setenv("AIOCOLL_TRANSPORT", "unix")
+    main(["doctor", "-n", "3"])
+    assert "could share memory" not in capsys.readouterr().out
