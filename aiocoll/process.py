@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 __all__ = ["GONE", "STOPPED", "ProcessId", "state", "this_process"]
@@ -59,5 +58,6 @@ def state(process: ProcessId) -> str:
 
 
 def _fields(pid: int) -> list[str]:
-    # The name stands in parentheses and may contain anything, parentheses too.
-    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        # The name stands in parentheses and may contain anything, parentheses too.
+        return file.read().rpartition(b")")[2].decode().split()

@@ -10,8 +10,6 @@ import os
 import socket
 import struct
 import sys
-import tempfile
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -76,6 +74,8 @@ def host_identity(override: str | None = None) -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         facts = f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
+        import uuid
+
         facts = f"{uuid.getnode():x} {socket.gethostname()}"
     # 64 bits keep any two hosts of one job apart, and the hash keeps the facts to this host.
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
@@ -251,6 +251,8 @@ def open_unix(
         if abstract:
             name = f"@aiocoll-{random_bytes(16).hex()}"
         else:
+            import tempfile
+
             name = os.path.join(tempfile.mkdtemp(prefix="aiocoll-"), "s")
         listener.bind(unix_address(name))
         return _listening(listener), name
