@@ -51,6 +51,10 @@ MAX_FUNCTION = 70
 #: Loaded on demand or not at all.
 HEAVY = ("torch", "cupy", "ml_dtypes", "jax", "scipy", "pytest", "uvloop")
 
+#: What takes a millisecond or more to import, with all that it brings along, and few programs need.
+LATER = ("aiocoll.cli", "aiocoll.codec.records", "aiocoll.testing", "argparse", "decimal", "email", "fractions", "http",
+         "json", "multiprocessing", "tempfile", "urllib.request", "uuid", "xml", "zoneinfo")  # fmt: skip
+
 
 def module(path: Path) -> str:
     """Return the dotted name of a file, without `aiocoll.`."""
@@ -218,6 +222,16 @@ import aiocoll
 assert count() == before, "a file was opened"
 assert threading.active_count() == 1, threading.enumerate()
 print(*(name for name in {HEAVY} if name in sys.modules))
+"""
+    assert run(code) == ""
+
+
+def test_importing_it_loads_nothing_that_can_wait() -> None:
+    code = f"""
+import sys, asyncio, numpy
+before = set(sys.modules)
+import aiocoll
+print(*(name for name in {LATER} if name in sys.modules and name not in before))
 """
     assert run(code) == ""
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgpack
 
-from aiocoll.codec.records import CODES, IN_PIECES, MAX_BYTES, PICKLE, PIECE, RECORDS_BY_CODE, SEQUENCES
+from aiocoll.codec.limits import MAX_BYTES
+from aiocoll.codec.records import CODES, IN_PIECES, PICKLE, PIECE, RECORDS_BY_CODE, SEQUENCES
 from aiocoll.errors import SerializationError
 
 __all__ = ["loads"]

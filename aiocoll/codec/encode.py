@@ -10,14 +10,13 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from aiocoll.codec.limits import MAX_BYTES, MAX_DEPTH
 from aiocoll.codec.records import (
     ARRAY,
     BIG_INT,
     IN_PIECES,
     LIST,
     MAX_BIN,
-    MAX_BYTES,
-    MAX_DEPTH,
     PICKLE,
     PIECE,
     PLAIN,

@@ -23,8 +23,6 @@ __all__ = [
     "IN_PIECES",
     "LIST",
     "MAX_BIN",
-    "MAX_BYTES",
-    "MAX_DEPTH",
     "PICKLE",
     "PIECE",
     "PLAIN",
@@ -38,11 +36,6 @@ __all__ = [
     "RefusedError",
     "dtype_text",
 ]
-
-#: What `dumps` makes and `loads` takes unless told otherwise: room for any configuration, too small for a model.
-MAX_BYTES = 16 << 20
-#: Containers within containers. Python stops at 1000 calls, of which a level takes two; msgpack at 1024 levels.
-MAX_DEPTH = 256
 
 #: Elements of one array on the wire. For each that a header claims msgpack reserves 8 bytes, for up to 1024 headers
 #: inside each other: 256 MiB of address space at the worst, and nothing is written to it.
