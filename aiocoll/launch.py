@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -41,17 +42,7 @@ PLANS = 256
 _REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter", "scan", "exscan"})
 
 _ndarray = np.ndarray
-_running_loop = asyncio._get_running_loop
-#: Forks between the start of the program and this process. Asking for the pid, a system call, took 6 % of a call.
-_forks = 0
-
-
-def _forked() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(after_in_child=_forked)
+_thread = threading.get_ident
 
 
 class Launcher:
@@ -67,11 +58,12 @@ class Launcher:
         self._options = options
         # Kept at hand: what a call needs of the engine took ten look-ups.
         self._endpoint = member.endpoint
+        self._runtime = member.endpoint.runtime
         self._loop = member.endpoint.loop
+        self._is_running = self._loop.is_running
         self._run_quietly = member.endpoint.quiet.run
         self._enter = member.enter
         self._pid = os.getpid()
-        self._forks = _forks
         self._closed = False
         self._rank = member.rank
         self._size = len(member.ranks)
@@ -82,7 +74,8 @@ class Launcher:
 
     def _check(self) -> None:
         """Refuse a call that this group cannot take, before it takes a number."""
-        if _running_loop() is not self._loop or self._closed or self._forks != _forks:
+        # A loop that runs, in this thread, is the running one: which that is takes Python 3.11 a system call.
+        if _thread() != self._runtime.thread or not self._is_running() or self._closed:
             self._check_owner()
         if self._member.cause is not None:
             self._member.raise_if_revoked()
@@ -95,16 +88,17 @@ class Launcher:
 
     def _check_place(self) -> None:
         """Refuse a call from another process, thread or event loop: nothing of the group is made for that."""
-        if self._forks != _forks:
+        if self._pid != os.getpid():
             raise RuntimeError(
                 f"group {self._member.name!r} was made in process {self._pid}; a forked child cannot use it: "
                 "make a new group in the child, or start it with the 'spawn' method"
             )
-        if _running_loop() is not self._loop:
+        if asyncio._get_running_loop() is not self._loop:
             raise RuntimeError(
                 f"group {self._member.name!r} belongs to another event loop (or there is none running here): from "
                 "another thread use asyncio.run_coroutine_threadsafe(coroutine, loop_of_the_group)"
             )
+        self._runtime.thread = _thread()
 
     def _plan(
         self,
@@ -288,7 +282,7 @@ class Launcher:
         member = self._member
         limit = member.timeout if timeout is None else seconds(timeout, "timeout")
         # As in `_check`, without the call.
-        if _running_loop() is not self._loop or self._closed or self._forks != _forks or member.cause is not None:
+        if _thread() != self._runtime.thread or not self._is_running() or self._closed or member.cause is not None:
             self._check()
         # The user's call is four frames away: the call of the group and what it goes through.
         if key is None:

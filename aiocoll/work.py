@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
 
+from aiocoll.runtime import Runtime
 from aiocoll.unseen import Call, Unseen
 
 __all__ = ["Progress", "Work"]
@@ -22,6 +23,7 @@ T = TypeVar("T")
 #: Files that start with this are ours: no call site of the user's.
 _HERE = str(Path(__file__).parent) + os.sep
 _frame = sys._getframe
+_thread = threading.get_ident
 #: The file of the last call, which is not one of ours: most calls come from few files, and comparing objects takes a
 #: third of the time of comparing how their names start.
 _last_file = ""
@@ -31,6 +33,7 @@ class Progress(Protocol):
     """What a work needs of the engine that carries it out."""
 
     loop: asyncio.AbstractEventLoop
+    runtime: Runtime
 
     def spin(self, work: Work[Any]) -> None:
         """Poll for a moment, in the hope that `work` completes."""
@@ -110,12 +113,11 @@ class Work(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self._done:
-            if asyncio._get_running_loop() is not self._progress.loop:
-                raise RuntimeError(
-                    f"{self!r} belongs to another event loop: from another thread use work.wait(), or "
-                    "asyncio.run_coroutine_threadsafe(work.join(), loop_of_the_group)"
-                )
-            self._progress.spin(self)
+            progress = self._progress
+            # A loop that runs, in this thread, is the running one: which that is takes Python 3.11 a system call.
+            if _thread() != progress.runtime.thread or not progress.loop.is_running():
+                self._check_loop()
+            progress.spin(self)
         if not self._done:
             yield from self._wait()
         elif self._progress.turn_is_due():
@@ -252,6 +254,13 @@ class Work(Generic[T]):
         self._unseen = self.group._failures.of(error)
         if self._unseen is not None:
             self._unseen.add(Call(self.op, self.key or self.seq, self._code, self._instruction))
+
+    def _check_loop(self) -> None:
+        if asyncio._get_running_loop() is not self._progress.loop:
+            raise RuntimeError(
+                f"{self!r} belongs to another event loop: from another thread use work.wait(), or "
+                "asyncio.run_coroutine_threadsafe(work.join(), loop_of_the_group)"
+            )
 
     def _look(self) -> None:
         if self._unseen is not None:

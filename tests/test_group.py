@@ -7,6 +7,8 @@ import os
 import re
 import socket
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
 import numpy as np
@@ -448,6 +450,67 @@ async def test_a_forked_child_is_refused() -> None:
         assert "a forked child cannot use it: make a new group in the child" in message
 
     await run_ranks(1, rank)
+
+
+def test_a_forked_child_that_runs_the_loop_itself_is_refused() -> None:
+    loop = asyncio.SelectorEventLoop()
+    store = HashStore()
+
+    async def call(pg: ProcessGroup) -> None:
+        await pg.barrier()
+
+    pg = loop.run_until_complete(new_group(store=store, rank=0, world_size=1).__aenter__())
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            loop.run_until_complete(call(pg))
+            os.write(into, b"accepted")
+        except BaseException as error:
+            os.write(into, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(into)
+    with os.fdopen(out, "rb") as pipe:
+        assert "a forked child cannot use it: make a new group in the child" in pipe.read().decode()
+    os.waitpid(child, 0)
+    loop.run_until_complete(call(pg))
+    loop.run_until_complete(pg.shutdown())
+    loop.run_until_complete(store.aclose())
+    loop.close()
+
+
+def test_a_group_goes_with_its_loop_to_another_thread() -> None:
+    loop = asyncio.SelectorEventLoop()
+    store = HashStore()
+
+    async def call(pg: ProcessGroup) -> None:
+        assert await pg.allreduce(2) == 2
+
+    async def call_from_here(pg: ProcessGroup) -> str:
+        def refused() -> str:
+            with pytest.raises(RuntimeError, match="belongs to another event loop"):
+                pg.barrier()
+            return "refused"
+
+        await call(pg)
+        asked.set_result(refused)
+        return await asyncio.wrap_future(answer)
+
+    pg = loop.run_until_complete(new_group(store=store, rank=0, world_size=1).__aenter__())
+    loop.run_until_complete(call(pg))
+    asked: Future[Callable[[], str]] = Future()
+    answer: Future[str] = Future()
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(loop.run_until_complete, call_from_here(pg))
+        answer.set_result(asked.result(10)())
+        assert found.result(10) == "refused"
+    with pytest.raises(RuntimeError, match="belongs to another event loop"):
+        pg.barrier()
+    loop.run_until_complete(call(pg))
+    loop.run_until_complete(pg.shutdown())
+    loop.run_until_complete(store.aclose())
+    loop.close()
 
 
 # -- disagreement

@@ -272,6 +272,36 @@ async def test_a_forked_child_is_refused_and_disturbs_nobody() -> None:
     await run_ranks(2, rank, transport="unix")
 
 
+async def test_a_forked_child_that_awaits_takes_nothing_away() -> None:
+    """What it would poll are the connections of its parent."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 1:
+            await pg.recv(ones(), 0)
+            await pg.send(ones(), 0)
+            return
+        work = pg.recv(tensor := np.zeros(4), 1)
+        out, into = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                next(work.__await__())
+                os.write(into, b"polled")
+            except BaseException as error:
+                os.write(into, str(error).encode())
+            finally:
+                os._exit(0)
+        os.close(into)
+        with os.fdopen(out, "rb") as pipe:
+            assert "belongs to another event loop" in pipe.read().decode()
+        os.waitpid(child, 0)  # noqa: ASYNC222 - it has ended its pipe, and so itself
+        await pg.send(ones(), 1)
+        await work
+        assert tensor.tolist() == ones().tolist()
+
+    await run_ranks(2, rank, transport="unix")
+
+
 def _refusals(pg: ProcessGroup) -> Iterator[str]:
     calls: list[Callable[[], object]] = [
         pg.barrier,

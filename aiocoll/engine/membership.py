@@ -123,12 +123,12 @@ class Membership:
 
     def forget(self, operation: Operation) -> None:
         """The operation has ended."""
-        self.pending.pop(operation, None)
+        del self.pending[operation]
         if operation.timeout != self.unhurried:
             self._watch.ended(operation)
         identity = operation.id
         if identity < P2P:
-            self.operations.pop(identity, None)
+            del self.operations[identity]
             if identity >= KEYED:
                 if len(self._ended) >= HISTORY:
                     del self._ended[next(iter(self._ended))]
