@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,16 @@ _ACCEPTED = (
 _DLPACK_HOST = (1, 3)
 # Arrays of which comparing all pairs is faster than sorting them.
 _FEW = 4
-_PYTHON_NUMBERS = ((bool, "bool"), (int, "int64"), (float, "float64"), (complex, "complex128"))
+# bool is an int to isinstance, so it comes first.
+_PYTHON_NUMBERS = (
+    (bool, by_name("bool")),
+    (int, by_name("int64")),
+    (float, by_name("float64")),
+    (complex, by_name("complex128")),
+)
+# Made once: a union of types takes longer to make than to look into.
+_NUMBERS = (bool, int, float, complex, np.generic)
+_NO_ARRAYS = (str, list, tuple, dict, set)
 
 
 class Buffer:
@@ -78,15 +88,16 @@ def view(obj: Any, *, name: str = "tensor", writable: bool = True) -> Buffer:
         ValueError: read-only, but the operation writes to it.
         BackendUnavailableError: its memory is on a GPU.
     """
-    if type(obj) is np.ndarray and obj.flags.c_contiguous:
-        return _share(obj, obj, name, writable)
+    # carray: contiguous, aligned and writeable.
+    if type(obj) is np.ndarray and obj.flags.carray:
+        return _share(obj, obj, name)
     if isinstance(obj, np.ndarray):
         return _of_numpy(obj, obj, name, writable)
-    if obj is None or isinstance(obj, str | list | tuple | dict | set) or is_scalar(obj):
-        raise _not_an_array(obj, name)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(obj, getattr(torch, "Tensor", ())):
         return _of_torch(torch, obj, name, writable)
+    if obj is None or isinstance(obj, _NO_ARRAYS) or is_scalar(obj):
+        raise _not_an_array(obj, name)
     if hasattr(obj, "__cuda_array_interface__"):
         raise _needs_cuda(name)
     return _of_numpy(_import_array(obj, name), obj, name, writable)
@@ -94,7 +105,7 @@ def view(obj: Any, *, name: str = "tensor", writable: bool = True) -> Buffer:
 
 def is_scalar(value: Any) -> bool:
     """Whether `value` is a number that `scalar` takes."""
-    return isinstance(value, bool | int | float | complex | np.generic)
+    return isinstance(value, _NUMBERS)
 
 
 def scalar(value: Any) -> Buffer:
@@ -113,13 +124,12 @@ def scalar(value: Any) -> Buffer:
         return Buffer(given.reshape(1).view(dtype.storage), dtype, (), value, lambda: given[()])
     if not is_scalar(value):
         raise TypeError(f"a number is expected, not {type(value).__name__}")
-    # bool is an int to isinstance, so it comes first.
-    dtype_name = next(name for kind, name in _PYTHON_NUMBERS if isinstance(value, kind))
+    dtype = next(dtype for kind, dtype in _PYTHON_NUMBERS if isinstance(value, kind))
     try:
-        array = np.array([value], dtype=dtype_name)
+        array = np.array([value], dtype.storage)
     except OverflowError:
         raise OverflowError(f"the int {value} does not fit in int64; pass an array of another dtype") from None
-    return Buffer(array, by_name(dtype_name), (), value, lambda: array.item())
+    return Buffer(array, dtype, (), value, array.item)
 
 
 def overlaps(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
@@ -162,15 +172,12 @@ def byte_view(array: npt.NDArray[Any]) -> memoryview:
     return array.view(np.uint8).data
 
 
-def _share(array: npt.NDArray[Any], obj: Any, name: str, writable: bool) -> Buffer:
-    """View a C-contiguous array; the way of nearly every call, so it does little."""
+def _share(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
+    """View a contiguous, aligned array; the way of nearly every call, so it does little."""
     try:
         dtype = of_numpy(array.dtype)
     except TypeError as exc:
         raise TypeError(f"{name}: {exc}") from None
-    flags = array.flags
-    if not flags.aligned or (writable and not flags.writeable):
-        return _of_numpy(array, obj, name, writable)
     shape = array.shape
     flat = array if len(shape) == 1 else array.reshape(-1)
     if flat.dtype is not dtype.storage:
@@ -186,8 +193,8 @@ def _of_numpy(array: npt.NDArray[Any], obj: Any, name: str, writable: bool) -> B
     if writable and not array.flags.writeable:
         return _replace(array, obj, name)
     if array.flags.c_contiguous and array.flags.aligned:
-        return _share(array, obj, name, writable)
-    buffer = _share(array.copy(order="C"), obj, name, writable=True)
+        return _share(array, obj, name)
+    buffer = _share(array.copy(order="C"), obj, name)
     if writable:
         staged = buffer.array
 
@@ -204,7 +211,7 @@ def _replace(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
     if isinstance(obj, np.ndarray) or not hasattr(obj, "__array_namespace__"):
         raise ValueError(f"{name} is read-only, but the result is written to it; pass a writable copy")
     fresh = array.copy(order="C")
-    buffer = _share(fresh, obj, name, writable=True)
+    buffer = _share(fresh, obj, name)
     buffer.writeback = lambda: obj.__array_namespace__().asarray(fresh)
     return buffer
 
@@ -235,21 +242,24 @@ def _import_array(obj: Any, name: str) -> npt.NDArray[Any]:
 
 def _of_torch(torch: Any, tensor: Any, name: str, writable: bool) -> Buffer:
     """View a torch tensor; results never enter autograd."""
-    device = tensor.device.type
-    if device == "cuda":
-        raise _needs_cuda(name)
-    if device != "cpu" or tensor.layout is not torch.strided:
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
+        device = tensor.device.type
+        if device == "cuda":
+            raise _needs_cuda(name)
         raise TypeError(f"{name} must be a dense tensor on the CPU, not {tensor.layout} on {device}")
     try:
-        dtype = by_name(str(tensor.dtype).removeprefix("torch."))
+        dtype, carrier = _torch_dtype(tensor.dtype)
     except TypeError as exc:
         raise TypeError(f"{name}: {exc}") from None
-    plain = tensor.detach()
-    resolved = plain.resolve_conj().resolve_neg().contiguous()
-    # Types NumPy lacks travel as integers of their width.
-    carrier = {"uint16": torch.int16, "uint8": torch.uint8}[dtype.storage.name] if _foreign(dtype) else None
-    shown = resolved if carrier is None else resolved.view(carrier)
-    array = shown.numpy().reshape(-1).view(dtype.storage)
+    # Hardly any tensor needs these steps, of which each takes half a microsecond.
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    resolved = plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
+    resolved = resolved.contiguous()
+    array = (resolved if carrier is None else resolved.view(getattr(torch, carrier))).numpy()
+    if array.ndim != 1:
+        array = array.reshape(-1)
+    if array.dtype is not dtype.storage:
+        array = array.view(dtype.storage)
     buffer = Buffer(array, dtype, tuple(tensor.shape), tensor)
     if writable and resolved.data_ptr() != plain.data_ptr() and buffer.count:
         if any(stride == 0 and length > 1 for stride, length in zip(plain.stride(), plain.shape, strict=True)):
@@ -263,8 +273,12 @@ def _of_torch(torch: Any, tensor: Any, name: str, writable: bool) -> Buffer:
     return buffer
 
 
-def _foreign(dtype: DType) -> bool:
-    return dtype.name != dtype.storage.name
+@cache  # NumPy makes the name of a dtype anew each time, in more than a microsecond
+def _torch_dtype(dtype: Any) -> tuple[DType, str | None]:
+    """Return an element type of torch's, and the integers of its width that show it to NumPy if that lacks it."""
+    found = by_name(str(dtype).removeprefix("torch."))
+    storage = found.storage.name
+    return found, None if found.name == storage else {"uint16": "int16", "uint8": "uint8"}[storage]
 
 
 def _needs_cuda(name: str) -> BackendUnavailableError:

@@ -329,6 +329,7 @@ def test_byte_view(dtype: str, count: int) -> None:
 
 def test_a_cuda_tensor_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     class Tensor:
+        is_cpu = False
         device = SimpleNamespace(type="cuda")
 
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor))
