@@ -334,3 +334,74 @@ async def test_sixty_four_ranks_run_every_collective(transport: str) -> None:
         assert await pg.allgather_object(rank) == list(range(size))
 
     await run_ranks(64, rank, transport=transport)
+
+
+# -- a call like one before it, whose plan is found by kind, dtype and shape
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_second_call_of_the_same_shape_is_a_call_of_its_own(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        rank, world = pg.rank(), pg.size()
+        total = sum(range(1, world + 1))
+        base = np.arange(24.0)
+        alike = {
+            "plain": base[:6].reshape(2, 3),
+            "with gaps": base.reshape(4, 6)[::2, ::2],
+            "transposed": base[6:12].reshape(3, 2).T,
+            "unaligned": np.zeros(49, np.uint8)[1:].view(np.float64).reshape(2, 3),
+            "of a subclass": np.ma.array(base[:6].reshape(2, 3)).view(np.ndarray),
+        }
+        for _ in range(2):
+            for name, tensor in alike.items():
+                assert tensor.shape == (2, 3), name
+                tensor[...] = rank + 1
+                assert await pg.allreduce(tensor) is tensor
+                assert (tensor == total).all(), name
+        for _ in range(2):
+            last = ReduceOp.custom(lambda a, b, out: np.copyto(out, b), commutative=False, name="last")
+            for op, expected in ((ReduceOp.SUM, total), (ReduceOp.MIN, 1), (last, world)):
+                tensor = np.full((2, 3), rank + 1.0)
+                assert await pg.allreduce(tensor, op) is tensor
+                assert (tensor == expected).all()
+            for dtype in ("float64", "int64", "longlong", "float32", np.dtype("f8", metadata={"unit": "m"})):
+                for shape in ((), (1,), (1, 1)):
+                    number = np.full(shape, rank + 1, dtype)
+                    assert await pg.allreduce(number) is number
+                    assert number.shape == shape
+                    assert (number == total).all()
+            for root in range(world):
+                tensor = np.full(6, rank + 1.0)
+                assert (await pg.reduce(tensor, root) == (total if rank == root else rank + 1)).all()
+                assert (await pg.broadcast(tensor, root) == total).all()
+
+    await run_ranks(3, rank, transport=transport)
+
+
+async def test_a_second_call_of_the_same_shape_is_checked_too() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        tensor = np.ones(4)
+        for _ in range(2):
+            await pg.allreduce(tensor)
+            await pg.broadcast(tensor, 1)
+        frozen = np.ones(4)
+        frozen.flags.writeable = False
+        with pytest.raises(ValueError, match="tensor is read-only"):
+            pg.allreduce(frozen)
+        with pytest.raises(TypeError, match=r"tensor is a masked array; pass tensor.filled\(...\)"):
+            pg.allreduce(np.ma.array(tensor))
+        with pytest.raises(TypeError, match="root must be a rank"):
+            pg.broadcast(tensor, True)
+        with pytest.raises(TypeError, match="root must be a rank"):
+            pg.broadcast(tensor, 1.0)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="op must be a ReduceOp"):
+            pg.allreduce(tensor, "SUM")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="timeout"):
+            pg.allreduce(tensor, timeout=-1)
+        with pytest.raises(TypeError, match="key must be a str or None"):
+            pg.allreduce(tensor, key=1)  # type: ignore[arg-type]
+        # What was refused has taken no number.
+        assert pg.allreduce(tensor).seq == 5
+        await pg.drain()
+
+    await run_ranks(2, rank)
