@@ -1,7 +1,7 @@
 # `make demo` and `make test` need python3 >= 3.11 and nothing else: they make their own environment in .venv.
 
 PYTHON ?= python3
-# What pytest gets besides: make test ARGS="tests/store -x"
+# What pytest or the benchmark gets besides: make test ARGS="tests/store -x"
 ARGS ?=
 
 .PHONY: help demo test check matrix soak bench clean
@@ -13,7 +13,7 @@ help:
 	@echo 'make check    format, lint and types'
 	@echo 'make matrix   the full matrices, Pythons 3.11 to 3.13, asyncio and uvloop'
 	@echo 'make soak     what takes long: many operations, a slow receiver, chaos'
-	@echo 'make bench    against Gloo (installs torch into .venv-bench)'
+	@echo 'make bench    against Gloo, MPICH and Open MPI (installs them); ARGS=--quick: a glance'
 	@echo 'make clean    remove the environments and caches'
 
 .venv/installed: pyproject.toml
@@ -53,15 +53,14 @@ matrix-%:
 soak: .venv/installed
 	.venv/bin/python -m pytest -m soak -o faulthandler_timeout=0 $(ARGS)
 
-# The release that the numbers in the documentation were measured against.
 .venv-bench/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-bench
-	.venv-bench/bin/python -m pip install --quiet torch==2.13.0
-	.venv-bench/bin/python -m pip install --quiet --editable .
+	.venv-bench/bin/python -m pip install --quiet --editable '.[bench]'
 	@touch $@
 
+# The peers get environments of their own, in bench/.venvs: torch and two MPI libraries.
 bench: .venv-bench/installed
-	.venv-bench/bin/python bench/allreduce.py
+	.venv-bench/bin/python bench/main.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv-* bench/.venvs .mypy_cache .pytest_cache .ruff_cache build dist

@@ -23,10 +23,14 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from report import KIB, MIB, FaultRun, fault_table, machine
+import numpy as np
+from machine import machine
+from markdown import ranks_of, table
 
 HERE = Path(__file__).parent
 FAULTS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
@@ -38,11 +42,28 @@ PEERS: dict[str, dict[str, Any]] = {
     "gloo, timeout 10 s": {"library": "gloo", "timeout": 10},
 }
 #: Bytes of the arrays, taken in turns.
-SIZES = (64 * KIB, 16 * MIB)
+SIZES = (64 << 10, 16 << 20)
 #: Seconds within which the ranks have met, and within which they have shrunk.
 LIMIT = 60
 #: The fault comes at a random moment of so many seconds, in which many operations fit.
 SPREAD = 0.05
+
+
+@dataclass
+class FaultRun:
+    """One run of one fault.
+
+    Attributes:
+        seconds: until the last survivor had raised; None if one had not when the patience was over.
+        named: share of the survivors whose error names the victim.
+        errors: classes of what was raised.
+        shrunk: seconds from there to the first result of the group without the victim; None if not measured.
+    """
+
+    seconds: float | None
+    named: float
+    errors: tuple[str, ...]
+    shrunk: float | None
 
 
 def main() -> None:
@@ -127,6 +148,21 @@ async def heard(ranks: list[asyncio.subprocess.Process], limit: float) -> list[d
     if not all(lines):
         sys.exit("a rank has ended before its time: run bench/faulty.py by hand to see why")
     return [json.loads(line) for line in lines]
+
+
+def fault_table(fault: str, world_size: int, patience: float, found: Mapping[str, Sequence[FaultRun]]) -> str:
+    """Return one row per peer."""
+    rows = []
+    for peer, runs in found.items():
+        taken = [patience if run.seconds is None else run.seconds for run in runs]
+        over = ["> " if any(run.seconds is None for run in runs) else ""] * 3
+        numbers = [f"{sign}{value:.3f}" for sign, value in zip(over, np.percentile(taken, (50, 99, 100)), strict=True)]
+        errors = ", ".join(sorted({error for run in runs for error in run.errors})) or "none"
+        named = f"{sum(run.named for run in runs) / len(runs):.0%}"
+        shrunk = [run.shrunk for run in runs if run.shrunk is not None]
+        rows.append((peer, len(runs), *numbers, errors, named, f"{np.percentile(shrunk, 99):.3f}" if shrunk else "–"))
+    head = ("system", "runs", "p50 s", "p99 s", "max s", "error", "names the rank", "shrink p99 s")
+    return f"## {fault} of one of {ranks_of(world_size)}\n\n{table(head, rows)}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One rank: how long each callback holds the event loop during allreduces. Started by allreduce.py --loop-lag.
+"""One rank: how long each callback holds the event loop during allreduces. Started by lag.py.
 
 First every callback of the loop is timed, on the clock of this thread (CPU) and on the wall. Then, in further
 allreduces (so that its own short callbacks are not among the others), a task that sleeps for a millisecond again and

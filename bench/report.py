@@ -1,186 +1,143 @@
-"""Statistics of the launches, and tables of them in Markdown."""
+"""The report of a run: everything in one text, and the figures as CSV."""
 
 from __future__ import annotations
 
-import os
-import platform
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib import metadata
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
-from typing import Any
 
-import numpy as np
+from environments import REQUIREMENTS
+from lag import Found, lag_table, longest
+from limits import OF_BOUND, Verdict, verdicts
+from machine import machine
+from markdown import ranks_of, table
+from results import Results
+from roofline import Roofline
+from systems import System
+from tables import (
+    allreduce_details,
+    allreduce_ratios,
+    bound_rows,
+    bound_verdicts,
+    collective_table,
+    failure_table,
+    inflight_table,
+    lag_verdict,
+    roofline_table,
+    verdict_table,
+)
 
-KIB, MIB = 1 << 10, 1 << 20
-#: Times faster than Gloo, with 2 ranks: the smallest and largest size each promise is about.
-TARGETS = {
-    "tcp": ((0, 64 * KIB, 5.0), (64 * KIB + 1, 1 << 62, 1.3)),
-    "unix": ((0, 64 * KIB, 8.0), (16 * MIB, 1 << 62, 2.5)),
-}
-#: Milliseconds of thread CPU that a callback may take at p99.
-LONGEST_CALLBACK = 1.0
+HEADING = """# aiocoll beside Gloo, MPICH and Open MPI
+
+`make bench` writes this report. float32, SUM. A launch starts one process per rank; every round launches every system
+once, and starts with another one. The time of an iteration is that of its slowest rank; p50, p95 and p99 are taken of
+the iterations of a launch, and of these the median over the launches. "Times faster" is the median over the rounds of
+the ratio of the two p50 that stand side by side in a round; behind it the least and the most of the rounds. algbw is
+size / p50; busbw is that times what a link carries per byte, as in nccl-tests: 2 (p-1)/p for allreduce, (p-1)/p for
+allgather, reduce_scatter, alltoall, gather and scatter (whose size is that of all blocks together), else 1. There is
+no barrier between iterations, so where data flows one way (broadcast, reduce, gather, scatter, scan) the time is that
+of a stream of calls. #wrong counts elements that are not what they should be. CPU is that of all ranks together."""
+
+SUMMED = """np.copyto and np.add count the bytes read plus those written, of all processes together, on arrays no cache
+holds. tcp and unix: one sender, one receiver. Last: round trips of a shared flag that both sides poll, and of one byte
+through a blocking socket."""
+
+COLUMNS = (
+    *("ranks", "system", "collective", "bytes", "in_flight", "launches", "iterations", "p50_us", "p95_us", "p99_us"),
+    *("algbw_gbs", "busbw_gbs", "cpu_us", "wrong"),
+)
 
 
 @dataclass
-class Launch:
-    """One launch of one peer: seconds of each iteration on its slowest rank, and wrong elements, by size."""
+class Report:
+    """What was found so far; each part may be empty."""
 
-    seconds: dict[int, np.ndarray]
-    wrong: dict[int, int]
+    systems: Sequence[System]
+    skipped: dict[str, str]
+    machine: str = field(init=False)
+    results: list[Results] = field(default_factory=list)
+    rooflines: list[Roofline] = field(default_factory=list)
+    lags: dict[int, Found] = field(default_factory=dict)
+    seconds: float = 0.0
 
-    @classmethod
-    def of(cls, ranks: Sequence[Mapping[str, Any]]) -> Launch:
-        sizes = [int(size) for size in ranks[0]["wrong"]]
-        return cls(
-            {size: np.max([rank["nanoseconds"][str(size)] for rank in ranks], axis=0) / 1e9 for size in sizes},
-            {size: sum(rank["wrong"][str(size)] for rank in ranks) for size in sizes},
-        )
+    def __post_init__(self) -> None:
+        self.machine = machine(self._versions())  # as it is before anything runs
 
+    def text(self) -> str:
+        """Return all of it, in Markdown."""
+        ours = self.systems[0].name
+        parts = [HEADING, self.machine, self._waits(), failure_table(self.skipped, self.results)]
+        parts.append(verdict_table(self._verdicts()))
+        if self.results:
+            parts.append("## Allreduce")
+            parts += [allreduce_ratios(results, ours) for results in self.results]
+            parts += [allreduce_details(results) for results in self.results]
+        others = [part for results in self.results if (part := collective_table(results, ours)) is not None]
+        parts += ["## The other collectives", *others] if others else []
+        many = inflight_table(self.results)
+        parts += ["## Many in flight", many] if many is not None else []
+        if self.rooflines:
+            parts += ["## What the machine can do", SUMMED, roofline_table(self.rooflines), *self._bounds()]
+        if self.lags:
+            parts += ["## What holds the event loop", *(lag_table(*each) for each in self.lags.items())]
+            parts.append("Timers have a granularity of 1 ms, which alone makes a sleep up to 1 ms late.")
+        parts.append(f"Took {self.seconds / 60:.1f} minutes. At the end: {machine().splitlines()[-1]}")
+        return "\n\n".join(part for part in parts if part is not None)
 
-@dataclass
-class FaultRun:
-    """One run of one fault.
+    def _versions(self) -> list[str]:
+        there = dict.fromkeys(each.environment for each in self.systems if each.environment is not None)
+        found = [each for name in there for each in REQUIREMENTS[name][0]]
+        return [each.replace("==", " ") for each in dict.fromkeys(found)]
 
-    Attributes:
-        seconds: until the last survivor had raised; None if one had not when the patience was over.
-        named: share of the survivors whose error names the victim.
-        errors: classes of what was raised.
-        shrunk: seconds from there to the first result of the group without the victim; None if not measured.
-    """
+    def _waits(self) -> str:
+        named = {("aiocoll" if each.library == "aiocoll" else each.name): each.waits for each in self.systems}
+        lines = [f"- {name}: {waits}." for name, waits in named.items()]
+        return "\n".join(["How a rank waits for another:\n", *lines])
 
-    seconds: float | None
-    named: float
-    errors: tuple[str, ...]
-    shrunk: float | None
+    def _verdicts(self) -> list[Verdict]:
+        found = list(verdicts(self.results))
+        for results in self.results:
+            for roofline in self.rooflines:
+                if roofline.world_size == results.world_size:
+                    found += bound_verdicts(results, roofline)
+        for world_size, settings in self.lags.items():
+            for (loop, transport), ranks in settings.items():
+                if not isinstance(ranks, str):
+                    found.append(lag_verdict(f"{loop}, {transport}, {ranks_of(world_size)}", longest(ranks)))
+        return found
 
-
-def heading(loop_lag: bool) -> str:
-    what = "what holds the event loop" if loop_lag else "float32 SUM in place, against Gloo (blocking)"
-    return f"# Allreduce: {what}\n"
-
-
-def machine() -> str:
-    """Return what the numbers depend on, in three lines."""
-    model = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    versions = " · ".join(f"{name} {_version(name)}" for name in ("aiocoll", "numpy", "uvloop", "torch"))
-    load = " ".join(f"{value:.2f}" for value in os.getloadavg())
-    return (
-        f"{model}, {len(os.sched_getaffinity(0))} cores, {platform.system()} {platform.release()}\\\n"
-        f"Python {platform.python_version()} · {versions}\\\n"
-        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, load {load}"
-    )
-
-
-def table(world_size: int, sizes: Sequence[int], launches: Mapping[str, Sequence[Launch]]) -> str:
-    """Return one row per size and peer; percentiles are of all iterations of all launches."""
-    lines = [
-        f"## {world_size} ranks{_crowded(world_size)}, {len(launches['gloo'])} launches of each",
-        "",
-        *_head("bytes", "peer", "p50 µs", "p95", "p99", "algbw GB/s", "busbw", "#wrong", "× Gloo", "range", "target"),
-    ]
-    for size in sizes:
-        gloo = [median(each.seconds[size]) for each in launches["gloo"]]
-        for peer, found in launches.items():
-            p50, p95, p99 = np.percentile(np.concatenate([each.seconds[size] for each in found]), (50, 95, 99))
-            bandwidth = size / p50 / 1e9
-            ratios = [theirs / median(ours.seconds[size]) for theirs, ours in zip(gloo, found, strict=True)]
-            lines.append(
-                _row(
-                    _bytes(size),
-                    peer,
-                    *(f"{value * 1e6:,.1f}" for value in (p50, p95, p99)),
-                    f"{bandwidth:.3f}",
-                    f"{bandwidth * 2 * (world_size - 1) / world_size:.3f}",
-                    sum(each.wrong[size] for each in found),
-                    "" if peer == "gloo" else f"**{median(ratios):.2f}**",
-                    "" if peer == "gloo" else f"{min(ratios):.2f} to {max(ratios):.2f}",
-                    _verdict(world_size, peer, size, median(ratios)),
+    def _bounds(self) -> list[str]:
+        parts = []
+        for results, roofline in zip(self.results, self.rooflines, strict=False):
+            rows = [(*row[:4], f"{row[4]:.2f}") for row in bound_rows(results, roofline)]
+            if rows:
+                parts.append(
+                    f"### Large allreduces and their bound, {ranks_of(results.world_size)}\n\n"
+                    "The bound: every rank reads its array and writes the result, at the speed of np.copyto. "
+                    f"The limit is {OF_BOUND:g} times that.\n\n"
+                    + table(("size", "system", "p50 ms", "bound ms", "times the bound"), rows)
                 )
-            )
-    return "\n".join(lines)
+        return parts
 
 
-def lag_table(world_size: int, nbytes: int, found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> str:
-    """Return one row per loop, transport and clock; every rank's callbacks are in it."""
-    lines = [
-        f"## {world_size} ranks{_crowded(world_size)}, callbacks during allreduces of {_bytes(nbytes)}",
-        "",
-        *_head("loop", "transport", "ms each", "what, in ms", "count", "p50", "p99", "max", "target"),
-    ]
-    for (loop, transport), ranks in found.items():
-        each = max(rank["seconds"] for rank in ranks) * 1e3
-        for name, what in (("cpu", "thread CPU"), ("wall", "wall clock"), ("late", "1 ms sleep late")):
-            values = np.maximum(0, np.concatenate([rank[name] for rank in ranks])) * 1e3  # uvloop wakes a little early
-            p50, p99, longest = np.percentile(values, (50, 99, 100))
-            verdict = f"p99 ≤ {LONGEST_CALLBACK:g}: {'met' if p99 <= LONGEST_CALLBACK else 'MISSED'}"
-            numbers = (f"{value:.3f}" for value in (p50, p99, longest))
-            place = (loop, transport, f"{each:.0f}") if name == "cpu" else ("", "", "")
-            lines.append(_row(*place, what, values.size, *numbers, verdict if name == "cpu" else ""))
-    lines += ["", "Timers have a granularity of 1 ms, which alone makes a sleep up to 1 ms late."]
-    return "\n".join(lines)
-
-
-def fault_table(fault: str, world_size: int, patience: float, found: Mapping[str, Sequence[FaultRun]]) -> str:
-    """Return one row per peer."""
-    lines = [
-        f"## {fault} of one of {world_size} ranks{_crowded(world_size)}",
-        "",
-        *_head("peer", "runs", "p50 s", "p99 s", "max s", "error", "names the rank", "shrink p99 s"),
-    ]
-    for peer, runs in found.items():
-        taken = [patience if run.seconds is None else run.seconds for run in runs]
-        over = ["> " if any(run.seconds is None for run in runs) else ""] * 3
-        numbers = [f"{sign}{value:.3f}" for sign, value in zip(over, np.percentile(taken, (50, 99, 100)), strict=True)]
-        errors = ", ".join(sorted({error for run in runs for error in run.errors})) or "none"
-        named = f"{sum(run.named for run in runs) / len(runs):.0%}"
-        shrunk = [run.shrunk for run in runs if run.shrunk is not None]
-        lines.append(
-            _row(peer, len(runs), *numbers, errors, named, f"{np.percentile(shrunk, 99):.3f}" if shrunk else "–")
-        )
-    return "\n".join(lines)
-
-
-def _verdict(world_size: int, peer: str, size: int, ratio: float) -> str:
-    if world_size == 2:
-        for low, high, target in TARGETS.get(peer, ()):
-            if low <= size <= high:
-                return f"≥ {target:g}: {'met' if ratio >= target else 'MISSED'}"
-    return ""
-
-
-def _crowded(world_size: int) -> str:
-    cores = len(os.sched_getaffinity(0))
-    return f" on {cores} cores" if world_size > cores else ""
-
-
-def _bytes(size: int) -> str:
-    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
-        if size >= unit:
-            return f"{size // unit} {name}"
-    return f"{size} B"
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
-def _head(*names: str) -> Iterable[str]:
-    left = {"peer", "range", "error", "target", "loop", "transport", "what, in ms"}
-    return _row(*names), "|" + "|".join("---" if name in left else "--:" for name in names) + "|"
-
-
-def _row(*cells: object) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
+def write_csv(path: Path, all_results: Sequence[Results]) -> None:
+    """Write a row for every case of every system."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for results in all_results:
+            for case in results.cases(lambda _: True):
+                for system in results.systems:
+                    summary = results.summary(system, case)
+                    if summary is not None:
+                        times, widths = summary.figures[:3], summary.figures[3:]
+                        writer.writerow(
+                            [
+                                *(results.world_size, system, case.kind, case.size(results.world_size), case.inflight),
+                                *(summary.launches, summary.iterations),
+                                *(f"{value * 1e6:.3f}" for value in times),
+                                *(f"{value / 1e9:.6f}" for value in widths),
+                                *(f"{summary.cpu * 1e6:.3f}", summary.wrong),
+                            ]
+                        )

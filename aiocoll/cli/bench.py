@@ -20,7 +20,7 @@ from aiocoll.errors import AiocollError
 from aiocoll.options import GroupOptions
 from aiocoll.testing import run_processes
 
-__all__ = ["add_parser"]
+__all__ = ["add_parser", "size"]
 
 #: From one size to the next: the table of all sizes fits on a screen.
 FACTOR = 4
@@ -48,8 +48,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("collective", nargs="?", choices=KINDS, default="allreduce", help="default: allreduce")
     parser.add_argument("-n", "--nproc", type=_ranks, default=2, metavar="RANKS", help="number of ranks (default: 2)")
-    parser.add_argument("--min", type=_size, default=4, metavar="SIZE", help="the smallest size (default: 4)")
-    parser.add_argument("--max", type=_size, default=256 << 20, metavar="SIZE", help="the largest size (default: 256M)")
+    parser.add_argument("--min", type=size, default=4, metavar="SIZE", help="the smallest size (default: 4)")
+    parser.add_argument("--max", type=size, default=256 << 20, metavar="SIZE", help="the largest size (default: 256M)")
     parser.add_argument("--transport", choices=("auto", "shm", "unix", "tcp"), default="auto", help="default: auto")
     parser.add_argument("--op", choices=OPS, default="sum", help="how it reduces (default: sum)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the elements (default: float32)")
@@ -64,7 +64,12 @@ def _ranks(text: str) -> int:
     return value
 
 
-def _size(text: str) -> int:
+def size(text: str) -> int:
+    """Return the bytes that a user means, as in 64K.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no size.
+    """
     number = text.rstrip("KkMmGg")
     unit = text[len(number) :].upper()
     if not number.isdecimal() or unit not in UNITS or int(number) < 1:

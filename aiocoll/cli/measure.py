@@ -81,7 +81,7 @@ async def measure(workloads: Sequence[Workload], times: Times, combine: Combine,
     wrong = await _checked(workloads, times)
     taken: list[int] = []
     cpu, calls, most = 0.0, 0, min(each.rounds for each in workloads) - 1
-    rounds = min(2, most)
+    rounds = 1
     warm = False
     while not warm or not _enough(taken, effort):
         for each in workloads:

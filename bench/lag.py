@@ -1,0 +1,83 @@
+"""How long one callback holds the event loop while large arrays are reduced; the ranks run loop_lag.py."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from markdown import ranks_of, size_of, table
+
+RANK = Path(__file__).with_name("loop_lag.py")
+#: Bytes of the arrays.
+NBYTES = 256 << 20
+#: Seconds after which ranks have hung; they take a tenth of it.
+LIMIT = 120
+#: What is measured: the loop and the transport.
+SETTINGS = (("uvloop", "auto"), ("uvloop", "tcp"), ("asyncio", "auto"), ("asyncio", "tcp"))
+
+#: By loop and transport, what each rank found; or why there is nothing.
+Found = Mapping[tuple[str, str], Sequence[Mapping[str, Any]] | str]
+
+
+def lag(world_size: int, loop: str, transport: str, iterations: int) -> list[dict[str, Any]] | str:
+    """Return what each rank found, or why there is nothing."""
+    config = {
+        "loop": loop,
+        "transport": transport,
+        "nbytes": NBYTES,
+        "iterations": iterations,
+        "world_size": world_size,
+        "job_key": secrets.token_hex(16),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(RANK), json.dumps(config | {"rank": rank})],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=folder,  # where the ranks meet
+                text=True,
+            )
+            for rank in range(world_size)
+        ]
+        try:
+            outputs = [process.communicate(timeout=LIMIT) for process in processes]
+        except subprocess.TimeoutExpired:
+            return f"not done after {LIMIT} s"
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        if process.returncode:
+            return (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+    return [json.loads(output) for output, _ in outputs]
+
+
+def longest(ranks: Sequence[Mapping[str, Any]]) -> float:
+    """Return the p99 of all callbacks, in ms of thread CPU."""
+    return float(np.percentile(np.concatenate([rank["cpu"] for rank in ranks]), 99) * 1e3)
+
+
+def lag_table(world_size: int, found: Found) -> str:
+    """Return one row per loop, transport and clock; every rank's callbacks are in it."""
+    rows: list[Sequence[object]] = []
+    for (loop, transport), ranks in found.items():
+        if isinstance(ranks, str):
+            rows.append((loop, transport, "failed", ranks, *[""] * 4))
+            continue
+        each = max(rank["seconds"] for rank in ranks) * 1e3
+        for name, what in (("cpu", "thread CPU"), ("wall", "wall clock"), ("late", "1 ms sleep late")):
+            values = np.maximum(0, np.concatenate([rank[name] for rank in ranks])) * 1e3  # uvloop wakes a little early
+            numbers = (f"{value:.3f}" for value in np.percentile(values, (50, 99, 100)))
+            place = (loop, transport, f"{each:.0f}") if name == "cpu" else ("", "", "")
+            rows.append((*place, what, values.size, *numbers))
+    head = ("loop", "transport", "ms each", "what, in ms", "count", "p50", "p99", "max")
+    return f"### {ranks_of(world_size)}, allreduces of {size_of(NBYTES)}\n\n{table(head, rows)}"

@@ -1,0 +1,150 @@
+"""Start the ranks of one launch, wait for them, and leave none behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from systems import System
+
+from aiocoll.cli.measure import Effort, Timing
+from aiocoll.cli.workload import Case
+
+RANK = str(Path(__file__).with_name("rank.py"))
+#: Seconds that ranks get to end after the first of them has failed.
+GRACE = 2.0
+#: Between two looks at the processes.
+LOOK = 0.05
+#: Open MPI refuses to run as root otherwise; in a container there may be nobody else.
+MPI_ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What came of it: what was measured until it failed, if it did, and why."""
+
+    timings: Mapping[Case, Timing]
+    failure: str | None
+    seconds: float
+
+
+def launch(
+    system: System, python: Path | None, world_size: int, cases: Sequence[Case], effort: Effort, limit: int
+) -> Launch:
+    """Measure `cases` with `system` on `world_size` new processes.
+
+    Args:
+        system: what to run.
+        python: of its environment; None is this one.
+        world_size: number of ranks.
+        cases: in this order.
+        effort: for each case.
+        limit: seconds for all of it.
+    """
+    start = time.monotonic()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
+        config = {
+            "library": system.library,
+            "transport": system.name.rpartition(" ")[2],
+            "world_size": world_size,
+            "job_key": secrets.token_hex(16),
+            "cases": cases,
+            "effort": effort,
+            "limit": limit,
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+        errors = stack.enter_context(open(folder / "errors", "w+"))
+        stack.callback(_end_strangers, folder)
+        processes = []
+        for command in _commands(system, str(python or sys.executable), str(folder), world_size):
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
+                cwd=folder,
+                env=os.environ | MPI_ENVIRONMENT,
+                start_new_session=True,
+            )
+            processes.append(process)
+            stack.callback(_end, process)
+        failure = _failure(processes, start + limit, limit)
+        timings = _timings(folder / "results", cases)
+        if failure is None and len(timings) < len(cases):
+            failure = "ended early"
+        if failure is not None:
+            errors.seek(0)
+            failure = _reason(failure, errors.read())
+    return Launch(timings, failure, time.monotonic() - start)
+
+
+def _commands(system: System, python: str, folder: str, world_size: int) -> list[list[str]]:
+    if system.mpiexec is None:
+        return [[python, RANK, folder, str(rank)] for rank in range(world_size)]
+    mpiexec = str(Path(python).with_name("mpiexec"))
+    return [[mpiexec, *system.mpiexec, "-n", str(world_size), python, RANK, folder]]
+
+
+def _failure(processes: Sequence[subprocess.Popen[bytes]], deadline: float, limit: int) -> str | None:
+    """Wait until all have ended well; return what went wrong otherwise."""
+    failed: str | None = None
+    while any(process.poll() is None for process in processes):
+        codes = [process.returncode for process in processes]
+        if failed is None and any(codes):
+            failed, deadline = _ending(codes), min(deadline, time.monotonic() + GRACE)
+        if time.monotonic() > deadline:
+            return failed or f"not done after {limit} s"
+        time.sleep(LOOK)
+    return failed or _ending([process.returncode for process in processes])
+
+
+def _ending(codes: Sequence[int | None]) -> str | None:
+    for code in codes:
+        if code:
+            return f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+    return None
+
+
+def _reason(failure: str, output: str) -> str:
+    """Return the failure in one line, with the last line of a traceback where there is one."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line.partition(":")[0]] or lines[-1:]
+    return f"{failure}: {errors[0]}" if errors else failure
+
+
+def _timings(path: Path, cases: Sequence[Case]) -> dict[Case, Timing]:
+    found = {}
+    if path.exists():
+        for line in path.read_text().splitlines():
+            result = json.loads(line)
+            found[cases[result["index"]]] = Timing(result["nanoseconds"], result["cpu"], result["wrong"])
+    return found
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()  # mpiexec ends its ranks then
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+    process.kill()
+    process.wait()
+
+
+def _end_strangers(folder: Path) -> None:
+    """End the ranks that are not our children: those of mpiexec, should it have left one."""
+    for file in folder.glob("*.pid"):
+        with suppress(OSError):
+            command = Path(f"/proc/{file.stem}/cmdline").read_bytes().split(b"\0")
+            if RANK.encode() in command and str(folder).encode() in command:
+                os.kill(int(file.stem), signal.SIGKILL)

@@ -1,0 +1,59 @@
+"""Pictures of the allreduce: time, bus bandwidth, and how many times faster than each peer, by size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from markdown import ranks_of, size_of
+from results import Results
+from tables import THEM
+
+from aiocoll.cli.workload import Case
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+#: Inches, and dots per inch.
+SIZE, DPI = (18, 5.5), 110
+
+
+def plot(results: Results, ours: str, folder: Path) -> Path | None:
+    """Write one picture of three panels; return its path, None if there is nothing to show."""
+    cases = results.cases(lambda case: case.kind == "allreduce" and case.inflight == 1)
+    if not cases:
+        return None
+    figure, (times, bandwidths, ratios) = plt.subplots(1, 3, figsize=SIZE, layout="constrained")
+    for system in results.systems:
+        found = [(case, summary) for case in cases if (summary := results.summary(system, case)) is not None]
+        sizes = [case.nbytes for case, _ in found]
+        style: dict[str, Any] = {"label": system, "marker": "s" if system in THEM else "o", "markersize": 4}
+        style |= {"linestyle": "--" if system in THEM else "-"}
+        times.plot(sizes, [each.figures.p50 * 1e6 for _, each in found], **style)
+        bandwidths.plot(sizes, [each.figures.busbw / 1e9 for _, each in found], **style)
+        if system in THEM:
+            compared = [(case.nbytes, ratio.median) for case in cases if (ratio := results.ratio(case, ours, system))]
+            ratios.plot(*zip(*compared, strict=True), **style) if compared else None
+    ratios.axhline(1, color="black", linewidth=0.8)
+    for axes, title in (
+        (times, "time, µs"),
+        (bandwidths, "bus bandwidth, GB/s"),
+        (ratios, f"times faster: {ours} than each"),
+    ):
+        _finish(axes, title, cases)
+    figure.suptitle(f"allreduce of float32, {ranks_of(results.world_size)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"allreduce-{results.world_size}-ranks.png"
+    figure.savefig(path, dpi=DPI)
+    plt.close(figure)
+    return path
+
+
+def _finish(axes: Any, title: str, cases: list[Case]) -> None:
+    axes.set_title(title)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks([case.nbytes for case in cases], [size_of(case.nbytes) for case in cases], rotation=60)
+    axes.grid(True, which="major", alpha=0.4)
+    axes.legend(fontsize=8)
