@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,8 @@ async def run(config: dict[str, Any], fault: signal.Signals, world_size: int, vi
         finally:
             for process in ranks:
                 if process.returncode is None:
-                    os.kill(process.pid, signal.SIGKILL)
+                    with suppress(ProcessLookupError):  # it has just ended, which asyncio is about to hear
+                        os.kill(process.pid, signal.SIGKILL)
             await asyncio.gather(*(process.communicate() for process in ranks))
 
 

@@ -66,6 +66,9 @@ def launch(
         (folder / "config.json").write_text(json.dumps(config))
         errors = stack.enter_context(open(folder / "errors", "w+"))
         stack.callback(_end_strangers, folder)
+        # Debug mode would be what is measured.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONASYNCIODEBUG"}
+        environment |= MPI_ENVIRONMENT
         processes = []
         for command in _commands(system, str(python or sys.executable), str(folder), world_size):
             process = subprocess.Popen(
@@ -74,7 +77,7 @@ def launch(
                 stdout=errors,
                 stderr=errors,
                 cwd=folder,
-                env=os.environ | MPI_ENVIRONMENT,
+                env=environment,
                 start_new_session=True,
             )
             processes.append(process)
