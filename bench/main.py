@@ -133,8 +133,9 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
 def _measure(args: argparse.Namespace, systems: Sequence[System], pythons: dict[str, Path], report: Report) -> None:
     cases = list(_cases(args))
     launches = len(args.n) * args.launches * len(systems) if cases else 0
-    settings = SETTINGS[: 1 if args.quick else None] if "lag" in args.parts else ()
-    lags = len(args.n) * len(settings)
+    settings = SETTINGS[: 1 if args.quick else None]
+    lagging = args.n[: 1 if args.quick else None] if "lag" in args.parts else []
+    lags = len(lagging) * len(settings)
     with tqdm(total=launches + lags, unit="launch", file=sys.stderr, dynamic_ncols=True) as progress:
         for world_size in args.n:
             if "roofline" in args.parts:
@@ -144,7 +145,7 @@ def _measure(args: argparse.Namespace, systems: Sequence[System], pythons: dict[
                 results = Results(world_size, [system.name for system in systems])
                 report.results.append(results)
                 _rounds(args, systems, pythons, cases, results, progress)
-        for world_size in args.n if lags else ():
+        for world_size in lagging:
             report.lags[world_size] = {}
             for loop, transport in settings:
                 progress.set_description(f"loop lag, {world_size} ranks, {loop}, {transport}")

@@ -25,11 +25,11 @@ def plot(results: Results, ours: str, folder: Path) -> Path | None:
     if not cases:
         return None
     figure, (times, bandwidths, ratios) = plt.subplots(1, 3, figsize=SIZE, layout="constrained")
-    for system in results.systems:
+    for number, system in enumerate(results.systems):
         found = [(case, summary) for case in cases if (summary := results.summary(system, case)) is not None]
         sizes = [case.nbytes for case, _ in found]
         style: dict[str, Any] = {"label": system, "marker": "s" if system in THEM else "o", "markersize": 4}
-        style |= {"linestyle": "--" if system in THEM else "-"}
+        style |= {"linestyle": "--" if system in THEM else "-", "color": f"C{number}"}
         times.plot(sizes, [each.figures.p50 * 1e6 for _, each in found], **style)
         bandwidths.plot(sizes, [each.figures.busbw / 1e9 for _, each in found], **style)
         if system in THEM:

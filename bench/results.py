@@ -59,11 +59,11 @@ class Results:
         timings = [timing for timing in self._timings(system, case) if timing is not None]
         if not timings:
             return None
-        each = [Figures.of(case, self.world_size, timing.nanoseconds) for timing in timings]
+        each = [Figures.of(case, self.world_size, timing.nanoseconds)[:3] for timing in timings]
         return Summary(
             len(timings),
             sum(len(timing.nanoseconds) for timing in timings),
-            Figures(*(median(values) for values in zip(*each, strict=True))),
+            Figures.at(case, self.world_size, *(median(values) for values in zip(*each, strict=True))),
             median(timing.cpu for timing in timings) / case.inflight,
             sum(timing.wrong for timing in timings),
         )

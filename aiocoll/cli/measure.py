@@ -61,7 +61,11 @@ class Figures(NamedTuple):
     @classmethod
     def of(cls, case: Case, world_size: int, nanoseconds: Sequence[int]) -> Figures:
         """Return them for the iterations of a case; with several calls in flight, the time is one call's share."""
-        p50, p95, p99 = np.percentile(nanoseconds, (50, 95, 99)) / 1e9 / case.inflight
+        return cls.at(case, world_size, *np.percentile(nanoseconds, (50, 95, 99)) / 1e9 / case.inflight)
+
+    @classmethod
+    def at(cls, case: Case, world_size: int, p50: float, p95: float, p99: float) -> Figures:
+        """Return them for these times; the bandwidths are those of the median."""
         algbw = case.size(world_size) / p50
         return cls(float(p50), float(p95), float(p99), float(algbw), float(algbw * bus_factor(case.kind, world_size)))
 
