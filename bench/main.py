@@ -82,7 +82,12 @@ def main() -> None:
     start = time.monotonic()
     args = arguments()
     pythons, skipped = _environments(args.peers)
-    systems = [*map(ours, args.transports), *(PEERS[name] for name in args.peers if PEERS[name].name not in skipped)]
+    first, *others = args.transports  # the first stands for us where not all are shown
+    systems = [
+        ours(first, KINDS),
+        *map(ours, others),
+        *(PEERS[name] for name in args.peers if PEERS[name].name not in skipped),
+    ]
     report = Report(systems, skipped)
     try:
         _measure(args, systems, pythons, report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,14 +42,14 @@ class System:
         return case.kind == "allreduce" or case.kind in self.kinds
 
 
-def ours(transport: str) -> System:
+def ours(transport: str, kinds: Collection[str] = ()) -> System:
     return System(
         f"aiocoll {transport}",
         "aiocoll",
         None,
         "`await` on uvloop: polls for up to 50 µs per turn of the loop, giving the core away between polls when there "
         "are more ranks than cores; then sleeps in the loop until the kernel wakes it",
-        frozenset(KINDS if transport in ("auto", "shm") else ()),
+        frozenset(kinds),
         inflight=True,
     )
 
