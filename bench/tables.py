@@ -156,7 +156,7 @@ def _allreduce(case: Case) -> bool:
 def _details(results: Results, case: Case, system: str) -> Sequence[object]:
     summary = results.summary(system, case)
     if summary is None:
-        return (size_of(case.nbytes), system, "failed", *[""] * 8)
+        return (size_of(case.nbytes), system, "failed" if results.failure(system) else "–", *[""] * 8)
     figures = summary.figures
     return (
         size_of(case.nbytes),
