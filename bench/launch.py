@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -120,10 +121,10 @@ def _ending(codes: Sequence[int | None]) -> str | None:
 
 
 def _reason(failure: str, output: str) -> str:
-    """Return the failure in one line, with the last line of a traceback where there is one."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line.partition(":")[0]] or lines[-1:]
-    return f"{failure}: {errors[0]}" if errors else failure
+    """Return the failure in one line: with the last of a traceback where there is one, else with the first said."""
+    lines = [line.strip().replace("|", "/") for line in output.splitlines() if re.search("[A-Za-z]", line)]
+    said = next((line for line in lines if re.match(r"[\w.]*Error\b", line)), lines[0] if lines else "")
+    return f"{failure}: {said}" if said else failure
 
 
 def _timings(path: Path, cases: Sequence[Case]) -> dict[Case, Timing]:

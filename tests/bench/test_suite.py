@@ -168,6 +168,15 @@ def test_a_launch_that_hangs_is_ended(bench: Any, tmp_path: Path) -> None:
     assert done.failure == "not done after 1 s"
 
 
+def test_a_reason_is_the_error_or_what_was_said_first(bench: Any) -> None:
+    trace = "Traceback (most recent call last):\n  File ...\nmpi4py.MPI.Error: no such|thing\n---\n"
+    assert bench.launch._reason("exit code 1", trace) == "exit code 1: mpi4py.MPI.Error: no such/thing"
+    assert bench.launch._reason("exit code 213", "-----\n  A value is missing.\nTry it.\n") == (
+        "exit code 213: A value is missing."
+    )
+    assert bench.launch._reason("killed by SIGKILL", "") == "killed by SIGKILL"
+
+
 def test_what_cannot_be_installed_says_why(bench: Any) -> None:
     with pytest.raises(bench.environments.Unavailable, match=r"^ValueError: no such thing$"):
         bench.environments._run(sys.executable, "-c", "raise ValueError('no such thing')")
