@@ -73,7 +73,7 @@ def arguments() -> argparse.Namespace:
         parser.error("-n: at least 2 ranks")
     if args.launches is not None and args.launches < 1:
         parser.error("--launches: at least 1")
-    args.sizes = args.sizes or list(QUICK_SIZES if args.quick else SIZES)
+    args.sizes = sorted(args.sizes or (QUICK_SIZES if args.quick else SIZES))
     args.launches = args.launches or (QUICK_LAUNCHES if args.quick else LAUNCHES)
     return args
 

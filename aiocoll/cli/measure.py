@@ -7,11 +7,13 @@ is not counted, since the ranks come to it from their checks. The time of an ite
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter_ns, process_time
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,10 @@ from aiocoll.cli.workload import Case, Workload, bus_factor
 
 __all__ = ["Combine", "Effort", "Figures", "Times", "Timing", "measure", "times_of"]
 
+T = TypeVar("T")
+
+#: Bytes that take milliseconds to fill or to check.
+LARGE = 16 << 20
 #: Nanoseconds of each of so many iterations on this rank.
 Times = Callable[[int], Awaitable[list[int]]]
 #: Reduce float64 values over all ranks, in place.
@@ -89,11 +95,12 @@ async def measure(workloads: Sequence[Workload], times: Times, combine: Combine,
     warm = False
     while not warm or not _enough(taken, effort):
         for each in workloads:
-            each.steady()
+            await _prepared(each, each.steady)
         start = process_time()
         own = await times(rounds + 1)
         cpu += process_time() - start if warm else 0.0
-        wrong += sum(each.wrong_after(rounds + 1) for each in workloads)
+        for each in workloads:
+            wrong += await _prepared(each, partial(each.wrong_after, rounds + 1))
         slowest = np.array(own, np.float64)
         await combine(slowest, "max")
         if warm:
@@ -123,9 +130,14 @@ def times_of(call: Callable[[], Awaitable[object]]) -> Times:
 
 async def _checked(workloads: Sequence[Workload], times: Times) -> int:
     for each in workloads:
-        each.fresh()
+        await _prepared(each, each.fresh)
     await times(1)
-    return sum(each.wrong() for each in workloads)
+    return sum([await _prepared(each, each.wrong) for each in workloads])
+
+
+async def _prepared(load: Workload, work: Callable[[], T]) -> T:
+    """Fill or check the arrays of `load`; where that takes long, the loop stays free for what the ranks say."""
+    return await asyncio.to_thread(work) if load.case.nbytes >= LARGE else work()
 
 
 def _enough(taken: Sequence[int], effort: Effort) -> bool:
