@@ -32,7 +32,7 @@ LAYERS: list[set[str]] = [
     {"engine"},
     {"launch"},
     {"collectives", "point_to_point", "objects", "coalesce", "subgroups"},
-    {"growth", "place"},
+    {"growth", "place", "tuning"},
     {"recovery"},
     {"group"},
     {"home"},

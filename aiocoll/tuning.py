@@ -1,0 +1,134 @@
+"""The file in which `aiocoll bench --tune` leaves what a machine can do; rank 0 reads it and tells the others.
+
+    {"format": "aiocoll tuning", "version": 1, "machine": "its host name", "date": "when it was measured",
+     "media": {"tcp": {"alpha": 3.1e-05, "overhead": 9e-06, "beta": 4.2e-10, "gamma": 5e-11}, "unix": ...}}
+
+A medium that is missing has its defaults, which do well without any file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from aiocoll.algorithms.machine import MEDIA, Machine, Tuning
+from aiocoll.errors import RendezvousError
+from aiocoll.log import logger
+
+__all__ = ["default_path", "dumps", "from_wire", "load", "to_wire"]
+
+FORMAT, VERSION = "aiocoll tuning", 1
+#: Far above any tuning, and small enough that a wrong file does no harm.
+_MAX_BYTES = 65536
+#: Seconds that any of the numbers may be, so that ratios of two stay far from 0 and infinity.
+_LEAST, _MOST = 1e-15, 1e3
+_HINT = "write it anew with `aiocoll bench --tune`"
+
+
+class _OtherVersionError(Exception):
+    """The file is a tuning, but not one that this version can read."""
+
+
+def default_path(environ: Mapping[str, str]) -> Path:
+    """Return where the tuning of this host is kept; homes may be shared by hosts, so its name is in it."""
+    cache = environ.get("XDG_CACHE_HOME", "")
+    folder = Path(cache) if os.path.isabs(cache) else Path(os.path.expanduser("~/.cache"))
+    return folder / "aiocoll" / f"tuning-{socket.gethostname()}.json"
+
+
+def load(path: str | None, environ: Mapping[str, str]) -> Tuning:
+    """Return the tuning in the file `path`, by default that of `aiocoll bench --tune` for this host, if it is there.
+
+    The defaults stand in, with a warning, for a file of another version; and for whatever else is wrong with a file
+    that nobody has asked for.
+
+    Raises:
+        ValueError: `path` cannot be read or is no tuning.
+    """
+    where = default_path(environ) if path is None else Path(path)
+    try:
+        return _parse(_read(where))
+    except _OtherVersionError as error:
+        logger.warning("%s is not used: %s; %s", where, error, _HINT)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if path is not None:
+            raise ValueError(f"tuning={path!r}: {error.strerror}; {_HINT}") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        if path is not None:
+            raise ValueError(f"tuning={path!r}: {reason}; {_HINT}") from None
+        logger.warning("%s is not used: %s; %s", where, reason, _HINT)
+    return Tuning()
+
+
+def dumps(machines: Mapping[str, Machine], date: str) -> str:
+    """Return the text of the file for what was measured on this host at `date`."""
+    media = {medium: machine._asdict() for medium, machine in machines.items()}
+    content = {"format": FORMAT, "version": VERSION, "machine": socket.gethostname(), "date": date, "media": media}
+    return json.dumps(content, indent=1) + "\n"
+
+
+def to_wire(tuning: Tuning) -> list[list[float]]:
+    """Return the numbers of all media, as rank 0 publishes them."""
+    return [list(getattr(tuning, medium)) for medium in MEDIA]
+
+
+def from_wire(numbers: Any) -> Tuning:
+    """Return the tuning that rank 0 has published.
+
+    Raises:
+        RendezvousError: it is none; whoever writes into the store could have written anything.
+    """
+    try:
+        if isinstance(numbers, list) and len(numbers) == len(MEDIA):
+            return _tuning({medium: _machine(medium, each) for medium, each in zip(MEDIA, numbers, strict=True)})
+        reason = f"{numbers!r:.64}"
+    except ValueError as error:
+        reason = str(error)
+    raise RendezvousError(f"what rank 0 published in the store is no tuning: {reason}")
+
+
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise ValueError(f"it has more than {_MAX_BYTES} bytes")
+    return data
+
+
+def _parse(data: bytes) -> Tuning:
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        raise ValueError("it is no JSON") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f'it has no "format": "{FORMAT}"')
+    if content.get("version") != VERSION:
+        raise _OtherVersionError(f"its version is {content.get('version')!r:.64}, and only {VERSION} is known")
+    media = content.get("media")
+    if not isinstance(media, dict) or not media.keys() <= set(MEDIA):
+        raise ValueError(f'"media" must be an object with some of {", ".join(MEDIA)}')
+    found = {}
+    for medium, numbers in media.items():
+        if not isinstance(numbers, dict) or numbers.keys() != set(Machine._fields):
+            raise ValueError(f'"{medium}" must be an object with {", ".join(Machine._fields)}')
+        found[medium] = _machine(medium, [numbers[name] for name in Machine._fields])
+    return _tuning(found)
+
+
+def _tuning(found: Mapping[str, Machine]) -> Tuning:
+    default = Tuning()
+    return Tuning(found.get("tcp", default.tcp), found.get("unix", default.unix), found.get("shm", default.shm))
+
+
+def _machine(medium: str, numbers: Any) -> Machine:
+    if not isinstance(numbers, list) or len(numbers) != len(Machine._fields):
+        raise ValueError(f"{medium}: {numbers!r:.64} must be {len(Machine._fields)} numbers")
+    for name, number in zip(Machine._fields, numbers, strict=True):
+        if isinstance(number, bool) or not isinstance(number, int | float) or not _LEAST <= number <= _MOST:
+            raise ValueError(f"{medium}: {name}={number!r:.64} must be a number of seconds, {_LEAST} to {_MOST}")
+    return Machine(*map(float, numbers))

@@ -1,0 +1,133 @@
+"""The file of `aiocoll bench --tune`: what it says, what is done about one that says something else."""
+
+import json
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aiocoll.algorithms import Machine, Tuning
+from aiocoll.errors import RendezvousError
+from aiocoll.tuning import default_path, dumps, from_wire, load, to_wire
+
+#: So much time to start a message that everything is sent at once, whatever its size.
+DEAR = Machine(1.0, 0.001, 1e-9, 1e-10)
+CHEAP = Machine(1e-6, 1e-6, 1e-9, 1e-10)
+
+
+def machines() -> dict[str, Machine]:
+    return {"tcp": DEAR, "unix": DEAR, "shm": DEAR}
+
+
+def write(path: Path, **changed: Any) -> str:
+    content = {**json.loads(dumps(machines(), "2026-01-01")), **changed}
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "tuning.json"
+
+
+def test_what_is_written_is_read(path: Path) -> None:
+    path.write_text(dumps({"tcp": DEAR, "shm": CHEAP}, "2026-01-01T12:00:00+00:00"))
+    assert load(str(path), {}) == Tuning(tcp=DEAR, shm=CHEAP)
+    content = json.loads(path.read_text())
+    assert content["machine"] == socket.gethostname()
+    assert content["date"] == "2026-01-01T12:00:00+00:00"
+
+
+def test_the_default_is_in_the_cache_of_the_user_and_need_not_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    name = f"tuning-{socket.gethostname()}.json"
+    assert default_path(environ) == tmp_path / "aiocoll" / name
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for cache in ({}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "relative"}):
+        assert default_path(cache) == tmp_path / ".cache" / "aiocoll" / name
+    assert load(None, environ) == load(None, {"XDG_CACHE_HOME": os.devnull}) == Tuning()
+    (tmp_path / "aiocoll").mkdir()
+    write(default_path(environ))
+    assert load(None, environ) == Tuning(**machines())
+    assert not caplog.records
+
+
+UNUSABLE = {
+    "no JSON": "{",
+    "deep": "[" * 100_000,
+    "of something else": '{"version": 1}',
+    "a list": "[1]",
+    "large": " " * 70_000,
+}
+
+
+@pytest.mark.parametrize("text", UNUSABLE.values(), ids=UNUSABLE)
+def test_a_file_that_is_no_tuning_is_an_error_if_it_was_asked_for(
+    path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"^tuning='.*': it (is|has) .*; write it anew with `aiocoll bench --tune`"):
+        load(str(path), {})
+    folder = path.parent / "aiocoll"
+    folder.mkdir()
+    environ = {"XDG_CACHE_HOME": str(path.parent)}
+    path.rename(default_path(environ))
+    assert load(None, environ) == Tuning()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert f"{default_path(environ)} is not used: it " in caplog.text
+
+
+def test_a_file_that_cannot_be_opened_is_an_error_if_it_was_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ValueError, match=r"tuning='.*none': No such file or directory; write it anew"):
+        load(str(tmp_path / "none"), {})
+    with pytest.raises(ValueError, match=r"tuning='.*': Is a directory"):
+        load(str(tmp_path), {})
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    default_path(environ).mkdir(parents=True)
+    assert load(None, environ) == Tuning()
+    assert "is not used: Is a directory" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("media", "message"),
+    [
+        ([], '"media" must be an object with some of tcp, unix, shm'),
+        ({"carrier pigeon": {}}, '"media" must be an object with some of tcp, unix, shm'),
+        ({"tcp": {}}, '"tcp" must be an object with alpha, overhead, beta, gamma'),
+        ({"tcp": {**DEAR._asdict(), "delta": 1}}, '"tcp" must be an object with alpha, overhead, beta, gamma'),
+        *(
+            ({"tcp": {**DEAR._asdict(), "beta": value}}, "tcp: beta=.* must be a number of seconds, 1e-15 to 1000.0")
+            for value in (0, -1.0, 1e-300, 10**400, float("nan"), float("inf"), True, "1", None)
+        ),
+    ],
+)
+def test_numbers_that_cannot_be_are_named(path: Path, media: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"tuning='.*': {message}"):
+        load(write(path, media=media), {})
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None, "x" * 1000])
+def test_another_version_is_not_used(path: Path, version: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert load(write(path, version=version, media="of the future"), {}) == Tuning()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "is not used: its version is" in record.getMessage()
+    assert len(record.getMessage()) < 300 + len(str(path))
+
+
+def test_the_wire_has_every_number() -> None:
+    tuning = Tuning(DEAR, CHEAP)
+    assert from_wire(to_wire(tuning)) == tuning
+
+
+@pytest.mark.parametrize("numbers", [None, [], [[1.0] * 4], [[1.0] * 4] * 4, [[1.0] * 3] * 3, [[0.0] * 4] * 3, b"x"])
+def test_what_is_no_tuning_is_refused(numbers: Any) -> None:
+    with pytest.raises(RendezvousError, match="what rank 0 published in the store is no tuning: "):
+        from_wire(numbers)
