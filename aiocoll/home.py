@@ -10,6 +10,7 @@ from typing import Any
 
 import msgpack
 
+from aiocoll.algorithms.machine import Tuning
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.membership import Membership
 from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, StoreError, StoreUnavailableError
@@ -24,6 +25,7 @@ from aiocoll.transport.address import is_wildcard, routable_address
 from aiocoll.transport.base import Card, Link, Transport
 from aiocoll.transport.memory import Hub, MemoryTransport
 from aiocoll.transport.stream import StreamTransport
+from aiocoll.tuning import from_wire, load, to_wire
 
 __all__ = ["Home", "shared"]
 
@@ -83,6 +85,7 @@ class Home:
         self._loop = asyncio.get_running_loop()
         self._runtime = Runtime.of(self._loop)
         self._hub: Hub | None = None
+        self._tuning = Tuning()
         self._opening = asyncio.Lock()
         self._awaited: dict[str, int] = {}
         self._members = 0
@@ -124,7 +127,7 @@ class Home:
         cards = [endpoint.cards[rank] for rank in ranks]
         together = self._hub is None and len({card["host"] for card in cards}) == 1
         piece_nbytes = min(card["piece"] for card in cards) if together else 0
-        member = Membership(endpoint, identity, name, ranks, piece_nbytes, timeout, options.warn_after)
+        member = Membership(endpoint, identity, name, ranks, piece_nbytes, timeout, options.warn_after, self._tuning)
         endpoint.add(member)
         return ProcessGroup(member, options, f"{len(ranks)} ranks", self)
 
@@ -222,19 +225,24 @@ class Home:
 
     async def _meet_once(self) -> Endpoint:
         generation = await self._claim()
+        tuning = await self._tune() if self.rank == 0 else None
         prefix = f"aiocoll/{generation}"
         place = PrefixStore(prefix, self._store)
         self._awaited = {f"{prefix}/job": 0}
         job = await self._job(place)
         self._awaited = {f"{prefix}/card/{rank}": rank for rank in range(self.world_size)}
         stream, card = await self._listen(job)
+        if tuning is not None:
+            card = {**card, "tuning": to_wire(tuning)}
         transport: Transport = stream
         # A peer that is ahead of us may connect before there is an endpoint to take its link.
         early: list[Link] = []
         transport.accepted = early.append
         try:
             cards: Mapping[int, Card] = await self._exchange(place, "card", card)
+            told = from_wire(cards[0].get("tuning"))
             transport, cards = await self._settle(place, stream, job, cards)
+            self._tuning = told.over("tcp" if cards[0]["tcp"] else "unix")
             endpoint = Endpoint(
                 self._runtime, transport, self.rank, self.world_size, self._spin(cards), self._crowded(cards)
             )
@@ -272,6 +280,16 @@ class Home:
         place = PrefixStore(f"aiocoll/{times}", self._store)
         for key in ("job", *(f"card/{rank}" for rank in range(world_size))):
             await place.compare_set(key, b"", CALLED_OFF + reason.encode())
+
+    async def _tune(self) -> Tuning:
+        """Read what the machine can do; a virtual clock measures nothing, and must not depend on who runs it."""
+        if self._options.tuning is None and not self._runtime.may_listen:
+            return Tuning()
+        try:
+            return load(self._options.tuning, os.environ)
+        except ValueError as error:
+            await self._call_off(self.world_size, f"rank 0 could not join: {error}")
+            raise
 
     async def _job(self, place: Store) -> str:
         """Agree on a name no other job has, so that a stale rank cannot connect."""

@@ -159,6 +159,7 @@ class Launcher:
             self._size,
             ordered=made is not None and made.ordered,
             portable=made is None or made.portable,
+            tuning=self._member.tuning,
         )
         if kind == "allreduce" and made is not None and nbytes and made.prescale is None:
             executor = self._shares(algorithm, nbytes, made)

@@ -11,6 +11,7 @@
     debug         AIOCOLL_DEBUG           "off"
     allow_pickle  AIOCOLL_ALLOW_PICKLE    no
     host_id       AIOCOLL_HOST_ID         none: found out
+    tuning        AIOCOLL_TUNING          none: what `aiocoll bench --tune` has left in the user's cache, if anything
 
 Nothing is guessed: an unknown `AIOCOLL_` variable or an unusable value is an error that says what is allowed.
 """
@@ -72,6 +73,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "debug": "off",
     "allow_pickle": False,
     "host_id": None,
+    "tuning": None,
 }
 
 
@@ -90,6 +92,7 @@ class GroupOptions:
         debug: `"detail"` compares every operation on all ranks before data moves.
         allow_pickle: whether objects msgpack cannot express may travel as pickles; every rank must agree.
         host_id: pretend to be on another host than ranks with another one (for tests).
+        tuning: path of a file by `aiocoll bench --tune`; only rank 0 reads it, and tells the others.
 
     Raises:
         TypeError: a value has a wrong type.
@@ -107,6 +110,7 @@ class GroupOptions:
     debug: Literal["off", "detail"] = _UNSET
     allow_pickle: bool = _UNSET
     host_id: str | None = _UNSET
+    tuning: str | None = _UNSET
 
     def __post_init__(self) -> None:
         for name, value in self._given().items():
@@ -210,6 +214,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "interface": _check_text,
     "bind": _check_text,
     "host_id": _check_text,
+    "tuning": _check_text,
     "spin_us": _check_spin,
     "warn_after": _check_number,
     "allow_pickle": _check_bool,

@@ -22,6 +22,7 @@ DEFAULTS = {
     "debug": "off",
     "allow_pickle": False,
     "host_id": None,
+    "tuning": None,
 }
 ELSEWHERE = ("PORT", "STORE", "JOB_ID", "JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP")
 
@@ -43,6 +44,7 @@ def test_defaults() -> None:
         ("allow_pickle", "1", True, False),
         ("allow_pickle", "No", False, True),
         ("host_id", "a", "a", "b"),
+        ("tuning", "a.json", "a.json", "b.json"),
     ],
 )
 def test_explicit_beats_environment_beats_default(name: str, text: str, value: object, other: object) -> None:
@@ -115,6 +117,7 @@ def test_what_is_not_built_is_refused_rather_than_ignored(name: str, value: str,
         ({"allow_pickle": 1}, TypeError, "allow_pickle must be True or False, not 1"),
         ({"interface": 3}, TypeError, "interface must be a str or None, not int"),
         ({"host_id": ""}, ValueError, "host_id='': must not be empty"),
+        ({"tuning": 1}, TypeError, "tuning must be a str or None, not int"),
         ({"job_key": 5}, TypeError, "job_key must be bytes or str, not int"),
         ({"job_key": "short"}, ValueError, "at least 16 bytes, this one has 5; make one with"),
     ],

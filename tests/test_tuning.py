@@ -1,5 +1,6 @@
-"""The file of `aiocoll bench --tune`: what it says, what is done about one that says something else."""
+"""The file of `aiocoll bench --tune`: what it says, what is done about one that says something else, who hears it."""
 
+import asyncio
 import json
 import logging
 import os
@@ -7,15 +8,21 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from aiocoll.algorithms import Machine, Tuning
+import aiocoll
+from aiocoll.algorithms import Machine, Tuning, choose
 from aiocoll.errors import RendezvousError
+from aiocoll.options import GroupOptions
+from aiocoll.store import HashStore
+from aiocoll.testing import run_virtual
 from aiocoll.tuning import default_path, dumps, from_wire, load, to_wire
 
 #: So much time to start a message that everything is sent at once, whatever its size.
 DEAR = Machine(1.0, 0.001, 1e-9, 1e-10)
 CHEAP = Machine(1e-6, 1e-6, 1e-9, 1e-10)
+LARGE = 1 << 20
 
 
 def machines() -> dict[str, Machine]:
@@ -131,3 +138,54 @@ def test_the_wire_has_every_number() -> None:
 def test_what_is_no_tuning_is_refused(numbers: Any) -> None:
     with pytest.raises(RendezvousError, match="what rank 0 published in the store is no tuning: "):
         from_wire(numbers)
+
+
+async def group(store: HashStore, rank: int, world_size: int, **options: Any) -> aiocoll.ProcessGroup:
+    return await aiocoll.new_group(
+        store=store, rank=rank, world_size=world_size, timeout=30, options=GroupOptions(**options)
+    )
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix"])
+async def test_all_ranks_have_the_tuning_of_rank_0(path: Path, transport: Any) -> None:
+    """The others' own would have them choose differently, and wait for each other."""
+    theirs = write(path.with_name("theirs.json"), media={"tcp": CHEAP._asdict(), "unix": CHEAP._asdict()})
+    mine = write(path)
+    assert choose("allreduce", LARGE, 2) != choose("allreduce", LARGE, 2, tuning=Tuning(tcp=DEAR))
+    store = HashStore()
+    groups = await asyncio.gather(
+        *(group(store, rank, 2, transport=transport, tuning=theirs if rank else mine) for rank in range(2))
+    )
+    for pg in groups:
+        assert pg._member.tuning == Tuning(**machines(), medium=transport)
+    arrays = [np.full(LARGE // 4, rank + 1, np.int32) for rank in range(2)]
+    await asyncio.gather(*(pg.allreduce(array) for pg, array in zip(groups, arrays, strict=True)))
+    assert all((array == 3).all() for array in arrays)
+    assert {plan.algorithm for pg in groups for plan, _ in pg._plans.values()} == {"exchange"}
+    await asyncio.gather(*(pg.shutdown() for pg in groups))
+    await store.aclose()
+
+
+async def test_if_rank_0_cannot_read_it_nobody_waits(path: Path) -> None:
+    write(path, format="of something else")
+    store = HashStore()
+    first, second = await asyncio.gather(
+        *(group(store, rank, 2, **({} if rank else {"tuning": str(path)})) for rank in range(2)), return_exceptions=True
+    )
+    assert isinstance(first, ValueError)
+    assert isinstance(second, RendezvousError)
+    assert f"rank 0 could not join: tuning='{path}': it has no \"format\"" in str(second)
+    await store.aclose()
+
+
+async def tuning_of(pg: aiocoll.ProcessGroup) -> Tuning:
+    return pg._member.tuning
+
+
+def test_a_virtual_run_does_not_depend_on_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "aiocoll").mkdir()
+    path = write(default_path(os.environ))
+    assert {each._replace(medium="tcp") for each in run_virtual(2, tuning_of)} == {Tuning()}
+    given = run_virtual(2, tuning_of, options=GroupOptions(tuning=path))
+    assert {each._replace(medium="tcp") for each in given} == {Tuning(**machines())}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from math import nan
 from typing import TYPE_CHECKING, Any
 
+from aiocoll.algorithms.machine import Tuning
 from aiocoll.engine.channel import Channel
 from aiocoll.engine.diagnosis import Diagnosis, cause_of, error_from
 from aiocoll.engine.disagreement import Disputes, called, mismatch
@@ -40,6 +41,7 @@ class Membership:
         piece_nbytes: of the blocks in memory that all ranks share, where they do; else 0.
         timeout: seconds an operation may take unless its call says otherwise.
         warn_after: seconds after which an operation that waits is reported in the log.
+        tuning: what the machine and the medium of the group's messages can do, the same on all ranks.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Membership:
         piece_nbytes: int,
         timeout: float,
         warn_after: float,
+        tuning: Tuning,
     ) -> None:
         self.endpoint = endpoint
         self.id = identity
@@ -61,6 +64,7 @@ class Membership:
         #: The timeout of operations that expire in the order of entry, and that the watch need not be told of.
         self.unhurried = timeout if timeout >= REPORT_AFTER else nan
         self.warn_after = warn_after
+        self.tuning = tuning
         self.rank = self.ranks.index(endpoint.rank)
         #: Says in the log whose a record is.
         self.whose = {"group": name, "rank": self.rank}
