@@ -233,14 +233,14 @@ class Home:
         self._awaited = {f"{prefix}/card/{rank}": rank for rank in range(self.world_size)}
         stream, card = await self._listen(job)
         if tuning is not None:
-            card = {**card, "tuning": to_wire(tuning)}
+            card = {**card, "tuning": to_wire(tuning, _cores())}
         transport: Transport = stream
         # A peer that is ahead of us may connect before there is an endpoint to take its link.
         early: list[Link] = []
         transport.accepted = early.append
         try:
             cards: Mapping[int, Card] = await self._exchange(place, "card", card)
-            told = from_wire(cards[0].get("tuning"))
+            told = from_wire(cards[0].get("tuning"), _beside(0, cards))
             transport, cards = await self._settle(place, stream, job, cards)
             self._tuning = told.over("tcp" if cards[0]["tcp"] else "unix")
             endpoint = Endpoint(
@@ -281,10 +281,10 @@ class Home:
         for key in ("job", *(f"card/{rank}" for rank in range(world_size))):
             await place.compare_set(key, b"", CALLED_OFF + reason.encode())
 
-    async def _tune(self) -> Tuning:
-        """Read what the machine can do; a virtual clock measures nothing, and must not depend on who runs it."""
+    async def _tune(self) -> Tuning | None:
+        """Read what was measured, if anything; a run on a virtual clock must not depend on the machine."""
         if self._options.tuning is None and not self._runtime.may_listen:
-            return Tuning()
+            return None
         try:
             return load(self._options.tuning, os.environ)
         except ValueError as error:
@@ -355,8 +355,12 @@ class Home:
         return self._options.spin_us / 1e6 if alone else 0.0
 
     def _crowded(self, cards: Mapping[int, Card]) -> bool:
-        here = cards[self.rank]["host"]
-        return sum(1 for card in cards.values() if card["host"] == here) > _cores()
+        return _beside(self.rank, cards) > _cores()
+
+
+def _beside(rank: int, cards: Mapping[int, Card]) -> int:
+    """Return how many ranks are on the host of `rank`, itself included."""
+    return sum(1 for card in cards.values() if card["host"] == cards[rank]["host"])
 
 
 def _card(rank: int, data: bytes) -> Card:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from aiocoll.algorithms.machine import MEDIA, Machine, Tuning
+from aiocoll.algorithms.machine import MEDIA, Machine, Medium, Tuning
 from aiocoll.errors import RendezvousError
 from aiocoll.log import logger
 
@@ -40,11 +40,11 @@ def default_path(environ: Mapping[str, str]) -> Path:
     return folder / "aiocoll" / f"tuning-{socket.gethostname()}.json"
 
 
-def load(path: str | None, environ: Mapping[str, str]) -> Tuning:
+def load(path: str | None, environ: Mapping[str, str]) -> Tuning | None:
     """Return the tuning in the file `path`, by default that of `aiocoll bench --tune` for this host, if it is there.
 
-    The defaults stand in, with a warning, for a file of another version; and for whatever else is wrong with a file
-    that nobody has asked for.
+    None, with a warning, stands for a file of another version; and for whatever else is wrong with a file that nobody
+    has asked for.
 
     Raises:
         ValueError: `path` cannot be read or is no tuning.
@@ -62,30 +62,39 @@ def load(path: str | None, environ: Mapping[str, str]) -> Tuning:
         if path is not None:
             raise ValueError(f"tuning={path!r}: {reason}; {_HINT}") from None
         logger.warning("%s is not used: %s; %s", where, reason, _HINT)
-    return Tuning()
+    return None
 
 
-def dumps(machines: Mapping[str, Machine], date: str) -> str:
+def dumps(machines: Mapping[Medium, Machine], date: str) -> str:
     """Return the text of the file for what was measured on this host at `date`."""
     media = {medium: machine._asdict() for medium, machine in machines.items()}
     content = {"format": FORMAT, "version": VERSION, "machine": socket.gethostname(), "date": date, "media": media}
     return json.dumps(content, indent=1) + "\n"
 
 
-def to_wire(tuning: Tuning) -> list[list[float]]:
-    """Return the numbers of all media, as rank 0 publishes them."""
-    return [list(getattr(tuning, medium)) for medium in MEDIA]
+def to_wire(tuning: Tuning, cores: int) -> list[Any]:
+    """Return what was measured on a host of that many cores, as rank 0 publishes it."""
+    return [cores, *(list(getattr(tuning, medium)) for medium in MEDIA)]
 
 
-def from_wire(numbers: Any) -> Tuning:
-    """Return the tuning that rank 0 has published.
+def from_wire(numbers: Any, ranks: int) -> Tuning:
+    """Return the tuning that rank 0 has published; None stands for the defaults.
+
+    What was measured is what two ranks do that have a core each. The defaults are for ranks that may share theirs.
+
+    Args:
+        numbers: what rank 0 has published.
+        ranks: number of ranks on the host of rank 0.
 
     Raises:
         RendezvousError: it is none; whoever writes into the store could have written anything.
     """
+    if numbers is None:
+        return Tuning()
     try:
-        if isinstance(numbers, list) and len(numbers) == len(MEDIA):
-            return _tuning({medium: _machine(medium, each) for medium, each in zip(MEDIA, numbers, strict=True)})
+        if isinstance(numbers, list) and len(numbers) == 1 + len(MEDIA) and type(numbers[0]) is int and numbers[0] > 0:
+            found = {medium: _machine(medium, each) for medium, each in zip(MEDIA, numbers[1:], strict=True)}
+            return _tuning(found)._replace(crowd=max(ranks / numbers[0], 1.0))
         reason = f"{numbers!r:.64}"
     except ValueError as error:
         reason = str(error)
@@ -120,7 +129,7 @@ def _parse(data: bytes) -> Tuning:
     return _tuning(found)
 
 
-def _tuning(found: Mapping[str, Machine]) -> Tuning:
+def _tuning(found: Mapping[Medium, Machine]) -> Tuning:
     default = Tuning()
     return Tuning(found.get("tcp", default.tcp), found.get("unix", default.unix), found.get("shm", default.shm))
 

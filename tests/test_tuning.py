@@ -57,7 +57,7 @@ def test_the_default_is_in_the_cache_of_the_user_and_need_not_be_there(
     monkeypatch.setenv("HOME", str(tmp_path))
     for cache in ({}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "relative"}):
         assert default_path(cache) == tmp_path / ".cache" / "aiocoll" / name
-    assert load(None, environ) == load(None, {"XDG_CACHE_HOME": os.devnull}) == Tuning()
+    assert load(None, environ) is load(None, {"XDG_CACHE_HOME": os.devnull}) is None
     (tmp_path / "aiocoll").mkdir()
     write(default_path(environ))
     assert load(None, environ) == Tuning(**machines())
@@ -84,7 +84,7 @@ def test_a_file_that_is_no_tuning_is_an_error_if_it_was_asked_for(
     folder.mkdir()
     environ = {"XDG_CACHE_HOME": str(path.parent)}
     path.rename(default_path(environ))
-    assert load(None, environ) == Tuning()
+    assert load(None, environ) is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert f"{default_path(environ)} is not used: it " in caplog.text
 
@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_opened_is_an_error_if_it_was_asked_for(
         load(str(tmp_path), {})
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     default_path(environ).mkdir(parents=True)
-    assert load(None, environ) == Tuning()
+    assert load(None, environ) is None
     assert "is not used: Is a directory" in caplog.text
 
 
@@ -122,7 +122,7 @@ def test_numbers_that_cannot_be_are_named(path: Path, media: Any, message: str) 
 
 @pytest.mark.parametrize("version", [0, 2, "1", None, "x" * 1000])
 def test_another_version_is_not_used(path: Path, version: Any, caplog: pytest.LogCaptureFixture) -> None:
-    assert load(write(path, version=version, media="of the future"), {}) == Tuning()
+    assert load(write(path, version=version, media="of the future"), {}) is None
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "is not used: its version is" in record.getMessage()
@@ -131,13 +131,30 @@ def test_another_version_is_not_used(path: Path, version: Any, caplog: pytest.Lo
 
 def test_the_wire_has_every_number() -> None:
     tuning = Tuning(DEAR, CHEAP)
-    assert from_wire(to_wire(tuning)) == tuning
+    assert from_wire(to_wire(tuning, 4), 4) == tuning
+    assert from_wire(None, 4) == Tuning()
 
 
-@pytest.mark.parametrize("numbers", [None, [], [[1.0] * 4], [[1.0] * 4] * 4, [[1.0] * 3] * 3, [[0.0] * 4] * 3, b"x"])
+def test_ranks_that_share_cores_send_and_reduce_more_slowly() -> None:
+    tuning = from_wire(to_wire(Tuning(DEAR), 2), 5)
+    assert tuning == Tuning(DEAR, crowd=2.5)
+    alpha, overhead, beta, gamma = DEAR
+    assert tuning.machine == Machine(alpha, 2.5 * overhead, 2.5 * beta, 2.5 * gamma)
+    assert from_wire(to_wire(Tuning(DEAR), 64), 5).machine == DEAR
+
+
+FINE = [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [[], [2], [2, FINE, FINE], [2, FINE, FINE, FINE, FINE], [2, FINE, FINE, [1.0] * 3], [2, FINE, FINE, [0.0] * 4]]
+    + [[cores, FINE, FINE, FINE] for cores in (0, -1, 1.5, "2", True, None)]
+    + [b"x", {}],
+)
 def test_what_is_no_tuning_is_refused(numbers: Any) -> None:
     with pytest.raises(RendezvousError, match="what rank 0 published in the store is no tuning: "):
-        from_wire(numbers)
+        from_wire(numbers, 2)
 
 
 async def group(store: HashStore, rank: int, world_size: int, **options: Any) -> aiocoll.ProcessGroup:
@@ -157,7 +174,7 @@ async def test_all_ranks_have_the_tuning_of_rank_0(path: Path, transport: Any) -
         *(group(store, rank, 2, transport=transport, tuning=theirs if rank else mine) for rank in range(2))
     )
     for pg in groups:
-        assert pg._member.tuning == Tuning(**machines(), medium=transport)
+        assert pg._member.tuning._replace(crowd=1.0) == Tuning(**machines(), medium=transport)
     arrays = [np.full(LARGE // 4, rank + 1, np.int32) for rank in range(2)]
     await asyncio.gather(*(pg.allreduce(array) for pg, array in zip(groups, arrays, strict=True)))
     assert all((array == 3).all() for array in arrays)
@@ -188,4 +205,4 @@ def test_a_virtual_run_does_not_depend_on_the_machine(tmp_path: Path, monkeypatc
     path = write(default_path(os.environ))
     assert {each._replace(medium="tcp") for each in run_virtual(2, tuning_of)} == {Tuning()}
     given = run_virtual(2, tuning_of, options=GroupOptions(tuning=path))
-    assert {each._replace(medium="tcp") for each in given} == {Tuning(**machines())}
+    assert {each._replace(medium="tcp", crowd=1.0) for each in given} == {Tuning(**machines())}

@@ -59,18 +59,21 @@ class Tuning(NamedTuple):
         tcp, unix, shm: the numbers of each medium. Those of "tcp" are of the loopback interface unless somebody has
             measured a network.
         medium: what the group's messages go over.
+        crowd: ranks per core, if more than one: what takes the processor takes that much longer.
     """
 
     tcp: Machine = Machine(40e-6, 13e-6, 40e-6 / 65536, 0.1e-9)
     unix: Machine = Machine(25e-6, 8e-6, 25e-6 / 65536, 0.1e-9)
     shm: Machine = Machine(5e-6, 4e-6, 0.1e-9, 0.05e-9)
     medium: Medium = "tcp"
+    crowd: float = 1.0
 
     @property
     def machine(self) -> Machine:
-        """The numbers of the group's medium."""
-        found: Machine = getattr(self, self.medium)
-        return found
+        """The numbers of the group's medium, for ranks that share cores as these do."""
+        alone: Machine = getattr(self, self.medium)
+        alpha, overhead, beta, gamma = alone
+        return Machine(alpha, overhead * self.crowd, beta * self.crowd, gamma * self.crowd)
 
     def over(self, medium: Medium) -> Tuning:
         """Return the same numbers for a group whose messages go over `medium`."""
