@@ -1,0 +1,228 @@
+"""`aiocoll bench --tune`: measure what this machine can do, for the library to choose its algorithms by.
+
+Two processes of this host send each other messages over every transport there is: a short one there and back takes
+twice alpha; long ones in both directions at once, as in most schedules, beta per byte; and what a burst of short ones
+takes longer than one alone is the overhead of each. Reducing is NumPy's.
+
+All of it is repeated in turn, so that whatever else the machine does hits all alike, in several launches, one transport
+after the other. That only ever adds time: of a launch the lower quartiles count, and of the launches the quickest.
+
+What goes over "tcp" is measured on the loopback interface. Ranks on several hosts use those numbers too; who knows the
+network better edits the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+
+from aiocoll.algorithms.machine import MEDIA, Machine, Medium
+from aiocoll.errors import AiocollError, BackendUnavailableError
+from aiocoll.group import ProcessGroup
+from aiocoll.options import GroupOptions
+from aiocoll.testing import run_processes
+from aiocoll.tuning import default_path, dumps
+
+__all__ = ["add_arguments", "exchange", "measure", "run"]
+
+#: Bytes of a short message, and of a long one: so long that what starts it is a few percent of its time.
+SHORT, LONG = 8, 4 << 20
+#: Short messages in a burst, besides the one that is always there.
+BURST = 16
+#: Bytes reduced at a time, like the pieces of a message; and of the array they are reduced into, beyond the caches that
+#: a core has for itself.
+PIECE, ARRAY = 256 << 10, 8 << 20
+#: Turns before those that count; launches per transport, and seconds of each. With starting the processes it is about
+#: ten seconds in all; where that takes too long, there are fewer launches.
+WARM_UP, LAUNCHES, SECONDS, ENOUGH = 5, 5, 0.5, 12.0
+#: Seconds after which a launch has hung.
+HUNG = 60.0
+#: Launches that differ by more tell of something else that keeps the machine busy.
+CALM = 1.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--tune` to the arguments of a command."""
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="measure latency and bandwidth of this machine instead, and leave them where every group looks for them "
+        "(or in the file AIOCOLL_TUNING)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure this machine, print what was found, and write it to the file that the library reads.
+
+    Returns:
+        The exit code: 1 if it could not be measured or written.
+    """
+    path = Path(os.environ.get("AIOCOLL_TUNING") or default_path(os.environ))
+    try:
+        launches = asyncio.run(measure(LAUNCHES, SECONDS))
+        machines = {medium: min(found) for medium, found in launches.items()}
+        print(_table(machines, launches))
+        _write(path, dumps(machines, datetime.now(UTC).isoformat(timespec="seconds")))
+    except (AiocollError, OSError) as error:
+        print(f"aiocoll bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(f"Written to {path}; groups use it from now on.")
+    return 0
+
+
+async def measure(launches: int, seconds: float) -> dict[Medium, list[Machine]]:
+    """Measure every medium that groups of this host can use.
+
+    Args:
+        launches: pairs of processes for each medium, at most.
+        seconds: how long each pair measures; starting it takes about as long.
+
+    Returns:
+        What each launch has found, by medium.
+    """
+    found: dict[Medium, list[Machine]] = {medium: [] for medium in MEDIA}
+    end = perf_counter() + ENOUGH
+    for number in range(launches):
+        if number and perf_counter() > end:
+            break
+        for medium, machines in found.items():
+            try:
+                options = GroupOptions(transport=medium, tuning=None)
+            except BackendUnavailableError:
+                continue
+            ranks = await run_processes(2, exchange, seconds, options=options, timeout=HUNG, loop="uvloop")
+            machines.append(ranks[0])
+    return {medium: machines for medium, machines in found.items() if machines}
+
+
+async def exchange(pg: ProcessGroup, seconds: float) -> Machine:
+    """Measure with the other of two ranks; rank 0 says in its short messages whether to go on."""
+    pair = _Pair(pg)
+    for _ in range(WARM_UP):
+        await pair.turn(more=True)
+    pair.forget()
+    end = perf_counter() + seconds
+    while await pair.turn(more=perf_counter() < end):
+        pass
+    return pair.machine()
+
+
+class _Pair:
+    """One of two ranks that measure together."""
+
+    def __init__(self, pg: ProcessGroup) -> None:
+        self._pg = pg
+        self._first = pg.rank() == 0
+        self._peer = 1 - pg.rank()
+        self._short = np.zeros(SHORT, np.uint8)
+        self._long = np.zeros((2, LONG), np.uint8)
+        self._burst = [np.zeros(SHORT, np.uint8) for _ in range(1 + BURST)]
+        self._piece = np.zeros(PIECE // 4, np.float32)
+        self._array = np.zeros(ARRAY // 4, np.float32)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._shorts: list[float] = []
+        self._longs: list[float] = []
+        self._singles: list[float] = []
+        self._bursts: list[float] = []
+        self._reductions: list[float] = []
+
+    async def turn(self, more: bool) -> bool:
+        """Measure everything once; return whether rank 0 wants another turn."""
+        if self._first:
+            self._short[0] = more
+        self._shorts.append(await self._there_and_back() / 2)
+        self._singles.append(await self._many(1))
+        self._bursts.append(await self._many(1 + BURST))
+        self._longs.append(await self._both_ways())
+        start = perf_counter()
+        for piece in self._array.reshape(-1, len(self._piece)):
+            np.add(self._piece, piece, out=piece)
+        self._reductions.append(perf_counter() - start)
+        return bool(self._short[0])
+
+    def machine(self) -> Machine:
+        """Return the numbers that the times tell."""
+        alpha = _typical(self._shorts)
+        # Noise can make a difference as small as it likes, but nothing costs nothing.
+        overhead = max((_typical(self._bursts) - _typical(self._singles)) / BURST, alpha / 100)
+        beta = max(_typical(self._longs) - alpha, alpha) / LONG
+        return Machine(alpha, overhead, beta, _typical(self._reductions) / ARRAY)
+
+    async def _there_and_back(self) -> float:
+        start = perf_counter()
+        if self._first:
+            await self._pg.send(self._short, self._peer)
+            await self._pg.recv(self._short, self._peer)
+        else:
+            await self._pg.recv(self._short, self._peer)
+            await self._pg.send(self._short, self._peer)
+        return perf_counter() - start
+
+    async def _both_ways(self) -> float:
+        start = perf_counter()
+        sent = self._pg.send(self._long[0], self._peer)
+        await self._pg.recv(self._long[1], self._peer)
+        await sent
+        return perf_counter() - start
+
+    async def _many(self, count: int) -> float:
+        """Send `count` short messages at once, and hear that they are there."""
+        start = perf_counter()
+        if self._first:
+            works = [self._pg.send(message, self._peer) for message in self._burst[:count]]
+        else:
+            works = [self._pg.recv(message, self._peer) for message in self._burst[:count]]
+        for work in works:
+            await work
+        if self._first:
+            await self._pg.recv(self._short, self._peer)
+        else:
+            await self._pg.send(self._short, self._peer)
+        return perf_counter() - start
+
+
+def _typical(times: list[float]) -> float:
+    """Return the lower quartile."""
+    return sorted(times)[len(times) // 4]
+
+
+def _table(machines: Mapping[Medium, Machine], launches: Mapping[Medium, Sequence[Machine]]) -> str:
+    """Return what was measured, for people."""
+    lines = [f"{'':6}{'latency':>11}{'per message':>14}{'bandwidth':>13}{'reducing':>13}{'n_half':>10}"]
+    for medium, (alpha, overhead, beta, gamma) in machines.items():
+        lines.append(
+            f"{medium:6}{alpha * 1e6:8.1f} µs{overhead * 1e6:11.1f} µs{1e-9 / beta:8.1f} GB/s{1e-9 / gamma:8.1f} GB/s"
+            f"{alpha / beta / 1024:6.0f} KiB"
+        )
+    for medium, found in launches.items():
+        low, high = min(found).alpha, max(found).alpha
+        if high > CALM * low:
+            lines.append(
+                f"{medium}: latency was {low * 1e6:.1f} to {high * 1e6:.1f} µs: something else keeps this machine "
+                "busy; measure again when it is quiet"
+            )
+    return "\n".join(lines)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write the whole file or nothing: a group may read it at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        fresh.write_text(text)
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)

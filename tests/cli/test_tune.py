@@ -1,0 +1,93 @@
+"""`aiocoll bench --tune`: what it measures is what groups then use."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from aiocoll.algorithms import Machine, Tuning
+from aiocoll.cli import tune
+from aiocoll.errors import RendezvousError
+from aiocoll.tuning import default_path, load
+
+ARGS = argparse.Namespace(tune=True)
+QUIET, BUSY = Machine(20e-6, 5e-6, 1e-9, 1e-10), Machine(80e-6, 4e-6, 2e-9, 2e-10)
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> dict:
+    """Return what the command will take for measured."""
+    launches = {"tcp": [BUSY, QUIET, BUSY], "unix": [QUIET]}
+
+    async def measure(*_: object) -> dict:
+        return launches
+
+    monkeypatch.setattr(tune, "measure", measure)
+    return launches
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return where the command writes: in a folder that is not there yet."""
+    monkeypatch.delenv("AIOCOLL_TUNING", raising=False)
+    environ = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    monkeypatch.setenv("XDG_CACHE_HOME", environ["XDG_CACHE_HOME"])
+    return default_path(environ)
+
+
+async def test_two_processes_measure_every_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "ENOUGH", 0.0)
+    found = await tune.measure(launches=3, seconds=0.0)
+    assert {"tcp", "unix"} <= found.keys()
+    for (machine,) in found.values():
+        assert all(0 < number < 1 for number in machine)
+        assert machine.beta < machine.alpha
+
+
+def test_the_quietest_launch_is_written_where_groups_look_for_it(
+    found: dict, path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for _ in range(2):  # an older file is replaced
+        assert tune.run(ARGS) == 0
+        assert load(None, {"XDG_CACHE_HOME": str(path.parents[1])}) == Tuning(tcp=QUIET, unix=QUIET)
+    assert list(path.parent.iterdir()) == [path]
+    printed = capsys.readouterr().out
+    assert "tcp       20.0 µs        5.0 µs     1.0 GB/s    10.0 GB/s    20 KiB\n" in printed
+    assert "tcp: latency was 20.0 to 80.0 µs: something else keeps this machine busy" in printed
+    assert "unix: latency" not in printed
+    assert f"Written to {path}" in printed
+
+
+def test_it_may_be_written_elsewhere(found: dict, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOCOLL_TUNING", str(tmp_path / "mine.json"))
+    assert tune.run(ARGS) == 0
+    assert load(str(tmp_path / "mine.json"), {}) == Tuning(tcp=QUIET, unix=QUIET)
+    assert not path.exists()
+
+
+def test_what_cannot_be_written_is_said(found: dict, path: Path, capsys: pytest.CaptureFixture) -> None:
+    path.mkdir(parents=True)
+    assert tune.run(ARGS) == 1
+    assert "aiocoll bench: [Errno 21] Is a directory" in capsys.readouterr().err
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [RendezvousError("nobody came"), TimeoutError("it did not end"), KeyboardInterrupt()])
+def test_what_cannot_be_measured_is_not_written(
+    path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    async def measure(*_: object) -> dict:
+        raise error
+
+    monkeypatch.setattr(tune, "measure", measure)
+    interrupted = isinstance(error, KeyboardInterrupt)
+    assert tune.run(ARGS) == (130 if interrupted else 1)
+    assert capsys.readouterr().err == ("" if interrupted else f"aiocoll bench: {error}\n")
+    assert not path.exists()
+
+
+def test_it_is_an_argument_of_a_command(capsys: pytest.CaptureFixture) -> None:
+    parser = argparse.ArgumentParser()
+    tune.add_arguments(parser)
+    assert not parser.parse_args([]).tune
+    assert parser.parse_args(["--tune"]).tune
