@@ -63,8 +63,9 @@ def cost(algorithm: str, kind: str, nbytes: int, world_size: int) -> Load:
 def predict(algorithm: str, kind: str, nbytes: int, world_size: int, machine: Machine) -> float:
     """Return about how many seconds a collective takes.
 
-    A step costs alpha (Hockney); the messages that a rank has besides, all under way at the same time, an overhead each
-    (LogGP); the longer direction of the busiest rank's link beta per byte; what it reduces or copies gamma per byte.
+    A step costs alpha, a byte in the busier direction of the busiest link beta (Hockney); or the messages that a rank
+    has besides, all under way at the same time, an overhead each, if that takes longer than the bytes (LogGP); what is
+    reduced or copied gamma per byte.
 
     Args:
         algorithm: its name.
@@ -80,16 +81,19 @@ def predict(algorithm: str, kind: str, nbytes: int, world_size: int, machine: Ma
     alpha, overhead, beta, gamma = machine
     crowd = max(load.sends - load.steps, 0) + max(load.receives - load.steps, 0)
     link = max(load.sent, load.received)
-    seconds = crowd * overhead + load.worked * gamma
+    seconds = load.worked * gamma
     if algorithm == "ring":
         # A step ends when its chunk is through; the next begins with its first piece.
         chunk = link / load.steps if load.steps else 0.0
         return seconds + load.steps * max(alpha + min(chunk, PIECE) * beta, chunk * beta)
-    seconds += load.steps * alpha + link * beta
+    seconds += load.steps * alpha + max(crowd * overhead, link * beta)
+    if algorithm == "exchange":
+        # Reducing overwrites what is sent, so it waits for that, but for what has arrived unasked.
+        seconds += max(nbytes - PIECE, 0) * beta
     if algorithm == "chain":
         # Each inner rank hands on the first piece before the last one sees it; from then on all work at once.
         piece, inner = min(nbytes, PIECE), max(load.steps - 1, 0)
-        seconds += inner * piece * (beta + gamma * load.worked / max(nbytes, 1))
+        seconds += inner * piece * (beta + (gamma if load.worked else 0.0))
     return seconds
 
 

@@ -64,7 +64,7 @@ class Tuning(NamedTuple):
 
     tcp: Machine = Machine(40e-6, 13e-6, 40e-6 / 65536, 0.1e-9)
     unix: Machine = Machine(25e-6, 8e-6, 25e-6 / 65536, 0.1e-9)
-    shm: Machine = Machine(5e-6, 4e-6, 0.1e-9, 0.05e-9)
+    shm: Machine = Machine(5e-6, 2.5e-6, 0.1e-9, 0.05e-9)
     medium: Medium = "tcp"
     crowd: float = 1.0
 

@@ -62,7 +62,7 @@ class Rule:
 
 
 _SCANS = (
-    # One step as long as the first rank's p-1 messages take less than the p-1 wake-ups of a line.
+    # One step, until the p-1 tensors that the last rank gets take longer than the p-1 wake-ups of a line.
     Rule("fold", max_volume=8),
     # The least traffic, streaming.
     Rule("chain"),
@@ -73,22 +73,22 @@ _SCANS = (
 RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {
         "allreduce": (
-            # Two ranks exchange: halving the bytes at the price of a second step pays above 4 n_half.
-            Rule("exchange", max_world=2, min_world=2, max_nbytes=4),
+            # Two ranks exchange, until what they reduce has to wait for what they send.
+            Rule("exchange", max_world=2, min_world=2, max_stages=0.4),
             Rule("oneround", max_world=2, max_nbytes=4),
             # Each rank reduces one half, streaming in both directions.
             Rule("ring", max_world=2),
             # One step, until the messages of a rank take longer than the steps saved, or their bytes.
-            Rule("oneround", max_volume=3, max_fan=0.5),
+            Rule("oneround", max_volume=4, max_fan=0.6),
             # Half the steps of circulant, until the bytes of the gathering weigh more.
-            Rule("bruck", max_volume=3),
-            # Ops whose bits depend on the place: the same, for one step more.
-            Rule("pairwise", max_volume=3, max_fan=0.25),
+            Rule("bruck", max_volume=4),
+            # Ops whose bits depend on the place: every chunk folded on one rank, in two steps.
+            Rule("pairwise", max_volume=4, max_fan=0.25),
             # Least bytes in few steps; above, the ring's extra steps are hidden by streaming.
             Rule("circulant", max_chunk=15),
             Rule("ring"),
-            # Ordered ops: every chunk folded in one place takes 4(p-2) messages more, worth four times their bytes.
-            Rule("bruck", max_gaps=4),
+            # Ordered ops: that every chunk is folded in one place takes 4(p-2) messages more.
+            Rule("bruck", max_gaps=2),
             # The least bytes.
             Rule("pairwise"),
         ),
@@ -114,9 +114,11 @@ RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
         ),
         "allgather": (
             # One step, and few messages per rank.
-            Rule("direct", max_fan=0.75, max_nbytes=4),
-            # Few steps; it copies its output once, which streaming saves above.
-            Rule("circulant", max_chunk=1),
+            Rule("direct", max_fan=0.75, max_stages=1),
+            # Few steps; above, the bytes take longer than the messages of all others, and it copies its output.
+            Rule("circulant", max_chunk=0.35),
+            Rule("direct", max_stages=1),
+            # As fast, and no link has to carry what all others send at once.
             Rule("ring"),
         ),
         "broadcast": (

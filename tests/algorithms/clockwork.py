@@ -1,0 +1,93 @@
+"""Runs programs on a machine of known speed, message by message: what `predict` says in a formula, the long way.
+
+Every rank has one processor and a link with two directions. A message takes the sender's processor for the overhead,
+its link for beta per byte, travels, takes the receiver's link and processor, and is reduced there at gamma per byte.
+Whoever is ready first is served first.
+"""
+
+from collections import defaultdict
+from heapq import heappop, heappush
+
+from aiocoll.algorithms.machine import PIECE, Machine
+from aiocoll.algorithms.schedule import Action, Program, Verb
+
+from .proof import RECEIVES
+
+#: An action's place: its rank and index, and the number of the piece.
+Place = tuple[int, int, int]
+
+
+class Clockwork:
+    """The programs of all ranks; elements are bytes. `seconds` is when the last action is complete."""
+
+    def __init__(self, programs: list[Program], machine: Machine) -> None:
+        self.programs = programs
+        self.machine = machine
+        self.free: dict[tuple[str, int], float] = defaultdict(float)  # when a processor or a direction of a link is
+        self.waits: dict[Place, int] = {}
+        self.ready: dict[Place, float] = defaultdict(float)
+        self.followers: dict[Place, list[Place]] = defaultdict(list)
+        self.queue: list[tuple[float, Place]] = []
+        self.seconds = 0.0
+        self._connect()
+        while self.queue:
+            at, place = heappop(self.queue)
+            self._complete(place, self._serve(at, place))
+        assert not any(self.waits.values())
+
+    def _pieces(self, action: Action) -> int:
+        return max(-(-action.region.count // PIECE), 1)
+
+    def _connect(self) -> None:
+        sends = {
+            (rank, action.peer, action.step): (rank, index)
+            for rank, program in enumerate(self.programs)
+            for index, action in enumerate(program.actions)
+            if action.verb is Verb.SEND
+        }
+        for rank, program in enumerate(self.programs):
+            for index, action in enumerate(program.actions):
+                for piece in range(self._pieces(action)):
+                    before = [(rank, index, piece - 1)] if piece else []
+                    before += [(rank, other, self._pieces(program.actions[other]) - 1) for other in action.after]
+                    before += [(rank, other, piece) for other in action.follow]
+                    if action.verb in RECEIVES:
+                        before.append((*sends[action.peer, rank, action.step], piece))
+                    self._wait((rank, index, piece), before)
+
+    def _wait(self, place: Place, before: list[Place]) -> None:
+        self.waits[place] = len(before)
+        for other in before:
+            self.followers[other].append(place)
+        if not before:
+            heappush(self.queue, (0.0, place))
+
+    def _complete(self, place: Place, at: float) -> None:
+        self.seconds = max(self.seconds, at)
+        for other in self.followers[place]:
+            travel = self.machine.alpha - 2 * self.machine.overhead if other[0] != place[0] else 0.0
+            self.ready[other] = max(self.ready[other], at + travel)
+            self.waits[other] -= 1
+            if not self.waits[other]:
+                heappush(self.queue, (self.ready[other], other))
+
+    def _serve(self, at: float, place: Place) -> float:
+        """Return when the piece is through."""
+        rank, index, piece = place
+        action = self.programs[rank].actions[index]
+        nbytes = min(action.region.count - piece * PIECE, PIECE)
+        overhead = self.machine.overhead if piece == 0 else 0.0
+        if action.verb is Verb.SEND:
+            at = self._use("processor", rank, at, overhead)
+            return self._use("out", rank, at, nbytes * self.machine.beta)
+        work = nbytes * max(len(action.sources) - (action.verb is Verb.FOLD), 1) * self.machine.gamma
+        if action.verb in RECEIVES:
+            # The bytes come in while they go out, unless others come in at the same time.
+            start = max(at - nbytes * self.machine.beta, self.free["in", rank])
+            at = self.free["in", rank] = max(start + nbytes * self.machine.beta, at)
+            work = overhead + (work if action.verb is Verb.COMBINE else 0.0)
+        return self._use("processor", rank, at, work)
+
+    def _use(self, what: str, rank: int, at: float, seconds: float) -> float:
+        end = self.free[what, rank] = max(at, self.free[what, rank]) + seconds
+        return end
