@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
         The exit code: 1 if it could not be measured or written.
     """
     path = Path(os.environ.get("AIOCOLL_TUNING") or default_path(os.environ))
+    print("This takes about ten seconds, in which nothing else should run.", flush=True)
     try:
         launches = asyncio.run(measure(LAUNCHES, SECONDS))
         machines = {medium: min(found) for medium, found in launches.items()}
@@ -156,8 +157,8 @@ class _Pair:
     def machine(self) -> Machine:
         """Return the numbers that the times tell."""
         alpha = _typical(self._shorts)
-        # Noise can make a difference as small as it likes, but nothing costs nothing.
-        overhead = max((_typical(self._bursts) - _typical(self._singles)) / BURST, alpha / 100)
+        # Noise can make of a difference what it likes; but nothing costs nothing, and alpha has two overheads in it.
+        overhead = min(max((_typical(self._bursts) - _typical(self._singles)) / BURST, alpha / 100), alpha / 2)
         beta = max(_typical(self._longs) - alpha, alpha) / LONG
         return Machine(alpha, overhead, beta, _typical(self._reductions) / ARRAY)
 
