@@ -10,7 +10,7 @@ from typing import Any
 
 import msgpack
 
-from aiocoll.algorithms.machine import Tuning
+from aiocoll.algorithms.machine import Medium, Tuning
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.membership import Membership
 from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, StoreError, StoreUnavailableError
@@ -232,17 +232,17 @@ class Home:
         job = await self._job(place)
         self._awaited = {f"{prefix}/card/{rank}": rank for rank in range(self.world_size)}
         stream, card = await self._listen(job)
-        if tuning is not None:
-            card = {**card, "tuning": to_wire(tuning, _cores())}
+        if self.rank == 0:
+            card |= {"medium": self._medium, "tuning": None if tuning is None else to_wire(tuning, _cores())}
         transport: Transport = stream
         # A peer that is ahead of us may connect before there is an endpoint to take its link.
         early: list[Link] = []
         transport.accepted = early.append
         try:
             cards: Mapping[int, Card] = await self._exchange(place, "card", card)
-            told = from_wire(cards[0].get("tuning"), _beside(0, cards))
+            told = from_wire(cards[0].get("tuning"), cards[0].get("medium"), _beside(0, cards))
             transport, cards = await self._settle(place, stream, job, cards)
-            self._tuning = told.over("tcp" if cards[0]["tcp"] else "unix")
+            self._tuning = told.over("tcp") if cards[0]["tcp"] else told
             endpoint = Endpoint(
                 self._runtime, transport, self.rank, self.world_size, self._spin(cards), self._crowded(cards)
             )
@@ -280,6 +280,11 @@ class Home:
         place = PrefixStore(f"aiocoll/{times}", self._store)
         for key in ("job", *(f"card/{rank}" for rank in range(world_size))):
             await place.compare_set(key, b"", CALLED_OFF + reason.encode())
+
+    @property
+    def _medium(self) -> Medium:
+        """What carries most messages if all ranks are on one host; a link that cannot be had so is only slower."""
+        return "shm" if self._options.transport in ("auto", "shm") else "unix"
 
     async def _tune(self) -> Tuning | None:
         """Read what was measured, if anything; a run on a virtual clock must not depend on the machine."""

@@ -77,24 +77,27 @@ def to_wire(tuning: Tuning, cores: int) -> list[Any]:
     return [cores, *(list(getattr(tuning, medium)) for medium in MEDIA)]
 
 
-def from_wire(numbers: Any, ranks: int) -> Tuning:
-    """Return the tuning that rank 0 has published; None stands for the defaults.
+def from_wire(numbers: Any, medium: Any, ranks: int) -> Tuning:
+    """Return the tuning that rank 0 has published; without numbers, the defaults.
 
     What was measured is what two ranks do that have a core each. The defaults are for ranks that may share theirs.
 
     Args:
-        numbers: what rank 0 has published.
+        numbers: what rank 0 has published, or None.
+        medium: the one that rank 0 has named.
         ranks: number of ranks on the host of rank 0.
 
     Raises:
         RendezvousError: it is none; whoever writes into the store could have written anything.
     """
+    if medium not in MEDIA:
+        raise RendezvousError(f"what rank 0 published in the store is no medium: {medium!r:.64}")
     if numbers is None:
-        return Tuning()
+        return Tuning(medium=medium)
     try:
         if isinstance(numbers, list) and len(numbers) == 1 + len(MEDIA) and type(numbers[0]) is int and numbers[0] > 0:
-            found = {medium: _machine(medium, each) for medium, each in zip(MEDIA, numbers[1:], strict=True)}
-            return _tuning(found)._replace(crowd=max(ranks / numbers[0], 1.0))
+            found = {name: _machine(name, each) for name, each in zip(MEDIA, numbers[1:], strict=True)}
+            return _tuning(found)._replace(medium=medium, crowd=max(ranks / numbers[0], 1.0))
         reason = f"{numbers!r:.64}"
     except ValueError as error:
         reason = str(error)

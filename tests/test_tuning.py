@@ -131,16 +131,17 @@ def test_another_version_is_not_used(path: Path, version: Any, caplog: pytest.Lo
 
 def test_the_wire_has_every_number() -> None:
     tuning = Tuning(DEAR, CHEAP)
-    assert from_wire(to_wire(tuning, 4), 4) == tuning
-    assert from_wire(None, 4) == Tuning()
+    assert from_wire(to_wire(tuning, 4), "tcp", 4) == tuning
+    assert from_wire(to_wire(tuning, 4), "shm", 4) == tuning.over("shm")
+    assert from_wire(None, "unix", 4) == Tuning(medium="unix")
 
 
 def test_ranks_that_share_cores_send_and_reduce_more_slowly() -> None:
-    tuning = from_wire(to_wire(Tuning(DEAR), 2), 5)
+    tuning = from_wire(to_wire(Tuning(DEAR), 2), "tcp", 5)
     assert tuning == Tuning(DEAR, crowd=2.5)
     alpha, overhead, beta, gamma = DEAR
     assert tuning.machine == Machine(alpha, 2.5 * overhead, 2.5 * beta, 2.5 * gamma)
-    assert from_wire(to_wire(Tuning(DEAR), 64), 5).machine == DEAR
+    assert from_wire(to_wire(Tuning(DEAR), 64), "tcp", 5).machine == DEAR
 
 
 FINE = [1.0] * 4
@@ -154,7 +155,13 @@ FINE = [1.0] * 4
 )
 def test_what_is_no_tuning_is_refused(numbers: Any) -> None:
     with pytest.raises(RendezvousError, match="what rank 0 published in the store is no tuning: "):
-        from_wire(numbers, 2)
+        from_wire(numbers, "tcp", 2)
+
+
+@pytest.mark.parametrize("medium", [None, "pigeon", ["tcp"], 1])
+def test_what_is_no_medium_is_refused(medium: Any) -> None:
+    with pytest.raises(RendezvousError, match="what rank 0 published in the store is no medium: "):
+        from_wire(None, medium, 2)
 
 
 async def group(store: HashStore, rank: int, world_size: int, **options: Any) -> aiocoll.ProcessGroup:
@@ -163,7 +170,7 @@ async def group(store: HashStore, rank: int, world_size: int, **options: Any) ->
     )
 
 
-@pytest.mark.parametrize("transport", ["tcp", "unix"])
+@pytest.mark.parametrize("transport", ["tcp", "unix", "shm"])
 async def test_all_ranks_have_the_tuning_of_rank_0(path: Path, transport: Any) -> None:
     """The others' own would have them choose differently, and wait for each other."""
     theirs = write(path.with_name("theirs.json"), media={"tcp": CHEAP._asdict(), "unix": CHEAP._asdict()})
@@ -179,6 +186,16 @@ async def test_all_ranks_have_the_tuning_of_rank_0(path: Path, transport: Any) -
     await asyncio.gather(*(pg.allreduce(array) for pg, array in zip(groups, arrays, strict=True)))
     assert all((array == 3).all() for array in arrays)
     assert {plan.algorithm for pg in groups for plan, _ in pg._plans.values()} == {"exchange"}
+    await asyncio.gather(*(pg.shutdown() for pg in groups))
+    await store.aclose()
+
+
+async def test_all_ranks_choose_for_the_medium_that_rank_0_names() -> None:
+    """Ranks of one host meet even where one wants no shared memory."""
+    store = HashStore()
+    groups = await asyncio.gather(*(group(store, rank, 2, transport=("shm", "unix")[rank]) for rank in range(2)))
+    assert [pg._member.tuning.medium for pg in groups] == ["shm", "shm"]
+    assert await asyncio.gather(*(pg.allreduce(1) for pg in groups)) == [2, 2]
     await asyncio.gather(*(pg.shutdown() for pg in groups))
     await store.aclose()
 

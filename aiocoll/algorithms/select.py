@@ -74,7 +74,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {
         "allreduce": (
             # Two ranks exchange, until what they reduce has to wait for what they send.
-            Rule("exchange", max_world=2, min_world=2, max_stages=0.4),
+            Rule("exchange", max_world=2, min_world=2, max_stages=0.42),
             Rule("oneround", max_world=2, max_nbytes=4),
             # Each rank reduces one half, streaming in both directions.
             Rule("ring", max_world=2),

@@ -48,7 +48,7 @@ def test_every_algorithm_is_chosen_for_something(kind: str, algorithm: str) -> N
         (256 * KIB, 2, False, True, "exchange"),
         (256 * KIB, 2, True, True, "oneround"),
         (8, 1, False, True, "oneround"),
-        (256 * KIB + 1, 2, False, True, "ring"),
+        (320 * KIB, 2, False, True, "ring"),
         (128 * KIB, 3, False, True, "oneround"),
         (85 * KIB, 4, False, True, "bruck"),
         (86 * KIB, 4, False, True, "circulant"),
