@@ -6,7 +6,7 @@ import pytest
 
 from aiocoll.algorithms import build, choose
 from aiocoll.algorithms.cost import predict
-from aiocoll.algorithms.machine import Machine, Tuning
+from aiocoll.algorithms.machine import Machine, Medium, Tuning
 from aiocoll.algorithms.select import ALGORITHMS, RULES
 
 from .cases import IN_RANK_ORDER, REDUCING, REPEATED, possible
@@ -126,6 +126,15 @@ def test_limits_grow_with_n_half(kind: str) -> None:
             assert choose(kind, nbytes, world_size, tuning=Tuning(tcp=slow)) == choose(
                 kind, 4 * nbytes, world_size, tuning=Tuning(tcp=fast)
             )
+
+
+@pytest.mark.parametrize("medium", ["tcp", "unix", "shm"])
+@pytest.mark.parametrize(
+    ("nbytes", "world_size", "expected"),
+    [(4, 4, "direct"), (MIB, 4, "direct"), (2 * MIB, 4, "ring"), (4, 17, "circulant"), (2 * MIB, 17, "direct")],
+)
+def test_allgather_choices(nbytes: int, world_size: int, medium: Medium, expected: str) -> None:
+    assert choose("allgather", nbytes, world_size, tuning=Tuning(medium=medium)) == expected
 
 
 def test_every_medium_has_its_own_limits() -> None:
