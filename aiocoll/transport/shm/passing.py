@@ -24,7 +24,7 @@ from aiocoll.transport.shm.bell import Bell, PeerBell
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.layout import Layout
 from aiocoll.transport.shm.link import Pair
-from aiocoll.transport.shm.region import PAGE, create, open_region
+from aiocoll.transport.shm.region import PAGE, create_in_turns, open_region
 
 __all__ = ["NotSharedError", "accept", "decline", "propose"]
 
@@ -52,7 +52,7 @@ async def propose(sock: socket.socket, layout: Layout, bell: Bell) -> Pair | Non
         NotSharedError: there is none to offer.
     """
     try:
-        region, memory = await _create(layout.nbytes)
+        region, memory = await create_in_turns(layout.nbytes)
     except OSError as error:
         decline(sock)
         raise NotSharedError(str(error)) from error
@@ -64,21 +64,6 @@ async def propose(sock: socket.socket, layout: Layout, bell: Bell) -> Pair | Non
     if not agreed:
         return None
     return Pair(memory, layout, 0, bell, _peer_bell(fds, bell.fences))
-
-
-async def _create(nbytes: int) -> tuple[int, mmap.mmap]:
-    """Make a region in a thread; one that comes when nobody waits any more is closed."""
-    making = asyncio.get_running_loop().run_in_executor(None, create, nbytes)
-    try:
-        return await asyncio.shield(making)
-    except asyncio.CancelledError:
-        making.add_done_callback(_discard)
-        raise
-
-
-def _discard(making: asyncio.Future[tuple[int, mmap.mmap]]) -> None:
-    if not making.cancelled() and making.exception() is None:
-        os.close(making.result()[0])
 
 
 async def accept(sock: socket.socket, bell: Bell | None) -> Pair | None:

@@ -1,0 +1,198 @@
+"""Memory without a name: whole from the start, and nobody can take any of it away."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from aiocoll.errors import ProtocolError
+from aiocoll.transport.shm.region import PAGE, create, create_in_turns, open_region
+
+NBYTES = 3 * PAGE
+#: More than is reserved in one turn, and no multiple of it.
+LARGE = 1024 * 1024 + PAGE
+
+Make = Callable[[int], tuple[int, mmap.mmap]]
+
+
+def in_turns(nbytes: int) -> tuple[int, mmap.mmap]:
+    return asyncio.run(create_in_turns(nbytes))
+
+
+@pytest.mark.parametrize("make", [create, in_turns])
+@pytest.mark.parametrize("nbytes", [PAGE, NBYTES, LARGE])
+def test_it_is_zero_and_all_there(make: Make, nbytes: int) -> None:
+    fd, memory = make(nbytes)
+    assert len(memory) == nbytes
+    assert not any(memory[: 2 * PAGE])
+    assert os.fstat(fd).st_size == nbytes
+    # Reserved, as the blocks that it takes tell: whoever writes to it cannot be killed for lack of memory.
+    assert os.fstat(fd).st_blocks * 512 >= nbytes
+    assert not os.get_inheritable(fd)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("make", [create, in_turns])
+def test_nobody_can_change_its_size(make: Make) -> None:
+    fd, memory = make(NBYTES)
+    for nbytes in (0, NBYTES - 1, NBYTES + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, nbytes)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(fd, 1033, 0x0008)  # nor add the seal that would end all writing
+    memory[-1:] = b"x"
+    os.close(fd)
+
+
+def test_pages_that_a_peer_gives_back_come_again_as_zeros() -> None:
+    """A hole is no SIGBUS."""
+    fd, memory = create(NBYTES)
+    memory[:] = b"x" * NBYTES
+    punched = subprocess.run(["fallocate", "-p", "-o", "0", "-l", str(NBYTES), f"/proc/self/fd/{fd}"], pass_fds=[fd])
+    assert punched.returncode == 0
+    assert not any(memory[:])
+    memory[:] = b"y" * NBYTES
+    assert memory[NBYTES - 1 :] == b"y"
+    os.close(fd)
+
+
+def test_another_maps_the_same_memory() -> None:
+    fd, memory = create(NBYTES)
+    other = open_region(os.dup(fd), NBYTES)
+    memory[:3] = b"abc"
+    assert other[:3] == b"abc"
+    other[NBYTES - 3 :] = b"xyz"
+    assert memory[NBYTES - 3 :] == b"xyz"
+    os.close(fd)
+    memory.close()
+    assert other[:3] == b"abc"
+
+
+def unsealed() -> int:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, NBYTES)
+    return fd
+
+
+def half_sealed() -> int:
+    fd = unsealed()
+    fcntl.fcntl(fd, 1033, 0x0001 | 0x0004)  # it cannot grow, but shrink
+    return fd
+
+
+def unsealable() -> int:
+    fd = os.memfd_create("test", 0)
+    os.ftruncate(fd, NBYTES)
+    return fd
+
+
+def of_another_size(nbytes: int) -> Callable[[], int]:
+    return lambda: create(nbytes)[0]
+
+
+STRANGE: dict[str, Callable[[], int]] = {
+    "unsealed": unsealed,
+    "sealed against growing only": half_sealed,
+    "no seals at all": unsealable,
+    "too small": of_another_size(NBYTES - PAGE),
+    "too large": of_another_size(NBYTES + PAGE),
+    "a device": lambda: os.open("/dev/zero", os.O_RDWR),
+    "an eventfd": lambda: os.eventfd(0),
+    "a pipe": lambda: os.close((ends := os.pipe())[1]) or ends[0],
+}
+
+
+@pytest.mark.parametrize("what", STRANGE)
+def test_strange_memory_is_refused_by_name_and_closed(what: str) -> None:
+    fd = STRANGE[what]()
+    with pytest.raises(ProtocolError, match=f"a peer passed shared memory that is not {NBYTES} sealed bytes"):
+        open_region(fd, NBYTES)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+@pytest.mark.parametrize("make", [create, in_turns])
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("memfd_create", errno.EPERM), ("ftruncate", errno.EFBIG), ("posix_fallocate", errno.ENOSPC)],
+)
+def test_what_cannot_be_made_leaves_nothing_open(
+    make: Make, name: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, name, refuse)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        make(NBYTES)
+
+
+@pytest.mark.parametrize("make", [create, in_turns])
+def test_a_python_that_was_built_without_memfd(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(OSError, match="built without memfd_create"):
+        make(NBYTES)
+
+
+@pytest.mark.parametrize("make", [create, in_turns])
+def test_what_cannot_be_mapped_leaves_nothing_open(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        make(NBYTES)
+
+
+async def test_the_loop_turns_meanwhile() -> None:
+    making = asyncio.ensure_future(create_in_turns(LARGE))
+    turns = 0
+    while not making.done():
+        await asyncio.sleep(0)
+        turns += 1
+    os.close(making.result()[0])
+    assert turns > 4
+
+
+@pytest.mark.parametrize("turns", range(1, 6))
+async def test_nothing_is_left_of_a_cancelled_one(turns: int) -> None:
+    making = asyncio.ensure_future(create_in_turns(LARGE))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    making.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await making
+
+
+LIMITED = """
+import resource, signal, sys
+from aiocoll.transport.shm.region import create
+what, limit, nbytes = getattr(resource, sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+if what == resource.RLIMIT_AS:
+    limit += next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize")) * 1024
+resource.setrlimit(what, (limit, limit))
+try:
+    create(nbytes)
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "reason"),
+    [("RLIMIT_FSIZE", PAGE, "File too large"), ("RLIMIT_AS", PAGE, "Cannot allocate memory")],
+)
+def test_limits_are_errors_and_no_signals(limit: str, value: int, reason: str) -> None:
+    arguments = [sys.executable, "-c", LIMITED, limit, str(value), str(64 * LARGE)]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    assert ended.returncode not in (-signal.SIGBUS, -signal.SIGXFSZ, -signal.SIGSEGV)
+    assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, reason, "")
