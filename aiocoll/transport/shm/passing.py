@@ -4,8 +4,10 @@
     makes the region
     offer, [region, page, eventfd]  --->             maps the region
                                     <---             answer, [page, eventfd]
+    agreement                       --->
 
-Either may decline, and its peer is told so: then the socket itself is the link.
+Each of these may be a "no", and then the socket itself is the link. The dialler has the last word, as in the handshake:
+until it has spoken it may give up and dial again, and no end believes in a link that the other has not.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ __all__ = ["NotSharedError", "accept", "decline", "propose"]
 
 #: Whether there is something, and the number of ranks that the layout is made for.
 _MESSAGE = struct.Struct("<?3xI")
-_DECLINED = _MESSAGE.pack(False, 0)
-_ACCEPTED = _MESSAGE.pack(True, 0)
+_NO = _MESSAGE.pack(False, 0)
+_YES = _MESSAGE.pack(True, 0)
 _OFFERED_FDS = 3
 _ANSWERED_FDS = 2
 
@@ -41,29 +43,50 @@ class NotSharedError(Exception):
 
 
 def decline(sock: socket.socket) -> None:
-    """Offer nothing."""
-    sock.send(_DECLINED)
+    """Say no."""
+    sock.send(_NO)
 
 
 async def propose(sock: socket.socket, layout: Layout, bell: Bell) -> Pair | None:
     """Offer shared memory; None if the peer declines.
 
     Raises:
-        NotSharedError: there is none to offer.
+        NotSharedError: there is none to offer, or the peer's bell cannot be taken.
+        OSError: the peer closed the connection.
+        ProtocolError: what it passed is no bell.
     """
+    memory = await _offer(sock, layout, bell)
+    (agreed, _), fds = await _receive(sock, _ANSWERED_FDS)
+    if not agreed:
+        _close(fds)
+        decline(sock)
+        return None
     try:
-        region, memory = await create_in_turns(layout.nbytes)
+        peer_bell = _peer_bell(fds, bell.fences)
     except OSError as error:
         decline(sock)
         raise NotSharedError(str(error)) from error
     try:
-        socket.send_fds(sock, [_MESSAGE.pack(True, layout.ranks)], [region, bell.page, bell.eventfd])
-    finally:
-        os.close(region)
-    (agreed, _), fds = await _receive(sock, _ANSWERED_FDS)
-    if not agreed:
-        return None
-    return Pair(memory, layout, 0, bell, _peer_bell(fds, bell.fences))
+        sock.send(_YES)
+    except BaseException:
+        peer_bell.close()
+        raise
+    return Pair(memory, layout, 0, bell, peer_bell)
+
+
+async def _offer(sock: socket.socket, layout: Layout, bell: Bell) -> mmap.mmap:
+    try:
+        region, memory = await create_in_turns(layout.nbytes)
+        try:
+            socket.send_fds(sock, [_MESSAGE.pack(True, layout.ranks)], [region, bell.page, bell.eventfd])
+        finally:
+            os.close(region)
+    except ConnectionError:
+        raise
+    except OSError as error:
+        decline(sock)
+        raise NotSharedError(str(error)) from error
+    return memory
 
 
 async def accept(sock: socket.socket, bell: Bell | None) -> Pair | None:
@@ -71,29 +94,57 @@ async def accept(sock: socket.socket, bell: Bell | None) -> Pair | None:
 
     Raises:
         NotSharedError: it cannot be taken.
+        OSError: the peer closed the connection.
         ProtocolError: it is not what it should be.
     """
     (offered, ranks), fds = await _receive(sock, _OFFERED_FDS)
     if not offered:
+        _close(fds)
         return None
     if bell is None:
         _close(fds)
         decline(sock)
+        await _is_agreed(sock)
         return None
     layout = Layout(ranks)
     try:
         memory, peer_bell = _map(fds, layout, bell.fences)
     except OSError as error:
         decline(sock)
+        await _is_agreed(sock)
         raise NotSharedError(str(error)) from error
-    socket.send_fds(sock, [_ACCEPTED], [bell.page, bell.eventfd])
-    return Pair(memory, layout, 1, bell, peer_bell)
+    try:
+        if await _answer(sock, bell):
+            return Pair(memory, layout, 1, bell, peer_bell)
+    except BaseException:
+        peer_bell.close()
+        raise
+    peer_bell.close()
+    return None
+
+
+async def _answer(sock: socket.socket, bell: Bell) -> bool:
+    try:
+        socket.send_fds(sock, [_YES], [bell.page, bell.eventfd])
+    except ConnectionError:
+        raise
+    except OSError as error:
+        decline(sock)
+        await _is_agreed(sock)
+        raise NotSharedError(str(error)) from error
+    return await _is_agreed(sock)
+
+
+async def _is_agreed(sock: socket.socket) -> bool:
+    """Wait for the dialler's last word."""
+    (agreed, _), fds = await _receive(sock, 0)
+    _close(fds)
+    return agreed
 
 
 def _map(fds: list[int], layout: Layout, fences: Fences) -> tuple[mmap.mmap, PeerBell]:
     if len(fds) != _OFFERED_FDS:
-        _close(fds)
-        raise OSError(errno.EMFILE, "descriptors were lost on the way")
+        raise _lost(fds)
     region, *others = fds
     try:
         memory = open_region(region, layout.nbytes)
@@ -105,8 +156,7 @@ def _map(fds: list[int], layout: Layout, fences: Fences) -> tuple[mmap.mmap, Pee
 
 def _peer_bell(fds: Sequence[int], fences: Fences) -> PeerBell:
     if len(fds) != _ANSWERED_FDS:
-        _close(fds)
-        raise ProtocolError("a peer passed no bell with its shared memory")
+        raise _lost(fds)
     page, eventfd = fds
     try:
         memory: mmap.mmap = open_region(page, PAGE)
@@ -114,6 +164,12 @@ def _peer_bell(fds: Sequence[int], fences: Fences) -> PeerBell:
         os.close(eventfd)
         raise
     return PeerBell(eventfd, memory, fences)
+
+
+def _lost(fds: Sequence[int]) -> OSError:
+    """The kernel leaves out what a process that has too many open files could not take."""
+    _close(fds)
+    return OSError(errno.EMFILE, "descriptors were lost on the way: too many open files")
 
 
 async def _receive(sock: socket.socket, most: int) -> tuple[tuple[bool, int], list[int]]:
@@ -138,7 +194,7 @@ async def _receive(sock: socket.socket, most: int) -> tuple[tuple[bool, int], li
 
 def _recv_fds(sock: socket.socket, most: int) -> tuple[bytes, list[int]]:
     """As `socket.recv_fds`, but no child process inherits the descriptors."""
-    space = socket.CMSG_LEN(most * array.array("i").itemsize)
+    space = socket.CMSG_LEN(most * array.array("i").itemsize) if most else 0
     data, ancillary, _, _ = sock.recvmsg(_MESSAGE.size, space, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
     for level, kind, content in ancillary:

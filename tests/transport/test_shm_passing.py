@@ -1,0 +1,470 @@
+"""How two ranks come to share memory, or agree that they do not, whatever goes wrong on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import mmap
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import pytest
+
+from aiocoll.errors import ProtocolError
+from aiocoll.runtime import Runtime
+from aiocoll.transport.frame import SEGMENT
+from aiocoll.transport.shm import passing, sharing
+from aiocoll.transport.shm.bell import Bell
+from aiocoll.transport.shm.fence import fences
+from aiocoll.transport.shm.link import Pair
+from aiocoll.transport.shm.region import PAGE, create
+from aiocoll.transport.shm.ring import Layout
+from aiocoll.transport.shm.sharing import Sharing
+
+from .links import sockets
+
+SMALL = Layout(4, SEGMENT)
+WARNING = "uses unix sockets instead of shared memory"
+
+
+@contextmanager
+def limited(more: int) -> Iterator[None]:
+    """Let this process open `more` files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = os.dup(0)
+    os.close(limit)
+    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    # Descriptors are numbers below the limit, and the lowest free one is taken.
+    while more:
+        more -= limit not in used
+        limit += 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def rest(moved: bool) -> bool:
+    """Poll no longer than needed."""
+    return False
+
+
+class Ends:
+    """Two ranks with a socket between them, the first of which has dialled."""
+
+    def __init__(self, *wanted: bool) -> None:
+        runtime = Runtime.of(asyncio.get_running_loop())
+        self.socks = sockets("unix")
+        self.ranks = [Sharing(runtime, rank, 2, rest, wanted=each) for rank, each in enumerate(wanted or (True, True))]
+
+    def propose(self) -> Awaitable[Pair | None]:
+        return self._closing(0, self.ranks[0].propose(self.socks[0]))
+
+    def accept(self) -> Awaitable[Pair | None]:
+        return self._closing(1, self.ranks[1].accept(self.socks[1]))
+
+    async def _closing(self, rank: int, sharing: Awaitable[Pair | None]) -> Pair | None:
+        """As the transport does: whoever fails closes."""
+        try:
+            return await sharing
+        except BaseException:
+            self.socks[rank].close()
+            raise
+
+    async def meet(self) -> list[Any]:
+        """Return what each has come to: a pair, None, or an error."""
+        return await asyncio.wait_for(asyncio.gather(self.propose(), self.accept(), return_exceptions=True), 20)
+
+    def end(self, results: list[Any]) -> None:
+        for rank, result in zip(self.ranks, results, strict=True):
+            if isinstance(result, Pair):
+                rank.give_up(result)
+        for sock in self.socks:
+            sock.close()
+
+
+@asynccontextmanager
+async def meeting(*wanted: bool) -> AsyncIterator[tuple[Ends, list[Any]]]:
+    ends = Ends(*wanted)
+    results = await ends.meet()
+    try:
+        yield ends, results
+    finally:
+        ends.end(results)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if WARNING in record.getMessage()]
+
+
+def agree(results: list[Any]) -> bool:
+    """Whether both ends have come to the same: both share, both use the socket, or both have no link."""
+    kinds = {
+        "none" if result is None else "error" if isinstance(result, BaseException) else "pair" for result in results
+    }
+    return len(kinds) == 1
+
+
+async def test_both_map_one_region() -> None:
+    async with meeting() as (_, (near, far)):
+        assert (near.direction, far.direction) == (0, 1)
+        assert near.layout == far.layout
+        near.memory[PAGE : PAGE + 5] = b"hello"
+        assert far.memory[PAGE : PAGE + 5] == b"hello"
+
+
+@pytest.mark.parametrize("wanted", [(False, True), (True, False), (False, False)])
+async def test_either_may_want_none(wanted: tuple[bool, bool], caplog: pytest.LogCaptureFixture) -> None:
+    async with meeting(*wanted) as (ends, results):
+        assert results == [None, None]
+        assert [rank.trouble is None for rank in ends.ranks] == list(wanted)
+        assert_the_socket_is_fresh(ends)
+    assert warnings(caplog) == []
+
+
+def assert_the_socket_is_fresh(ends: Ends) -> None:
+    """Nothing of the negotiation is left in it."""
+    near, far = ends.socks
+    near.send(b"from near")
+    far.send(b"from far")
+    assert (near.recv(100), far.recv(100)) == (b"from far", b"from near")
+
+
+#: What may fail in either end, and where: module, name, error.
+FAILURES: dict[str, tuple[Any, str, int]] = {
+    "no memfd in the kernel": (os, "memfd_create", errno.ENOSYS),
+    "memfd forbidden": (os, "memfd_create", errno.EPERM),
+    "no memory left for shared memory": (os, "posix_fallocate", errno.ENOSPC),
+    "file too large": (os, "ftruncate", errno.EFBIG),
+    "no descriptor for the bell": (os, "eventfd", errno.EMFILE),
+    "no address space": (mmap, "mmap", errno.ENOMEM),
+    "too many descriptors on the way": (socket, "send_fds", errno.ETOOMANYREFS),
+}
+
+
+class Failing:
+    """Calls fail from the `first` on, counted over both ends; for `times` calls."""
+
+    def __init__(self, module: Any, name: str, code: int, first: int, times: int) -> None:
+        self.original: Callable[..., Any] = getattr(module, name)
+        self.code = code
+        self.calls = 0
+        self.when = range(first, first + times)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls - 1 in self.when:
+            raise OSError(self.code, os.strerror(self.code))
+        return self.original(*args, **kwargs)
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+@pytest.mark.parametrize("failure", FAILURES)
+async def test_what_the_kernel_refuses(
+    failure: str, times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever call it is, both ends use the socket; whose call it was warns, once, with the reason."""
+    module, name, code = FAILURES[failure]
+    for first in range(20):
+        failing = Failing(module, name, code, first, times)
+        caplog.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, failing)
+            async with meeting() as (ends, results):
+                if failing.calls <= first:
+                    assert all(isinstance(result, Pair) for result in results)
+                    break
+                assert results == [None, None]
+                assert_the_socket_is_fresh(ends)
+                troubled = [rank.trouble for rank in ends.ranks if rank.trouble is not None]
+                assert len(warnings(caplog)) == len(troubled) >= 1
+                assert all(os.strerror(code) in trouble for trouble in troubled)
+    assert first >= 1
+
+
+async def test_a_rank_in_trouble_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "memfd_create", Failing(os, "memfd_create", errno.EPERM, 0, 1))
+    ends = Ends()
+    for _ in range(3):
+        assert await ends.meet() == [None, None]
+    assert len(warnings(caplog)) == 1
+    ends.end([None, None])
+
+
+async def test_descriptors_run_out_at_every_point(caplog: pytest.LogCaptureFixture) -> None:
+    """Those that a process has no room for are lost on the way, without an error."""
+    outcomes = []
+    for more in range(40):
+        ends = Ends()
+        caplog.clear()
+        with limited(more):
+            results = await ends.meet()
+        ends_well = all(isinstance(result, Pair) for result in results)
+        outcomes.append(ends_well)
+        assert agree(results), (more, results)
+        assert not any(isinstance(result, Exception) for result in results), (more, results)
+        if not ends_well:
+            assert_the_socket_is_fresh(ends)
+            assert 1 <= len(warnings(caplog)) <= 2
+        ends.end(results)
+        if ends_well:
+            break
+    assert outcomes.count(False) >= 10
+    assert outcomes[-1]
+
+
+async def test_the_dialler_gives_up_at_every_step() -> None:
+    """It is the dialler that decides: no acceptor believes in a link that the dialler has given up."""
+    completed = []
+    for turns in range(1, 100):
+        ends = Ends()
+        tasks = [asyncio.ensure_future(ends.propose()), asyncio.ensure_future(ends.accept())]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        tasks[0].cancel()
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+        completed.append(isinstance(results[0], Pair))
+        assert agree(results), (turns, results)
+        if not completed[-1]:
+            assert isinstance(results[1], ConnectionError), (turns, results)
+        ends.end(results)
+        if completed[-1]:
+            break
+    assert completed == sorted(completed)
+    assert completed.count(False) > 3
+    assert completed[-1]
+
+
+async def test_a_dialler_that_was_blocked_has_not_decided_yet() -> None:
+    """Its answer has come and its time is over in one turn of the loop: then neither has a link."""
+    ends = Ends()
+    tasks = [asyncio.ensure_future(ends.propose()), asyncio.ensure_future(ends.accept())]
+    turn = asyncio.Event()
+    asyncio.get_running_loop().call_soon(poll, ends.socks[0], tasks[0], turn)
+    await turn.wait()
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert isinstance(results[1], ConnectionError)
+    ends.end(results)
+
+
+def poll(sock: socket.socket, task: asyncio.Future[Any], turn: asyncio.Event) -> None:
+    """Cancel `task` in the turn in which there is something to read for it."""
+    try:
+        sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        asyncio.get_running_loop().call_soon(poll, sock, task, turn)
+    else:
+        task.cancel()
+        turn.set()
+
+
+async def readable(sock: socket.socket) -> None:
+    """Wait until there is something to read, and leave it there."""
+    loop = asyncio.get_running_loop()
+    come = asyncio.Event()
+    loop.add_reader(sock.fileno(), come.set)
+    await come.wait()
+    loop.remove_reader(sock.fileno())
+
+
+def is_over(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+async def test_the_acceptor_gives_up_at_every_step() -> None:
+    """Until the dialler has spoken, it learns of that; afterwards it has a link, whose socket says that it is over."""
+    completed = []
+    for turns in range(1, 100):
+        ends = Ends()
+        tasks = [asyncio.ensure_future(ends.propose()), asyncio.ensure_future(ends.accept())]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        tasks[1].cancel()
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+        completed.append(isinstance(results[1], Pair))
+        if not completed[-1]:
+            assert isinstance(results[1], asyncio.CancelledError)
+            if isinstance(results[0], Pair):
+                assert is_over(ends.socks[0])
+            else:
+                assert isinstance(results[0], ConnectionError)
+        ends.end(results)
+        if completed[-1]:
+            break
+    assert completed[-1]
+    assert len(completed) > 3
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+async def test_an_end_that_is_gone(silent: int) -> None:
+    ends = Ends()
+    ends.socks[silent].close()
+    with pytest.raises(ConnectionError):
+        await (ends.accept() if silent == 0 else ends.propose())
+    ends.end([None, None])
+
+
+async def test_a_busy_pool_of_threads_keeps_nobody_waiting() -> None:
+    """The program's own threads, or that there can be none, are no matter of ours."""
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(NoThreads())
+    async with meeting() as (_, results):
+        assert all(isinstance(result, Pair) for result in results)
+
+
+class NoThreads(ThreadPoolExecutor):
+    def submit(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+
+# -- garbage: from a peer that has the key, so a mistake, but no reason to leave anything open
+
+
+def message(offered: int = 1, entries: int = 4, data: int = SEGMENT) -> bytes:
+    return passing._MESSAGE.pack(offered, entries, data)
+
+
+def plain(_: int) -> int:
+    return os.open("/dev/null", os.O_RDWR)
+
+
+def unsealed(nbytes: int) -> int:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    return fd
+
+
+def sealed(nbytes: int) -> int:
+    return create(nbytes)[0]
+
+
+def eventfd(_: int) -> int:
+    return os.eventfd(0, os.EFD_NONBLOCK)
+
+
+OFFERS: dict[str, tuple[bytes, list[Callable[[int], int]], type[Exception] | None]] = {
+    "nothing": (b"", [], ConnectionResetError),
+    "half a message": (message()[:5], [], ConnectionResetError),
+    "no, with descriptors": (message(0), [sealed, sealed, eventfd], None),
+    "no entries": (message(entries=0), [sealed, sealed, eventfd], ProtocolError),
+    "too many entries": (message(entries=1 << 20), [sealed, sealed, eventfd], ProtocolError),
+    "too little data": (message(data=64), [sealed, sealed, eventfd], ProtocolError),
+    "too much data": (message(data=1 << 30), [sealed, sealed, eventfd], ProtocolError),
+    "data out of line": (message(data=SEGMENT + 1), [sealed, sealed, eventfd], ProtocolError),
+    "more than it says": (message(data=SEGMENT + 64), [sealed, sealed, eventfd], ProtocolError),
+    "unsealed memory": (message(), [unsealed, sealed, eventfd], ProtocolError),
+    "an unsealed page": (message(), [sealed, unsealed, eventfd], ProtocolError),
+    "no memory at all": (message(), [plain, sealed, eventfd], ProtocolError),
+    "no page at all": (message(), [sealed, plain, eventfd], ProtocolError),
+}
+
+
+@pytest.mark.parametrize("offer", OFFERS)
+async def test_garbage_offers(offer: str) -> None:
+    data, makers, expected = OFFERS[offer]
+    ends = Ends()
+    fds = [make(PAGE if number == 1 else SMALL.nbytes) for number, make in enumerate(makers)]
+    if data:
+        socket.send_fds(ends.socks[0], [data], fds)
+    for fd in fds:
+        os.close(fd)
+    ends.socks[0].shutdown(socket.SHUT_WR)
+    if expected is None:
+        assert await ends.accept() is None
+    else:
+        with pytest.raises(expected):
+            await ends.accept()
+    assert ends.ranks[1].trouble is None
+    ends.end([None, None])
+
+
+@pytest.mark.parametrize(
+    ("makers", "expected"),
+    [
+        ([sealed, eventfd, eventfd], Pair),  # the third finds no room and is dropped
+        ([unsealed, eventfd], ProtocolError),
+        ([plain, eventfd], ProtocolError),
+    ],
+)
+async def test_garbage_answers(makers: list[Callable[[int], int]], expected: type) -> None:
+    ends = Ends()
+    task = asyncio.ensure_future(ends.propose())
+    await readable(ends.socks[1])
+    _, fds = passing._recv_fds(ends.socks[1], 3)
+    passing._close(fds)
+    fds = [make(PAGE) for make in makers]
+    socket.send_fds(ends.socks[1], [passing._YES], fds)
+    passing._close(fds)
+    (result,) = await asyncio.gather(task, return_exceptions=True)
+    assert isinstance(result, expected)
+    ends.end([result, None])
+
+
+async def test_a_no_with_descriptors_in_it() -> None:
+    ends = Ends()
+    task = asyncio.ensure_future(ends.propose())
+    await readable(ends.socks[1])
+    _, fds = passing._recv_fds(ends.socks[1], 3)
+    socket.send_fds(ends.socks[1], [passing._NO], fds[:2])
+    passing._close(fds)
+    assert await task is None
+    ends.end([None, None])
+
+
+# -- this machine
+
+
+async def test_a_machine_without_fences(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(sharing, "fences", lambda: None)
+    async with meeting() as (ends, results):
+        assert results == [None, None]
+        assert all("libatomic" in str(rank.trouble) for rank in ends.ranks)
+
+
+async def test_a_python_built_without_memfd(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Built for old systems, it has no `os.memfd_create`."""
+    monkeypatch.delattr(os, "memfd_create")
+    async with meeting() as (ends, results):
+        assert results == [None, None]
+        assert all("memfd" in str(rank.trouble) for rank in ends.ranks)
+        assert_the_socket_is_fresh(ends)
+    assert len(warnings(caplog)) <= 2
+
+
+async def test_the_bell_is_closed_with_the_last_link() -> None:
+    ends = Ends()
+    results = await ends.meet()
+    bell = results[0].bell
+    again = sockets("unix")
+    second = await asyncio.gather(ends.ranks[0].propose(again[0]), ends.ranks[1].accept(again[1]))
+    assert second[0] is not None
+    assert second[0].bell is bell
+    ends.end(results)
+    assert not bell.closed
+    for rank, pair in zip(ends.ranks, second, strict=True):
+        assert pair is not None
+        rank.give_up(pair)
+    assert bell.closed
+    ends.ranks[0].catch_up()
+    for sock in again:
+        sock.close()
+
+
+async def test_a_bell_that_cannot_listen_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = fences()
+    assert known is not None
+    monkeypatch.setattr(os, "eventfd", Failing(os, "eventfd", errno.EMFILE, 0, 1))
+    with pytest.raises(OSError, match="Too many open files"):
+        Bell(Runtime.of(asyncio.get_running_loop()), known, rest)
