@@ -34,7 +34,7 @@ from aiocoll.transport.stream_link import StreamLink
 
 KEY = b"k" * 32
 CONTROL, DATA = ConnKind.CONTROL, ConnKind.DATA
-FLAVOURS = ["unix", "tcp", "tcp6"]
+FLAVOURS = ["unix", "tcp", "tcp6", "shm"]
 
 
 class Rank:
@@ -59,7 +59,9 @@ class Rank:
         link.start()
         self.changed.set()
 
-    async def connect(self, other: "Rank", kind: ConnKind = CONTROL) -> StreamLink | None:
+    async def connect(self, other: "Rank", kind: ConnKind | None = None) -> StreamLink | None:
+        # Only data goes through shared memory.
+        kind = kind or (DATA if self.transport._transport == "shm" else CONTROL)
         link = await self.transport.connect(other.transport.rank, other.card, kind)
         if link is not None:
             self.dialled.append(link)
@@ -109,12 +111,12 @@ async def settle(*ranks: Rank) -> None:
 @asynccontextmanager
 async def started(world_size: int, flavour: str = "unix", **options: object) -> AsyncIterator[list[Rank]]:
     options = {"job": "job", "key": KEY, "connect_timeout": 20.0, **options}
-    transport = "unix" if flavour == "unix" else "tcp"
+    transport = flavour if flavour in ("unix", "shm") else "tcp"
     runtime = options.pop("runtime", None) or Runtime(asyncio.get_running_loop())
     ranks = [Rank(StreamTransport(runtime, r, world_size, transport=transport, **options)) for r in range(world_size)]
     try:
         for rank in ranks:
-            if flavour != "unix":
+            if transport == "tcp":
                 await rank.transport.listen_tcp("::1" if flavour == "tcp6" else "127.0.0.1")
             rank.card = await rank.transport.listen()
         yield ranks
@@ -195,7 +197,8 @@ async def test_connect_and_talk(flavour: str) -> None:
         link = await a.connect(b)
         await b.until(lambda: b.accepted)
         (back,) = b.accepted
-        assert (link.peer, link.kind, back.peer, back.kind) == (1, CONTROL, 0, CONTROL)
+        kind = DATA if flavour == "shm" else CONTROL
+        assert (link.peer, link.kind, back.peer, back.kind) == (1, kind, 0, kind)
         say(link, 7)
         say(back, 8)
         await b.until(lambda: b.heard)
@@ -205,7 +208,7 @@ async def test_connect_and_talk(flavour: str) -> None:
         assert sock.gettimeout() == 0
         assert not sock.get_inheritable()
         assert not back._sock.get_inheritable()
-        if flavour != "unix":
+        if flavour.startswith("tcp"):
             assert all(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for s in (sock, back._sock))
 
 
@@ -542,7 +545,7 @@ class Ticking(Runtime):
 async def test_unreachable_peer(flavour: str) -> None:
     runtime = Ticking(asyncio.get_running_loop())
     async with started(2, flavour, runtime=runtime, connect_timeout=6.0) as (a, b):
-        where = f"unix socket {b.card['unix']}" if flavour == "unix" else "{} port {}".format(*b.card["tcp"])
+        where = "{} port {}".format(*b.card["tcp"]) if b.card["tcp"] else f"unix socket {b.card['unix']}"
         await b.transport.aclose()
         with pytest.raises(PeerLostError) as caught:
             await a.connect(b)
@@ -709,7 +712,7 @@ async def test_links_outlive_the_transport() -> None:
         assert b.heard == [(0, 3)]
 
 
-@pytest.mark.parametrize("turns", range(12))
+@pytest.mark.parametrize("turns", range(24))
 async def test_nothing_is_left_of_a_cancelled_connect(flavour: str, turns: int) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     async with started(2, flavour) as (a, b):
@@ -720,6 +723,9 @@ async def test_nothing_is_left_of_a_cancelled_connect(flavour: str, turns: int) 
         await asyncio.wait([dial])
         await settle(b)
         assert await a.connect(b) is not None or not dial.cancelled()
+        # Nor has the other ever believed in a link that is no more: to it, that would be the death of its peer.
+        assert b.gone == []
+        del dial  # its traceback refers to what it had in hand
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert asyncio.all_tasks() == {asyncio.current_task()}
