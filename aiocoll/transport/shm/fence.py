@@ -47,7 +47,8 @@ def _locked() -> Callable[[], object]:
     acquire, release = lock.acquire, lock.release
 
     def full() -> None:
-        acquire()
+        # It does not wait: an exception of a signal handler may have come between the two before.
+        acquire(False)
         release()
 
     return full

@@ -1,0 +1,107 @@
+"""Which fences a machine has."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import threading
+
+import pytest
+
+from aiocoll.transport.shm.fence import fences
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "AMD64"])
+def test_x86_keeps_data_before_its_flag_by_itself(machine: str) -> None:
+    known = fences(machine)
+    assert known is not None
+    assert known.order is None
+    known.full()
+
+
+@pytest.mark.parametrize("machine", ["aarch64", "arm64", "ppc64le", "riscv64", "s390x", "i686"])
+def test_other_machines_ask_libatomic(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(ctypes, "PyDLL", lambda name: type("", (), {"atomic_thread_fence": Fence(name, asked)})())
+    known = fences(machine)
+    assert known is not None
+    assert known.order is not None
+    known.order()
+    known.full()
+    assert asked == [5, 5]
+
+
+class Fence:
+    """As a function of a library."""
+
+    argtypes: object = None
+    restype: object = int
+
+    def __init__(self, library: str, asked: list[int]) -> None:
+        assert library == "libatomic.so.1"
+        self.asked = asked
+
+    def __call__(self, order: int) -> None:
+        assert (self.argtypes, self.restype) == ([ctypes.c_int], None)
+        self.asked.append(order)
+
+
+def test_the_real_libatomic() -> None:
+    known = fences("aarch64")
+    if known is None:
+        pytest.skip("libatomic is not installed")
+    assert known.order is not None
+    known.order()
+    known.full()
+
+
+@pytest.mark.parametrize("error", [OSError("no such file"), AttributeError("no such function")])
+def test_without_libatomic_there_are_none(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(ctypes, "PyDLL", missing)
+    assert fences("aarch64") is None
+
+
+def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    known = fences()
+    assert known is not None
+    assert known.order is None
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt."""
+
+
+def test_a_fence_that_was_interrupted_holds_up_none_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Ctrl-C is raised between any two instructions; the cleanup after it must not wait for ever."""
+
+    class Lock:
+        def __init__(self) -> None:
+            self.lock = real()
+            self.interrupt = False
+
+        def acquire(self, *args: bool) -> bool:
+            taken = self.lock.acquire(*args, **({} if args else {"timeout": 5.0}))
+            assert taken or args == (False,), "this would have waited for ever"
+            if self.interrupt:
+                self.interrupt = False
+                raise Interrupted
+            return taken
+
+        def release(self) -> None:
+            self.lock.release()
+
+    real, made = threading.Lock, []
+    monkeypatch.setattr(threading, "Lock", lambda: made.append(Lock()) or made[-1])
+    known = fences("x86_64")
+    assert known is not None
+    (lock,) = made
+    lock.interrupt = True
+    with pytest.raises(Interrupted):
+        known.full()
+    known.full()
+    known.full()
+    assert not lock.lock.locked()
