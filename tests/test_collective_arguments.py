@@ -69,7 +69,7 @@ async def test_outputs_are_allocated_on_request() -> None:
     await run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 @pytest.mark.parametrize("count", [1, 1000, 300_000])
 async def test_whole_tensors(count: int, transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -312,7 +312,7 @@ async def test_memory_that_would_be_overwritten_is_refused() -> None:
     await run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 async def test_sixty_four_ranks_run_every_collective(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         size, rank = pg.size(), pg.rank()

@@ -77,7 +77,7 @@ async def test_abort_fails_every_rank_and_keeps_the_first_cause(transport: str) 
     await run_ranks(3, rank, transport=transport)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 async def test_a_timeout_fails_every_rank_and_names_the_missing(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 2:
@@ -139,7 +139,7 @@ async def test_the_timeout_of_the_group_is_the_default() -> None:
     await store.aclose()
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 async def test_an_op_of_the_user_that_raises_fails_every_rank(transport: str) -> None:
     def broken(a: object, b: object, out: object) -> None:
         raise ZeroDivisionError("the user's own")
@@ -220,7 +220,7 @@ async def test_what_was_sent_before_leaving_is_received(transport: str) -> None:
         await run_ranks(3, rank, transport=transport)
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
 async def test_a_goodbye_does_not_overtake_what_was_sent_on_a_link_still_to_be_accepted(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +284,7 @@ async def test_leaving_right_after_a_collective_is_no_failure(call: str, transpo
         await run_ranks(5, rank, transport=transport)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 async def test_ranks_leave_one_after_the_other(transport: str) -> None:
     """In any order, each time with those that stay still able to talk."""
 
@@ -300,7 +300,7 @@ async def test_ranks_leave_one_after_the_other(transport: str) -> None:
         await run_ranks(4, rank, order, transport=transport)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 async def test_a_failure_reaches_all_after_the_first_ranks_have_left(transport: str) -> None:
     """Notes go through the lowest rank that is there: by now that is rank 2, which followed rank 1 and rank 0."""
 
@@ -336,7 +336,7 @@ async def test_a_closed_group_refuses_calls() -> None:
     await run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 async def test_leaving_waits_for_started_works(transport: str) -> None:
     tensors = [np.ones(300_000) for _ in range(2)]
 
@@ -516,7 +516,7 @@ def test_a_group_goes_with_its_loop_to_another_thread() -> None:
 # -- disagreement
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 @pytest.mark.parametrize(
     ("field", "calls"),
     [
@@ -556,7 +556,7 @@ async def test_disagreement_is_an_error_on_both_ranks(field: str, calls: tuple, 
     await run_ranks(2, rank, transport=transport)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 async def test_disagreement_of_two_is_an_error_on_all(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         tensor = np.ones(50_000, "float32" if pg.rank() == 3 else "float64")
@@ -569,7 +569,7 @@ async def test_disagreement_of_two_is_an_error_on_all(transport: str) -> None:
     await run_ranks(5, rank, transport=transport)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 async def test_another_order_is_found(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         x, y = np.ones(10), np.ones(20)

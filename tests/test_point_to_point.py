@@ -74,7 +74,7 @@ async def test_any_length(nbytes: int, posted: bool, transport: str) -> None:
     await run_ranks(2, after_a_note, transport=transport)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 async def test_any_source_tells_whose_it_was(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank():
@@ -103,7 +103,7 @@ async def test_a_source_is_known_only_after_a_receive() -> None:
     await run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 async def test_a_batch_starts_everything_and_gives_the_tensors(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         size, rank = pg.size(), pg.rank()
@@ -284,7 +284,7 @@ async def test_strided_memory_is_staged() -> None:
     await run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 async def test_incoming_yields_arrays_and_objects(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank():
@@ -325,7 +325,7 @@ async def test_incoming_ends_with_the_group() -> None:
     await run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 async def test_cancelling_incoming_loses_nothing(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:

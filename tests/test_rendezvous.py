@@ -87,7 +87,7 @@ async def test_in_a_file(tmp_path: Path) -> None:
     await together(3, rank)  # and again, in the same file
 
 
-@pytest.mark.parametrize("transport", ["auto", "unix", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", "unix", "tcp", "shm"])
 async def test_over_tcp(transport: Any, port: int) -> None:
     async def rank(rank: int) -> None:
         options = GroupOptions(transport=transport)

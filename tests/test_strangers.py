@@ -120,7 +120,7 @@ def resident() -> int:
 
 
 @pytest.mark.parametrize(("first", "second"), [(KEY, OTHER), (KEY, None), (None, KEY)])
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
 async def test_ranks_with_different_keys(transport: str, first: bytes | None, second: bytes | None) -> None:
     store = HashStore()
     groups = [
@@ -362,7 +362,7 @@ def many_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
 async def test_a_thousand_strangers_disturb_nobody(transport: str) -> None:
     """Silent and garbage connections at the store and at each rank, while the ranks meet, dial and reduce."""
     server = StoreServer(key=KEY)

@@ -62,8 +62,8 @@ async def ring(pg: ProcessGroup, count: int) -> None:
 
 
 def scenarios() -> list[dict[str, Any]]:
-    """Return every kind of call with every victim, on both transports, with small and large arrays."""
-    every = itertools.product(CALLS, range(WORLD_SIZE), ("unix", "tcp"), (SMALL, LARGE))
+    """Return every kind of call with every victim, on every transport, with small and large arrays."""
+    every = itertools.product(CALLS, range(WORLD_SIZE), ("unix", "tcp", "shm"), (SMALL, LARGE))
     return [
         # Number `rounds` of calls that succeed, and of turns of the loop before the victim dies in the next one.
         {"kind": kind, "victim": victim, "transport": transport, "count": count, "rounds": n % 5, "turns": n % 3}
@@ -73,9 +73,11 @@ def scenarios() -> list[dict[str, Any]]:
 
 
 def held() -> dict[str, str]:
-    """Return the files of this process."""
+    """Return the files of this process, and what it has mapped of ours."""
     fds = Path("/proc/self/fd")
-    return {fd: os.readlink(fds / fd) for fd in os.listdir(fds) if (fds / fd).is_symlink()}
+    files = {fd: os.readlink(fds / fd) for fd in os.listdir(fds) if (fds / fd).is_symlink()}
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return files | {line.split()[0]: line.split()[5] for line in maps if "aiocoll" in line and ".so" not in line}
 
 
 async def rank(number: int, scenario: dict[str, Any], port: int, say: Callable[[dict[str, Any]], None]) -> None:

@@ -40,6 +40,7 @@ def kill(chosen: list[int], temporary: Path) -> list[dict[str, Any]]:
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert not list(temporary.iterdir())
+    assert not list(Path("/dev/shm").glob("aiocoll*"))
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -65,7 +66,11 @@ def few() -> list[int]:
     step = len(everything) / FEW
     chosen = [int(number * step) + number % 4 for number in range(FEW)]
     picked = [everything[index] for index in chosen]
-    for name, values in (("kind", set(CALLS)), ("victim", set(range(WORLD_SIZE))), ("transport", {"unix", "tcp"})):
+    for name, values in (
+        ("kind", set(CALLS)),
+        ("victim", set(range(WORLD_SIZE))),
+        ("transport", {"unix", "tcp", "shm"}),
+    ):
         assert {each[name] for each in picked} == values
     assert {each["count"] == SMALL for each in picked} == {True, False}
     return chosen

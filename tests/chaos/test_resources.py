@@ -80,11 +80,11 @@ async def run_out(transports: tuple[str, ...]) -> None:
 
 
 async def test_descriptors_run_out_at_every_point() -> None:
-    await run_out(("unix", "tcp"))
+    await run_out(("unix", "tcp", "shm"))
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
 async def test_descriptors_run_out_at_every_point_on_each_transport(transport: str) -> None:
     await run_out((transport,))
 

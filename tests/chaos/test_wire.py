@@ -148,6 +148,7 @@ async def try_links(what: str, step: int) -> None:
     trials = list(enumerate(await faults([what], (CONTROL, DATA), step)))
     for start in range(0, len(trials), TOGETHER):
         some = trials[start : start + TOGETHER]
+        # Not over shared memory: nothing is between the ranks that could lose or change a byte.
         ended = await asyncio.gather(*(links(fault, ("unix", "tcp")[number % 2]) for number, fault in some))
         for (_, fault), (results, detour) in zip(some, ended, strict=True):
             # What the ranks say when they part depends on who is first.

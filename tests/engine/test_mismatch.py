@@ -286,7 +286,7 @@ def test_it_is_always_found_on_every_rank(case: Case) -> None:
 @pytest.mark.parametrize("start", range(0, len(TABLE), CHUNK), ids=lambda start: TABLE[start].name)
 async def test_it_is_found_over_sockets(start: int) -> None:
     """Several groups at a time: what no data tells takes a report, and waiting for them one by one takes minutes."""
-    transport = ("unix", "tcp")[start // CHUNK % 2]
+    transport = ("unix", "tcp", "shm")[start // CHUNK % 3]
     cases = TABLE[start : start + CHUNK]
     places = [PLACES[(start + index) % len(PLACES)] for index in range(len(cases))]
     runs = [
@@ -396,7 +396,7 @@ def test_a_message_that_does_not_fit(send: Call, receive: Call, fields: str, lat
     assert len(set(run_virtual(3, misfit, send, receive, fields, delay, latency=latency))) == 1
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
 async def test_a_message_that_does_not_fit_over_sockets(transport: str) -> None:
     runs = [run_ranks(3, misfit, *row, 0.0, transport=transport) for row in P2P_TABLE]
     assert all(len(set(texts)) == 1 for texts in await asyncio.gather(*runs))

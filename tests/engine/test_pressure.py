@@ -76,7 +76,7 @@ async def exchange(pg: ProcessGroup, nbytes: int, keys: str, tasks: bool) -> Non
 
 
 @pytest.mark.parametrize("tasks", [False, True], ids=["calls", "tasks"])
-@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 async def test_giants_in_opposite_orders_share_the_links_with_everything(transport: str, tasks: bool) -> None:
     """Two groups, each rank in its own order; giant messages both ways; and small calls that need not wait for them."""
     store = HashStore()
@@ -106,7 +106,7 @@ async def test_giants_in_opposite_orders_share_the_links_with_everything(transpo
 
 
 @pytest.mark.parametrize("keyed", [False, True], ids=["ordered", "keyed"])
-@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 async def test_ten_thousand_tasks_each_in_a_collective(transport: str, keyed: bool) -> None:
     count = 10_000
 
@@ -127,7 +127,7 @@ async def test_ten_thousand_tasks_each_in_a_collective(transport: str, keyed: bo
     await run_ranks(2, rank, transport=transport)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 async def test_what_comes_for_groups_not_made_yet_counts_too(transport: str) -> None:
     store = HashStore()
     over = options(transport)

@@ -66,7 +66,7 @@ async def settle(pg: ProcessGroup) -> None:
         await pg.send(np.zeros(1), peer, tag=99)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 async def test_a_giant_nobody_asked_for_sends_its_window_and_blocks_nothing(transport: str, tap: Tap) -> None:
     async def rank(pg: ProcessGroup) -> None:
         giant = np.full(64 * MIB, pg.rank(), "uint8")
@@ -102,7 +102,7 @@ async def test_giants_called_in_opposite_orders_complete(transport: str, op: Red
     await run_ranks(2, rank, transport=transport)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 async def test_ten_thousand_early_operations_stay_within_the_window(transport: str, tap: Tap) -> None:
     """Their bytes are three times what a link may carry unasked."""
     count, nbytes = 10_000, 1200
@@ -141,7 +141,7 @@ async def test_messages_of_several_operations_take_turns(tap: Tap) -> None:
     assert min(last.values()) > order.index(3)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 async def test_a_failed_group_gives_its_window_back(transport: str) -> None:
     """Two groups share the link; the early bytes of the one that fails must not burden the other for ever."""
     store = HashStore()

@@ -41,8 +41,8 @@ async def each_in_a_group(pg: aiocoll.ProcessGroup) -> list[Told]:
     return told
 
 
-@pytest.mark.parametrize(("world_size", "transport"), [(2, "tcp"), (4, "unix")])
-def test_it_is_found_on_every_rank(world_size: int, transport: Literal["unix", "tcp"]) -> None:
+@pytest.mark.parametrize(("world_size", "transport"), [(2, "tcp"), (3, "shm"), (4, "unix")])
+def test_it_is_found_on_every_rank(world_size: int, transport: Literal["unix", "tcp", "shm"]) -> None:
     assert len(CASES) == len(NAMES)
     results = asyncio.run(run_processes(world_size, each_in_a_group, options=GroupOptions(transport=transport)))
     for number, (case, told) in enumerate(zip(CASES, zip(*results, strict=True), strict=True)):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tests.integration.conftest import Ranks
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
 @pytest.mark.parametrize("victim", [0, 2])  # the hub, which hosts the store too, and another
 def test_a_rank_is_killed(ranks: Ranks, port: int, victim: int, transport: str) -> None:
     env = {"VICTIM": str(victim), "AIOCOLL_TRANSPORT": transport}

@@ -29,7 +29,7 @@ async def store(ranks: Ranks) -> AsyncIterator[dict[str, str]]:
     await server.aclose()
 
 
-@pytest.mark.parametrize(("victim", "transport"), [(0, "tcp"), (1, "unix"), (2, "tcp"), (3, "unix")])
+@pytest.mark.parametrize(("victim", "transport"), [(0, "tcp"), (0, "shm"), (1, "unix"), (2, "tcp"), (3, "shm")])
 def test_the_others_go_on_and_another_takes_its_place(
     ranks: Ranks, store: dict[str, str], victim: int, transport: str
 ) -> None:
