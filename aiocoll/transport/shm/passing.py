@@ -21,7 +21,6 @@ import socket
 import struct
 from collections.abc import Sequence
 
-from aiocoll.errors import ProtocolError
 from aiocoll.transport.shm.bell import Bell, PeerBell
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.layout import Layout
