@@ -127,16 +127,19 @@ class Bell:
 
 
 class PeerBell:
-    """The bell of a peer, to be rung. Owns `eventfd`."""
+    """The bell of a peer, to be rung by the owner of `bell`. Owns `eventfd`."""
 
-    def __init__(self, eventfd: int, page: mmap.mmap, fences: Fences) -> None:
+    def __init__(self, eventfd: int, page: mmap.mmap, bell: Bell) -> None:
         self._eventfd = eventfd
+        self._bell = bell
         self._status = memoryview(page).cast("Q")
-        self._full = fences.full
+        self._full = bell.fences.full
         self._rung = 0
 
     def ring(self) -> None:
-        """Wake the peer if it sleeps: what was stored before this call is seen by then."""
+        """Wake the peer if it sleeps: what was stored before this call is seen by then. Its answer finds us awake."""
+        if not self._bell.awake:
+            self._bell.attend()
         self._full()
         status = self._status[0]
         if status & 1 and status != self._rung:

@@ -29,29 +29,28 @@ _VIEWS = 256
 
 
 class _Side:
-    """What both ends know: which block an operation has, and where it is."""
+    """What both ends know: where the blocks are."""
 
-    __slots__ = ("_blocks", "_freed", "_lines", "_memory", "_order", "_small_nbytes", "_views", "_words")
+    __slots__ = ("_blocks", "_freed", "_lines", "_memory", "_order", "_views", "_words")
 
     def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
         self._memory = memory
         self._words = memory.cast("Q")
         self._order = fences.order
-        self._small_nbytes = direction.small_nbytes
         first = direction.lines >> 3
         self._lines = [first + number * LINE // 8 for number in range(BLOCKS)]
         self._freed = direction.freed
         self._blocks = [direction.small + number * direction.small_nbytes for number in range(SMALL)]
         self._blocks += [direction.middle + number * direction.middle_nbytes for number in range(MIDDLE)]
-
         self._views: dict[tuple[int, np.dtype[Any], int], NDArray[Any]] = {}
 
-    def view(self, block: int, dtype: np.dtype[Any], count: int, nbytes: int) -> NDArray[Any]:
-        """Return the `count` elements, `nbytes` in all, of a block."""
+    def view(self, block: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+        """Return the first `count` elements of a block, where they lie."""
         key = block, dtype, count
         view = self._views.get(key)
         if view is None:
-            place = (self._lines[block] << 3) + _HEAD if nbytes <= _INLINE_NBYTES else self._blocks[block]
+            inline = count * dtype.itemsize <= _INLINE_NBYTES
+            place = (self._lines[block] << 3) + _HEAD if inline else self._blocks[block]
             if len(self._views) >= _VIEWS:
                 self._views.clear()
             view = self._views[key] = np.frombuffer(self._memory, dtype, count, place)
@@ -67,14 +66,13 @@ class Poster(_Side):
         super().__init__(memory, direction, fences)
         self._posted = [0] * BLOCKS
 
-    def post(self, identity: int, tag: int, array: NDArray[Any], nbytes: int) -> bool:
-        """Show a flat array of `nbytes`, at most those of a middle block; False if its block is not free."""
-        block = identity % SMALL if nbytes <= self._small_nbytes else SMALL + identity % MIDDLE
+    def post(self, block: int, identity: int, tag: int, array: NDArray[Any]) -> bool:
+        """Show a flat array that fits in the block; False if it is not free."""
         words, times = self._words, self._posted[block]
         if words[self._freed + block] != times:
             return False
         line = self._lines[block]
-        self.view(block, array.dtype, len(array), nbytes)[:] = array
+        self.view(block, array.dtype, len(array))[:] = array
         self._posted[block] = words[line + 2] = times + 1
         words[line + 1] = tag
         if self._order is not None:
@@ -84,13 +82,12 @@ class Poster(_Side):
 
 
 class Board(_Side):
-    """The reader's end."""
+    """The reader's end: what `view` returns may be read after `look` and until `free`."""
 
     __slots__ = ()
 
-    def look(self, identity: int, nbytes: int) -> int:
-        """Return the tag of what was posted for an operation, whose block has room for `nbytes`; -1 if nothing was."""
-        block = identity % SMALL if nbytes <= self._small_nbytes else SMALL + identity % MIDDLE
+    def look(self, block: int, identity: int) -> int:
+        """Return the tag of what was posted for an operation in its block; -1 if nothing was."""
         line = self._lines[block]
         if self._words[line] != identity:
             return -1
@@ -98,24 +95,14 @@ class Board(_Side):
             self._order()
         return self._words[line + 1]
 
-    def read(self, identity: int, dtype: np.dtype[Any], count: int, nbytes: int) -> NDArray[Any]:
-        """Return the `count` elements, `nbytes` in all, that were posted, where they lie; until `free`."""
-        block = identity % SMALL if nbytes <= self._small_nbytes else SMALL + identity % MIDDLE
-        return self.view(block, dtype, count, nbytes)
-
-    def free(self, identity: int, nbytes: int) -> None:
-        """Give the block of an operation back."""
-        block = identity % SMALL if nbytes <= self._small_nbytes else SMALL + identity % MIDDLE
-        self._free(block)
+    def free(self, block: int) -> None:
+        """Give the block back."""
+        if self._order is not None:
+            self._order()
+        self._words[self._freed + block] = self._words[self._lines[block] + 2]
 
     def purge(self, group: int) -> None:
         """Give back all that was posted for a group that is over: nobody will read it."""
         for block, line in enumerate(self._lines):
             if self._words[line + 1] >> 32 == group:
-                self._free(block)
-
-    def _free(self, block: int) -> None:
-        if self._order is not None:
-            self._order()
-        line = self._lines[block]
-        self._words[self._freed + block] = self._words[line + 2]
+                self.free(block)

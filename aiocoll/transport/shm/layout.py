@@ -70,7 +70,8 @@ class Layout:
         self.nbytes = second.end
 
     def _direction(self, number: int, start: int, ranks: int) -> Direction:
-        segments, small, middle, lane = (2, 4096, 65536, SEGMENT) if ranks <= _FEW else (1, 512, 16384, 65536)
+        segments, lane = (2, SEGMENT) if ranks <= _FEW else (1, SEGMENT // 4)
+        small, middle = lane // SMALL, lane // MIDDLE
         word = number * PAGE // 16
         data = start + ENTRIES * LINE
         lines = data + segments * SEGMENT

@@ -68,6 +68,7 @@ class ShmLink:
         "_started",
         "_taken",
         "_words",
+        "announce",
         "board",
         "kind",
         "lane_in",
@@ -87,6 +88,8 @@ class ShmLink:
         self._sock = sock
         self._bell = pair.bell
         self._peer_bell = pair.peer_bell
+        #: Lets the peer know of what was put on the board or the lane; only while the link is open.
+        self.announce = pair.peer_bell.ring
         fences = pair.bell.fences
         ours, theirs = pair.layout.directions[pair.direction], pair.layout.directions[1 - pair.direction]
         memory = self._memory = memoryview(pair.memory)
@@ -128,9 +131,6 @@ class ShmLink:
         """Send one frame; True if there was space for it."""
         if self._closed or self._ending:
             return True
-        bell = self._bell
-        if not bell.awake:
-            bell.attend()
         if not self._kept and self._out.put(header, payload):
             self._peer_bell.ring()
             return True
@@ -139,13 +139,6 @@ class ShmLink:
         # Between the look and the word, space may have come; `drained` must not be called from here.
         self._runtime.call_soon(self.poll)
         return False
-
-    def announce(self) -> None:
-        """Let the peer know of what was put on the board or the lane; only while the link is open."""
-        bell = self._bell
-        if not bell.awake:
-            bell.attend()
-        self._peer_bell.ring()
 
     def poll(self) -> bool:
         """Hand out what has arrived, for at most `BUDGET` seconds, and send what had to wait."""

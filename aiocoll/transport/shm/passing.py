@@ -22,7 +22,6 @@ import struct
 from collections.abc import Sequence
 
 from aiocoll.transport.shm.bell import Bell, PeerBell
-from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.layout import Layout
 from aiocoll.transport.shm.link import Pair
 from aiocoll.transport.shm.region import PAGE, create_in_turns, open_region
@@ -61,7 +60,7 @@ async def propose(sock: socket.socket, layout: Layout, bell: Bell) -> Pair | Non
         decline(sock)
         return None
     try:
-        peer_bell = _peer_bell(fds, bell.fences)
+        peer_bell = _peer_bell(fds, bell)
     except OSError as error:
         decline(sock)
         raise NotSharedError(str(error)) from error
@@ -107,7 +106,7 @@ async def accept(sock: socket.socket, bell: Bell | None) -> Pair | None:
         return None
     layout = Layout(ranks)
     try:
-        memory, peer_bell = _map(fds, layout, bell.fences)
+        memory, peer_bell = _map(fds, layout, bell)
     except OSError as error:
         decline(sock)
         await _is_agreed(sock)
@@ -141,7 +140,7 @@ async def _is_agreed(sock: socket.socket) -> bool:
     return agreed
 
 
-def _map(fds: list[int], layout: Layout, fences: Fences) -> tuple[mmap.mmap, PeerBell]:
+def _map(fds: list[int], layout: Layout, bell: Bell) -> tuple[mmap.mmap, PeerBell]:
     if len(fds) != _OFFERED_FDS:
         raise _lost(fds)
     region, *others = fds
@@ -150,10 +149,10 @@ def _map(fds: list[int], layout: Layout, fences: Fences) -> tuple[mmap.mmap, Pee
     except BaseException:
         _close(others)
         raise
-    return memory, _peer_bell(others, fences)
+    return memory, _peer_bell(others, bell)
 
 
-def _peer_bell(fds: Sequence[int], fences: Fences) -> PeerBell:
+def _peer_bell(fds: Sequence[int], bell: Bell) -> PeerBell:
     if len(fds) != _ANSWERED_FDS:
         raise _lost(fds)
     page, eventfd = fds
@@ -162,7 +161,7 @@ def _peer_bell(fds: Sequence[int], fences: Fences) -> PeerBell:
     except BaseException:
         os.close(eventfd)
         raise
-    return PeerBell(eventfd, memory, fences)
+    return PeerBell(eventfd, memory, bell)
 
 
 def _lost(fds: Sequence[int]) -> OSError:
