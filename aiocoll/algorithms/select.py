@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
 
-from aiocoll.algorithms import chain, circulant, direct, pairwise, ring, scan, tree
+from aiocoll.algorithms import chain, circulant, direct, pairwise, ring, scan, tree, two_level
 from aiocoll.algorithms.machine import PIECE, Machine, Tuning
 from aiocoll.algorithms.schedule import Program
 
@@ -195,6 +195,7 @@ def choose(
     ordered: bool = False,
     portable: bool = True,
     tuning: Tuning = _DEFAULT,
+    hosts: Sequence[int] = (),
 ) -> str:
     """Return the name of the algorithm for a collective.
 
@@ -206,6 +207,7 @@ def choose(
         ordered: the op must fold all inputs in rank order at one place. Only for kinds that reduce.
         portable: the op gives the same bits on every rank; if not, each element is reduced on one rank only.
         tuning: what the machine and the group's medium can do; the same on all ranks.
+        hosts: host number of each rank (see `aiocoll.algorithms.hosts`); by default all are on one.
 
     Raises:
         ValueError: if `kind` is unknown.
@@ -213,6 +215,9 @@ def choose(
     rules = _rules(kind)
     machine = tuning.machine
     ordered = ordered and kind in _REDUCING
+    # What there is between hosts is a network, whatever the hosts have inside.
+    if name := two_level.choose(kind, nbytes, hosts, ordered=ordered, portable=portable, machine=tuning.tcp):
+        return name
     for rule in rules:
         if ordered and rule.algorithm not in _IN_RANK_ORDER:
             continue
@@ -223,7 +228,15 @@ def choose(
     raise AssertionError(f"the rules for {kind} have no last resort")
 
 
-def build(kind: str, algorithm: str, rank: int, world_size: int, *sizes: int | Sequence[int], root: int = 0) -> Program:
+def build(
+    kind: str,
+    algorithm: str,
+    rank: int,
+    world_size: int,
+    *sizes: int | Sequence[int],
+    root: int = 0,
+    hosts: Sequence[int] = (),
+) -> Program:
     """Return the program of one rank.
 
     Args:
@@ -234,10 +247,13 @@ def build(kind: str, algorithm: str, rank: int, world_size: int, *sizes: int | S
         *sizes: elements: a count (allreduce, reduce, broadcast, scan, exscan), one count per rank (allgather, gather,
             scatter, reduce_scatter), counts per input and per output (alltoall), or nothing (the barriers).
         root: the root of reduce, broadcast, gather and scatter; otherwise ignored.
+        hosts: host number of each rank; only two-level algorithms ask.
 
     Raises:
         ValueError: if `kind` is unknown or has no such algorithm.
     """
+    if (kind, algorithm) in two_level.ALGORITHMS:
+        return two_level.build(kind, algorithm, rank, hosts, *sizes, root=root)
     generate = ALGORITHMS.get((kind, algorithm))
     if generate is None:
         _rules(kind)

@@ -33,11 +33,16 @@ class Case:
     count: int
     counts: tuple[int, ...] = ()
     matrix: tuple[tuple[int, ...], ...] = ()
+    hosts: tuple[int, ...] = ()
 
     def programs(self) -> list[Program]:
         """Build the programs of all ranks."""
-        world = range(self.world_size)
-        return [build(self.kind, self.algorithm, r, self.world_size, *self._sizes(r), root=self.root) for r in world]
+        return [
+            build(
+                self.kind, self.algorithm, rank, self.world_size, *self._sizes(rank), root=self.root, hosts=self.hosts
+            )
+            for rank in range(self.world_size)
+        ]
 
     def _sizes(self, rank: int) -> tuple:
         if self.kind in BARRIERS:

@@ -1,0 +1,301 @@
+"""Two levels: right for every split of the ranks over hosts, in any order of events, and sparing between hosts."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from random import Random
+
+import pytest
+
+from aiocoll.algorithms import two_level
+from aiocoll.algorithms.hosts import Hosts, host_numbers
+from aiocoll.algorithms.machine import Machine, Tuning
+from aiocoll.algorithms.schedule import Verb
+from aiocoll.algorithms.select import ALGORITHMS as FLAT
+from aiocoll.algorithms.select import choose
+
+from .cases import Case, cases
+from .interpreter import execute
+from .proof import Proof
+
+ALL = sorted(two_level.ALGORITHMS)
+TCP = Tuning().tcp
+KIB, MIB = 1024, 1024 * 1024
+#: Splits that are named in the design: even, uneven, many small and one large, alternating.
+SPLITS = [
+    (0, 0, 1, 1),
+    (0, 0, 0, 1),
+    (0, 1, 0, 1, 0, 1),
+    (0, 0, 0, 0, 1, 1, 1),
+    (0, 1, 2, 2, 2, 2, 2),
+    (0, 1, 1, 2, 2, 2),
+    (0, 0, 1, 1, 2, 2, 3, 3, 4, 4),
+    (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
+]
+EVEN = [(number, per_host) for number in range(2, 8) for per_host in range(1, 18) if number * per_host <= 17]
+EVEN = [(number, per_host) for number, per_host in EVEN if per_host > 1]
+
+
+def splits(world_size: int) -> Iterator[tuple[int, ...]]:
+    """Yield every way to put the ranks on hosts."""
+    for names in product(*(range(rank + 1) for rank in range(world_size))):
+        if host_numbers(names) == names and two_level.has_two_levels(names):
+            yield names
+
+
+def random_split(world_size: int, random: Random) -> tuple[int, ...]:
+    """Return a split with several hosts, and several ranks on one of them."""
+    while True:
+        names = [random.randrange(random.randint(2, world_size)) for _ in range(world_size)]
+        if two_level.has_two_levels(names):
+            return host_numbers(names)
+
+
+def prove(case: Case, seed: int) -> None:
+    programs = case.programs()
+    proof = Proof(programs)
+    if case.kind == "barrier":
+        world = set(range(case.world_size))
+        assert all(proof.heard(rank) | {rank} == world for rank in world)
+    after = execute(programs, case.memory(), seed=seed, rendezvous=False)
+    case.check(after)
+    for rank, program in enumerate(programs):
+        assert program.algorithm == case.algorithm
+        written = {action.region.buffer for action in program.actions if action.verb is not Verb.SEND}
+        assert case.kind != "reduce" or rank == case.root or 0 not in written
+
+
+def crossing(case: Case) -> list[int]:
+    """Return the elements of each message between hosts."""
+    return [
+        action.region.count
+        for rank, program in enumerate(case.programs())
+        for action in program.actions
+        if action.verb is Verb.SEND and case.hosts[rank] != case.hosts[action.peer]
+    ]
+
+
+def rendezvous(case: Case) -> bool:
+    """Whether it works without any buffering; an exchange is for messages that fit the eager window."""
+    return (case.kind, case.algorithm) != ("allreduce", "leaders")
+
+
+def whole(kind: str, algorithm: str, hosts: tuple[int, ...], block: int = 3) -> Case:
+    """Return a case with `block` elements per rank."""
+    world_size = len(hosts)
+    return Case(kind, algorithm, world_size, 0, block * world_size, counts=(block,) * world_size, hosts=hosts)
+
+
+@pytest.mark.parametrize("hosts", SPLITS, ids=str)
+@pytest.mark.parametrize(("kind", "algorithm"), ALL)
+def test_result_does_not_depend_on_the_order_of_events(kind: str, algorithm: str, hosts: tuple[int, ...]) -> None:
+    for number, case in enumerate(cases(kind, algorithm, len(hosts))):
+        placed = replace(case, hosts=hosts)
+        prove(placed, number)
+        if number % 3 == 0 and rendezvous(placed):
+            placed.check(execute(placed.programs(), placed.memory(), seed=number, rendezvous=True))
+
+
+@pytest.mark.parametrize("world_size", [3, 4, 5])
+@pytest.mark.parametrize(("kind", "algorithm"), ALL)
+def test_every_split_of_a_few_ranks(kind: str, algorithm: str, world_size: int) -> None:
+    random = Random(world_size)
+    sized = list(cases(kind, algorithm, world_size))
+    for number, hosts in enumerate(splits(world_size)):
+        for case in random.sample(sized, min(len(sized), 8)):
+            prove(replace(case, hosts=hosts), number)
+
+
+@pytest.mark.parametrize("world_size", range(6, 18))
+@pytest.mark.parametrize(("kind", "algorithm"), ALL)
+def test_random_splits(kind: str, algorithm: str, world_size: int) -> None:
+    random = Random(world_size)
+    for number, case in enumerate(cases(kind, algorithm, world_size)):
+        prove(replace(case, hosts=random_split(world_size, random)), number)
+
+
+@pytest.mark.parametrize("hosts", [*SPLITS, (0, 1) * 8, (0, 1, 2, 2) * 4], ids=str)
+@pytest.mark.parametrize(("kind", "algorithm"), ALL)
+def test_bytes_between_hosts_depend_on_the_hosts_alone(kind: str, algorithm: str, hosts: tuple[int, ...]) -> None:
+    block = 60  # whatever the lanes and hosts, nothing is rounded
+    for root in (0, len(hosts) - 1):
+        sizes = crossing(replace(whole(kind, algorithm, hosts, block), root=root))
+        nbytes = 0 if kind == "barrier" else block * len(hosts)
+        assert sum(sizes) == two_level.between(algorithm, kind, nbytes, hosts)
+
+
+def test_allreduce_sends_twice_its_share_of_hosts_and_each_lane_its_part() -> None:
+    """Every host sends 2n(h-1)/h, in equal parts by its ranks."""
+    number, per_host, count = 4, 3, 4 * 3 * 10
+    hosts = tuple(rank % number for rank in range(number * per_host))
+    for algorithm in ("lanes", "lines"):
+        for rank, program in enumerate(Case("allreduce", algorithm, 12, 0, count, hosts=hosts).programs()):
+            sent = [
+                action.region.count
+                for action in program.actions
+                if action.verb is Verb.SEND and hosts[action.peer] != hosts[rank]
+            ]
+            assert sum(sent) == 2 * count * (number - 1) // number // per_host
+
+
+@pytest.mark.parametrize(("number", "per_host"), [(2, 2), (2, 8), (3, 4), (5, 3)])
+def test_messages_between_hosts_do_not_grow_with_their_ranks(number: int, per_host: int) -> None:
+    hosts = tuple(rank // per_host for rank in range(number * per_host))
+    rounds = (number - 1).bit_length()
+    assert len(crossing(whole("allreduce", "leaders", hosts))) == number * rounds
+    assert len(crossing(whole("barrier", "leaders", hosts))) == number * rounds
+    assert len(crossing(whole("reduce", "leaders", hosts))) == number - 1
+    assert len(crossing(whole("broadcast", "leaders", hosts))) == number - 1
+    assert len(crossing(whole("allgather", "leaders", hosts))) == number * (number - 1 if number <= 4 else rounds)
+    # One message of each lane.
+    assert len(crossing(whole("allreduce", "lines", hosts))) == 2 * number * (number - 1) * per_host
+    assert len(crossing(whole("broadcast", "lanes", hosts))) == (number - 1) * per_host
+    assert len(crossing(whole("reduce", "lines", hosts))) == (number - 1) * per_host
+    # One of each rank's block.
+    assert len(crossing(whole("allgather", "lanes", hosts))) == (number - 1) * number * per_host
+    assert len(crossing(whole("reduce_scatter", "lines", hosts))) == (number - 1) * number * per_host
+
+
+@pytest.mark.parametrize(("kind", "flat"), [("allreduce", "ring"), ("allgather", "ring"), ("barrier", "dissemination")])
+def test_two_levels_send_less_between_hosts_than_one(kind: str, flat: str) -> None:
+    for hosts in ((0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 0, 1, 1, 1, 1)):
+        algorithm = two_level.choose(kind, 16 * MIB, hosts, ordered=False, portable=True, machine=TCP)
+        assert algorithm is not None
+        two, one = crossing(whole(kind, algorithm, hosts)), crossing(whole(kind, flat, hosts))
+        assert (sum(two), len(two)) < (sum(one), len(one))
+
+
+@pytest.mark.parametrize(("number", "per_host"), EVEN)
+@pytest.mark.parametrize(("kind", "algorithm"), ALL)
+def test_costs_are_those_of_the_programs(kind: str, algorithm: str, number: int, per_host: int) -> None:
+    hosts = tuple(rank // per_host for rank in range(number * per_host))
+    case = whole(kind, algorithm, hosts, block=number * per_host)
+    programs = case.programs()
+    sent = [sum(action.region.count for action in program.actions if action.verb is Verb.SEND) for program in programs]
+    nbytes = 0 if kind == "barrier" else case.count
+    assert two_level.cost(algorithm, kind, nbytes, hosts) == (Proof(programs).steps, max(sent))
+
+
+def test_costs_of_nothing_are_nothing() -> None:
+    assert two_level.cost("lanes", "allreduce", 0, (0, 0, 1)) == (0, 0)
+    assert two_level.cost("leaders", "barrier", 0, (0, 0, 1, 1)) == (3, 0)
+
+
+def test_lines_stream_and_need_no_scratch() -> None:
+    for program in whole("allreduce", "lines", (0, 0, 1, 1)).programs():
+        assert program.scratch == ()
+        assert not any(action.after for action in program.actions)
+
+
+# -- which
+
+
+@pytest.mark.parametrize("kind", sorted({kind for kind, _ in FLAT}))
+def test_without_two_levels_nothing_changes(kind: str) -> None:
+    for hosts in ((), (0, 0, 0, 0), (0, 1, 2, 3)):
+        for nbytes in (0, 4, 64 * KIB, MIB, 16 * MIB):
+            for ordered, portable in product((False, True), repeat=2):
+                needs = {"ordered": ordered, "portable": portable}
+                assert choose(kind, nbytes, 4, **needs, hosts=hosts) == choose(kind, nbytes, 4, **needs)
+
+
+@pytest.mark.parametrize("kind", sorted({kind for kind, _ in FLAT}))
+def test_ops_in_rank_order_stay_on_one_level(kind: str) -> None:
+    reducing = kind in ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")
+    for nbytes in (0, 4, 64 * KIB, MIB, 16 * MIB):
+        name = choose(kind, nbytes, 4, ordered=True, hosts=(0, 0, 1, 1))
+        assert not reducing or name == choose(kind, nbytes, 4, ordered=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "nbytes", "expected"),
+    [
+        ("allreduce", 4, "leaders"),
+        ("allreduce", 256 * KIB, "leaders"),
+        ("allreduce", 256 * KIB + 4, "lanes"),
+        ("allreduce", 16 * MIB, "lines"),
+        ("reduce", 256 * KIB, "leaders"),
+        ("reduce", 256 * KIB + 4, "lines"),
+        ("reduce", 16 * MIB, "lines"),
+        ("reduce_scatter", 16 * MIB, "lines"),
+        ("broadcast", 512 * KIB, "leaders"),
+        ("broadcast", 16 * MIB, "lanes"),
+        ("allgather", 4 * KIB, "leaders"),
+        ("allgather", 16 * MIB, "lanes"),
+        ("barrier", 0, "leaders"),
+    ],
+)
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 0, 1)], ids=str)
+def test_choices(kind: str, nbytes: int, expected: str, hosts: tuple[int, ...]) -> None:
+    assert choose(kind, nbytes, 4, hosts=hosts) == expected
+
+
+def test_more_leaders_send_less_each() -> None:
+    hosts = (0, 0, 1, 2, 3, 4)
+    assert choose("allreduce", 16 * KIB, 6, hosts=hosts) == "leaders"
+    assert choose("allreduce", 16 * KIB + 4, 6, hosts=hosts) == "lanes"
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter", "monitored_barrier", "gather", "scatter", "alltoall", "scan"])
+def test_where_two_levels_save_nothing_there_is_one(kind: str) -> None:
+    """Of a reduce_scatter that is the latency of small ones."""
+    for nbytes in (0, 4, 4 * KIB) if kind == "reduce_scatter" else (0, 4 * KIB, 16 * MIB):
+        assert choose(kind, nbytes, 4, hosts=(0, 0, 1, 1)) == choose(kind, nbytes, 4)
+
+
+def test_limits_follow_the_network() -> None:
+    """With a latency ten times higher, and of nothing that the hosts have inside."""
+    tuning = Tuning(tcp=Machine(TCP.alpha * 10, TCP.overhead, TCP.beta, TCP.gamma), medium="shm")
+    assert choose("allreduce", 2560 * KIB, 4, hosts=(0, 0, 1, 1), tuning=tuning) == "leaders"
+    assert choose("allreduce", 2560 * KIB + 4, 4, hosts=(0, 0, 1, 1), tuning=tuning) == "lanes"
+
+
+def test_more_lanes_carry_more() -> None:
+    for lanes in (2, 4, 8):
+        hosts = (0,) * lanes + (1,) * lanes
+        assert choose("allreduce", lanes * 512 * KIB, 2 * lanes, hosts=hosts) == "lanes"
+        assert choose("allreduce", lanes * 512 * KIB + 4, 2 * lanes, hosts=hosts) == "lines"
+
+
+def test_what_no_rank_may_repeat_is_reduced_in_one_place() -> None:
+    hosts = (0, 0, 1, 1)
+    assert choose("allreduce", 4, 4, portable=False, hosts=hosts) == "lanes"
+    for algorithm in ("lanes", "lines"):
+        programs = whole("allreduce", algorithm, hosts).programs()
+        assert sum(action.region.count for program in programs for action in program.actions if action.final) == 12
+
+
+def test_every_algorithm_is_chosen_for_something() -> None:
+    chosen = {
+        (kind, two_level.choose(kind, nbytes, (0, 0, 1, 1), ordered=False, portable=True, machine=TCP))
+        for kind in two_level.RULES
+        for nbytes in (0, 512 * KIB, 64 * MIB)
+    }
+    assert {pair for pair in chosen if pair[1]} == set(two_level.ALGORITHMS)
+    assert {(kind, rule.algorithm) for kind, rules in two_level.RULES.items() for rule in rules if rule.algorithm} == (
+        set(two_level.ALGORITHMS)
+    )
+
+
+# -- hosts
+
+
+def test_hosts_are_numbered_by_their_lowest_ranks() -> None:
+    assert host_numbers(["b", "a", "b", "c", "a"]) == (0, 1, 0, 2, 1)
+    assert host_numbers([]) == ()
+    assert not two_level.has_two_levels(())
+    assert not two_level.has_two_levels((0, 0))
+    assert not two_level.has_two_levels((0, 1))
+    assert two_level.has_two_levels((0, 1, 1))
+
+
+def test_teams_and_lanes() -> None:
+    hosts = Hosts((0, 1, 0, 1, 0, 0, 1))
+    assert hosts.teams == ((0, 2, 4, 5), (1, 3, 6))
+    assert hosts.place == (0, 0, 1, 1, 2, 3, 2)
+    assert hosts.leaders == (0, 1)
+    assert [hosts.gates(lane) for lane in range(hosts.lanes)] == [[0, 1], [2, 1], [4, 3], [5, 6]]
+    assert [hosts.counterparts(rank) for rank in (0, 2, 4, 5)] == [[0, 1], [2, 1], [4, 3], [5, 6]]
+    assert [hosts.counterparts(rank) for rank in (1, 3, 6)] == [[0, 1], [2, 3], [4, 6]]
+    assert hosts.turned(4) == [4, 5, 0, 2]
+    assert hosts.circle(1) == [1, 0]
