@@ -160,12 +160,13 @@ class Launcher:
             ordered=made is not None and made.ordered,
             portable=made is None or made.portable,
             tuning=self._member.tuning,
+            hosts=self._member.hosts,
         )
         if kind == "allreduce" and made is not None and nbytes and made.prescale is None:
             executor = self._shares(algorithm, nbytes, made)
             if executor is not None:
                 return Plan(terms, Program((), (), executor.__name__.lower()), dtype, made, executor)
-        program = build(kind, algorithm, self._rank, self._size, *sizes, root=root or 0)
+        program = build(kind, algorithm, self._rank, self._size, *sizes, root=root or 0, hosts=self._member.hosts)
         if made is not None and made.prescale is not None:
             program = self._scaled(program, kind, sizes, root)
         return Plan(terms, program, dtype, made, Exchange)

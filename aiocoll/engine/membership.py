@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from math import nan
 from typing import TYPE_CHECKING, Any
 
+from aiocoll.algorithms.hosts import host_numbers
 from aiocoll.algorithms.machine import Tuning
 from aiocoll.engine.channel import Channel
 from aiocoll.engine.diagnosis import Diagnosis, cause_of, error_from
@@ -70,6 +71,8 @@ class Membership:
         self.rank = self.ranks.index(endpoint.rank)
         #: Says in the log whose a record is.
         self.whose = {"group": name, "rank": self.rank}
+        #: Host number of each rank, alike on all ranks: the cards are.
+        self.hosts = host_numbers(endpoint.cards[rank]["host"] for rank in self.ranks)
         self.position = {rank: index for index, rank in enumerate(self.ranks)}
         self.channels: list[Channel] = [endpoint.channel(rank) for rank in self.ranks]
         self.others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
