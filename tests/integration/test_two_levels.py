@@ -1,0 +1,125 @@
+"""Two-level collectives between processes that pretend to be on different hosts, over TCP on loopback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aiocoll import FileStore, GroupOptions, ProcessGroup, launch, new_group
+from aiocoll.algorithms import two_level
+from aiocoll.algorithms.hosts import host_numbers
+from aiocoll.testing import run_processes
+from aiocoll.transport.frame import HEADER, FrameKind
+from aiocoll.transport.stream_link import StreamLink
+
+from ..pairwise import Case
+from ..test_collectives import COUNTS, REDUCING, ROOTED, check
+
+KINDS = ("allreduce", "reduce", "reduce_scatter", "broadcast", "allgather")
+#: dtype and op.
+REDUCTIONS = (
+    ("float32", "SUM"),
+    ("float64", "AVG"),
+    ("int64", "MAX"),
+    ("uint8", "BXOR"),
+    ("complex64", "PRODUCT"),
+    ("float32", "PREMUL_SUM"),
+    ("int32", "larger"),
+    ("float16", "SUM"),
+    ("int64", "affine"),
+)
+#: They must see the ranks in order, and stay on one level.
+ORDERED = ("affine", "float16")
+MOVED = (("float32", "SUM"), ("uint8", "SUM"))
+ITEMSIZE = {"float32": 4, "float64": 8, "int64": 8, "uint8": 1, "complex64": 8, "int32": 4, "float16": 2}
+
+
+def matrix(world_size: int) -> list[Case]:
+    """Return every collective with some dtypes and ops, and roots in turn; all counts with one dtype."""
+    found: list[Case] = []
+    for kind in KINDS:
+        for dtype, op in REDUCTIONS if kind in REDUCING else MOVED:
+            for number, count in enumerate(COUNTS):
+                if count not in ("1", "1000") and dtype != "float32":
+                    continue
+                root = number % world_size if kind in ROOTED else 0
+                case = {"kind": kind, "dtype": dtype, "count": count, "root": root, "world_size": world_size}
+                found.append({**case, "op": op} if kind in REDUCING else case)
+    return found
+
+
+class Crossing:
+    """Sees which algorithms this process chooses, and frames and bytes of messages that it sends to other hosts."""
+
+    def __init__(self, hosts: tuple[int, ...], rank: int) -> None:
+        self.algorithm: str | None = None
+        self.frames = self.nbytes = 0
+        write, choose = StreamLink.write, launch.choose
+
+        def counted(link: StreamLink, header: bytes, payload: memoryview | None = None) -> bool:
+            if HEADER.unpack(header)[0] == FrameKind.DATA and hosts[link.peer] != hosts[rank]:
+                self.frames += 1
+                self.nbytes += 0 if payload is None else payload.nbytes
+            return write(link, header, payload)
+
+        def heard(*args: Any, **named: Any) -> str:
+            assert named["hosts"] == hosts
+            self.algorithm = choose(*args, **named)
+            return self.algorithm
+
+        # For good: the process is the test's own.
+        StreamLink.write = counted  # type: ignore[method-assign]
+        launch.choose = heard  # type: ignore[assignment]
+
+    def taken(self) -> tuple[str | None, int, int]:
+        """Return the algorithm, frames and bytes since the last time."""
+        seen = self.algorithm, self.frames, self.nbytes
+        self.algorithm, self.frames, self.nbytes = None, 0, 0
+        return seen
+
+
+async def apart(pg: ProcessGroup, path: Path, names: str, cases: list[Case]) -> tuple[list[bytes], list[Any]]:
+    """Run cases on a group whose ranks pretend to be on the hosts `names`; return bits, and what crossed in each."""
+    options = GroupOptions(host_id=names[pg.rank()], bind="127.0.0.1", job_key="of this test and no other")
+    bits: list[bytes] = []
+    crossed: list[Any] = []
+    async with (
+        FileStore(str(path), pg.size()) as store,
+        new_group(store=store, rank=pg.rank(), world_size=pg.size(), options=options) as inner,
+    ):
+        assert pg._member.hosts == (0,) * pg.size()
+        assert inner._member.hosts == host_numbers(names)
+        crossing = Crossing(inner._member.hosts, inner.rank())
+        for case in cases:
+            bits += await check(inner, [case])
+            crossed.append(crossing.taken())
+        await inner.barrier()
+        crossed.append(crossing.taken())
+    return bits, crossed
+
+
+@pytest.mark.parametrize("names", ["aabb", "aaab", "abab"])
+async def test_results_and_what_crosses_between_hosts(names: str, tmp_path: Path) -> None:
+    cases = matrix(len(names))
+    results = await run_processes(len(names), apart, tmp_path / "store", names, cases)
+    bits, crossed = zip(*results, strict=True)
+    assert all(each == bits[0] for each in bits), "the ranks differ in their bits"
+    used = set()
+    for case, *ranks in zip([*cases, {"kind": "barrier"}], *crossed, strict=True):
+        kind, (algorithm, *_) = case["kind"], ranks[0]
+        assert {each[0] for each in ranks} == {algorithm}, case
+        if (kind, algorithm) not in two_level.ALGORITHMS:
+            assert kind == "reduce_scatter" or case.get("op") in ORDERED or case["dtype"] in ORDERED, case
+            continue
+        used.add((kind, algorithm))
+        count = COUNTS[case["count"]](len(names)) if kind != "barrier" else 0
+        nbytes = count * ITEMSIZE[case["dtype"]] if count else 0
+        assert sum(each[2] for each in ranks) == two_level.between(algorithm, kind, nbytes, host_numbers(names)), case
+        if algorithm == "leaders":
+            # One element is on one of the hosts alone.
+            messages = {"reduce": 1, "broadcast": 1, "allgather": min(2, count)}.get(kind, 2)
+            assert sum(each[1] for each in ranks) == (messages if count or kind == "barrier" else 0), case
+    # Functions of the user's are not repeated by every leader, so small ones go by lanes.
+    assert used == set(two_level.ALGORITHMS)
