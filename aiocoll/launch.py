@@ -17,11 +17,11 @@ from aiocoll.algorithms.select import build, choose
 from aiocoll.buffers import Buffer, is_scalar, scalar, view
 from aiocoll.dtypes import DType
 from aiocoll.engine.exchange import Exchange
-from aiocoll.engine.lanes import MOST_PIECES, Lanes
 from aiocoll.engine.membership import Membership
 from aiocoll.engine.oneshot import OneShot
 from aiocoll.engine.operation import Terms
 from aiocoll.engine.plan import Executor, Plan
+from aiocoll.engine.relay import MOST_PIECES, Relay
 from aiocoll.errors import GroupClosedError
 from aiocoll.ops import Kernel, ReduceOp, kernel
 from aiocoll.options import GroupOptions, seconds
@@ -171,7 +171,7 @@ class Launcher:
             program = self._scaled(program, kind, sizes, root)
         return Plan(terms, program, dtype, made, Exchange)
 
-    def _shares(self, algorithm: str, nbytes: int, made: Kernel) -> type[OneShot] | type[Lanes] | None:
+    def _shares(self, algorithm: str, nbytes: int, made: Kernel) -> type[OneShot] | type[Relay] | None:
         """Return the executor through shared memory that suits an allreduce, if there is one."""
         piece = self._member.piece_nbytes
         if not piece or self._size == 1:
@@ -180,7 +180,7 @@ class Launcher:
             return OneShot
         few = self._size <= CIRCLE or algorithm == "ring"
         pieces = 2 * (self._size - 1) * (nbytes // (self._size * piece) + 2)
-        return Lanes if few and not made.ordered and pieces < MOST_PIECES else None
+        return Relay if few and not made.ordered and pieces < MOST_PIECES else None
 
     def _ends(self, kind: str, sizes: tuple[Any, ...], root: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return how many elements go to each rank and come from each, where only the ends of a message know."""

@@ -1,4 +1,4 @@
-"""Lanes: between hosts every rank carries its share, so each byte crosses once and all ranks of a host send at once.
+"""Relay: between hosts every rank carries its share, so each byte crosses once and all ranks of a host send at once.
 
 A vector is cut into one piece per lane. In an allreduce the ranks of a host first reduce each piece at the gate of its
 lane, the gates of a lane reduce over the hosts, and each gate gives its team the result. A block to be spread goes

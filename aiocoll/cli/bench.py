@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from aiocoll.cli import tune
 from aiocoll.cli.measure import Effort, Figures, Timing
 from aiocoll.cli.sweep import HEADING, sweep
 from aiocoll.cli.workload import DTYPES, KINDS, OPS, REDUCING, Case
@@ -54,7 +55,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--op", choices=OPS, default="sum", help="how it reduces (default: sum)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the elements (default: float32)")
     parser.add_argument("--csv", metavar="FILE", help="write the table there too")
-    parser.set_defaults(command=lambda args: _run(args, parser))
+    tune.add_arguments(parser)
+    parser.set_defaults(command=lambda args: tune.run(args) if args.tune else _run(args, parser))
 
 
 def _ranks(text: str) -> int:

@@ -57,26 +57,40 @@ class Polling:
     def spin(self, work: Work[Any]) -> None:
         """Poll the links for a moment; in vain at most once per turn of the loop."""
         if not self._spun and self._spin and self.links:
-            self._endpoint.quiet.run(self._poll, work)
+            self._endpoint.quiet.run(self._poll, work, 0)
 
-    def _poll(self, work: Work[Any]) -> None:
-        ticks, give_way = self._runtime.ticks, self._yield
+    def _poll(self, work: Work[Any] | None, before: int) -> None:
+        """Poll until `work` is done, or without one until fewer than `before` operations are in flight.
+
+        What others do with the core that this rank gives away is no polling, so that time does not count; but no
+        callback takes longer than `BUDGET`.
+        """
+        ticks, give_way, spin = self._runtime.ticks, self._yield, self._spin
         now = ticks()
-        idle, limit = now + self._spin, now + BUDGET
+        idle, limit = now + spin, now + BUDGET
         while now < idle and now < limit:
+            moved = False
             for link in self.links:
                 if link.poll():
-                    idle = now + self._spin
+                    moved = True
             if self.lookers and self.look():
-                idle = now + self._spin
-            if work._done:
+                moved = True
+            if moved:
+                idle = now + spin
+            if (moved and self._in_flight() < before) if work is None else work._done:
                 return
             if give_way is not None:
+                given = ticks()
                 give_way()
-            now = ticks()
+                now = ticks()
+                idle += now - given
+            else:
+                now = ticks()
         self._busy = now < idle
-        self._turn = now
-        self._rest()
+        if work is not None:
+            self._turn = now
+        if work is not None or not self._busy:
+            self._rest()
 
     def linger(self, moved: bool) -> bool:
         """Poll on at the end of a turn in which something `moved`, as long as more comes and no operation has ended.
@@ -88,30 +102,8 @@ class Polling:
             return False
         self._busy = False
         if (before := self._in_flight()) and self._spin and not self._spun:
-            self._poll_on(before)
+            self._poll(None, before)
         return True
-
-    def _poll_on(self, before: int) -> None:
-        ticks, give_way = self._runtime.ticks, self._yield
-        now = ticks()
-        idle, limit = now + self._spin, now + BUDGET
-        while now < idle and now < limit:
-            if self._look_everywhere():
-                idle = now + self._spin
-                if self._in_flight() < before:
-                    return
-            if give_way is not None:
-                give_way()
-            now = ticks()
-        self._busy = now < idle
-        if not self._busy:
-            self._rest()
-
-    def _look_everywhere(self) -> bool:
-        moved = False
-        for link in self.links:
-            moved = link.poll() or moved
-        return self.look() or moved
 
     def look(self) -> bool:
         """Let operations look into shared memory; whether anything moved."""

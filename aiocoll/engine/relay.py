@@ -29,7 +29,7 @@ from aiocoll.work import Work
 if TYPE_CHECKING:
     from aiocoll.engine.membership import Membership
 
-__all__ = ["MOST_PIECES", "Lanes", "order"]
+__all__ = ["MOST_PIECES", "Relay", "order"]
 
 #: Columns by which a step is behind the one before: its peer needs some time to add a piece.
 LAG = 2
@@ -51,7 +51,7 @@ def order(steps: int, pieces: int) -> tuple[tuple[int, int, int], ...]:
     return tuple(found)
 
 
-class Lanes(Operation):
+class Relay(Operation):
     """One rank's part in one allreduce; for what it takes, see `aiocoll.engine.exchange.Exchange`."""
 
     __slots__ = (
