@@ -17,18 +17,17 @@ import pytest
 
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import Runtime
-from aiocoll.transport.frame import SEGMENT
 from aiocoll.transport.shm import passing, sharing
 from aiocoll.transport.shm.bell import Bell
 from aiocoll.transport.shm.fence import fences
+from aiocoll.transport.shm.layout import Layout
 from aiocoll.transport.shm.link import Pair
 from aiocoll.transport.shm.region import PAGE, create
-from aiocoll.transport.shm.ring import Layout
 from aiocoll.transport.shm.sharing import Sharing
 
 from .links import sockets
 
-SMALL = Layout(4, SEGMENT)
+LAYOUT = Layout(2)
 WARNING = "uses unix sockets instead of shared memory"
 
 
@@ -332,8 +331,8 @@ class NoThreads(ThreadPoolExecutor):
 # -- garbage: from a peer that has the key, so a mistake, but no reason to leave anything open
 
 
-def message(offered: int = 1, entries: int = 4, data: int = SEGMENT) -> bytes:
-    return passing._MESSAGE.pack(offered, entries, data)
+def message(offered: int = 1, ranks: int = 2) -> bytes:
+    return passing._MESSAGE.pack(offered, ranks)
 
 
 def plain(_: int) -> int:
@@ -350,6 +349,14 @@ def sealed(nbytes: int) -> int:
     return create(nbytes)[0]
 
 
+def smaller(nbytes: int) -> int:
+    return sealed(nbytes - 1)
+
+
+def larger(nbytes: int) -> int:
+    return sealed(nbytes + 1)
+
+
 def eventfd(_: int) -> int:
     return os.eventfd(0, os.EFD_NONBLOCK)
 
@@ -358,12 +365,10 @@ OFFERS: dict[str, tuple[bytes, list[Callable[[int], int]], type[Exception] | Non
     "nothing": (b"", [], ConnectionResetError),
     "half a message": (message()[:5], [], ConnectionResetError),
     "no, with descriptors": (message(0), [sealed, sealed, eventfd], None),
-    "no entries": (message(entries=0), [sealed, sealed, eventfd], ProtocolError),
-    "too many entries": (message(entries=1 << 20), [sealed, sealed, eventfd], ProtocolError),
-    "too little data": (message(data=64), [sealed, sealed, eventfd], ProtocolError),
-    "too much data": (message(data=1 << 30), [sealed, sealed, eventfd], ProtocolError),
-    "data out of line": (message(data=SEGMENT + 1), [sealed, sealed, eventfd], ProtocolError),
-    "more than it says": (message(data=SEGMENT + 64), [sealed, sealed, eventfd], ProtocolError),
+    "less than it says": (message(), [smaller, sealed, eventfd], ProtocolError),
+    "more than it says": (message(), [larger, sealed, eventfd], ProtocolError),
+    "memory for another host": (message(ranks=1000), [sealed, sealed, eventfd], ProtocolError),
+    "a page too small": (message(), [sealed, smaller, eventfd], ProtocolError),
     "unsealed memory": (message(), [unsealed, sealed, eventfd], ProtocolError),
     "an unsealed page": (message(), [sealed, unsealed, eventfd], ProtocolError),
     "no memory at all": (message(), [plain, sealed, eventfd], ProtocolError),
@@ -375,7 +380,7 @@ OFFERS: dict[str, tuple[bytes, list[Callable[[int], int]], type[Exception] | Non
 async def test_garbage_offers(offer: str) -> None:
     data, makers, expected = OFFERS[offer]
     ends = Ends()
-    fds = [make(PAGE if number == 1 else SMALL.nbytes) for number, make in enumerate(makers)]
+    fds = [make(PAGE if number == 1 else LAYOUT.nbytes) for number, make in enumerate(makers)]
     if data:
         socket.send_fds(ends.socks[0], [data], fds)
     for fd in fds:
