@@ -19,10 +19,10 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from aiocoll import handshake
-from aiocoll.errors import AuthenticationError, GroupClosedError, PeerLostError, RendezvousError
+from aiocoll.errors import AuthenticationError, GroupClosedError
 from aiocoll.handshake import HANDSHAKE_TIMEOUT, ConnKind, HandshakeRefusedError, Identity, Peer, Status
 from aiocoll.log import logger
 from aiocoll.process import this_process
@@ -31,6 +31,7 @@ from aiocoll.transport import address
 from aiocoll.transport.base import Card, Link
 from aiocoll.transport.live import Key, Live
 from aiocoll.transport.shm.sharing import Sharing
+from aiocoll.transport.target import Target, Targets
 
 __all__ = ["StreamTransport"]
 
@@ -43,14 +44,6 @@ _GRACE = 0.05
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 
 _AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
-
-
-class _Target(NamedTuple):
-    """Where to dial: what `socket` takes, and what to call it in messages."""
-
-    family: int
-    address: Any
-    label: str
 
 
 class _Dial:
@@ -116,8 +109,7 @@ class StreamTransport:
         self._identity = Identity(job, epoch, rank, world_size, ConnKind.CONTROL)
         self._key = key
         self._transport = transport
-        self._may_use_unix = transport != "tcp" and _AF_UNIX is not None
-        self._host = address.host_identity(host_id)
+        self._targets = Targets(rank, address.host_identity(host_id), key, transport)
         self._process = this_process()
         self._connect_timeout = connect_timeout
         self._handshake_timeout = handshake_timeout
@@ -133,7 +125,6 @@ class StreamTransport:
         self._dials: dict[Key, _Dial] = {}
         wanted = transport in ("auto", "shm")
         self._live = Live(runtime, Sharing(runtime, rank, world_size, self, wanted=wanted))
-        self._warned_keyless = False
         self._closed = False
 
     @property
@@ -141,7 +132,7 @@ class StreamTransport:
         """Where this rank can be reached now."""
         tcp = list(self._tcp) if self._tcp else None
         return {
-            "host": self._host,
+            "host": self._targets.host,
             "unix": self._unix,
             "tcp": tcp,
             "process": list(self._process),
@@ -150,7 +141,7 @@ class StreamTransport:
 
     async def listen(self) -> Card:
         """Open the unix listener, unless `transport="tcp"`; TCP listens only after `listen_tcp`."""
-        if self._may_use_unix:
+        if self._targets.may_use_unix:
             listener, self._unix = address.open_unix(self._runtime.random_bytes)
             self._listeners.add(listener)
         return self.card
@@ -171,7 +162,7 @@ class StreamTransport:
             raise ValueError(f"transport={self._transport!r} opens no TCP listener; use transport='auto' or 'tcp'")
         if advertise is None and address.is_wildcard(host):
             raise ValueError(f"listening on {host} needs advertise=, an address of this host that peers can reach")
-        self._check_key(host)
+        self._targets.check_key(host)
         listener = address.open_tcp(host)
         self._tcp = (advertise or host, listener.getsockname()[1])
         self._listeners.add(listener)
@@ -189,7 +180,7 @@ class StreamTransport:
             PeerLostError: the peer cannot be reached; names address, reason and time spent.
             GroupClosedError: the transport was closed.
         """
-        target = self._target(peer, card)
+        target = self._targets.find(peer, card)
         key = (peer, kind)
         if self._live.has(key):
             return None
@@ -298,30 +289,7 @@ class StreamTransport:
         dial = self._dials.get(key)
         return Status.CROSSED if dial and dial.active and self.rank < rank else Status.OK
 
-    def _target(self, peer: int, card: Card) -> _Target:
-        if card["host"] == self._host and self._may_use_unix and card["unix"]:
-            name = card["unix"]
-            return _Target(socket.AF_UNIX, address.unix_address(name), f"unix socket {name}")
-        if self._transport in ("unix", "shm"):
-            where = "another host" if card["host"] != self._host else "this host, but has no unix socket"
-            raise RendezvousError(
-                f"transport={self._transport!r} on rank {self.rank}, but rank {peer} is on {where}; use 'auto'"
-            )
-        if not card["tcp"]:
-            raise RendezvousError(f"rank {peer} listens on no address that rank {self.rank} could use: {card}")
-        host, port = card["tcp"]
-        self._check_key(host)
-        hint = ", which other hosts cannot reach" if card["host"] != self._host and handshake.is_loopback(host) else ""
-        return _Target(address.family_of(host), (host, port), f"{host} port {port}{hint}")
-
-    def _check_key(self, host: str) -> None:
-        handshake.require_key(host, self._key)
-        if self._key is None and not self._warned_keyless:
-            self._warned_keyless = True
-            risk = "every user of this host could join; start the job with `aiocoll run`, or pass job_key="
-            logger.warning("rank %d uses TCP on %s without a job key: %s", self.rank, host, risk, extra=self._whose)
-
-    async def _dial(self, dial: _Dial, key: Key, target: _Target) -> Link | None:
+    async def _dial(self, dial: _Dial, key: Key, target: Target) -> Link | None:
         """Dial until there is a link; wait instead while the peer, told OK, is proving itself."""
         start = self._runtime.time()
         pause = _FIRST_PAUSE
@@ -345,9 +313,9 @@ class StreamTransport:
                 return None
         if self._closed:
             raise GroupClosedError(f"rank {self.rank} closed its transport while connecting to rank {key[0]}")
-        raise _unreachable(key[0], target, f"{reason} (tried for {self._runtime.time() - start:.1f} s)")
+        raise target.unreachable(key[0], f"{reason} (tried for {self._runtime.time() - start:.1f} s)")
 
-    async def _attempt(self, dial: _Dial, key: Key, target: _Target) -> Link:
+    async def _attempt(self, dial: _Dial, key: Key, target: Target) -> Link:
         dial.active = True
         try:
             sock = await address.reach(self._runtime.loop, target.family, target.address)
@@ -365,11 +333,11 @@ class StreamTransport:
         except OSError as error:
             if address.may_pass(error):
                 raise _RetryError(error.strerror or str(error)) from None
-            raise _unreachable(key[0], target, str(error)) from error
+            raise target.unreachable(key[0], str(error)) from error
         finally:
             dial.active = False
 
-    async def _introduce(self, sock: socket.socket, key: Key, target: _Target) -> Link:
+    async def _introduce(self, sock: socket.socket, key: Key, target: Target) -> Link:
         peer, kind = key
         if target.family == _AF_UNIX and not address.may_connect(uid := address.peer_uid(sock), os.geteuid()):
             raise AuthenticationError(f"{target.label} belongs to user {uid}, not to us: it is no rank of this job")
@@ -401,7 +369,3 @@ def _send(sock: socket.socket, message: bytes) -> None:
     """Send a handshake message, which an empty socket buffer always takes whole."""
     if sock.send(message) != len(message):
         raise ConnectionResetError("it takes no bytes")
-
-
-def _unreachable(peer: int, target: _Target, reason: str) -> PeerLostError:
-    return PeerLostError(f"rank {peer} cannot be reached at {target.label}: {reason}", ranks=[peer])
