@@ -182,7 +182,9 @@ class Endpoint:
         self._count_links()
 
     def _count_links(self) -> None:
-        self.polling.links = tuple(channel.link for channel in self._channels.values() if channel.link is not None)
+        channels = self._channels.values()
+        self.polling.links = tuple(channel.link for channel in channels if channel.link is not None)
+        self.polling.boards = tuple(channel.shared.board for channel in channels if channel.shared is not None)
 
     async def connect(self, rank: int, kind: ConnKind) -> Link | None:
         """Open a link to `rank`, if it has not opened one itself; while its process lives, its loop may be blocked."""

@@ -18,7 +18,7 @@ from aiocoll.engine.watch import REPORT_AFTER
 from aiocoll.errors import CollectiveTimeoutError, GroupError, GroupRevokedError, PeerLostError
 from aiocoll.log import logger
 from aiocoll.transport.frame import EAGER, FrameKind, Header
-from aiocoll.transport.shm.layout import SMALL
+from aiocoll.transport.shm.layout import SMALLER
 
 if TYPE_CHECKING:
     from aiocoll.engine.endpoint import Endpoint
@@ -62,7 +62,7 @@ class Membership:
         self.name = name
         self.ranks = tuple(ranks)
         self.piece_nbytes = piece_nbytes
-        self.small_nbytes = piece_nbytes // SMALL
+        self.small_nbytes = piece_nbytes // SMALLER
         self.timeout = timeout
         #: The timeout of operations that expire in the order of entry, and that the watch need not be told of.
         self.unhurried = timeout if timeout >= REPORT_AFTER else nan

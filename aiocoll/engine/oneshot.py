@@ -73,7 +73,7 @@ class OneShot(Operation):
         if without is not None:
             self._send(without)
         if not self.done and not self.look():
-            group.endpoint.polling.lookers[self] = None
+            group.endpoint.polling.readers[self] = None
 
     def _send(self, peers: list[int]) -> None:
         view = byte_view(self._array)
@@ -124,7 +124,7 @@ class OneShot(Operation):
             return
         for board in boards:
             board.free(block)
-        group.endpoint.polling.lookers.pop(self, None)
+        group.endpoint.polling.readers.pop(self, None)
         self.succeed(self._result)
 
     def _has_framed(self, peer: int) -> bool:
@@ -157,5 +157,5 @@ class OneShot(Operation):
 
     def fail(self, error: BaseException) -> None:
         """End with `error`."""
-        self.group.endpoint.polling.lookers.pop(self, None)
+        self.group.endpoint.polling.readers.pop(self, None)
         super().fail(error)

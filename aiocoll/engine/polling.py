@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import Link
+from aiocoll.transport.shm.board import Board
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
@@ -39,12 +40,16 @@ class Polling:
 
     Attributes:
         links: what to poll.
-        lookers: who else looks.
+        lookers: operations that look into shared memory whenever there is time.
+        boards: of the peers on this host.
+        readers: operations that look when something was posted to a board.
     """
 
     def __init__(self, endpoint: Endpoint, spin: float, crowded: bool) -> None:
         self.links: tuple[Link, ...] = ()
         self.lookers: dict[Looker, None] = {}
+        self.boards: tuple[Board, ...] = ()
+        self.readers: dict[Looker, None] = {}
         self._endpoint = endpoint
         self._runtime = endpoint.runtime
         self._spin = spin if endpoint.runtime.may_spin else 0.0
@@ -73,7 +78,7 @@ class Polling:
             for link in self.links:
                 if link.poll():
                     moved = True
-            if self.lookers and self.look():
+            if self.look():
                 moved = True
             if moved:
                 idle = now + spin
@@ -108,8 +113,17 @@ class Polling:
     def look(self) -> bool:
         """Let operations look into shared memory; whether anything moved."""
         moved = False
-        for operation in tuple(self.lookers):
-            moved = operation.look() or moved
+        if self.lookers:
+            for operation in tuple(self.lookers):
+                moved = operation.look() or moved
+        if self.readers:
+            # All boards are asked, or the news of one would come twice.
+            news = False
+            for board in self.boards:
+                news = board.has_news() or news
+            if news:
+                for operation in tuple(self.readers):
+                    moved = operation.look() or moved
         return moved
 
     def _in_flight(self) -> int:

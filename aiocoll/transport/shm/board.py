@@ -31,7 +31,7 @@ _VIEWS = 256
 class _Side:
     """What both ends know: where the blocks are."""
 
-    __slots__ = ("_blocks", "_freed", "_lines", "_memory", "_order", "_views", "_words")
+    __slots__ = ("_blocks", "_freed", "_lines", "_memory", "_order", "_posts", "_views", "_words")
 
     def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
         self._memory = memory
@@ -40,6 +40,7 @@ class _Side:
         first = direction.lines >> 3
         self._lines = [first + number * LINE // 8 for number in range(BLOCKS)]
         self._freed = direction.freed
+        self._posts = direction.posts
         self._blocks = [direction.small + number * direction.small_nbytes for number in range(SMALL)]
         self._blocks += [direction.middle + number * direction.middle_nbytes for number in range(MIDDLE)]
         self._views: dict[tuple[int, np.dtype[Any], int], NDArray[Any]] = {}
@@ -60,11 +61,12 @@ class _Side:
 class Poster(_Side):
     """The writer's end."""
 
-    __slots__ = ("_posted",)
+    __slots__ = ("_posted", "_total")
 
     def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
         super().__init__(memory, direction, fences)
         self._posted = [0] * BLOCKS
+        self._total = 0
 
     def post(self, block: int, identity: int, tag: int, array: NDArray[Any]) -> bool:
         """Show a flat array that fits in the block; False if it is not free."""
@@ -78,13 +80,28 @@ class Poster(_Side):
         if self._order is not None:
             self._order()
         words[line] = identity
+        if self._order is not None:
+            self._order()
+        words[self._posts] = self._total = self._total + 1
         return True
 
 
 class Board(_Side):
     """The reader's end: what `view` returns may be read after `look` and until `free`."""
 
-    __slots__ = ()
+    __slots__ = ("_heard",)
+
+    def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
+        super().__init__(memory, direction, fences)
+        self._heard = 0
+
+    def has_news(self) -> bool:
+        """Whether anything was posted since the last time this was asked."""
+        posts = self._words[self._posts]
+        if posts == self._heard:
+            return False
+        self._heard = posts
+        return True
 
     def look(self, block: int, identity: int) -> int:
         """Return the tag of what was posted for an operation in its block; -1 if nothing was."""

@@ -14,14 +14,17 @@ from typing import NamedTuple
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.transport.shm.region import PAGE
 
-__all__ = ["BLOCKS", "ENTRIES", "LANE", "LINE", "MIDDLE", "SMALL", "Direction", "Layout"]
+__all__ = ["BLOCKS", "ENTRIES", "LANE", "LINE", "MIDDLE", "SMALL", "SMALLER", "Direction", "Layout"]
 
 LINE = 64
 #: Entries of a ring: a burst of this many small frames needs no turn of the reader's.
 ENTRIES = 256
-#: Blocks of a board: operations in flight at once that need not go through the ring.
-SMALL, MIDDLE = 64, 4
+#: Blocks of a board: operations in flight at once that need not go through the ring, twice over, since a rank may be
+#: through with all of them before a peer has read the first.
+SMALL, MIDDLE = 128, 4
 BLOCKS = SMALL + MIDDLE
+#: Of what a block of a lane holds, a small block holds this part, and a middle one a quarter.
+SMALLER = 64
 #: Blocks of a lane: one is written while one is read, and as many again for when either is late.
 LANE = 4
 
@@ -38,6 +41,8 @@ class Direction(NamedTuple):
     """Word: entries the reader of the ring is done with."""
     lane_hungry: int
     lane_taken: int
+    posts: int
+    """Word: how often something was posted to the board."""
     freed: int
     """Words, one per block of the board: posts its reader is done with."""
     ring: int
@@ -71,7 +76,7 @@ class Layout:
 
     def _direction(self, number: int, start: int, ranks: int) -> Direction:
         segments, lane = (2, SEGMENT) if ranks <= _FEW else (1, SEGMENT // 4)
-        small, middle = lane // SMALL, lane // MIDDLE
+        small, middle = lane // SMALLER, lane // MIDDLE
         word = number * PAGE // 16
         data = start + ENTRIES * LINE
         lines = data + segments * SEGMENT
@@ -84,6 +89,7 @@ class Layout:
             hungry=word,
             taken=word + 16,
             lane_hungry=word + 32,
+            posts=word + 40,
             lane_taken=word + 48,
             freed=word + 64,
             ring=start,
