@@ -8,7 +8,6 @@ A medium that is missing has its defaults, which do well without any file.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Mapping
@@ -68,6 +67,8 @@ def load(path: str | None, environ: Mapping[str, str]) -> Tuning | None:
 def dumps(machines: Mapping[Medium, Machine], date: str) -> str:
     """Return the text of the file for what was measured on this host at `date`."""
     media = {medium: machine._asdict() for medium, machine in machines.items()}
+    import json  # takes two milliseconds, and few programs have a tuning
+
     content = {"format": FORMAT, "version": VERSION, "machine": socket.gethostname(), "date": date, "media": media}
     return json.dumps(content, indent=1) + "\n"
 
@@ -113,6 +114,8 @@ def _read(path: Path) -> bytes:
 
 
 def _parse(data: bytes) -> Tuning:
+    import json
+
     try:
         content = json.loads(data)
     except (ValueError, RecursionError):
