@@ -28,7 +28,7 @@ from aiocoll.process import this_process
 from aiocoll.runtime import Runtime
 from aiocoll.transport import address, stream
 from aiocoll.transport.base import Card, Header, Link
-from aiocoll.transport.frame import HEADER, FrameKind
+from aiocoll.transport.frame import HEADER, SEGMENT, FrameKind
 from aiocoll.transport.stream import StreamTransport
 from aiocoll.transport.stream_link import StreamLink
 
@@ -605,10 +605,12 @@ async def test_a_second_connect_to_the_same_peer() -> None:
 
 async def test_cards() -> None:
     async with started(1, "unix") as (a,), started(1, "tcp") as (b,):
-        process = list(this_process())
-        assert a.card == {"host": address.host_identity(), "unix": a.card["unix"], "tcp": None, "process": process}
+        host, process = address.host_identity(), list(this_process())
+        assert a.card == {"host": host, "unix": a.card["unix"], "tcp": None, "process": process, "piece": 0}
         assert a.card["unix"].startswith("@aiocoll-")
         assert (b.card["unix"], b.card["tcp"][0]) == (None, "127.0.0.1")
+    async with started(1, "shm") as (c,):
+        assert c.card["piece"] == SEGMENT
 
 
 async def test_auto_takes_unix_on_one_host_and_tcp_between_hosts() -> None:
@@ -726,6 +728,7 @@ async def test_nothing_is_left_of_a_cancelled_connect(flavour: str, turns: int) 
         # Nor has the other ever believed in a link that is no more: to it, that would be the death of its peer.
         assert b.gone == []
         del dial  # its traceback refers to what it had in hand
+    del a, b  # what peers have left in memory can be read until nobody keeps the link
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert asyncio.all_tasks() == {asyncio.current_task()}
