@@ -193,6 +193,8 @@ class Relay(Operation):
             return False
         else:
             self._compute(step, start, stop, link.lane_in.read(self._plan.storage, count))
+            if self.done:
+                return True  # it has failed, and its group has freed all that it had there
             if link.lane_in.free() and link is self.group.channels[self._left].link:
                 link.announce()
         self._taken += 1
