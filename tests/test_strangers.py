@@ -32,6 +32,7 @@ from aiocoll.store import HashStore, StoreServer, TCPStore
 from aiocoll.transport import address
 from aiocoll.transport.base import Card, Link
 from aiocoll.transport.frame import HEADER, FrameKind
+from aiocoll.transport.shm import passing
 from aiocoll.transport.stream import StreamTransport
 from tests.chaos.proxy import Proxy
 
@@ -326,6 +327,8 @@ async def test_a_length_takes_no_memory_in_a_link(flavour: str) -> None:
         for _ in range(8):
             with await dialled(*where(rank.card)) as sock:
                 await proven(sock, Identity(job_id("job"), 0, 1, 2, DATA))
+                if flavour == "unix":
+                    passing.decline(sock)
                 sock.send(HEADER.pack(FrameKind.DATA, 0, 0, 0, 1, 0, 0, 0xFFFFFFFF, 0xFFFFFFFF))
                 error = await rank.errors.get()
                 assert "rank 1 sent a frame of kind 1 and length 4294967295" in str(error)
@@ -345,6 +348,7 @@ async def test_a_peer_that_is_proving_itself_is_not_crowded_out() -> None:
             crowd = [await dialled(*where(rank.card)) for _ in range(40)]
             assert await read(crowd[0], 1) == b"", "the oldest of the silent ones makes room"
             sock.send(proof)
+            passing.decline(sock)
             while not rank.links:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             assert rank.links[0].peer == 1
