@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from report import machine
+from machine import machine
 
 from aiocoll.store.server import StoreServer
 
