@@ -18,6 +18,7 @@ from aiocoll.engine.liveness import Liveness
 from aiocoll.engine.membership import Membership
 from aiocoll.engine.operation import Operation
 from aiocoll.engine.polling import Polling
+from aiocoll.engine.scratch import Scratch
 from aiocoll.engine.shrink import Agreement
 from aiocoll.engine.watch import Watch
 from aiocoll.errors import AiocollError, PeerLostError
@@ -67,6 +68,7 @@ class Endpoint:
         self.quiet = contextvars.copy_context()
         self.quiet.run(np.seterr, all="ignore")
         self._channels: dict[int, Channel] = {}
+        self.scratch = Scratch()
         self.polling = Polling(self, spin, crowded)
         #: Of the same: each is part of every await.
         self.spin = self.polling.spin

@@ -73,7 +73,8 @@ class Exchange(Operation):
         self._plan = plan
         self._result = result
         if plan.scratch:
-            arrays += [np.empty(count, plan.storage) for count in plan.scratch]
+            scratch = group.endpoint.scratch
+            arrays += [scratch.take(count, plan.storage) for count in plan.scratch]
         self._arrays = arrays
         self._views: list[memoryview | None] = [None] * len(arrays)
         self._waits = list(plan.after)
@@ -94,6 +95,14 @@ class Exchange(Operation):
             self._start(index)
         if not self._remaining and not self.done:
             self.succeed(self._result)
+
+    def succeed(self, result: Any) -> None:
+        """End well. After a failure a link may still be sending from the scratch, so only now it is given back."""
+        for _ in self._plan.scratch:  # they are the last of the arrays
+            array = self._arrays.pop()
+            assert array is not None
+            self.group.endpoint.scratch.give(array)
+        super().succeed(result)
 
     def needs(self, peer: int) -> bool:
         """Whether something to or from `peer` is missing."""

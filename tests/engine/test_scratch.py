@@ -1,0 +1,63 @@
+"""Scratch memory outlives an operation, within bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup
+from aiocoll.engine.scratch import LARGE, MOST, Scratch
+
+from ..ranks import TRANSPORTS, run_ranks
+
+BYTE, DOUBLE = np.dtype("uint8"), np.dtype("float64")
+
+
+def test_what_was_given_back_is_taken_again() -> None:
+    scratch = Scratch()
+    first = scratch.take(LARGE, BYTE)
+    address = first.ctypes.data
+    scratch.give(first)
+    again = scratch.take(LARGE // 8, DOUBLE)
+    assert again.ctypes.data == address
+    assert (again.dtype, again.shape) == (DOUBLE, (LARGE // 8,))
+    assert scratch.take(LARGE, BYTE).ctypes.data != address
+
+
+@pytest.mark.parametrize(("given", "wanted", "same"), [(2, 1, True), (3, 1, False), (1, 2, False)])
+def test_a_block_serves_what_is_about_as_large(given: int, wanted: int, same: bool) -> None:
+    scratch = Scratch()
+    block = scratch.take(given * LARGE, BYTE)
+    scratch.give(block)
+    assert (scratch.take(wanted * LARGE, BYTE).ctypes.data == block.ctypes.data) is same
+
+
+def test_little_and_very_much_is_not_kept() -> None:
+    scratch = Scratch()
+    for nbytes in (0, 1, LARGE - 1, MOST + 1):
+        scratch.give(scratch.take(nbytes, BYTE))
+    assert scratch._kept == []
+
+
+def test_the_oldest_goes_when_more_than_the_limit_is_kept() -> None:
+    scratch = Scratch()
+    blocks = [scratch.take(MOST // 2, BYTE) for _ in range(3)]
+    for block in blocks:
+        scratch.give(block)
+    assert [kept.ctypes.data for kept in scratch._kept] == [block.ctypes.data for block in blocks[1:]]
+    assert scratch._nbytes == MOST
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_second_reduction_uses_the_scratch_of_the_first(transport: str) -> None:
+    count = 1_000_000
+
+    async def rank(pg: ProcessGroup) -> int:
+        for _ in range(3):
+            x = np.arange(count, dtype="float32") + pg.rank()
+            await pg.reduce(x, 0)
+            if pg.rank() == 0:
+                assert (x == 3 * np.arange(count, dtype="float32") + 3).all()
+        return len(pg._member.endpoint.scratch._kept)
+
+    assert sum(await run_ranks(3, rank, transport=transport)) == 1
