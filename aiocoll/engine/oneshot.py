@@ -83,10 +83,12 @@ class OneShot(Operation):
 
     def look(self) -> bool:
         """Find out who is still missing; fold when nobody is. Whether the operation has ended."""
+        if self.done:
+            return True  # it failed with another one that was looked at before
         others, seen = self.group.others, self._seen
         while seen < len(others):
             if not self._is_here(others[seen]):
-                return False
+                return self.done
             self._seen = seen = seen + 1
         if self._unsent:
             return False

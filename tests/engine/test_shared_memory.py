@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
-from aiocoll import GroupError, HashStore, ReduceOp, new_group
-from tests.ranks import options
+from aiocoll import GroupError, HashStore, ProcessGroup, ReduceOp, new_group
+from tests.ranks import options, run_ranks
 
 #: Elements of float64 that go through lanes, in some pieces of them.
 LARGE = 400_003
@@ -42,3 +44,42 @@ async def test_a_function_that_raises_leaves_the_lane_to_others(count: int) -> N
     store = HashStore()
     await asyncio.wait_for(asyncio.gather(rank(0, store), rank(1, store)), 30)
     await store.aclose()
+
+
+async def test_an_operation_that_fails_while_all_are_looked_at_takes_others_with_it() -> None:
+    """Whoever is looked at after it has failed already, and the caller's memory is the caller's again."""
+    tensors = [np.ones(4), np.ones(4)]
+    entered = asyncio.Event()
+
+    async def rank(pg: ProcessGroup) -> None:
+        def function(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+            if pg.rank():
+                raise Broken
+            np.add(a, b, out)
+
+        await pg.allreduce(np.ones(4))
+        if pg.rank() == 0:
+            await entered.wait()
+        works = [
+            pg.allreduce(np.ones(8), ReduceOp.custom(function), key="large"),
+            pg.allreduce(tensors[pg.rank()], key="small"),
+        ]
+        entered.set()
+        for work in works if pg.rank() else works[:1]:
+            with pytest.raises(GroupError, match="its reduce function raised Broken"):
+                await work
+
+    with heard():
+        await run_ranks(2, rank, transport="shm", timeout=20)
+    assert (tensors[1] == 1).all()
+
+
+@contextmanager
+def heard() -> Iterator[None]:
+    """An exception in a callback is one in the test."""
+    loop = asyncio.get_running_loop()
+    told: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda _, context: told.append(context))
+    yield
+    assert told == []
+    loop.set_exception_handler(None)
