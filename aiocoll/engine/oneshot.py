@@ -138,6 +138,8 @@ class OneShot(Operation):
             return False
         if self._framed is None:
             self._framed = {}
+        if (link := self.group.channels[peer].shared) is not None:
+            link.board.reclaim(self._block)  # perhaps that was why
         self._framed.setdefault(peer, bytearray()).extend(payload)
         self.look()
         return True

@@ -225,6 +225,8 @@ class Relay(Operation):
             return False
         if self._framed is None:
             self._framed = {}
+        if (link := self.group.channels[peer].shared) is not None:
+            link.lane_in.reclaim()  # perhaps that was why
         self._framed.setdefault(step, bytearray()).extend(payload)
         self.look()
         return True

@@ -5,8 +5,8 @@ each direction. A block is free again once the peer has read it; if the operatio
 `post` says no, and the frame ring is the way. So no operation ever waits for another one's block.
 
     word 0  id of the operation; written last
-    word 1  tag: group and fingerprint
-    word 2  how often the block has been used
+    word 1  tag: group and fingerprint; written after the bytes
+    word 2  how often the block has been used; written after the tag
     words 3 to 7  the bytes, if they are few
 """
 
@@ -75,10 +75,13 @@ class Poster(_Side):
             return False
         line = self._lines[block]
         self.view(block, array.dtype, len(array))[:] = array
-        self._posted[block] = words[line + 2] = times + 1
+        # Groups number their operations alike: the id may be there already, and then the tag alone tells.
+        if self._order is not None:
+            self._order()
         words[line + 1] = tag
         if self._order is not None:
             self._order()
+        self._posted[block] = words[line + 2] = times + 1
         words[line] = identity
         if self._order is not None:
             self._order()
@@ -89,11 +92,12 @@ class Poster(_Side):
 class Board(_Side):
     """The reader's end: what `view` returns may be read after `look` and until `free`."""
 
-    __slots__ = ("_heard",)
+    __slots__ = ("_heard", "_over")
 
     def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
         super().__init__(memory, direction, fences)
         self._heard = 0
+        self._over: set[int] = set()
 
     def has_news(self) -> bool:
         """Whether anything was posted since the last time this was asked."""
@@ -110,16 +114,29 @@ class Board(_Side):
             return -1
         if self._order is not None:
             self._order()
-        return self._words[line + 1]
-
-    def free(self, block: int) -> None:
-        """Give the block back."""
+        tag = self._words[line + 1]
         if self._order is not None:
             self._order()
-        self._words[self._freed + block] = self._words[self._lines[block] + 2]
+        return tag
+
+    def free(self, block: int) -> None:
+        """Give the block back, once for each post."""
+        if self._order is not None:
+            self._order()
+        self._words[self._freed + block] += 1
 
     def purge(self, group: int) -> None:
         """Give back all that was posted for a group that is over: nobody will read it."""
-        for block, line in enumerate(self._lines):
-            if self._words[line + 1] >> 32 == group:
-                self.free(block)
+        self._over.add(group)
+        for block in range(BLOCKS):
+            self.reclaim(block)
+
+    def reclaim(self, block: int) -> None:
+        """Give the block back if what is there was posted for a group that is over; it may come after `purge`."""
+        words, line = self._words, self._lines[block]
+        # In this order: a post that is being made has its tag before it counts.
+        unread = words[line + 2] > words[self._freed + block]
+        if self._order is not None:
+            self._order()
+        if unread and words[line + 1] >> 32 in self._over:
+            self.free(block)

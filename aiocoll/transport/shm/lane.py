@@ -81,7 +81,7 @@ class LaneWriter:
 class LaneReader:
     """The reader's end."""
 
-    __slots__ = ("_blocks", "_full", "_hungry", "_lines", "_memory", "_next", "_order", "_taken", "_words")
+    __slots__ = ("_blocks", "_full", "_hungry", "_lines", "_memory", "_next", "_order", "_over", "_taken", "_words")
 
     def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
         self._memory = memory
@@ -92,15 +92,16 @@ class LaneReader:
         self._lines = [(direction.lines >> 3) + (BLOCKS + number) * LINE // 8 for number in range(LANE)]
         self._blocks = [direction.lane + number * direction.lane_nbytes for number in range(LANE)]
         self._next = 1
+        self._over: set[int] = set()
 
     def look(self, identity: int) -> int:
         """Return the tag of the next piece, if it is one of the operation's; -1 if not."""
         words, line = self._words, self._lines[(self._next - 1) % LANE]
-        if words[line] != self._next or words[line + 2] != identity:
+        if words[line] != self._next:
             return -1
         if self._order is not None:
             self._order()
-        return words[line + 1]
+        return words[line + 1] if words[line + 2] == identity else -1
 
     def read(self, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         """Return the next piece where it lies, until `free`."""
@@ -121,6 +122,15 @@ class LaneReader:
 
     def purge(self, group: int) -> None:
         """Be done with what was written for a group that is over."""
+        self._over.add(group)
+        self.reclaim()
+
+    def reclaim(self) -> None:
+        """Be done with what was written for groups that are over; some of it may come after `purge`."""
         words = self._words
-        while words[line := self._lines[(self._next - 1) % LANE]] == self._next and words[line + 1] >> 32 == group:
+        while words[line := self._lines[(self._next - 1) % LANE]] == self._next:
+            if self._order is not None:
+                self._order()
+            if words[line + 1] >> 32 not in self._over:
+                break
             self.free()

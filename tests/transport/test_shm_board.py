@@ -1,0 +1,286 @@
+"""The board and the lane, in memory of this process, with the other side's steps between any two of one side's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll.transport.shm.board import Board, Poster
+from aiocoll.transport.shm.fence import Fences
+from aiocoll.transport.shm.lane import LaneReader, LaneWriter
+from aiocoll.transport.shm.layout import BLOCKS, LANE, MIDDLE, SMALL, Layout
+
+OLD, NEW = 7, 8
+"""Groups: one that is over, and one that goes on."""
+
+
+#: As of x86-64, in one thread.
+STRONG = Fences(None, lambda: None)
+
+
+class Stepwise:
+    """Words of a region; between any two accesses to them the other side may do something."""
+
+    def __init__(self, words: memoryview) -> None:
+        self.words = words
+        self.until = -1
+        self.other: Callable[[], Any] = lambda: None
+
+    def interrupt(self, steps: int, other: Callable[[], Any]) -> None:
+        self.until, self.other = steps, other
+
+    def _step(self) -> None:
+        self.until -= 1
+        if self.until == -1:
+            self.other()
+
+    def __getitem__(self, index: int) -> int:
+        self._step()
+        return self.words[index]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._step()
+        self.words[index] = value
+
+
+def tag(group: int, fingerprint: int = 1) -> int:
+    return group << 32 | fingerprint
+
+
+def both(fences: Fences = STRONG, ranks: int = 2) -> tuple[Poster, Board, LaneWriter, LaneReader]:
+    layout = Layout(ranks)
+    memory, direction = memoryview(bytearray(layout.nbytes)), layout.directions[0]
+    found = [each(memory, direction, fences) for each in (Poster, Board, LaneWriter, LaneReader)]
+    return tuple(found)  # type: ignore[return-value]
+
+
+def block_of(number: float) -> np.ndarray:
+    return np.full(3, number, "f8")
+
+
+def take(board: Board, block: int, identity: int, group: int) -> float | None:
+    """Read and free what was posted for an operation, if it was."""
+    if board.look(block, identity) != tag(group):
+        return None
+    got = board.view(block, np.dtype("f8"), 3).copy()
+    assert (got == got[0]).all()
+    board.free(block)
+    return float(got[0])
+
+
+@pytest.mark.parametrize("block", [0, SMALL - 1, SMALL, BLOCKS - 1])
+@pytest.mark.parametrize("count", [1, 5, 6, 16])
+def test_a_block_is_used_again_when_it_was_freed(block: int, count: int) -> None:
+    poster, board, *_ = both()
+    for identity in range(1, 4):
+        array = np.arange(count) + 0.5 * identity
+        assert board.look(block, identity) == -1
+        assert poster.post(block, identity, tag(NEW), array)
+        assert not poster.post(block, identity + 64, tag(NEW), array)
+        assert board.look(block, identity) == tag(NEW)
+        np.testing.assert_array_equal(board.view(block, array.dtype, count), array)
+        board.free(block)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 9, 64, 1000])
+def test_blocks_do_not_overlap(ranks: int) -> None:
+    layout = Layout(ranks)
+    for direction in layout.directions:
+        small, middle = direction.small_nbytes, direction.middle_nbytes
+        assert direction.lines + (BLOCKS + LANE) * 64 <= direction.small
+        assert direction.small + SMALL * small <= direction.middle
+        assert direction.middle + MIDDLE * middle <= direction.lane
+        assert direction.lane + LANE * direction.lane_nbytes <= direction.end
+    assert layout.directions[0].end <= layout.directions[1].ring
+    words = [set(), set()]
+    for found, direction in zip(words, layout.directions, strict=True):
+        found |= {direction.hungry, direction.taken, direction.lane_hungry, direction.lane_taken}
+        found |= set(range(direction.freed, direction.freed + BLOCKS))
+        assert len(found) == 4 + BLOCKS
+        assert max(found) * 8 < direction.ring
+    assert not words[0] & words[1]
+
+
+@pytest.mark.parametrize("order", [None, lambda: None])
+@pytest.mark.parametrize("step", range(6))
+def test_a_group_ends_while_another_posts(step: int, order: Any) -> None:
+    """Its blocks are given back; not the one in which the other's tensor is just appearing."""
+    poster, board, *_ = both(Fences(order, lambda: None))
+    assert poster.post(5, 5, tag(OLD), block_of(1))
+    assert take(board, 5, 5, OLD) == 1
+    poster._words = words = Stepwise(poster._words)  # type: ignore[assignment]
+    words.interrupt(step, lambda: board.purge(OLD))
+    assert poster.post(5, 5, tag(NEW), block_of(2))
+    board.purge(OLD)
+    assert not poster.post(5, 69, tag(NEW), block_of(3)), "nobody has read it yet"
+    assert take(board, 5, 5, NEW) == 2
+    assert poster.post(5, 69, tag(NEW), block_of(3))
+    assert take(board, 5, 69, NEW) == 3
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_another_group_posts_while_one_ends(step: int) -> None:
+    poster, board, *_ = both()
+    assert poster.post(0, 5, tag(OLD), block_of(1))
+    assert take(board, 0, 5, OLD) == 1
+    board._words = words = Stepwise(board._words)  # type: ignore[assignment]
+    words.interrupt(step, lambda: poster.post(0, 5, tag(NEW), block_of(2)))
+    board.purge(OLD)
+    words.interrupt(-1, list)
+    assert not poster.post(0, 69, tag(NEW), block_of(3))
+    assert take(board, 0, 5, NEW) == 2
+    assert poster.post(0, 69, tag(NEW), block_of(3))
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_operations_of_two_groups_have_the_same_number(step: int) -> None:
+    """The id in the block is right before anything of the new tensor is there."""
+    poster, board, *_ = both()
+    assert poster.post(5, 5, tag(OLD), block_of(1))
+    assert take(board, 5, 5, OLD) == 1
+    got: list[float | None] = []
+    poster._words = words = Stepwise(poster._words)  # type: ignore[assignment]
+    words.interrupt(step, lambda: got.append(take(board, 5, 5, NEW)))
+    assert poster.post(5, 5, tag(NEW), block_of(2))
+    words.interrupt(-1, list)
+    assert got in ([], [None], [2.0])
+    if got != [2.0]:
+        assert take(board, 5, 5, NEW) == 2
+    board.purge(OLD)
+    assert poster.post(5, 69, tag(NEW), block_of(3))
+    assert take(board, 5, 69, NEW) == 3
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_the_block_is_looked_at_while_it_is_written(step: int) -> None:
+    poster, board, *_ = both()
+    got: list[float | None] = []
+    poster._words = words = Stepwise(poster._words)  # type: ignore[assignment]
+    words.interrupt(step, lambda: got.append(take(board, 5, 6, NEW)))
+    assert poster.post(5, 6, tag(NEW), block_of(2))
+    words.interrupt(-1, list)
+    if got != [2.0]:
+        assert got in ([], [None])
+        assert take(board, 5, 6, NEW) == 2
+    assert poster.post(5, 70, tag(NEW), block_of(3))
+
+
+def test_what_comes_for_a_group_that_is_over_is_given_back_when_it_is_in_the_way() -> None:
+    poster, board, *_ = both()
+    board.purge(OLD)
+    assert poster.post(5, 5, tag(OLD), block_of(1))
+    assert not poster.post(5, 69, tag(NEW), block_of(2))
+    board.reclaim(5)
+    assert poster.post(5, 69, tag(NEW), block_of(2))
+    board.reclaim(5)
+    assert take(board, 5, 69, NEW) == 2
+
+
+def test_what_tells_of_something_is_written_after_it() -> None:
+    """On machines that keep no order: a fence is between the bytes and the tag, and between the tag and the rest."""
+    told: list[str] = []
+    poster, board, *_ = both(Fences(lambda: told.append("fence"), lambda: None))
+    words, line = poster._words, poster._lines[5]
+
+    class Telling:
+        def __getitem__(self, index: int) -> int:
+            return words[index]
+
+        def __setitem__(self, index: int, value: int) -> None:
+            told.append(["id", "tag", "times"][index - line])
+            words[index] = value
+
+    poster._words = Telling()  # type: ignore[assignment]
+    assert poster.post(5, 5, tag(NEW), block_of(1))
+    assert told == ["fence", "tag", "fence", "times", "id"]
+    del told[:]
+    assert board.look(5, 5) == tag(NEW)
+    assert told == ["fence", "fence"]
+
+
+# -- lanes
+
+
+def put(writer: LaneWriter, number: int, group: int = NEW, identity: int = 3) -> bool:
+    return writer.put(identity, tag(group), memoryview(bytes([number]) * 16))
+
+
+def got(reader: LaneReader, group: int = NEW, identity: int = 3) -> int | None:
+    if reader.look(identity) != tag(group):
+        return None
+    piece = reader.read(np.dtype("u1"), 16).copy()
+    assert (piece == piece[0]).all()
+    reader.free()
+    return int(piece[0])
+
+
+def test_pieces_arrive_in_order_and_only_for_their_operation() -> None:
+    *_, writer, reader = both()
+    assert writer.take("one")
+    assert not writer.take("two")
+    for start in range(0, 40, LANE):
+        for number in range(LANE):
+            assert put(writer, start + number)
+        assert not put(writer, 99)
+        assert reader.look(4) == -1
+        for number in range(LANE):
+            assert got(reader) == start + number
+        assert got(reader) is None
+
+
+def test_a_reader_tells_a_writer_that_waits() -> None:
+    *_, writer, reader = both()
+    assert writer.take("one")
+    for number in range(LANE):
+        assert put(writer, number)
+    assert reader.look(3) == tag(NEW)
+    assert not reader.free()
+    assert put(writer, LANE)
+    assert not put(writer, 99)
+    assert reader.free()
+    assert not reader.free()
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_space_comes_while_the_writer_begins_to_wait(step: int) -> None:
+    """It finds the space, or it is told."""
+    *_, writer, reader = both()
+    assert writer.take("one")
+    for number in range(LANE):
+        assert put(writer, number)
+    told: list[bool] = []
+    writer._words = words = Stepwise(writer._words)  # type: ignore[assignment]
+    words.interrupt(step, lambda: told.append(reader.free()))
+    assert put(writer, LANE) or told in ([], [True])
+
+
+def test_a_lane_on_which_an_operation_failed_waits_for_its_pieces() -> None:
+    *_, writer, reader = both()
+    assert writer.take("one")
+    assert put(writer, 1, OLD)
+    assert put(writer, 2, OLD)
+    writer.leave(failed=True)
+    assert not writer.take("two")
+    assert got(reader, OLD) == 1
+    assert not writer.take("two")
+    reader.purge(OLD)
+    assert writer.take("two")
+    assert put(writer, 3, NEW, 4)
+    assert got(reader, NEW, 4) == 3
+
+
+def test_pieces_for_a_group_that_is_over_are_given_back_when_they_are_in_the_way() -> None:
+    *_, writer, reader = both()
+    assert writer.take("one")
+    reader.purge(OLD)
+    assert put(writer, 1, OLD)
+    writer.leave(failed=True)
+    assert not writer.take("two")
+    reader.reclaim()
+    assert writer.take("two")
+    assert put(writer, 2, NEW, 4)
+    reader.reclaim()
+    assert got(reader, NEW, 4) == 2
