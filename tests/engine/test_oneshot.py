@@ -1,0 +1,190 @@
+"""Small reductions in shared memory: every way a tensor may take, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupError, HashStore, ProcessGroup, new_group
+from aiocoll.engine.oneshot import OneShot
+from aiocoll.transport.shm.layout import MIDDLE, SMALL
+from aiocoll.work import Work
+
+from ..ranks import options, run_ranks, until
+
+#: Elements of float64: in the line of a block, in a small one, in a middle one.
+COUNTS = [1, 5, 6, 512, 513, 8192]
+
+
+async def link(pgs: list[ProcessGroup]) -> None:
+    """Open all data links."""
+    await asyncio.gather(*(pg.allreduce(np.zeros(1)) for pg in pgs))
+    await until(lambda: all(pg._member.channels[peer].shared for pg in pgs for peer in pg._member.others))
+
+
+@asynccontextmanager
+async def jobs(world_size: int, names: str = "a") -> AsyncIterator[list[list[ProcessGroup]]]:
+    """Yield the ranks of a group for each of `names`, linked, whose calls have the same numbers."""
+    store = HashStore()
+    pgs = [
+        await asyncio.gather(
+            *(
+                new_group(store=store, rank=rank, world_size=world_size, name=name, options=options("shm"))
+                for rank in range(world_size)
+            )
+        )
+        for name in names
+    ]
+    try:
+        for group in pgs:
+            await link(group)
+        yield pgs
+    finally:
+        await asyncio.gather(*(pg.shutdown() for group in pgs for pg in group))
+        await store.aclose()
+
+
+def posts(pg: ProcessGroup, peer: int) -> int:
+    """Return how often this rank has used the board of its link to `peer`."""
+    shared = pg._member.channels[peer].shared
+    assert shared is not None
+    return sum(shared.poster._posted)
+
+
+def mine(pg: ProcessGroup, count: int = 3) -> np.ndarray:
+    return np.full(count, 2.0 ** pg.rank())
+
+
+def call(pg: ProcessGroup, count: int = 3, key: str | None = None) -> tuple[np.ndarray, Work[object]]:
+    array = mine(pg, count)
+    return array, pg.allreduce(array, key=key)
+
+
+async def check(calls: list[tuple[np.ndarray, Work[object]]], world_size: int) -> None:
+    for array, work in calls:
+        async with asyncio.timeout(20):
+            await work
+        assert (array == 2.0**world_size - 1).all()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+@pytest.mark.parametrize("count", COUNTS)
+async def test_the_board_carries_what_fits(world_size: int, count: int) -> None:
+    async with jobs(world_size) as (pgs,):
+        before = [posts(pg, peer) for pg in pgs for peer in pg._member.others]
+        calls = [call(pg, count) for pg in pgs]
+        fits = count * 8 * (world_size - 1) <= pgs[0]._member.piece_nbytes
+        assert {type(operation) is OneShot for pg in pgs for operation in pg._member.pending} <= {fits}
+        await check(calls, world_size)
+        after = [posts(pg, peer) for pg in pgs for peer in pg._member.others]
+        assert [new - old for old, new in zip(before, after, strict=True)] == [fits] * len(before)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+async def test_frames_serve_until_there_is_a_link(count: int) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        calls = []
+        for _ in range(20):
+            calls.append(call(pg, count))
+            await asyncio.sleep(0)
+        assert pg._member.channels[1 - pg.rank()].link is None or pg.rank() == 1
+        await check(calls, 2)
+        assert posts(pg, 1 - pg.rank()) < len(calls)
+
+    await run_ranks(2, rank, transport="shm")
+
+
+@pytest.mark.parametrize(("count", "blocks"), [(1, SMALL), (512, SMALL), (513, MIDDLE), (8192, MIDDLE)])
+async def test_a_block_in_use_is_no_reason_to_wait(count: int, blocks: int) -> None:
+    async with jobs(2) as ((zero, one),):
+        before = posts(zero, 1)
+        calls = [call(zero, count) for _ in range(3 * blocks)]
+        assert posts(zero, 1) - before == blocks
+        calls += [call(one, count) for _ in range(3 * blocks)]
+        await check(calls, 2)
+        assert zero.pending() == one.pending() == []
+
+
+async def test_a_frame_that_leaves_at_once_may_be_all_that_was_missing() -> None:
+    """The last thing to happen, then, happens within the call."""
+    async with jobs(2, "ab") as ((a_zero, a_one), (b_zero, b_one)):
+        calls = [call(a_one), call(b_zero)]
+        before = posts(b_one, 0)
+        calls.append(call(b_one))
+        assert posts(b_one, 0) == before, "the call of the other group has the block"
+        assert calls[-1][1].done()
+        calls.append(call(a_zero))
+        await check(calls, 2)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+async def test_groups_share_the_blocks(count: int) -> None:
+    """Each rank calls them in another order, so that blocks are in use for groups their reader comes to last."""
+    world_size, names = 3, "abcd"
+    async with jobs(world_size, names) as groups:
+        calls = []
+        for rank in range(world_size):
+            for group in groups[rank:] + groups[:rank]:
+                calls += [call(group[rank], count) for _ in range(5)]
+        await check(calls, world_size)
+
+
+@pytest.mark.parametrize("count", [1, 600])
+async def test_keyed_calls_in_opposite_orders(count: int) -> None:
+    keys = [str(number) for number in range(200)]
+    async with jobs(2) as ((zero, one),):
+        calls = [call(zero, count, key) for key in keys]
+        calls += [call(one, count, key) for key in reversed(keys)]
+        await check(calls, 2)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+@pytest.mark.parametrize("count", [*COUNTS, 100_000])
+@pytest.mark.parametrize("linked", [False, True])
+async def test_ranks_may_leave_as_soon_as_they_are_done(world_size: int, count: int, linked: bool) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        array = mine(pg, count)
+        if linked:
+            await pg.allreduce(np.zeros(1))
+        await pg.allreduce(array)
+        assert (array == 2.0**world_size - 1).all()
+
+    await run_ranks(world_size, rank, transport="shm")
+
+
+# -- groups that fail
+
+
+async def shrunk(pgs: list[ProcessGroup]) -> list[ProcessGroup]:
+    async with asyncio.timeout(20):
+        return await asyncio.gather(*(pg.shrink() for pg in pgs))
+
+
+async def fails(work: Work[object]) -> None:
+    with pytest.raises(GroupError):
+        await work
+
+
+async def whole_board(pgs: list[ProcessGroup]) -> None:
+    """Every block is free: as many calls as there are blocks find one, without an answer."""
+    zero, one = pgs
+    for count, blocks in ((1, SMALL), (8192, MIDDLE)):
+        before = posts(zero, 1)
+        calls = [call(zero, count) for _ in range(blocks)]
+        assert posts(zero, 1) - before == blocks
+        await check(calls + [call(one, count) for _ in range(blocks)], 2)
+
+
+async def test_what_was_posted_for_a_group_that_failed_is_given_back() -> None:
+    async with jobs(2) as (pgs,):
+        works = [call(pgs[0], count)[1] for count in (1, 8192) for _ in range(SMALL)]
+        pgs[0].abort("a test")
+        for work in works:
+            await fails(work)
+        groups = await shrunk(pgs)
+        await whole_board(groups)
+        await asyncio.gather(*(pg.shutdown() for pg in groups))
