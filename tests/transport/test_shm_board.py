@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from aiocoll.transport.shm.board import Board, Poster
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.lane import LaneReader, LaneWriter
 from aiocoll.transport.shm.layout import BLOCKS, LANE, MIDDLE, SMALL, Layout
+from aiocoll.transport.shm.region import Region
 
 OLD, NEW = 7, 8
 """Groups: one that is over, and one that goes on."""
@@ -52,8 +54,11 @@ def tag(group: int, fingerprint: int = 1) -> int:
 
 def both(fences: Fences = STRONG, ranks: int = 2) -> tuple[Poster, Board, LaneWriter, LaneReader]:
     layout = Layout(ranks)
-    memory, direction = memoryview(bytearray(layout.nbytes)), layout.directions[0]
-    found = [each(memory, direction, fences) for each in (Poster, Board, LaneWriter, LaneReader)]
+    region, direction = Region(mmap.mmap(-1, layout.nbytes), [], whole=True), layout.directions[0]
+    memory = memoryview(region.memory)
+    found = [each(region, direction, fences) for each in (Poster, LaneWriter)]
+    found[1:1] = [Board(memory, direction, fences)]
+    found.append(LaneReader(memory, direction, fences))
     return tuple(found)  # type: ignore[return-value]
 
 
@@ -183,19 +188,19 @@ def test_what_tells_of_something_is_written_after_it() -> None:
     """On machines that keep no order: a fence is between the bytes and the tag, and between the tag and the rest."""
     told: list[str] = []
     poster, board, *_ = both(Fences(lambda: told.append("fence"), lambda: None))
-    words, line = poster._words, poster._lines[5]
+    words, line, posts = poster._words, poster._lines[5], poster._posts
 
     class Telling:
         def __getitem__(self, index: int) -> int:
             return words[index]
 
         def __setitem__(self, index: int, value: int) -> None:
-            told.append(["id", "tag", "times"][index - line])
+            told.append("posts" if index == posts else ["id", "tag", "times"][index - line])
             words[index] = value
 
     poster._words = Telling()  # type: ignore[assignment]
     assert poster.post(5, 5, tag(NEW), block_of(1))
-    assert told == ["fence", "tag", "fence", "times", "id"]
+    assert told == ["fence", "tag", "fence", "times", "id", "fence", "posts"]
     del told[:]
     assert board.look(5, 5) == tag(NEW)
     assert told == ["fence", "fence"]

@@ -114,8 +114,8 @@ async def test_both_map_one_region() -> None:
     async with meeting() as (_, (near, far)):
         assert (near.direction, far.direction) == (0, 1)
         assert near.layout.directions == far.layout.directions
-        near.memory[PAGE : PAGE + 5] = b"hello"
-        assert far.memory[PAGE : PAGE + 5] == b"hello"
+        near.region.memory[PAGE : PAGE + 5] = b"hello"
+        assert far.region.memory[PAGE : PAGE + 5] == b"hello"
 
 
 @pytest.mark.parametrize("wanted", [(False, True), (True, False), (False, False)])

@@ -15,7 +15,8 @@ from collections.abc import Callable
 import pytest
 
 from aiocoll.errors import ProtocolError
-from aiocoll.transport.shm.region import PAGE, create, create_in_turns, open_region
+from aiocoll.transport.shm import region
+from aiocoll.transport.shm.region import PAGE, Region, create, open_region
 
 NBYTES = 3 * PAGE
 #: More than is reserved in one turn, and no multiple of it.
@@ -24,11 +25,31 @@ LARGE = 1024 * 1024 + PAGE
 Make = Callable[[int], tuple[int, mmap.mmap]]
 
 
+def refuse_to_populate(memory: mmap.mmap, start: int, nbytes: int) -> None:
+    """What kernels before 5.14 do."""
+    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+@pytest.fixture
+def old_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region, "_populate", refuse_to_populate)
+
+
 def in_turns(nbytes: int) -> tuple[int, mmap.mmap]:
-    return asyncio.run(create_in_turns(nbytes))
+    """Make a region on an old kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(region, "_populate", refuse_to_populate)
+        fd, made = asyncio.run(Region.create(nbytes, [(0, PAGE)]))
+    return fd, made.memory
 
 
-@pytest.mark.parametrize("make", [create, in_turns])
+def bit_by_bit(nbytes: int) -> tuple[int, mmap.mmap]:
+    """Make a region of which all is asked for at once."""
+    fd, made = asyncio.run(Region.create(nbytes, [(0, nbytes)]))
+    return fd, made.memory
+
+
+@pytest.mark.parametrize("make", [create, in_turns, bit_by_bit])
 @pytest.mark.parametrize("nbytes", [PAGE, NBYTES, LARGE])
 def test_it_is_zero_and_all_there(make: Make, nbytes: int) -> None:
     fd, memory = make(nbytes)
@@ -41,7 +62,7 @@ def test_it_is_zero_and_all_there(make: Make, nbytes: int) -> None:
     os.close(fd)
 
 
-@pytest.mark.parametrize("make", [create, in_turns])
+@pytest.mark.parametrize("make", [create, in_turns, bit_by_bit])
 def test_nobody_can_change_its_size(make: Make) -> None:
     fd, memory = make(NBYTES)
     for nbytes in (0, NBYTES - 1, NBYTES + 1):
@@ -136,14 +157,14 @@ def test_what_cannot_be_made_leaves_nothing_open(
         make(NBYTES)
 
 
-@pytest.mark.parametrize("make", [create, in_turns])
+@pytest.mark.parametrize("make", [create, in_turns, bit_by_bit])
 def test_a_python_that_was_built_without_memfd(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(OSError, match="built without memfd_create"):
         make(NBYTES)
 
 
-@pytest.mark.parametrize("make", [create, in_turns])
+@pytest.mark.parametrize("make", [create, in_turns, bit_by_bit])
 def test_what_cannot_be_mapped_leaves_nothing_open(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -153,8 +174,8 @@ def test_what_cannot_be_mapped_leaves_nothing_open(make: Make, monkeypatch: pyte
         make(NBYTES)
 
 
-async def test_the_loop_turns_meanwhile() -> None:
-    making = asyncio.ensure_future(create_in_turns(LARGE))
+async def test_the_loop_turns_meanwhile(old_kernel: None) -> None:
+    making = asyncio.ensure_future(Region.create(LARGE, []))
     turns = 0
     while not making.done():
         await asyncio.sleep(0)
@@ -164,8 +185,8 @@ async def test_the_loop_turns_meanwhile() -> None:
 
 
 @pytest.mark.parametrize("turns", range(1, 6))
-async def test_nothing_is_left_of_a_cancelled_one(turns: int) -> None:
-    making = asyncio.ensure_future(create_in_turns(LARGE))
+async def test_nothing_is_left_of_a_cancelled_one(old_kernel: None, turns: int) -> None:
+    making = asyncio.ensure_future(Region.create(LARGE, []))
     for _ in range(turns):
         await asyncio.sleep(0)
     making.cancel()

@@ -2,7 +2,8 @@
 
 Nothing is queued and nothing has to be taken away in order: operation i has block i modulo the number of blocks, in
 each direction. A block is free again once the peer has read it; if the operation that had it before is still unread,
-`post` says no, and the frame ring is the way. So no operation ever waits for another one's block.
+`post` says no, and the frame ring is the way. So no operation ever waits for another one's block. The memory of a block
+is reserved by the first post that does not fit in its line.
 
     word 0  id of the operation; written last
     word 1  tag: group and fingerprint; written after the bytes
@@ -12,6 +13,7 @@ each direction. A block is free again once the peer has read it; if the operatio
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.layout import BLOCKS, LINE, MIDDLE, SMALL, Direction
+from aiocoll.transport.shm.region import Region
 
 __all__ = ["Board", "Poster"]
 
@@ -26,6 +29,15 @@ _HEAD = 24
 _INLINE_NBYTES = LINE - _HEAD
 #: Views of blocks that are kept: a program has few call sites.
 _VIEWS = 256
+
+
+@functools.lru_cache(maxsize=8)
+def _places(direction: Direction) -> tuple[list[int], list[int]]:
+    """Return the first words of all lines and the offsets of all blocks; links share these lists."""
+    first = direction.lines >> 3
+    blocks = [direction.small + number * direction.small_nbytes for number in range(SMALL)]
+    blocks += [direction.middle + number * direction.middle_nbytes for number in range(MIDDLE)]
+    return [first + number * LINE // 8 for number in range(BLOCKS)], blocks
 
 
 class _Side:
@@ -37,12 +49,9 @@ class _Side:
         self._memory = memory
         self._words = memory.cast("Q")
         self._order = fences.order
-        first = direction.lines >> 3
-        self._lines = [first + number * LINE // 8 for number in range(BLOCKS)]
+        self._lines, self._blocks = _places(direction)
         self._freed = direction.freed
         self._posts = direction.posts
-        self._blocks = [direction.small + number * direction.small_nbytes for number in range(SMALL)]
-        self._blocks += [direction.middle + number * direction.middle_nbytes for number in range(MIDDLE)]
         self._views: dict[tuple[int, np.dtype[Any], int], NDArray[Any]] = {}
 
     def view(self, block: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
@@ -61,20 +70,29 @@ class _Side:
 class Poster(_Side):
     """The writer's end."""
 
-    __slots__ = ("_posted", "_total")
+    __slots__ = ("_direction", "_posted", "_ready", "_region", "_total")
 
-    def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
-        super().__init__(memory, direction, fences)
+    def __init__(self, region: Region, direction: Direction, fences: Fences) -> None:
+        super().__init__(memoryview(region.memory), direction, fences)
+        self._region = region
+        self._direction = direction
+        # Whether the memory of a block is there.
+        self._ready = [False] * BLOCKS
         self._posted = [0] * BLOCKS
         self._total = 0
 
     def post(self, block: int, identity: int, tag: int, array: NDArray[Any]) -> bool:
-        """Show a flat array that fits in the block; False if it is not free."""
+        """Show a flat array that fits in the block; False if it is not free, or the host has no memory for it."""
         words, times = self._words, self._posted[block]
         if words[self._freed + block] != times:
             return False
+        view = self._views.get((block, array.dtype, len(array)))
+        if view is None:
+            if array.nbytes > _INLINE_NBYTES and not self._ready[block] and not self._reserve(block):
+                return False
+            view = self.view(block, array.dtype, len(array))
         line = self._lines[block]
-        self.view(block, array.dtype, len(array))[:] = array
+        view[:] = array
         # Groups number their operations alike: the id may be there already, and then the tag alone tells.
         if self._order is not None:
             self._order()
@@ -87,6 +105,12 @@ class Poster(_Side):
             self._order()
         words[self._posts] = self._total = self._total + 1
         return True
+
+    def _reserve(self, block: int) -> bool:
+        start = self._blocks[block]
+        end = start + (self._direction.small_nbytes if block < SMALL else self._direction.middle_nbytes)
+        self._ready[block] = self._region.reserve(start, end)
+        return self._ready[block]
 
 
 class Board(_Side):

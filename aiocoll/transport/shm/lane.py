@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.layout import BLOCKS, LANE, LINE, Direction
+from aiocoll.transport.shm.region import Region
 
 __all__ = ["LaneReader", "LaneWriter"]
 
@@ -30,14 +31,16 @@ class LaneWriter:
         tainted: an operation has failed on the lane, whose pieces may never be read.
     """
 
-    __slots__ = ("_blocks", "_full", "_hungry", "_lines", "_memory", "_number", "_order", "_taken", "_words", "holder",
-                 "nbytes", "tainted")  # fmt: skip
+    __slots__ = ("_blocks", "_full", "_hungry", "_lines", "_memory", "_number", "_order", "_ready", "_region", "_taken",
+                 "_words", "holder", "nbytes", "tainted")  # fmt: skip
 
-    def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
+    def __init__(self, region: Region, direction: Direction, fences: Fences) -> None:
         self.nbytes = direction.lane_nbytes
         self.holder: object = None
         self.tainted = False
-        self._memory = memory
+        self._region = region
+        self._ready = False
+        memory = self._memory = memoryview(region.memory)
         self._words = memory.cast("Q")
         self._order, self._full = fences
         self._hungry = direction.lane_hungry
@@ -47,12 +50,21 @@ class LaneWriter:
         self._number = 0
 
     def take(self, holder: object) -> bool:
-        """Get the lane for `holder`; False if it is not to be had."""
+        """Get the lane for `holder`; False if it is not to be had.
+
+        The first time, the blocks are reserved, which takes half a millisecond for those of 256 KiB.
+        """
         if self.holder is not None or (self.tainted and self._words[self._taken] != self._number):
+            return False
+        if not self._ready and not self._reserve():
             return False
         self.tainted = False
         self.holder = holder
         return True
+
+    def _reserve(self) -> bool:
+        self._ready = self._region.reserve(self._blocks[0], self._blocks[-1] + self.nbytes)
+        return self._ready
 
     def leave(self, *, failed: bool) -> None:
         """Give the lane up."""

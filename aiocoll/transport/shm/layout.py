@@ -5,6 +5,9 @@
     a direction:    entries of the ring | data of the ring | lines of the board and the lane | their blocks
 
 Every word that one side writes and the other polls has a cache line of its own, or shares it with its likes.
+
+Whoever writes somewhere has reserved it before, so what a link costs depends on what it carries; readers look only at
+words and lines, which are there from the beginning, and at what these say has been written.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ from typing import NamedTuple
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.transport.shm.region import PAGE
 
-__all__ = ["BLOCKS", "ENTRIES", "LANE", "LINE", "MIDDLE", "SMALL", "SMALLER", "Direction", "Layout"]
+__all__ = ["BLOCKS", "ENTRIES", "FIRST", "LANE", "LINE", "MIDDLE", "SMALL", "SMALLER", "Direction", "Layout"]
 
 LINE = 64
 #: Entries of a ring: a burst of this many small frames needs no turn of the reader's.
 ENTRIES = 256
+#: Bytes of a ring's data that are reserved from the beginning: enough for some small frames.
+FIRST = 8 * 1024
 #: Blocks of a board: operations in flight at once that need not go through the ring, twice over, since a rank may be
 #: through with all of them before a peer has read the first.
 SMALL, MIDDLE = 128, 4
@@ -29,7 +34,7 @@ SMALLER = 64
 LANE = 4
 
 _FEW = 8
-"""Ranks of a host up to which links are generous: 4.6 MiB each. In larger worlds a rank may have many."""
+"""Ranks of a host up to which links are generous: 4.6 MiB each, if all is used. In larger worlds a rank has many."""
 
 
 class Direction(NamedTuple):
@@ -57,6 +62,10 @@ class Direction(NamedTuple):
     lane: int
     lane_nbytes: int
     end: int
+
+    def first(self) -> tuple[tuple[int, int], ...]:
+        """Start and end of what its writer reserves before either side looks, the words of both directions included."""
+        return (0, PAGE), (self.ring, self.data + FIRST), (self.lines, self.small)
 
 
 class Layout:

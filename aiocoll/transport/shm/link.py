@@ -10,7 +10,6 @@ is in order. The loop is woken by the `bell`.
 
 from __future__ import annotations
 
-import mmap
 import socket
 from collections import deque
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from aiocoll.transport.shm.bell import Bell, PeerBell
 from aiocoll.transport.shm.board import Board, Poster
 from aiocoll.transport.shm.lane import LaneReader, LaneWriter
 from aiocoll.transport.shm.layout import ENTRIES, LINE, Layout
+from aiocoll.transport.shm.region import Region
 from aiocoll.transport.shm.ring import ENTRY, Outgoing
 
 __all__ = ["Pair", "ShmLink"]
@@ -38,7 +38,7 @@ _unpack = ENTRY.unpack_from
 class Pair(NamedTuple):
     """What the two ends have agreed on: memory, its layout, which direction is ours to write, and both bells."""
 
-    memory: mmap.mmap
+    region: Region
     layout: Layout
     direction: int
     bell: Bell
@@ -54,6 +54,7 @@ class ShmLink:
         "_closed",
         "_end",
         "_ending",
+        "_failed",
         "_hungry",
         "_kept",
         "_memory",
@@ -92,11 +93,12 @@ class ShmLink:
         self.announce = pair.peer_bell.ring
         fences = pair.bell.fences
         ours, theirs = pair.layout.directions[pair.direction], pair.layout.directions[1 - pair.direction]
-        memory = self._memory = memoryview(pair.memory)
+        region = pair.region
+        memory = self._memory = memoryview(region.memory)
         self._words = memory.cast("Q")
-        self._out = Outgoing(memory, ours, fences)
-        self.poster, self.board = Poster(memory, ours, fences), Board(memory, theirs, fences)
-        self.lane_out, self.lane_in = LaneWriter(memory, ours, fences), LaneReader(memory, theirs, fences)
+        self._out = Outgoing(region, ours, fences)
+        self.poster, self.board = Poster(region, ours, fences), Board(memory, theirs, fences)
+        self.lane_out, self.lane_in = LaneWriter(region, ours, fences), LaneReader(memory, theirs, fences)
         self._order = fences.order
         self._hungry = theirs.hungry
         self._taken = theirs.taken
@@ -109,6 +111,7 @@ class ShmLink:
         self._started = False
         self._receiving = False
         self._ending = False
+        self._failed = False
         self._closed = False
 
     @property
@@ -131,7 +134,12 @@ class ShmLink:
         """Send one frame; True if there was space for it."""
         if self._closed or self._ending:
             return True
-        if not self._kept and self._out.put(header, payload):
+        try:
+            put = not self._kept and self._out.put(header, payload)
+        except OSError as error:
+            put = False
+            self._fail(error)
+        if put:
             self._peer_bell.ring()
             return True
         self._kept.append((header, payload))
@@ -207,11 +215,17 @@ class ShmLink:
             self._peer_bell.ring()
 
     def _flush(self) -> bool:
+        if self._failed:
+            return False
         kept, put = self._kept, self._out.put
         moved = False
-        while kept and put(*kept[0]):
-            kept.popleft()
-            moved = True
+        try:
+            while kept and put(*kept[0]):
+                kept.popleft()
+                moved = True
+        except OSError as error:
+            self._fail(error)
+            return moved
         if moved:
             self._peer_bell.ring()
         if kept:
@@ -221,6 +235,11 @@ class ShmLink:
             self._shutdown()
         self.sink.drained(self)
         return True
+
+    def _fail(self, error: OSError) -> None:
+        """There is no memory for a frame: end, but not while the sink is calling. No later frame may overtake it."""
+        self._failed = True
+        self._runtime.call_soon(self._lost, error)
 
     def _shutdown(self) -> None:
         try:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import array
 import asyncio
 import errno
-import mmap
 import os
 import socket
 import struct
@@ -24,7 +23,7 @@ from collections.abc import Sequence
 from aiocoll.transport.shm.bell import Bell, PeerBell
 from aiocoll.transport.shm.layout import Layout
 from aiocoll.transport.shm.link import Pair
-from aiocoll.transport.shm.region import PAGE, create_in_turns, open_region
+from aiocoll.transport.shm.region import PAGE, Region, open_region
 
 __all__ = ["NotSharedError", "accept", "decline", "propose"]
 
@@ -53,7 +52,7 @@ async def propose(sock: socket.socket, layout: Layout, bell: Bell) -> Pair | Non
         OSError: the peer closed the connection.
         ProtocolError: what it passed is no bell.
     """
-    memory = await _offer(sock, layout, bell)
+    region = await _offer(sock, layout, bell)
     (agreed, _), fds = await _receive(sock, _ANSWERED_FDS)
     if not agreed:
         _close(fds)
@@ -69,22 +68,22 @@ async def propose(sock: socket.socket, layout: Layout, bell: Bell) -> Pair | Non
     except BaseException:
         peer_bell.close()
         raise
-    return Pair(memory, layout, 0, bell, peer_bell)
+    return Pair(region, layout, 0, bell, peer_bell)
 
 
-async def _offer(sock: socket.socket, layout: Layout, bell: Bell) -> mmap.mmap:
+async def _offer(sock: socket.socket, layout: Layout, bell: Bell) -> Region:
     try:
-        region, memory = await create_in_turns(layout.nbytes)
+        fd, region = await Region.create(layout.nbytes, layout.directions[0].first())
         try:
-            socket.send_fds(sock, [_MESSAGE.pack(True, layout.ranks)], [region, bell.page, bell.eventfd])
+            socket.send_fds(sock, [_MESSAGE.pack(True, layout.ranks)], [fd, bell.page, bell.eventfd])
         finally:
-            os.close(region)
+            os.close(fd)
     except ConnectionError:
         raise
     except OSError as error:
         decline(sock)
         raise NotSharedError(str(error)) from error
-    return memory
+    return region
 
 
 async def accept(sock: socket.socket, bell: Bell | None) -> Pair | None:
@@ -106,14 +105,14 @@ async def accept(sock: socket.socket, bell: Bell | None) -> Pair | None:
         return None
     layout = Layout(ranks)
     try:
-        memory, peer_bell = _map(fds, layout, bell)
+        region, peer_bell = _map(fds, layout, bell)
     except OSError as error:
         decline(sock)
         await _is_agreed(sock)
         raise NotSharedError(str(error)) from error
     try:
         if await _answer(sock, bell):
-            return Pair(memory, layout, 1, bell, peer_bell)
+            return Pair(region, layout, 1, bell, peer_bell)
     except BaseException:
         peer_bell.close()
         raise
@@ -140,16 +139,16 @@ async def _is_agreed(sock: socket.socket) -> bool:
     return agreed
 
 
-def _map(fds: list[int], layout: Layout, bell: Bell) -> tuple[mmap.mmap, PeerBell]:
+def _map(fds: list[int], layout: Layout, bell: Bell) -> tuple[Region, PeerBell]:
     if len(fds) != _OFFERED_FDS:
         raise _lost(fds)
-    region, *others = fds
+    fd, *others = fds
     try:
-        memory = open_region(region, layout.nbytes)
+        region = Region.open(fd, layout.nbytes, layout.directions[1].first())
     except BaseException:
         _close(others)
         raise
-    return memory, _peer_bell(others, bell)
+    return region, _peer_bell(others, bell)
 
 
 def _peer_bell(fds: Sequence[int], bell: Bell) -> PeerBell:
@@ -157,7 +156,7 @@ def _peer_bell(fds: Sequence[int], bell: Bell) -> PeerBell:
         raise _lost(fds)
     page, eventfd = fds
     try:
-        memory: mmap.mmap = open_region(page, PAGE)
+        memory = open_region(page, PAGE)
     except BaseException:
         os.close(eventfd)
         raise

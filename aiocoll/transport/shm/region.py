@@ -1,4 +1,7 @@
-"""Memory without a name: made by one process, passed to others as a descriptor, gone with its last user."""
+"""Memory without a name: made by one process, passed to others as a descriptor, gone with its last user.
+
+Memory is reserved before it is touched: a host that has none left says so then, instead of killing whoever touches it.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ import fcntl
 import mmap
 import os
 import sys
+from collections.abc import Iterable
 
 from aiocoll.errors import ProtocolError
 
-__all__ = ["PAGE", "create", "create_in_turns", "open_region"]
+__all__ = ["PAGE", "Region", "create", "no_memory", "open_region"]
 
 PAGE = mmap.PAGESIZE
 #: Bytes reserved in one turn of the loop; takes about 60 microseconds.
@@ -21,12 +25,90 @@ _LOT = 256 * 1024
 _SEALS = 0x0001 | 0x0002 | 0x0004
 """F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW: nobody can take pages away, which would be SIGBUS to all who map them."""
 _ADD_SEALS, _GET_SEALS = 1033, 1034
+# Linux, <linux/mman.h>, from 5.14 on.
+_POPULATE_WRITE = 23
+
+
+class Region:
+    """Memory that two processes share, reserved bit by bit; `create` or `open` it.
+
+    Whoever writes somewhere for the first time reserves it before. Nobody reads where nothing was written.
+
+    Attributes:
+        memory: all of it.
+    """
+
+    __slots__ = ("_whole", "memory")
+
+    def __init__(self, memory: mmap.mmap, first: Iterable[tuple[int, int]], *, whole: bool) -> None:
+        self.memory = memory
+        self._whole = whole
+        for start, end in first:
+            if not self.reserve(start, end):
+                raise no_memory()
+
+    @classmethod
+    async def create(cls, nbytes: int, first: Iterable[tuple[int, int]]) -> tuple[int, Region]:
+        """Make `nbytes` of zeroed memory; return its descriptor, which the caller closes, and the region.
+
+        On kernels before 5.14 all of it is reserved at once. That takes a quarter of a millisecond per MiB, and many
+        turns of the loop.
+
+        Args:
+            nbytes: of the whole.
+            first: start and end of what is reserved here.
+
+        Raises:
+            OSError: the kernel has no memfd or forbids it, or there is no memory or descriptor left.
+        """
+        fd = _open(nbytes)
+        try:
+            memory = _seal(fd, nbytes)
+            whole = not _can_populate(memory)
+            if whole:
+                for start in range(0, nbytes, _LOT):
+                    os.posix_fallocate(fd, start, min(_LOT, nbytes - start))
+                    await asyncio.sleep(0)
+            return fd, cls(memory, first, whole=whole)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def open(cls, fd: int, nbytes: int, first: Iterable[tuple[int, int]]) -> Region:
+        """Map what another process has made, and close `fd`; reserve the parts of `first`, as `create` does.
+
+        Raises:
+            ProtocolError: it has another size, or its size could change under us.
+            OSError: it cannot be mapped, or there is no memory left.
+        """
+        whole = os.fstat(fd).st_blocks * 512 >= nbytes
+        return cls(open_region(fd, nbytes), first, whole=whole)
+
+    def reserve(self, start: int, end: int) -> bool:
+        """Reserve the pages between two offsets; False if there is no memory left. What is reserved stays so.
+
+        Takes about half a millisecond per MiB, of which the first write is spared some.
+        """
+        if self._whole:
+            return True
+        start -= start % PAGE
+        try:
+            _populate(self.memory, start, end - start)
+        except OSError:
+            return False
+        return True
+
+
+def no_memory() -> OSError:
+    """Return the error of a region that cannot grow."""
+    return OSError(errno.ENOMEM, "this host has no memory left to share")
 
 
 def create(nbytes: int) -> tuple[int, mmap.mmap]:
     """Make `nbytes` of zeroed memory; return its descriptor, which the caller closes, and the mapping.
 
-    All pages are reserved here: a host without memory refuses now, instead of killing whoever touches them later.
+    All pages are reserved here.
 
     Raises:
         OSError: the kernel has no memfd or forbids it, or there is no memory or descriptor left.
@@ -34,19 +116,6 @@ def create(nbytes: int) -> tuple[int, mmap.mmap]:
     fd = _open(nbytes)
     try:
         os.posix_fallocate(fd, 0, nbytes)
-        return fd, _seal(fd, nbytes)
-    except BaseException:
-        os.close(fd)
-        raise
-
-
-async def create_in_turns(nbytes: int) -> tuple[int, mmap.mmap]:
-    """As `create`, which takes a quarter of a millisecond per MiB, in many turns of the loop."""
-    fd = _open(nbytes)
-    try:
-        for start in range(0, nbytes, _LOT):
-            os.posix_fallocate(fd, start, min(_LOT, nbytes - start))
-            await asyncio.sleep(0)
         return fd, _seal(fd, nbytes)
     except BaseException:
         os.close(fd)
@@ -83,6 +152,18 @@ def _open(nbytes: int) -> int:
 def _seal(fd: int, nbytes: int) -> mmap.mmap:
     fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
     return _map(fd, nbytes)
+
+
+def _can_populate(memory: mmap.mmap) -> bool:
+    try:
+        _populate(memory, 0, PAGE)
+    except OSError as error:
+        return error.errno != errno.EINVAL
+    return True
+
+
+def _populate(memory: mmap.mmap, start: int, nbytes: int) -> None:
+    memory.madvise(_POPULATE_WRITE, start, nbytes)
 
 
 def _seals(fd: int) -> int:

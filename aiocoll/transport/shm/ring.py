@@ -9,7 +9,7 @@ An entry is one cache line:
 
 Larger payloads lie in the data area, each in one piece, in the order of their entries; the reader tells how many
 entries it has taken, which frees them in that order. While the reader keeps up, the writer begins at the front of the
-area again and again, where the cache is warm.
+area again and again, where the cache is warm. What lies beyond is reserved when it is used for the first time.
 
 The sender owns the entries, the data and the `hungry` word; the reader owns `taken`. Each word has a line of its own.
 """
@@ -21,7 +21,8 @@ from collections import deque
 
 from aiocoll.transport.frame import HEADER
 from aiocoll.transport.shm.fence import Fences
-from aiocoll.transport.shm.layout import ENTRIES, LINE, Direction
+from aiocoll.transport.shm.layout import ENTRIES, FIRST, LINE, Direction
+from aiocoll.transport.shm.region import Region, no_memory
 
 __all__ = ["ENTRY", "Outgoing"]
 
@@ -37,21 +38,23 @@ class Outgoing:
     """The writer's end of one direction.
 
     Args:
-        memory: the whole region.
+        region: of the link.
         direction: where things are.
         fences: of this machine.
     """
 
-    __slots__ = ("_area", "_data", "_full", "_head", "_hungry", "_memory", "_order", "_ring", "_sent", "_spans",
-                 "_taken", "_words")  # fmt: skip
+    __slots__ = ("_area", "_data", "_full", "_head", "_hungry", "_memory", "_order", "_ready", "_region", "_ring",
+                 "_sent", "_spans", "_taken", "_words")  # fmt: skip
 
-    def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
-        self._memory = memory
+    def __init__(self, region: Region, direction: Direction, fences: Fences) -> None:
+        self._region = region
+        memory = self._memory = memoryview(region.memory)
         self._words = memory.cast("Q")
         self._order, self._full = fences
         self._ring = direction.ring
         self._area = direction.data
         self._data = direction.data_nbytes
+        self._ready = FIRST
         self._hungry = direction.hungry
         self._taken = direction.taken
         self._sent = 0
@@ -60,7 +63,11 @@ class Outgoing:
         self._spans: deque[tuple[int, int]] = deque()
 
     def put(self, header: bytes, payload: memoryview | None) -> bool:
-        """Write one frame; False if there is no space."""
+        """Write one frame; False if there is no space.
+
+        Raises:
+            OSError: the host has no memory left for a frame of this size.
+        """
         words, number = self._words, self._sent
         taken = words[self._taken]
         if number - taken >= ENTRIES:
@@ -74,7 +81,7 @@ class Outgoing:
             if nbytes <= _INLINE_NBYTES:
                 place = at + _INLINE
             else:
-                start = self._reserve(nbytes, taken)
+                start = self._find(nbytes, taken)
                 if start < 0:
                     return False
                 self._spans.append((number, start))
@@ -95,8 +102,8 @@ class Outgoing:
         """Say that it does not wait any more."""
         self._words[self._hungry] = 0
 
-    def _reserve(self, nbytes: int, taken: int) -> int:
-        """Return where `nbytes` fit in one piece in the area; -1 if nowhere."""
+    def _find(self, nbytes: int, taken: int) -> int:
+        """Return where `nbytes` fit in one piece in the area; -1 if nowhere as yet."""
         spans = self._spans
         while spans and spans[0][0] <= taken:
             spans.popleft()
@@ -111,5 +118,17 @@ class Outgoing:
                 start, end = 0, oldest
         if start + nbytes > end:
             return -1
+        if start + nbytes > self._ready and not self._reserve(start + nbytes):
+            if spans:
+                return -1  # once all is read, it may fit in what is there
+            raise no_memory()
         self._head = start + (nbytes + LINE - 1) // LINE * LINE
         return start
+
+    def _reserve(self, nbytes: int) -> bool:
+        """Reserve the first `nbytes` of the area, or twice what was reserved, if that is more."""
+        ready = min(self._data, max(nbytes, 2 * self._ready))
+        if not self._region.reserve(self._area + self._ready, self._area + ready):
+            return False
+        self._ready = ready
+        return True

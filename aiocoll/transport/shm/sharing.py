@@ -121,7 +121,8 @@ class Sharing:
     def _fail(self, error: Exception) -> None:
         """Try no more, and say so once."""
         if self.trouble is None:
-            self.trouble = str(error)
+            # Not the error itself, which would keep the memory alive that it was raised beside.
+            self.trouble = why = str(error)
             logger.warning(
-                "rank %d uses unix sockets instead of shared memory: %s", self._rank, error, extra={"rank": self._rank}
+                "rank %d uses unix sockets instead of shared memory: %s", self._rank, why, extra={"rank": self._rank}
             )

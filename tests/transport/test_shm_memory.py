@@ -1,0 +1,465 @@
+"""How much memory a link takes: what it carries decides, and who writes has reserved it before."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import mmap
+import os
+import random
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup
+from aiocoll.errors import PeerLostError
+from aiocoll.runtime import Runtime
+from aiocoll.transport.frame import SEGMENT
+from aiocoll.transport.shm import region
+from aiocoll.transport.shm.board import Board, Poster
+from aiocoll.transport.shm.fence import Fences, fences
+from aiocoll.transport.shm.lane import LaneReader, LaneWriter
+from aiocoll.transport.shm.layout import BLOCKS, FIRST, LANE, MIDDLE, SMALL, Direction, Layout
+from aiocoll.transport.shm.region import PAGE, Region, no_memory
+from aiocoll.transport.shm.ring import Outgoing
+from aiocoll.transport.shm.sharing import Sharing
+
+from ..ranks import run_ranks
+from .links import Idle, frame, linked, shm_ends, sockets
+from .test_contract import payload
+
+KIB = 1024
+#: The contract, of one rank's part in an idle connection.
+IDLE = 64 * KIB
+#: Worlds on either side of where layouts become smaller.
+RANKS = (2, 8, 9, 1000)
+NO_MEMORY = "this host has no memory left to share"
+
+
+class Kernel:
+    """Populates, and keeps what; or has no memory, or does not know how."""
+
+    def __init__(self) -> None:
+        self.original = region._populate
+        self.spans: list[tuple[int, int]] = []
+        self.code = 0
+        #: Calls that succeed before.
+        self.left = 0
+
+    def fails(self, code: int, after: int = 0) -> None:
+        self.code, self.left = code, after
+
+    def __call__(self, memory: mmap.mmap, start: int, nbytes: int) -> None:
+        assert start % PAGE == 0
+        if self.code and not self.left:
+            raise OSError(self.code, os.strerror(self.code))
+        self.left -= 1
+        self.original(memory, start, nbytes)
+        self.spans.append((start, start + nbytes))
+
+    def reserved(self) -> int:
+        """Return the bytes of the pages that were populated, of one region."""
+        pages: set[int] = set()
+        for start, end in self.spans:
+            pages.update(range(start // PAGE, -(-end // PAGE)))
+        return len(pages) * PAGE
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    kernel = Kernel()
+    monkeypatch.setattr(region, "_populate", kernel)
+    return kernel
+
+
+class Ends(NamedTuple):
+    """The region of a link, and what both ends do to one of its directions."""
+
+    fd: int
+    there: Direction
+    fences: Fences
+    writing: Region
+    reading: memoryview
+
+    def reserved(self) -> int:
+        return os.fstat(self.fd).st_blocks * 512
+
+    def outgoing(self) -> Outgoing:
+        return Outgoing(self.writing, self.there, self.fences)
+
+    def board(self) -> tuple[Poster, Board]:
+        return Poster(self.writing, self.there, self.fences), Board(self.reading, self.there, self.fences)
+
+    def lane(self) -> tuple[LaneWriter, LaneReader]:
+        return LaneWriter(self.writing, self.there, self.fences), LaneReader(self.reading, self.there, self.fences)
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[[int, int], Ends]]:
+    """Make a region for so many ranks; the direction is the dialler's, or the other."""
+    known = fences()
+    assert known is not None
+    open_fds: list[int] = []
+
+    def make(ranks: int, direction: int = 0) -> Ends:
+        layout = Layout(ranks)
+        fd, ours = asyncio.run(Region.create(layout.nbytes, layout.directions[0].first()))
+        open_fds.append(fd)
+        regions = ours, Region.open(os.dup(fd), layout.nbytes, layout.directions[1].first())
+        return Ends(
+            fd, layout.directions[direction], known, regions[direction], memoryview(regions[1 - direction].memory)
+        )
+
+    yield make
+    for fd in open_fds:
+        os.close(fd)
+
+
+Made = Callable[..., Ends]
+
+
+def whole(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+# -- an idle link
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_an_idle_link_takes_little(ranks: int, made: Made) -> None:
+    ends = made(ranks)
+    assert ends.reserved() <= 2 * 40 * KIB
+    out = ends.outgoing()
+    idle = ends.reserved()
+    for number in range(64):
+        assert out.put(*frame(number, b"x" * 100))
+    assert ends.reserved() == idle, "some small frames need no more"
+
+
+def mapped(nbytes: int) -> list[int]:
+    """Return the bytes that each mapping of regions of this size takes: all of a page, or half of one that two map."""
+    found = []
+    for part in Path("/proc/self/smaps").read_text().split("/memfd:aiocoll")[1:]:
+        size, _, _, _, pss = (int(line.split()[1]) * KIB for line in part.splitlines()[1:6])
+        if size == nbytes:
+            found.append(pss)
+    return found
+
+
+async def test_all_of_an_idle_link_takes_less_than_the_contract() -> None:
+    """Of either end: what it has touched of the region, and its objects."""
+    async with linked("shm") as (near, far):  # whatever is made once
+        near.start()
+    tracemalloc.start()
+    try:
+        async with linked("shm") as (near, far):
+            before, _ = tracemalloc.get_traced_memory()
+            runtime = Runtime.of(asyncio.get_running_loop())
+            ends = await shm_ends(runtime)
+            objects, _ = tracemalloc.get_traced_memory()
+            for op in range(8):
+                near.write(*frame(op, b"x" * 100))
+                far.write(*frame(op, b"x" * 100))
+            near.start()
+            far.start()
+            await asyncio.gather(near.sink.frames_are(8), far.sink.frames_are(8))
+            resident = mapped(Layout(2).nbytes)
+            assert len(resident) == 4
+            assert max(resident) + (objects - before) / 2 <= IDLE
+            for end in ends:
+                end.close()
+    finally:
+        tracemalloc.stop()
+
+
+# -- it grows
+
+
+@pytest.mark.parametrize("direction", [0, 1])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_ring_grows_by_doubling(ranks: int, direction: int, made: Made) -> None:
+    ends = made(ranks, direction)
+    idle, out = ends.reserved(), ends.outgoing()
+    assert out.put(*frame(0, b"x" * FIRST))
+    assert ends.reserved() == idle
+    assert out.put(*frame(1, b"x" * 17))
+    assert ends.reserved() == idle + FIRST
+    assert out.put(*frame(2, b"x" * 50_000))
+    assert ends.reserved() == idle + whole(FIRST + 64 + 50_000) - FIRST
+    while out.put(*frame(3, b"x" * 100_000)):
+        pass
+    while out.put(*frame(4, b"x" * 1000)):
+        pass
+    assert ends.reserved() <= idle + ends.there.data_nbytes - FIRST
+
+
+@pytest.mark.parametrize("direction", [0, 1])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_blocks_of_the_board_are_reserved_one_by_one(ranks: int, direction: int, made: Made) -> None:
+    ends = made(ranks, direction)
+    idle, (poster, board) = ends.reserved(), ends.board()
+    small, middle = ends.there.small_nbytes, ends.there.middle_nbytes
+    for block in range(BLOCKS):
+        assert poster.post(block, 1 + block, 7, np.full(5, block, np.float64))
+        board.free(block)
+    assert ends.reserved() == idle, "what fits in a line needs no more"
+    for block in range(BLOCKS):
+        nbytes = small if block < SMALL else middle
+        count = 41 if block % 2 else nbytes
+        for times in range(3):
+            assert poster.post(block, 1000 * times + block, 7, np.full(count, block, np.uint8))
+            assert board.view(block, np.dtype(np.uint8), count).tolist() == [block] * count
+            board.free(block)
+        blocks = whole(min(block + 1, SMALL) * small) + max(0, block + 1 - SMALL) * middle
+        assert ends.reserved() == idle + blocks
+    assert ends.reserved() == idle + SMALL * small + MIDDLE * middle
+
+
+@pytest.mark.parametrize("direction", [0, 1])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_lane_is_reserved_when_it_is_taken(ranks: int, direction: int, made: Made) -> None:
+    ends = made(ranks, direction)
+    idle, (writer, reader) = ends.reserved(), ends.lane()
+    assert reader.look(1) == -1
+    assert ends.reserved() == idle
+    for number in range(1, 2 * LANE):
+        assert writer.take("holder")
+        assert ends.reserved() == idle + LANE * writer.nbytes
+        assert writer.put(1, 7, memoryview(bytes([number]) * writer.nbytes))
+        assert reader.look(1) == 7
+        assert set(reader.read(np.dtype(np.uint8), writer.nbytes).tolist()) == {number}
+        reader.free()
+        writer.leave(failed=False)
+    assert ends.reserved() == idle + LANE * writer.nbytes
+
+
+@pytest.mark.parametrize("nbytes", [FIRST - 1, FIRST, FIRST + 1, 100_000, SEGMENT])
+async def test_frames_arrive_whole_while_it_grows(nbytes: int) -> None:
+    async with linked("shm") as (near, far):
+        for end in near, far:
+            end.start()
+        for op in range(20):
+            near.write(*frame(op, payload(op, nbytes)))
+            far.write(*frame(op, payload(op + 1, nbytes)))
+        await asyncio.gather(near.sink.frames_are(20), far.sink.frames_are(20))
+        assert far.sink.frames == [(op, payload(op, nbytes)) for op in range(20)]
+        assert near.sink.frames == [(op, payload(op + 1, nbytes)) for op in range(20)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("ranks", [8, 9])
+def test_nobody_touches_what_is_not_reserved(ranks: int, seed: int, made: Made, kernel: Kernel) -> None:
+    """Neither end: a page that was touched first takes memory too, which nobody has asked for."""
+    ends, chance = made(ranks, seed % 2), random.Random(seed)
+    out, (poster, board), (writer, reader) = ends.outgoing(), ends.board(), ends.lane()
+    words = ends.reading.cast("Q")
+    sent = 0
+    for identity in range(1, 300):
+        nbytes = chance.choice([0, 8, 16, 17, 40, 41, 500, 5_000, 50_000])
+        block = chance.randrange(BLOCKS)
+        room = ends.there.small_nbytes if block < SMALL else ends.there.middle_nbytes
+        if nbytes <= room and poster.post(block, identity, 7, np.zeros(nbytes, np.uint8)):
+            assert board.look(block, identity) == 7
+            board.view(block, np.dtype(np.uint8), nbytes).tolist()
+            board.free(block)
+        sent += out.put(*frame(identity, bytes(nbytes)))
+        if chance.random() < 0.1:
+            words[ends.there.taken] = sent
+        if chance.random() < 0.02 and writer.take("holder"):
+            assert writer.put(identity, 7, memoryview(bytes(min(nbytes, writer.nbytes))))
+            assert reader.look(identity) == 7
+            reader.free()
+            writer.leave(failed=False)
+        board.purge(3)
+        reader.purge(3)
+        assert ends.reserved() == kernel.reserved()
+
+
+# -- a kernel that cannot
+
+
+@pytest.mark.parametrize("ranks", [8, 9])
+def test_an_old_kernel_reserves_all_at_once(ranks: int, made: Made, kernel: Kernel) -> None:
+    kernel.fails(errno.EINVAL)
+    ends = made(ranks, 1)
+    assert ends.reserved() == Layout(ranks).nbytes
+    out, (poster, _), (writer, _) = ends.outgoing(), ends.board(), ends.lane()
+    assert out.put(*frame(1, b"x" * 100_000))
+    assert all(poster.post(block, 1, 7, np.ones(ends.there.small_nbytes, np.uint8)) for block in range(BLOCKS))
+    assert writer.take("holder")
+
+
+async def test_an_old_kernel_carries_everything(kernel: Kernel) -> None:
+    kernel.fails(errno.EINVAL)
+    assert await run_ranks(3, reduce_all, transport="shm") == [SUMS[3]] * 3
+
+
+def test_a_process_that_must_not_reserve_does_not_take_part(kernel: Kernel, made: Made) -> None:
+    """What the peer can is no help to it."""
+    ends, layout = made(2), Layout(2)
+    kernel.fails(errno.EINVAL)
+    with pytest.raises(OSError, match=NO_MEMORY):
+        Region.open(os.dup(ends.fd), layout.nbytes, layout.directions[1].first())
+
+
+# -- a host without memory
+
+CODES = pytest.mark.parametrize("code", [errno.ENOMEM, errno.EFAULT])
+
+
+@CODES
+@pytest.mark.parametrize("after", range(7))
+async def test_links_that_cannot_be_made_use_the_socket(
+    code: int, after: int, kernel: Kernel, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel.fails(code, after)
+    runtime, socks = Runtime.of(asyncio.get_running_loop()), sockets("unix")
+    ranks = [Sharing(runtime, rank, 2, Idle(), wanted=True) for rank in range(2)]
+    assert await asyncio.gather(ranks[0].propose(socks[0]), ranks[1].accept(socks[1])) == [None, None]
+    # The dialler asks four times: whether the kernel can, and for its three parts.
+    assert [rank.trouble is not None and NO_MEMORY in rank.trouble for rank in ranks] == [after < 4, after >= 4]
+    assert len(caplog.records) == 1
+    for sock in socks:
+        sock.close()
+
+
+@CODES
+def test_a_board_without_memory_says_no(code: int, made: Made, kernel: Kernel) -> None:
+    ends = made(2)
+    poster, board = ends.board()
+    assert poster.post(1, 1, 7, np.arange(100.0))
+    board.free(1)
+    kernel.fails(code)
+    for block in 0, SMALL:
+        assert not poster.post(block, 5, 7, np.arange(6.0))
+        assert board.look(block, 5) == -1
+        assert poster.post(block, 6, 7, np.arange(5.0)), "there is always a line"
+        board.free(block)
+    assert poster.post(1, 7, 7, np.arange(200.0)), "this block is there"
+    kernel.fails(0)
+    assert poster.post(0, 8, 7, np.arange(6.0))
+    assert board.look(0, 8) == 7
+    assert board.view(0, np.dtype(float), 6).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@CODES
+def test_a_lane_without_memory_is_not_to_be_had(code: int, made: Made, kernel: Kernel) -> None:
+    ends = made(2)
+    writer, _ = ends.lane()
+    kernel.fails(code)
+    assert not writer.take("holder")
+    assert writer.holder is None
+    kernel.fails(0)
+    assert writer.take("holder")
+    writer.leave(failed=False)
+    kernel.fails(code)
+    assert writer.take("holder")
+
+
+@CODES
+def test_a_ring_without_memory_names_it(code: int, made: Made, kernel: Kernel) -> None:
+    ends = made(2)
+    out = ends.outgoing()
+    kernel.fails(code)
+    with pytest.raises(OSError, match=NO_MEMORY) as caught:
+        out.put(*frame(2, b"x" * (FIRST + 1)))
+    assert caught.value.errno == errno.ENOMEM
+    assert out.put(*frame(3, b"x" * FIRST)), "nothing has happened"
+
+
+@CODES
+async def test_frames_that_fit_wait_for_each_other_without_memory(code: int, kernel: Kernel) -> None:
+    async with linked("shm") as (near, far):
+        kernel.fails(code)
+        for end in near, far:
+            end.start()
+        sizes = [FIRST, 17, FIRST, 5000, 5000, 0, FIRST]
+        assert near.write(*frame(0, payload(0, sizes[0])))
+        for op, nbytes in enumerate(sizes[1:], 1):
+            assert not near.write(*frame(op, payload(op, nbytes)))
+        await far.sink.frames_are(len(sizes))
+        assert far.sink.frames == [(op, payload(op, nbytes)) for op, nbytes in enumerate(sizes)]
+        assert near.sink.losses == []
+
+
+@pytest.mark.parametrize("kept", [False, True])
+async def test_a_frame_without_memory_ends_the_link(kept: bool, kernel: Kernel) -> None:
+    async with linked("shm") as (near, far):
+        near.start()
+        before = 0
+        while kept and near.write(*frame(before, b"small")):
+            before += 1
+        kernel.fails(errno.ENOMEM)
+        assert not near.write(*frame(1000, payload(1, 100_000)))
+        assert not near.writable
+        kernel.fails(0)
+        if not kept:
+            assert not near.write(*frame(1001, b"must not overtake it"))
+            near.finish()
+        else:
+            kernel.fails(errno.ENOMEM)
+        far.start()
+        await near.sink.until(lambda: near.sink.losses)
+        await far.sink.until(lambda: far.sink.losses)
+        assert [(error.errno, str(error)) for error in near.sink.losses] == [(errno.ENOMEM, str(no_memory()))]
+        assert near.sink.drains == 0
+        assert near.write(*frame(1002, b"nobody hears it"))
+        assert [op for op, _ in far.sink.frames] == list(range(before + kept))
+        assert all(data == b"small" for _, data in far.sink.frames)
+
+
+async def test_a_frame_without_memory_is_tried_once(kernel: Kernel) -> None:
+    async with linked("shm") as (near, _):
+        near.start()
+        calls = 0
+
+        def count(memory: mmap.mmap, start: int, nbytes: int) -> None:
+            nonlocal calls
+            calls += 1
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(region, "_populate", count)
+            near.write(*frame(1, payload(1, 100_000)))
+            for _ in range(5):
+                assert not near.poll()
+            await near.sink.until(lambda: near.sink.losses)
+        assert calls == 1
+        assert len(near.sink.losses) == 1
+
+
+# -- whole groups
+
+
+#: Elements that fit in a line of the board, in a small block, in a middle one; all in what a ring has at once.
+COUNTS = (1, 5, 6, 500, 600, 1024)
+SUMS = {size: [[size * (size - 1) / 2] * count for count in COUNTS] for size in (2, 3)}
+
+
+async def reduce_all(pg: ProcessGroup, kernel: Kernel | None = None) -> list[list[float]]:
+    await pg.barrier()
+    if kernel is not None:
+        kernel.fails(errno.ENOMEM)
+    return [(await pg.allreduce(np.full(count, float(pg.rank())))).tolist() for count in COUNTS]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+async def test_a_group_goes_on_without_memory(world_size: int, kernel: Kernel) -> None:
+    assert await run_ranks(world_size, reduce_all, kernel, transport="shm") == [SUMS[world_size]] * world_size
+
+
+async def too_large(pg: ProcessGroup, kernel: Kernel) -> str:
+    await pg.barrier()
+    kernel.fails(errno.ENOMEM)
+    with pytest.raises(PeerLostError) as caught:
+        await pg.allreduce(np.zeros(FIRST // 8 + 1))
+    return str(caught.value)
+
+
+async def test_what_does_not_fit_anywhere_ends_with_the_reason(kernel: Kernel) -> None:
+    said = await run_ranks(2, too_large, kernel, transport="shm")
+    assert any(NO_MEMORY in each for each in said)
