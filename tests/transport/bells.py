@@ -1,0 +1,269 @@
+"""A model of two ranks that share memory: one sends through a ring of one entry, both park and ring as `bell` says.
+
+Every step is one load or one store, and stores wait in a buffer, oldest first, from where they reach the memory at any
+time later: that is what x86-64 promises, and all it promises (TSO). A fence waits until the buffer is empty, as a
+system call does. The steps have the names of what they stand for in `link.py` and `bell.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+#: Where each is in the memory: last stamp, entries taken, whether the writer starves, both bells and their eventfds.
+STAMP, TAKEN, HUNGRY, STATUS, EVENTFD = 0, 1, 2, 3, 5
+START = (0, 0, 0, 1, 1, 0, 0)
+WRITER, READER = 0, 1
+CAPACITY = 1
+
+#: The fences, by the step that they come before.
+FENCES = ("look again", "look at status", "look at hungry", "look at taken")
+
+#: Steps that nobody else notices: no order of events is lost if each is taken before anything else happens.
+PRIVATE = frozenset({"attend", "turned", "park", "stamp", "starve", "sate", "soon", "write", "deliver", "take"})
+PRIVATE |= {"out of time", *FENCES}
+
+Memory = tuple[int, ...]
+Local = dict[str, Any]
+
+
+class Case(NamedTuple):
+    """What is explored."""
+
+    total: int
+    """Entries that are sent."""
+    without: str = ""
+    """The step, or the fence before it, that is left out."""
+    lively: bool = True
+    """Whether the reader may also answer what it receives, and run out of time."""
+
+
+class Blocked(Exception):
+    """This step has to wait."""
+
+
+class Rank:
+    """What a step may do: one access to the memory, and as much as it likes to what is its own."""
+
+    def __init__(self, me: int, local: Local, memory: list[int], buffer: list[tuple[int, int]], case: Case) -> None:
+        self.me = me
+        self.local = local
+        self.memory = memory
+        self.buffer = buffer
+        self.without = case.without
+        self.lively = case.lively
+
+    def load(self, where: int) -> int:
+        own = [value for at, value in self.buffer if at == where]
+        return own[-1] if own else self.memory[where]
+
+    def store(self, where: int, value: int) -> None:
+        self.buffer.append((where, value))
+
+    def drain(self) -> None:
+        if self.buffer:
+            raise Blocked
+
+    def fence(self, name: str) -> None:
+        if name != self.without:
+            self.drain()
+
+    def rings(self) -> bool:
+        """`PeerBell.ring`, after its fence."""
+        status = self.load(STATUS + 1 - self.me)
+        if status & 1 and status != self.local["rung"]:
+            self.local["rung"] = status
+            return True
+        return False
+
+
+def steps(rank: Rank, total: int) -> list[str]:
+    """Do the step that `rank` is at; return where it may go from there."""
+    me, local = rank.me, rank.local
+    step = local["at"]
+    if step == "turn of the loop":
+        return turn(rank, total)
+    if step == "attend":
+        local["awake"] = True
+        number = rank.load(STATUS + me) + 1
+        rank.store(STATUS + me, number if rank.without != "another number" else number & 1)
+        return [local.pop("then")]
+    if step == "turned":
+        return call(local, "poll", "park")
+    if step == "park":
+        local["awake"] = False
+        number = rank.load(STATUS + me) + 1
+        rank.store(STATUS + me, number if rank.without != "another number" else number & 1)
+        return ["look again"]
+    if step == "look again":
+        rank.fence(step)
+        return call(local, "poll", "turn of the loop") if rank.without != "last look" else ["turn of the loop"]
+    if step == "look at status":
+        rank.fence(step)
+        return ["status"]
+    if step == "status":
+        return ["ring" if rank.rings() else local.pop("rung then")]
+    if step == "ring":
+        rank.drain()
+        rank.memory[EVENTFD + 1 - me] = 1
+        return [local.pop("rung then")]
+    return (writer if me == WRITER else reader)(rank, step)
+
+
+def turn(rank: Rank, total: int) -> list[str]:
+    """The loop is free to do any of what is due; with nothing due it sleeps."""
+    local = rank.local
+    ways = []
+    if local["awake"]:
+        ways.append("turned")
+    if local["soon"]:
+        ways.append("soon")
+    if rank.memory[EVENTFD + rank.me]:
+        ways.append("rung")
+    if rank.me == WRITER and local["sent"] + local["kept"] < total:
+        ways.append("write")
+    if not ways:
+        raise Blocked
+    return ways
+
+
+def call(local: Local, step: str, then: str) -> list[str]:
+    local["polled then"] = then
+    return [step]
+
+
+def wake(rank: Rank) -> list[str]:
+    """`Bell._rung`."""
+    rank.drain()
+    rank.memory[EVENTFD + rank.me] = 0
+    rank.local["then"] = "turn of the loop"
+    return ["turn of the loop"] if rank.local["awake"] else ["attend"]
+
+
+def writer(rank: Rank, step: str) -> list[str]:
+    local = rank.local
+    if step == "rung":
+        return wake(rank)
+    if step == "write":
+        local["then"] = "put"
+        return ["put"] if local["awake"] else ["attend"]
+    if step == "put":
+        if not local["kept"] and local["sent"] - rank.load(TAKEN) < CAPACITY:
+            local["rung then"] = "turn of the loop"
+            return ["stamp"]
+        local["kept"] += 1
+        return ["starve"]
+    if step == "stamp":
+        local["sent"] += 1
+        rank.store(STAMP, local["sent"])
+        return ["look at status"]
+    if step == "starve":
+        rank.store(HUNGRY, 1)
+        return ["look at taken"]
+    if step == "look at taken":
+        rank.fence(step)
+        local["soon"] = True
+        return ["turn of the loop"]
+    if step == "soon":
+        local["soon"] = False
+        return call(local, "poll", "turn of the loop")
+    if step == "poll":
+        return ["flush"] if local["kept"] else [local.pop("polled then")]
+    if step == "flush":
+        if local["sent"] - rank.load(TAKEN) >= CAPACITY:
+            return [local.pop("polled then")]
+        local["kept"] -= 1
+        local["rung then"] = "poll" if local["kept"] else "sate"
+        return ["stamp"]
+    assert step == "sate"
+    rank.store(HUNGRY, 0)
+    return [local.pop("polled then")]
+
+
+def reader(rank: Rank, step: str) -> list[str]:
+    local = rank.local
+    if step == "rung":
+        return wake(rank)
+    if step == "soon":
+        local["soon"] = False
+        return call(local, "poll", "turn of the loop")
+    if step == "poll":
+        return ["deliver"] if rank.load(STAMP) == local["next"] else [local.pop("polled then")]
+    if step == "deliver":
+        # Who gets a frame may answer it, which is a call to attention.
+        local["then"] = "take"
+        return ["take"] if local["awake"] or not rank.lively else ["take", "attend"]
+    if step == "take":
+        local.pop("then", None)
+        rank.store(TAKEN, local["next"])
+        local["next"] += 1
+        return ["more", "out of time"] if rank.lively else ["more"]
+    if step == "out of time":
+        local["soon"] = True
+        return ["look at hungry"]
+    if step == "more":
+        return ["deliver"] if rank.load(STAMP) == local["next"] else ["look at hungry"]
+    if step == "look at hungry":
+        rank.fence(step)
+        return ["hungry"]
+    assert step == "hungry"
+    local["rung then"] = local.pop("polled then")
+    return ["look at status"] if rank.load(HUNGRY) else [local.pop("rung then")]
+
+
+State = tuple[Memory, tuple[tuple[tuple[int, int], ...], ...], tuple[tuple[tuple[str, Any], ...], ...]]
+
+
+def successors(state: State, case: Case) -> list[State]:
+    memory, buffers, locals_ = state
+    found: list[State] = []
+    for me in (WRITER, READER):
+        local, changed, buffer = dict(locals_[me]), list(memory), list(buffers[me])
+        step = local["at"]
+        try:
+            ways = steps(Rank(me, local, changed, buffer, case), case.total)
+        except Blocked:
+            ways = []
+        after = [
+            (tuple(changed), replaced(buffers, me, tuple(buffer)), replaced(locals_, me, frozen(local, way)))
+            for way in ways
+        ]
+        if after and step in PRIVATE:
+            return after
+        found += after
+        if buffers[me]:
+            (where, value), *rest = buffers[me]
+            arrived = list(memory)
+            arrived[where] = value
+            found.append((tuple(arrived), replaced(buffers, me, tuple(rest)), locals_))
+    return found
+
+
+def frozen(local: Local, step: str) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted({**local, "at": step}.items()))
+
+
+def replaced(pair: tuple[Any, ...], me: int, value: Any) -> tuple[Any, ...]:
+    return (value, pair[1]) if me == WRITER else (pair[0], value)
+
+
+def explore(case: Case) -> tuple[int, list[State]]:
+    """Go through every order of events; return how many states there are, and those in which nothing more happens."""
+    local = {"at": "attend", "then": "turn of the loop", "awake": False, "soon": False, "rung": 0}
+    both = ({**local, "sent": 0, "kept": 0}, {**local, "next": 1})
+    first: State = (START, ((), ()), tuple(tuple(sorted(each.items())) for each in both))
+    seen, todo, ends = {first}, [first], []
+    while todo:
+        state = todo.pop()
+        after = successors(state, case)
+        if not after:
+            ends.append(state)
+        for each in after:
+            if each not in seen:
+                seen.add(each)
+                todo.append(each)
+    return len(seen), ends
+
+
+def received(state: State) -> int:
+    """Return how many entries the reader has had."""
+    return int(dict(state[2][READER])["next"]) - 1

@@ -1,0 +1,197 @@
+"""Who sleeps is woken: in every order of events of a model, and in the calls of the real thing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+
+from aiocoll.runtime import Runtime
+from aiocoll.transport.shm.bell import Bell, PeerBell
+from aiocoll.transport.shm.fence import Fences
+from aiocoll.transport.shm.region import PAGE, open_region
+
+from .bells import Case, explore, received
+
+#: With one entry the reader may do all it may do; with two, that the ring is full, and a second call, are in it.
+CASES = [Case(1), Case(2, lively=False)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_order_of_events_loses_a_wake_up(case: Case) -> None:
+    states, ends = explore(case)
+    assert states > 5000
+    assert {received(end) for end in ends} == {case.total}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", [Case(2), Case(3, lively=False)])
+def test_no_order_of_more_events_loses_a_wake_up(case: Case) -> None:
+    _, ends = explore(case)
+    assert {received(end) for end in ends} == {case.total}
+
+
+@pytest.mark.parametrize("without", ["look again", "look at status", "look at hungry", "another number", "last look"])
+def test_the_model_notices_what_is_left_out(without: str) -> None:
+    """Each of the fences is needed, the last look before sleeping, and another number for each sleep."""
+    ends = [end for case in CASES for end in explore(case._replace(without=without))[1] if received(end) < case.total]
+    assert ends
+
+
+def test_the_fence_of_a_writer_that_waits_is_not_needed() -> None:
+    """Before it sleeps it looks again anyway, after a fence."""
+    for case in CASES:
+        _, ends = explore(case._replace(without="look at taken"))
+        assert {received(end) for end in ends} == {case.total}
+
+
+# -- the real one
+
+
+class Link:
+    """What a bell polls."""
+
+    def __init__(self) -> None:
+        self.polls = 0
+        self.moves = 0
+
+    def poll(self) -> bool:
+        self.polls += 1
+        self.moves -= 1
+        return self.moves >= 0
+
+
+class Watcher:
+    """Lets the bell rest as soon as nothing moves."""
+
+    def look(self) -> bool:
+        return False
+
+    def linger(self, moved: bool) -> bool:
+        return moved
+
+
+class Pair:
+    """A bell with a link, and the end of a peer that rings it."""
+
+    def __init__(self) -> None:
+        runtime = Runtime.of(asyncio.get_running_loop())
+        self.fences = 0
+        fences = Fences(None, self.fence)
+        self.bell = Bell(runtime, fences, Watcher())
+        self.bell.hold()
+        self.other = Bell(runtime, fences, Watcher())
+        self.other.hold()
+        self.link = Link()
+        page = open_region(os.dup(self.bell.page), PAGE)
+        self.peer = PeerBell(os.dup(self.bell.eventfd), page, self.other)
+
+    def fence(self) -> None:
+        self.fences += 1
+
+    @property
+    def status(self) -> int:
+        return self.peer._status[0]
+
+    def calls(self) -> int:
+        """Return how often the eventfd was written since the last time."""
+        try:
+            return os.eventfd_read(self.bell.eventfd)
+        except BlockingIOError:
+            return 0
+
+    def close(self) -> None:
+        self.peer.close()
+        self.other.drop()
+        self.bell.drop()
+
+
+@pytest.fixture
+async def pair() -> Any:
+    made = Pair()
+    yield made
+    made.close()
+    await asyncio.sleep(0)
+
+
+async def turns(count: int = 4) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_it_sleeps_with_another_number_each_time(pair: Pair) -> None:
+    pair.bell.add(pair.link)
+    numbers = []
+    for _ in range(5):
+        assert pair.status % 2 == 0
+        await turns()
+        numbers.append(pair.status)
+        pair.bell.attend()
+    assert len(set(numbers)) == 5
+    assert all(number % 2 for number in numbers)
+
+
+async def test_it_is_called_once_per_sleep_and_never_while_awake(pair: Pair) -> None:
+    pair.peer.ring()
+    assert pair.calls() == 1, "it sleeps from the start: nobody looks yet"
+    pair.bell.add(pair.link)
+    pair.peer.ring()
+    assert pair.calls() == 0
+    await turns()
+    pair.peer.ring()
+    pair.peer.ring()
+    assert pair.calls() == 1
+    pair.peer.ring()
+    assert pair.calls() == 0
+    pair.bell.attend()
+    await turns()
+    pair.peer.ring()
+    assert pair.calls() == 1
+
+
+async def test_who_is_called_looks_at_all_and_sleeps_again(pair: Pair) -> None:
+    pair.bell.add(pair.link)
+    await turns()
+    before, number = pair.link.polls, pair.status
+    pair.link.moves = 3
+    pair.peer.ring()
+    async with asyncio.timeout(20):
+        while pair.status in (number, number + 1):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    # Once for each turn in which something moved, once in vain, and once more after the number was out.
+    assert pair.link.polls - before == 3 + 1 + 1
+    assert pair.calls() == 0
+
+
+async def test_it_looks_after_the_fence_after_the_number(pair: Pair) -> None:
+    told: list[Any] = []
+    pair.bell.add(pair.link)
+    await turns()
+    pair.link.poll = lambda: told.append(("look", pair.status % 2)) or False
+    pair.bell.fences = Fences(None, lambda: told.append(("fence", pair.status % 2)))
+    pair.bell.attend()
+    await turns()
+    assert told == [("look", 0), ("fence", 1), ("look", 1)]
+
+
+async def test_who_rings_is_awake_for_the_answer(pair: Pair) -> None:
+    pair.other.add(Link())
+    await turns()
+    assert not pair.other.awake
+    pair.peer.ring()
+    assert pair.other.awake
+
+
+async def test_a_closed_bell_is_silent(pair: Pair) -> None:
+    bell = Bell(Runtime.of(asyncio.get_running_loop()), Fences(None, pair.fence), Watcher())
+    bell.hold()
+    link = Link()
+    bell.add(link)
+    bell.remove(link)
+    bell.remove(link)
+    bell.drop()
+    await turns()
+    assert bell.closed
+    assert link.polls == 0
