@@ -1,0 +1,92 @@
+"""Ranks that pause where it hurts: between data and the flag that announces it, and around every look before sleep."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from typing import Any
+
+import numpy as np
+
+from aiocoll import ProcessGroup
+from aiocoll.transport.shm import sharing
+from aiocoll.transport.shm.fence import Fences, fences
+
+#: Elements of float64: in the line of a block, in blocks of both sizes, and in pieces of a lane.
+COUNTS = (1, 2, 5, 6, 17, 100, 511, 513, 3000, 40_000)
+#: Name of the environment variable that makes a rank pause.
+SEED = "PAUSES_SEED"
+#: How often each of them is taken.
+WEIGHTS = (8, 8, 8, 8, 8, 8, 4, 4, 2, 1)
+
+#: Pauses of this process until now.
+pauses = 0
+
+
+def pausing(chance: random.Random) -> Fences:
+    """Return the fences of this machine, with pauses.
+
+    They stand wherever one side could see half of what the other does: `order` between payload, entry and stamp, `full`
+    between the stamp and the bell, between what was taken and who is told, and between the number of a sleep and the
+    last look before it.
+    """
+    known = fences()
+    assert known is not None
+    order, full = known
+
+    def pause() -> None:
+        global pauses
+        number = chance.random()
+        pauses += number < 1 / 16
+        if number < 1 / 16:
+            os.sched_yield()
+        if number < 1 / 512:
+            time.sleep(chance.random() * 300e-6)
+
+    def paused_order() -> None:
+        pause()
+        if order is not None:
+            order()
+        pause()
+
+    def paused_full() -> None:
+        pause()
+        full()
+        pause()
+
+    return Fences(paused_order, paused_full)
+
+
+async def sums(pg: ProcessGroup, operations: int) -> int:
+    """Reduce that often, alone and several at once; return how often."""
+    rank, size = pg.rank(), pg.size()
+    same, own = random.Random(1), random.Random(rank)
+    done = 0
+    while done < operations:
+        batch = same.choice((1, 1, 1, 2, 5))
+        counts = same.choices(COUNTS, WEIGHTS, k=batch)
+        tensors = [np.arange(count, dtype="f8") + (done + number) * (rank + 1) for number, count in enumerate(counts)]
+        works = [pg.allreduce(tensor, timeout=30) for tensor in tensors]
+        if own.random() < 1 / 16:
+            await asyncio.sleep(0)
+        for number, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+            await work
+            expected = size * np.arange(len(tensor)) + (done + number) * (size * (size + 1) // 2)
+            if not (tensor == expected).all():
+                raise AssertionError(f"operation {done + number} on rank {rank}: {tensor} instead of {expected}")
+        done += batch
+    return done
+
+
+async def soak(pg: ProcessGroup, operations: int) -> Any:
+    """Check that many sums; return how many it were, over what, and whether there were pauses."""
+    done = await sums(pg, operations)
+    carriers = {channel.link.carrier for channel in pg._member.channels if channel.link is not None}
+    return done, sorted(carriers), pauses > operations // 10
+
+
+# In a process of a rank, before it can have a link.
+if SEED in os.environ:
+    sharing.fences = lambda: pausing(random.Random(f"{os.environ[SEED]} {os.environ['RANK']}"))

@@ -1,0 +1,40 @@
+"""Many small sums between processes that pause between data and flags: none is wrong, and none waits for ever."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from aiocoll import GroupOptions
+from aiocoll.testing import run_processes
+
+from . import pauses
+
+#: Sums in `make test` and in `make soak`, by the number of ranks; with four there may be more than cores.
+FEW = {2: 1000, 3: 600, 4: 400}
+MANY = {2: 400_000, 3: 300_000, 4: 300_000}
+
+
+async def run(world_size: int, operations: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(pauses.SEED, str(seed))
+    options = GroupOptions(transport="shm")
+    told = await run_processes(world_size, pauses.soak, operations, options=options, timeout=3600)
+    assert len({done for done, _, _ in told}) == 1
+    assert all(done >= operations for done, _, _ in told)
+    assert [carriers for _, carriers, _ in told] == [["shm"]] * world_size
+    assert all(paused for _, _, paused in told)
+
+
+@pytest.mark.parametrize("world_size", FEW)
+async def test_some_sums(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    await run(world_size, FEW[world_size], 1, monkeypatch)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world_size", MANY)
+async def test_a_million_sums(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another seed each time; a failure names it."""
+    seed = time.time_ns()
+    print(f"seed {seed}")
+    await run(world_size, MANY[world_size], seed, monkeypatch)
