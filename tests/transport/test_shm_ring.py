@@ -1,0 +1,146 @@
+"""The ring of frames against a queue: nothing is lost, torn or written over, however late the reader is."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+
+from aiocoll.transport.frame import HEADER, SEGMENT
+from aiocoll.transport.shm.fence import Fences
+from aiocoll.transport.shm.layout import ENTRIES, LINE, Layout
+from aiocoll.transport.shm.ring import ENTRY, Outgoing
+
+#: Around every size at which something changes: nothing, inline, one line, the largest.
+SIZES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 4096, SEGMENT - 64, SEGMENT - 1, SEGMENT)
+#: Ranks for which the data area is of two segments, and of one.
+WORLDS = (2, 64)
+
+
+class Ring:
+    """Both ends, and what has been written and not been read."""
+
+    def __init__(self, ranks: int, number: int = 0) -> None:
+        layout = Layout(ranks)
+        self.direction = layout.directions[number]
+        self.memory = memoryview(bytearray(layout.nbytes))
+        self.words = self.memory.cast("Q")
+        self.out = Outgoing(self.memory, self.direction, Fences(None, lambda: None))
+        self.written: deque[tuple[bytes, bytes]] = deque()
+        self.sent = self.read = 0
+
+    def put(self, nbytes: int, nothing: bool = False) -> bool:
+        payload = None if nothing else memoryview(bytes([self.sent % 251 + 1]) * nbytes)
+        header = HEADER.pack(1, 0, 0, 7, self.sent, 0, 0, nbytes, nbytes)
+        if not self.out.put(header, payload):
+            return False
+        self.sent += 1
+        self.written.append((header, b"" if payload is None else bytes(payload)))
+        return True
+
+    def take(self) -> bool:
+        """Read the next entry as a link does; whether there was one."""
+        at = self.direction.ring + self.read % ENTRIES * LINE
+        if self.words[at >> 3] != self.read + 1:
+            assert not self.written
+            return False
+        place, *fields = ENTRY.unpack_from(self.memory, at + 8)
+        header, payload = self.written.popleft()
+        assert HEADER.pack(*fields) == header
+        assert self.direction.ring <= place <= self.direction.lines - len(payload)
+        assert self.memory[place : place + len(payload)] == payload
+        self.read += 1
+        self.words[self.direction.taken] = self.read
+        return True
+
+    def drain(self) -> None:
+        while self.take():
+            pass
+        assert self.sent == self.read
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_each_size_goes_round_many_times(ranks: int, number: int, nbytes: int) -> None:
+    ring = Ring(ranks, number)
+    for _ in range(3 * ENTRIES if nbytes <= 4096 else 40):
+        assert ring.put(nbytes, nothing=not nbytes)
+        assert ring.take()
+        assert not ring.take()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 16])
+def test_a_full_ring(nbytes: int) -> None:
+    ring = Ring(2)
+    for _ in range(3):
+        for _ in range(ENTRIES):
+            assert ring.put(nbytes)
+        assert not ring.put(nbytes)
+        assert ring.take()
+        assert ring.put(nbytes)
+        assert not ring.put(nbytes)
+        ring.drain()
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.parametrize("nbytes", [17, 64, 65, 8192, SEGMENT // 3, SEGMENT - 1, SEGMENT])
+def test_a_full_area(ranks: int, nbytes: int) -> None:
+    """It is full when there is no room, not before; and one that is too large waits while small ones pass."""
+    ring = Ring(ranks)
+    lines = -(-nbytes // LINE) * LINE
+    room = min(ENTRIES, ring.direction.data_nbytes // lines)
+    for _ in range(3):
+        count = 0
+        while ring.put(nbytes):
+            count += 1
+        assert count == room
+        if count < ENTRIES:
+            assert ring.put(16), "what fits in the line needs no room"
+        ring.drain()
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_the_area_is_used_round_and_round(ranks: int) -> None:
+    """The reader stays half an area behind, so that pieces wrap around at every place."""
+    ring = Ring(ranks)
+    chance = random.Random(ranks)
+    half = ring.direction.data_nbytes // 2
+    for _ in range(4000):
+        nbytes = chance.randrange(17, half // 3)
+        while not ring.put(nbytes):
+            assert ring.take()
+        while sum(len(payload) for _, payload in ring.written) > half:
+            assert ring.take()
+    ring.drain()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_any_sizes_and_any_delays(ranks: int, seed: int) -> None:
+    ring = Ring(ranks, seed % 2)
+    chance = random.Random(seed)
+    refused = 0
+    for _ in range(4000):
+        if chance.random() < 0.5:
+            nbytes = chance.choice(SIZES) if chance.random() < 0.2 else chance.randrange(300)
+            refused += not ring.put(nbytes, nothing=not nbytes and chance.random() < 0.5)
+        else:
+            for _ in range(chance.choice((1, 1, 3, 50))):
+                ring.take()
+    ring.drain()
+    assert refused
+    assert ring.put(SEGMENT), "an empty ring takes the largest"
+
+
+def test_the_stamp_comes_last() -> None:
+    """And, where the machine does not see to it, after a fence."""
+    ring = Ring(2)
+    told: list[int] = []
+    at = ring.direction.ring
+    ring.out._order = lambda: told.append(ring.words[at >> 3]) or told.append(ring.words[(at >> 3) + 1])
+    assert ring.put(100)
+    assert told[0] == 0
+    assert told[1] == ring.direction.data
+    assert ring.take()
