@@ -199,7 +199,8 @@ import resource, signal, sys
 from aiocoll.transport.shm.region import create
 what, limit, nbytes = getattr(resource, sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 if what == resource.RLIMIT_AS:
-    limit += next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize")) * 1024
+    with open("/proc/self/statm") as sizes:
+        limit += int(sizes.read().split()[0]) * resource.getpagesize()
 resource.setrlimit(what, (limit, limit))
 try:
     create(nbytes)
