@@ -282,6 +282,12 @@ class Channel:
         self._inflight = None
         self._endpoint.lost(self.peer, error)
 
+    def give_back(self) -> None:
+        """Need no more what the peer has left in memory; the link is closed."""
+        if self.shared is not None:
+            self.shared.forget()
+            self.shared = None
+
     def drop(self, operation: Operation) -> None:
         """Forget what waits for a grant of an operation that has failed, and where its bytes were to go."""
         self._blocked.pop(operation, None)

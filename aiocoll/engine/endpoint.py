@@ -281,7 +281,7 @@ class Endpoint:
                 for link in self._all_links():
                     link.close()
                 for channel in self._channels.values():
-                    channel.shared = None
+                    channel.give_back()
 
     async def _end(self) -> None:
         self.closed = True

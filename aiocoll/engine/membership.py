@@ -199,8 +199,7 @@ class Membership:
         """Give back what peers have left for this group in shared memory."""
         for channel in self.channels:
             if channel.shared is not None:
-                channel.shared.board.purge(self.id)
-                channel.shared.lane_in.purge(self.id)
+                channel.shared.purge(self.id)
 
     # -- failing
 

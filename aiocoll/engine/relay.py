@@ -186,8 +186,10 @@ class Relay(Operation):
             assert self._framed is not None
             self._compute(step, start, stop, np.frombuffer(framed, self._plan.storage))
             del self._framed[self._taken]
-        elif link is None or (tag := link.lane_in.look(self.id)) >> 32 != self.group.id:
+        elif link is None:
             return False
+        elif (tag := link.lane_in.look(self.id)) >> 32 != self.group.id:
+            return link.reclaim()
         elif tag != self._tag:
             self.group.disputes.disagree(self._left, self.id, self.describe())
             return False
@@ -226,7 +228,7 @@ class Relay(Operation):
         if self._framed is None:
             self._framed = {}
         if (link := self.group.channels[peer].shared) is not None:
-            link.lane_in.reclaim()  # perhaps that was why
+            link.reclaim()  # perhaps that was why
         self._framed.setdefault(step, bytearray()).extend(payload)
         self.look()
         return True

@@ -271,7 +271,8 @@ def test_a_lane_on_which_an_operation_failed_waits_for_its_pieces() -> None:
     assert not writer.take("two")
     assert got(reader, OLD) == 1
     assert not writer.take("two")
-    reader.purge(OLD)
+    reader.end(OLD)
+    reader.reclaim()
     assert writer.take("two")
     assert put(writer, 3, NEW, 4)
     assert got(reader, NEW, 4) == 3
@@ -280,7 +281,8 @@ def test_a_lane_on_which_an_operation_failed_waits_for_its_pieces() -> None:
 def test_pieces_for_a_group_that_is_over_are_given_back_when_they_are_in_the_way() -> None:
     *_, writer, reader = both()
     assert writer.take("one")
-    reader.purge(OLD)
+    reader.end(OLD)
+    reader.reclaim()
     assert put(writer, 1, OLD)
     writer.leave(failed=True)
     assert not writer.take("two")

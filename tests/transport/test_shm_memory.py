@@ -275,7 +275,8 @@ def test_nobody_touches_what_is_not_reserved(ranks: int, seed: int, made: Made, 
             reader.free()
             writer.leave(failed=False)
         board.purge(3)
-        reader.purge(3)
+        reader.end(3)
+        reader.reclaim()
         assert ends.reserved() == kernel.reserved()
 
 

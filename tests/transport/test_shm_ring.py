@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 from collections import deque
 
@@ -10,6 +11,7 @@ import pytest
 from aiocoll.transport.frame import HEADER, SEGMENT
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.layout import ENTRIES, LINE, Layout
+from aiocoll.transport.shm.region import Region
 from aiocoll.transport.shm.ring import ENTRY, Outgoing
 
 #: Around every size at which something changes: nothing, inline, one line, the largest.
@@ -24,9 +26,10 @@ class Ring:
     def __init__(self, ranks: int, number: int = 0) -> None:
         layout = Layout(ranks)
         self.direction = layout.directions[number]
-        self.memory = memoryview(bytearray(layout.nbytes))
+        region = Region(mmap.mmap(-1, layout.nbytes), [], whole=True)
+        self.memory = memoryview(region.memory)
         self.words = self.memory.cast("Q")
-        self.out = Outgoing(self.memory, self.direction, Fences(None, lambda: None))
+        self.out = Outgoing(region, self.direction, Fences(None, lambda: None))
         self.written: deque[tuple[bytes, bytes]] = deque()
         self.sent = self.read = 0
 

@@ -132,17 +132,23 @@ class LaneReader:
             return True
         return False
 
-    def purge(self, group: int) -> None:
-        """Be done with what was written for a group that is over."""
+    def end(self, group: int) -> None:
+        """Know that a group is over: what is, or will be, written for it has no reader."""
         self._over.add(group)
-        self.reclaim()
 
-    def reclaim(self) -> None:
-        """Be done with what was written for groups that are over; some of it may come after `purge`."""
+    def reclaim(self) -> tuple[bool, bool]:
+        """Be done with what comes next for groups that are over.
+
+        Returns:
+            Whether there was any, and whether its writer may have to be woken.
+        """
         words = self._words
+        freed = wanted = False
         while words[line := self._lines[(self._next - 1) % LANE]] == self._next:
             if self._order is not None:
                 self._order()
             if words[line + 1] >> 32 not in self._over:
                 break
-            self.free()
+            freed = True
+            wanted = self.free() or wanted
+        return freed, wanted

@@ -186,6 +186,23 @@ class ShmLink:
         self._memory, self._words, self._at = _NOTHING, _SILENCE, 0
         del self._out
 
+    def purge(self, group: int) -> None:
+        """Be done with what the peer has put, or will put, on the board and the lane for a group that is over."""
+        self.board.purge(group)
+        self.lane_in.end(group)
+        self.reclaim()
+
+    def reclaim(self) -> bool:
+        """Take away what lies in the lane for groups that are over; whether there was any."""
+        freed, wanted = self.lane_in.reclaim()
+        if wanted and not self._closed:
+            self.announce()
+        return freed
+
+    def forget(self) -> None:
+        """After `close`: let go of what can still be read, and so of the memory, whoever keeps this object."""
+        del self.poster, self.board, self.lane_in, self.lane_out
+
     def _receive(self) -> None:
         words, memory, order, deliver = self._words, self._memory, self._order, self.sink.deliver
         ticks = self._runtime.ticks

@@ -1,0 +1,218 @@
+"""Large reductions in shared memory: the order of the pieces, and operations that want the lane at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup, ReduceOp
+from aiocoll.engine.relay import LAG, Relay, order
+from aiocoll.transport.shm.layout import LANE
+
+from ..ranks import run_ranks
+from .test_oneshot import call, check, fails, jobs, mine, shrunk
+
+MIB = 1024 * 1024
+#: Elements of float64 in a piece.
+PIECE = 32768
+
+
+@pytest.mark.parametrize("pieces", range(1, 10))
+@pytest.mark.parametrize("steps", range(2, 9))
+def test_every_piece_of_every_step_comes_once_and_after_what_it_needs(steps: int, pieces: int) -> None:
+    found = order(steps, pieces)
+    assert sorted(each[:2] for each in found) == [(step, piece) for step in range(steps) for piece in range(pieces)]
+    for number, (step, piece, before) in enumerate(found):
+        if step == 0:
+            assert before == -1
+        else:
+            assert found[before][:2] == (step - 1, piece)
+            assert before < number
+    for step in range(steps):
+        mine = [piece for each, piece, _ in found if each == step]
+        assert all(one < other for one, other in pairwise(mine))
+    # It knows no rank, so it is the same for all; nor does it depend on what was asked before.
+    assert order.__wrapped__(steps, pieces) == found
+
+
+@pytest.mark.parametrize("pieces", range(1, 10))
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+def test_no_rank_waits_for_ever_with_the_blocks_of_a_lane(world_size: int, pieces: int) -> None:
+    """The worst order of turns: each rank does all it can before another one has its turn."""
+    found = order(2 * (world_size - 1), pieces)
+    put, taken = [0] * world_size, [0] * world_size
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(world_size):
+            going = True
+            while going:
+                going = False
+                free = put[rank] - taken[(rank + 1) % world_size] < LANE
+                if put[rank] < len(found) and found[put[rank]][2] < taken[rank] and free:
+                    put[rank] += 1
+                    going = moved = True
+                if taken[rank] < put[rank - 1]:
+                    taken[rank] += 1
+                    going = moved = True
+    assert put == taken == [len(found)] * world_size
+
+
+def pieces_put(pg: ProcessGroup, peer: int) -> int:
+    """Return how many pieces this rank has put into its lane to `peer`."""
+    shared = pg._member.channels[peer].shared
+    assert shared is not None
+    return shared.lane_out._number
+
+
+def in_the_lane(pg: ProcessGroup) -> list[bool]:
+    return [operation._holds for operation in pg._member.pending if isinstance(operation, Relay)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("count", [PIECE + 1, 4 * PIECE - 1, 4 * PIECE, 4 * PIECE + 1, 500_000])
+async def test_the_lane_carries_what_is_large(world_size: int, count: int) -> None:
+    async with jobs(world_size) as (pgs,):
+        calls = [call(pg, count) for pg in pgs]
+        longest = -(-count // world_size)
+        await check(calls, world_size)
+        pieces = 2 * (world_size - 1) * -(-longest // PIECE)
+        assert [pieces_put(pg, (pg.rank() + 1) % world_size) for pg in pgs] == [pieces] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+async def test_frames_serve_until_there_is_a_link(world_size: int) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        calls = []
+        for _ in range(4):
+            calls.append(call(pg, 300_000))
+            await asyncio.sleep(0)
+        await check(calls, world_size)
+
+    await run_ranks(world_size, rank, transport="shm")
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+async def test_one_operation_has_the_lane_and_the_others_go_on_in_frames(world_size: int) -> None:
+    async with jobs(world_size) as (pgs,):
+        calls = [call(pg, 300_000) for pg in pgs for _ in range(3)]
+        assert all(holds.count(True) <= 1 for holds in map(in_the_lane, pgs))
+        await check(calls, world_size)
+        # It is free again.
+        calls = [call(pg, 300_000) for pg in pgs]
+        assert all(holds == [True] for holds in map(in_the_lane, pgs))
+        await check(calls, world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+async def test_groups_share_the_lane(world_size: int) -> None:
+    async with jobs(world_size, "abc") as groups:
+        calls = []
+        for rank in range(world_size):
+            for group in groups[rank:] + groups[:rank]:
+                calls += [call(group[rank], 300_000), call(group[rank])]
+        await check(calls, world_size)
+
+
+@pytest.mark.parametrize("tasks", [False, True], ids=["calls", "tasks"])
+async def test_keyed_giants_in_opposite_orders(tasks: bool) -> None:
+    count = 64 * MIB // 8
+
+    async def rank(pg: ProcessGroup) -> None:
+        keys = "ab" if pg.rank() else "ba"
+        arrays = [mine(pg, count) for _ in keys]
+        if tasks:
+            async with asyncio.TaskGroup() as group:
+                for key, array in zip(keys, arrays, strict=True):
+                    group.create_task(pg.allreduce(array, key=key).join())
+        else:
+            for work in [pg.allreduce(array, key=key) for key, array in zip(keys, arrays, strict=True)]:
+                await work
+        assert all((array == 3).all() for array in arrays)
+
+    async with jobs(2) as (pgs,):
+        await asyncio.gather(*(rank(pg) for pg in pgs))
+
+
+async def test_an_operation_its_reader_does_not_know_delays_nobody() -> None:
+    async with jobs(2) as ((zero, one),):
+        held = [call(zero, 300_000, "later")]
+        assert in_the_lane(zero) == [True]
+        calls = [call(pg, 300_000) for _ in range(3) for pg in (zero, one)]
+        await check(calls, 2)
+        await check([*held, call(one, 300_000, "later")], 2)
+
+
+# -- groups that fail
+
+
+async def whole_lane(pgs: list[ProcessGroup]) -> None:
+    """Large reductions get the lane, and through it."""
+    for _ in range(2):
+        calls = [call(pg, 300_000) for pg in pgs]
+        assert [in_the_lane(pg) for pg in pgs] == [[True]] * len(pgs)
+        await check(calls, len(pgs))
+
+
+async def test_what_was_put_for_a_group_that_failed_is_given_back() -> None:
+    async with jobs(2) as (pgs,):
+        _, work = call(pgs[0], 10 * PIECE)
+        assert pieces_put(pgs[0], 1) == LAG
+        pgs[0].abort("a test")
+        await fails(work)
+        groups = await shrunk(pgs)
+        await whole_lane(groups)
+        await asyncio.gather(*(pg.shutdown() for pg in groups))
+
+
+async def test_what_is_put_after_the_peer_has_given_up_is_in_nobodys_way() -> None:
+    async with jobs(2) as (pgs,):
+        count = PIECE + 1
+        lost = [call(pgs[1], count)[1]]
+        pgs[1].abort("a test")
+        # It finds the piece of the other rank, and puts all of its own: it needs the lane no more.
+        lost.append(call(pgs[0], count)[1])
+        assert pieces_put(pgs[0], 1) == 2
+        for work in lost:
+            await fails(work)
+        groups = await shrunk(pgs)
+        await check([call(pg, 300_000) for pg in groups], 2)
+        await whole_lane(groups)
+        await asyncio.gather(*(pg.shutdown() for pg in groups))
+
+
+async def test_a_writer_that_waits_behind_a_group_that_failed_is_woken() -> None:
+    async with jobs(2, "ab") as (a, b):
+        count = PIECE + 1
+        # Rank 0 is done with the lane, but the last piece lies there unread, and another group's behind it.
+        calls = [call(a[1], count), call(a[0], count)]
+        later = call(b[0], 300_000)
+        assert in_the_lane(b[0]) == [True]
+        assert pieces_put(b[0], 1) == LANE
+        a[1].abort("a test")
+        for _, work in calls:
+            await fails(work)
+        await check([later, call(b[1], 300_000)], 2)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+async def test_a_function_that_raises_leaves_the_lane_in_order(world_size: int) -> None:
+    def bad(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+        raise ZeroDivisionError("bad")
+
+    async with jobs(world_size) as (pgs,):
+        works = [call(pg, 300_000, "sum")[1] for pg in pgs[1:]]
+        for pg in pgs:
+            try:
+                works.append(pg.allreduce(mine(pg, 300_000), ReduceOp.custom(bad)))
+            except Exception:  # the group has failed by now
+                assert works
+        for work in works:
+            await fails(work)
+        groups = await shrunk(pgs)
+        await check([call(pg, 300_000) for pg in groups], world_size)
+        await whole_lane(groups)
+        await asyncio.gather(*(pg.shutdown() for pg in groups))
