@@ -238,7 +238,7 @@ async def test_the_dialler_gives_up_at_every_step() -> None:
         if completed[-1]:
             break
     assert completed == sorted(completed)
-    assert completed.count(False) > 3
+    assert completed.count(False) >= 3
     assert completed[-1]
 
 
