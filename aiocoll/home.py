@@ -250,6 +250,8 @@ class Home:
                 endpoint.accept(link)
             await endpoint.join(cards)
         except BaseException:
+            for link in early:
+                link.close()
             await transport.aclose()
             raise
         await place.set(f"member/{self.rank}", b"in")
