@@ -282,6 +282,7 @@ class Endpoint:
                     link.close()
                 for channel in self._channels.values():
                     channel.give_back()
+                self.polling.boards = ()
 
     async def _end(self) -> None:
         self.closed = True

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,3 +86,29 @@ def heard() -> Iterator[None]:
     yield
     assert told == []
     loop.set_exception_handler(None)
+
+
+def mapped() -> list[str]:
+    """Return what this process has mapped of memory without a name, and holds open of it."""
+    fds = Path("/proc/self/fd")
+    files = [os.readlink(fds / fd) for fd in os.listdir(fds) if (fds / fd).is_symlink()]
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return [each for each in (*maps, *files) if "memfd:aiocoll" in each]
+
+
+async def test_the_memory_goes_with_the_group_and_waits_for_no_collector() -> None:
+    """It is much, and the collector, which does not see how much, may come hours later."""
+
+    async def rank(pg: ProcessGroup) -> bool:
+        for count in (1, 1000, LARGE):
+            await pg.allreduce(np.ones(count))
+        await pg.barrier()
+        return bool(mapped())
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert all(await run_ranks(3, rank, transport="shm"))
+        assert mapped() == []
+    finally:
+        gc.enable()
