@@ -293,7 +293,7 @@ class StreamTransport:
         """Dial until there is a link; wait instead while the peer, told OK, is proving itself."""
         start = self._runtime.time()
         pause = _FIRST_PAUSE
-        reason: object = "it does not answer"
+        reason = "it does not answer"
         while (left := start + self._connect_timeout - self._runtime.time()) > 0 and not self._closed:
             try:
                 async with asyncio.timeout(min(left, self._handshake_timeout)) as dial.limit:
@@ -304,7 +304,7 @@ class StreamTransport:
             except TimeoutError:
                 reason = "it does not answer"
             except _RetryError as error:
-                reason = error
+                reason = str(error)  # itself, it would keep all that was in hand when it was raised
                 with suppress(TimeoutError):
                     async with asyncio.timeout(None) as dial.limit:
                         await self._runtime.sleep(min(pause, left))
