@@ -53,6 +53,17 @@ async def propose(sock: socket.socket, layout: Layout, bell: Bell) -> Pair | Non
         ProtocolError: what it passed is no bell.
     """
     region = await _offer(sock, layout, bell)
+    peer_bell = None
+    try:
+        peer_bell = await _agree(sock, bell)
+    finally:
+        if peer_bell is None:
+            region.close()  # a traceback may keep the rest
+    return None if peer_bell is None else Pair(region, layout, 0, bell, peer_bell)
+
+
+async def _agree(sock: socket.socket, bell: Bell) -> PeerBell | None:
+    """Take the answer and have the last word."""
     (agreed, _), fds = await _receive(sock, _ANSWERED_FDS)
     if not agreed:
         _close(fds)
@@ -68,7 +79,7 @@ async def propose(sock: socket.socket, layout: Layout, bell: Bell) -> Pair | Non
     except BaseException:
         peer_bell.close()
         raise
-    return Pair(region, layout, 0, bell, peer_bell)
+    return peer_bell
 
 
 async def _offer(sock: socket.socket, layout: Layout, bell: Bell) -> Region:
@@ -110,14 +121,14 @@ async def accept(sock: socket.socket, bell: Bell | None) -> Pair | None:
         decline(sock)
         await _is_agreed(sock)
         raise NotSharedError(str(error)) from error
+    agreed = False
     try:
-        if await _answer(sock, bell):
-            return Pair(region, layout, 1, bell, peer_bell)
-    except BaseException:
-        peer_bell.close()
-        raise
-    peer_bell.close()
-    return None
+        agreed = await _answer(sock, bell)
+    finally:
+        if not agreed:
+            peer_bell.close()
+            region.close()
+    return Pair(region, layout, 1, bell, peer_bell) if agreed else None
 
 
 async def _answer(sock: socket.socket, bell: Bell) -> bool:

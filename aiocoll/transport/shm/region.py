@@ -99,6 +99,10 @@ class Region:
             return False
         return True
 
+    def close(self) -> None:
+        """Give the memory back, of which nobody has a view."""
+        self.memory.close()
+
 
 def no_memory() -> OSError:
     """Return the error of a region that cannot grow."""
