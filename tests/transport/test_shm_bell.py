@@ -195,3 +195,29 @@ async def test_a_closed_bell_is_silent(pair: Pair) -> None:
     await turns()
     assert bell.closed
     assert link.polls == 0
+
+
+async def test_what_is_raised_while_looking_makes_nobody_deaf(pair: Pair) -> None:
+    """It is a mistake, and the loop tells of it; but the next call is heard."""
+    loop = asyncio.get_running_loop()
+    told: list[Any] = []
+    loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
+    pair.bell.add(pair.link)
+    await turns()
+    mistake = ZeroDivisionError()
+    look = pair.link.poll
+
+    def fail() -> bool:
+        pair.link.poll = look
+        raise mistake
+
+    pair.link.poll = fail
+    pair.bell.attend()
+    await turns()
+    assert told == [mistake]
+    assert pair.status % 2
+    before = pair.link.polls
+    pair.bell.attend()
+    await turns()
+    assert pair.link.polls > before
+    loop.set_exception_handler(None)

@@ -116,9 +116,17 @@ class Bell:
         self.attend()
 
     def _turned(self) -> None:
-        if self._watcher.linger(self.poll()) and not self.closed:
-            self._runtime.loop.call_soon(self._turned, context=self._context)
-            return
+        again = False
+        try:
+            again = self._watcher.linger(self.poll()) and not self.closed
+        finally:
+            # Whatever was raised, this rank looks again or can be woken.
+            if again:
+                self._runtime.loop.call_soon(self._turned, context=self._context)
+            else:
+                self._sleep()
+
+    def _sleep(self) -> None:
         self.awake = False
         if not self.closed:
             self._status[0] += 1

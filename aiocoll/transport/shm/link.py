@@ -158,7 +158,8 @@ class ShmLink:
             self._receive()
         except ProtocolError as error:
             self._lost(error)
-        self._receiving = False
+        finally:
+            self._receiving = False
         return True
 
     def divert(self) -> None:
