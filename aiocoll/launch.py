@@ -36,6 +36,8 @@ Known = tuple[Plan, ReduceOp | None]
 
 #: Ranks up to which the lanes' steps, two per rank, are worth it for what is just too large for one step.
 CIRCLE = 4
+#: Ranks up to which each tells all others that it has come to a barrier; telling one takes half a microsecond.
+FLAT = 16
 #: Plans kept per group: a program has few call sites, and a plan of many ranks has some hundred actions.
 PLANS = 256
 
@@ -162,6 +164,8 @@ class Launcher:
             tuning=self._member.tuning,
             hosts=self._member.hosts,
         )
+        if kind == "barrier" and 1 < self._size <= FLAT and self._member.piece_nbytes:
+            return Plan(terms, Program((), (), "oneshot"), dtype, made, OneShot)
         if kind == "allreduce" and made is not None and nbytes and made.prescale is None:
             executor = self._shares(algorithm, nbytes, made)
             if executor is not None:

@@ -1,4 +1,4 @@
-"""The executor of small reductions in shared memory: everybody shows what it has, and reduces what all show.
+"""The executor of small allreduces and of barriers in shared memory: all show what they have, and fold what all show.
 
 One step: each rank copies its tensor to the board of each peer, and folds the tensors of all, in rank order, from
 where they lie. Cost: p-1 copies and one reduction of p inputs per rank; no message, and no memory of its own.
@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
 __all__ = ["OneShot"]
 
+_NOTHING = np.empty(0, np.uint8)
+
 
 class OneShot(Operation):
-    """One rank's part in one allreduce; for what it takes, see `aiocoll.engine.exchange.Exchange`."""
+    """One rank's part in one allreduce or barrier; for what it takes, see `aiocoll.engine.exchange.Exchange`."""
 
     __slots__ = ("_array", "_block", "_framed", "_plan", "_result", "_seen", "_tag", "_unsent")
 
@@ -45,7 +47,7 @@ class OneShot(Operation):
         # Not through super(), which costs 70 ns more.
         Operation.__init__(self, group, identity, plan.fingerprint, plan.terms, shape, work, timeout)
         self._plan = plan
-        self._array = arrays[0]
+        self._array = arrays[0] if arrays else _NOTHING  # of a barrier
         self._result = result
         self._tag = group.id << 32 | plan.fingerprint
         # How many of the others, in order, have shown their tensor.
@@ -120,7 +122,8 @@ class OneShot(Operation):
                 boards.append(board)
                 inputs.append(board.view(block, storage, count))
         try:
-            plan.kernel.fold(inputs, self._array)  # type: ignore[union-attr]  # of every plan that reduces
+            if plan.kernel is not None:
+                plan.kernel.fold(inputs, self._array)
         except Exception as error:  # of a function of the user's
             group.broke(self, error)
             return
@@ -130,7 +133,8 @@ class OneShot(Operation):
         self.succeed(self._result)
 
     def _has_framed(self, peer: int) -> bool:
-        return self._framed is not None and len(self._framed.get(peer, b"")) == self._plan.nbytes
+        framed = None if self._framed is None else self._framed.get(peer)
+        return framed is not None and len(framed) == self._plan.nbytes
 
     def take(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
         """Keep what comes in frames."""

@@ -185,3 +185,15 @@ async def test_what_was_posted_for_a_group_that_failed_is_given_back() -> None:
         groups = await shrunk(pgs)
         await whole_board(groups)
         await asyncio.gather(*(pg.shutdown() for pg in groups))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7, 17])
+async def test_nobody_passes_a_barrier_before_all_have_come(world_size: int) -> None:
+    async with jobs(world_size) as (pgs,):
+        for late in (0, world_size - 1):
+            works = [pg.barrier() for pg in pgs if pg.rank() != late]
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert not any(work.done() for work in works)
+            works.append(pgs[late].barrier())
+            await asyncio.gather(*(work.join() for work in works))

@@ -131,7 +131,9 @@ class Bell:
         if not self.closed:
             self._status[0] += 1
             self.fences.full()
-            self.poll()
+            if self.poll():
+                # What has come just now may not be all that there is to do.
+                self.attend()
 
 
 class PeerBell:
