@@ -20,6 +20,7 @@ from aiocoll.errors import ProtocolError
 from aiocoll.runtime import Runtime
 from aiocoll.transport.shm import passing, sharing
 from aiocoll.transport.shm.bell import Bell
+from aiocoll.transport.shm.descriptors import recv_fds
 from aiocoll.transport.shm.fence import fences
 from aiocoll.transport.shm.layout import Layout
 from aiocoll.transport.shm.link import Pair
@@ -415,7 +416,7 @@ async def test_garbage_answers(makers: list[Callable[[int], int]], expected: typ
     ends = Ends()
     task = asyncio.ensure_future(ends.propose())
     await readable(ends.socks[1])
-    _, fds = passing._recv_fds(ends.socks[1], 3)
+    _, fds = recv_fds(ends.socks[1], passing._MESSAGE.size, 3)
     passing._close(fds)
     fds = [make(PAGE) for make in makers]
     socket.send_fds(ends.socks[1], [passing._YES], fds)
@@ -429,7 +430,7 @@ async def test_a_no_with_descriptors_in_it() -> None:
     ends = Ends()
     task = asyncio.ensure_future(ends.propose())
     await readable(ends.socks[1])
-    _, fds = passing._recv_fds(ends.socks[1], 3)
+    _, fds = recv_fds(ends.socks[1], passing._MESSAGE.size, 3)
     socket.send_fds(ends.socks[1], [passing._NO], fds[:2])
     passing._close(fds)
     assert await task is None

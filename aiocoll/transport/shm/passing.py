@@ -12,7 +12,6 @@ until it has spoken it may give up and dial again, and no end believes in a link
 
 from __future__ import annotations
 
-import array
 import asyncio
 import errno
 import os
@@ -21,6 +20,7 @@ import struct
 from collections.abc import Sequence
 
 from aiocoll.transport.shm.bell import Bell, PeerBell
+from aiocoll.transport.shm.descriptors import recv_fds
 from aiocoll.transport.shm.layout import Layout
 from aiocoll.transport.shm.link import Pair
 from aiocoll.transport.shm.region import PAGE, Region, open_region
@@ -190,7 +190,7 @@ async def _receive(sock: socket.socket, most: int) -> tuple[tuple[bool, int], li
         finally:
             loop.remove_reader(sock.fileno())
         try:
-            data, fds = _recv_fds(sock, most)
+            data, fds = recv_fds(sock, _MESSAGE.size, most)
             break
         except BlockingIOError:
             continue
@@ -198,17 +198,6 @@ async def _receive(sock: socket.socket, most: int) -> tuple[tuple[bool, int], li
         _close(fds)
         raise ConnectionResetError("it closed the connection before memory was shared")
     return _MESSAGE.unpack(data), fds
-
-
-def _recv_fds(sock: socket.socket, most: int) -> tuple[bytes, list[int]]:
-    """As `socket.recv_fds`, but no child process inherits the descriptors."""
-    space = socket.CMSG_LEN(most * array.array("i").itemsize) if most else 0
-    data, ancillary, _, _ = sock.recvmsg(_MESSAGE.size, space, socket.MSG_CMSG_CLOEXEC)
-    fds = array.array("i")
-    for level, kind, content in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-    return data, list(fds)
 
 
 def _set(future: asyncio.Future[None]) -> None:
