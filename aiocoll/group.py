@@ -8,6 +8,7 @@ import contextvars
 from collections.abc import Iterator
 from typing import Any, Self
 
+from aiocoll.arrays import Arrays
 from aiocoll.collectives import Collectives
 from aiocoll.engine.membership import Membership
 from aiocoll.errors import GroupClosedError, GroupError
@@ -21,7 +22,7 @@ __all__ = ["ProcessGroup", "current_process_group", "process_group"]
 _current: contextvars.ContextVar[ProcessGroup | None] = contextvars.ContextVar("aiocoll_group", default=None)
 
 
-class ProcessGroup(Collectives, PointToPoint, Recovery):
+class ProcessGroup(Collectives, PointToPoint, Arrays, Recovery):
     """A group of ranks, seen by one of them; made by `aiocoll.new_group`.
 
     It belongs to the event loop that made it. A failed collective revokes it on all ranks: what is pending fails with

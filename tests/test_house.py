@@ -31,7 +31,7 @@ LAYERS: list[set[str]] = [
     {"algorithms"},
     {"engine"},
     {"launch"},
-    {"collectives", "point_to_point", "objects", "coalesce", "subgroups"},
+    {"collectives", "point_to_point", "objects", "arrays", "coalesce", "subgroups"},
     {"growth", "place", "tuning"},
     {"recovery"},
     {"group"},

@@ -26,6 +26,7 @@ from aiocoll.handshake import ConnKind
 from aiocoll.runtime import Runtime
 from aiocoll.transport.base import Card, Link, Transport
 from aiocoll.transport.frame import Header
+from aiocoll.transport.shm.commons import Commons
 
 __all__ = ["Endpoint"]
 
@@ -67,6 +68,8 @@ class Endpoint:
         #: Context of all engine code: NumPy does not warn in it of what the caller's numbers may hold.
         self.quiet = contextvars.copy_context()
         self.quiet.run(np.seterr, all="ignore")
+        #: Memory of this rank that others read where it lies.
+        self.commons = Commons(self.loop)
         self._channels: dict[int, Channel] = {}
         self.scratch = Scratch()
         self.polling = Polling(self, spin, crowded)
@@ -164,6 +167,9 @@ class Endpoint:
         self._count_links()
         if not self.closed and not self.channel(peer).ended:
             self.died(peer, f"its connection broke ({error or 'closed without a goodbye'})", how=how_lost(error))
+        # Whatever needed it has ended now.
+        if (shared := self.channel(peer).shared) is not None:
+            shared.lending.forget()
 
     def divert(self, operation: Operation) -> None:
         """The memory of `operation` is the caller's again."""
@@ -288,6 +294,7 @@ class Endpoint:
         self.closed = True
         self.watch.close()
         self.liveness.stop()
+        self.commons.close()
         await self._stop_tasks()
         await self.transport.aclose()
         for channel in self._channels.values():

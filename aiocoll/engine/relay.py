@@ -10,6 +10,14 @@ look-up, and is passed on while it is in the cache:
 
 Cost: 2(p-1) steps, 2n(p-1)/p bytes written and as many read per rank.
 Where the lane is in use by another operation, or is not to be had, the same pieces travel as frames.
+
+Of a tensor that peers can read where it lies (`aiocoll.transport.shm.commons`) the lane has no pieces, but their
+places: half of the bytes written are saved. The right neighbour then reads a piece some time after it was put, but
+before this rank overwrites it. What was put in step s is overwritten in step s+p-1, if at all, by the sum that comes
+from the left; that sum has gone round the whole ring, and each rank on the way, the right neighbour first, has put it
+only after it took what it is made of: this very piece. Nor does the caller overwrite any, since the operation is done
+only when its right neighbour has taken all. If it fails before, it voids what is not taken: a reader looks for that
+after each piece it has read, and goes no further.
 """
 
 from __future__ import annotations
@@ -24,6 +32,8 @@ from aiocoll.buffers import byte_view
 from aiocoll.engine.operation import Message, Operation
 from aiocoll.engine.plan import Plan
 from aiocoll.runtime import BUDGET
+from aiocoll.transport.shm.commons import Plot
+from aiocoll.transport.shm.link import ShmLink
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
@@ -61,9 +71,12 @@ class Relay(Operation):
         "_holds",
         "_left",
         "_length",
+        "_offset",
         "_order",
         "_parts",
         "_plan",
+        "_plot",
+        "_pointed",
         "_put",
         "_result",
         "_right",
@@ -100,6 +113,12 @@ class Relay(Operation):
         self._taken = 0
         self._unsent = 0
         self._framed: dict[int, bytearray] | None = None
+        commons = group.endpoint.commons
+        place = commons.find(self._array) if commons.plots else None
+        self._plot: Plot | None = None if place is None else place[0]
+        self._offset = 0 if place is None else place[1]
+        # Number, in the lane, of the last piece that was put by its place.
+        self._pointed = 0
 
     def enter(self) -> None:
         """Get the lane, if it is free, and begin."""
@@ -121,7 +140,7 @@ class Relay(Operation):
                 going = True
             if self.done:
                 return True
-            if self._put == self._taken == len(pieces) and not self._unsent:
+            if self._put == self._taken == len(pieces) and not self._unsent and self._is_read():
                 self._end()
                 self.succeed(self._result)
                 return True
@@ -153,7 +172,7 @@ class Relay(Operation):
         if self._holds:
             link = channel.shared
             assert link is not None
-            if not link.lane_out.put(self.id, self._tag, view):
+            if not self._put_in_lane(link, start * itemsize, view):
                 return False
             if link is channel.link:
                 link.announce()
@@ -166,6 +185,22 @@ class Relay(Operation):
         if self._put == len(self._order):
             self._leave_lane(failed=False)
         return True
+
+    def _put_in_lane(self, link: ShmLink, start: int, view: memoryview) -> bool:
+        lane = link.lane_out
+        if self._plot is None or not link.lending.lends(self._plot):
+            return lane.put(self.id, self._tag, view)
+        if not lane.point(self.id, self._tag, self._plot.number, self._offset + start):
+            return False
+        self._pointed = lane.number
+        return True
+
+    def _is_read(self) -> bool:
+        """Whether nobody reads the tensor any more."""
+        if not self._pointed:
+            return True
+        link = self.group.channels[self._right].shared
+        return link is None or link.lane_out.is_taken(self._pointed)
 
     def sent(self, message: Message, nbytes: int) -> None:
         """Bytes of a frame have left."""
@@ -194,9 +229,14 @@ class Relay(Operation):
             self.group.disputes.disagree(self._left, self.id, self.describe())
             return False
         else:
-            self._compute(step, start, stop, link.lane_in.read(self._plan.storage, count))
-            if self.done:
-                return True  # it has failed, and its group has freed all that it had there
+            incoming = link.piece(self._plan.storage, count)
+            if incoming is None:
+                return False
+            self._compute(step, start, stop, incoming)
+            if self.done:  # it has failed, and its group has freed all that it had there
+                return True
+            if link.lane_in.is_void():
+                return False
             if link.lane_in.free() and link is self.group.channels[self._left].link:
                 link.announce()
         self._taken += 1
@@ -242,16 +282,20 @@ class Relay(Operation):
             return False
         if peer == self._left and self._taken < len(self._order):
             return True
-        return peer == self._right and (self._put < len(self._order) or bool(self._unsent))
+        return peer == self._right and (self._put < len(self._order) or bool(self._unsent) or not self._is_read())
 
     def awaited(self) -> list[int]:
-        """Return the left neighbour while it has something to send."""
-        return [self._left] if self._taken < len(self._order) else []
+        """Return the left neighbour while it has something to send, then the right one while it reads."""
+        if self._taken < len(self._order):
+            return [self._left]
+        return [] if self._is_read() else [self._right]
 
     def fail(self, error: BaseException) -> None:
         """End with `error`."""
         if not self.done:
             self._leave_lane(failed=True)
+            if self._pointed and (link := self.group.channels[self._right].shared) is not None:
+                link.lane_out.void(self.id, self._tag)
             self._end()
         super().fail(error)
 

@@ -6,6 +6,8 @@ operation they belong to. So an operation that its reader has not entered delays
     word 0  number of the piece in the lane, counted from 1; written last
     word 1  tag: group and fingerprint
     word 2  id of the operation
+    word 3  where the piece is: 0 in the block, else the number of a plot of its writer's; see `commons`
+    word 4  its offset in the plot
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from aiocoll.transport.shm.layout import BLOCKS, LANE, LINE, Direction
 from aiocoll.transport.shm.region import Region
 
 __all__ = ["LaneReader", "LaneWriter"]
+
+#: In word 3: the memory is its owner's again, who may have overwritten the piece. No plot has this number.
+_VOID = (1 << 64) - 1
 
 
 class LaneWriter:
@@ -49,6 +54,11 @@ class LaneWriter:
         self._blocks = [direction.lane + number * direction.lane_nbytes for number in range(LANE)]
         self._number = 0
 
+    @property
+    def number(self) -> int:
+        """How many pieces have been put."""
+        return self._number
+
     def take(self, holder: object) -> bool:
         """Get the lane for `holder`; False if it is not to be had.
 
@@ -73,21 +83,48 @@ class LaneWriter:
 
     def put(self, identity: int, tag: int, piece: memoryview) -> bool:
         """Write the next piece of at most `nbytes`; False if no block is free yet, which the reader will then tell."""
-        words, number = self._words, self._number
-        if number - words[self._taken] >= LANE:
-            words[self._hungry] = 1
-            self._full()
-            if number - words[self._taken] >= LANE:
-                return False
-        block = number % LANE
-        line, place = self._lines[block], self._blocks[block]
+        if not self.is_taken(self._number - LANE + 1):
+            return False
+        place = self._blocks[self._number % LANE]
         self._memory[place : place + piece.nbytes] = piece
+        self._announce(identity, tag, 0, 0)
+        return True
+
+    def point(self, identity: int, tag: int, plot: int, offset: int) -> bool:
+        """As `put`, of a piece that is read where it lies; it has to stay so until it is taken, or `void`."""
+        if not self.is_taken(self._number - LANE + 1):
+            return False
+        self._announce(identity, tag, plot, offset)
+        return True
+
+    def is_taken(self, number: int) -> bool:
+        """Whether the reader is done with the first `number` pieces; if not, it will tell."""
+        words = self._words
+        if words[self._taken] >= number:
+            return True
+        words[self._hungry] = 1
+        self._full()
+        return words[self._taken] >= number
+
+    def void(self, identity: int, tag: int) -> None:
+        """Let nobody trust what an operation that has failed points to: from here on its memory may change."""
+        words = self._words
+        for number in range(words[self._taken], self._number):
+            line = self._lines[number % LANE]
+            if words[line + 3] and words[line + 2] == identity and words[line + 1] == tag:
+                words[line + 3] = _VOID
+        self._full()
+
+    def _announce(self, identity: int, tag: int, plot: int, offset: int) -> None:
+        words, line = self._words, self._lines[self._number % LANE]
         words[line + 1] = tag
         words[line + 2] = identity
+        words[line + 3] = plot
+        words[line + 4] = offset
         if self._order is not None:
             self._order()
-        words[line] = self._number = number + 1
-        return True
+        self._number += 1
+        words[line] = self._number
 
 
 class LaneReader:
@@ -118,6 +155,17 @@ class LaneReader:
     def read(self, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         """Return the next piece where it lies, until `free`."""
         return np.frombuffer(self._memory, dtype, count, self._blocks[(self._next - 1) % LANE])
+
+    def place(self) -> tuple[int, int]:
+        """Return the plot of its writer's where the next piece is, and the offset there; (0, 0) if `read` has it."""
+        line = self._lines[(self._next - 1) % LANE]
+        return self._words[line + 3], self._words[line + 4]
+
+    def is_void(self) -> bool:
+        """Whether the next piece may have been overwritten, before this call or while it was read."""
+        if self._order is not None:
+            self._order()
+        return self._words[self._lines[(self._next - 1) % LANE] + 3] == _VOID
 
     def free(self) -> bool:
         """Be done with the next piece; whether its writer may have to be woken."""

@@ -4,25 +4,29 @@
     write -> copy once ->  [entry|entry|...][ data  ]  -> place, reduce: straight from there
     poll  <-               [entry|entry|...][ data  ]  <- write
 
-The unix socket over which the memory was passed stays open: it tells when the other process is gone, and that an end
-is in order. The loop is woken by the `bell`.
+The unix socket over which the memory was passed stays open: it tells when the other process is gone, that an end is in
+order, and of memory that the other end may read (`lending`). The loop is woken by the `bell`.
 """
 
 from __future__ import annotations
 
 import socket
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from aiocoll.errors import ProtocolError
 from aiocoll.handshake import ConnKind
 from aiocoll.runtime import BUDGET, Runtime
 from aiocoll.transport.base import Sink
-from aiocoll.transport.frame import HEADER_SIZE, SEGMENT, FrameKind
+from aiocoll.transport.frame import SEGMENT, FrameKind
 from aiocoll.transport.shm.bell import Bell, PeerBell
 from aiocoll.transport.shm.board import Board, Poster
 from aiocoll.transport.shm.lane import LaneReader, LaneWriter
 from aiocoll.transport.shm.layout import ENTRIES, LINE, Layout
+from aiocoll.transport.shm.lending import Lending
 from aiocoll.transport.shm.region import Region
 from aiocoll.transport.shm.ring import ENTRY, Outgoing
 
@@ -74,6 +78,7 @@ class ShmLink:
         "kind",
         "lane_in",
         "lane_out",
+        "lending",
         "peer",
         "poster",
         "sink",
@@ -99,6 +104,7 @@ class ShmLink:
         self._out = Outgoing(region, ours, fences)
         self.poster, self.board = Poster(region, ours, fences), Board(memory, theirs, fences)
         self.lane_out, self.lane_in = LaneWriter(region, ours, fences), LaneReader(memory, theirs, fences)
+        self.lending = Lending(runtime.loop, sock, peer)
         self._order = fences.order
         self._hungry = theirs.hungry
         self._taken = theirs.taken
@@ -162,6 +168,17 @@ class ShmLink:
             self._receiving = False
         return True
 
+    def piece(self, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
+        """Return the next piece of the lane where it lies, until it is freed; None if it is not to be had any more."""
+        plot, offset = self.lane_in.place()
+        if not plot:
+            return self.lane_in.read(dtype, count)
+        found = self.lending.read(plot, offset, dtype, count)
+        if found is None and not self.lane_in.is_void():
+            error = ProtocolError(f"rank {self.peer} pointed to memory that it has not shown")
+            self._runtime.call_soon(self._lost, error)
+        return found
+
     def divert(self) -> None:
         """Nothing to do: payloads arrive whole."""
 
@@ -178,6 +195,7 @@ class ShmLink:
         self._closed = True
         if self._started:
             self._runtime.loop.remove_reader(self._sock.fileno())
+        self.lending.close()
         self._bell.remove(self)
         self._bell.drop()
         self._peer_bell.close()
@@ -266,12 +284,15 @@ class ShmLink:
             self._runtime.call_soon(self._lost, None)  # the peer is gone, too
 
     def _hung_up(self) -> None:
-        """The socket says that the peer has ended its side, or is gone; what it wrote before is here."""
+        """The socket says that the peer has something to say, or is gone; what it wrote before is here."""
         try:
-            said = self._sock.recv(HEADER_SIZE)
-            error: Exception | None = ProtocolError(f"rank {self.peer} sent bytes where none belong") if said else None
+            if self.lending.hear():
+                return
+            error: Exception | None = None
         except (BlockingIOError, InterruptedError):
             return
+        except ProtocolError as nonsense:
+            error = nonsense
         except OSError as failure:
             error = None if self._ending else failure
         while self.poll():

@@ -6,6 +6,7 @@ Memory is reserved before it is touched: a host that has none left says so then,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -15,7 +16,7 @@ from collections.abc import Iterable
 
 from aiocoll.errors import ProtocolError
 
-__all__ = ["PAGE", "Region", "create", "no_memory", "open_region"]
+__all__ = ["PAGE", "Region", "create", "create_mapped", "no_memory", "open_region"]
 
 PAGE = mmap.PAGESIZE
 #: Bytes reserved in one turn of the loop; takes about 60 microseconds.
@@ -182,3 +183,24 @@ def _map(fd: int, nbytes: int) -> mmap.mmap:
     if sys.version_info >= (3, 13):
         return mmap.mmap(fd, nbytes, trackfd=False)
     return mmap.mmap(fd, nbytes)
+
+
+async def create_mapped(nbytes: int) -> tuple[int, mmap.mmap]:
+    """As `create`, in many turns of the loop, for memory that this process itself uses: its pages are mapped here too.
+
+    Takes about 0.3 milliseconds per MiB, of which the first use is spared as much.
+    """
+    fd = _open(nbytes)
+    try:
+        memory = _seal(fd, nbytes)
+        for start in range(0, nbytes, _LOT):
+            lot = min(_LOT, nbytes - start)
+            os.posix_fallocate(fd, start, lot)
+            # An older kernel maps them when they are touched.
+            with contextlib.suppress(OSError):
+                memory.madvise(_POPULATE_WRITE, start, lot)
+            await asyncio.sleep(0)
+        return fd, memory
+    except BaseException:
+        os.close(fd)
+        raise
