@@ -78,7 +78,7 @@ class Arrays(Launcher):
                     "empty() on rank %d of group %r gives ordinary memory, whose pieces are copied: %s",
                     self._rank,
                     self._member.name,
-                    error,
+                    str(error),  # not what it comes from: a handler may keep the record
                     extra=self._member.whose,
                 )
             return np.empty(sizes, kind)

@@ -220,6 +220,7 @@ class ShmLink:
 
     def forget(self) -> None:
         """After `close`: let go of what can still be read, and so of the memory, whoever keeps this object."""
+        self.lending.forget()
         del self.poster, self.board, self.lane_in, self.lane_out
 
     def _receive(self) -> None:
