@@ -21,6 +21,16 @@ def test_a_rank_is_killed(ranks: Ranks, port: int, victim: int, transport: str) 
         assert f"rank {victim} of group 'world:0' is gone: its" in text
 
 
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_is_killed_whose_memory_others_read(ranks: Ranks, port: int, victim: int) -> None:
+    """It stays as it is until they give it back."""
+    env = {"VICTIM": str(victim), "AIOCOLL_TRANSPORT": "shm", "EMPTY": "1"}
+    results = ranks("lose", f"tcp://127.0.0.1:{port}", 3, env=env, killed=[victim])
+    for rank in {0, 1, 2} - {victim}:
+        name, how, lost, _, cause = results[rank]
+        assert (name, how, lost, cause) == ("PeerLostError", "killed", [victim], "PeerLostError")
+
+
 def test_a_rank_is_killed_and_its_child_holds_its_connections(ranks: Ranks, port: int) -> None:
     results = ranks("lose", f"tcp://127.0.0.1:{port}", 4, env={"VICTIM": "0", "HEIR": "3"}, killed=[0])
     for name, how, lost, text, cause in results[1:]:
