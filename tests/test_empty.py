@@ -332,7 +332,8 @@ async def test_a_failing_function_leaves_the_lane_in_order(puts: Puts) -> None:
         def fail(a: Any, b: Any, out: Any) -> None:
             raise ArithmeticError("no")
 
-        array = await pg.empty(LARGE, np.float64)
+        array = await filled(pg, np.ones(LARGE))
+        await warm(pg, array)
         with pytest.raises(GroupError):
             await pg.allreduce(array, ReduceOp.custom(fail))
         async with await pg.shrink() as again:
