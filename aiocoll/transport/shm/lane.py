@@ -27,7 +27,22 @@ __all__ = ["LaneReader", "LaneWriter"]
 _VOID = (1 << 64) - 1
 
 
-class LaneWriter:
+class _Side:
+    """What both ends know: where the blocks are."""
+
+    __slots__ = ("_blocks", "_full", "_hungry", "_lines", "_memory", "_order", "_taken", "_words")
+
+    def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
+        self._memory = memory
+        self._words = memory.cast("Q")
+        self._order, self._full = fences
+        self._hungry = direction.lane_hungry
+        self._taken = direction.lane_taken
+        self._lines = [(direction.lines >> 3) + (BLOCKS + number) * LINE // 8 for number in range(LANE)]
+        self._blocks = [direction.lane + number * direction.lane_nbytes for number in range(LANE)]
+
+
+class LaneWriter(_Side):
     """The writer's end.
 
     Attributes:
@@ -36,8 +51,7 @@ class LaneWriter:
         tainted: an operation has failed on the lane, whose pieces may never be read.
     """
 
-    __slots__ = ("_blocks", "_full", "_hungry", "_lines", "_memory", "_number", "_order", "_ready", "_region", "_taken",
-                 "_words", "holder", "nbytes", "tainted")  # fmt: skip
+    __slots__ = ("_number", "_ready", "_region", "holder", "nbytes", "tainted")
 
     def __init__(self, region: Region, direction: Direction, fences: Fences) -> None:
         self.nbytes = direction.lane_nbytes
@@ -45,13 +59,7 @@ class LaneWriter:
         self.tainted = False
         self._region = region
         self._ready = False
-        memory = self._memory = memoryview(region.memory)
-        self._words = memory.cast("Q")
-        self._order, self._full = fences
-        self._hungry = direction.lane_hungry
-        self._taken = direction.lane_taken
-        self._lines = [(direction.lines >> 3) + (BLOCKS + number) * LINE // 8 for number in range(LANE)]
-        self._blocks = [direction.lane + number * direction.lane_nbytes for number in range(LANE)]
+        super().__init__(memoryview(region.memory), direction, fences)
         self._number = 0
 
     @property
@@ -127,19 +135,13 @@ class LaneWriter:
         words[line] = self._number
 
 
-class LaneReader:
+class LaneReader(_Side):
     """The reader's end."""
 
-    __slots__ = ("_blocks", "_full", "_hungry", "_lines", "_memory", "_next", "_order", "_over", "_taken", "_words")
+    __slots__ = ("_next", "_over")
 
     def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
-        self._memory = memory
-        self._words = memory.cast("Q")
-        self._order, self._full = fences
-        self._hungry = direction.lane_hungry
-        self._taken = direction.lane_taken
-        self._lines = [(direction.lines >> 3) + (BLOCKS + number) * LINE // 8 for number in range(LANE)]
-        self._blocks = [direction.lane + number * direction.lane_nbytes for number in range(LANE)]
+        super().__init__(memory, direction, fences)
         self._next = 1
         self._over: set[int] = set()
 
