@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Coroutine
+from typing import Any
 
 from aiocoll.log import logger
 from aiocoll.runtime import Runtime
@@ -63,38 +65,29 @@ class Sharing:
         if bell is None:
             passing.decline(sock)
             return None
-        try:
-            pair = await passing.propose(sock, self._layout, bell)
-        except NotSharedError as error:
-            self._fail(error)
-            pair = None
-        except BaseException:
-            self._drop()
-            raise
-        if pair is None:
-            self._drop()
-        return pair
+        return await self._agree(passing.propose(sock, self._layout, bell), bell)
 
     async def accept(self, sock: socket.socket) -> Pair | None:
         """Take the memory that the dialling rank offers; None if the socket has to do."""
         bell = self._hold()
+        return await self._agree(passing.accept(sock, bell), bell)
+
+    async def _agree(self, passed: Coroutine[Any, Any, Pair | None], bell: Bell | None) -> Pair | None:
+        """Return what the two ends come to; the hold on `bell` stays with it, or ends."""
+        pair = None
         try:
-            pair = await passing.accept(sock, bell)
+            pair = await passed
         except NotSharedError as error:
             self._fail(error)
-            pair = None
-        except BaseException:
-            if bell is not None:
-                self._drop()
-            raise
-        if pair is None and bell is not None:
-            self._drop()
+        finally:
+            if pair is None and bell is not None:
+                bell.drop()
         return pair
 
     def give_up(self, pair: Pair) -> None:
         """Return what would have become a link."""
         pair.peer_bell.close()
-        self._drop()
+        pair.bell.drop()
 
     def catch_up(self) -> None:
         """Hand out what peers have written by now."""
@@ -113,10 +106,6 @@ class Sharing:
                 return None
         self._bell.hold()
         return self._bell
-
-    def _drop(self) -> None:
-        assert self._bell is not None
-        self._bell.drop()
 
     def _fail(self, error: Exception) -> None:
         """Try no more, and say so once."""
