@@ -153,7 +153,7 @@ class ProcessGroup(Collectives, PointToPoint, Arrays, Recovery):
             self._failures.expect(error)
             raise
         finally:
-            self._closed = True
+            self._closed = self._diverts = True
             for operation in list(self._member.pending):
                 operation.fail(error)
             self._member.endpoint.leave(self._member)

@@ -1,53 +1,37 @@
-"""How a checked call becomes an operation in flight: plan, number, start."""
+"""How a checked call becomes an operation in flight: number, start."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 
-from aiocoll.algorithms.scale import scaled
-from aiocoll.algorithms.schedule import Program
-from aiocoll.algorithms.select import build, choose
 from aiocoll.buffers import Buffer, is_scalar, scalar, view
-from aiocoll.dtypes import DType
-from aiocoll.engine.exchange import Exchange
+from aiocoll.calls import Call, Taker, scoped, taker_in_scope
 from aiocoll.engine.membership import Membership
-from aiocoll.engine.oneshot import OneShot
-from aiocoll.engine.operation import Terms
+from aiocoll.engine.operation import P2P, Operation, Terms
 from aiocoll.engine.plan import Executor, Plan
-from aiocoll.engine.relay import MOST_PIECES, Relay
 from aiocoll.errors import GroupClosedError
-from aiocoll.ops import Kernel, ReduceOp, kernel
+from aiocoll.ops import ReduceOp
 from aiocoll.options import GroupOptions, seconds
+from aiocoll.planning import Known, Planner, keep
 from aiocoll.unseen import Failures
 from aiocoll.work import Work
 
 __all__ = ["Launcher", "Timeout"]
 
 Timeout = float | timedelta | None
-#: A plan, and the op of its call, which has to live as long as its identity names the plan.
-Known = tuple[Plan, ReduceOp | None]
-
-#: Ranks up to which the lanes' steps, two per rank, are worth it for what is just too large for one step.
-CIRCLE = 4
-#: Ranks up to which each tells all others that it has come to a barrier; telling one takes half a microsecond.
-FLAT = 16
-#: Plans kept per group: a program has few call sites, and a plan of many ranks has some hundred actions.
-PLANS = 256
-
-_REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter", "scan", "exscan"})
-
 _ndarray = np.ndarray
 _thread = threading.get_ident
 
 
-class Launcher:
+class Launcher(Planner):
     """The part of a group that starts operations; the base of everything that offers calls.
 
     Args:
@@ -56,7 +40,7 @@ class Launcher:
     """
 
     def __init__(self, member: Membership, options: GroupOptions) -> None:
-        self._member = member
+        super().__init__(member)
         self._options = options
         # Kept at hand: what a call needs of the engine took ten look-ups.
         self._endpoint = member.endpoint
@@ -67,11 +51,13 @@ class Launcher:
         self._enter = member.enter
         self._pid = os.getpid()
         self._closed = False
-        self._rank = member.rank
-        self._size = len(member.ranks)
+        #: Who takes all calls of the group that no block takes.
+        self._taker: Taker | None = None
+        self._scopes = 0
+        #: Calls do not go straight to the engine: the group is closed, or there are takers.
+        self._diverts = False
         self._failures = Failures(member.name, member.rank)
-        self._plans: dict[tuple[Any, ...], Known] = {}
-        #: The same plans by the kind of call and what a plain array is: dtype and shape.
+        #: Plans by the kind of call and what a plain array is: dtype and shape.
         self._alike: dict[tuple[Any, ...], Known] = {}
 
     def _check(self) -> None:
@@ -101,110 +87,6 @@ class Launcher:
                 "another thread use asyncio.run_coroutine_threadsafe(coroutine, loop_of_the_group)"
             )
         self._runtime.thread = _thread()
-
-    def _plan(
-        self,
-        kind: str,
-        dtype: DType | None,
-        sizes: tuple[Any, ...],
-        *,
-        op: ReduceOp | None = None,
-        root: int | None = None,
-        agreed: tuple[int, ...] | None = None,
-    ) -> Plan:
-        """Return the plan of a call, made once for calls alike.
-
-        Args:
-            kind: the collective, as `algorithms.select` calls it.
-            dtype: of the elements; None for a barrier.
-            sizes: counts in elements, as `algorithms.select.build` takes them.
-            op: how it reduces.
-            root: its root.
-            agreed: the counts all ranks know alike; by default all of `sizes`.
-        """
-        # By identity: hashing an op costs more than the rest of the look-up, and the entry keeps the op alive.
-        call = (kind, dtype, sizes, id(op), root)
-        found = self._plans.get(call)
-        if found is None:
-            found = _keep(self._plans, call, (self._make_plan(kind, dtype, sizes, op, root, agreed), op))
-        return found[0]
-
-    def _make_plan(
-        self,
-        kind: str,
-        dtype: DType | None,
-        sizes: tuple[Any, ...],
-        op: ReduceOp | None,
-        root: int | None,
-        agreed: tuple[int, ...] | None,
-    ) -> Plan:
-        # First of all, since it checks the op.
-        made = kernel(op, dtype, self._size) if kind in _REDUCING and dtype is not None else None  # type: ignore[arg-type]
-        counts = _flat(sizes)
-        terms = Terms(
-            kind.upper(),
-            None if dtype is None else dtype.name,
-            counts if agreed is None else agreed,
-            root,
-            None if op is None else op.wire_name,
-            *self._ends(kind, sizes, root),
-        )
-        nbytes = (sum(sizes[0]) if sizes and isinstance(sizes[0], tuple) else sum(sizes)) * (
-            0 if dtype is None else dtype.itemsize
-        )
-        if kind == "allreduce" and self._size == 1 and made is not None and made.prescale is None:
-            # What a rank alone gives is what it gets; folding it into itself took as long as the rest of the call.
-            return Plan(terms, Program((), (), "alone"), dtype, made, Exchange)
-        algorithm = choose(
-            kind,
-            nbytes,
-            self._size,
-            ordered=made is not None and made.ordered,
-            portable=made is None or made.portable,
-            tuning=self._member.tuning,
-            hosts=self._member.hosts,
-        )
-        if kind == "barrier" and 1 < self._size <= FLAT and self._member.piece_nbytes:
-            return Plan(terms, Program((), (), "oneshot"), dtype, made, OneShot)
-        if kind == "allreduce" and made is not None and nbytes and made.prescale is None:
-            executor = self._shares(algorithm, nbytes, made)
-            if executor is not None:
-                return Plan(terms, Program((), (), executor.__name__.lower()), dtype, made, executor)
-        program = build(kind, algorithm, self._rank, self._size, *sizes, root=root or 0, hosts=self._member.hosts)
-        if made is not None and made.prescale is not None:
-            program = self._scaled(program, kind, sizes, root)
-        return Plan(terms, program, dtype, made, Exchange)
-
-    def _shares(self, algorithm: str, nbytes: int, made: Kernel) -> type[OneShot] | type[Relay] | None:
-        """Return the executor through shared memory that suits an allreduce, if there is one."""
-        piece = self._member.piece_nbytes
-        if not piece or self._size == 1:
-            return None
-        if made.portable and nbytes * (self._size - 1) <= piece and nbytes <= piece // 4:
-            return OneShot
-        few = self._size <= CIRCLE or algorithm == "ring"
-        pieces = 2 * (self._size - 1) * (nbytes // (self._size * piece) + 2)
-        return Relay if few and not made.ordered and pieces < MOST_PIECES else None
-
-    def _ends(self, kind: str, sizes: tuple[Any, ...], root: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return how many elements go to each rank and come from each, where only the ends of a message know."""
-        if kind == "alltoall":
-            return tuple(sizes[0]), tuple(sizes[1])
-        if kind not in ("gather", "scatter"):
-            return (), ()
-        counts: tuple[int, ...] = sizes[0]
-        if self._rank == root:
-            return ((), counts) if kind == "gather" else (counts, ())
-        own = tuple(counts[self._rank] if rank == root else 0 for rank in range(self._size))
-        return (own, ()) if kind == "gather" else ((), own)
-
-    def _scaled(self, program: Program, kind: str, sizes: tuple[Any, ...], root: int | None) -> Program:
-        if kind == "reduce_scatter":
-            return scaled(program, dict(enumerate(sizes[0])), self._size + 1, in_place=False)
-        if kind == "exscan":
-            # The tensor of rank 0 is not an output.
-            return scaled(program, {0: sizes[0]}, 1, in_place=self._rank > 0) if self._size > 1 else program
-        return scaled(program, {0: sizes[0]}, 1, in_place=root is None or root == self._rank)
 
     def _on_one(
         self,
@@ -237,7 +119,7 @@ class Launcher:
         )
         plan = self._plan(kind, buffer.dtype, (buffer.count,), op=op, root=root)
         if call is not None:
-            _keep(self._alike, call, (plan, op))
+            keep(self._alike, call, (plan, op))
         return self._start(plan, (buffer,), buffer, buffer.result, timeout, key)
 
     def _start(
@@ -288,8 +170,18 @@ class Launcher:
         member = self._member
         limit = member.timeout if timeout is None else seconds(timeout, "timeout")
         # As in `_check`, without the call.
-        if _thread() != self._runtime.thread or not self._is_running() or self._closed or member.cause is not None:
+        if _thread() != self._runtime.thread or not self._is_running() or self._diverts or member.cause is not None:
             self._check()
+            if (taker := self._taker_here()) is not None:
+                make = plan.executor if executor is None else executor
+
+                def operation(identity: int, work: Work[Any]) -> Operation:
+                    return make(member, identity, plan, arrays, shape, result, work, limit)
+
+                terms = plan.terms
+                known = plan if executor is None else None
+                call = Call(terms.op, operation, limit, terms, key, shape, result, unwrap, 0, known, arrays)
+                return taker.take(call)
         # The user's call is four frames away: the call of the group and what it goes through.
         if key is None:
             identity = seq = member.entered = member.entered + 1
@@ -299,17 +191,57 @@ class Launcher:
         if unwrap is not None:
             work._unwrap = unwrap
         make = plan.executor if executor is None else executor
-        operation = make(member, identity, plan, arrays, shape, result, work, limit)
-        self._run_quietly(self._enter, operation)
+        self._run_quietly(self._enter, make(member, identity, plan, arrays, shape, result, work, limit))
         return work
 
-    def _work(self, op: str, key: str | None) -> tuple[Work[Any], int]:
-        """Take a number, or a count of `key`; return the work and its operation id."""
+    # -- takers
+
+    @contextlib.contextmanager
+    def _scoped(self, taker: Taker) -> Iterator[None]:
+        """Let `taker` take the calls on this group made in this block."""
+        self._scopes += 1
+        self._diverts = True
+        try:
+            with scoped(self, taker):
+                yield
+        finally:
+            self._scopes -= 1
+            self._diverts = self._closed or self._scopes > 0 or self._taker is not None
+
+    def _taker_here(self) -> Taker | None:
+        return (taker_in_scope(self) if self._scopes else None) or self._taker
+
+    def _begin(
+        self,
+        op: str,
+        make: Callable[[int, Work[Any]], Operation],
+        limit: float,
+        terms: Terms | None = None,
+        key: str | None = None,
+        shape: tuple[int, ...] = (),
+        result: Any = None,
+        unwrap: Callable[[], Any] | None = None,
+        nbytes: int = 0,
+    ) -> Work[Any]:
+        """Start a call, or leave it to who takes it here; for the arguments, see `aiocoll.calls.Call`."""
+        self._check()
+        if self._diverts and (taker := self._taker_here()) is not None:
+            return taker.take(Call(op, make, limit, terms, key, shape, result, unwrap, nbytes))
+        # Of a message: its operation has an id of its own.
+        identity, seq = (P2P, None) if terms is None else self._numbered(key)
+        # The user's call is four frames away: the call of the group and what it goes through.
+        work: Work[Any] = Work(self._endpoint, op, seq, key, self, 4)
+        if unwrap is not None:
+            work._unwrap = unwrap
+        self._enter(make(identity, work))
+        return work
+
+    def _numbered(self, key: str | None) -> tuple[int, int]:
+        """Take a number, or a count of `key`; return the operation id and that."""
         if key is None:
-            identity = seq = self._member.entered = self._member.entered + 1
-        else:
-            identity, seq = self._keyed_id(key)
-        return Work(self._member.endpoint, op, seq, key, self, 4), identity
+            identity = self._member.entered = self._member.entered + 1
+            return identity, identity
+        return self._keyed_id(key)
 
     def _keyed_id(self, key: Any) -> tuple[int, int]:
         """Take a count of `key`; return the operation id and the count."""
@@ -344,20 +276,6 @@ class Launcher:
         else:
             return
         raise ValueError(f"{name} must hold one {what} per rank, {self._size} in all, not {given}")
-
-
-def _keep(plans: dict[tuple[Any, ...], Known], call: tuple[Any, ...], found: Known) -> Known:
-    if len(plans) >= PLANS:
-        plans.clear()
-    plans[call] = found
-    return found
-
-
-def _flat(sizes: tuple[Any, ...]) -> tuple[int, ...]:
-    flat: list[int] = []
-    for size in sizes:
-        flat.extend(size if isinstance(size, tuple) else (size,))
-    return tuple(flat)
 
 
 def _unstage(staged: Sequence[Buffer], result: Any) -> Callable[[], Any]:

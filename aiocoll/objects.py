@@ -86,11 +86,12 @@ class Objects(Launcher):
         key: str | None,
     ) -> Work[Any]:
         limit = self._member.timeout if timeout is None else seconds(timeout, "timeout")
-        self._check()
-        work, identity = self._work(op, key)
         terms = Terms(op, "object", (), root, None)
-        self._member.enter(Parcels(self._member, identity, terms, outgoing, sources, MAX_BYTES, unpack, work, limit))
-        return work
+
+        def make(identity: int, work: Work[Any]) -> Parcels:
+            return Parcels(self._member, identity, terms, outgoing, sources, MAX_BYTES, unpack, work, limit)
+
+        return self._begin(op, make, limit, terms, key)
 
     def _dump(self, obj: Any) -> bytes:
         return dumps(obj, allow_pickle=self._options.allow_pickle)

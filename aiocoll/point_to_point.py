@@ -72,7 +72,8 @@ class PointToPoint(Launcher):
             raise TypeError(f"operations must be a list of Send and Recv, not {type(operations).__name__}")
         ready = [(each, self._checked(each, f"operations[{index}]")) for index, each in enumerate(operations)]
         _check_apart(ready)
-        self._begin(0, timeout)
+        self._limit(0, timeout)
+        self._check()
         works = [
             self._send("SEND", each.dst, each.tag, byte_view(buffer.array), buffer.dtype.code, buffer.result, timeout)
             if isinstance(each, Send)
@@ -91,12 +92,14 @@ class PointToPoint(Launcher):
         """Receive an object of rank `src`, or of any rank."""
         if src is not None:
             src = self._check_rank(src, "src", other=True)
-        limit = self._begin(tag, timeout)
-        work: Work[Any] = Work(self._member.endpoint, "RECV_OBJECT", None, None, self)
-        posted = Posted(self._member, src, tag, None, OBJECT, (), MAX_BYTES, None, work, limit)
-        work._unwrap = lambda: loads(posted.view or b"", allow_pickle=self._options.allow_pickle)
-        self._member.enter(posted)
-        return work
+        limit = self._limit(tag, timeout)
+
+        def make(_: int, work: Work[Any]) -> Posted:
+            posted = Posted(self._member, src, tag, None, OBJECT, (), MAX_BYTES, None, work, limit)
+            work._unwrap = lambda: loads(posted.view or b"", allow_pickle=self._options.allow_pickle)
+            return posted
+
+        return self._begin("RECV_OBJECT", make, limit)
 
     def incoming(self, tag: int = 0) -> AsyncIterator[tuple[int, Any]]:
         """Yield `(source, message)` for every message with `tag` that no receive has asked for, in order of arrival.
@@ -126,27 +129,28 @@ class PointToPoint(Launcher):
         self, op: str, dst: int, tag: int, data: memoryview, code: int, result: Any, timeout: Timeout
     ) -> Work[Any]:
         _check_length(data.nbytes, "tensor")
-        limit = self._begin(tag, timeout)
-        work: Work[Any] = Work(self._member.endpoint, op, None, None, self)
-        identity = self._member.mailbox.next_id(tag)
-        self._member.enter(Outgoing(self._member, identity, code, dst, data, result, work, limit))
-        return work
+        limit = self._limit(tag, timeout)
+
+        def make(_: int, work: Work[Any]) -> Outgoing:
+            identity = self._member.mailbox.next_id(tag)
+            return Outgoing(self._member, identity, code, dst, data, result, work, limit)
+
+        return self._begin(op, make, limit, result=result, nbytes=data.nbytes)
 
     def _recv(self, buffer: Buffer, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
-        limit = self._begin(tag, timeout)
-        work: Work[Any] = Work(self._member.endpoint, "RECV" if src is not None else "RECV_ANYSOURCE", None, None, self)
-        if buffer.writeback is not None:
-            work._unwrap = buffer.writeback
+        limit = self._limit(tag, timeout)
         data = byte_view(buffer.array)
-        code = buffer.dtype.code
-        self._member.enter(Posted(self._member, src, tag, data, code, buffer.shape, 0, buffer.result, work, limit))
-        return work
+        code, shape, result = buffer.dtype.code, buffer.shape, buffer.result
 
-    def _begin(self, tag: int, timeout: Timeout) -> float:
+        def make(_: int, work: Work[Any]) -> Posted:
+            return Posted(self._member, src, tag, data, code, shape, 0, result, work, limit)
+
+        op = "RECV" if src is not None else "RECV_ANYSOURCE"
+        return self._begin(op, make, limit, None, None, shape, result, buffer.writeback, data.nbytes)
+
+    def _limit(self, tag: int, timeout: Timeout) -> float:
         _check_tag(tag)
-        limit = self._member.timeout if timeout is None else seconds(timeout, "timeout")
-        self._check()
-        return limit
+        return self._member.timeout if timeout is None else seconds(timeout, "timeout")
 
 
 class _Incoming(AsyncIterator[tuple[int, Any]]):

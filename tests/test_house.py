@@ -30,6 +30,7 @@ LAYERS: list[set[str]] = [
     {"transport", "store", "gpu"},
     {"algorithms"},
     {"engine"},
+    {"calls", "planning"},
     {"launch"},
     {"collectives", "point_to_point", "objects", "arrays", "coalesce", "subgroups"},
     {"growth", "place", "tuning"},

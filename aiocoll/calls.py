@@ -1,0 +1,83 @@
+"""A checked call that has not started, and who may take it before the engine does.
+
+Most calls go straight from the group to the engine. A *taker* gets them first: a block around them, such as
+`ProcessGroup.coalescing`, or the group's own, such as that of ``debug="detail"``. It starts them later, in another way,
+or not at all, and returns the work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+from aiocoll.engine.operation import Operation, Terms
+from aiocoll.engine.plan import Plan
+from aiocoll.work import Work
+
+__all__ = ["Call", "Taker", "scoped", "taker_in_scope"]
+
+
+class Call(NamedTuple):
+    """What a group was asked to do.
+
+    Attributes:
+        op: what the work is called.
+        make: makes the operation, given its id and the work.
+        timeout: seconds the operation may take.
+        terms: what the ranks must agree on; None of a message between two ranks, which takes no number either.
+        key: of a keyed collective.
+        shape: of the caller's main array.
+        result: what the work yields.
+        unwrap: makes the result in the end, if it is not `result`.
+        nbytes: of a message between two ranks.
+        plan: of a collective on arrays that its plan's executor carries out.
+        arrays: flat, numbered as the plan's buffers; None where this rank has none.
+    """
+
+    op: str
+    make: Callable[[int, Work[Any]], Operation]
+    timeout: float
+    terms: Terms | None
+    key: str | None = None
+    shape: tuple[int, ...] = ()
+    result: Any = None
+    unwrap: Callable[[], Any] | None = None
+    nbytes: int = 0
+    plan: Plan | None = None
+    arrays: list[Any] | None = None
+
+
+class Taker(Protocol):
+    """Takes calls in place of the engine."""
+
+    def take(self, call: Call) -> Work[Any]:
+        """Return the work of `call`; called once all its arguments are checked."""
+
+
+class _Scope(NamedTuple):
+    group: object
+    taker: Taker
+    outer: _Scope | None
+
+
+_scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("aiocoll_scope", default=None)
+
+
+@contextlib.contextmanager
+def scoped(group: object, taker: Taker) -> Iterator[None]:
+    """Let `taker` take the calls on `group` made in this block, and in tasks that are started in it."""
+    token = _scope.set(_Scope(group, taker, _scope.get()))
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+def taker_in_scope(group: object) -> Taker | None:
+    """Return who takes calls on `group` here; None if no block does."""
+    scope = _scope.get()
+    while scope is not None and scope.group is not group:
+        scope = scope.outer
+    return None if scope is None else scope.taker
