@@ -3,7 +3,7 @@
 The layers, lowest first; a module imports only from layers below its own, or from its own folder:
 
     0  errors log runtime unseen dtypes kernels ops
-    1  buffers work handshake codec options
+    1  buffers work handshake codec options backends
     2  transport store
     3  algorithms
     4  engine
@@ -13,18 +13,21 @@ The layers, lowest first; a module imports only from layers below its own, or fr
 """
 
 from aiocoll import errors
+from aiocoll.backends import Backend, BackendConfig, register_backend
 from aiocoll.errors import *  # noqa: F403 - errors.__all__ is the list of them
 from aiocoll.group import ProcessGroup, current_process_group, process_group
 from aiocoll.ops import ReduceOp
 from aiocoll.options import GroupOptions
 from aiocoll.point_to_point import Recv, Send
-from aiocoll.rendezvous import new_group, register_backend
+from aiocoll.rendezvous import new_group
 from aiocoll.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from aiocoll.work import Work
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Backend",
+    "BackendConfig",
     "FileStore",
     "GroupOptions",
     "HashStore",

@@ -57,10 +57,14 @@ class ProcessGroup(Collectives, PointToPoint, Arrays, Recovery):
         return self._size
 
     def backend_for(self, device: str) -> str:
-        """Name what carries out collectives on arrays of `device`."""
-        if device != "cpu":
-            raise ValueError(f"device={device!r} has no backend in group {self.group_name!r}; it has one for 'cpu'")
-        return "aio"
+        """Name what carries out collectives on arrays of `device`, a kind such as "cpu".
+
+        "nccl" is not part of this version: an array of a CUDA device raises `BackendUnavailableError`.
+        """
+        if device not in self._devices:
+            served = ", ".join(map(repr, self._devices))
+            raise ValueError(f"device={device!r} has no backend in group {self.group_name!r}; it has one for {served}")
+        return self._devices[device]
 
     def pending(self) -> list[Work[Any]]:
         """The works that have not ended, oldest first."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 from aiocoll.engine.completed import Completed, report
@@ -41,11 +42,19 @@ class Recovery(Objects):
     Attributes:
         completed_everywhere: for a group made by `shrink`, what the old one had completed on all ranks of this one.
         completed_somewhere: what it had completed on one of them at least.
+        _devices: backend by device.
     """
 
     completed_everywhere: Completed | None = None
     completed_somewhere: Completed | None = None
     _origin: Origin
+    _devices: Mapping[str, str] = MappingProxyType({"cpu": "aio"})
+
+    def _derive(self, identity: int, name: str, ranks: Sequence[int], timeout: float, options: GroupOptions) -> Self:
+        """Make a group of some of the ranks, which have agreed on it, with the same backends."""
+        group: Self = self._origin.derive(identity, name, ranks, timeout, options)
+        group._devices = self._devices
+        return group
 
     async def shrink(self, exclude: Iterable[int] | None = None) -> Self:
         """Make a new group of the ranks that are alive and call this, numbered anew in the same order.
@@ -91,7 +100,7 @@ class Recovery(Objects):
         )
         outcome = await agreement.vote(excluded, report(member))
         members: list[int] = outcome["members"]
-        group: Self = self._origin.derive(
+        group = self._derive(
             agreement.identity(members), _following(member.name), members, member.timeout, self._options
         )
         group.completed_everywhere = Completed.of(outcome["everywhere"])
@@ -141,6 +150,7 @@ class Recovery(Objects):
         member.on_revoked.append(stop)
         try:
             group: Self = await meeting
+            group._devices = self._devices
             return group
         except asyncio.CancelledError:
             task = asyncio.current_task()

@@ -6,12 +6,13 @@ import asyncio
 import inspect
 import operator
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from aiocoll.errors import BackendUnavailableError, RendezvousError
+from aiocoll.backends import Backend, BackendConfig, factory_of, refuse_device, sole_backend
+from aiocoll.errors import RendezvousError
 from aiocoll.group import ProcessGroup
 from aiocoll.growth import take_seat
 from aiocoll.home import Home, shared
@@ -20,46 +21,31 @@ from aiocoll.place import Place
 from aiocoll.store import FileStore, Store, TCPStore
 from aiocoll.transport.address import parse_endpoint
 
-__all__ = ["new_group", "register_backend"]
+__all__ = ["new_group"]
 
 #: Keys found in the environment, by job: they are removed from it when found, and later groups need them too.
 _keys: dict[str, bytes] = {}
-#: Third-party backends by name: factory and devices.
-_backends: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
-
-
-def register_backend(name: str, factory: Callable[..., Any], devices: Iterable[str] = ("cpu",)) -> None:
-    """Make `new_group(backend=name)` call `factory(store, rank, world_size, timeout, device, **options)`.
-
-    Args:
-        name: any name but "aio", which is the library's own.
-        factory: returns the group, or an awaitable of it.
-        devices: the kinds of device it serves.
-    """
-    if not name or name == "aio":
-        raise ValueError(f"name={name!r} cannot be registered: choose another name")
-    if not callable(factory):
-        raise TypeError(f"factory must be callable, not {type(factory).__name__}")
-    _backends[name] = factory, tuple(devices)
 
 
 class new_group:
     """Make a group of all ranks. Await it, or use it in ``async with``, which closes the group.
 
     Args:
-        backend: None or "aio" for the library's own, or a registered name.
+        backend: None or "aio" for the library's own, a registered name, or pairs such as "cpu:aio,cuda:nccl"; see
+            `aiocoll.backends`.
         init_method: ``env://`` (the default), ``tcp://host:port`` or ``file:///path``; not together with `store`.
         store: a store that all ranks share.
         rank: this rank; from ``RANK`` with ``env://``.
         world_size: number of ranks; from ``WORLD_SIZE`` with ``env://``.
         timeout: seconds the ranks have to meet, and that an operation may take by default.
-        device: "cpu" or None.
+        device: a kind of device that the backend serves, or None.
         name: name of the group, the same on all ranks; by default numbered in the order of the calls.
         join: become a rank of a group that is there, whose ranks call `ProcessGroup.grow`; it gives the rank.
         options: see `GroupOptions`.
 
     Raises:
         ValueError, TypeError: an argument or a variable is missing or wrong.
+        BackendUnavailableError: the backend is not part of this version.
         RendezvousError: the ranks did not meet; names those that are missing.
         AuthenticationError: another process is not of this job, or addresses off this host are used without a key.
     """
@@ -80,24 +66,26 @@ class new_group:
     ) -> None:
         if init_method is not None and store is not None:
             raise ValueError("init_method and store exclude each other: give one of them")
-        if backend not in (None, "aio") and backend not in _backends:
-            raise ValueError(f"backend={backend!r} is not known: use {', '.join(['aio', *_backends])}")
+        self._devices = BackendConfig(backend).get_device_backend_map()
+        self._backend = sole_backend(self._devices)
         for argument, given, kind in (
             ("init_method", init_method, str),
             ("store", store, Store),
             ("name", name, str),
             ("options", options, GroupOptions),
+            ("device", device, str),
         ):
             if given is not None and not isinstance(given, kind):
                 raise TypeError(f"{argument} must be a {kind.__name__} or None, not {type(given).__name__}")
-        self._backend = backend
+        if device is not None:
+            refuse_device(device, self._devices)
         self._device = device
         self._name = name
         self._timeout = seconds(timeout, "timeout")
         self._given = options
         self._join = join
         if join:
-            if (rank, world_size, name) != (None, None, None) or backend not in (None, "aio"):
+            if (rank, world_size, name) != (None, None, None) or self._backend != Backend.AIO:
                 raise ValueError("join=True: leave out rank, world_size, name and backend, which the group gives")
             self._where = _where(init_method, store, 0, 1, os.environ)._replace(world_size=0, hosted=True)
         else:
@@ -118,12 +106,8 @@ class new_group:
     async def _make(self) -> ProcessGroup:
         where = self._where
         options = GroupOptions.resolve(self._given, os.environ)
-        if self._backend in _backends:
-            return await self._make_by(_backends[self._backend][0], options)
-        if self._device not in (None, "cpu"):
-            raise BackendUnavailableError(
-                f"device={self._device!r} needs the CUDA backend, which is not part of this version"
-            )
+        if (factory := factory_of(self._backend)) is not None:
+            return await self._make_by(factory, options)
         if self._join:
             return await self._join_group(options)
         identity = (id(asyncio.get_running_loop()), where.identity, where.rank)
@@ -133,6 +117,7 @@ class new_group:
         elif home.world_size != where.world_size:
             raise ValueError(f"world_size={where.world_size}, but the groups of this job have {home.world_size} ranks")
         group: ProcessGroup = await home.group(self._name, self._timeout, options)
+        group._devices = self._devices
         return group
 
     async def _join_group(self, options: GroupOptions) -> ProcessGroup:

@@ -26,7 +26,7 @@ LAYERS: list[set[str]] = [
     {"halves"},
     {"kernels"},
     {"ops"},
-    {"buffers", "work", "handshake", "codec", "options", "process"},
+    {"buffers", "work", "handshake", "codec", "options", "process", "backends"},
     {"transport", "store", "gpu"},
     {"algorithms"},
     {"engine"},

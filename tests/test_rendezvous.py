@@ -23,7 +23,6 @@ from aiocoll import (
     current_process_group,
     new_group,
     process_group,
-    rendezvous,
 )
 from aiocoll.handshake import ConnKind
 from aiocoll.transport.stream import StreamTransport
@@ -341,45 +340,6 @@ async def test_devices_that_are_not_built_are_refused() -> None:
     with pytest.raises(BackendUnavailableError, match="device='cuda'"):
         await new_group(store=store, rank=0, world_size=1, device="cuda")
     await store.aclose()
-
-
-# -- other backends
-
-
-async def test_a_registered_backend_makes_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_backends", {})
-    asked: list[tuple[Any, ...]] = []
-    store = HashStore()
-
-    def plain(*args: Any, **options: Any) -> str:
-        asked.append(args)
-        return "a group"
-
-    async def later(*args: Any, **options: Any) -> str:
-        assert isinstance(options["options"], GroupOptions)
-        return "another"
-
-    rendezvous.register_backend("plain", plain, devices=["cpu", "tpu"])
-    rendezvous.register_backend("later", later)
-    assert await new_group("plain", store=store, rank=0, world_size=2, timeout=5, device="tpu") == "a group"
-    assert asked == [(store, 0, 2, 5.0, "tpu")]
-    assert await new_group("later", store=store, rank=0, world_size=2) == "another"
-    with pytest.raises(ValueError, match="backend='x' is not known: use aio, plain, later"):
-        new_group("x", store=store, rank=0, world_size=2)
-    await store.aclose()
-
-
-@pytest.mark.parametrize(
-    ("name", "factory", "error", "message"),
-    [
-        ("aio", print, ValueError, "name='aio' cannot be registered"),
-        ("", print, ValueError, "name='' cannot be registered"),
-        ("x", "factory", TypeError, "factory must be callable, not str"),
-    ],
-)
-def test_what_cannot_be_registered(name: str, factory: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        rendezvous.register_backend(name, factory)
 
 
 # -- the current group

@@ -1,0 +1,189 @@
+"""Backends by name: which there are, which devices each serves, and what a string such as ``"cpu:aio,cuda:nccl"`` says.
+
+    name     devices         what it is
+    aio      cpu             the library's own
+    nccl     cuda            GPUs; not part of this version
+
+More come by `register_backend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+from aiocoll.errors import BackendUnavailableError
+
+__all__ = ["Backend", "BackendConfig", "factory_of", "refuse_device", "register_backend", "sole_backend"]
+
+#: What CUDA arrays need, for error messages.
+_EXTRA = "pip install aiocoll[cuda12] (or aiocoll[cuda13]) of a version that has it"
+_FORMAT = "write pairs of device and backend, such as 'cpu:aio,cuda:nccl'"
+
+#: Third-party factories by name of the backend.
+_factories: dict[str, Callable[..., Any]] = {}
+
+
+class Backend(str):
+    """The name of a backend that there is, in small letters: ``Backend("AIO") == "aio" == Backend.AIO``.
+
+    A registered one is an attribute, too.
+
+    Attributes:
+        backend_list: all names.
+        default_device_backend_map: the backend of a device if nobody says otherwise.
+        backend_capability: the devices that each backend serves.
+
+    Raises:
+        TypeError: `name` is no str.
+        ValueError: there is no such backend; the message lists those there are.
+    """
+
+    __slots__ = ()
+
+    UNDEFINED: ClassVar[str] = "undefined"
+    AIO: ClassVar[str] = "aio"
+    NCCL: ClassVar[str] = "nccl"
+
+    backend_list: ClassVar[list[str]] = [AIO, NCCL]
+    default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": AIO, "cuda": NCCL}
+    backend_capability: ClassVar[dict[str, tuple[str, ...]]] = {AIO: ("cpu",), NCCL: ("cuda",)}
+
+    def __new__(cls, name: str) -> Backend:
+        """Return the name in small letters."""
+        if not isinstance(name, str):
+            raise TypeError(f"backend must be a str, not {type(name).__name__}")
+        lower = name.lower()
+        if lower != cls.UNDEFINED and lower not in cls.backend_list:
+            raise ValueError(f"backend={name!r} is not known: use {', '.join(cls.backend_list)}, or register it")
+        return super().__new__(cls, lower)
+
+    @classmethod
+    def register_backend(cls, name: str, factory: Callable[..., Any], devices: str | Iterable[str] = ("cpu",)) -> None:
+        """Make `new_group(backend=name)` call `factory(store, rank, world_size, timeout, device, options=...)`.
+
+        The group that comes of it is the factory's as a whole: it need not be a `ProcessGroup`, and nothing of it is
+        checked. A later factory of the same name takes the place of the earlier one.
+
+        Args:
+            name: any name but those of the library's own.
+            factory: returns the group, or an awaitable of it. `timeout` is in seconds, `device` what the caller gave,
+                `options` a `GroupOptions` with every field set.
+            devices: the kinds of device it serves; it becomes the default of those that have none.
+
+        Raises:
+            TypeError: `name` is no str, or `factory` cannot be called.
+            ValueError: `name` is taken or no name, or `devices` is empty.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a str, not {type(name).__name__}")
+        lower = name.lower()
+        own = lower in cls.backend_list and lower not in _factories
+        if own or lower == cls.UNDEFINED or not lower.replace("-", "_").isidentifier():
+            raise ValueError(f"name={name!r} cannot be registered: choose another name, of letters, digits, _ and -")
+        if not callable(factory):
+            raise TypeError(f"factory must be callable, not {type(factory).__name__}")
+        served = (devices,) if isinstance(devices, str) else tuple(devices)
+        if not served or not all(isinstance(device, str) and device.isidentifier() for device in served):
+            raise ValueError(f"devices={devices!r} must name kinds of device, such as 'cpu' or ['cpu', 'cuda']")
+        _factories[lower] = factory
+        if lower not in cls.backend_list:
+            cls.backend_list.append(lower)
+        if not hasattr(cls, lower.upper()):
+            setattr(cls, lower.upper(), lower)
+        cls.backend_capability[lower] = served
+        for device in served:
+            cls.default_device_backend_map.setdefault(device, lower)
+
+
+register_backend = Backend.register_backend
+
+
+class BackendConfig:
+    """Which backend serves which device.
+
+    Args:
+        backend: a name, which stands for all devices that it serves; or pairs of device and name with commas between
+            them; None or "undefined" is the library's own.
+
+    Attributes:
+        device_backend_map: backend by device, in the order given.
+
+    Raises:
+        TypeError: `backend` is no str.
+        ValueError: a backend is not known or does not serve its device, a device is named twice, or a pair is none.
+    """
+
+    def __init__(self, backend: str | None = None) -> None:
+        if backend is not None and not isinstance(backend, str):
+            raise TypeError(f"backend must be a str or None, not {type(backend).__name__}")
+        if backend is None or backend.lower() == Backend.UNDEFINED:
+            backend = Backend.AIO
+        self.device_backend_map: dict[str, Backend] = {}
+        if ":" not in backend:
+            name = Backend(backend)
+            self.device_backend_map = dict.fromkeys(Backend.backend_capability[name], name)
+            return
+        for pair in backend.lower().split(","):
+            device, _, text = (part.strip() for part in pair.partition(":"))
+            if not device or not text or ":" in text:
+                raise ValueError(f"backend={backend!r}: {pair!r} is no pair of device and backend; {_FORMAT}")
+            if device in self.device_backend_map:
+                raise ValueError(f"backend={backend!r} names device {device!r} twice; {_FORMAT}")
+            name = Backend(text)
+            if device not in Backend.backend_capability.get(name, ()):
+                served = ", ".join(Backend.backend_capability.get(name, ()))
+                raise ValueError(f"backend={backend!r}: {name!r} does not serve device {device!r}, but {served}")
+            self.device_backend_map[device] = name
+
+    def __repr__(self) -> str:
+        return ",".join(f"{device}:{backend}" for device, backend in self.device_backend_map.items())
+
+    def get_device_backend_map(self) -> dict[str, Backend]:
+        """Return `device_backend_map`."""
+        return self.device_backend_map
+
+
+def factory_of(backend: str) -> Callable[..., Any] | None:
+    """Return who makes the groups of a third-party backend; None for the library's own."""
+    return _factories.get(backend)
+
+
+def refuse_device(device: str, devices: Mapping[str, str]) -> None:
+    """Refuse a device, such as "cpu" or "cuda:0", that a group with these backends does not serve.
+
+    Raises:
+        BackendUnavailableError: a CUDA device, whose backend is not part of this version.
+        ValueError: any other.
+    """
+    kind = device.partition(":")[0]
+    backend = devices.get(kind)
+    if backend == Backend.NCCL or (backend is None and kind == "cuda" and Backend.AIO in devices.values()):
+        raise BackendUnavailableError(
+            f"device={device!r} needs GPU support, which is not part of this version: {_EXTRA}"
+        )
+    if backend is None:
+        served = ", ".join(f"{name!r} ({serves})" for name, serves in devices.items())
+        raise ValueError(f"device={device!r} has no backend; those with one are {served}")
+
+
+def sole_backend(devices: Mapping[str, str]) -> str:
+    """Return the one backend that makes a group for these devices.
+
+    The library's own goes along with "nccl", which is missed only when a CUDA array is used.
+
+    Raises:
+        BackendUnavailableError: it is not part of this version.
+        ValueError: there would have to be several.
+    """
+    names = list(dict.fromkeys(devices.values()))
+    if names == [Backend.NCCL]:
+        raise BackendUnavailableError(f"backend='nccl' needs GPU support, which is not part of this version: {_EXTRA}")
+    if set(names) == {Backend.AIO, Backend.NCCL}:
+        return Backend.AIO
+    if len(names) > 1:
+        raise ValueError(
+            f"backend={','.join(map(':'.join, devices.items()))!r}: a group has one backend for all its devices (only "
+            "'aio' and 'nccl' go together); make one group for each"
+        )
+    return str(names[0])

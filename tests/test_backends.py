@@ -1,0 +1,245 @@
+"""Backends: names, what serves which device, and groups that others make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import Backend, BackendConfig, BackendUnavailableError, GroupOptions, HashStore, backends, new_group
+from aiocoll import register_backend as register
+from aiocoll.testing import run_ranks
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever is registered is forgotten."""
+    monkeypatch.setattr(backends, "_factories", dict(backends._factories))
+    for name in ("backend_list", "default_device_backend_map", "backend_capability"):
+        monkeypatch.setattr(Backend, name, getattr(Backend, name).copy())
+    before = set(vars(Backend))
+    yield
+    for name in set(vars(Backend)) - before:
+        delattr(Backend, name)
+
+
+# -- names
+
+
+@pytest.mark.parametrize("name", ["aio", "AIO", "Aio"])
+def test_a_name_is_told_in_small_letters(name: str) -> None:
+    assert Backend(name) == "aio" == Backend.AIO
+    assert isinstance(Backend(name), str)
+
+
+@pytest.mark.parametrize("name", ["gloo", "", "aio ", "cpu:aio"])
+def test_a_name_that_is_not_known_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"backend='{name}' is not known: use aio, nccl"):
+        Backend(name)
+
+
+@pytest.mark.parametrize("make", [Backend, BackendConfig])
+def test_a_name_is_a_string(make: Any) -> None:
+    with pytest.raises(TypeError, match=r"backend must be a str.*, not int"):
+        make(3)
+
+
+# -- devices
+
+
+@pytest.mark.parametrize(
+    ("given", "devices"),
+    [
+        (None, {"cpu": "aio"}),
+        ("undefined", {"cpu": "aio"}),
+        ("AIO", {"cpu": "aio"}),
+        ("nccl", {"cuda": "nccl"}),
+        ("cpu:aio", {"cpu": "aio"}),
+        ("cpu:aio,cuda:nccl", {"cpu": "aio", "cuda": "nccl"}),
+        ("CUDA:NCCL, CPU:AIO", {"cuda": "nccl", "cpu": "aio"}),
+    ],
+)
+def test_what_serves_a_device(given: str | None, devices: dict[str, str]) -> None:
+    config = BackendConfig(given)
+    assert config.get_device_backend_map() == config.device_backend_map == devices
+    assert list(config.device_backend_map) == list(devices)
+    assert repr(config) == ",".join(f"{device}:{backend}" for device, backend in devices.items())
+    assert BackendConfig(repr(config)).device_backend_map == devices
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("cpu:aio,cpu:aio", "names device 'cpu' twice"),
+        ("cpu:aio,", "'' is no pair of device and backend; write pairs"),
+        (":aio", "':aio' is no pair"),
+        ("cpu:", "'cpu:' is no pair"),
+        ("cpu:aio:aio", "'cpu:aio:aio' is no pair"),
+        ("cpu:aio;cuda:nccl", "is no pair"),
+        ("aio,cuda:nccl", "'aio' is no pair"),
+        ("aio,nccl", "backend='aio,nccl' is not known"),
+        ("cpu:gloo", "backend='gloo' is not known"),
+        ("cpu:nccl", "'nccl' does not serve device 'cpu', but cuda"),
+        ("tpu:aio", "'aio' does not serve device 'tpu', but cpu"),
+        ("cpu:undefined", "'undefined' does not serve device 'cpu'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BackendConfig(given)
+    with pytest.raises(ValueError, match=message):
+        new_group(given, store=HashStore(), rank=0, world_size=1)
+
+
+# -- groups
+
+
+async def test_a_group_tells_what_serves_a_device() -> None:
+    store = HashStore()
+    async with (
+        new_group("cpu:aio,cuda:nccl", store=store, rank=0, world_size=1) as both,
+        new_group("aio", store=store, rank=0, world_size=1) as one,
+    ):
+        assert (both.backend_for("cpu"), both.backend_for("cuda"), one.backend_for("cpu")) == ("aio", "nccl", "aio")
+        with pytest.raises(ValueError, match=r"device='tpu' has no backend in .*; it has one for 'cpu', 'cuda'"):
+            both.backend_for("tpu")
+        with pytest.raises(ValueError, match=r"device='cuda' has no backend in .*; it has one for 'cpu'"):
+            one.backend_for("cuda")
+        assert await both.allreduce(2.5) == 2.5
+    await store.aclose()
+
+
+async def test_groups_made_of_others_have_their_backends() -> None:
+    store = HashStore()
+    async with (
+        new_group("cpu:aio,cuda:nccl", store=store, rank=0, world_size=1) as pg,
+        await pg.shrink() as smaller,
+    ):
+        assert smaller.backend_for("cuda") == "nccl"
+    await store.aclose()
+
+
+async def test_only_using_a_cuda_array_needs_its_backend() -> None:
+    class OnDevice:
+        __cuda_array_interface__: dict[str, Any] = {}  # noqa: RUF012
+
+    store = HashStore()
+    async with new_group("cpu:aio,cuda:nccl", store=store, rank=0, world_size=1) as pg:
+        with pytest.raises(BackendUnavailableError, match=r"CUDA array.*aiocoll\[cuda12\]"):
+            pg.allreduce(OnDevice())
+        await pg.allreduce(np.ones(1))
+    await store.aclose()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"backend": "nccl"}, BackendUnavailableError, r"backend='nccl' needs GPU support.*aiocoll\[cuda12\]"),
+        ({"device": "cuda:1"}, BackendUnavailableError, r"device='cuda:1' needs GPU support.*aiocoll\[cuda12\]"),
+        ({"backend": "cpu:aio,cuda:nccl", "device": "cuda"}, BackendUnavailableError, "device='cuda' needs GPU"),
+        ({"device": "tpu"}, ValueError, r"device='tpu' has no backend; those with one are 'cpu' \(aio\)"),
+        ({"device": 0}, TypeError, "device must be a str or None, not int"),
+    ],
+)
+def test_devices_that_cannot_be_served(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        new_group(**given, store=HashStore(), rank=0, world_size=1)
+
+
+# -- other backends
+
+
+@pytest.mark.usefixtures("registry")
+async def test_a_registered_backend_makes_the_group() -> None:
+    asked: list[tuple[Any, ...]] = []
+    store = HashStore()
+
+    def plain(*args: Any, **options: Any) -> str:
+        asked.append(args)
+        return "a group"
+
+    async def later(*args: Any, **options: Any) -> str:
+        assert isinstance(options["options"], GroupOptions)
+        return "another"
+
+    register("Plain", plain, devices=["cpu", "tpu"])
+    register("later", later)
+    assert await new_group("plain", store=store, rank=0, world_size=2, timeout=5, device="tpu") == "a group"
+    assert asked == [(store, 0, 2, 5.0, "tpu")]
+    assert await new_group("tpu:plain,cpu:plain", store=store, rank=0, world_size=2) == "a group"
+    assert await new_group("later", store=store, rank=0, world_size=2) == "another"
+    with pytest.raises(ValueError, match=r"backend='x' is not known: use aio, nccl, .*plain, later"):
+        new_group("x", store=store, rank=0, world_size=2)
+    with pytest.raises(ValueError, match=r"device='tpu' has no backend; those with one are 'cpu' .later."):
+        new_group("later", store=store, rank=0, world_size=2, device="tpu")
+    await store.aclose()
+
+
+@pytest.mark.usefixtures("registry")
+def test_what_a_registration_tells() -> None:
+    register("mine", print, devices="tpu")
+    assert Backend("MINE") == "mine" == Backend.MINE  # type: ignore[attr-defined]
+    assert BackendConfig("mine").device_backend_map == {"tpu": "mine"}
+    assert BackendConfig("cpu:aio,tpu:mine").device_backend_map == {"cpu": "aio", "tpu": "mine"}
+    assert Backend.default_device_backend_map == {"cpu": "aio", "cuda": "nccl", "tpu": "mine"}
+    Backend.register_backend("mine", repr, ["cpu"])
+    assert backends.factory_of("mine") is repr
+    assert Backend.backend_list.count("mine") == 1
+    assert BackendConfig("mine").device_backend_map == {"cpu": "mine"}
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize("given", ["cpu:aio,cuda:mine", "cpu:mine,cuda:nccl"])
+def test_a_group_has_one_backend(given: str) -> None:
+    register("mine", print, ["cpu", "cuda"])
+    with pytest.raises(ValueError, match=f"backend='{given}': a group has one backend for all its devices"):
+        new_group(given, store=HashStore(), rank=0, world_size=1)
+
+
+async def test_an_error_of_a_factory_is_the_callers(registry: None) -> None:
+    def fails(*args: Any, **options: Any) -> None:
+        raise OSError("no such device")
+
+    register("fails", fails)
+    store = HashStore()
+    with pytest.raises(OSError, match="no such device"):
+        await new_group("fails", store=store, rank=0, world_size=1)
+    await store.aclose()
+
+
+async def test_a_factory_may_build_on_the_librarys_own(registry: None) -> None:
+    async def wrapped(store: Any, rank: int, world_size: int, timeout: float, device: Any, *, options: Any) -> Any:
+        return await new_group(store=store, rank=rank, world_size=world_size, timeout=timeout, options=options)
+
+    register("wrapped", wrapped)
+    store = HashStore()
+
+    async def rank(pg: Any) -> float:
+        async with new_group("wrapped", store=store, rank=pg.rank(), world_size=pg.size()) as mine:
+            return float(await mine.allreduce(1.0))
+
+    assert await run_ranks(3, rank) == [3.0, 3.0, 3.0]
+    await store.aclose()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("aio", print), ValueError, "name='aio' cannot be registered"),
+        (("NCCL", print), ValueError, "name='NCCL' cannot be registered"),
+        (("undefined", print), ValueError, "name='undefined' cannot be registered"),
+        (("", print), ValueError, "name='' cannot be registered"),
+        (("cpu:mine", print), ValueError, "name='cpu:mine' cannot be registered: choose another name, of letters"),
+        ((None, print), TypeError, "name must be a str, not NoneType"),
+        (("x", "factory"), TypeError, "factory must be callable, not str"),
+        (("x", print, ()), ValueError, r"devices=\(\) must name kinds of device"),
+        (("x", print, ["cuda:0"]), ValueError, r"devices=\['cuda:0'\] must name kinds of device"),
+        (("x", print, [1]), ValueError, r"devices=\[1\] must name kinds of device"),
+    ],
+)
+def test_what_cannot_be_registered(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        register(*arguments)
+    assert "x" not in Backend.backend_list
