@@ -11,6 +11,7 @@ from typing import Any
 import msgpack
 
 from aiocoll.algorithms.machine import Medium, Tuning
+from aiocoll.cards import CALLED_OFF, beside, cores, decoded, heed
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.membership import Membership
 from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, StoreError, StoreUnavailableError
@@ -34,12 +35,6 @@ __all__ = ["Home", "shared"]
 PAUSE = 0.05
 #: Seconds for the question who is missing, when the time to meet is over.
 LAST_LOOK = 1.0
-#: In the store, begins the reason why the ranks cannot meet; a job is hexadecimal, a card a msgpack map.
-CALLED_OFF = b"off:"
-
-#: Types of what a card says: host, event loop, unix socket, process (namespace, pid, start), host and port of TCP,
-#: bytes of a piece in shared memory.
-_CARD = [str, str, str, int, int, int, str, int, int]
 
 #: Homes by (loop, rendezvous, rank) and hubs by (loop, job): a second group finds what the first one made.
 shared: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
@@ -136,8 +131,9 @@ class Home:
     ) -> ProcessGroup:
         """Make a group of some of the ranks, which have agreed on it."""
         assert self.endpoint is not None
+        group = self._form(self.endpoint, identity, name, ranks, timeout, options)
         self._members += 1
-        return self._form(self.endpoint, identity, name, ranks, timeout, options)
+        return group
 
     async def release(self) -> None:
         """A group of this home is closed; the last one closes the home."""
@@ -233,14 +229,14 @@ class Home:
         self._awaited = {f"{prefix}/card/{rank}": rank for rank in range(self.world_size)}
         stream, card = await self._listen(job)
         if self.rank == 0:
-            card |= {"medium": self._medium, "tuning": None if tuning is None else to_wire(tuning, _cores())}
+            card |= {"medium": self._medium, "tuning": None if tuning is None else to_wire(tuning, cores())}
         transport: Transport = stream
         # A peer that is ahead of us may connect before there is an endpoint to take its link.
         early: list[Link] = []
         transport.accepted = early.append
         try:
             cards: Mapping[int, Card] = await self._exchange(place, "card", card)
-            told = from_wire(cards[0].get("tuning"), cards[0].get("medium"), _beside(0, cards))
+            told = from_wire(cards[0].get("tuning"), cards[0].get("medium"), beside(0, cards))
             transport, cards = await self._settle(place, stream, job, cards)
             self._tuning = told.over("tcp") if cards[0]["tcp"] else told
             endpoint = Endpoint(
@@ -303,7 +299,7 @@ class Home:
         if self.rank == 0:
             await place.set("job", self._runtime.random_bytes(16).hex().encode())
         job = await place.get("job", timeout=self._timeout)
-        _heed(job)
+        heed(job)
         return job.decode(errors="replace")
 
     async def _listen(self, job: str) -> tuple[StreamTransport, Card]:
@@ -353,8 +349,8 @@ class Home:
         await place.set(keys[self.rank], msgpack.packb(card))
         found = await place.multi_get(keys, timeout=self._timeout)
         for data in found:
-            _heed(data)
-        return {rank: _card(rank, data) for rank, data in enumerate(found)}
+            heed(data)
+        return {rank: decoded(rank, data) for rank, data in enumerate(found)}
 
     def _spin(self, cards: Mapping[int, Card]) -> float:
         """Polling is in vain for what another rank of this process has to do."""
@@ -362,39 +358,4 @@ class Home:
         return self._options.spin_us / 1e6 if alone else 0.0
 
     def _crowded(self, cards: Mapping[int, Card]) -> bool:
-        return _beside(self.rank, cards) > _cores()
-
-
-def _beside(rank: int, cards: Mapping[int, Card]) -> int:
-    """Return how many ranks are on the host of `rank`, itself included."""
-    return sum(1 for card in cards.values() if card["host"] == cards[rank]["host"])
-
-
-def _card(rank: int, data: bytes) -> Card:
-    """Return the card of `rank`; whoever writes into the store could have written anything."""
-    try:
-        card = msgpack.unpackb(data)
-        tcp = card["tcp"] or ("", 0)
-        if (
-            list(
-                map(
-                    type,
-                    (card["host"], card.get("loop", ""), card["unix"] or "", *card["process"], *tcp, card["piece"]),
-                )
-            )
-            == _CARD
-        ):
-            return dict(card)
-    except (ValueError, TypeError, KeyError):
-        pass
-    raise RendezvousError(f"what rank {rank} published in the store is no address of a rank: {data[:64]!r}")
-
-
-def _heed(data: bytes) -> None:
-    """Give up if a rank has put the reason there."""
-    if data.startswith(CALLED_OFF):
-        raise RendezvousError(data.removeprefix(CALLED_OFF).decode(errors="replace"))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return beside(self.rank, cards) > cores()

@@ -1,0 +1,56 @@
+"""What ranks tell each other of themselves through the store, before there is any link: a card each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import msgpack
+
+from aiocoll.errors import RendezvousError
+from aiocoll.transport.base import Card
+
+__all__ = ["CALLED_OFF", "beside", "cores", "decoded", "heed"]
+
+#: In the store, begins the reason why the ranks cannot meet; a job is hexadecimal, a card a msgpack map.
+CALLED_OFF = b"off:"
+
+#: Types of what a card says: host, event loop, unix socket, process (namespace, pid, start), host and port of TCP,
+#: bytes of a piece in shared memory.
+_CARD = [str, str, str, int, int, int, str, int, int]
+
+
+def beside(rank: int, cards: Mapping[int, Card]) -> int:
+    """Return how many ranks are on the host of `rank`, itself included."""
+    return sum(1 for card in cards.values() if card["host"] == cards[rank]["host"])
+
+
+def decoded(rank: int, data: bytes) -> Card:
+    """Return the card of `rank`; whoever writes into the store could have written anything."""
+    try:
+        card = msgpack.unpackb(data)
+        tcp = card["tcp"] or ("", 0)
+        if (
+            list(
+                map(
+                    type,
+                    (card["host"], card.get("loop", ""), card["unix"] or "", *card["process"], *tcp, card["piece"]),
+                )
+            )
+            == _CARD
+        ):
+            return dict(card)
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise RendezvousError(f"what rank {rank} published in the store is no address of a rank: {data[:64]!r}")
+
+
+def heed(data: bytes) -> None:
+    """Give up if a rank has put the reason there."""
+    if data.startswith(CALLED_OFF):
+        raise RendezvousError(data.removeprefix(CALLED_OFF).decode(errors="replace"))
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
