@@ -3,6 +3,7 @@
     name     devices         what it is
     aio      cpu             the library's own
     nccl     cuda            GPUs; not part of this version
+    fake     cpu, cuda       moves nothing; for dry runs, see `aiocoll.fake`
 
 More come by `register_backend`.
 """
@@ -44,10 +45,11 @@ class Backend(str):
     UNDEFINED: ClassVar[str] = "undefined"
     AIO: ClassVar[str] = "aio"
     NCCL: ClassVar[str] = "nccl"
+    FAKE: ClassVar[str] = "fake"
 
-    backend_list: ClassVar[list[str]] = [AIO, NCCL]
+    backend_list: ClassVar[list[str]] = [AIO, NCCL, FAKE]
     default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": AIO, "cuda": NCCL}
-    backend_capability: ClassVar[dict[str, tuple[str, ...]]] = {AIO: ("cpu",), NCCL: ("cuda",)}
+    backend_capability: ClassVar[dict[str, tuple[str, ...]]] = {AIO: ("cpu",), NCCL: ("cuda",), FAKE: ("cpu", "cuda")}
 
     def __new__(cls, name: str) -> Backend:
         """Return the name in small letters."""

@@ -112,10 +112,15 @@ class Planner:
             executor = self._shares(algorithm, nbytes, made)
             if executor is not None:
                 return Plan(terms, Program((), (), executor.__name__.lower()), dtype, made, executor)
-        program = build(kind, algorithm, self._rank, self._size, *sizes, root=root or 0, hosts=self._member.hosts)
-        if made is not None and made.prescale is not None:
-            program = self._scaled(program, kind, sizes, root)
+        program = self._program(kind, algorithm, sizes, root, made)
         return Plan(terms, program, dtype, made, Exchange)
+
+    def _program(
+        self, kind: str, algorithm: str, sizes: tuple[Any, ...], root: int | None, made: Kernel | None
+    ) -> Program:
+        """Return what this rank does, step by step."""
+        program = build(kind, algorithm, self._rank, self._size, *sizes, root=root or 0, hosts=self._member.hosts)
+        return program if made is None or made.prescale is None else self._scaled(program, kind, sizes, root)
 
     def _shares(self, algorithm: str, nbytes: int, made: Kernel) -> type[OneShot] | type[Relay] | None:
         """Return the executor through shared memory that suits an allreduce, if there is one."""

@@ -17,7 +17,7 @@ from aiocoll.launch import Timeout
 from aiocoll.objects import Objects
 from aiocoll.options import GroupOptions, seconds
 
-__all__ = ["Origin", "Recovery"]
+__all__ = ["Origin", "Recovery", "following"]
 
 
 class Origin(Protocol):
@@ -101,7 +101,7 @@ class Recovery(Objects):
         outcome = await agreement.vote(excluded, report(member))
         members: list[int] = outcome["members"]
         group = self._derive(
-            agreement.identity(members), _following(member.name), members, member.timeout, self._options
+            agreement.identity(members), following(member.name), members, member.timeout, self._options
         )
         group.completed_everywhere = Completed.of(outcome["everywhere"])
         group.completed_somewhere = Completed.of(outcome["somewhere"])
@@ -133,8 +133,12 @@ class Recovery(Objects):
         asked = await self.allgather_object(n, timeout=limit)
         if len(set(asked)) > 1:
             raise ValueError(f"the ranks of group {self._member.name!r} called grow() with n={asked}: give the same n")
-        seat = await (self._invite(n, limit) if self._rank == 0 else self._invited())
+        seat = await self._seat(n, limit)
         return await self._meet_anew(seat, limit)
+
+    async def _seat(self, n: int, limit: float) -> Seat:
+        """Find the newcomers, or hear from rank 0 that it has; return this rank's seat among them."""
+        return await (self._invite(n, limit) if self._rank == 0 else self._invited())
 
     async def _meet_anew(self, seat: Seat, limit: float) -> Self:
         """Meet the newcomers, unless this group fails: a rank that has died will not come."""
@@ -163,7 +167,7 @@ class Recovery(Objects):
     async def _invite(self, n: int, limit: float) -> Seat:
         """As rank 0, wait for the newcomers, and tell the others what has come of it."""
         try:
-            seat = await self._origin.invite(n, self._size, _following(self._member.name), limit)
+            seat = await self._origin.invite(n, self._size, following(self._member.name), limit)
         except StoreUnavailableError as error:
             text = (
                 f"group {self._member.name!r} cannot grow: the store where its ranks met is gone ({error}), so "
@@ -191,7 +195,7 @@ class Recovery(Objects):
         return Seat(*told["seat"])._replace(rank=self._rank)
 
 
-def _following(name: str) -> str:
+def following(name: str) -> str:
     """Return the name of the group that comes after the one called `name`."""
     first, _, number = name.rpartition("~")
     return f"{first}~{int(number) + 1}" if first and number.isdecimal() else f"{name}~1"

@@ -88,6 +88,8 @@ class new_group:
             if (rank, world_size, name) != (None, None, None) or self._backend != Backend.AIO:
                 raise ValueError("join=True: leave out rank, world_size, name and backend, which the group gives")
             self._where = _where(init_method, store, 0, 1, os.environ)._replace(world_size=0, hosted=True)
+        elif self._backend == Backend.FAKE:
+            self._where = _nowhere(rank, world_size, os.environ)
         else:
             self._where = _where(init_method, store, rank, world_size, os.environ)
         self._pg: Any = None
@@ -110,6 +112,8 @@ class new_group:
             return await self._make_by(factory, options)
         if self._join:
             return await self._join_group(options)
+        if self._backend == Backend.FAKE:
+            return self._make_fake(options)
         identity = (id(asyncio.get_running_loop()), where.identity, where.rank)
         home = shared.get(identity)
         if home is None:
@@ -149,6 +153,13 @@ class new_group:
         store = where.store if where.store is not None else where.open(self._timeout, _key(options, where.job))
         made = factory(store, where.rank, where.world_size, self._timeout, self._device, options=options)
         group: ProcessGroup = await made if inspect.isawaitable(made) else made
+        return group
+
+    def _make_fake(self, options: GroupOptions) -> ProcessGroup:
+        from aiocoll.fake import World  # few programs have a dry run
+
+        group = World(self._where.rank, self._where.world_size, options).group(self._name, self._timeout)
+        group._devices = self._devices
         return group
 
 
@@ -220,6 +231,12 @@ def _where(
     if parts.scheme == "file" and parts.path and not parts.netloc:
         return _Where((method, job), *place, None, "file", parts.path, 0, False, job)
     raise ValueError(f"init_method={method!r} must be env://, tcp://host:port or file:///path")
+
+
+def _nowhere(rank: int | None, world_size: int | None, env: Mapping[str, str]) -> _Where:
+    """Return where the ranks of a dry run meet, which need not meet."""
+    place = _numbers(rank, world_size, env, "with backend='fake'")
+    return _Where(None, *place, None, "", "", 0, True, "")
 
 
 def _numbers(rank: int | None, world_size: int | None, env: Mapping[str, str], when: str) -> tuple[int, int]:

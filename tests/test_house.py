@@ -37,7 +37,7 @@ LAYERS: list[set[str]] = [
     {"recovery"},
     {"subgroups"},
     {"group"},
-    {"home"},
+    {"home", "fake"},
     {"rendezvous"},
     {"distributed"},
     {"aiocoll"},  # the public names
