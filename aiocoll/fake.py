@@ -152,9 +152,8 @@ class FakeGroup(ProcessGroup):
     def _recv(self, buffer: Buffer, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
         return self._from(src, super()._recv(buffer, src, tag, timeout))
 
-    def recv_object(self, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work[Any]:
-        """Return None, for an object of rank `src`."""
-        return self._from(src, super().recv_object(src, tag, timeout=timeout))
+    def _recv_object(self, src: int | None, tag: int, limit: float) -> Work[Any]:
+        return self._from(src, super()._recv_object(src, tag, limit))
 
     def _from(self, src: int | None, work: Work[Any]) -> Work[Any]:
         work._source = src if src is not None else int(self._rank == 0 < self._size - 1)

@@ -92,14 +92,7 @@ class PointToPoint(Launcher):
         """Receive an object of rank `src`, or of any rank."""
         if src is not None:
             src = self._check_rank(src, "src", other=True)
-        limit = self._limit(tag, timeout)
-
-        def make(_: int, work: Work[Any]) -> Posted:
-            posted = Posted(self._member, src, tag, None, OBJECT, (), MAX_BYTES, None, work, limit)
-            work._unwrap = lambda: loads(posted.view or b"", allow_pickle=self._options.allow_pickle)
-            return posted
-
-        return self._begin("RECV_OBJECT", make, limit)
+        return self._recv_object(src, tag, self._limit(tag, timeout))
 
     def incoming(self, tag: int = 0) -> AsyncIterator[tuple[int, Any]]:
         """Yield `(source, message)` for every message with `tag` that no receive has asked for, in order of arrival.
@@ -147,6 +140,14 @@ class PointToPoint(Launcher):
 
         op = "RECV" if src is not None else "RECV_ANYSOURCE"
         return self._begin(op, make, limit, None, None, shape, result, buffer.writeback, data.nbytes)
+
+    def _recv_object(self, src: int | None, tag: int, limit: float) -> Work[Any]:
+        def make(_: int, work: Work[Any]) -> Posted:
+            posted = Posted(self._member, src, tag, None, OBJECT, (), MAX_BYTES, None, work, limit)
+            work._unwrap = lambda: loads(posted.view or b"", allow_pickle=self._options.allow_pickle)
+            return posted
+
+        return self._begin("RECV_OBJECT", make, limit)
 
     def _limit(self, tag: int, timeout: Timeout) -> float:
         _check_tag(tag)
