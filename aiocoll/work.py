@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import os
 import sys
 import threading
 from collections.abc import Callable, Generator
 from datetime import timedelta
+from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
@@ -22,6 +24,8 @@ T = TypeVar("T")
 
 #: Files that start with this are ours: no call site of the user's.
 _HERE = str(Path(__file__).parent) + os.sep
+#: Seconds between two looks of a thread that waits at whether the loop is still there, which nothing would tell.
+GLANCE = 0.1
 _frame = sys._getframe
 _thread = threading.get_ident
 #: The file of the last call, which is not one of ours: most calls come from few files, and comparing objects takes a
@@ -196,24 +200,57 @@ class Work(Generic[T]):
         return await self
 
     def wait(self, timeout: float | timedelta | None = None) -> T:
-        """Block *another thread* until the end.
+        """Block *another thread* until the end; any number of threads may.
 
         Args:
-            timeout: seconds to wait; None waits as long as it takes.
+            timeout: seconds to wait; None and inf wait as long as it takes.
 
         Raises:
-            RuntimeError: on the thread of the loop, which must not be blocked: use ``await``.
+            RuntimeError: on the thread of the loop, which must not be blocked: use ``await``; or the loop was closed
+                before the end; or in a forked child.
             TimeoutError: the work has not ended in time; it goes on.
+
+        A loop that has stopped is waited for, since another thread may run it again; one that was closed is noticed
+        within `GLANCE` seconds.
         """
-        loop = self._progress.loop
-        if asyncio._get_running_loop() is loop:
+        if asyncio._get_running_loop() is self._progress.loop:
             raise RuntimeError("Work.wait() would block the event loop that completes it: use `await work`")
-        ended = threading.Event()
-        loop.call_soon_threadsafe(self.add_done_callback, lambda _: ended.set())
+        ticks = self._progress.runtime.ticks
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if not ended.wait(seconds):
-            raise TimeoutError(f"{self!r} has not ended within {seconds} s")
+        end = inf if seconds is None else ticks() + seconds
+        ended = threading.Event()
+
+        def tell(_: Work[T]) -> None:
+            ended.set()
+
+        self._from_thread(self.add_done_callback, tell)
+        try:
+            while not self._done:
+                self._check_may_end()
+                left = end - ticks()
+                if not ended.wait(max(0.0, min(left, GLANCE))) and left <= GLANCE and not self._done:
+                    raise TimeoutError(f"{self!r} has not ended within {seconds} s")
+        except BaseException:
+            self._from_thread(self._forget_callback, tell)
+            raise
         return self.result()
+
+    def _from_thread(self, call: Callable[..., object], *args: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to do it
+            self._progress.loop.call_soon_threadsafe(call, *args)
+
+    def _check_may_end(self) -> None:
+        """Refuse to wait, in another thread, for what cannot come."""
+        loop, thread = self._progress.loop, self._progress.runtime.thread
+        if thread == 0:
+            raise RuntimeError(f"{self!r} belongs to the process that this one was forked from: it does not end here")
+        # What it has ended with is set before a loop stops.
+        if not loop.is_running() and (loop.is_closed() or thread == _thread()) and not self._done:
+            gone = "was closed" if loop.is_closed() else "does not run, and it would in this thread"
+            raise RuntimeError(f"{self!r} has not ended, and its event loop {gone}: nobody completes it")
+
+    def _forget_callback(self, fn: Callable[[Work[T]], object]) -> None:
+        self._callbacks = [call for call in self._callbacks or () if call[0] is not fn] or None
 
     def abort(self) -> None:
         """Revoke the group: this and every other pending work of it fails on all ranks."""
@@ -230,12 +267,13 @@ class Work(Generic[T]):
                     result = unwrap()
                 except Exception as error:
                     exception = error
-        self._done = True
         self._result = result
         self._exception = exception
         self._withdraw = None
         if exception is not None:
             self._failed(exception)
+        # Other threads look here, and find all of the above.
+        self._done = True
         if self._waiters is not None:
             for waiter in self._waiters:
                 if not waiter.done():

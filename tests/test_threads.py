@@ -1,0 +1,302 @@
+"""A group is driven from its loop; other threads wait for its works and call it through the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from math import inf
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import CollectiveTimeoutError, GroupError, HashStore, ProcessGroup, TCPStore, new_group
+from aiocoll.work import Work
+
+from .ranks import TRANSPORTS, options, run_ranks
+
+
+class Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        self.loop.run_forever()
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.close()
+
+    def __enter__(self) -> Loop:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def call(self, coro: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(coro, self.loop)
+
+    def run(self, coro: Coroutine[Any, Any, Any]) -> Any:
+        return self.call(coro).result(30)
+
+    def stop(self) -> None:
+        """Stop it, and close it once it has stopped."""
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+
+
+async def calling(call: Callable[..., Work[Any]], *args: Any, **kwargs: Any) -> Work[Any]:
+    """Call in the loop; the work is for another thread."""
+    return call(*args, **kwargs)
+
+
+async def pair() -> list[ProcessGroup]:
+    store = HashStore()
+    return await asyncio.gather(*(new_group(store=store, rank=rank, world_size=2) for rank in range(2)))
+
+
+async def close(groups: list[ProcessGroup]) -> None:
+    await asyncio.gather(*(pg.shutdown() for pg in groups))
+
+
+# -- waiting
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_many_threads_wait_for_one_work(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        loop = asyncio.get_running_loop()
+        work = pg.allreduce(tensor := np.full(5, pg.rank())) if pg.rank() else pg.recv_object(1)
+        with ThreadPoolExecutor(4) as threads:
+            limits = [None, inf, 30.0, timedelta(seconds=30)]
+            waiting = [loop.run_in_executor(threads, work.wait, limit) for limit in limits]
+            if pg.rank():
+                await pg.send_object("all of you", 0)
+                tensors = await asyncio.gather(*waiting)
+                assert all(each is tensor for each in tensors)
+            else:
+                assert await asyncio.gather(*waiting) == ["all of you"] * 4
+                await pg.allreduce(np.zeros(5, int))
+            # It has ended: nobody waits any more.
+            assert await loop.run_in_executor(threads, work.wait, 0) is work.result()
+
+    await run_ranks(2, rank, transport=transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_threads_call_through_the_loop(transport: str) -> None:
+    rounds = 10
+
+    async def rank(pg: ProcessGroup) -> None:
+        loop = asyncio.get_running_loop()
+
+        def train(key: str) -> list[float]:
+            sums = []
+            for number in range(rounds):
+                step = asyncio.run_coroutine_threadsafe(calling(pg.allreduce, number, key=key), loop)
+                sums.append(step.result(30).wait(30))
+            return sums
+
+        with ThreadPoolExecutor(3) as threads:
+            found = await asyncio.gather(*(loop.run_in_executor(threads, train, key) for key in "abc"))
+        assert found == [[3 * number for number in range(rounds)]] * 3
+
+    await run_ranks(3, rank, transport=transport)
+
+
+async def test_a_thread_hears_of_a_failure() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        loop = asyncio.get_running_loop()
+        work = pg.allreduce(1, timeout=0.05) if pg.rank() == 0 else None
+        if work is not None:
+            with pytest.raises(CollectiveTimeoutError, match="ALLREDUCE"):
+                await loop.run_in_executor(None, work.wait)
+            # It has been seen: no word of it in the log.
+            assert isinstance(await loop.run_in_executor(None, work.exception), CollectiveTimeoutError)
+        else:
+            await pg.wait_revoked()
+
+    await run_ranks(2, rank)
+
+
+async def test_a_failure_that_a_thread_waits_for_is_no_news_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    store = HashStore()
+    loop = asyncio.get_running_loop()
+    first, second = await asyncio.gather(*(new_group(store=store, rank=rank, world_size=2) for rank in range(2)))
+    work = first.allreduce(1)
+    waiting = loop.run_in_executor(None, work.wait)
+    while work._callbacks is None:  # noqa: ASYNC110 - until the thread waits
+        await asyncio.sleep(0)
+    second.abort("it is over")
+    await close([first, second])
+    with pytest.raises(GroupError, match="it is over"):
+        await waiting
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    await store.aclose()
+
+
+async def test_a_thread_that_gave_up_is_forgotten() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        loop = asyncio.get_running_loop()
+        work = pg.recv(np.zeros(1), 1 - pg.rank())
+        for limit in (0, -1, 0.01, timedelta(milliseconds=1)):
+            with pytest.raises(TimeoutError, match=r"<Work RECV seq=None pending> has not ended within"):
+                await loop.run_in_executor(None, work.wait, limit)
+        await pg.barrier()
+        assert work._callbacks is None
+        await pg.send(np.ones(1), 1 - pg.rank())
+        assert (await loop.run_in_executor(None, work.wait)).tolist() == [1]
+
+    await run_ranks(2, rank)
+
+
+# -- loops that end
+
+
+def test_a_loop_that_is_closed_ends_the_waiting() -> None:
+    with Loop() as elsewhere:
+        groups = elsewhere.run(pair())
+        work = elsewhere.run(calling(groups[0].recv, np.zeros(1), 1))
+        with ThreadPoolExecutor(2) as threads:
+            waiting = [threads.submit(work.wait, limit) for limit in (None, 30)]
+            elsewhere.run(calling_back(work))
+            elsewhere.stop()
+            for each in waiting:
+                with pytest.raises(RuntimeError, match="has not ended, and its event loop was closed"):
+                    each.result(30)
+    with pytest.raises(RuntimeError, match="has not ended, and its event loop was closed"):
+        work.wait()
+
+
+async def calling_back(work: Work[Any]) -> None:
+    """Return when both threads wait."""
+    while len(work._callbacks or ()) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+def test_what_has_ended_can_be_had_after_the_loop() -> None:
+    with Loop() as elsewhere:
+        groups = elsewhere.run(pair())
+        works = [elsewhere.run(calling(pg.allreduce, 2.5)) for pg in groups]
+        failed = elsewhere.run(calling(groups[0].recv, np.zeros(1), 1))
+        assert [work.wait(30) for work in works] == [5, 5]
+        elsewhere.run(close(groups))
+    assert [work.wait(0) for work in works] == [5, 5]
+    with pytest.raises(GroupError, match=r"was closed by this rank|has left"):
+        failed.wait()
+
+
+def test_a_loop_that_has_stopped_may_go_on() -> None:
+    loop = asyncio.new_event_loop()
+    groups = loop.run_until_complete(pair())
+    work = loop.run_until_complete(calling(groups[0].allreduce, 1))
+    # Nobody else would run it.
+    with pytest.raises(RuntimeError, match="its event loop does not run, and it would in this thread"):
+        work.wait()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(work.wait)
+        loop.run_until_complete(calling(groups[1].allreduce, 1))
+        loop.run_until_complete(close(groups))
+        assert waiting.result(30) == 2
+    assert work.wait() == 2
+    loop.close()
+
+
+def test_a_forked_child_does_not_wait() -> None:
+    with Loop() as elsewhere:
+        groups = elsewhere.run(pair())
+        work = elsewhere.run(calling(groups[0].allreduce, 1))
+        out, into = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                work.wait()
+            except BaseException as error:
+                os.write(into, str(error).encode())
+            finally:
+                os._exit(0)
+        os.close(into)
+        with os.fdopen(out, "rb") as pipe:
+            assert b"belongs to the process that this one was forked from" in pipe.read()
+        os.waitpid(child, 0)
+        elsewhere.run(calling(groups[1].allreduce, 1))
+        assert work.wait(30) == 2
+        elsewhere.run(close(groups))
+
+
+def test_an_interrupt_ends_the_waiting_and_nothing_else() -> None:
+    """Only the main thread gets it."""
+    with Loop() as elsewhere:
+        groups = elsewhere.run(pair())
+        work = elsewhere.run(calling(groups[0].allreduce, 1))
+
+        async def interrupt() -> None:
+            while work._callbacks is None:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        interrupting = elsewhere.call(interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            work.wait(30)
+        interrupting.result(30)
+        elsewhere.run(calling(groups[1].allreduce, 1))
+        assert work.wait(30) == 2
+        assert work._callbacks is None
+        elsewhere.run(close(groups))
+
+
+# -- loops that are others
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_call_from_another_thread_is_told_the_way(inside: bool) -> None:
+    with Loop() as elsewhere:
+        groups = elsewhere.run(pair())
+
+        async def call() -> None:
+            groups[0].allreduce(1)
+
+        with pytest.raises(RuntimeError, match=r"belongs to another event loop .*run_coroutine_threadsafe"):
+            asyncio.run(call()) if inside else groups[0].allreduce(1)
+        # A loop may wait for another one: it stands still, but that does not hold up the other.
+        works = [elsewhere.run(calling(pg.allreduce, 1)) for pg in groups]
+        assert works[0].wait(30) == 2
+        elsewhere.run(close(groups))
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
+def test_two_loops_in_two_threads_are_two_ranks(transport: str) -> None:
+    async def rank(port: int, number: int) -> list[Any]:
+        store = TCPStore("127.0.0.1", port, timeout=30)
+        async with new_group(store=store, rank=number, world_size=4, options=options(transport)) as pg:
+            tensor = np.full(100_000, number, np.float64)
+            await pg.allreduce(tensor)
+            small = [await pg.allreduce(number + step) for step in range(20)]
+            everybody = await pg.allgather_object(number)
+            await pg.barrier()
+        await store.aclose()
+        return [tensor[0], tensor[-1], small, everybody]
+
+    async def ranks(port: int, *numbers: int) -> list[Any]:
+        return await asyncio.gather(*(rank(port, number) for number in numbers))
+
+    with Loop() as first, Loop() as second:
+
+        async def serve() -> TCPStore:
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            await store.set("here", b"")
+            return store
+
+        store = first.run(serve())
+        found = [first.call(ranks(store.port, 0, 3)), second.call(ranks(store.port, 1, 2))]
+        expected = [6, 6, [6 + 4 * step for step in range(20)], [0, 1, 2, 3]]
+        assert [each.result(30) for each in found] == [[expected] * 2] * 2
+        first.run(store.aclose())
