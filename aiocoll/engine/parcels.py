@@ -6,7 +6,7 @@ its first frame, from an authenticated rank of the group, says how long it is, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.operation import Message, Operation, Terms
@@ -17,49 +17,45 @@ from aiocoll.work import Work
 if TYPE_CHECKING:
     from aiocoll.engine.membership import Membership
 
-__all__ = ["Parcels"]
+__all__ = ["Parcels", "Post"]
 
 
-class Parcels(Operation):
-    """One rank's part in one object collective.
+class Post(Operation):
+    """Sends and receives parcels; what becomes of them is its subclass's.
 
     Args:
-        outgoing: parcel for each rank that gets one from here.
         sources: ranks that send one to here.
         limit: largest parcel taken, in bytes.
-        unpack: makes the result of the parcels received, by rank.
     """
 
-    __slots__ = ("_incoming", "_limit", "_missing", "_outgoing", "_received", "_refusal", "_unpack", "_unsent")
+    __slots__ = ("_incoming", "_limit", "_missing", "_received", "_refusal", "_unsent")
 
     def __init__(
         self,
         group: Membership,
         identity: int,
+        fingerprint: int,
         terms: Terms,
-        outgoing: Mapping[int, bytes],
-        sources: set[int],
+        shape: tuple[int, ...],
+        sources: Iterable[int],
         limit: int,
-        unpack: Callable[[Mapping[int, memoryview]], Any],
         work: Work[Any],
         timeout: float,
     ) -> None:
-        super().__init__(group, identity, terms.fingerprint(), terms, (), work, timeout)
-        self._outgoing = outgoing
-        self._unsent = {rank: len(parcel) for rank, parcel in outgoing.items()}
+        super().__init__(group, identity, fingerprint, terms, shape, work, timeout)
+        self._unsent: dict[int, int] = {}
         self._missing = set(sources)
         self._incoming: dict[int, memoryview] = {}
         self._received: dict[int, int] = {}
         self._limit = limit
         self._refusal: SerializationError | None = None
-        self._unpack = unpack
 
-    def enter(self) -> None:
-        """Send all parcels."""
-        for peer, parcel in self._outgoing.items():
+    def _send(self, outgoing: Mapping[int, bytes]) -> None:
+        """Send a parcel to each of some ranks."""
+        self._unsent = {rank: len(parcel) for rank, parcel in outgoing.items()}
+        for peer, parcel in outgoing.items():
             message = Message(self, peer, 0, memoryview(parcel), len(parcel))
             self.group.channels[peer].kick(message)
-        self._settle()
 
     def needs(self, peer: int) -> bool:
         """Whether a parcel to or from `peer` is on its way."""
@@ -107,6 +103,44 @@ class Parcels(Operation):
         if room is None and total <= self._limit:
             room = self._incoming[peer] = memoryview(bytearray(total))
         return room
+
+    def _settle(self) -> None:
+        """Do what is possible now that a parcel has come or left."""
+        raise NotImplementedError
+
+
+class Parcels(Post):
+    """One rank's part in one object collective.
+
+    Args:
+        outgoing: parcel for each rank that gets one from here.
+        sources: ranks that send one to here.
+        limit: largest parcel taken, in bytes.
+        unpack: makes the result of the parcels received, by rank.
+    """
+
+    __slots__ = ("_outgoing", "_unpack")
+
+    def __init__(
+        self,
+        group: Membership,
+        identity: int,
+        terms: Terms,
+        outgoing: Mapping[int, bytes],
+        sources: set[int],
+        limit: int,
+        unpack: Callable[[Mapping[int, memoryview]], Any],
+        work: Work[Any],
+        timeout: float,
+    ) -> None:
+        super().__init__(group, identity, terms.fingerprint(), terms, (), sources, limit, work, timeout)
+        self._outgoing = outgoing
+        self._unpack = unpack
+
+    def enter(self) -> None:
+        """Send all parcels."""
+        self._send(self._outgoing)
+        self._settle()
 
     def _settle(self) -> None:
         if self.done or self._missing or self._unsent:
