@@ -30,15 +30,8 @@ def decoded(rank: int, data: bytes) -> Card:
     try:
         card = msgpack.unpackb(data)
         tcp = card["tcp"] or ("", 0)
-        if (
-            list(
-                map(
-                    type,
-                    (card["host"], card.get("loop", ""), card["unix"] or "", *card["process"], *tcp, card["piece"]),
-                )
-            )
-            == _CARD
-        ):
+        told = card["host"], card.get("loop", ""), card["unix"] or "", *card["process"], *tcp, card["piece"]
+        if list(map(type, told)) == _CARD:
             return dict(card)
     except (ValueError, TypeError, KeyError):
         pass

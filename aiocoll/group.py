@@ -68,7 +68,8 @@ class ProcessGroup(Collectives, PointToPoint, Arrays, Recovery):
 
     def pending(self) -> list[Work[Any]]:
         """The works that have not ended, oldest first."""
-        return [operation.work for operation in self._member.pending]
+        # Those of no group are parts of others.
+        return [operation.work for operation in self._member.pending if operation.work.group is not None]
 
     async def drain(self) -> None:
         """Wait until all works pending now have ended; raise the error of the first that failed."""

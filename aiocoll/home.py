@@ -124,7 +124,10 @@ class Home:
         piece_nbytes = min(card["piece"] for card in cards) if together else 0
         member = Membership(endpoint, identity, name, ranks, piece_nbytes, timeout, options.warn_after, self._tuning)
         endpoint.add(member)
-        return ProcessGroup(member, options, f"{len(ranks)} ranks", self)
+        kind = ProcessGroup
+        if options.debug == "detail":
+            from aiocoll.detail import DetailedGroup as kind  # few programs need it
+        return kind(member, options, f"{len(ranks)} ranks", self)
 
     def derive(
         self, identity: int, name: str, ranks: Sequence[int], timeout: float, options: GroupOptions

@@ -24,11 +24,15 @@ from aiocoll.planning import Known, Planner, keep
 from aiocoll.unseen import Failures
 from aiocoll.work import Work
 
-__all__ = ["Launcher", "Timeout"]
+__all__ = ["Launcher", "Miscount", "Timeout"]
 
 Timeout = float | timedelta | None
 _ndarray = np.ndarray
 _thread = threading.get_ident
+
+
+class Miscount(ValueError):
+    """A list has not one array or object per rank."""
 
 
 class Launcher(Planner):
@@ -275,7 +279,7 @@ class Launcher(Planner):
             given = str(len(values))
         else:
             return
-        raise ValueError(f"{name} must hold one {what} per rank, {self._size} in all, not {given}")
+        raise Miscount(f"{name} must hold one {what} per rank, {self._size} in all, not {given}")
 
 
 def _unstage(staged: Sequence[Buffer], result: Any) -> Callable[[], Any]:

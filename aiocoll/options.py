@@ -59,7 +59,6 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 # Asking for one of these and going on without it would be worse than refusing.
 _NOT_BUILT: Mapping[str, str] = {
     "tls": "encryption is not built yet; use 'auto' and a network you trust, or a tunnel",
-    "detail": "comparing before data moves is not built yet; use 'off', which finds mismatches too",
 }
 _TRUTH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 _DEFAULTS: Mapping[str, Any] = {
@@ -89,7 +88,7 @@ class GroupOptions:
         job_key: secret that all ranks of the job share, at least 16 bytes; a string stands for its UTF-8 bytes.
         spin_us: microseconds an await may poll in one turn of the loop before it suspends; 0 = never polls.
         warn_after: seconds after which a pending operation is logged with the ranks it misses; inf = never.
-        debug: `"detail"` compares every operation on all ranks before data moves.
+        debug: `"detail"` compares every collective on all ranks before data moves; every rank must agree.
         allow_pickle: whether objects msgpack cannot express may travel as pickles; every rank must agree.
         host_id: pretend to be on another host than ranks with another one (for tests).
         tuning: path of a file by `aiocoll bench --tune`; only rank 0 reads it, and tells the others.

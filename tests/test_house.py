@@ -37,6 +37,7 @@ LAYERS: list[set[str]] = [
     {"recovery"},
     {"subgroups"},
     {"group"},
+    {"detail"},
     {"home", "fake"},
     {"rendezvous"},
     {"distributed"},

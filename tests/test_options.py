@@ -97,7 +97,6 @@ def test_unusable_variables_are_named(variable: str, text: str, allowed: str) ->
     ("name", "value", "message"),
     [
         ("encryption", "tls", "encryption .* use 'auto'"),
-        ("debug", "detail", "comparing .* use 'off'"),
     ],
 )
 def test_what_is_not_built_is_refused_rather_than_ignored(name: str, value: str, message: str) -> None:

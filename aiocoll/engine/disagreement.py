@@ -15,7 +15,7 @@ from aiocoll.errors import CollectiveMismatchError
 if TYPE_CHECKING:
     from aiocoll.engine.membership import Membership
 
-__all__ = ["Disputes", "called", "mismatch", "opposed"]
+__all__ = ["Disputes", "called", "contradict", "mismatch", "opposed"]
 
 #: What every rank must have called alike; the rest of a description only helps to recognise the call.
 AGREED = ("op", "dtype", "counts", "root", "reduce")
@@ -81,10 +81,14 @@ class Disputes:
 
 def _differences(one: Description, two: Description) -> list[str]:
     """Return the terms in which two ranks' calls of one operation differ; [] if they belong together."""
+    if one.get("debug") != two.get("debug"):
+        return ["debug"]
+    if one.get("debug"):
+        return []  # they compare by themselves
     fields = [field for field in AGREED if one.get(field) != two.get(field)]
     if {one["op"], two["op"]} == HALVES:
         fields.remove("op")
-    if not fields and (_contradict(one, two) or _contradict(two, one)):
+    if not fields and (contradict(one, two) or contradict(two, one)):
         fields.append("counts")
     return fields
 
@@ -99,6 +103,12 @@ def opposed(theirs: Description, calls: Iterable[Description]) -> Description | 
             if not private:
                 break  # what is the same for all it shares with the others too: a thousand ranks report
     return None
+
+
+def contradict(sender: Description, receiver: Description) -> bool:
+    """Whether one rank sends another a number of elements that this one does not expect."""
+    sends, receives = sender.get("sends") or [], receiver.get("receives") or []
+    return sends != [] != receives and sends[receiver["rank"]] != receives[sender["rank"]]
 
 
 def mismatch(group: str, one: Description, two: Description) -> CollectiveMismatchError:
@@ -135,16 +145,11 @@ def called(description: Description) -> str:
             ("tag", "tag"),
             ("seq", "SequenceNumber"),
             ("key", "key"),
+            ("debug", "debug"),
         )
         if description.get(field) is not None
     ]
     return f"{description['op']}({', '.join(details)})"
-
-
-def _contradict(sender: Description, receiver: Description) -> bool:
-    """Whether one rank sends another a number of elements that this one does not expect."""
-    sends, receives = sender.get("sends") or [], receiver.get("receives") or []
-    return sends != [] != receives and sends[receiver["rank"]] != receives[sender["rank"]]
 
 
 def _forgotten(rank: int, op: int) -> Description:

@@ -85,6 +85,8 @@ class Membership:
         self.cause: GroupError | None = None
         #: Collectives that the revocation has failed; all others this rank entered were complete by then.
         self.unfinished: frozenset[int] = frozenset()
+        #: Collectives that have failed without revoking the group, since the ranks' calls differed.
+        self.refused: set[int] = set()
         self.on_revoked: list[Callable[[], None]] = []
         self.left: set[int] = set()
         self.mailbox = Mailbox(self)
@@ -219,7 +221,7 @@ class Membership:
         if self.cause is not None:
             return
         self.cause = cause
-        self.unfinished = frozenset(operation.id for operation in self.pending if not operation.id & P2P)
+        self.unfinished = frozenset(operation.id for operation in self.pending if not operation.id & P2P) | self.refused
         logger.info("group %r on rank %d was revoked: %s", self.name, self.rank, cause, extra=self.whose)
         if tell:
             self.endpoint.control.flood({"t": "revoke", "g": self.id, "cause": cause_of(cause)}, self.ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from aiocoll.engine.exchange import Exchange
+from aiocoll.engine.operation import Operation
 from aiocoll.errors import CollectiveTimeoutError
 
 __all__ = ["Monitored"]
@@ -19,14 +20,23 @@ class Monitored(Exchange):
 
     __slots__ = ("_wait_all_ranks",)
 
+    OP = "MONITORED_BARRIER"
+
     def __init__(self, *args: Any, wait_all_ranks: bool) -> None:
         super().__init__(*args)
         self._wait_all_ranks = wait_all_ranks
 
     def expire(self) -> None:
-        """Say who has not come: on rank 0 first-hand, elsewhere as far as rank 0 has told."""
+        """The timeout has passed."""
+        self.blame(self)
+
+    def blame(self, operation: Operation) -> None:
+        """Say who has not come to `operation`, this one or what goes before it: on rank 0 first-hand.
+
+        Elsewhere it is known as far as rank 0 has told.
+        """
         group = self.group
-        missing = self.awaited() if group.rank == 0 else group.diagnosis.missing(self)[0]
+        missing = operation.awaited() if group.rank == 0 else group.diagnosis.missing(operation)[0]
         if not self._wait_all_ranks:
             missing = missing[:1]
         within = f"in {self.timeout * 1000:g} ms"

@@ -25,6 +25,7 @@ class Terms(NamedTuple):
 
     `op` to `reduce` are the same on all of them. `sends` and `receives` are of collectives in which only the two ends
     of a message know its length: how many elements go to each rank and come from each; () where there are none.
+    `debug` is "detail" of an operation that is compared before data moves.
     """
 
     op: str
@@ -34,6 +35,7 @@ class Terms(NamedTuple):
     reduce: str | None
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
+    debug: str | None = None
 
     def fingerprint(self) -> int:
         """Hash what is the same on all ranks to 32 bits, the same on every machine."""
@@ -55,6 +57,7 @@ def description(rank: int, terms: Terms, shape: tuple[int, ...], key: str | None
         "reduce": terms.reduce,
         "seq": seq,
         "key": key,
+        "debug": terms.debug,
     }
 
 
