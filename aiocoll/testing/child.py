@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -150,7 +150,15 @@ class _Rank:
         for task in [] if loop is None else asyncio.all_tasks(loop):
             if task is not running:
                 lines += [f"  {task.get_name()}:\n", stack(task)]
-        return "".join(lines)
+        return "".join([*lines, *_threads()])
+
+
+def _threads() -> Iterator[str]:
+    """Where the threads are that the test has started."""
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        if thread not in (threading.main_thread(), threading.current_thread()) and thread.ident in frames:
+            yield f"  thread {thread.name}:\n" + blocked(frames[thread.ident])
 
 
 def _loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop]:

@@ -21,6 +21,7 @@ import pytest
 from aiocoll.group import ProcessGroup
 from aiocoll.testing.processes import run_processes
 from aiocoll.testing.ranks import run_ranks
+from aiocoll.testing.report import trimmed
 
 __all__ = ["pg", "pytest_configure", "pytest_generate_tests", "pytest_pycollect_makeitem", "pytest_runtest_call"]
 
@@ -106,7 +107,10 @@ def _on_all_ranks(test: Callable[..., Any], *, processes: bool = False, **how: A
     async def run_test(**fixtures: Any) -> None:
         __tracebackhide__ = True
         everywhere = fixtures.pop("pg")
-        await run(everywhere.world_size, _call, test, fixtures, **how)
+        try:
+            await run(everywhere.world_size, _call, test, fixtures, **how)
+        except BaseException as error:
+            raise trimmed(error)  # noqa: B904 - it is the same exception
 
     return run_test
 

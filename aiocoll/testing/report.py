@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import traceback
+import unittest
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 from aiocoll.errors import GroupError
 from aiocoll.group import ProcessGroup
 
-__all__ = ["blocked", "listed", "pending", "raised", "stack", "verdict"]
+__all__ = ["blocked", "listed", "pending", "raised", "stack", "trimmed", "verdict"]
 
 _HERE = str(Path(__file__).parent)
+#: Where a call passes on its way to the test: nothing of it helps the one who reads a traceback.
+_ON_THE_WAY = (_HERE, str(Path(asyncio.__file__).parent), "uvloop")
 
 
 def stack(task: asyncio.Task[Any]) -> str:
@@ -49,13 +53,20 @@ def blocked(frame: FrameType) -> str:
 
 
 def raised(error: BaseException) -> str:
-    """Return the traceback of `error`, from where this package has called others."""
-    start = trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename.startswith(_HERE):
-            start = trace.tb_next or trace
+    """Return the traceback of `error`, from the test on."""
+    return "".join(traceback.format_exception(type(error), error, _from_the_test(error)))
+
+
+def trimmed(error: BaseException) -> BaseException:
+    """Return `error` with a traceback that begins in the test; what led there is left out."""
+    return error.with_traceback(_from_the_test(error))
+
+
+def _from_the_test(error: BaseException) -> TracebackType | None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_ON_THE_WAY):
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, start))
+    return trace
 
 
 def pending(pg: ProcessGroup | None) -> str:
@@ -69,21 +80,34 @@ def pending(pg: ProcessGroup | None) -> str:
 def verdict(failures: Mapping[int, BaseException], world_size: int) -> BaseException:
     """Return the first failure, with notes that name its rank and the failures of others.
 
+    A skip is the verdict only if no rank failed otherwise: it must not hide a failure.
+
     Args:
         failures: by rank, the first one first.
         world_size: number of ranks.
     """
     first, error = next(iter(failures.items()))
+    if _is_skip(error):
+        others = [(rank, other) for rank, other in failures.items() if not (_follows(other) or _is_skip(other))]
+        if not others:
+            return error
+        first, error = others[0]
     error.add_note(f"rank {first} of {world_size} failed first")
     for rank, other in failures.items():
         if rank != first and not _follows(other):
-            error.add_note(f"rank {rank} of {world_size} failed too: {type(other).__name__}: {other}")
+            what = "skipped the test" if _is_skip(other) else "failed too"
+            error.add_note(f"rank {rank} of {world_size} {what}: {type(other).__name__}: {other}")
     return error
 
 
 def _follows(error: BaseException) -> bool:
     """Whether `error` only says that another rank has failed."""
     return isinstance(error, GroupError | asyncio.CancelledError)
+
+
+def _is_skip(error: BaseException) -> bool:
+    pytest = sys.modules.get("pytest")  # who has not imported it cannot have raised its skip
+    return isinstance(error, unittest.SkipTest) or (pytest is not None and isinstance(error, pytest.skip.Exception))
 
 
 def listed(ranks: list[int]) -> str:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from typing import Any
 
 from aiocoll import ProcessGroup, current_process_group, new_group
@@ -64,6 +65,7 @@ async def hang(pg: ProcessGroup) -> None:
     """Never end, in a way of its own on each rank."""
     match pg.rank():
         case 0:
+            threading.Thread(target=wait_for_nothing, name="helper", daemon=True).start()
             await pg.barrier()
         case 1:
             while True:  # the loop cannot answer
@@ -72,6 +74,10 @@ async def hang(pg: ProcessGroup) -> None:
             ctypes.PyDLL(None).pause()  # nor can a thread: this holds the interpreter
         case 3:
             os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def wait_for_nothing() -> None:
+    threading.Event().wait()
 
 
 async def leave_a_child(pg: ProcessGroup, path: str) -> None:

@@ -113,6 +113,7 @@ async def test_skip(pg):
     result = project.run(source)
     result.assert_outcomes(failed=1, skipped=1)
     result.stdout.fnmatch_lines(["E*AssertionError: unlucky*", "E*rank 1 of 3 failed first", "test_it.py:4: Assert*"])
+    result.stdout.no_fnmatch_line("*aiocoll*ranks.py:*")  # where the call came from is no part of the report
 
 
 def test_ranks_can_be_processes(project: Project) -> None:
@@ -136,6 +137,7 @@ class TestProcesses:
     result = project.run(source, mode="auto")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["E*AssertionError: unlucky", "E*its traceback on rank 1 of 2:*", "E*failed first"])
+    result.stdout.no_fnmatch_line("*aiocoll*processes.py:*")
 
 
 def test_what_cannot_run_is_explained(project: Project) -> None:

@@ -86,6 +86,8 @@ async def test_a_timeout_tells_where_every_rank_stands(monkeypatch: pytest.Monke
     waits, spins, holds, stopped = (part.split("\n", 1)[1] for part in text.split("\nrank ")[1:])
     assert waits.startswith("  pending: <Work BARRIER seq=1 pending>\n")
     assert "await pg.barrier()" in waits
+    assert "thread helper:" in waits
+    assert "in wait_for_nothing" in waits
     assert "holding the event loop" in spins
     assert "in hang" in spins
     assert "Fatal Python error: Aborted" in holds
@@ -147,7 +149,6 @@ def program(path: Path, what: str) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
         [sys.executable, str(file), what],
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     ) as process:

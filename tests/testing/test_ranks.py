@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import unittest
 from typing import Any
 
 import pytest
@@ -131,6 +132,25 @@ async def test_an_outcome_of_pytest_passes_through() -> None:
 
     with pytest.raises(pytest.skip.Exception, match="not here"):
         await run_ranks(2, skip)
+
+
+async def test_a_skip_does_not_hide_a_failure() -> None:
+    async def skip_or_fail(pg: ProcessGroup) -> None:
+        if pg.rank() == 1:
+            raise unittest.SkipTest("not here")
+        try:
+            await pg.barrier()
+        except GroupError:
+            if pg.rank() == 2:
+                raise GiveUp from None
+            raise
+
+    with pytest.raises(GiveUp) as caught:
+        await run_ranks(3, skip_or_fail)
+    assert caught.value.__notes__ == [
+        "rank 2 of 3 failed first",
+        "rank 1 of 3 skipped the test: SkipTest: not here",
+    ]
 
 
 async def test_a_rank_that_cancels_itself_has_failed() -> None:
