@@ -42,6 +42,8 @@ class Monitored(Exchange):
         within = f"in {self.timeout * 1000:g} ms"
         if missing:
             text = f"Ranks {', '.join(map(str, missing))} failed to pass monitoredBarrier {within}"
+            if group.rank:
+                text += "; look at rank 0, which hears of every rank first"
         else:
             text = f"rank 0 did not answer monitoredBarrier {within}: look at rank 0, which knows the missing ranks"
         group.revoke(
