@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgpack
 
-from aiocoll.engine.disagreement import called, contradict
+from aiocoll.engine.disagreement import AGREED, called, differences, private
 
 __all__ = ["Difference", "compare", "packed"]
 
-#: What is told of a call; `wrong` says why it cannot be carried out.
-FIELDS = (
-    "op", "shape", "dtype", "device", "counts", "sends", "receives", "root", "reduce", "seq", "key", "wrong",
-)  # fmt: skip
-#: What every rank must have called alike.
-AGREED = ("op", "dtype", "device", "counts", "root", "reduce", "seq", "key")
-NAMING = {"op", "root", "reduce", "seq", "key"}
+#: What says by itself which call it is: all that is known for sure of one that cannot be carried out.
+NAMING = ("op", "root", "reduce")
 #: Collectives on one tensor of the same shape everywhere; in the others parts of a whole may have any shapes.
 SHAPED = {"ALLREDUCE", "REDUCE", "BROADCAST", "SCAN", "EXSCAN"}
 #: Calls that a text shows, and ranks that it lists of each: more than anybody reads.
@@ -38,58 +33,69 @@ class Difference(NamedTuple):
     ranks: list[int]
 
 
-def packed(description: Description, wrong: str | None) -> bytes:
-    """Write a description without its rank: equal calls are equal bytes."""
-    told: bytes = msgpack.packb([wrong if field == "wrong" else description[field] for field in FIELDS])
+def packed(call: Description, wrong: str | None) -> bytes:
+    """Write a description without its rank: equal calls are equal bytes.
+
+    Args:
+        call: what a rank called.
+        wrong: why it cannot be carried out.
+    """
+    told: bytes = msgpack.packb(
+        {**{field: value for field, value in call.items() if field not in ("rank", "debug")}, "wrong": wrong}
+    )
     return told
 
 
 def compare(group: str, calls: Sequence[bytes | memoryview]) -> Difference | None:
     """Return in what the calls of ranks 0, 1, ... differ; None if they belong together.
 
-    Cost: where all are equal and no rank has a number of its own for each other, p comparisons of some 60 bytes.
+    Cost: where all are equal, p comparisons of some 150 bytes; p^2 / 2 of numbers where each rank has its own for
+    each other.
     """
     first = _unpacked(0, calls[0])
-    lonely = not first["sends"] and not first["receives"] and first["wrong"] is None
-    if lonely and all(call == calls[0] for call in calls):
+    if not private(first) and first["wrong"] is None and all(call == calls[0] for call in calls):
         return None
     found = [_unpacked(rank, call) for rank, call in enumerate(calls)]
-    # Of a call that cannot be carried out not all is known.
     sound = [each for each in found if not each["wrong"]]
-    fields = [field for field in AGREED if _vary(found if field in NAMING else sound, field)]
-    pair = None if "op" in fields else _contradiction(sound)
-    if pair is not None and "counts" not in fields:
-        fields.append("counts")
+    fields = {field: None for field in NAMING if _vary(found, field)}
+    pair = None
+    for one, two in _pairs(sound):
+        differing = differences(one, two)
+        if pair is None and differing and all(one[field] == two[field] for field in differing):
+            pair = one["rank"], two["rank"]  # only what one sends is not what the other expects
+        fields.update(dict.fromkeys(differing))
     if _vary(sound, "shape") and ("counts" in fields or {each["op"] for each in sound} <= SHAPED):
-        fields.append("shape")
+        fields["shape"] = None
     if len(sound) < len(found):
-        fields.append("number of ranks")
-    return _difference(group, found, fields, pair or ()) if fields else None
+        fields["number of ranks"] = None
+    return _difference(group, found, sorted(fields, key=_order), pair or ()) if fields else None
 
 
 def _unpacked(rank: int, call: bytes | memoryview) -> Description:
-    return {"rank": rank, **dict(zip(FIELDS, msgpack.unpackb(call), strict=True))}
+    return {"rank": rank, **msgpack.unpackb(call)}
+
+
+def _order(field: str) -> int:
+    return AGREED.index(field) if field in AGREED else len(AGREED)
 
 
 def _vary(found: Sequence[Description], field: str) -> bool:
     return any(each[field] != found[0][field] for each in found)
 
 
-def _contradiction(found: Sequence[Description]) -> tuple[int, int] | None:
-    """Return two ranks of which one sends the other a number of elements that this one does not expect."""
-    receivers = [each for each in found if each["receives"]]
-    for sender in found:
-        if sender["sends"]:
-            for receiver in receivers:
-                if receiver is not sender and contradict(sender, receiver):
-                    return sender["rank"], receiver["rank"]
-    return None
+def _pairs(found: Sequence[Description]) -> Iterator[tuple[Description, Description]]:
+    """Return the calls to hold against each other: what is the same for all, each rank shares with the first."""
+    for index, one in enumerate(found):
+        if index and not private(one):
+            continue
+        for two in found[index + 1 :]:
+            yield one, two
 
 
 def _difference(group: str, found: Sequence[Description], fields: list[str], pair: tuple[int, ...]) -> Difference:
     """Name each kind of call, by what differs; two that only contradict each other are two kinds."""
     kinds: dict[str, list[Description]] = {}
-    known = [field for field in fields if field in FIELDS]
+    known = [field for field in fields if field in found[0]]
     for each in found:
         kind = repr(([each[field] for field in known], each["wrong"], each["rank"] if each["rank"] in pair else None))
         kinds.setdefault(kind, []).append(each)

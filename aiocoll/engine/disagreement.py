@@ -15,10 +15,10 @@ from aiocoll.errors import CollectiveMismatchError
 if TYPE_CHECKING:
     from aiocoll.engine.membership import Membership
 
-__all__ = ["Disputes", "called", "contradict", "mismatch", "opposed"]
+__all__ = ["AGREED", "Disputes", "called", "differences", "mismatch", "opposed", "private"]
 
 #: What every rank must have called alike; the rest of a description only helps to recognise the call.
-AGREED = ("op", "dtype", "counts", "root", "reduce")
+AGREED = ("op", "dtype", "device", "counts", "root", "reduce")
 #: The halves of a point-to-point message: these differ in name by nature.
 HALVES = {"SEND", "RECV"}
 #: Seconds the lowest rank has to revoke a group of whose disagreement it was told: its loop may be blocked, and the
@@ -79,7 +79,7 @@ class Disputes:
             group.endpoint.control.tell(group.ranks[rank], note)
 
 
-def _differences(one: Description, two: Description) -> list[str]:
+def differences(one: Description, two: Description) -> list[str]:
     """Return the terms in which two ranks' calls of one operation differ; [] if they belong together."""
     if one.get("debug") != two.get("debug"):
         return ["debug"]
@@ -88,33 +88,32 @@ def _differences(one: Description, two: Description) -> list[str]:
     fields = [field for field in AGREED if one.get(field) != two.get(field)]
     if {one["op"], two["op"]} == HALVES:
         fields.remove("op")
-    if not fields and (contradict(one, two) or contradict(two, one)):
+    if not fields and (_contradict(one, two) or _contradict(two, one)):
         fields.append("counts")
     return fields
 
 
+def private(call: Description) -> bool:
+    """Whether it has numbers of its own for each other rank, so that it has to be held against all of them."""
+    return bool(call.get("sends") or call.get("receives"))
+
+
 def opposed(theirs: Description, calls: Iterable[Description]) -> Description | None:
     """Return one of `calls`, which agree with each other, that does not belong together with `theirs`."""
-    private = theirs.get("sends") or theirs.get("receives")
+    alone = private(theirs)
     for each in calls:
         if each["rank"] != theirs["rank"]:
-            if _differences(each, theirs):
+            if differences(each, theirs):
                 return each
-            if not private:
+            if not alone:
                 break  # what is the same for all it shares with the others too: a thousand ranks report
     return None
-
-
-def contradict(sender: Description, receiver: Description) -> bool:
-    """Whether one rank sends another a number of elements that this one does not expect."""
-    sends, receives = sender.get("sends") or [], receiver.get("receives") or []
-    return sends != [] != receives and sends[receiver["rank"]] != receives[sender["rank"]]
 
 
 def mismatch(group: str, one: Description, two: Description) -> CollectiveMismatchError:
     """Name both sides of a disagreement, the lower rank first."""
     one, two = sorted((one, two), key=lambda description: description["rank"])
-    fields = _differences(one, two)
+    fields = differences(one, two)
     if (not fields or "counts" in fields) and one.get("shape") != two.get("shape"):
         fields.append("shape")
     return CollectiveMismatchError(
@@ -150,6 +149,12 @@ def called(description: Description) -> str:
         if description.get(field) is not None
     ]
     return f"{description['op']}({', '.join(details)})"
+
+
+def _contradict(sender: Description, receiver: Description) -> bool:
+    """Whether one rank sends another a number of elements that this one does not expect."""
+    sends, receives = sender.get("sends") or [], receiver.get("receives") or []
+    return sends != [] != receives and sends[receiver["rank"]] != receives[sender["rank"]]
 
 
 def _forgotten(rank: int, op: int) -> Description:
