@@ -17,7 +17,7 @@ import numpy.typing as npt
 from aiocoll.dtypes import DType, by_name, of_numpy
 from aiocoll.errors import BackendUnavailableError
 
-__all__ = ["Buffer", "byte_view", "clash", "is_scalar", "overlaps", "scalar", "view"]
+__all__ = ["Buffer", "NotDense", "byte_view", "clash", "is_scalar", "overlaps", "scalar", "view"]
 
 _ACCEPTED = (
     "a NumPy array, a torch tensor, or an object with the buffer protocol, __array_interface__ or DLPack (on the CPU)"
@@ -36,6 +36,10 @@ _PYTHON_NUMBERS = (
 # Made once: a union of types takes longer to make than to look into.
 _NUMBERS = (bool, int, float, complex, np.generic)
 _NO_ARRAYS = (str, list, tuple, dict, set)
+
+
+class NotDense(TypeError):
+    """A sparse array was given where its values alone are no array; only allreduce takes such."""
 
 
 class Buffer:
@@ -246,7 +250,8 @@ def _of_torch(torch: Any, tensor: Any, name: str, writable: bool) -> Buffer:
         device = tensor.device.type
         if device == "cuda":
             raise _needs_cuda(name)
-        raise TypeError(f"{name} must be a dense tensor on the CPU, not {tensor.layout} on {device}")
+        message = f"{name} must be a dense tensor on the CPU, not {tensor.layout} on {device}"
+        raise NotDense(message) if tensor.is_cpu else TypeError(message)
     try:
         dtype, carrier = _torch_dtype(tensor.dtype)
     except TypeError as exc:
@@ -288,4 +293,7 @@ def _needs_cuda(name: str) -> BackendUnavailableError:
 
 
 def _not_an_array(obj: Any, name: str) -> TypeError:
+    scipy = sys.modules.get("scipy.sparse")
+    if scipy is not None and scipy.issparse(obj):
+        return NotDense(f"{name} must be a dense array, not a {type(obj).__name__}: only allreduce takes sparse ones")
     return TypeError(f"{name} must be {_ACCEPTED}, not {type(obj).__name__}")

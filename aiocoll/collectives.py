@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from aiocoll.buffers import Buffer, clash, overlaps, view
+from aiocoll.buffers import Buffer, NotDense, clash, overlaps, view
 from aiocoll.dtypes import array_dtype
 from aiocoll.engine.monitored import Monitored
 from aiocoll.launch import Launcher, Timeout
@@ -45,10 +45,23 @@ class Collectives(Launcher):
             timeout: seconds; None is the group's.
             key: match by this key instead of by order.
 
-        Cost: small: 1 step, n (p-1) bytes sent per rank; large: 2 (p-1) steps, 2 n (p-1)/p bytes.
+        Sparse arrays, for SUM only: scipy.sparse COO, CSR and CSC, and torch COO, in place, with or without dense
+        dimensions; of torch CSR a new tensor is the result. Every rank gets the union of all ranks' entries, sorted,
+        one per place: a sum that is zero stays stored. Entries of one place in one array are added up first. A large
+        array is read by a thread: what is wrong with its indices is then the work's error, on all ranks.
+
+        Cost: small: 1 step, n (p-1) bytes sent per rank; large: 2 (p-1) steps, 2 n (p-1)/p bytes. Sparse: an allgather
+        of the counts, then one of all entries (4 or 8 bytes each, and the value), or a dense allreduce if that is
+        cheaper; see `aiocoll.sparse_reduce`.
         Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002; Traff, arXiv 2410.14234.
         """
-        return self._on_one("allreduce", tensor, op, None, True, timeout, key)
+        try:
+            return self._on_one("allreduce", tensor, op, None, True, timeout, key)
+        except NotDense:
+            pass  # found out only here, where no other call pays for it
+        from aiocoll.sparse_reduce import allreduce_sparse  # which few programs need
+
+        return allreduce_sparse(self, tensor, op, timeout, key)
 
     def reduce(
         self, tensor: Any, root: int, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None

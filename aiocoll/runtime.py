@@ -30,6 +30,8 @@ class Runtime:
     may_spin = True
     #: Ranks may be reached through sockets; off where time is virtual, since the kernel's does not wait for it.
     may_listen = True
+    #: Long calculations go on in a thread; off where time is virtual, since the clock would run away from it.
+    may_thread = True
     #: Seconds a frame from one rank to another of this loop takes, asked per frame; None for the next turn.
     latency: Callable[[int, int], float] | None = None
 

@@ -13,14 +13,17 @@ from datetime import timedelta
 from math import inf
 from pathlib import Path
 from types import FrameType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from aiocoll.runtime import Runtime
 from aiocoll.unseen import Call, Unseen
 
-__all__ = ["Progress", "Work"]
+__all__ = ["GOES_ON", "Progress", "Work"]
 
 T = TypeVar("T")
+
+#: What `_unwrap` returns when it has started another operation, whose end is the work's.
+GOES_ON: Final = object()
 
 #: Files that start with this are ours: no call site of the user's.
 _HERE = str(Path(__file__).parent) + os.sep
@@ -267,6 +270,8 @@ class Work(Generic[T]):
                     result = unwrap()
                 except Exception as error:
                     exception = error
+                if result is GOES_ON:
+                    return
         self._result = result
         self._exception = exception
         self._withdraw = None

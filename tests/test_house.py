@@ -23,15 +23,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS: list[set[str]] = [
     {"errors", "log"},
     {"runtime", "dtypes", "unseen", "packed"},
-    {"halves"},
+    {"halves", "entries"},
     {"kernels"},
     {"ops"},
     {"buffers", "work", "handshake", "codec", "options", "process", "backends"},
-    {"transport", "store", "gpu"},
+    {"transport", "store", "gpu", "sparse"},
     {"algorithms"},
     {"engine"},
     {"calls", "planning"},
     {"launch"},
+    {"sparse_reduce"},
     {"collectives", "point_to_point", "objects", "arrays", "coalesce"},
     {"cards", "growth", "place", "tuning"},
     {"recovery"},
@@ -55,7 +56,8 @@ MAX_FUNCTION = 70
 HEAVY = ("torch", "cupy", "ml_dtypes", "jax", "scipy", "pytest", "uvloop")
 
 #: What takes a millisecond or more to import, with all that it brings along, and few programs need.
-LATER = ("aiocoll.cli", "aiocoll.codec.records", "aiocoll.testing", "argparse", "decimal", "email", "fractions", "http",
+LATER = ("aiocoll.cli", "aiocoll.codec.records", "aiocoll.sparse", "aiocoll.sparse_reduce",
+         "aiocoll.testing", "argparse", "decimal", "email", "fractions", "http",
          "json", "multiprocessing", "tempfile", "urllib.request", "uuid", "xml", "zoneinfo")  # fmt: skip
 
 

@@ -59,6 +59,7 @@ class VirtualRuntime(Runtime):
 
     may_spin = False
     may_listen = False
+    may_thread = False
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__(loop)
