@@ -263,6 +263,4 @@ def _expanded(pointers: Array, indices: Array, name: str) -> tuple[Array, Array]
 
 def _pointers(major: Array, rows: int) -> Array:
     """Return where the entries of each row begin, given the row of each entry, ascending; int64."""
-    pointers = np.zeros(rows + 1, np.int64)
-    np.cumsum(np.bincount(major, minlength=rows), out=pointers[1:])
-    return pointers
+    return np.searchsorted(major, np.arange(rows + 1))
