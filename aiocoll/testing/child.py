@@ -1,4 +1,4 @@
-"""The other side of `run_processes`: what the process of one rank does."""
+"""The other side of a `Team`: what the process of one rank does."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 from aiocoll.group import ProcessGroup, process_group
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous import new_group
+from aiocoll.testing.ranks import loop_factory
 from aiocoll.testing.report import blocked, pending, raised, stack
 
-__all__ = ["HEADER", "MAIN", "Job", "main"]
+__all__ = ["HEADER", "MAIN", "Call", "Job", "main"]
 
 #: Before every message: its length in bytes.
 HEADER = struct.Struct("<Q")
@@ -34,19 +35,29 @@ MAIN = "__mp_main__"
 
 
 class Job(NamedTuple):
-    """What a child has to do: import `module`, or load it from `file`; then unpickle `call` and run it."""
+    """What a child has to do: import `module`, or load it from `file`; then unpickle `call` and run it.
+
+    If `call` is None, it stands ready for every `Call` that comes.
+    """
 
     module: str
     file: str | None
-    call: bytes
+    call: bytes | None
     options: GroupOptions
     loop: str
 
     @classmethod
-    def of(cls, fn: Callable[..., Any], call: bytes, options: GroupOptions, loop: str) -> Job:
-        """Return the job of calling `fn`."""
-        module = str(getattr(fn, "__module__", "__main__"))
-        return cls(module, getattr(sys.modules.get(module), "__file__", None), call, options, loop)
+    def of(cls, source: Any, options: GroupOptions, loop: str) -> Job:
+        """Return the job of standing ready for calls of what is in the module of `source`."""
+        module = str(getattr(source, "__module__", "__main__"))
+        return cls(module, getattr(sys.modules.get(module), "__file__", None), None, options, loop)
+
+
+class Call(NamedTuple):
+    """A call that standing ranks make together, in the group with the number `group`: a higher one is a new group."""
+
+    call: bytes
+    group: int
 
 
 def main(channel_fd: int, trace_fd: int) -> None:
@@ -66,10 +77,9 @@ def main(channel_fd: int, trace_fd: int) -> None:
         faulthandler.enable(trace)
         rank = _Rank(channel)
         try:
-            channel.send(("returned", rank.run(channel.receive())))
+            channel.send(("returned", rank.run(channel.receive()), True))
         except BaseException as error:
-            failed = rank.failed or time.monotonic()
-            channel.send(("raised", failed, _pickled(error), _in_words(error), raised(error)))
+            channel.send(_failure(error, rank.failed or time.monotonic()))
         faulthandler.disable()
 
 
@@ -109,15 +119,20 @@ class _Rank:
         self._channel = channel
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pg: ProcessGroup | None = None
+        self._calls: asyncio.Queue[Call | None] = asyncio.Queue()
+        self._calling: asyncio.Task[tuple[Any, ...]] | None = None
         #: When the function failed, on the clock that all processes of a machine share.
         self.failed: float | None = None
 
     def run(self, job: Job) -> Any:
-        threading.Thread(target=self._listen, name="aiocoll-testing", daemon=True).start()
-        _load(job)
-        fn, args = pickle.loads(job.call)
-        with asyncio.Runner(loop_factory=_loop_factory(job.loop)) as runner:
-            self._loop = runner.get_loop()
+        with asyncio.Runner(loop_factory=loop_factory(job.loop)) as runner:
+            loop = runner.get_loop()
+            threading.Thread(target=self._listen, args=(loop,), name="aiocoll-testing", daemon=True).start()
+            _load(job)
+            self._loop = loop
+            if job.call is None:
+                return runner.run(self._stand(job.options))
+            fn, args = pickle.loads(job.call)
             return runner.run(self._call(fn, args, job.options))
 
     async def _call(self, fn: Callable[..., Any], args: tuple[Any, ...], options: GroupOptions) -> Any:
@@ -130,12 +145,55 @@ class _Rank:
                     self.failed = time.monotonic()  # leaving the group takes time, in which others fail
                     raise
 
-    def _listen(self) -> None:
+    async def _stand(self, options: GroupOptions) -> None:
+        """Make calls until there are no more; the group of one is that of the next as long as all goes well."""
+        number = 0
+        while (call := await self._calls.get()) is not None:
+            if call.group != number:
+                number, last, self._pg = call.group, self._pg, None
+            else:
+                last = None
+            # A task of its own can be cancelled, and what the test raises does not end the loop.
+            self._calling = asyncio.create_task(self._answer(call, last, options), name="test")
+            await asyncio.wait([self._calling])
+            await _end_tasks()
+            self._channel.send(self._calling.result())
+        if self._pg is not None:
+            await self._pg.shutdown()
+
+    async def _answer(self, call: Call, last: ProcessGroup | None, options: GroupOptions) -> tuple[Any, ...]:
+        try:
+            if self._pg is None:
+                if last is not None:
+                    last.abort("its test is over")
+                    await last.shutdown()
+                self._pg = await new_group(options=options, name=f"test group {call.group}")
+            fn, args = pickle.loads(call.call)
+            with process_group(self._pg):
+                result = await fn(self._pg, *args)
+        except BaseException as error:
+            failed = time.monotonic()
+            if self._pg is not None:
+                self._pg.abort(f"{type(error).__name__}: {error}")
+            return _failure(error, failed)
+        return "returned", result, not self._pg.pending()
+
+    def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         """Answer the parent; when it is gone, so is this process with all it has started."""
         with suppress(EOFError, OSError):
-            while self._channel.receive() == "report":
-                self._channel.send(("report", self._report()))
+            while True:
+                message = self._channel.receive()
+                if message == "report":
+                    self._channel.send(("report", self._report()))
+                elif message == "cancel":
+                    loop.call_soon_threadsafe(self._cancel)
+                else:
+                    loop.call_soon_threadsafe(self._calls.put_nowait, None if message == "stop" else message)
         os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    def _cancel(self) -> None:
+        if self._calling is not None:
+            self._calling.cancel()
 
     def _report(self) -> str:
         lines = [pending(self._pg)]
@@ -161,15 +219,6 @@ def _threads() -> Iterator[str]:
             yield f"  thread {thread.name}:\n" + blocked(frames[thread.ident])
 
 
-def _loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop]:
-    if name == "asyncio":
-        return asyncio.new_event_loop
-    import uvloop
-
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
-
-
 def _load(job: Job) -> None:
     """Make the module of the function importable by its name, the way pytest or a shell has loaded it."""
     if job.module != "__main__":
@@ -185,6 +234,20 @@ def _load(job: Job) -> None:
     module: ModuleType = importlib.util.module_from_spec(spec)
     sys.modules[name] = sys.modules[job.module] = module
     spec.loader.exec_module(module)
+
+
+async def _end_tasks() -> None:
+    """End the tasks that a test has left, as its loop would have if it were over."""
+    here = asyncio.current_task()
+    left = [task for task in asyncio.all_tasks() if task is not here and not task.get_name().startswith("aiocoll")]
+    for task in left:
+        task.cancel()
+    if left:
+        await asyncio.wait(left)
+
+
+def _failure(error: BaseException, when: float) -> tuple[Any, ...]:
+    return "raised", when, _pickled(error), _in_words(error), raised(error)
 
 
 def _pickled(error: BaseException) -> bytes | None:

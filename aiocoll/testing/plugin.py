@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import pytest
 
 from aiocoll.group import ProcessGroup
-from aiocoll.testing.processes import run_processes
+from aiocoll.testing.processes import run_test_processes
 from aiocoll.testing.ranks import run_ranks
 from aiocoll.testing.report import trimmed
 
@@ -101,7 +101,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 
 def _on_all_ranks(test: Callable[..., Any], *, processes: bool = False, **how: Any) -> Callable[..., Any]:
-    run = run_processes if processes else run_ranks
+    run = functools.partial(run_test_processes, test) if processes else run_ranks
 
     @functools.wraps(test)
     async def run_test(**fixtures: Any) -> None:

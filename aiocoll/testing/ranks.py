@@ -15,7 +15,7 @@ from aiocoll.rendezvous import new_group
 from aiocoll.store import HashStore, Store
 from aiocoll.testing.report import listed, pending, stack, verdict
 
-__all__ = ["check_call", "run_ranks"]
+__all__ = ["check_call", "loop_factory", "run_ranks"]
 
 R = TypeVar("R")
 
@@ -72,6 +72,16 @@ def check_call(world_size: int, fn: Callable[..., Any]) -> None:
         raise ValueError(f"world_size={world_size}: give the number of ranks, at least 1")
     if not callable(fn):
         raise TypeError(f"fn must be an async function that takes a group, not {type(fn).__name__}")
+
+
+def loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop]:
+    """Return what makes an event loop of this kind: "asyncio" or "uvloop"."""
+    if name == "asyncio":
+        return asyncio.new_event_loop
+    import uvloop
+
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 class _Run:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from aiocoll import GroupOptions
-from aiocoll.testing import processes, run_processes
+from aiocoll.testing import children, run_processes
 from tests.testing import jobs
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ async def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
 
 
 async def test_a_timeout_tells_where_every_rank_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "ANSWER", 0.5)
+    monkeypatch.setattr(children, "ANSWER", 0.5)
     with pytest.raises(TimeoutError) as caught:
         await run_processes(4, jobs.hang, timeout=4)  # less than it takes to find the stopped rank dead
     text = str(caught.value)

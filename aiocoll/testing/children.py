@@ -1,0 +1,191 @@
+"""The parent's side of a rank's process.
+
+Parent and child talk over a socket pair: pickled messages behind their length. The parent sends the job, then asks
+for a report if time is up; a child answers from a thread, so it can tell where a blocked event loop stands. What the
+interpreter writes when it is killed by a fault (or by the parent's SIGABRT, for a child that does not answer) goes to a
+file that only the two of them know. A child whose parent is gone ends itself and what it has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from aiocoll.testing.child import HEADER, MAIN, Call, Job
+
+__all__ = ["GRACE", "Child"]
+
+#: Seconds that ranks get to end by themselves when another has failed; its abort releases those who wait for it.
+GRACE = 2.0
+#: Seconds a child has to answer, and then to write its last words.
+ANSWER = 2.0
+#: Between two looks whether a process that has closed its channel has ended: it is about to.
+LOOK = 0.002
+#: What a child runs. It must find this package where its parent has it, so `sys.path` is set before.
+START = "from aiocoll.testing.child import main; main"
+
+
+class Child:
+    """One rank's process and the parent's end of its channel."""
+
+    def __init__(self, rank: int, world_size: int, environment: dict[str, str]) -> None:
+        self.rank = rank
+        #: When its function failed, on the clock that all processes of a machine share; 0 if it died.
+        self.failed = 0.0
+        #: Whether its group is as good as new: the last call went well and left nothing pending.
+        self.clean = False
+        self._name = f"rank {rank} of {world_size}"
+        self._answer: asyncio.Future[str] | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        with ExitStack() as stack:
+            self._ours, theirs = map(stack.enter_context, socket.socketpair())
+            self._trace = stack.enter_context(tempfile.TemporaryFile())
+            fds = theirs.fileno(), self._trace.fileno()
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", f"import sys; sys.path = {sys.path!r}; {START}({fds[0]}, {fds[1]})"],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+                process_group=0,
+            )
+            stack.pop_all()
+            theirs.close()
+
+    async def carry_out(self, job: Job) -> Any:
+        """Have the child carry out `job` and end; return the result or raise what was raised."""
+        await self.give(job)
+        outcome = await self._next()
+        if outcome is not None:
+            await self._next()  # it says no more
+        code = await self._reap()
+        if outcome is None or (code and outcome[0] == "returned"):
+            raise self._died(code)
+        return self._unwrapped(outcome)
+
+    async def give(self, job: Job) -> None:
+        """Send the child its job."""
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._ours)
+        self.tell(job)
+
+    async def call(self, call: Call) -> Any:
+        """Have a child that stands ready make `call`; return the result or raise what was raised."""
+        self.tell(call)
+        outcome = await self._next()
+        if outcome is None:
+            raise self._died(await self._reap())
+        return self._unwrapped(outcome)
+
+    async def report(self) -> str:
+        """Return where the rank stands; one that does not answer is ended by that."""
+        self._answer = asyncio.get_running_loop().create_future()
+        self.tell("report")
+        await asyncio.wait([self._answer], timeout=ANSWER)
+        if self._answer.done():
+            return self._answer.result()
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGABRT)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER):
+                await self.ended()
+        return self._last_words() or "  it does not answer, and is not even able to abort: it may be stopped\n"
+
+    def kill(self) -> None:
+        """End the process and what it has started, if it is still there."""
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def aclose(self) -> None:
+        """Release what the parent holds, after the end of the process."""
+        self._trace.close()
+        if self._writer is not None:
+            self._writer.close()
+            with suppress(ConnectionError):
+                await self._writer.wait_closed()
+        self._ours.close()
+
+    def tell(self, message: Any) -> None:
+        """Send something to the child."""
+        assert self._writer is not None
+        data = pickle.dumps(message)
+        self._writer.write(HEADER.pack(len(data)) + data)
+
+    async def _next(self) -> tuple[Any, ...] | None:
+        """Return what became of the function, or None if the child has closed its channel; reports go to who asked."""
+        assert self._reader is not None
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+                message: tuple[Any, ...] = _loads(await self._reader.readexactly(length))
+                if message[0] != "report":
+                    return message
+                if self._answer is not None and not self._answer.done():
+                    self._answer.set_result(message[1])
+        return None
+
+    def _unwrapped(self, outcome: tuple[Any, ...]) -> Any:
+        if outcome[0] == "returned":
+            _, result, self.clean = outcome
+            return result
+        _, self.failed, *what = outcome
+        self.clean = False
+        raise _rebuilt(self._name, *what)
+
+    def _died(self, code: int) -> ChildProcessError:
+        self.failed = 0.0
+        return ChildProcessError(f"{self._name} {_ending(code)}\n{self._last_words()}".rstrip())
+
+    async def ended(self) -> int:
+        """Wait for the end of the process; return its exit code, or minus its signal."""
+        while (code := self.process.poll()) is None:  # noqa: ASYNC110 - there is nothing else to wait for
+            await asyncio.sleep(LOOK)
+        return code
+
+    async def _reap(self) -> int:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE):
+                return await self.ended()
+        self.kill()  # it has closed its channel, and lives on
+        return await self.ended()
+
+    def _last_words(self) -> str:
+        self._trace.seek(0)
+        return self._trace.read().decode(errors="replace")
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code} before its function had returned" if code == 0 else f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class("__main__" if module == MAIN else module, name)
+
+
+def _loads(data: bytes) -> Any:
+    return _Unpickler(io.BytesIO(data)).load()
+
+
+def _rebuilt(name: str, data: bytes | None, text: str, trace: str) -> BaseException:
+    """Return what a rank raised; in words if it does not survive the journey."""
+    error: BaseException = RuntimeError(f"{name} raised {text}")
+    if data is not None:
+        with suppress(Exception):
+            error = _loads(data)
+    error.add_note(f"its traceback on {name}:\n{trace}".rstrip())
+    return error

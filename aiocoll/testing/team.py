@@ -1,0 +1,178 @@
+"""The processes of all ranks, and who of them fails first: what `run_processes` and continuous test cases share.
+
+The ranks of a `run_processes` carry out one job and end. Standing ranks are asked again and again: they keep their
+group from call to call, and make a new one after a call that failed or left something pending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import secrets
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any, Self
+
+from aiocoll.options import GroupOptions
+from aiocoll.store import StoreServer
+from aiocoll.testing.child import Call, Job
+from aiocoll.testing.children import GRACE, Child
+from aiocoll.testing.report import listed, verdict
+
+__all__ = ["Team", "pickled"]
+
+#: 256 bits, the width of the hash that the handshake uses.
+KEY_SIZE = 32
+
+
+class Team:
+    """One process for each rank, in ``async with``; none is left behind it.
+
+    Args:
+        world_size: number of ranks.
+        source: a function or class of the module that each rank must be able to import by its name.
+        options: of the groups.
+        loop: "asyncio" or "uvloop".
+    """
+
+    def __init__(self, world_size: int, source: Any, *, options: GroupOptions | None, loop: str) -> None:
+        if loop not in ("asyncio", "uvloop"):
+            raise ValueError(f"loop={loop!r}: must be 'asyncio' or 'uvloop'")
+        key = secrets.token_bytes(KEY_SIZE)
+        self._name = secrets.token_hex(8)
+        self._job = Job.of(source, replace(options or GroupOptions(), job_key=key), loop)
+        self._server = StoreServer(key=key, job=self._name, world_size=world_size)
+        self._world_size = world_size
+        self._children: list[Child] = []
+        self._calls = 0
+
+    @property
+    def intact(self) -> bool:
+        """Whether all ranks live."""
+        return all(child.process.poll() is None for child in self._children)
+
+    async def __aenter__(self) -> Self:
+        host, port = self._server.start()
+        try:
+            for rank in range(self._world_size):
+                environment = _environment(rank, self._world_size, host, port, self._name)
+                self._children.append(Child(rank, self._world_size, environment))
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for child in self._children:
+            child.kill()
+        for child in self._children:
+            await child.ended()
+            await child.aclose()
+        await self._server.aclose()
+
+    async def stand(self) -> None:
+        """Have the ranks wait for calls."""
+        for child in self._children:
+            await child.give(self._job)
+
+    async def leave(self) -> None:
+        """Let standing ranks say goodbye to each other, and end."""
+        for child in self._children:
+            child.tell("stop")
+        await asyncio.wait([asyncio.create_task(child.ended()) for child in self._children], timeout=GRACE)
+
+    async def call(self, call: bytes, limit: float) -> list[Any]:
+        """Have standing ranks make a call; results and errors are those of `run_processes`."""
+        fresh = not all(child.clean for child in self._children)
+        self._calls += fresh
+        message = Call(call, self._calls)
+        return await self._results(lambda child: child.call(message), limit)
+
+    async def carry_out(self, call: bytes, limit: float) -> list[Any]:
+        """Have the ranks make a call and end."""
+        job = self._job._replace(call=call)
+        return await self._results(lambda child: child.carry_out(job), limit)
+
+    async def _results(self, ask: Callable[[Child], Coroutine[Any, Any, Any]], limit: float) -> list[Any]:
+        failures: dict[int, BaseException] = {}
+        tasks = [
+            asyncio.create_task(_noted(child.rank, ask(child), failures), name=f"rank {child.rank}")
+            for child in self._children
+        ]
+        try:
+            await asyncio.wait(
+                tasks, timeout=None if limit == float("inf") else limit, return_when=asyncio.FIRST_EXCEPTION
+            )
+            if failures:
+                await asyncio.wait(tasks, timeout=GRACE)
+                failures = dict(sorted(failures.items(), key=self._time))
+            elif not all(task.done() for task in tasks):
+                raise TimeoutError(await self._report(tasks, limit))
+        finally:
+            await self._end(tasks)
+        if failures:
+            raise verdict(failures, self._world_size)
+        return [task.result() for task in tasks]
+
+    def _time(self, failure: tuple[int, BaseException]) -> float:
+        """When a rank failed: news of it may overtake each other. One that died may have been missed by others."""
+        return self._children[failure[0]].failed
+
+    async def _report(self, tasks: list[asyncio.Task[Any]], limit: float) -> str:
+        late = [child for child, task in zip(self._children, tasks, strict=True) if not task.done()]
+        lines = [f"{listed([child.rank for child in late])} of {self._world_size} did not end within {limit:g} s\n"]
+        for child, words in zip(late, await asyncio.gather(*(child.report() for child in late)), strict=True):
+            lines.append(f"rank {child.rank} (process {child.process.pid})\n{words}")
+        return "".join(lines)
+
+    async def _end(self, tasks: list[asyncio.Task[Any]]) -> None:
+        """End what is not over yet: standing ranks may give up the call, others are killed."""
+        late = [child for child, task in zip(self._children, tasks, strict=True) if not task.done()]
+        if late and self._calls:
+            for child in late:
+                child.tell("cancel")
+            await asyncio.wait(tasks, timeout=GRACE)
+        if not all(task.done() for task in tasks):
+            for child in self._children:
+                child.kill()
+            await asyncio.wait(tasks)
+        for task in tasks:
+            if not task.cancelled():
+                task.exception()  # it has been seen: no word of it in the log
+
+
+async def _noted(rank: int, asked: Coroutine[Any, Any, Any], failures: dict[int, BaseException]) -> Any:
+    try:
+        return await asked
+    except BaseException as error:
+        failures.setdefault(rank, error)
+        raise
+
+
+def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Return a call for another process."""
+    try:
+        return pickle.dumps((fn, args))
+    except Exception as error:
+        raise TypeError(
+            f"fn and its arguments travel to other processes as a pickle, and these cannot: {error}; fn must be "
+            "importable, a function at the top of a module"
+        ) from error
+
+
+def _environment(rank: int, world_size: int, host: str, port: int, job: str) -> dict[str, str]:
+    """Return the variables of a rank, those of `aiocoll run`; a key of this process's job is not the children's."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("AIOCOLL_JOB_KEY")}
+    return kept | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "NODE_RANK": "0",
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "AIOCOLL_JOB_ID": job,
+        "AIOCOLL_STORE": "launcher",
+    }
