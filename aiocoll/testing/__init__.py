@@ -2,6 +2,16 @@
 
 from aiocoll.testing.processes import run_processes
 from aiocoll.testing.ranks import run_ranks
+from aiocoll.testing.skips import requires_gpu, requires_module, skip_if_world_is_odd, skip_if_world_smaller_than
 from aiocoll.testing.virtual import VirtualLoop, run_virtual
 
-__all__ = ["VirtualLoop", "run_processes", "run_ranks", "run_virtual"]
+__all__ = [
+    "VirtualLoop",
+    "requires_gpu",
+    "requires_module",
+    "run_processes",
+    "run_ranks",
+    "run_virtual",
+    "skip_if_world_is_odd",
+    "skip_if_world_smaller_than",
+]

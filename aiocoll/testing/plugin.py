@@ -22,6 +22,7 @@ from aiocoll.group import ProcessGroup
 from aiocoll.testing.processes import run_test_processes
 from aiocoll.testing.ranks import run_ranks
 from aiocoll.testing.report import trimmed
+from aiocoll.testing.skips import skip_early
 
 __all__ = ["pg", "pytest_configure", "pytest_generate_tests", "pytest_pycollect_makeitem", "pytest_runtest_call"]
 
@@ -107,6 +108,7 @@ def _on_all_ranks(test: Callable[..., Any], *, processes: bool = False, **how: A
     async def run_test(**fixtures: Any) -> None:
         __tracebackhide__ = True
         everywhere = fixtures.pop("pg")
+        skip_early(everywhere.world_size, test, getattr(test, "__self__", None))
         try:
             await run(everywhere.world_size, _call, test, fixtures, **how)
         except BaseException as error:

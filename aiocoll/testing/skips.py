@@ -1,0 +1,123 @@
+"""Decorators that skip a test, with the reason, where it cannot run.
+
+    @pytest.mark.ranks(1, 2, 7)
+    @skip_if_world_smaller_than(2)
+    async def test_ring(pg): ...
+
+They belong directly on the ``async def`` test, below what makes the ranks, or on a test case class. Who makes ranks
+asks them first; a test that came to run without that asks on each rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import unittest
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from aiocoll.group import current_process_group
+
+__all__ = [
+    "requires_gpu",
+    "requires_module",
+    "skip_early",
+    "skip_if_world_is_odd",
+    "skip_if_world_smaller_than",
+]
+
+T = TypeVar("T", bound=Callable[..., Any])
+#: From a world size to the reason why the test cannot run, or None.
+Check = Callable[[int], str | None]
+
+_CHECKS = "__aiocoll_checks__"
+
+
+def skip_if_world_smaller_than(n: int) -> Callable[[T], T]:
+    """Skip the test on fewer than `n` ranks."""
+    return _requirement(lambda size: f"needs at least {n} ranks, the world has {size}" if size < n else None)
+
+
+def skip_if_world_is_odd() -> Callable[[T], T]:
+    """Skip the test on an odd number of ranks."""
+    return _requirement(lambda size: f"needs an even number of ranks, the world has {size}" if size % 2 else None)
+
+
+def requires_gpu(n: int | None = None) -> Callable[[T], T]:
+    """Skip the test on a machine with fewer than `n` CUDA devices that this process may use; None: one for each rank.
+
+    The driver is asked, so no package has to be installed.
+    """
+
+    def check(world_size: int) -> str | None:
+        needed = world_size if n is None else n
+        found = _gpus()
+        return f"needs {needed} CUDA devices, there are {found}" if found < needed else None
+
+    return _requirement(check)
+
+
+def requires_module(*names: str) -> Callable[[T], T]:
+    """Skip the test if one of these modules cannot be imported."""
+
+    def check(world_size: int) -> str | None:
+        for name in names:
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                return f"needs {name}: {error}"
+        return None
+
+    return _requirement(check)
+
+
+def skip_early(world_size: int, *holders: object) -> None:
+    """Raise `unittest.SkipTest` if a decorator on one of `holders` says that there is no use in making ranks."""
+    for holder in holders:
+        for check in getattr(holder, _CHECKS, ()):
+            if reason := check(world_size):
+                raise unittest.SkipTest(reason)
+
+
+def _requirement(check: Check) -> Callable[[T], T]:
+    def decorate(test: Any) -> Any:
+        if not isinstance(test, type):
+            if not inspect.iscoroutinefunction(test):
+                raise TypeError(
+                    f"{test!r} must be an `async def` test or a class of them: put this decorator next to it"
+                )
+            test = _checked(test)
+        setattr(test, _CHECKS, (check, *getattr(test, _CHECKS, ())))
+        return test
+
+    return decorate
+
+
+def _checked(test: Callable[..., Any]) -> Callable[..., Any]:
+    if getattr(test, _CHECKS, None):
+        return test  # it asks them all already
+
+    @functools.wraps(test)
+    async def ask_first(*args: Any, **kwargs: Any) -> Any:
+        group = current_process_group()
+        if group is None:
+            raise RuntimeError(f"{test.__qualname__} was called on no rank: put its skips below what makes the ranks")
+        skip_early(group.size(), ask_first)
+        return await test(*args, **kwargs)
+
+    return ask_first
+
+
+@functools.cache
+def _gpus() -> int:
+    import ctypes
+
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
