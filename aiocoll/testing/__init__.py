@@ -3,6 +3,7 @@
 from aiocoll.testing.processes import run_processes
 from aiocoll.testing.ranks import run_ranks
 from aiocoll.testing.skips import requires_gpu, requires_module, skip_if_world_is_odd, skip_if_world_smaller_than
+from aiocoll.testing.spawn import spawn_ranks
 from aiocoll.testing.virtual import VirtualLoop, run_virtual
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "run_virtual",
     "skip_if_world_is_odd",
     "skip_if_world_smaller_than",
+    "spawn_ranks",
 ]

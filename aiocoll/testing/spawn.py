@@ -1,0 +1,102 @@
+"""`spawn_ranks`: a decorator that makes one test of many ranks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import unittest
+from collections.abc import Awaitable, Callable, Coroutine
+from datetime import timedelta
+from typing import Any
+
+from aiocoll.group import ProcessGroup
+from aiocoll.options import GroupOptions
+from aiocoll.testing.processes import run_test_processes
+from aiocoll.testing.ranks import check_call, run_ranks
+from aiocoll.testing.report import trimmed
+from aiocoll.testing.skips import skip_early
+
+__all__ = ["spawn_ranks"]
+
+#: Marks the function that `spawn_ranks` returns; what it decorates is one step further in.
+_SPAWNS = "__aiocoll_spawns__"
+
+
+def spawn_ranks(
+    world_size: int,
+    *,
+    processes: bool = False,
+    timeout: float | timedelta | None = 120.0,
+    options: GroupOptions | None = None,
+) -> Callable[[Callable[..., Awaitable[object]]], Callable[..., Coroutine[Any, Any, None]]]:
+    """Run the decorated ``async def test(pg, ...)``, or method, on `world_size` ranks each time it is awaited.
+
+    Callers leave out `pg`: every rank gets its own, and is `current_process_group()` too, so a test may also do without
+    the argument. The other arguments are the same on every rank. Works with whatever awaits tests: pytest-asyncio,
+    `unittest.IsolatedAsyncioTestCase`, another test. The skips of this package go below it.
+
+    Args:
+        world_size: number of ranks.
+        processes: make every rank a process. The test must then be importable: a method or at the top of a module; its
+            arguments must be picklable, but a `unittest.TestCase` is made anew on each rank.
+        timeout: seconds for everything; None waits for ever.
+        options: of the groups.
+
+    Raises:
+        As `run_ranks` and `run_processes` do.
+    """
+    check_call(world_size, spawn_ranks)
+
+    def decorate(test: Callable[..., Awaitable[object]]) -> Callable[..., Coroutine[Any, Any, None]]:
+        if not inspect.iscoroutinefunction(test):
+            raise TypeError(f"spawn_ranks is for async tests: write `async def {getattr(test, '__name__', test)}`")
+        signature = inspect.signature(test)
+        others = [parameter for name, parameter in signature.parameters.items() if name != "pg"]
+        visible = signature.replace(parameters=others)
+
+        @functools.wraps(test)
+        async def on_all_ranks(*args: Any, **kwargs: Any) -> None:
+            __tracebackhide__ = True
+            arguments = dict(visible.bind(*args, **kwargs).arguments)
+            skip_early(world_size, test, *args[:1])
+            try:
+                if processes:
+                    where = test.__module__, test.__qualname__
+                    arguments = {name: _portable(value) for name, value in arguments.items()}
+                    await run_test_processes(
+                        test, world_size, _in_process, where, arguments, timeout=timeout, options=options
+                    )
+                else:
+                    await run_ranks(world_size, _call, test, arguments, timeout=timeout, options=options)
+            except BaseException as error:
+                raise trimmed(error)  # noqa: B904 - it is the same exception
+
+        on_all_ranks.__signature__ = visible  # type: ignore[attr-defined]
+        setattr(on_all_ranks, _SPAWNS, test)
+        return on_all_ranks
+
+    return decorate
+
+
+async def _call(pg: ProcessGroup, test: Callable[..., Awaitable[object]], arguments: dict[str, Any]) -> None:
+    signature = inspect.signature(test)
+    given = {"pg": pg} if "pg" in signature.parameters else {}
+    bound = signature.bind_partial()
+    bound.arguments.update(arguments | given)
+    await test(*bound.args, **bound.kwargs)
+
+
+async def _in_process(pg: ProcessGroup, where: tuple[str, str], arguments: dict[str, Any]) -> None:
+    found: Any = sys.modules[where[0]]
+    for name in where[1].split("."):
+        found = getattr(found, name)
+    while not hasattr(found, "__dict__") or _SPAWNS not in vars(found):
+        found = found.__wrapped__  # another decorator is around it
+    arguments = {name: value() if isinstance(value, functools.partial) else value for name, value in arguments.items()}
+    await _call(pg, vars(found)[_SPAWNS], arguments)
+
+
+def _portable(value: Any) -> Any:
+    """Return what makes the same test case on a rank: it holds on to its runner, which stays here."""
+    return functools.partial(type(value), value._testMethodName) if isinstance(value, unittest.TestCase) else value

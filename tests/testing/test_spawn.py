@@ -1,0 +1,92 @@
+"""`spawn_ranks`: one call, many ranks."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import unittest
+from typing import Any
+
+import pytest
+
+from aiocoll import GroupOptions, ProcessGroup, current_process_group
+from aiocoll.testing import skip_if_world_smaller_than, spawn_ranks
+
+
+@spawn_ranks(3)
+async def test_pytest_awaits_it(pg: ProcessGroup) -> None:
+    assert await pg.allreduce(pg.rank()) == 3
+
+
+@pytest.mark.parametrize("x", [5])
+@spawn_ranks(2, options=GroupOptions(transport="tcp"))
+async def test_other_arguments_are_fixtures(x: int, pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(monkeypatch, pytest.MonkeyPatch)
+    assert await pg.allreduce(x) == 10
+
+
+class TestMethod:
+    @spawn_ranks(2)
+    async def test_self_is_there(self, pg: ProcessGroup) -> None:
+        assert isinstance(self, TestMethod)
+        await pg.barrier()
+
+    @spawn_ranks(2)
+    async def test_a_group_is_current(self) -> None:
+        group = current_process_group()
+        assert group is not None
+        assert group.size() == 2
+
+
+class TestUnittest(unittest.IsolatedAsyncioTestCase):
+    @spawn_ranks(2, processes=True)
+    async def test_processes(self, pg: ProcessGroup) -> None:
+        assert self._testMethodName == "test_processes"
+        assert os.getppid() not in await pg.allgather_object(os.getpid())
+
+
+@spawn_ranks(2, processes=True)
+async def _fail(pg: ProcessGroup, text: str, *, rank: int) -> None:
+    if pg.rank() == rank:
+        raise KeyError(text)
+    await pg.barrier()
+
+
+async def test_processes_report_as_run_processes_does() -> None:
+    with pytest.raises(KeyError, match="lost") as caught:
+        await _fail("lost", rank=1)
+    assert caught.value.__notes__[1] == "rank 1 of 2 failed first"
+
+
+async def test_arguments_go_where_they_belong() -> None:
+    seen: list[Any] = []
+
+    @spawn_ranks(1)
+    async def take(x: int, pg: ProcessGroup, *, key: str, y: int = 3) -> None:
+        seen.append((x, pg.size(), key, y))
+
+    await take(1, key="k")
+    await take(x=2, y=4, key="l")
+    assert seen == [(1, 1, "k", 3), (2, 1, "l", 4)]
+    assert list(inspect.signature(take).parameters) == ["x", "key", "y"]
+    with pytest.raises(TypeError, match="missing a required argument: 'key'"):
+        await take(1)
+
+
+async def test_skips_below_it_are_asked_first() -> None:
+    @spawn_ranks(2)
+    @skip_if_world_smaller_than(3)
+    async def small(pg: ProcessGroup) -> None:
+        raise AssertionError
+
+    with pytest.raises(unittest.SkipTest, match="at least 3 ranks"):
+        await small()
+
+
+def test_wrong_use_is_named() -> None:
+    with pytest.raises(ValueError, match="world_size=0: give the number of ranks"):
+        spawn_ranks(0)
+    with pytest.raises(TypeError, match="spawn_ranks is for async tests: write `async def wrong`"):
+
+        @spawn_ranks(2)
+        def wrong(pg: ProcessGroup) -> None: ...  # type: ignore[arg-type]
