@@ -1,0 +1,273 @@
+"""Test cases for unittest, and for pytest, which runs them too: every test runs on all ranks.
+
+    class TestSums(InProcessTestCase):
+        world_size = 3
+
+        async def test_sum(self):
+            self.assertEqual(await self.pg.allreduce(self.rank), 3)
+
+What unittest makes of the class only drives the ranks. Each rank has an instance of its own, and goes through all of
+`setUp`, `asyncSetUp`, the test, `asyncTearDown`, `tearDown` and the cleanups there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import unittest
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from aiocoll.group import ProcessGroup
+from aiocoll.options import GroupOptions, seconds
+from aiocoll.testing.processes import run_test_processes
+from aiocoll.testing.ranks import loop_factory, run_ranks
+from aiocoll.testing.report import trimmed
+from aiocoll.testing.skips import skip_early
+from aiocoll.testing.team import Team, pickled
+
+__all__ = ["InProcessTestCase", "MultiProcessTestCase", "RanksTestCase"]
+
+__unittest = True  # its reports leave out the frames of this module
+
+
+class RanksTestCase(unittest.TestCase):
+    """What both kinds have in common.
+
+    Attributes:
+        world_size: number of ranks.
+        timeout: seconds for a test with all its ranks; None waits for ever.
+        options: of the groups.
+        loop: the event loop of the ranks.
+        rank: of this instance; -1 in the one that drives the ranks.
+        pg: the group of this rank.
+    """
+
+    world_size: ClassVar[int] = 4
+    timeout: ClassVar[float | timedelta | None] = 120.0
+    options: ClassVar[GroupOptions | None] = None
+    loop: ClassVar[Literal["asyncio", "uvloop"]] = "asyncio"
+    rank: int = -1
+    pg: ProcessGroup
+
+    def __init__(self, methodName: str = "runTest") -> None:
+        super().__init__(methodName)
+        self.addTypeEqualityFunc(np.ndarray, self._assert_same_arrays)
+
+    def run(self, result: unittest.TestResult | None = None) -> unittest.TestResult | None:
+        """Run the test on all ranks."""
+        with self._driving():
+            return super().run(result)
+
+    def debug(self) -> None:
+        """Run the test on all ranks, and let its error out."""
+        with self._driving():
+            super().debug()
+
+    async def asyncSetUp(self) -> None:
+        """Prepare the test, on each rank; the group is there."""
+
+    async def asyncTearDown(self) -> None:
+        """Clean up after the test, on each rank."""
+
+    def addCleanup(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        """Call a function after the test, on this rank; the last one added is called first."""
+        self._exits.callback(function, *args, **kwargs)
+
+    def addAsyncCleanup(self, function: Callable[..., Awaitable[Any]], /, *args: Any, **kwargs: Any) -> None:
+        """Await a function after the test, on this rank; in one order with those of `addCleanup`."""
+        self._exits.push_async_callback(function, *args, **kwargs)
+
+    async def enterAsyncContext(self, manager: Any) -> Any:
+        """Enter an asynchronous context that lasts to the end of the test, on this rank."""
+        return await self._exits.enter_async_context(manager)
+
+    @contextmanager
+    def subTest(self, msg: object = None, **params: Any) -> Iterator[None]:
+        """Name a part of the test in the report, should it fail; it ends the test, since other ranks wait."""
+        try:
+            yield
+        except Exception as error:
+            what = ", ".join([*([] if msg is None else [str(msg)]), *(f"{name}={params[name]!r}" for name in params)])
+            error.add_note(f"in the part {what}")
+            raise
+
+    def assertEqualOnRank(self, first: Any, second: Any, msg: Any = None, *, rank: int = 0) -> None:
+        """Check on one rank that two values, or arrays, are equal."""
+        if self.rank == rank:
+            self.assertEqual(first, second, msg)  # noqa: PT009
+
+    def assertNotEqualOnRank(self, first: Any, second: Any, msg: Any = None, *, rank: int = 0) -> None:
+        """Check on one rank that two values, or arrays, differ."""
+        if self.rank != rank:
+            return
+        if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+            self.assertFalse(np.array_equal(first, second), msg or f"both are {first!r}")  # noqa: PT009
+        else:
+            self.assertNotEqual(first, second, msg)  # noqa: PT009
+
+    def _assert_same_arrays(self, first: Any, second: Any, msg: Any = None) -> None:
+        np.testing.assert_array_equal(first, second, err_msg=msg or "", strict=True)
+
+    @contextmanager
+    def _driving(self) -> Iterator[None]:
+        """Put what drives the ranks in the place of the test and of what belongs to the ranks."""
+        name = self._testMethodName
+        test = getattr(self, name)
+
+        @functools.wraps(test)
+        def on_all_ranks() -> None:
+            __tracebackhide__ = True
+            skip_early(self.world_size, test, type(self))
+            try:
+                self._run_on_all_ranks()
+            except BaseException as error:
+                raise trimmed(error)  # noqa: B904 - it is the same exception
+
+        mine = {name: on_all_ranks, "setUp": _nothing, "tearDown": _nothing}
+        before = {name: self.__dict__[name] for name in mine if name in self.__dict__}
+        self.__dict__.update(mine)
+        try:
+            yield
+        finally:
+            for name in mine:
+                del self.__dict__[name]
+            self.__dict__.update(before)
+
+    def _run_on_all_ranks(self) -> None:
+        raise NotImplementedError("derive from InProcessTestCase or MultiProcessTestCase")
+
+    async def _run_here(self, pg: ProcessGroup) -> None:
+        """Run the test as a rank."""
+        self.rank, self.pg = pg.rank(), pg
+        async with AsyncExitStack() as self._exits, self._set_up():
+            await _finished(getattr(self, self._testMethodName)())
+
+    @asynccontextmanager
+    async def _set_up(self) -> AsyncIterator[None]:
+        self.setUp()
+        try:
+            await self.asyncSetUp()
+            try:
+                yield
+            finally:
+                await self.asyncTearDown()
+        finally:
+            self.tearDown()
+
+
+class InProcessTestCase(RanksTestCase):
+    """Every test runs on ranks that are tasks of one event loop, as with `run_ranks`; they start in a millisecond."""
+
+    def _run_on_all_ranks(self) -> None:
+        cls, name = type(self), self._testMethodName
+        with asyncio.Runner(loop_factory=loop_factory(self.loop)) as runner:
+            runner.run(run_ranks(self.world_size, _on_rank, cls, name, options=self.options, timeout=self.timeout))
+
+
+class MultiProcessTestCase(RanksTestCase):
+    """Every test runs on ranks that are processes, as with `run_processes`; the class must be importable.
+
+    Attributes:
+        continuous: start the processes once, in `setUpClass`, and run all tests of the class in them. The group of a
+            test is that of the test before, unless that failed, or left something pending: then it is a new one. Ranks
+            that hang or die are replaced before the next test.
+    """
+
+    continuous: ClassVar[bool] = False
+    _standing: ClassVar[_Standing | None] = None
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        """Start the processes of continuous ranks."""
+        super().setUpClass()
+        if cls.continuous:
+            skip_early(cls.world_size, cls)
+            cls._standing = _Standing(cls)
+            cls.addClassCleanup(cls._standing.close)
+            cls._standing.start()
+
+    def _run_on_all_ranks(self) -> None:
+        cls, name = type(self), self._testMethodName
+        if not self.continuous:
+            with asyncio.Runner() as runner:
+                runner.run(
+                    run_test_processes(
+                        cls,
+                        self.world_size,
+                        _on_rank,
+                        cls,
+                        name,
+                        options=self.options,
+                        timeout=self.timeout,
+                        loop=self.loop,
+                    )
+                )
+        elif self._standing is None:
+            raise RuntimeError(f"{cls.__name__}.setUpClass must call super().setUpClass(), which starts the ranks")
+        else:
+            self._standing.call(_on_rank, cls, name)
+
+
+class _Standing:
+    """The ranks of a class, and the loop that is theirs from test to test."""
+
+    def __init__(self, cls: type[MultiProcessTestCase]) -> None:
+        self._cls = cls
+        self._runner = asyncio.Runner()
+        self._team: Team | None = None
+
+    def start(self) -> None:
+        """Start the processes; do not wait for them."""
+        self._runner.run(self._start())
+
+    def call(self, fn: Callable[..., Any], *args: Any) -> None:
+        """Run one test on the ranks, on new ones if the last test has cost some."""
+        self._runner.run(self._call(pickled(fn, args), seconds(self._cls.timeout, "timeout")))
+
+    def close(self) -> None:
+        """End the processes."""
+        with self._runner:
+            self._runner.run(self._close())
+
+    async def _start(self) -> None:
+        cls = self._cls
+        team = await Team(cls.world_size, cls, options=cls.options, loop=cls.loop).__aenter__()
+        self._team = team
+        await team.stand()
+
+    async def _call(self, call: bytes, limit: float) -> None:
+        if self._team is None or not self._team.intact:
+            await self._close()
+            await self._start()
+        assert self._team is not None
+        await self._team.call(call, limit)
+
+    async def _close(self) -> None:
+        team, self._team = self._team, None
+        if team is not None:
+            try:
+                if team.intact:
+                    await team.leave()
+            finally:
+                await team.__aexit__()
+
+
+async def _on_rank(pg: ProcessGroup, cls: type[RanksTestCase], name: str) -> None:
+    await cls(name)._run_here(pg)
+
+
+async def _finished(result: Any) -> None:
+    if inspect.isawaitable(result):
+        result = await result
+    if result is not None:
+        raise TypeError(f"a test must return None, not {type(result).__name__}")
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,208 @@
+"""Test cases that `test_cases` runs, in a module that a process can import; pytest does not collect them by itself."""
+
+# ruff: noqa: PT009 - they are for unittest
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import unittest
+from typing import Any
+
+import numpy as np
+
+from aiocoll import GroupOptions, current_process_group
+from aiocoll.testing import InProcessTestCase, MultiProcessTestCase, skip_if_world_is_odd, skip_if_world_smaller_than
+
+#: What happened in this process, in order.
+seen: list[Any] = []
+
+
+class Steps(InProcessTestCase):
+    world_size = 2
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        seen.append("setUpClass")
+
+    def setUp(self) -> None:
+        self.note("setUp")
+        self.addCleanup(self.note, "cleanup")
+
+    async def asyncSetUp(self) -> None:
+        self.total = await self.pg.allreduce(self.rank)
+        self.note("asyncSetUp")
+        self.addAsyncCleanup(self.note_later, "async cleanup")
+
+    async def test_it(self) -> None:
+        assert current_process_group() is self.pg
+        assert self.total == 1
+        self.note("test")
+
+    async def asyncTearDown(self) -> None:
+        await self.pg.barrier()
+        self.note("asyncTearDown")
+
+    def tearDown(self) -> None:
+        self.note("tearDown")
+
+    def note(self, what: str) -> None:
+        if self.rank == 1:
+            seen.append(what)
+
+    async def note_later(self, what: str) -> None:
+        self.note(what)
+
+
+class EveryOutcome:
+    """The same tests for both kinds of ranks."""
+
+    world_size = 3
+    options = GroupOptions(transport="tcp")
+
+    async def test_good(self: Any) -> None:
+        self.assertEqual(await self.pg.allreduce(self.rank), 3)
+        array = await self.pg.broadcast(np.full(4, self.rank), 2)
+        self.assertEqual(array, np.full(4, 2))
+        self.assertEqualOnRank(array, np.full(4, self.rank), rank=2)
+        self.assertNotEqualOnRank(array, np.full(4, self.rank), rank=1)
+
+    def test_plain(self: Any) -> None:
+        self.assertEqual(current_process_group().size(), 3)
+
+    async def test_failure(self: Any) -> None:
+        if self.rank == 1:
+            self.assertEqual(1, 2, "unlucky")
+        await self.pg.barrier()
+
+    async def test_error(self: Any) -> None:
+        with self.subTest("second", n=2):
+            if self.rank == 2:
+                raise KeyError("lost")
+            await self.pg.barrier()
+
+    async def test_skip(self: Any) -> None:
+        if self.rank == 1:
+            self.skipTest("not here")
+        await self.pg.barrier()
+
+    @skip_if_world_smaller_than(4)
+    async def test_too_small(self: Any) -> None:
+        raise AssertionError
+
+    @unittest.skip("not today")
+    async def test_skipped(self: Any) -> None:
+        raise AssertionError
+
+    @unittest.expectedFailure
+    async def test_expected(self: Any) -> None:
+        raise AssertionError
+
+    async def test_result(self: Any) -> object:
+        return 5
+
+
+class InProcess(EveryOutcome, InProcessTestCase):
+    pass
+
+
+class MultiProcess(EveryOutcome, MultiProcessTestCase):
+    continuous = True
+
+
+class OwnProcesses(MultiProcessTestCase):
+    world_size = 2
+
+    async def test_pids(self) -> None:
+        pids = await self.pg.allgather_object(os.getpid())
+        assert len(set(pids)) == 2
+        assert os.getppid() not in pids
+        assert self.pg.group_name == "world:0"
+
+    async def test_failure(self) -> None:
+        if self.rank == 1:
+            raise KeyError("lost")
+        await self.pg.barrier()
+
+
+class Continuous(MultiProcessTestCase):
+    """Run in the order of the names; every test reads what is left of the one before."""
+
+    world_size = 3
+    continuous = True
+    timeout = 20.0
+    before: tuple[int, str] = (0, "")
+
+    async def test_1_first(self) -> None:
+        await self.note()
+
+    async def test_2_same_group(self) -> None:
+        assert Continuous.before == (os.getpid(), self.pg.group_name)
+        if self.rank == 1:
+            raise KeyError("lost")
+        await asyncio.Event().wait()  # nothing but the end of the test ends this
+
+    async def test_3_new_group(self) -> None:
+        assert Continuous.before[0] == os.getpid()
+        assert Continuous.before[1] != self.pg.group_name
+        await self.note()
+
+    async def test_4_leave_something(self) -> None:
+        assert Continuous.before == (os.getpid(), self.pg.group_name)
+        if self.rank == 0:
+            Continuous.left = self.pg.recv(np.empty(1), 1)
+
+    async def test_5_new_group_again(self) -> None:
+        assert Continuous.before[0] == os.getpid()
+        assert Continuous.before[1] != self.pg.group_name
+        await self.pg.barrier()
+
+    async def test_6_death(self) -> None:
+        if self.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        await self.pg.barrier()
+
+    async def test_7_new_processes(self) -> None:
+        assert Continuous.before == (0, "")
+        await self.note()
+
+    async def note(self) -> None:
+        assert await self.pg.allreduce(1) == 3
+        Continuous.before = os.getpid(), self.pg.group_name
+
+
+class Hanging(MultiProcessTestCase):
+    world_size = 2
+    continuous = True
+    timeout = 2.0
+
+    async def test_1_hang(self) -> None:
+        if self.rank == 0:
+            await self.pg.barrier()
+        else:
+            await asyncio.Event().wait()
+
+    async def test_2_same_processes(self) -> None:
+        await self.pg.barrier()
+
+
+@skip_if_world_is_odd()
+class Odd(MultiProcessTestCase):
+    world_size = 3
+    continuous = True
+
+    async def test_it(self) -> None:
+        raise AssertionError
+
+
+class Forgetful(MultiProcessTestCase):
+    continuous = True
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        pass
+
+    async def test_it(self) -> None:
+        raise AssertionError

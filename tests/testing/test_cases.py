@@ -1,0 +1,105 @@
+"""The test case classes under unittest: what runs where, and what a result says."""
+
+from __future__ import annotations
+
+import unittest
+
+import pytest
+
+from aiocoll.testing import team
+from tests.testing import samples
+
+
+def run(cls: type[unittest.TestCase], *names: str) -> unittest.TestResult:
+    """Run a class, or some of its tests, as unittest does."""
+    loader = unittest.defaultTestLoader
+    tests = [cls(name) for name in names] if names else list(loader.loadTestsFromTestCase(cls))
+    result = unittest.TestResult()
+    unittest.TestSuite(tests).run(result)
+    return result
+
+
+def words(outcomes: list[tuple[unittest.TestCase, str]]) -> dict[str, str]:
+    return {case.id().rpartition(".")[2]: text for case, text in outcomes}
+
+
+def test_every_rank_goes_through_all_steps() -> None:
+    samples.seen.clear()
+    result = run(samples.Steps)
+    assert (result.testsRun, result.wasSuccessful()) == (1, True)
+    assert samples.seen == [
+        "setUpClass",
+        *("setUp", "asyncSetUp", "test", "asyncTearDown", "tearDown", "async cleanup", "cleanup"),
+    ]
+
+
+@pytest.mark.parametrize("cls", [samples.InProcess, samples.MultiProcess])
+def test_every_outcome_of_a_test_is_that_of_its_ranks(cls: type[unittest.TestCase]) -> None:
+    result = run(cls)
+    assert result.testsRun == 9
+    assert words(result.skipped) == {
+        "test_skip": "not here",
+        "test_too_small": "needs at least 4 ranks, the world has 3",
+        "test_skipped": "not today",
+    }
+    assert [case.id().rpartition(".")[2] for case, _ in result.expectedFailures] == ["test_expected"]
+    failures, errors = words(result.failures), words(result.errors)
+    assert failures.keys() == {"test_failure"}
+    assert errors.keys() == {"test_error", "test_result"}
+    assert 'self.assertEqual(1, 2, "unlucky")' in failures["test_failure"]
+    assert "AssertionError: 1 != 2 : unlucky" in failures["test_failure"]
+    assert failures["test_failure"].endswith("rank 1 of 3 failed first\n")
+    assert "in the part second, n=2" in errors["test_error"]
+    assert 'raise KeyError("lost")' in errors["test_error"]
+    assert "TypeError: a test must return None, not int" in errors["test_result"]
+    for text in (*failures.values(), *errors.values()):
+        assert "aiocoll/testing/team.py" not in text
+        assert "asyncio/runners.py" not in text
+
+
+def test_each_test_has_processes_of_its_own() -> None:
+    result = run(samples.OwnProcesses)
+    assert (result.testsRun, len(result.errors)) == (2, 1)
+    text = words(result.errors)["test_failure"]
+    # The rank's traceback is the only one.
+    assert text.count("Traceback") == 1
+    assert text.index("KeyError: 'lost'\nits traceback on rank 1 of 2:\nTraceback") < text.index("in test_failure")
+
+
+def test_continuous_ranks_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(team, "GRACE", 0.5)
+    result = run(samples.Continuous)
+    assert result.testsRun == 7
+    assert not result.failures
+    errors = words(result.errors)
+    assert errors.keys() == {"test_2_same_group", "test_6_death"}
+    assert "KeyError: 'lost'" in errors["test_2_same_group"]
+    assert "rank 2 of 3 was killed by SIGKILL" in errors["test_6_death"]
+
+
+def test_a_hanging_test_is_reported_and_over() -> None:
+    result = run(samples.Hanging)
+    assert result.testsRun == 2
+    assert not result.failures
+    errors = words(result.errors)
+    assert errors.keys() == {"test_1_hang"}
+    first, second = errors["test_1_hang"].split("rank 1 (process ")
+    assert "TimeoutError: ranks 0 and 1 of 2 did not end within 2 s\nrank 0 (process " in first
+    assert "pending: <Work BARRIER" in first
+    assert "await self.pg.barrier()" in first
+    assert "await asyncio.Event().wait()" in second
+
+
+def test_a_class_is_skipped_before_it_starts_anything() -> None:
+    result = run(samples.Odd)
+    assert [text for _, text in result.skipped] == ["needs an even number of ranks, the world has 3"]
+
+
+def test_a_class_that_started_no_ranks_is_told() -> None:
+    ((_, text),) = run(samples.Forgetful).errors
+    assert "Forgetful.setUpClass must call super().setUpClass(), which starts the ranks" in text
+
+
+def test_an_error_comes_out_of_a_test_that_is_debugged() -> None:
+    with pytest.raises(KeyError, match="lost"):
+        samples.InProcess("test_error").debug()
