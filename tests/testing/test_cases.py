@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import unittest
+from pathlib import Path
 
 import pytest
 
 from aiocoll.testing import team
 from tests.testing import samples
+
+ROOT = Path(__file__).parents[2]
 
 
 def run(cls: type[unittest.TestCase], *names: str) -> unittest.TestResult:
@@ -103,3 +109,48 @@ def test_a_class_that_started_no_ranks_is_told() -> None:
 def test_an_error_comes_out_of_a_test_that_is_debugged() -> None:
     with pytest.raises(KeyError, match="lost"):
         samples.InProcess("test_error").debug()
+
+
+def test_unittest_runs_a_script_of_them(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.startswith("FEs\n===="), done.stderr
+    # What the test of a rank raises is all that its report is about.
+    error, failed = done.stderr.split("=" * 70)[1:]
+    assert failed.count("  File ") == 1
+    assert "assert await self.pg.allreduce(1) == 3" in failed
+    assert error.count("  File ") == 1
+    assert "it cannot be" in error
+
+
+SCRIPT = """
+import unittest
+from aiocoll.testing import InProcessTestCase, MultiProcessTestCase, requires_module
+
+class A(InProcessTestCase):
+    world_size = 2
+    async def test_sum(self):
+        assert await self.pg.allreduce(1) == 3
+
+class B(MultiProcessTestCase):
+    world_size = 2
+    continuous = True
+    async def test_error(self):
+        raise Odd("it cannot be")
+    @requires_module("no_such_module")
+    async def test_skip(self):
+        pass
+
+class Odd(Exception):
+    pass
+
+if __name__ == "__main__":
+    unittest.main()
+"""

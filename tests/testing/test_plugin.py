@@ -19,12 +19,12 @@ class Project:
         monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
         monkeypatch.setenv("PYTHONPATH", ROOT)
 
-    def run(self, source: str, *, mode: str = "strict", asyncio: bool = True) -> pytest.RunResult:
+    def run(self, source: str, *options: str, mode: str = "strict", asyncio: bool = True) -> pytest.RunResult:
         self._pytester.makepyfile(test_it=source)
         fixtures = "asyncio_default_fixture_loop_scope = function"
         self._pytester.makeini(f"[pytest]\nasyncio_mode = {mode}\n{fixtures}\n" if asyncio else "[pytest]\n")
         plugins = [*(("-p", "asyncio") if asyncio else ()), "-p", "aiocoll.testing.plugin"]
-        return self._pytester.runpytest_subprocess(*plugins, "--strict-markers", "-W", "error", "-rA")
+        return self._pytester.runpytest_subprocess(*plugins, *options, "--strict-markers", "-W", "error", "-rA")
 
 
 @pytest.fixture
@@ -37,6 +37,7 @@ import asyncio
 import pytest
 import pytest_asyncio
 import aiocoll
+from aiocoll.testing import InProcessTestCase, skip_if_world_smaller_than, spawn_ranks
 
 @pytest.fixture
 def number():
@@ -62,6 +63,20 @@ class TestClass:
     async def test_method(self, pg):
         assert self.__class__ is TestClass
         await pg.barrier()
+
+@pytest.mark.ranks(1, 2)
+@skip_if_world_smaller_than(2)
+async def test_pair(pg):
+    await pg.barrier()
+
+@pytest.mark.asyncio
+@spawn_ranks(3)
+async def test_spawned(pg, number):
+    assert await pg.allreduce(number) == 60
+
+class TestUnittest(InProcessTestCase):
+    async def test_case(self):
+        assert await self.pg.allreduce(1) == 4
 """
 
 OUTCOMES = [
@@ -70,14 +85,25 @@ OUTCOMES = [
     "PASSED test_it.py::test_product[[]*5*[]]",
     "PASSED test_it.py::test_product[[]*6*[]]",
     "PASSED test_it.py::TestClass::test_method[[]ranks=2[]]",
+    "PASSED test_it.py::test_pair[[]ranks=2[]]",
+    "PASSED test_it.py::test_spawned",
+    "PASSED test_it.py::TestUnittest::test_case",
+    "SKIPPED*: needs at least 2 ranks, the world has 1",
 ]
 
 
 @pytest.mark.parametrize("mode", ["auto", "strict"])
 def test_a_marked_test_runs_on_all_ranks_of_each_world_size(project: Project, mode: str) -> None:
     result = project.run(GOOD, mode=mode)
-    result.assert_outcomes(passed=5)
+    result.assert_outcomes(passed=8, skipped=1)
     result.stdout.fnmatch_lines(OUTCOMES)
+
+
+def test_processes_of_xdist_share_the_tests(project: Project) -> None:
+    pytest.importorskip("xdist")
+    result = project.run(GOOD, "-p", "xdist.plugin", "-n", "2")
+    result.assert_outcomes(passed=8, skipped=1)
+    result.stdout.fnmatch_lines_random(OUTCOMES)
 
 
 def test_loops_of_a_factory_are_used(project: Project, pytester: pytest.Pytester) -> None:

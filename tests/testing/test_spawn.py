@@ -45,19 +45,6 @@ class TestUnittest(unittest.IsolatedAsyncioTestCase):
         assert os.getppid() not in await pg.allgather_object(os.getpid())
 
 
-@spawn_ranks(2, processes=True)
-async def _fail(pg: ProcessGroup, text: str, *, rank: int) -> None:
-    if pg.rank() == rank:
-        raise KeyError(text)
-    await pg.barrier()
-
-
-async def test_processes_report_as_run_processes_does() -> None:
-    with pytest.raises(KeyError, match="lost") as caught:
-        await _fail("lost", rank=1)
-    assert caught.value.__notes__[1] == "rank 1 of 2 failed first"
-
-
 async def test_arguments_go_where_they_belong() -> None:
     seen: list[Any] = []
 
