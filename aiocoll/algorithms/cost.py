@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 from aiocoll.algorithms.machine import PIECE, Machine
 from aiocoll.algorithms.tree import RADIX, children
 
-__all__ = ["Load", "cost", "predict"]
+__all__ = ["Load", "cost", "in_a_row", "predict", "seconds_of"]
 
 
 class Load(NamedTuple):
@@ -78,15 +78,10 @@ def predict(algorithm: str, kind: str, nbytes: int, world_size: int, machine: Ma
         ValueError: if `kind` has no such algorithm.
     """
     load = cost(algorithm, kind, nbytes, world_size)
-    alpha, overhead, beta, gamma = machine
-    crowd = max(load.sends - load.steps, 0) + max(load.receives - load.steps, 0)
-    link = max(load.sent, load.received)
-    seconds = load.worked * gamma
-    if algorithm == "ring":
-        # A step ends when its chunk is through; the next begins with its first piece.
-        chunk = link / load.steps if load.steps else 0.0
-        return seconds + load.steps * max(alpha + min(chunk, PIECE) * beta, chunk * beta)
-    seconds += load.steps * alpha + max(crowd * overhead, link * beta)
+    if algorithm in ("ring", "relay"):
+        return in_a_row(load, machine)
+    _, _, beta, gamma = machine
+    seconds = seconds_of(load, machine)
     if algorithm == "exchange":
         # Reducing overwrites what is sent, so it waits for that, but for what has arrived unasked.
         seconds += max(nbytes - PIECE, 0) * beta
@@ -95,6 +90,21 @@ def predict(algorithm: str, kind: str, nbytes: int, world_size: int, machine: Ma
         piece, inner = min(nbytes, PIECE), max(load.steps - 1, 0)
         seconds += inner * piece * (beta + (gamma if load.worked else 0.0))
     return seconds
+
+
+def seconds_of(load: Load, machine: Machine) -> float:
+    """Return about how many seconds `load` takes, if no step begins before the one it depends on has ended."""
+    alpha, overhead, beta, gamma = machine
+    crowd = max(load.sends - load.steps, 0) + max(load.receives - load.steps, 0)
+    return load.worked * gamma + load.steps * alpha + max(crowd * overhead, max(load.sent, load.received) * beta)
+
+
+def in_a_row(load: Load, machine: Machine) -> float:
+    """Return about how many seconds `load` takes, if each step passes on what the one before brings."""
+    alpha, _, beta, gamma = machine
+    # A step ends when its chunk is through; the next begins with its first piece.
+    chunk = max(load.sent, load.received) / load.steps if load.steps else 0.0
+    return load.worked * gamma + load.steps * max(alpha + min(chunk, PIECE) * beta, chunk * beta)
 
 
 def _log2(world_size: int) -> int:
@@ -138,6 +148,12 @@ def _ring_allreduce(nbytes: int, world_size: int) -> Load:
 
 def _pairwise_allreduce(nbytes: int, world_size: int) -> Load:
     return _ring_allreduce(nbytes, world_size)._replace(steps=2)
+
+
+def _oneshot(nbytes: int, world_size: int) -> Load:
+    """Each rank copies its tensor to everybody, and reduces all there are."""
+    others = world_size - 1
+    return Load(1, others, others, 0, 0, nbytes * (2 * others + 1))
 
 
 def _fan_in(nbytes: int, world_size: int) -> Load:
@@ -237,6 +253,10 @@ _FORMULAS: Mapping[tuple[str, str], _Formula] = MappingProxyType(
         ("allreduce", "circulant"): _circulant_allreduce,
         ("allreduce", "ring"): _ring_allreduce,
         ("allreduce", "pairwise"): _pairwise_allreduce,
+        # Not of programs, but of executors: through memory that all ranks share.
+        ("allreduce", "oneshot"): _oneshot,
+        ("allreduce", "relay"): _ring_allreduce,
+        ("barrier", "oneshot"): _oneshot,
         ("reduce", "linear"): _fan_in,
         ("reduce", "binomial"): _binomial,
         ("reduce", "chain"): _line(lambda _: 1),

@@ -19,12 +19,13 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from aiocoll.algorithms import lanes, leaders, lines
+from aiocoll.algorithms.cost import Load, in_a_row, seconds_of
 from aiocoll.algorithms.hosts import Hosts
-from aiocoll.algorithms.machine import Machine
+from aiocoll.algorithms.machine import PIECE, Machine
 from aiocoll.algorithms.schedule import Program
 from aiocoll.algorithms.tree import RADIX, children
 
-__all__ = ["ALGORITHMS", "RULES", "Rule", "between", "build", "choose", "cost", "has_two_levels"]
+__all__ = ["ALGORITHMS", "RULES", "Rule", "between", "build", "choose", "cost", "has_two_levels", "predict"]
 
 
 class Rule(NamedTuple):
@@ -189,6 +190,27 @@ def cost(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int]) -> tuple[
     if nbytes == 0 and kind != "barrier":
         return 0, 0
     return _FORMULAS[kind, algorithm](nbytes, number, per_host)
+
+
+def predict(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int], machine: Machine) -> float:
+    """Return about how many seconds a two-level collective takes: half of that or twice as much for some splits.
+
+    All ranks are taken to be as far from each other as the hosts are.
+
+    Args:
+        algorithm: its name.
+        kind: the collective.
+        nbytes: bytes of the whole vector, as for `select.choose`.
+        hosts: host number of each rank.
+        machine: what the network between the hosts can do.
+    """
+    steps, sent = cost(algorithm, kind, nbytes, hosts)
+    load = Load(steps, 0, 0, sent, sent, nbytes if "reduce" in kind else 0)
+    if kind == "reduce":
+        # What a rank sends is little beside what passes to it, in whole tensors or piece by piece.
+        passed = nbytes if algorithm == "leaders" else min(nbytes, PIECE)
+        return seconds_of(load, machine) + max(steps - 1, 0) * passed * machine.beta
+    return in_a_row(load, machine) if algorithm == "lines" else seconds_of(load, machine)
 
 
 def _log2(ranks: int) -> int:

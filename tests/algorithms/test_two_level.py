@@ -15,6 +15,7 @@ from aiocoll.algorithms.select import ALGORITHMS as FLAT
 from aiocoll.algorithms.select import choose
 
 from .cases import Case, cases
+from .clockwork import Clockwork
 from .interpreter import execute
 from .proof import Proof
 
@@ -179,6 +180,21 @@ def test_costs_are_those_of_the_programs(kind: str, algorithm: str, number: int,
 def test_costs_of_nothing_are_nothing() -> None:
     assert two_level.cost("lanes", "allreduce", 0, (0, 0, 1)) == (0, 0)
     assert two_level.cost("leaders", "barrier", 0, (0, 0, 1, 1)) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    "hosts", [(0, 0, 1, 1), (0, 0, 0, 1), (0, 0, 0, 0, 1, 1, 1, 1), (0, 1, 2, 2, 2, 2, 2)], ids=str
+)
+@pytest.mark.parametrize("kind", sorted({kind for kind, _ in ALL}))
+def test_predictions_are_about_what_the_programs_take(kind: str, hosts: tuple[int, ...]) -> None:
+    """Within a factor of about two."""
+    for nbytes in (0,) if kind == "barrier" else (64, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB):
+        algorithm = two_level.choose(kind, nbytes, hosts, ordered=False, portable=True, machine=TCP)
+        if algorithm is not None:
+            case = whole(kind, algorithm, hosts, block=max(nbytes // len(hosts), 1))
+            taken = Clockwork(case.programs(), TCP).seconds
+            predicted = two_level.predict(algorithm, kind, case.count if nbytes else 0, hosts, TCP)
+            assert 0.45 * taken <= predicted <= 1.8 * taken, (algorithm, nbytes, predicted / taken)
 
 
 def test_lines_stream_and_need_no_scratch() -> None:
