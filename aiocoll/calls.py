@@ -31,7 +31,7 @@ class Call(NamedTuple):
         shape: of the caller's main array.
         result: what the work yields.
         unwrap: makes the result in the end, if it is not `result`.
-        nbytes: of a message between two ranks.
+        nbytes: of a message between two ranks, or all that this rank sends of objects.
         plan: of a collective on arrays that its plan's executor carries out.
         arrays: flat, numbered as the plan's buffers; None where this rank has none.
     """

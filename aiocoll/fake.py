@@ -143,7 +143,9 @@ class FakeGroup(ProcessGroup):
         known = {rank: memoryview(data) for rank, data in outgoing.items()}
         if not known and root is not None:
             known[root] = memoryview(self._dump(None))
-        return self._begin(op, _never, limit, Terms(op, "object", (), root, None), key, result=unpack(known))
+        nbytes = sum(map(len, outgoing.values()))
+        terms = Terms(op, "object", (), root, None)
+        return self._begin(op, _never, limit, terms, key, result=unpack(known), nbytes=nbytes)
 
     def _list(self, got: Parcel, mine: Any) -> list[Any]:
         own = memoryview(self._dump(mine))

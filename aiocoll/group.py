@@ -12,6 +12,7 @@ from aiocoll.arrays import Arrays
 from aiocoll.collectives import Collectives
 from aiocoll.engine.membership import Membership
 from aiocoll.errors import GroupClosedError, GroupError
+from aiocoll.estimate import Estimates
 from aiocoll.options import GroupOptions
 from aiocoll.point_to_point import PointToPoint
 from aiocoll.recovery import Origin, Recovery
@@ -22,7 +23,7 @@ __all__ = ["ProcessGroup", "current_process_group", "process_group"]
 _current: contextvars.ContextVar[ProcessGroup | None] = contextvars.ContextVar("aiocoll_group", default=None)
 
 
-class ProcessGroup(Collectives, PointToPoint, Arrays, Recovery):
+class ProcessGroup(Collectives, PointToPoint, Arrays, Estimates, Recovery):
     """A group of ranks, seen by one of them; made by `aiocoll.new_group`.
 
     It belongs to the event loop that made it. A failed collective revokes it on all ranks: what is pending fails with

@@ -91,7 +91,7 @@ class Objects(Launcher):
         def make(identity: int, work: Work[Any]) -> Parcels:
             return Parcels(self._member, identity, terms, outgoing, sources, MAX_BYTES, unpack, work, limit)
 
-        return self._begin(op, make, limit, terms, key)
+        return self._begin(op, make, limit, terms, key, nbytes=sum(map(len, outgoing.values())))
 
     def _dump(self, obj: Any) -> bytes:
         return dumps(obj, allow_pickle=self._options.allow_pickle)

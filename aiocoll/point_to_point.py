@@ -204,7 +204,8 @@ def _check_apart(operations: Sequence[tuple[Send | Recv, Buffer]]) -> None:
 
 def _all_of(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[list[Any]]:
     """End `whole` after all `works`, with their results or their first error."""
-    left = len(works)
+    pending = [work for work in works if not work.done()]
+    left = len(pending)
 
     def ended(_: Work[Any]) -> None:
         nonlocal left
@@ -223,9 +224,9 @@ def _all_of(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[list[Any
             if work._withdraw is not None:
                 work._withdraw()
 
-    if works:
+    if pending:
         whole._withdraw = withdraw
-        for work in works:
+        for work in pending:
             work.add_done_callback(ended)
     else:
         finish()

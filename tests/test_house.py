@@ -33,7 +33,7 @@ LAYERS: list[set[str]] = [
     {"calls", "planning"},
     {"launch"},
     {"sparse_reduce"},
-    {"collectives", "point_to_point", "objects", "arrays", "coalesce"},
+    {"collectives", "point_to_point", "objects", "arrays", "coalesce", "estimate"},
     {"cards", "growth", "place", "tuning"},
     {"recovery"},
     {"subgroups"},
