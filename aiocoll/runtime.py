@@ -19,12 +19,14 @@ __all__ = ["BUDGET", "Runtime"]
 #: Longest time one callback moves or reduces data before it puts the rest off, in seconds: with what a last piece
 #: takes on top, no callback holds the loop for a millisecond.
 BUDGET = 300e-6
+#: Seconds by which clocks differ that are the same one: a loop may show the time when its turn began.
+_SAME_CLOCK = 1.0
 
 
 class Runtime:
     """Time and randomness of one event loop."""
 
-    __slots__ = ("__weakref__", "call_later", "call_soon", "due", "loop", "thread", "ticks", "time")
+    __slots__ = ("__weakref__", "call_later", "call_soon", "due", "loop", "stamp", "thread", "ticks", "time")
 
     #: An await may poll before it suspends; off where time is virtual, since polling takes none of it.
     may_spin = True
@@ -43,6 +45,10 @@ class Runtime:
         """Seconds on the clock that timers, timeouts and error messages use."""
         self.ticks: Callable[[], float] = time.perf_counter
         """Real seconds, to bound the work done in one callback; never for a decision peers can see."""
+        self.stamp = self.time
+        """Seconds on the clock of `time`, as fine as there are: those of uvloop are milliseconds, read once a turn."""
+        if abs(time.monotonic() - loop.time()) < _SAME_CLOCK:
+            self.stamp = time.monotonic
         self.call_soon: Callable[..., asyncio.Handle] = loop.call_soon
         self.call_later: Callable[..., asyncio.TimerHandle] = loop.call_later
         self.due: list[Callable[[], object]] = []
@@ -66,6 +72,10 @@ class Runtime:
         due, self.due = self.due, []
         for callback in due:
             callback()
+
+    def wall(self) -> float:
+        """Return the seconds since 1970, to set records of several hosts beside each other; virtual where time is."""
+        return time.time() if self.stamp is time.monotonic else self.time()
 
     def random_bytes(self, n: int) -> bytes:
         """Return `n` bytes fit for keys and nonces."""

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from aiocoll.log import logger
 
-__all__ = ["Call", "Failures", "Unseen"]
+__all__ = ["Call", "Failures", "Unseen", "line_of"]
 
 
 #: Calls that a line names; of more it tells the number.
@@ -30,9 +30,13 @@ class Call(NamedTuple):
 
     def __str__(self) -> str:
         number = "" if self.name is None else f" (sequence {self.name!r})"
-        # An instruction has two bytes and one entry.
-        line = next(islice(self.code.co_positions(), self.instruction // 2, None), (None,))[0]
-        return f"{self.op}{number} called at {self.code.co_filename}:{line}"
+        return f"{self.op}{number} called at {self.code.co_filename}:{line_of(self.code, self.instruction)}"
+
+
+def line_of(code: CodeType, instruction: int) -> int | None:
+    """Return the line of an instruction; None if the code does not tell."""
+    # An instruction has two bytes and one entry.
+    return next(islice(code.co_positions(), instruction // 2, None), (None,))[0]
 
 
 class Unseen:

@@ -71,7 +71,7 @@ async def test_frames_of_an_older_group_do_not_reach_a_newer_one_of_the_same_nam
                     assert await again.recv_object(0) == "sent"
                 await again.broadcast(x, 0)
                 assert (x == 1).all()
-                op, _, terms, *_ = again._member.history[-1]
+                op, _, terms, *_ = again._member.recorder.collectives[-1]
                 older.append(HEADER.pack(FrameKind.DATA, 0, 0, again._member.id, op, terms.fingerprint(), 0, 24, 24))
                 await again.shutdown()
                 await pg.barrier()

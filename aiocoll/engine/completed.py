@@ -63,7 +63,7 @@ def report(group: Membership) -> Report:
     upto = group.entered
     keyed = [
         (key, count)
-        for op, _, _, _, key, count in reversed(group.history)
+        for op, _, _, _, key, count, *_ in reversed(group.recorder.collectives)
         if key is not None and count is not None and op not in group.unfinished
     ]
     return _told(upto, [op for op in group.unfinished if op <= upto], keyed)

@@ -10,11 +10,11 @@ it does.
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiocoll.engine.disagreement import called, opposed
 from aiocoll.engine.inquiry import DETAILED, SLOW_AFTER, Absence, Finding, Inquiry
-from aiocoll.engine.operation import P2P, Operation, Terms, description
+from aiocoll.engine.operation import P2P, Operation
 from aiocoll.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -27,7 +27,7 @@ from aiocoll.log import logger
 if TYPE_CHECKING:
     from aiocoll.engine.membership import Membership
 
-__all__ = ["Diagnosis", "Record", "cause_of", "error_from"]
+__all__ = ["Diagnosis", "cause_of", "error_from"]
 
 #: Operations for which reports and answers are kept, the oldest ones first to go.
 KEPT = 256
@@ -41,21 +41,6 @@ PATIENCE = 0.25
 GATHER = 0.01
 
 Description = dict[str, Any]
-
-
-class Record(NamedTuple):
-    """An operation this rank entered, kept for questions after its end."""
-
-    op: int
-    entered: float
-    terms: Terms
-    shape: tuple[int, ...]
-    key: str | None
-    seq: int | None
-
-    def describe(self, rank: int) -> Description:
-        """Say what `rank`, this one, called."""
-        return description(rank, self.terms, self.shape, self.key, self.seq)
 
 
 class Diagnosis:
@@ -73,10 +58,6 @@ class Diagnosis:
         self._silent: dict[int, float] = {}
         #: Operations somebody asked about before this rank has entered them, and who did.
         self.asked_early: dict[int, set[int]] = {}
-
-    def find(self, op: int) -> Record | None:
-        """Return the record of an operation, if it is remembered."""
-        return next((Record._make(entry) for entry in reversed(self._group.history) if entry[0] == op), None)
 
     # -- as one who waits
 
@@ -176,7 +157,7 @@ class Diagnosis:
         handler(peer, message)
 
     def _queried(self, peer: int, message: dict[str, Any]) -> None:
-        record = self.find(message["op"])
+        record = self._group.recorder.find(message["op"])
         if record is not None:
             answer = {"t": "report", "op": record.op, "mine": record.describe(self._group.rank)}
         else:
@@ -216,7 +197,7 @@ class Diagnosis:
             inquiry = _bounded(self._inquiries)[op] = Inquiry()
         rank = self._group.rank
         if rank not in inquiry.called:
-            if (record := self.find(op)) is not None:
+            if (record := self._group.recorder.find(op)) is not None:
                 inquiry.called[rank] = record.describe(rank)
             else:
                 last = self._last()
@@ -289,9 +270,9 @@ class Diagnosis:
         return group.cause is None and group.endpoint.groups.get(group.id) is group
 
     def _last(self) -> dict[str, Any]:
-        if not self._group.history:
+        record = self._group.recorder.last()
+        if record is None:
             return {"last": f"{self._waiting()}in no operation yet", "age": None}
-        record = Record._make(self._group.history[-1])
         last = f"{self._waiting()}last in {called(record.describe(self._group.rank))}"
         return {"last": last, "age": self._now() - record.entered}
 

@@ -54,7 +54,7 @@ class Disputes:
     def disagreed(self, peer: int, note: dict[str, Any]) -> None:
         """A frame of this rank did not fit what `peer` called."""
         group, op = self._group, note["op"]
-        record = group.diagnosis.find(op)
+        record = group.recorder.find(op)
         self.differ(_forgotten(group.rank, op) if record is None else record.describe(group.rank), note["theirs"])
 
     def differed(self, peer: int, note: dict[str, Any]) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiocoll.dtypes import by_code
 from aiocoll.engine.arrival import Arrival
 from aiocoll.engine.operation import P2P, Message, Operation, Terms, description
+from aiocoll.engine.recorder import PEER, STARTED
 from aiocoll.errors import CollectiveTimeoutError, ProtocolError, SerializationError
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 from aiocoll.work import Work
@@ -31,6 +33,8 @@ OBJECT = 255
 
 class Outgoing(Operation):
     """A send: done when its bytes have left."""
+
+    peer: int
 
     __slots__ = ("_nbytes", "_result", "_view", "peer")
 
@@ -65,6 +69,8 @@ class Outgoing(Operation):
         if self._nbytes == message.total and not self.done:
             self.group.mailbox.outgoing.pop((self.peer, self.id), None)
             self.succeed(self._result)
+        else:
+            _begun(self)
 
     def fail(self, error: BaseException) -> None:
         """End with `error`."""
@@ -84,19 +90,19 @@ class Posted(Operation):
     """A receive.
 
     Args:
-        source: rank it takes a message from; None takes the first one with the tag.
+        peer: rank it takes a message from; None takes the first one with the tag.
         view: the caller's memory; None receives an object, into memory of its own.
         code: dtype code the message must have.
         shape: of the caller's array, for messages.
         limit: largest object, in bytes.
     """
 
-    __slots__ = ("_limit", "_result", "arrival", "code", "source", "tag", "view")
+    __slots__ = ("_limit", "_result", "arrival", "code", "peer", "tag", "view")
 
     def __init__(
         self,
         group: Membership,
-        source: int | None,
+        peer: int | None,
         tag: int,
         view: memoryview | None,
         code: int,
@@ -107,8 +113,8 @@ class Posted(Operation):
         timeout: float,
     ) -> None:
         terms = _terms("RECV", code, 0 if view is None else view.nbytes)
-        super().__init__(group, P2P, code, terms, shape, work, timeout)
-        self.source = source
+        super().__init__(group, P2P | tag << 32, code, terms, shape, work, timeout)
+        self.peer = peer
         self.tag = tag
         self.view = view
         self.code = code
@@ -123,14 +129,14 @@ class Posted(Operation):
 
     def describe(self) -> dict[str, Any]:
         """Say what is wanted, and from where."""
-        return {**super().describe(), "tag": self.tag, "src": self.source}
+        return {**super().describe(), "tag": self.tag, "src": self.peer}
 
     def needs(self, peer: int) -> bool:
         """Whether only `peer` could complete it."""
         if self.arrival is not None:
             return self.arrival.peer == peer
         others = set(range(len(self.group.ranks))) - {self.group.rank} - self.group.left
-        return self.source == peer if self.source is not None else not others
+        return self.peer == peer if self.peer is not None else not others
 
     def match(self, arrival: Arrival) -> None:
         """Become the receiver of `arrival`."""
@@ -155,13 +161,18 @@ class Posted(Operation):
             self.view[: arrival.received] = arrival.data()
         if arrival.complete:
             self.complete()
-        elif arrival.withheld:
+            return
+        if arrival.received:
+            _begun(self)
+        if arrival.withheld:
             arrival.ask(self.group.id)
 
     def complete(self) -> None:
         """All bytes are here."""
         assert self.arrival is not None
         self.work._source = self.arrival.peer
+        if self.peer is None:
+            self.entry[PEER] = self.arrival.peer
         self.group.mailbox.forget(self.arrival)
         self.succeed(self._result)
 
@@ -174,14 +185,14 @@ class Posted(Operation):
         if self.arrival is not None:
             super().expire()
             return
-        source = "any rank" if self.source is None else f"rank {self.source}"
+        source = "any rank" if self.peer is None else f"rank {self.peer}"
         self.fail(
             CollectiveTimeoutError(
                 f"rank {self.group.rank} of group {self.group.name!r} received no message with tag {self.tag} from "
                 f"{source} within {self.timeout:g} s",
                 op=self.work.op,
                 group=self.group.name,
-                ranks=[] if self.source is None else [self.source],
+                ranks=[] if self.peer is None else [self.peer],
             )
         )
 
@@ -225,7 +236,7 @@ class Mailbox:
     def post(self, posted: Posted) -> None:
         """Match `posted` with the oldest fitting message, or keep it."""
         for arrival in self._waiting.get(posted.tag, ()):
-            if posted.source is None or posted.source == arrival.peer:
+            if posted.peer is None or posted.peer == arrival.peer:
                 self._take(arrival)
                 posted.match(arrival)
                 return
@@ -331,7 +342,7 @@ class Mailbox:
 
     def _meet(self, arrival: Arrival) -> None:
         for posted in self._posted.get(arrival.tag, ()):
-            if posted.source is None or posted.source == arrival.peer:
+            if posted.peer is None or posted.peer == arrival.peer:
                 _drop(self._posted, arrival.tag, posted)
                 posted.match(arrival)
                 return
@@ -349,6 +360,8 @@ class Mailbox:
                 self.forget(arrival)
             else:
                 posted.complete()
+        else:
+            _begun(posted)
 
     def _announce(self, tag: int) -> None:
         for listener in self._listeners.pop(tag, ()):
@@ -365,6 +378,13 @@ def _drop(table: dict[int, dict[K, None]], tag: int, entry: K) -> None:
             table.pop(tag, None)
 
 
+def _begun(operation: Outgoing | Posted) -> None:
+    """Some of the bytes, but not all, have moved."""
+    if operation.entry[STARTED] is None and not operation.done:
+        operation.entry[STARTED] = operation.group.stamp()
+
+
+@lru_cache(maxsize=256)  # of messages that are alike, which most are; making them costs 5 times as much
 def _terms(op: str, code: int, nbytes: int) -> Terms:
     if code == OBJECT:
         return Terms(op, "object", (), None, None)

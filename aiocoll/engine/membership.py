@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from math import nan
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,8 @@ from aiocoll.engine.channel import Channel
 from aiocoll.engine.diagnosis import Diagnosis, cause_of, error_from
 from aiocoll.engine.disagreement import Disputes, called, mismatch
 from aiocoll.engine.mailbox import Mailbox
-from aiocoll.engine.operation import KEYED, P2P, Operation, Terms
+from aiocoll.engine.operation import KEYED, P2P, Operation
+from aiocoll.engine.recorder import ENDED, HISTORY, Recorder
 from aiocoll.engine.watch import REPORT_AFTER
 from aiocoll.errors import CollectiveTimeoutError, GroupError, GroupRevokedError, PeerLostError
 from aiocoll.log import logger
@@ -23,13 +23,9 @@ from aiocoll.transport.shm.layout import SMALLER
 if TYPE_CHECKING:
     from aiocoll.engine.endpoint import Endpoint
 
-__all__ = ["HISTORY", "Membership"]
+__all__ = ["Membership"]
 
 _DATA = int(FrameKind.DATA)
-
-
-#: Operations remembered after their end, to name what a rank did last.
-HISTORY = 1024
 
 
 class Membership:
@@ -80,8 +76,7 @@ class Membership:
         self.pending: dict[Operation, None] = {}
         #: The number of the last ordered operation; who makes one takes the next.
         self.entered = 0
-        #: id, time of entry, terms, shape, key and number of operations: a `Record` each, made when one is asked for.
-        self.history: deque[tuple[int, float, Terms, tuple[int, ...], str | None, int | None]] = deque(maxlen=HISTORY)
+        self.recorder = Recorder()
         self.cause: GroupError | None = None
         #: Collectives that the revocation has failed; all others this rank entered were complete by then.
         self.unfinished: frozenset[int] = frozenset()
@@ -92,7 +87,9 @@ class Membership:
         self.mailbox = Mailbox(self)
         self.diagnosis = Diagnosis(self)
         self.disputes = Disputes(self)
-        self._time = endpoint.runtime.time
+        self.stamp = endpoint.runtime.stamp
+        self._collectives = self.recorder.collectives
+        self._messages = self.recorder.messages
         self._watch = endpoint.watch
         self._early: dict[int, list[tuple[Channel, Header, bytes]]] = {}
         # Keyed operations that have ended; of ordered ones the number tells.
@@ -110,13 +107,20 @@ class Membership:
 
     def enter(self, operation: Operation) -> None:
         """Put an operation in flight: from here on its id and fingerprint answer every frame and question."""
-        operation.entered = now = self._time()
+        operation.entered = now = self.stamp()
         self.pending[operation] = None
         identity = operation.id
+        work = operation.work
+        terms, shape, code, instruction = operation.terms, operation.shape, work._code, work._instruction
+        # The fields of a `Record`, written out: a call per operation would cost more than all else in here.
         if identity < P2P:
             self.operations[identity] = operation
-            work = operation.work
-            self.history.append((identity, now, operation.terms, operation.shape, work.key, work.seq))
+            entry = [identity, now, terms, shape, work.key, work.seq, code, instruction, None, None]
+            self._collectives.append(entry)
+        else:
+            entry = [identity, now, terms, shape, None, None, code, instruction, None, None, operation.peer, None]
+            self._messages.append(entry)
+        operation.entry = entry
         watch = self._watch
         if watch.timer is None or operation.timeout != self.unhurried:
             watch.entered(operation)
@@ -135,6 +139,7 @@ class Membership:
     def forget(self, operation: Operation) -> None:
         """The operation has ended."""
         del self.pending[operation]
+        operation.entry[ENDED] = self.stamp()
         if operation.timeout != self.unhurried:
             self._watch.ended(operation)
         identity = operation.id
@@ -183,7 +188,7 @@ class Membership:
             return self.mailbox.frame(channel, peer, header, payload)
         if op <= self.entered or op in self._ended:
             # An operation that has ended here has had all its messages: the peer means another one.
-            if header[0] != FrameKind.GRANT and (record := self.diagnosis.find(op)) is not None:
+            if header[0] != FrameKind.GRANT and (record := self.recorder.find(op)) is not None:
                 self.disputes.disagree(peer, op, record.describe(self.rank))
             return True
         self._early.setdefault(op, []).append((channel, header, b"" if payload is None else bytes(payload)))

@@ -98,16 +98,22 @@ class Operation:
         shape: of the caller's main array, for error messages.
         work: the caller's handle.
         entered: when it was entered, on the runtime's clock.
+        entry: what is recorded of it from then on; see `aiocoll.engine.recorder`.
+        peer: of a message, the other rank; None of a receive from any rank.
         timeout: seconds until `expire`.
         reported: when it is due to be reported again; 0 before it has been for the first time.
         granted: peers that have entered it and take any amount.
         promised: peers that have been told so by this rank.
     """
 
+    peer: int | None = None
+    entry: list[Any]
+
     __slots__ = (
         "_put_off",
         "done",
         "entered",
+        "entry",
         "fingerprint",
         "granted",
         "group",
@@ -208,5 +214,6 @@ class Operation:
         if not self.done:
             self.done = True
             self.group.forget(self)
+            self.group.recorder.failed(self.entry, error)
             self.group.endpoint.divert(self)
             self.work._finish(None, error)

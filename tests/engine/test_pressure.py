@@ -11,8 +11,8 @@ import pytest
 
 from aiocoll import HashStore, ProcessGroup, ReduceOp, new_group
 from aiocoll.engine.channel import LINK_WINDOW
-from aiocoll.engine.membership import HISTORY
 from aiocoll.engine.plan import EAGER_WINDOW
+from aiocoll.engine.recorder import HISTORY
 from aiocoll.testing import run_processes
 
 from ..ranks import TRANSPORTS, options, run_ranks, until

@@ -1,0 +1,187 @@
+"""What is recorded of operations: when they were entered and ended, how they failed, and no more than that."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import CollectiveTimeoutError, GroupError, ProcessGroup
+from aiocoll.engine.recorder import HISTORY, MESSAGES, NBYTES, Recorder
+from aiocoll.testing.virtual import run_virtual
+from aiocoll.transport.frame import SEGMENT
+from aiocoll.unseen import line_of
+from tests.ranks import TRANSPORTS, run_ranks
+
+
+def recorder(pg: ProcessGroup) -> Recorder:
+    return pg._member.recorder
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+async def test_an_entry_says_what_was_called_where_and_when_it_ended(world_size: int, transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        before = pg._runtime.stamp()
+        await pg.allreduce(np.zeros((2, 3), np.float32))
+        line = sys._getframe().f_lineno - 1
+        await pg.broadcast(np.zeros(5), 0, key="weights")
+        first, second = recorder(pg).snapshot()
+        assert (first.op, first.seq, first.key, first.terms.op, first.shape) == (1, 1, None, "ALLREDUCE", (2, 3))
+        assert (second.seq, second.key, second.terms.dtype) == (1, "weights", "float64")
+        assert first.ended is not None
+        assert second.ended is not None
+        assert before <= first.entered <= first.ended <= second.entered <= second.ended <= pg._runtime.stamp()
+        assert first.code is rank.__code__
+        assert line_of(first.code, first.instruction) == line
+        assert (first.error, second.error, second.peer) == (None, None, None)
+        assert recorder(pg).find(1) == first
+        assert recorder(pg).last() == second
+
+    await run_ranks(world_size, rank, transport=transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_messages_have_a_ring_of_their_own(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        other = 1 - pg.rank()
+        for number in range(MESSAGES + 9):
+            if pg.rank():
+                await pg.recv_anysource(np.zeros(number % 3), tag=7)
+            else:
+                await pg.send(np.zeros(number % 3), other, tag=7)
+        work = pg.recv_object(other, tag=9)
+        barrier, *messages, pending = recorder(pg).snapshot()
+        assert (barrier.terms.op, len(messages) + 1) == ("BARRIER", MESSAGES)
+        for message in messages:
+            assert (message.peer, message.seq, message.op >> 32 & 0xFF) == (other, None, 7)
+            assert message.ended is not None
+            assert message.entered <= message.ended
+        assert (pending.ended, pending.peer, pending.started, pending.terms.dtype) == (None, other, None, "object")
+        await pg.barrier()
+        await pg.send_object("done", other, tag=9)
+        await work
+
+    await run_ranks(2, rank, transport=transport)
+
+
+async def test_a_message_of_many_frames_has_begun_when_the_first_one_has_come() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        x = np.zeros(3 * SEGMENT, np.uint8)
+        await (pg.recv(x, 0) if pg.rank() else pg.send(x, 1))
+        await (pg.recv(x[:8], 0) if pg.rank() else pg.send(x[:8], 1))
+        long, short = recorder(pg).snapshot()
+        assert long.started is not None
+        assert long.ended is not None
+        assert long.entered <= long.started <= long.ended
+        assert short.started is None
+
+    await run_ranks(2, rank, transport="unix")
+
+
+def test_times_are_those_of_the_clock_of_the_group() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await asyncio.sleep(3.0 * pg.rank())
+        await pg.barrier()
+        (barrier,) = recorder(pg).snapshot()
+        assert (barrier.entered, barrier.ended) == (pytest.approx(3.0 * pg.rank()), pytest.approx(3.0))
+        assert pg._runtime.wall() == pg._runtime.time()
+
+    run_virtual(2, rank)
+
+
+class Coarse(asyncio.SelectorEventLoop):
+    """A loop whose clock shows milliseconds, as that of uvloop."""
+
+    def time(self) -> float:
+        return super().time() // 0.001 * 0.001
+
+
+def test_times_are_finer_than_those_of_a_coarse_loop() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        for _ in range(20):
+            await pg.barrier()
+        records = recorder(pg).snapshot()
+        assert len({record.entered for record in records}) == len(records)
+        assert abs(records[-1].entered - pg._runtime.time()) < 1
+
+    with asyncio.Runner(loop_factory=Coarse) as runner:
+        runner.run(run_ranks(1, rank))
+
+
+def test_an_entry_of_a_failure_names_its_class() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        with pytest.raises(CollectiveTimeoutError):
+            await pg.recv(np.zeros(1), 1 - pg.rank(), timeout=0.5)
+        if pg.rank() == 0:
+            with pytest.raises(CollectiveTimeoutError):
+                await pg.allreduce(np.zeros(1), timeout=2)
+        else:
+            await pg.wait_revoked()
+        _, message, *rest = recorder(pg).snapshot()
+        assert message.error == "CollectiveTimeoutError"
+        assert [(each.error, each.entered, each.ended) for each in rest] == (
+            [("CollectiveTimeoutError", pytest.approx(0.5), pytest.approx(2.5))] if pg.rank() == 0 else []
+        )
+
+    run_virtual(2, rank)
+
+
+async def test_nothing_of_the_callers_lives_on_in_an_entry() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        class Array(np.ndarray[Any, Any]):
+            pass
+
+        arrays = [np.zeros(3).view(Array) for _ in range(4)]
+        other = 1 - pg.rank()
+        works = [pg.recv(arrays[3], other, tag=1)]
+        works += [pg.allreduce(arrays[0]), pg.send(arrays[1], other), pg.recv(arrays[2], other)]
+        for work in works[1:]:
+            await work
+        await pg.barrier()
+        pg.abort("to see a failure")
+        with pytest.raises(GroupError):
+            await works[0]
+        refs = [weakref.ref(each) for each in (*arrays, *works)]
+        del arrays, works, work
+        gc.collect()
+        assert [ref() for ref in refs] == [None] * 8
+        assert len(recorder(pg).snapshot()) == 5
+
+    await run_ranks(2, rank)
+
+
+def nbytes(pg: ProcessGroup) -> int:
+    """Return the bytes of all that the rings alone hold, each object once, and the header of those that are tracked."""
+    seen: dict[int, int] = {}
+    for entry in [*recorder(pg).collectives, *recorder(pg).messages]:
+        _, entered, terms, shape, _, _, _, _, ended, *_ = entry
+        for each in (entry, entry[0], entered, ended, shape, *shape, terms, terms.counts):
+            seen[id(each)] = sys.getsizeof(each) + 16 * gc.is_tracked(each)
+    return sum(seen.values())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+async def test_memory_is_bounded(world_size: int) -> None:
+    """Of collectives alone, and with the messages between them; no two of 600 have the same size."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        x = np.zeros((1000, 1, 1, 3))
+        held = []
+        for number in range(10_000 // world_size**2):
+            await pg.allreduce(x[: number % 601])
+            if world_size == 2:
+                await (pg.send if pg.rank() else pg.recv)(x[: number % 599], 1 - pg.rank())
+            if number % HISTORY == HISTORY - 1:
+                held.append(nbytes(pg))
+        assert max(held) <= NBYTES
+        assert (len(recorder(pg).collectives), len(recorder(pg).messages)) == (HISTORY, MESSAGES * (world_size - 1))
+
+    await run_ranks(world_size, rank)
