@@ -15,6 +15,7 @@ from aiocoll.errors import GroupClosedError, GroupError
 from aiocoll.estimate import Estimates
 from aiocoll.options import GroupOptions
 from aiocoll.point_to_point import PointToPoint
+from aiocoll.recording import Recorded
 from aiocoll.recovery import Origin, Recovery
 from aiocoll.work import Work
 
@@ -23,7 +24,7 @@ __all__ = ["ProcessGroup", "current_process_group", "process_group"]
 _current: contextvars.ContextVar[ProcessGroup | None] = contextvars.ContextVar("aiocoll_group", default=None)
 
 
-class ProcessGroup(Collectives, PointToPoint, Arrays, Estimates, Recovery):
+class ProcessGroup(Collectives, PointToPoint, Arrays, Estimates, Recovery, Recorded):
     """A group of ranks, seen by one of them; made by `aiocoll.new_group`.
 
     It belongs to the event loop that made it. A failed collective revokes it on all ranks: what is pending fails with
@@ -34,6 +35,7 @@ class ProcessGroup(Collectives, PointToPoint, Arrays, Estimates, Recovery):
         group_desc: for people.
         timeout: seconds an operation may take by default.
         global_ranks: rank in the job of each rank of the group.
+        recorder: what this rank did last, see `FlightRecorder`.
     """
 
     def __init__(self, member: Membership, options: GroupOptions, desc: str, origin: Origin) -> None:
@@ -166,6 +168,7 @@ class ProcessGroup(Collectives, PointToPoint, Arrays, Estimates, Recovery):
             for tell in self._member.on_revoked:
                 tell()
             await self._origin.release()
+            await self.recorder._settle()
             self._failures.tell()
 
 

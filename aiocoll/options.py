@@ -12,6 +12,7 @@
     allow_pickle  AIOCOLL_ALLOW_PICKLE    no
     host_id       AIOCOLL_HOST_ID         none: found out
     tuning        AIOCOLL_TUNING          none: what `aiocoll bench --tune` has left in the user's cache, if anything
+    dump_dir      AIOCOLL_DUMP_DIR        none: nothing is written
 
 Nothing is guessed: an unknown `AIOCOLL_` variable or an unusable value is an error that says what is allowed.
 """
@@ -73,6 +74,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "allow_pickle": False,
     "host_id": None,
     "tuning": None,
+    "dump_dir": None,
 }
 
 
@@ -92,6 +94,8 @@ class GroupOptions:
         allow_pickle: whether objects msgpack cannot express may travel as pickles; every rank must agree.
         host_id: pretend to be on another host than ranks with another one (for tests).
         tuning: path of a file by `aiocoll bench --tune`; only rank 0 reads it, and tells the others.
+        dump_dir: directory for what this rank did last, written when the group fails and on SIGUSR2; see
+            `aiocoll.recording`.
 
     Raises:
         TypeError: a value has a wrong type.
@@ -110,6 +114,7 @@ class GroupOptions:
     allow_pickle: bool = _UNSET
     host_id: str | None = _UNSET
     tuning: str | None = _UNSET
+    dump_dir: str | None = _UNSET
 
     def __post_init__(self) -> None:
         for name, value in self._given().items():
@@ -214,6 +219,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "bind": _check_text,
     "host_id": _check_text,
     "tuning": _check_text,
+    "dump_dir": _check_text,
     "spin_us": _check_spin,
     "warn_after": _check_number,
     "allow_pickle": _check_bool,

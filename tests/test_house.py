@@ -22,7 +22,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: for all that is in it.
 LAYERS: list[set[str]] = [
     {"errors", "log"},
-    {"runtime", "dtypes", "unseen", "packed"},
+    {"runtime", "dtypes", "unseen", "packed", "dump_files", "dump_signal", "timeline"},
     {"halves", "entries"},
     {"kernels"},
     {"ops"},
@@ -33,7 +33,7 @@ LAYERS: list[set[str]] = [
     {"calls", "planning"},
     {"launch"},
     {"sparse_reduce"},
-    {"collectives", "point_to_point", "objects", "arrays", "coalesce", "estimate"},
+    {"collectives", "point_to_point", "objects", "arrays", "coalesce", "estimate", "recording"},
     {"cards", "growth", "place", "tuning"},
     {"recovery"},
     {"subgroups"},

@@ -23,6 +23,7 @@ DEFAULTS = {
     "allow_pickle": False,
     "host_id": None,
     "tuning": None,
+    "dump_dir": None,
 }
 ELSEWHERE = ("PORT", "STORE", "JOB_ID", "JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP")
 
@@ -45,6 +46,7 @@ def test_defaults() -> None:
         ("allow_pickle", "No", False, True),
         ("host_id", "a", "a", "b"),
         ("tuning", "a.json", "a.json", "b.json"),
+        ("dump_dir", "dumps", "dumps", "others"),
     ],
 )
 def test_explicit_beats_environment_beats_default(name: str, text: str, value: object, other: object) -> None:

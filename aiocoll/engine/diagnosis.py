@@ -86,6 +86,10 @@ class Diagnosis:
         """Whether the coordinator owes an answer about it."""
         return operation.id in self._asked
 
+    def finding(self, op: int) -> Finding | None:
+        """Return what was last answered about an operation."""
+        return self._findings.get(op)
+
     def missing(self, operation: Operation) -> tuple[list[int], str]:
         """Say which ranks have not entered, as far as this rank has learnt."""
         finding = self._findings.get(operation.id)

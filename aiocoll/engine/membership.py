@@ -227,7 +227,14 @@ class Membership:
             return
         self.cause = cause
         self.unfinished = frozenset(operation.id for operation in self.pending if not operation.id & P2P) | self.refused
-        logger.info("group %r on rank %d was revoked: %s", self.name, self.rank, cause, extra=self.whose)
+        logger.info(
+            "group %r on rank %d was revoked: %s (%s)",
+            self.name,
+            self.rank,
+            cause,
+            self.recorder.hint,
+            extra=self.whose,
+        )
         if tell:
             self.endpoint.control.flood({"t": "revoke", "g": self.id, "cause": cause_of(cause)}, self.ranks)
         for operation in list(self.pending):

@@ -73,11 +73,13 @@ class Recorder:
     Attributes:
         collectives: entries of collectives, oldest first.
         messages: entries of sends and receives, oldest first.
+        hint: tells in the log, when the group fails, where to find them.
     """
 
     def __init__(self) -> None:
         self.collectives: deque[list[Any]] = deque(maxlen=HISTORY)
         self.messages: deque[list[Any]] = deque(maxlen=MESSAGES)
+        self.hint = "pg.recorder.dump() has what was called last; with AIOCOLL_DUMP_DIR it is written to a file"
 
     def failed(self, entry: list[Any], error: BaseException) -> None:
         """Note how an operation has failed."""

@@ -1,0 +1,44 @@
+"""Files of flight recorders: what they are called, and writing one so that nobody reads half of it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+__all__ = ["FORMAT", "VERSION", "file_name", "write_json"]
+
+#: What a dump says it is.
+FORMAT, VERSION = "aiocoll flight recorder", 1
+#: Characters of a group's name in the name of a file; file systems take 255 bytes in all.
+_LONGEST = 160
+_numbers = itertools.count()
+
+
+def file_name(group: str, rank: int) -> str:
+    """Return the name of the dump of one rank, whatever the group is called; names of two groups differ."""
+    safe = quote(group, safe="", errors="surrogatepass")
+    if len(safe) > _LONGEST:
+        safe = f"{safe[:_LONGEST]}~{blake2b(safe.encode(), digest_size=8).hexdigest()}"
+    return f"dump-{safe}-{rank}.json"
+
+
+def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
+    """Write `content` to `path`, which is either complete then or as before; OSError if that fails."""
+    import json  # many programs never need it
+
+    target = Path(path)
+    beside = target.with_name(f".{target.name[:200]}.{os.getpid()}.{next(_numbers)}")
+    try:
+        with open(beside, "x", encoding="ascii") as file:
+            json.dump(content, file, separators=(",", ":"))
+        os.replace(beside, target)
+    except BaseException:
+        with suppress(OSError):
+            beside.unlink()
+        raise
