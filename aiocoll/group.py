@@ -16,7 +16,8 @@ from aiocoll.estimate import Estimates
 from aiocoll.options import GroupOptions
 from aiocoll.point_to_point import PointToPoint
 from aiocoll.recording import Recorded
-from aiocoll.recovery import Origin, Recovery
+from aiocoll.recovery import Origin
+from aiocoll.subgroups import Subgroups
 from aiocoll.work import Work
 
 __all__ = ["ProcessGroup", "current_process_group", "process_group"]
@@ -24,7 +25,7 @@ __all__ = ["ProcessGroup", "current_process_group", "process_group"]
 _current: contextvars.ContextVar[ProcessGroup | None] = contextvars.ContextVar("aiocoll_group", default=None)
 
 
-class ProcessGroup(Collectives, PointToPoint, Arrays, Estimates, Recovery, Recorded):
+class ProcessGroup(Collectives, PointToPoint, Arrays, Estimates, Subgroups, Recorded):
     """A group of ranks, seen by one of them; made by `aiocoll.new_group`.
 
     It belongs to the event loop that made it. A failed collective revokes it on all ranks: what is pending fails with
@@ -126,11 +127,10 @@ class ProcessGroup(Collectives, PointToPoint, Arrays, Estimates, Recovery, Recor
         """Wait for started works (at most `timeout`), say goodbye, release everything. Idempotent.
 
         A peer whose operation needs this rank gets `PeerLostError` with ``how="left"``; nothing else is disturbed.
+        Groups that were split off from this one and are open are closed first.
         """
         self._check_place()
-        if self._ending is None:
-            self._ending = self._loop.create_task(self._end(), name=f"aiocoll shutdown of {self.group_name}")
-        await asyncio.shield(self._ending)
+        await asyncio.shield(self._begin_end())
 
     aclose = shutdown
 
@@ -139,7 +139,8 @@ class ProcessGroup(Collectives, PointToPoint, Arrays, Estimates, Recovery, Recor
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is not None:
-            self.abort(f"{type(error).__name__}: {error}")
+            for group in self._open_groups():
+                group.abort(f"{type(error).__name__}: {error}")
         await self.shutdown()
 
     async def _settle(self) -> list[Work[Any]]:
@@ -149,9 +150,16 @@ class ProcessGroup(Collectives, PointToPoint, Arrays, Estimates, Recovery, Recor
             await work._ended()
         return works
 
+    def _begin_end(self) -> asyncio.Task[None]:
+        if self._ending is None:
+            self._ending = self._loop.create_task(self._end(), name=f"aiocoll shutdown of {self.group_name}")
+        return self._ending
+
     async def _end(self) -> None:
         error = self._closed_error()
         try:
+            if self._parts:
+                await asyncio.wait([part._begin_end() for part in self._parts])
             if self._member.cause is None:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(None if self.timeout == float("inf") else self.timeout):
@@ -162,6 +170,7 @@ class ProcessGroup(Collectives, PointToPoint, Arrays, Estimates, Recovery, Recor
             raise
         finally:
             self._closed = self._diverts = True
+            self._leave_parent()
             for operation in list(self._member.pending):
                 operation.fail(error)
             self._member.endpoint.leave(self._member)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
+from aiocoll.engine.lineage import stranger
 from aiocoll.errors import AiocollError, ProtocolError, RendezvousError
 from aiocoll.handshake import ConnKind
 from aiocoll.transport.base import Link
@@ -185,9 +186,11 @@ class Control:
             endpoint.channel(peer).ended = True
             if not direct:
                 self._heard_end(peer)
+                endpoint.ended(peer)
         elif kind == "ended":
             endpoint.channel(note["rank"]).ended = True
             self.gone(note["rank"])
+            endpoint.ended(note["rank"])
         elif kind == "known":
             self._parted()
         elif kind == "bye":
@@ -195,6 +198,8 @@ class Control:
                 endpoint.revoked(note["g"], note["cause"])
             if direct or not note["linked"]:
                 endpoint.departed(peer, note["g"])
+            elif (group := endpoint.groups.get(note["g"])) is not None:
+                group.leaving.add(group.position[peer])
         elif kind == "died":
             endpoint.died(note["rank"], note["detail"], tell=False, how=note["how"])
         elif kind == "waits":
@@ -205,8 +210,7 @@ class Control:
             endpoint.agreement(note["g"], note["ranks"]).heard(peer, note)
         elif (group := endpoint.groups.get(note["g"])) is not None:
             group.diagnosis.heard(group.position[peer], note)
-        elif kind == "query":
-            last = "which is not in the group now"
+        elif (last := stranger(endpoint, peer, note)) is not None and kind == "query":
             self.tell(peer, {"t": "absent", "g": note["g"], "op": note["op"], "last": last, "age": None, "asked": True})
 
     # -- hubs come and go

@@ -292,7 +292,10 @@ class Diagnosis:
         if rank == self._group.rank:
             self.heard(rank, message)
         else:
-            self._group.endpoint.direct.tell(self._group.ranks[rank], {**message, "g": self._group.id})
+            group = self._group
+            if group.lineage:
+                message = {**message, "split": group.lineage}
+            group.endpoint.direct.tell(group.ranks[rank], {**message, "g": group.id})
 
 
 V = TypeVar("V")

@@ -104,6 +104,11 @@ class Endpoint:
 
     def add(self, group: Membership) -> None:
         """Take part in `group`; what its other ranks have said so far is heard now."""
+        if group.id in self.groups or group.id in self._gone_groups:
+            raise ValueError(
+                f"group {group.name!r} would have the id of another group of this rank, by a rare chance: "
+                "make it again under another name"
+            )
         self.groups[group.id] = group
         if (cause := self._doomed.pop(group.id, None)) is not None:
             group.revoke(error_from(cause), tell=False)
@@ -131,6 +136,17 @@ class Endpoint:
         self.groups.pop(group.id, None)
         self._gone_groups.add(group.id)
         group.close()
+
+    def has_left(self, identity: int) -> bool:
+        """Whether this rank was in a group and has left it."""
+        return identity in self._gone_groups
+
+    def disown(self, identity: int) -> None:
+        """Hear nothing of a group that this rank will never be in."""
+        self._gone_groups.add(identity)
+        for channel, header, payload in self._orphans.pop(identity, ()):
+            if header[1]:
+                channel.consume(len(payload))
 
     def hash62(self, text: str) -> int:
         """Hash `text` to 62 bits, the same on all ranks."""
@@ -248,6 +264,13 @@ class Endpoint:
             group.departed(rank)
         elif identity not in self._gone_groups:
             self._departed.setdefault(identity, set()).add(rank)
+
+    def ended(self, rank: int) -> None:
+        """A rank has ended: of a group of which it has not taken leave it has never been a part."""
+        for group in list(self.groups.values()):
+            peer = group.position.get(rank)
+            if peer is not None and not (peer in group.leaving or peer in group.left):
+                group.departed(rank)
 
     def revoked(self, identity: int, cause: dict[str, Any]) -> None:
         """Another rank has revoked a group."""

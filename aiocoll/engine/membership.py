@@ -22,6 +22,7 @@ from aiocoll.transport.shm.layout import SMALLER
 
 if TYPE_CHECKING:
     from aiocoll.engine.endpoint import Endpoint
+    from aiocoll.engine.lineage import Split
 
 __all__ = ["Membership"]
 
@@ -82,7 +83,12 @@ class Membership:
         self.unfinished: frozenset[int] = frozenset()
         #: Collectives that have failed without revoking the group, since the ranks' calls differed.
         self.refused: set[int] = set()
+        #: How this group was split off, from the first group on; and this rank's calls that split it.
+        self.lineage: tuple[Split, ...] = ()
+        self.splits: list[Split] = []
         self.on_revoked: list[Callable[[], None]] = []
+        #: Ranks that have said that they leave, and those of which all data has come.
+        self.leaving: set[int] = set()
         self.left: set[int] = set()
         self.mailbox = Mailbox(self)
         self.diagnosis = Diagnosis(self)
