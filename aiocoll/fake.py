@@ -45,6 +45,7 @@ from aiocoll.ops import Kernel
 from aiocoll.options import GroupOptions, seconds
 from aiocoll.recovery import following
 from aiocoll.runtime import Runtime
+from aiocoll.store import Store
 from aiocoll.transport.base import Card
 from aiocoll.transport.memory import Hub, MemoryTransport
 from aiocoll.tuning import load
@@ -88,9 +89,11 @@ class World:
         """Take in `n` newcomers."""
         return Seat("", self._endpoint.rank, size + n, name)
 
-    async def meet_anew(self, seat: Seat, timeout: float, member: Membership, options: GroupOptions) -> ProcessGroup:
-        """Make a group with newcomers."""
-        return World(member.rank, seat.world_size, options).group(seat.name, member.timeout)
+    async def meet_anew(
+        self, seat: Seat, limit: float, timeout: float, options: GroupOptions, store: Store | None = None
+    ) -> ProcessGroup:
+        """Make a group with others."""
+        return World(seat.rank, seat.world_size, options).group(seat.name, timeout)
 
     async def release(self) -> None:
         """A group is closed."""
@@ -162,7 +165,11 @@ class FakeGroup(ProcessGroup):
         return work
 
     async def _seat(self, n: int, limit: float) -> Seat:
-        return await self._origin.invite(n, self._size, following(self._member.name), limit)
+        seat = await self._origin.invite(n, self._size, following(self._member.name), limit)
+        return seat._replace(rank=self._rank)
+
+    async def _merged_seat(self, store: Store, size: int, name: str, limit: float) -> Seat:
+        return Seat("", self._rank, size, name)
 
 
 class _Instant(Operation):

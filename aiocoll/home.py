@@ -21,7 +21,7 @@ from aiocoll.log import logger
 from aiocoll.options import GroupOptions
 from aiocoll.place import Place
 from aiocoll.runtime import Runtime
-from aiocoll.store import PrefixStore, Store
+from aiocoll.store import PrefixStore, Store, TCPStore
 from aiocoll.transport.address import is_wildcard, routable_address
 from aiocoll.transport.base import Card, Link, Transport
 from aiocoll.transport.memory import Hub, MemoryTransport
@@ -158,21 +158,27 @@ class Home:
         """Give `n` newcomers the ranks from `size` on; return this rank's seat among them."""
         return await invite(self._place.store, n, size, name, timeout)
 
-    async def meet_anew(self, seat: Seat, timeout: float, member: Membership, options: GroupOptions) -> ProcessGroup:
+    async def meet_anew(
+        self, seat: Seat, limit: float, timeout: float, options: GroupOptions, store: Store | None = None
+    ) -> ProcessGroup:
         """Meet newcomers in a world of its own, in which nothing of an older one is heard."""
-        identity = (*self._identity, seat.prefix)
+        place, master = self._place, self._master
+        if store is not None:
+            place = Place(store, lambda: store, False)
+            if isinstance(store, TCPStore) and not store.host.startswith("unix:"):
+                master = store.host
         home = Home(
-            identity,
-            self._place,
+            (*self._identity, seat.prefix),
+            place,
             seat.prefix,
             seat.rank,
             seat.world_size,
             self._options,
             self._key,
-            self._master,
-            timeout,
+            master,
+            limit,
         )
-        return await home.group(seat.name, member.timeout, options)
+        return await home.group(seat.name, timeout, options)
 
     # -- meeting
 

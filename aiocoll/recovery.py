@@ -10,12 +10,12 @@ from typing import Any, Protocol, Self
 
 from aiocoll.engine.completed import Completed, report
 from aiocoll.engine.diagnosis import cause_of, error_from
-from aiocoll.engine.membership import Membership
 from aiocoll.errors import GroupError, RendezvousError, StoreUnavailableError
 from aiocoll.growth import Seat
 from aiocoll.launch import Timeout
 from aiocoll.objects import Objects
 from aiocoll.options import GroupOptions, seconds
+from aiocoll.store import Store
 
 __all__ = ["Origin", "Recovery", "following"]
 
@@ -29,8 +29,10 @@ class Origin(Protocol):
     async def invite(self, n: int, size: int, name: str, timeout: float) -> Seat:
         """Give `n` newcomers the ranks from `size` on; return this rank's seat among them."""
 
-    async def meet_anew(self, seat: Seat, timeout: float, member: Membership, options: GroupOptions) -> Any:
-        """Meet newcomers in a world of its own."""
+    async def meet_anew(
+        self, seat: Seat, limit: float, timeout: float, options: GroupOptions, store: Store | None = None
+    ) -> Any:
+        """Meet newcomers, within `limit` seconds, in a world of its own; in `store` if it is not where all met."""
 
     async def release(self) -> None:
         """A group is closed."""
@@ -134,18 +136,18 @@ class Recovery(Objects):
         if len(set(asked)) > 1:
             raise ValueError(f"the ranks of group {self._member.name!r} called grow() with n={asked}: give the same n")
         seat = await self._seat(n, limit)
-        return await self._meet_anew(seat, limit)
+        return await self._meet_anew(seat, limit, self._member.timeout)
 
     async def _seat(self, n: int, limit: float) -> Seat:
         """Find the newcomers, or hear from rank 0 that it has; return this rank's seat among them."""
         return await (self._invite(n, limit) if self._rank == 0 else self._invited())
 
-    async def _meet_anew(self, seat: Seat, limit: float) -> Self:
+    async def _meet_anew(self, seat: Seat, limit: float, timeout: float, store: Store | None = None) -> Self:
         """Meet the newcomers, unless this group fails: a rank that has died will not come."""
         self._check()
         member = self._member
         meeting = self._loop.create_task(
-            self._origin.meet_anew(seat, limit, member, self._options), name=f"aiocoll growth of {member.name}"
+            self._origin.meet_anew(seat, limit, timeout, self._options, store), name=f"aiocoll growth of {member.name}"
         )
 
         def stop() -> None:
@@ -192,7 +194,8 @@ class Recovery(Objects):
         told = await self.broadcast_object(None, 0, timeout=float("inf"))
         if "error" in told:
             raise (StoreUnavailableError if told["gone"] else RendezvousError)(told["error"])
-        return Seat(*told["seat"])._replace(rank=self._rank)
+        seat = Seat(*told["seat"])
+        return seat._replace(rank=seat.rank + self._rank)
 
 
 def following(name: str) -> str:

@@ -8,10 +8,13 @@ from typing import Any, Self
 
 from aiocoll.engine.lineage import Split
 from aiocoll.engine.membership import Membership
-from aiocoll.errors import GroupClosedError
+from aiocoll.errors import GroupClosedError, StoreUnavailableError
+from aiocoll.growth import Seat
 from aiocoll.launch import Timeout
+from aiocoll.merging import Party, find_seats
 from aiocoll.options import GroupOptions, seconds
 from aiocoll.recovery import Recovery
+from aiocoll.store import Store
 from aiocoll.work import Work
 
 __all__ = ["Subgroups"]
@@ -78,6 +81,65 @@ class Subgroups(Recovery):
         work: Work[Self | None] = Work(self._endpoint, "SPLIT_GROUP", None, None, self)
         work._finish(group)
         return work
+
+    async def merge_remote_group(
+        self, store: Store, size: int, timeout: Timeout = None, group_name: str | None = None
+    ) -> Self:
+        """Make a group of all ranks of this one and of others that it has never met.
+
+        All ranks of all these groups call it. The new group is a world of its own, with its own connections; the old
+        ones stay as they are. Ranks are numbered group by group, and in a group in their order. Groups follow each
+        other by their lowest rank in their job, then by their names, then as they have come.
+
+        Groups with a job key need the same one.
+
+        Args:
+            store: that all these ranks share; it stays open.
+            size: number of ranks of the new group.
+            timeout: seconds the others have to come, and then all to meet; and that an operation of the new group may
+                take by default. This group's by default.
+            group_name: of the new group, the same on all ranks; several mergers at once in one store need different
+                ones. "merged" by default.
+
+        Raises:
+            RendezvousError: too few ranks came, or too many, or they want different sizes, or could not meet; this
+                group is as before.
+            StoreUnavailableError: the store is gone.
+            GroupError: this group has failed.
+        """
+        if not isinstance(store, Store):
+            raise TypeError(f"store must be a Store, not {type(store).__name__}")
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"size must be an int, not {type(size).__name__}")
+        if size < self._size:
+            raise ValueError(f"size={size}: the new group has all {self._size} ranks of this one, and more")
+        if group_name is not None and not isinstance(group_name, str):
+            raise TypeError(f"group_name must be a str or None, not {type(group_name).__name__}")
+        member = self._member
+        limit = member.timeout if timeout is None else seconds(timeout, "timeout")
+        name = "merged" if group_name is None else group_name
+        asked = await self.allgather_object([size, name], timeout=limit)
+        if any(each != asked[0] for each in asked):
+            raise ValueError(
+                f"the ranks of group {member.name!r} called merge_remote_group() with [size, name]={asked}"
+            )
+        return await self._meet_anew(await self._merged_seat(store, size, name, limit), limit, limit, store)
+
+    async def _merged_seat(self, store: Store, size: int, name: str, limit: float) -> Seat:
+        """Find the other groups, or hear from rank 0 that it has; return this rank's seat among all."""
+        if self._rank != 0:
+            return await self._invited()
+        member = self._member
+        try:
+            seat = await find_seats(store, Party(min(member.ranks), member.name, 0, self._size, size), name, limit)
+        except BaseException as error:
+            self._tell(
+                f"group {member.name!r} was not merged: {str(error) or 'rank 0 was cancelled'}",
+                gone=isinstance(error, StoreUnavailableError),
+            )
+            raise
+        await self.broadcast_object({"seat": list(seat)}, 0)
+        return seat
 
     async def shrink(self, exclude: Iterable[int] | None = None) -> Self:
         """See `Recovery.shrink`. What goes on of a sub-group is closed with the same group as the sub-group."""

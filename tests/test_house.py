@@ -35,6 +35,7 @@ LAYERS: list[set[str]] = [
     {"sparse_reduce"},
     {"collectives", "point_to_point", "objects", "arrays", "coalesce", "estimate", "recording"},
     {"cards", "growth", "place", "tuning"},
+    {"merging"},
     {"recovery"},
     {"subgroups"},
     {"group"},
