@@ -19,7 +19,7 @@ from aiocoll.launch import Launcher, Timeout
 from aiocoll.options import seconds
 from aiocoll.work import Work
 
-__all__ = ["PointToPoint", "Recv", "Send"]
+__all__ = ["PointToPoint", "Recv", "Send", "all_of"]
 
 #: Bytes of the longest message: its frames carry its length in 32 bits.
 LONGEST = 2**32 - 1
@@ -68,19 +68,23 @@ class PointToPoint(Launcher):
 
         All arguments are checked before anything starts.
         """
+        works = self._started(operations, timeout)
+        return all_of(Work(self._member.endpoint, "BATCH", None, None, self), works)
+
+    def _started(self, operations: Sequence[Send | Recv], timeout: Timeout) -> list[Work[Any]]:
+        """Check several sends and receives, then start them."""
         if not isinstance(operations, Iterable):
             raise TypeError(f"operations must be a list of Send and Recv, not {type(operations).__name__}")
         ready = [(each, self._checked(each, f"operations[{index}]")) for index, each in enumerate(operations)]
         _check_apart(ready)
         self._limit(0, timeout)
         self._check()
-        works = [
+        return [
             self._send("SEND", each.dst, each.tag, byte_view(buffer.array), buffer.dtype.code, buffer.result, timeout)
             if isinstance(each, Send)
             else self._recv(buffer, each.src, each.tag, timeout)
             for each, buffer in ready
         ]
-        return _all_of(Work(self._member.endpoint, "BATCH", None, None, self), works)
 
     def send_object(self, obj: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[None]:
         """Send an object, by msgpack; see `aiocoll.codec` for what travels."""
@@ -202,7 +206,7 @@ def _check_apart(operations: Sequence[tuple[Send | Recv, Buffer]]) -> None:
         )
 
 
-def _all_of(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[list[Any]]:
+def all_of(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[list[Any]]:
     """End `whole` after all `works`, with their results or their first error."""
     pending = [work for work in works if not work.done()]
     left = len(pending)
