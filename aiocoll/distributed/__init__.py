@@ -1,0 +1,131 @@
+"""The functions of `torch.distributed`, awaited: ``import aiocoll.distributed as dist; await dist.all_reduce(t)``.
+
+A thin layer over `ProcessGroup`. The default group is that of the context (`aiocoll.process_group`, and in the testing
+kit every rank's), else the one that `init_process_group` has made first on this event loop. There is no ``async_op``:
+every call that moves data starts at once and returns a `Work`.
+"""
+
+from aiocoll.backends import Backend, BackendConfig
+from aiocoll.distributed.about import (
+    DebugLevel,
+    GroupName,
+    get_backend,
+    get_backend_config,
+    get_debug_level,
+    get_default_backend_for_device,
+    is_backend_available,
+    supports_complex,
+)
+from aiocoll.distributed.calls import (
+    all_gather,
+    all_gather_coalesced,
+    all_gather_into_tensor,
+    all_reduce,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    gather,
+    monitored_barrier,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_tensor,
+    scatter,
+)
+from aiocoll.distributed.objects import (
+    all_gather_object,
+    broadcast_object_list,
+    gather_object,
+    recv_object_list,
+    scatter_object_list,
+    send_object_list,
+)
+from aiocoll.distributed.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from aiocoll.distributed.ranks import (
+    get_global_rank,
+    get_group_rank,
+    get_node_local_rank,
+    get_process_group_ranks,
+    get_rank,
+    get_world_size,
+)
+from aiocoll.distributed.world import (
+    GroupMember,
+    default_pg_timeout,
+    destroy_process_group,
+    group,
+    init_process_group,
+    is_available,
+    is_initialized,
+    is_torchelastic_launched,
+)
+from aiocoll.errors import StoreError as DistStoreError
+from aiocoll.group import ProcessGroup
+from aiocoll.ops import ReduceOp
+from aiocoll.store import FileStore, HashStore, PrefixStore, Store, TCPStore
+from aiocoll.work import Work
+
+reduce_op = ReduceOp
+
+__all__ = [
+    "Backend",
+    "BackendConfig",
+    "DebugLevel",
+    "DistStoreError",
+    "FileStore",
+    "GroupMember",
+    "GroupName",
+    "HashStore",
+    "P2POp",
+    "PrefixStore",
+    "ProcessGroup",
+    "ReduceOp",
+    "Store",
+    "TCPStore",
+    "Work",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "default_pg_timeout",
+    "destroy_process_group",
+    "gather",
+    "gather_object",
+    "get_backend",
+    "get_backend_config",
+    "get_debug_level",
+    "get_default_backend_for_device",
+    "get_global_rank",
+    "get_group_rank",
+    "get_node_local_rank",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "group",
+    "init_process_group",
+    "irecv",
+    "is_available",
+    "is_backend_available",
+    "is_initialized",
+    "is_torchelastic_launched",
+    "isend",
+    "monitored_barrier",
+    "recv",
+    "recv_object_list",
+    "reduce",
+    "reduce_op",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
+    "send_object_list",
+    "supports_complex",
+]

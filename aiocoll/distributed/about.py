@@ -1,0 +1,77 @@
+"""What there is: backends, debug levels, and what the reductions can do."""
+
+from __future__ import annotations
+
+import os
+from enum import IntEnum
+from typing import Any, NewType
+
+from aiocoll.backends import Backend, BackendConfig
+from aiocoll.distributed.world import Group, found, inside
+from aiocoll.ops import ReduceOp
+from aiocoll.options import GroupOptions
+
+__all__ = [
+    "DebugLevel",
+    "GroupName",
+    "get_backend",
+    "get_backend_config",
+    "get_debug_level",
+    "get_default_backend_for_device",
+    "is_backend_available",
+    "supports_complex",
+]
+
+GroupName = NewType("GroupName", str)
+
+
+class DebugLevel(IntEnum):
+    """How much ranks compare before they move data. No group has INFO, which is there to compare with."""
+
+    OFF = 0
+    INFO = 1
+    DETAIL = 2
+
+
+def get_debug_level() -> DebugLevel:
+    """Return the level of the default group, or that which the environment gives new groups."""
+    pg = found()
+    options = GroupOptions.resolve(None, os.environ) if pg is None else pg._options
+    return DebugLevel[options.debug.upper()]
+
+
+def get_backend(group: Group = None) -> Backend:
+    """Return the backend of a group, for arrays of the host's memory."""
+    return Backend(inside(group).backend_for("cpu"))
+
+
+def get_backend_config(group: Group = None) -> str:
+    """Return the backends of a group by device, such as ``"cpu:aio"``."""
+    return str(BackendConfig(inside(group).backend_for("cpu")))
+
+
+def get_default_backend_for_device(device: Any) -> str:
+    """Return the backend that a device has if nobody says otherwise.
+
+    Args:
+        device: "cpu", "cuda:0", or anything whose `str` is like that.
+    """
+    kind = str(device).partition(":")[0]
+    if kind not in Backend.default_device_backend_map:
+        known = ", ".join(Backend.default_device_backend_map)
+        raise ValueError(f"device={device!r} has no backend; devices with one are {known}")
+    return Backend.default_device_backend_map[kind]
+
+
+def is_backend_available(backend: str) -> bool:
+    """Whether groups can be made with a backend, or with pairs of device and backend such as ``"cpu:aio"``."""
+    try:
+        names = set(BackendConfig(backend).get_device_backend_map().values())
+    except ValueError:
+        return False
+    return Backend.NCCL not in names
+
+
+def supports_complex(reduceOp: ReduceOp) -> bool:
+    """Whether complex numbers can be reduced like that: not with MIN, MAX, BAND, BOR and BXOR."""
+    return reduceOp not in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)

@@ -1,0 +1,237 @@
+"""The collectives on arrays: the group, the root's rank in it, and one call of the group.
+
+Each starts at once and returns a `Work`; for what they do, cost and raise, see the call of `ProcessGroup` they name. By
+a rank that is not in the group they warn, and the work is done with None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from aiocoll.distributed.ranks import rank_of
+from aiocoll.distributed.world import Group, absent, member_of
+from aiocoll.group import ProcessGroup
+from aiocoll.launch import Timeout
+from aiocoll.ops import ReduceOp
+from aiocoll.point_to_point import all_of
+from aiocoll.work import Work
+
+__all__ = [
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+]
+
+SUM = ReduceOp.SUM
+
+
+def all_reduce(tensor: Any, op: ReduceOp = SUM, group: Group = None) -> Work[Any]:
+    """Reduce `tensor` over all ranks, in place: `ProcessGroup.allreduce`."""
+    pg = member_of(group, "all_reduce")
+    return absent("ALLREDUCE") if pg is None else pg.allreduce(tensor, op)
+
+
+def reduce(
+    tensor: Any, dst: int | None = None, op: ReduceOp = SUM, group: Group = None, group_dst: int | None = None
+) -> Work[Any]:
+    """Reduce `tensor` into that of one rank; the others' stay as they are: `ProcessGroup.reduce`.
+
+    Args:
+        tensor: an array of the same count on every rank.
+        dst: global rank that gets the result.
+        op: how to reduce.
+        group: None is the default group.
+        group_dst: its rank in `group`, instead of `dst`.
+    """
+    pg = member_of(group, "reduce")
+    return absent("REDUCE") if pg is None else pg.reduce(tensor, rank_of(pg, "dst", dst, group_dst), op)
+
+
+def broadcast(tensor: Any, src: int | None = None, group: Group = None, group_src: int | None = None) -> Work[Any]:
+    """Copy the tensor of one rank to all: `ProcessGroup.broadcast`.
+
+    Args:
+        tensor: an array of the same count on every rank.
+        src: global rank whose tensor it is.
+        group: None is the default group.
+        group_src: its rank in `group`, instead of `src`.
+    """
+    pg = member_of(group, "broadcast")
+    return absent("BROADCAST") if pg is None else pg.broadcast(tensor, rank_of(pg, "src", src, group_src))
+
+
+def barrier(group: Group = None, device_ids: Sequence[int] | None = None) -> Work[None]:
+    """Wait until all ranks have called it: `ProcessGroup.barrier`. No device takes part; `device_ids` is not used."""
+    pg = member_of(group, "barrier")
+    return absent("BARRIER") if pg is None else pg.barrier()
+
+
+def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> Work[None]:
+    """Wait until all ranks have called it; if some do not, say which: `ProcessGroup.monitored_barrier`."""
+    pg = member_of(group, "monitored_barrier")
+    return absent("MONITORED_BARRIER") if pg is None else pg.monitored_barrier(timeout, wait_all_ranks)
+
+
+def all_gather(tensor_list: list[Any], tensor: Any, group: Group = None) -> Work[Any]:
+    """Gather every rank's tensor, of any count, into a list on every rank: `ProcessGroup.allgather`."""
+    pg = member_of(group, "all_gather")
+    return absent("ALLGATHER") if pg is None else pg.allgather(_listed(tensor_list, "tensor_list", pg), tensor)
+
+
+def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Group = None) -> Work[Any]:
+    """Gather tensors of one count into one tensor, in rank order: `ProcessGroup.allgather_into_tensor`."""
+    pg = member_of(group, "all_gather_into_tensor")
+    return absent("ALLGATHER") if pg is None else pg.allgather_into_tensor(output_tensor, input_tensor)
+
+
+def all_gather_coalesced(
+    output_tensor_lists: list[list[Any]], input_tensor_list: list[Any], group: Group = None
+) -> Work[Any]:
+    """Gather several tensors of every rank; one `ProcessGroup.allgather` for each.
+
+    Args:
+        output_tensor_lists: for every rank a list with room for its tensors; the result.
+        input_tensor_list: this rank's tensors, as many on every rank.
+        group: None is the default group.
+    """
+    pg = member_of(group, "all_gather_coalesced")
+    if pg is None:
+        return absent("ALLGATHER_COALESCED")
+    lists = _listed(output_tensor_lists, "output_tensor_lists", pg)
+    if not isinstance(input_tensor_list, list):
+        raise TypeError(f"input_tensor_list must be a list, not {type(input_tensor_list).__name__}")
+    count = len(input_tensor_list)
+    for rank, each in enumerate(lists):
+        if not isinstance(each, list) or len(each) != count:
+            given = len(each) if isinstance(each, list) else type(each).__name__
+            raise ValueError(
+                f"output_tensor_lists[{rank}] must be a list of {count} tensors, as many as go in: {given}"
+            )
+    works = [pg.allgather([each[index] for each in lists], tensor) for index, tensor in enumerate(input_tensor_list)]
+    whole: Work[list[Any]] = Work(pg._endpoint, "ALLGATHER_COALESCED", None, None, pg)
+    return all_of(whole, works)._then(lambda _: output_tensor_lists)
+
+
+def gather(
+    tensor: Any,
+    gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    group_dst: int | None = None,
+) -> Work[Any]:
+    """Gather every rank's tensor, of any count, at one rank: `ProcessGroup.gather`.
+
+    Args:
+        tensor: this rank's array.
+        gather_list: at `dst` an array per rank, which is the result; elsewhere None or [], and the result is None.
+        dst: global rank that gets them; 0 if `group_dst` is not given either.
+        group: None is the default group.
+        group_dst: its rank in `group`, instead of `dst`.
+    """
+    pg = member_of(group, "gather")
+    if pg is None:
+        return absent("GATHER")
+    root = rank_of(pg, "dst", dst, group_dst, 0)
+    return pg.gather(_at_root(gather_list, "gather_list", "dst", pg, root), tensor, root)
+
+
+def scatter(
+    tensor: Any,
+    scatter_list: list[Any] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    group_src: int | None = None,
+) -> Work[Any]:
+    """Send the r-th tensor of one rank's list to rank r: `ProcessGroup.scatter`.
+
+    Args:
+        tensor: receives; the result.
+        scatter_list: at `src` an array per rank; elsewhere None or [].
+        src: global rank whose list it is; 0 if `group_src` is not given either.
+        group: None is the default group.
+        group_src: its rank in `group`, instead of `src`.
+    """
+    pg = member_of(group, "scatter")
+    if pg is None:
+        return absent("SCATTER")
+    root = rank_of(pg, "src", src, group_src, 0)
+    return pg.scatter(tensor, _at_root(scatter_list, "scatter_list", "src", pg, root), root)
+
+
+def reduce_scatter(output: Any, input_list: list[Any], op: ReduceOp = SUM, group: Group = None) -> Work[Any]:
+    """Reduce the r-th tensors of all lists into rank r's output: `ProcessGroup.reduce_scatter`."""
+    pg = member_of(group, "reduce_scatter")
+    if pg is None:
+        return absent("REDUCE_SCATTER")
+    return pg.reduce_scatter(output, _listed(input_list, "input_list", pg), op)
+
+
+def reduce_scatter_tensor(output: Any, input: Any, op: ReduceOp = SUM, group: Group = None) -> Work[Any]:
+    """Reduce all inputs, leave the r-th part in rank r's output: `ProcessGroup.reduce_scatter_tensor`."""
+    pg = member_of(group, "reduce_scatter_tensor")
+    return absent("REDUCE_SCATTER") if pg is None else pg.reduce_scatter_tensor(output, input, op)
+
+
+def all_to_all(output_tensor_list: list[Any], input_tensor_list: list[Any], group: Group = None) -> Work[Any]:
+    """Send the r-th input to rank r, and receive rank r's into the r-th output: `ProcessGroup.alltoall`."""
+    pg = member_of(group, "all_to_all")
+    if pg is None:
+        return absent("ALLTOALL")
+    outputs = _listed(output_tensor_list, "output_tensor_list", pg)
+    return pg.alltoall(outputs, _listed(input_tensor_list, "input_tensor_list", pg))
+
+
+def all_to_all_single(
+    output: Any,
+    input: Any,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+) -> Work[Any]:
+    """Send part r of `input` to rank r, and lay what comes side by side in `output`: `ProcessGroup.alltoall_base`.
+
+    Args:
+        output: receives part by part, in rank order; the result.
+        input: is cut along its first dimension.
+        output_split_sizes: rows from each rank; None or [] for equal parts.
+        input_split_sizes: rows to each rank; None or [] for equal parts.
+        group: None is the default group.
+    """
+    pg = member_of(group, "all_to_all_single")
+    if pg is None:
+        return absent("ALLTOALL")
+    sizes = [None if each is not None and len(each) == 0 else each for each in (output_split_sizes, input_split_sizes)]
+    return pg.alltoall_base(output, input, *sizes)
+
+
+def _listed(tensors: Any, name: str, pg: ProcessGroup) -> list[Any]:
+    """Refuse what is not a list of one entry per rank."""
+    if not isinstance(tensors, list):
+        raise TypeError(f"{name} must be a list, not {type(tensors).__name__}")
+    if len(tensors) != pg.size():
+        raise ValueError(f"{name} must hold one entry per rank, {pg.size()} in all, not {len(tensors)}")
+    return tensors
+
+
+def _at_root(tensors: Any, name: str, root_name: str, pg: ProcessGroup, root: int) -> list[Any] | None:
+    """Refuse a list anywhere but at the root, and none there."""
+    here = pg.rank() == root
+    if here:
+        if tensors is None:
+            raise ValueError(f"{name} is missing: the rank that is {root_name} gives one tensor per rank")
+        return _listed(tensors, name, pg)
+    if tensors is not None and not (isinstance(tensors, list) and not tensors):
+        raise ValueError(f"{name} must be None or [] on this rank: only the rank that is {root_name} gives it")
+    return None

@@ -1,0 +1,190 @@
+"""Objects: lists of them are filled in place; see `aiocoll.codec` for what travels, without pickle.
+
+The arguments `device` and `use_batch` are taken and not used: objects always go through memory of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from aiocoll.distributed.ranks import global_rank_of, rank_of
+from aiocoll.distributed.world import Group, absent, member_of
+from aiocoll.work import Work
+
+__all__ = [
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+]
+
+
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: Group = None,
+    device: Any = None,
+    group_src: int | None = None,
+) -> Work[Any]:
+    """Put one rank's objects into the lists of all: `ProcessGroup.broadcast_object`.
+
+    Args:
+        object_list: of the same length on every rank; the result.
+        src: global rank whose list it is; 0 if `group_src` is not given either.
+        group: None is the default group.
+        device: not used.
+        group_src: its rank in `group`, instead of `src`.
+    """
+    pg = member_of(group, "broadcast_object_list")
+    if pg is None:
+        return absent("BROADCAST_OBJECT")
+    _check_list(object_list, "object_list")
+    root = rank_of(pg, "src", src, group_src, 0)
+    return pg.broadcast_object(object_list, root)._then(_filling(object_list, f"rank {root}"))
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> Work[Any]:
+    """Gather every rank's object in a list of as many entries, the result: `ProcessGroup.allgather_object`."""
+    pg = member_of(group, "all_gather_object")
+    if pg is None:
+        return absent("ALLGATHER_OBJECT")
+    _check_list(object_list, "object_list", pg.size())
+    return pg.allgather_object(obj)._then(_filling(object_list, "the group"))
+
+
+def gather_object(
+    obj: Any,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    group_dst: int | None = None,
+) -> Work[Any]:
+    """Gather every rank's object at one rank: `ProcessGroup.gather_object`.
+
+    Args:
+        obj: this rank's object.
+        object_gather_list: at `dst` a list of an entry per rank, which is the result; elsewhere None or [].
+        dst: global rank that gets them; 0 if `group_dst` is not given either.
+        group: None is the default group.
+        group_dst: its rank in `group`, instead of `dst`.
+    """
+    pg = member_of(group, "gather_object")
+    if pg is None:
+        return absent("GATHER_OBJECT")
+    root = rank_of(pg, "dst", dst, group_dst, 0)
+    if pg.rank() == root:
+        _check_list(object_gather_list, "object_gather_list", pg.size())
+        assert object_gather_list is not None
+        return pg.gather_object(obj, root)._then(_filling(object_gather_list, "the group"))
+    if object_gather_list:
+        raise ValueError("object_gather_list must be None or [] on this rank: only the rank that is dst gives it")
+    return pg.gather_object(obj, root)
+
+
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    group_src: int | None = None,
+) -> Work[Any]:
+    """Put the r-th of one rank's objects into the first entry of rank r's list: `ProcessGroup.scatter_object`.
+
+    Args:
+        scatter_object_output_list: of one entry at least; the result.
+        scatter_object_input_list: at `src` an object per rank; not used elsewhere.
+        src: global rank whose objects they are; 0 if `group_src` is not given either.
+        group: None is the default group.
+        group_src: its rank in `group`, instead of `src`.
+    """
+    pg = member_of(group, "scatter_object_list")
+    if pg is None:
+        return absent("SCATTER_OBJECT")
+    _check_list(scatter_object_output_list, "scatter_object_output_list")
+    if not scatter_object_output_list:
+        raise ValueError("scatter_object_output_list is empty: its first entry is where the object goes")
+    root = rank_of(pg, "src", src, group_src, 0)
+    if pg.rank() == root:
+        _check_list(scatter_object_input_list, "scatter_object_input_list", pg.size())
+
+    def put(obj: Any) -> list[Any]:
+        scatter_object_output_list[0] = obj
+        return scatter_object_output_list
+
+    return pg.scatter_object(scatter_object_input_list, root)._then(put)
+
+
+def send_object_list(
+    object_list: list[Any],
+    dst: int | None = None,
+    group: Group = None,
+    device: Any = None,
+    group_dst: int | None = None,
+    use_batch: bool = False,
+) -> Work[None]:
+    """Send a list of objects to another rank, in one message with tag 0: `ProcessGroup.send_object`."""
+    pg = member_of(group, "send_object_list")
+    if pg is None:
+        return absent("SEND_OBJECT")
+    _check_list(object_list, "object_list")
+    return pg.send_object(object_list, rank_of(pg, "dst", dst, group_dst))
+
+
+def recv_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: Group = None,
+    device: Any = None,
+    group_src: int | None = None,
+    use_batch: bool = False,
+) -> Work[int]:
+    """Receive a list of objects into one of the same length: `ProcessGroup.recv_object`.
+
+    Args:
+        object_list: is filled.
+        src: global rank whose list it is; None takes one of any rank.
+        group: None is the default group.
+        device: not used.
+        group_src: its rank in `group`, instead of `src`.
+        use_batch: not used.
+
+    Returns:
+        The work; its result is the global rank of the sender, or -1 outside of the group.
+    """
+    pg = member_of(group, "recv_object_list")
+    if pg is None:
+        return absent("RECV_OBJECT", -1)
+    _check_list(object_list, "object_list")
+    anybody = src is None and group_src is None
+    work = pg.recv_object(None if anybody else rank_of(pg, "src", src, group_src))
+
+    def put(objects: Any) -> int:
+        sender = work.source_rank()
+        _filling(object_list, f"rank {sender}")(objects)
+        return global_rank_of(pg, sender)
+
+    return work._then(put)
+
+
+def _check_list(given: Any, name: str, length: int | None = None) -> None:
+    if not isinstance(given, list):
+        raise TypeError(f"{name} must be a list, not {type(given).__name__}")
+    if length is not None and len(given) != length:
+        raise ValueError(f"{name} must hold one entry per rank, {length} in all, not {len(given)}")
+
+
+def _filling(into: list[Any], whose: str) -> Callable[[Any], list[Any]]:
+    """Return what puts objects into a list of as many entries."""
+
+    def fill(objects: Any) -> list[Any]:
+        if objects is not into:
+            if not isinstance(objects, list) or len(objects) != len(into):
+                what = f"a list of {len(objects)}" if isinstance(objects, list) else type(objects).__name__
+                raise ValueError(f"{whose} gave {what}, but the list here has {len(into)} entries: give equal lists")
+            into[:] = objects
+        return into
+
+    return fill

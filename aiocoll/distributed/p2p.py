@@ -1,0 +1,138 @@
+"""Messages between two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+from aiocoll.distributed.ranks import global_rank_of, rank_of
+from aiocoll.distributed.world import Group, absent, inside, member_of
+from aiocoll.group import ProcessGroup
+from aiocoll.point_to_point import Recv, Send, all_of
+from aiocoll.work import Work
+
+__all__ = ["P2POp", "Requests", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
+
+
+def isend(
+    tensor: Any, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
+) -> Work[Any]:
+    """Send `tensor` to another rank; done when its memory may be reused: `ProcessGroup.send`.
+
+    Args:
+        tensor: an array; the result.
+        dst: global rank that receives it.
+        group: None is the default group.
+        tag: a number from 0 to 2**30 - 1, which the receive must have, too.
+        group_dst: its rank in `group`, instead of `dst`.
+    """
+    pg = member_of(group, "isend")
+    return absent("SEND") if pg is None else pg.send(tensor, rank_of(pg, "dst", dst, group_dst), tag)
+
+
+send = isend
+
+
+def irecv(
+    tensor: Any, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
+) -> Work[Any]:
+    """Receive into `tensor`: `ProcessGroup.recv`, or `recv_anysource` if no source is given.
+
+    Args:
+        tensor: an array of the length and dtype of the message; the result.
+        src: global rank whose message it is; None takes one of any rank.
+        group: None is the default group.
+        tag: that of the send.
+        group_src: its rank in `group`, instead of `src`.
+    """
+    pg = member_of(group, "irecv")
+    return absent("RECV") if pg is None else _receive(pg, tensor, src, tag, group_src)
+
+
+def recv(
+    tensor: Any, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
+) -> Work[int]:
+    """Receive into `tensor`, as `irecv` does; the result is the sender's global rank, or -1 outside of the group."""
+    pg = member_of(group, "recv")
+    if pg is None:
+        return absent("RECV", -1)
+    work = _receive(pg, tensor, src, tag, group_src)
+    return work._then(lambda _: global_rank_of(pg, work.source_rank()))
+
+
+def _receive(pg: ProcessGroup, tensor: Any, src: int | None, tag: int, group_src: int | None) -> Work[Any]:
+    if src is None and group_src is None:
+        return pg.recv_anysource(tensor, tag)
+    return pg.recv(tensor, rank_of(pg, "src", src, group_src), tag)
+
+
+class P2POp:
+    """One send or receive of `batch_isend_irecv`.
+
+    Args:
+        op: `isend` or `irecv`.
+        tensor: what is sent, or receives.
+        peer: global rank of the other side.
+        group: None is the default group.
+        tag: that of both sides.
+        group_peer: the other side's rank in `group`, instead of `peer`.
+    """
+
+    def __init__(
+        self,
+        op: Callable[..., Work[Any]],
+        tensor: Any,
+        peer: int | None = None,
+        group: Group = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        if op not in (isend, irecv):
+            raise ValueError(f"op={op!r} must be aiocoll.distributed.isend or irecv")
+        pg = inside(group)
+        self.op = op
+        self.tensor = tensor
+        self.group = pg
+        self.tag = tag
+        self.group_peer = rank_of(pg, "peer", peer, group_peer)
+        self.peer = global_rank_of(pg, self.group_peer)
+
+    def __repr__(self) -> str:
+        here, there = self.group.rank(), self.group_peer
+        source, target = (here, there) if self.op is isend else (there, here)
+        shape, dtype = getattr(self.tensor, "shape", None), getattr(self.tensor, "dtype", None)
+        return (
+            f"P2POp({self.op.__name__} pg={self.group.group_name}, group_src={source}, group_dst={target}, "
+            f"{shape}, {dtype})"
+        )
+
+
+class Requests(list[Work[Any]]):
+    """The works of a batch; awaiting the list awaits them all and gives their tensors."""
+
+    def __await__(self) -> Generator[Any, None, list[Any]]:
+        """Wait for all, also if one fails, as for the work of `ProcessGroup.batch`."""
+        first = self[0]
+        return all_of(Work(first._progress, "BATCH", None, None, first.group), self).__await__()
+
+
+def batch_isend_irecv(p2p_op_list: list[P2POp]) -> Requests:
+    """Start several sends and receives of one group together, once all of them are checked: `ProcessGroup.batch`.
+
+    Returns:
+        A list of their works, in the order given. Await each of them, or the list.
+    """
+    if not isinstance(p2p_op_list, list) or not all(isinstance(each, P2POp) for each in p2p_op_list):
+        raise ValueError("p2p_op_list must be a list of P2POp")
+    if not p2p_op_list:
+        raise ValueError("p2p_op_list is empty: give at least one P2POp")
+    pg = p2p_op_list[0].group
+    if any(each.group is not pg for each in p2p_op_list):
+        raise ValueError("p2p_op_list: all operations of a batch must be of one group")
+    operations = [
+        Send(each.tensor, each.group_peer, each.tag)
+        if each.op is isend
+        else Recv(each.tensor, each.group_peer, each.tag)
+        for each in p2p_op_list
+    ]
+    return Requests(pg._started(operations, None))

@@ -1,0 +1,146 @@
+"""Ranks of a group and ranks of the default group, which are called global."""
+
+from __future__ import annotations
+
+import operator
+import os
+from typing import Any
+
+from aiocoll.distributed.world import Group, a_group, found, inside, is_outside
+from aiocoll.group import ProcessGroup
+
+__all__ = [
+    "get_global_rank",
+    "get_group_rank",
+    "get_node_local_rank",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "global_rank_of",
+    "rank_of",
+]
+
+
+def get_rank(group: Group = None) -> int:
+    """Return this rank's number in a group; -1 if it is not in it."""
+    if is_outside(group):
+        return -1
+    return inside(group).rank()
+
+
+def get_world_size(group: Group = None) -> int:
+    """Return the number of ranks of a group; -1 if this rank is not in it."""
+    if is_outside(group):
+        return -1
+    return inside(group).size()
+
+
+def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
+    """Return the number in `group` of a rank of the default group.
+
+    Raises:
+        ValueError: it is not in both groups.
+    """
+    pg, rank = a_group(group), _number(global_rank, "global_rank")
+    return _group_rank(pg, rank, "global_rank")
+
+
+def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
+    """Return the number in the default group of a rank of `group`.
+
+    Raises:
+        ValueError: it is not in both groups.
+    """
+    pg = a_group(group)
+    rank = _within(_number(group_rank, "group_rank"), pg, "group_rank")
+    return global_rank_of(pg, rank)
+
+
+def get_process_group_ranks(group: ProcessGroup | None = None) -> list[int]:
+    """Return the numbers in the default group of all ranks of a group, in its order."""
+    pg = inside(group)
+    return [global_rank_of(pg, rank) for rank in range(pg.size())]
+
+
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """Return the number of this process on its host, which the launcher has put into ``LOCAL_RANK``.
+
+    Args:
+        fallback_rank: what to return if it has not.
+
+    Raises:
+        RuntimeError: neither is there.
+    """
+    given = os.environ.get("LOCAL_RANK")
+    if given is None:
+        if fallback_rank is None:
+            raise RuntimeError(
+                "LOCAL_RANK is not in the environment: start the ranks with `aiocoll run`, or give fallback_rank="
+            )
+        return int(fallback_rank)
+    try:
+        return int(given)
+    except ValueError:
+        raise ValueError(f"LOCAL_RANK={given!r} in the environment must be a number") from None
+
+
+def rank_of(pg: ProcessGroup, name: str, given: int | None, group_given: int | None, default: int | None = None) -> int:
+    """Return the rank in `pg` of a root or peer.
+
+    Args:
+        pg: the group.
+        name: "src" or "dst".
+        given: its global rank, as the caller's `name`.
+        group_given: its rank in `pg`, as the caller's ``group_<name>``.
+        default: its global rank, if neither is given.
+
+    Raises:
+        TypeError, ValueError: both are given, none is, or it is not in the group.
+    """
+    if group_given is not None:
+        if given is not None:
+            raise ValueError(f"{name}={given!r} and group_{name}={group_given!r} exclude each other: give one of them")
+        return _within(_number(group_given, f"group_{name}"), pg, f"group_{name}")
+    if given is None and default is None:
+        raise ValueError(f"give {name}=, a global rank, or group_{name}=, a rank of the group")
+    return _group_rank(pg, _number(default if given is None else given, name), name)
+
+
+def _group_rank(pg: ProcessGroup, rank: int, name: str) -> int:
+    world = found()
+    if world is None or world is pg:
+        return _within(rank, pg, name)
+    _within(rank, world, name)
+    try:
+        return pg.global_ranks.index(world.global_ranks[rank])
+    except ValueError:
+        raise ValueError(f"{name}={rank}, a global rank, is not in group {pg.group_name!r}") from None
+
+
+def global_rank_of(pg: ProcessGroup, rank: int) -> int:
+    """Return the global rank of a rank of `pg`."""
+    world = found()
+    if world is None or world is pg:
+        return rank
+    try:
+        return world.global_ranks.index(pg.global_ranks[rank])
+    except ValueError:
+        raise ValueError(
+            f"rank {rank} of group {pg.group_name!r} is not in the default group, {world.group_name!r}: it has no "
+            "global rank"
+        ) from None
+
+
+def _number(rank: Any, name: str) -> int:
+    if isinstance(rank, bool):
+        raise TypeError(f"{name} must be a rank (int), not bool")
+    try:
+        return operator.index(rank)
+    except TypeError:
+        raise TypeError(f"{name} must be a rank (int), not {type(rank).__name__}") from None
+
+
+def _within(rank: int, pg: ProcessGroup, name: str) -> int:
+    if not 0 <= rank < pg.size():
+        raise ValueError(f"{name}={rank} is not a rank of group {pg.group_name!r}: its ranks are 0 to {pg.size() - 1}")
+    return rank

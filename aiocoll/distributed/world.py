@@ -1,0 +1,229 @@
+"""The default group: that of the context, else that of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import warnings
+from datetime import timedelta
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from aiocoll.group import ProcessGroup, _current
+from aiocoll.launch import Timeout
+from aiocoll.options import GroupOptions
+from aiocoll.rendezvous import new_group as meet
+from aiocoll.store import Store
+from aiocoll.work import Work
+
+__all__ = [
+    "Group",
+    "GroupMember",
+    "a_group",
+    "absent",
+    "default_group",
+    "default_pg_timeout",
+    "destroy_process_group",
+    "found",
+    "group",
+    "init_process_group",
+    "inside",
+    "is_available",
+    "is_initialized",
+    "is_outside",
+    "is_torchelastic_launched",
+    "member_of",
+    "replace",
+]
+
+#: What a `group` argument may be: a group, None for the default one, or `GroupMember.NON_GROUP_MEMBER`.
+Group = ProcessGroup | int | None
+
+default_pg_timeout = timedelta(seconds=300)
+
+_NON_GROUP_MEMBER: Final = -100
+#: The first group that `init_process_group` has made on each loop. A loop that is closed goes with the next entry.
+_first: dict[asyncio.AbstractEventLoop, ProcessGroup] = {}
+#: Groups that `shrink_group` has closed, and what goes on in their place.
+_heirs: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+
+
+class _World(type):
+    @property
+    def WORLD(cls) -> ProcessGroup | None:
+        """The default group, or None; setting it sets that of this context."""
+        return found()
+
+    @WORLD.setter
+    def WORLD(cls, pg: ProcessGroup | None) -> None:
+        _current.set(pg)
+
+
+class group(metaclass=_World):
+    """Has the default group: ``group.WORLD``."""
+
+
+class GroupMember(metaclass=_World):
+    """What a rank is to a group.
+
+    Attributes:
+        NON_GROUP_MEMBER: stands for a group that this rank is not in.
+    """
+
+    NON_GROUP_MEMBER: Final = _NON_GROUP_MEMBER
+
+
+def found() -> ProcessGroup | None:
+    """Return the default group; None if there is none, or it is closed."""
+    pg = _current.get()
+    if pg is None:
+        loop = asyncio._get_running_loop()
+        pg = None if loop is None else _first.get(loop)
+    # A group of somebody else's backend may not say that it is closed.
+    while pg is not None and getattr(pg, "_closed", False):
+        pg = _heirs.get(pg)
+    return pg
+
+
+def default_group() -> ProcessGroup:
+    """Return the default group.
+
+    Raises:
+        ValueError: there is none.
+    """
+    pg = found()
+    if pg is None:
+        raise ValueError(
+            "there is no default group here: call `await init_process_group()` first, or use "
+            "`with aiocoll.process_group(pg):`; a group that was closed is none"
+        )
+    return pg
+
+
+def is_outside(group: Group) -> bool:
+    """Whether `group` stands for one that this rank is not in."""
+    return isinstance(group, int) and group == _NON_GROUP_MEMBER
+
+
+def member_of(group: Group, op: str) -> ProcessGroup | None:
+    """Return the group a call is about; None, with a warning, if this rank is not in it."""
+    if group is None:
+        return default_group()
+    if is_outside(group):
+        pg = found()
+        who = "this process" if pg is None else f"rank {pg.rank()}"
+        warnings.warn(f"{op} was called by {who}, which is not in the given group: nothing is done", stacklevel=3)
+        return None
+    return a_group(group)
+
+
+def a_group(group: Any) -> ProcessGroup:
+    """Return `group` if it is one, of whatever backend."""
+    if not hasattr(group, "allreduce"):
+        raise TypeError(f"group must be a ProcessGroup or None, not {type(group).__name__}")
+    pg: ProcessGroup = group
+    return pg
+
+
+def inside(group: Group) -> ProcessGroup:
+    """Return the group a call is about, which must be one that this rank is in."""
+    if is_outside(group):
+        raise ValueError("group: this rank is not in it")
+    return default_group() if group is None else a_group(group)
+
+
+def absent(op: str, result: Any = None) -> Work[Any]:
+    """Return the work of a call by a rank that is not in the group: done, with `result`."""
+    pg = default_group()
+    work: Work[Any] = Work(pg._endpoint, op, None, None, pg, 3)
+    work._finish(result)
+    return work
+
+
+def replace(old: ProcessGroup, new: ProcessGroup) -> None:
+    """Let `new` be the default group wherever `old` is, which is closed."""
+    _heirs[old] = new
+
+
+async def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Timeout = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | None = None,
+    group_name: str = "",
+    pg_options: GroupOptions | None = None,
+    device_id: Any = None,
+) -> None:
+    """Meet the other ranks, and make the group of all of them the default one.
+
+    It is the default group of this context from then on, that is of this task and of tasks it starts; the first one
+    made on an event loop is also that of all other tasks of the loop. So two tasks may be two ranks.
+
+    Args:
+        backend: see `aiocoll.new_group`.
+        init_method: ``env://`` (the default), ``tcp://host:port`` or ``file:///path``; not together with `store`.
+        timeout: seconds the ranks have to meet, and that an operation may take by default; None is 300.
+        world_size: number of ranks; -1 takes it from the environment.
+        rank: this rank; -1 takes it from the environment.
+        store: a store that all ranks share.
+        group_name: the same on all ranks; "" is numbered in the order of the calls.
+        pg_options: see `aiocoll.GroupOptions`.
+        device_id: "cpu", "cuda:0" and the like, the number of a CUDA device, or None.
+
+    Raises:
+        ValueError: this context has a default group already.
+        Exception: see `aiocoll.new_group`.
+    """
+    here = _current.get()
+    if here is not None and found() is not None:
+        raise ValueError(
+            f"there is a default group here already, {here.group_name!r}: call destroy_process_group() before "
+            "init_process_group() is called again"
+        )
+    pg = await meet(
+        backend,
+        init_method=init_method,
+        store=store,
+        rank=None if rank == -1 else rank,
+        world_size=None if world_size == -1 else world_size,
+        timeout=default_pg_timeout if timeout is None else timeout,
+        device=f"cuda:{device_id}" if isinstance(device_id, int) else None if device_id is None else str(device_id),
+        name=group_name or None,
+        options=pg_options,
+    )
+    _current.set(pg)
+    for loop in [loop for loop in _first if loop.is_closed()]:
+        del _first[loop]
+    loop = asyncio.get_running_loop()
+    if getattr(_first.get(loop), "_closed", True):
+        _first[loop] = pg
+
+
+async def destroy_process_group(group: Group = None) -> None:
+    """Close a group; by default the default group, and with it all that were split off from it.
+
+    Waits for started works, as `ProcessGroup.shutdown` does.
+    """
+    if is_outside(group):
+        return
+    pg = inside(group)
+    await pg.shutdown()
+    for loop in [loop for loop, first in _first.items() if first is pg]:
+        del _first[loop]
+
+
+def is_available() -> bool:
+    """Whether the package can be used: yes."""
+    return True
+
+
+def is_initialized() -> bool:
+    """Whether there is a default group here."""
+    return found() is not None
+
+
+def is_torchelastic_launched() -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
