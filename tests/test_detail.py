@@ -458,7 +458,7 @@ def test_ranks_that_do_not_compare_are_found_out(kind: str, odd: int) -> None:
         member = pg._member
         # A second group of the same ranks, which may be given other options.
         other = pg._origin.derive(  # type: ignore[attr-defined]
-            4711, "mixed", range(3), 300.0, DETAIL if pg.rank() != odd else GroupOptions.resolve(None, {})
+            4711, "mixed", range(3), 300.0, GroupOptions.resolve(DETAIL if pg.rank() != odd else None, {})
         )
         assert member.endpoint is other._member.endpoint
         memory = Memory(pg.rank(), pg.rank() == odd)
