@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from aiocoll.engine.operation import Operation, Terms
-from aiocoll.engine.plan import Plan
+from aiocoll.engine.plan import Executor, Plan
 from aiocoll.work import Work
 
-__all__ = ["Call", "Taker", "scoped", "taker_in_scope"]
+__all__ = ["Call", "Recorder", "Taker", "scoped", "taker_in_scope"]
 
 
 class Call(NamedTuple):
@@ -56,10 +57,37 @@ class Taker(Protocol):
         """Return the work of `call`; called once all its arguments are checked."""
 
 
-class _Scope(NamedTuple):
-    group: object
-    taker: Taker
-    outer: _Scope | None
+class Recorder(ABC):
+    """A taker that also takes planned calls as they are, without the time that making a `Call` takes."""
+
+    @abstractmethod
+    def take(self, call: Call) -> Work[Any]:
+        """As in `Taker`."""
+
+    @abstractmethod
+    def record(
+        self,
+        plan: Plan,
+        arrays: list[Any],
+        shape: tuple[int, ...],
+        result: Any,
+        timeout: float,
+        key: str | None,
+        unwrap: Callable[[], Any] | None,
+        executor: Executor | None,
+    ) -> Work[Any]:
+        """Return the work of a call on arrays; the arguments are the fields of its `Call`, and what it runs with."""
+
+
+class _Scope:
+    """A block around calls: its taker is None once it is over, for tasks that outlive it."""
+
+    __slots__ = ("group", "outer", "taker")
+
+    def __init__(self, group: object, taker: Taker | None, outer: _Scope | None) -> None:
+        self.group = group
+        self.taker = taker
+        self.outer = outer
 
 
 _scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("aiocoll_scope", default=None)
@@ -67,17 +95,19 @@ _scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("aiocoll_
 
 @contextlib.contextmanager
 def scoped(group: object, taker: Taker) -> Iterator[None]:
-    """Let `taker` take the calls on `group` made in this block, and in tasks that are started in it."""
-    token = _scope.set(_Scope(group, taker, _scope.get()))
+    """Let `taker` take the calls on `group` made in this block, and in tasks started in it, as long as it lasts."""
+    scope = _Scope(group, taker, _scope.get())
+    token = _scope.set(scope)
     try:
         yield
     finally:
+        scope.taker = None
         _scope.reset(token)
 
 
 def taker_in_scope(group: object) -> Taker | None:
     """Return who takes calls on `group` here; None if no block does."""
     scope = _scope.get()
-    while scope is not None and scope.group is not group:
+    while scope is not None and (scope.group is not group or scope.taker is None):
         scope = scope.outer
     return None if scope is None else scope.taker

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from aiocoll.buffers import Buffer, is_scalar, scalar, view
-from aiocoll.calls import Call, Taker, scoped, taker_in_scope
+from aiocoll.calls import Call, Recorder, Taker, scoped, taker_in_scope
 from aiocoll.engine.membership import Membership
 from aiocoll.engine.operation import P2P, Operation, Terms
 from aiocoll.engine.plan import Executor, Plan
@@ -76,7 +76,10 @@ class Launcher(Planner):
         """Refuse a call from where the group does not belong, or after it was closed."""
         self._check_place()
         if self._closed:
-            raise GroupClosedError(f"group {self._member.name!r} was closed by this rank", group=self._member.name)
+            raise self._closed_error()
+
+    def _closed_error(self) -> GroupClosedError:
+        return GroupClosedError(f"group {self._member.name!r} was closed by this rank", group=self._member.name)
 
     def _check_place(self) -> None:
         """Refuse a call from another process, thread or event loop: nothing of the group is made for that."""
@@ -177,15 +180,9 @@ class Launcher(Planner):
         if _thread() != self._runtime.thread or not self._is_running() or self._diverts or member.cause is not None:
             self._check()
             if (taker := self._taker_here()) is not None:
-                make = plan.executor if executor is None else executor
-
-                def operation(identity: int, work: Work[Any]) -> Operation:
-                    return make(member, identity, plan, arrays, shape, result, work, limit)
-
-                terms = plan.terms
-                known = plan if executor is None else None
-                call = Call(terms.op, operation, limit, terms, key, shape, result, unwrap, 0, known, arrays)
-                return taker.take(call)
+                if isinstance(taker, Recorder):
+                    return taker.record(plan, arrays, shape, result, limit, key, unwrap, executor)
+                return taker.take(self._call(plan, arrays, shape, result, limit, key, unwrap, executor))
         # The user's call is four frames away: the call of the group and what it goes through.
         if key is None:
             identity = seq = member.entered = member.entered + 1
@@ -199,6 +196,26 @@ class Launcher(Planner):
         return work
 
     # -- takers
+
+    def _call(
+        self,
+        plan: Plan,
+        arrays: list[Any],
+        shape: tuple[int, ...],
+        result: Any,
+        limit: float,
+        key: str | None,
+        unwrap: Callable[[], Any] | None,
+        executor: Executor | None,
+    ) -> Call:
+        """Return what a taker gets of a call on arrays."""
+        make = plan.executor if executor is None else executor
+
+        def operation(identity: int, work: Work[Any]) -> Operation:
+            return make(self._member, identity, plan, arrays, shape, result, work, limit)
+
+        known = plan if executor is None else None
+        return Call(plan.terms.op, operation, limit, plan.terms, key, shape, result, unwrap, 0, known, arrays)
 
     @contextlib.contextmanager
     def _scoped(self, taker: Taker) -> Iterator[None]:
@@ -250,9 +267,19 @@ class Launcher(Planner):
     def _keyed_id(self, key: Any) -> tuple[int, int]:
         """Take a count of `key`; return the operation id and the count."""
         if not isinstance(key, str):
-            raise TypeError(f"key must be a str or None, not {type(key).__name__}")
+            self._check_key(key)
         try:
             return self._member.keyed_id(key)
+        except UnicodeEncodeError:
+            self._check_key(key)
+            raise
+
+    def _check_key(self, key: Any) -> None:
+        """Refuse what cannot be a key."""
+        if not isinstance(key, str):
+            raise TypeError(f"key must be a str or None, not {type(key).__name__}")
+        try:
+            key.encode()
         except UnicodeEncodeError:
             raise ValueError(f"key={key!r} is no text: it has a lone surrogate, which UTF-8 cannot hold") from None
 

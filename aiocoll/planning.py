@@ -68,27 +68,32 @@ class Planner:
         call = (kind, dtype, sizes, id(op), root)
         found = self._plans.get(call)
         if found is None:
-            found = keep(self._plans, call, (self._make_plan(kind, dtype, sizes, op, root, agreed), op))
+            # First of all, since it checks the op.
+            made = kernel(op, dtype, self._size) if kind in _REDUCING and dtype is not None else None  # type: ignore[arg-type]
+            name = None if op is None else op.wire_name
+            plan = self._compiled(kind, dtype, sizes, made, name, root, agreed)
+            plan.op = op
+            found = keep(self._plans, call, (plan, op))
         return found[0]
 
-    def _make_plan(
+    def _compiled(
         self,
         kind: str,
         dtype: DType | None,
         sizes: tuple[Any, ...],
-        op: ReduceOp | None,
+        made: Kernel | None,
+        reduce: str | None,
         root: int | None,
-        agreed: tuple[int, ...] | None,
+        agreed: tuple[int, ...] | None = None,
     ) -> Plan:
-        # First of all, since it checks the op.
-        made = kernel(op, dtype, self._size) if kind in _REDUCING and dtype is not None else None  # type: ignore[arg-type]
+        """Make a plan; `made` and `reduce` are how it reduces, and the name of that on the wire."""
         counts = _flat(sizes)
         terms = Terms(
             kind.upper(),
             None if dtype is None else dtype.name,
             counts if agreed is None else agreed,
             root,
-            None if op is None else op.wire_name,
+            reduce,
             *self._ends(kind, sizes, root),
         )
         nbytes = (sum(sizes[0]) if sizes and isinstance(sizes[0], tuple) else sum(sizes)) * (

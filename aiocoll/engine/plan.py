@@ -14,7 +14,7 @@ import numpy as np
 from aiocoll.algorithms.schedule import Program, Region, Verb
 from aiocoll.dtypes import DType
 from aiocoll.engine.operation import Operation, Terms
-from aiocoll.ops import Kernel
+from aiocoll.ops import Kernel, ReduceOp
 from aiocoll.transport.frame import SEGMENT
 
 __all__ = ["EAGER_WINDOW", "Executor", "Plan"]
@@ -32,7 +32,7 @@ class Plan:
 
     Attributes are parallel tuples indexed by action, as in `Program`, with sizes in bytes; `inbound` finds the action
     of an arriving message by ``peer << 16 | step``; `grants` are the peers that send more than an eager window;
-    `executor` carries it out.
+    `executor` carries it out; `op` is how the call that it was made for reduces.
     """
 
     __slots__ = (
@@ -49,6 +49,7 @@ class Plan:
         "itemsize",
         "kernel",
         "nbytes",
+        "op",
         "program",
         "scratch",
         "sources",
@@ -64,6 +65,7 @@ class Plan:
     ) -> None:
         self.terms = terms
         self.executor = executor
+        self.op: ReduceOp | None = None
         self.program = program.actions
         self.algorithm = program.algorithm
         self.kernel = kernel
