@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from aiocoll.engine.disagreement import AGREED, called, differences, private
+from aiocoll.engine.disagreement import called, differences
+from aiocoll.engine.roll import AGREED, private
 
 __all__ = ["Difference", "compare", "packed"]
 

@@ -8,22 +8,24 @@ them is the cause. If that rank is silent, the one who knows revokes after a whi
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from aiocoll.engine.roll import AGREED, contradict, differing, private, runs
 from aiocoll.errors import CollectiveMismatchError
 
 if TYPE_CHECKING:
     from aiocoll.engine.membership import Membership
 
-__all__ = ["AGREED", "Disputes", "called", "differences", "mismatch", "opposed", "private"]
+__all__ = ["Disputes", "called", "differences", "mismatch", "opposed"]
 
-#: What every rank must have called alike; the rest of a description only helps to recognise the call.
-AGREED = ("op", "dtype", "device", "counts", "root", "reduce")
 #: The halves of a point-to-point message: these differ in name by nature.
 HALVES = {"SEND", "RECV"}
 #: Seconds the lowest rank has to revoke a group of whose disagreement it was told: its loop may be blocked, and the
 #: contract gives one second in all.
 INSIST_AFTER = 0.5
+#: Members of a flush that a message names: of those that differ, and of a whole list.
+NAMED = 3
 
 Description = dict[str, Any]
 
@@ -88,14 +90,11 @@ def differences(one: Description, two: Description) -> list[str]:
     fields = [field for field in AGREED if one.get(field) != two.get(field)]
     if {one["op"], two["op"]} == HALVES:
         fields.remove("op")
-    if not fields and (_contradict(one, two) or _contradict(two, one)):
+    if not fields and contradict(one, two):
         fields.append("counts")
+    if one.get("members") and two.get("members") and next(differing(one, two), None) is not None:
+        fields.append("members")
     return fields
-
-
-def private(call: Description) -> bool:
-    """Whether it has numbers of its own for each other rank, so that it has to be held against all of them."""
-    return bool(call.get("sends") or call.get("receives"))
 
 
 def opposed(theirs: Description, calls: Iterable[Description]) -> Description | None:
@@ -118,7 +117,8 @@ def mismatch(group: str, one: Description, two: Description) -> CollectiveMismat
         fields.append("shape")
     return CollectiveMismatchError(
         f"Collectives differ in the following: {', '.join(fields) or 'the messages they exchange'}. "
-        f"Group {group!r}: rank {one['rank']} called {called(one)}; rank {two['rank']} called {called(two)}",
+        f"Group {group!r}: rank {one['rank']} called {called(one)}; rank {two['rank']} called {called(two)}"
+        f"{_named(one, two)}",
         op=one["op"],
         seq=one["key"] or one["seq"],
         group=group,
@@ -148,13 +148,31 @@ def called(description: Description) -> str:
         )
         if description.get(field) is not None
     ]
+    if description.get("members") is not None:
+        return f"{description['op']}(members={_listed(description)}, {', '.join(details)})"
     return f"{description['op']}({', '.join(details)})"
 
 
-def _contradict(sender: Description, receiver: Description) -> bool:
-    """Whether one rank sends another a number of elements that this one does not expect."""
-    sends, receives = sender.get("sends") or [], receiver.get("receives") or []
-    return sends != [] != receives and sends[receiver["rank"]] != receives[sender["rank"]]
+def _listed(description: Description) -> str:
+    """Write the beginning of a flush's list of members."""
+    words, named = [], 0
+    for run in runs(description)[:NAMED]:
+        count = run["count"]
+        words.append(f"{count} x {called(run)}" if count > 1 else called(run))
+        named += count
+    more = description["members"]["size"] - named
+    return f"[{', '.join(words)}{f' and {more} more' if more else ''}]"
+
+
+def _named(one: Description, two: Description) -> str:
+    """Name the first members in which two flushes differ."""
+    if not (one.get("members") and two.get("members")):
+        return ""
+    words = []
+    for position, *members in islice(differing(one, two), NAMED):
+        first, second = ("nothing" if each is None else called(each) for each in members)
+        words.append(f"member {position} is {first} on rank {one['rank']}, {second} on rank {two['rank']}")
+    return f". {'; '.join(words)}" if words else ""
 
 
 def _forgotten(rank: int, op: int) -> Description:

@@ -10,6 +10,7 @@ from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.membership import Membership
+    from aiocoll.engine.roll import Roll
 
 __all__ = ["KEYED", "NOBODY", "P2P", "Message", "Operation", "Terms", "description"]
 
@@ -26,6 +27,7 @@ class Terms(NamedTuple):
     `op` to `reduce` are the same on all of them. `sends` and `receives` are of collectives in which only the two ends
     of a message know its length: how many elements go to each rank and come from each; () where there are none.
     `debug` is "detail" of an operation that is compared before data moves.
+    `members` are those of a flush, which stands for many calls.
     """
 
     op: str
@@ -36,6 +38,7 @@ class Terms(NamedTuple):
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
     debug: str | None = None
+    members: Roll | None = None
 
     def fingerprint(self) -> int:
         """Hash what is the same on all ranks to 32 bits, the same on every machine."""
@@ -53,6 +56,7 @@ def description(rank: int, terms: Terms, shape: tuple[int, ...], key: str | None
         "counts": list(terms.counts),
         "sends": list(terms.sends) or None,
         "receives": list(terms.receives) or None,
+        "members": None if terms.members is None else terms.members.told(),
         "root": terms.root,
         "reduce": terms.reduce,
         "seq": seq,
