@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 from aiocoll.arrays import Arrays
-from aiocoll.collectives import Collectives
+from aiocoll.coalesce import Coalescing
 from aiocoll.engine.membership import Membership
-from aiocoll.errors import GroupClosedError, GroupError
+from aiocoll.engine.recorded import Part
+from aiocoll.errors import GroupError
 from aiocoll.estimate import Estimates
 from aiocoll.options import GroupOptions
 from aiocoll.point_to_point import PointToPoint
@@ -25,7 +26,7 @@ __all__ = ["ProcessGroup", "current_process_group", "process_group"]
 _current: contextvars.ContextVar[ProcessGroup | None] = contextvars.ContextVar("aiocoll_group", default=None)
 
 
-class ProcessGroup(Collectives, PointToPoint, Arrays, Estimates, Subgroups, Recorded):
+class ProcessGroup(Coalescing, PointToPoint, Arrays, Estimates, Subgroups, Recorded):
     """A group of ranks, seen by one of them; made by `aiocoll.new_group`.
 
     It belongs to the event loop that made it. A failed collective revokes it on all ranks: what is pending fails with
@@ -72,8 +73,14 @@ class ProcessGroup(Collectives, PointToPoint, Arrays, Estimates, Subgroups, Reco
 
     def pending(self) -> list[Work[Any]]:
         """The works that have not ended, oldest first."""
-        # Those of no group are parts of others.
-        return [operation.work for operation in self._member.pending if operation.work.group is not None]
+        works: list[Work[Any]] = []
+        for operation in self._member.pending:
+            work = operation.work
+            if isinstance(work, Part):
+                works += work.stands_for()
+            elif work.group is not None:  # those of no group are parts of others
+                works.append(work)
+        return works + self._recorded()
 
     async def drain(self) -> None:
         """Wait until all works pending now have ended; raise the error of the first that failed."""
@@ -107,9 +114,6 @@ class ProcessGroup(Collectives, PointToPoint, Arrays, Estimates, Subgroups, Reco
         if member.cause is None:
             raise self._closed_error()
         return member.cause
-
-    def _closed_error(self) -> GroupClosedError:
-        return GroupClosedError(f"group {self.group_name!r} was closed by this rank", group=self.group_name)
 
     def abort(self, reason: object = "aborted by the program") -> None:
         """Revoke the group at once, on all ranks: every pending work fails."""

@@ -15,6 +15,7 @@ from aiocoll.dtypes import array_dtype, by_code
 from aiocoll.engine.arrival import TAG_LIMIT, Arrival
 from aiocoll.engine.mailbox import OBJECT, Outgoing, Posted
 from aiocoll.engine.membership import Membership
+from aiocoll.engine.recorded import Recorded
 from aiocoll.launch import Launcher, Timeout
 from aiocoll.options import seconds
 from aiocoll.work import Work
@@ -69,7 +70,7 @@ class PointToPoint(Launcher):
         All arguments are checked before anything starts.
         """
         works = self._started(operations, timeout)
-        return all_of(Work(self._member.endpoint, "BATCH", None, None, self), works)
+        return all_of(self._together("BATCH", works), works)
 
     def _started(self, operations: Sequence[Send | Recv], timeout: Timeout) -> list[Work[Any]]:
         """Check several sends and receives, then start them."""
@@ -108,6 +109,14 @@ class PointToPoint(Launcher):
         _check_tag(tag)
         self._check()
         return _Incoming(self._member, tag, self._options.allow_pickle)
+
+    def _together(self, op: str, works: Sequence[Work[Any]]) -> Work[Any]:
+        """Make the work of several, which a block may have recorded."""
+        if not works or not isinstance(works[0], Recorded):
+            return Work(self._member.endpoint, op, None, None, self, 3)
+        whole = Recorded(works[0]._progress, op, None, None, self, 3)
+        works[0]._progress.follow(whole)
+        return whole
 
     def _checked(self, each: Any, name: str) -> Buffer:
         """Check one operation of a batch; return the view of its tensor."""

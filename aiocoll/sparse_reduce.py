@@ -139,7 +139,7 @@ class _Sum:
         whole = np.empty(ends[-1], np.uint8)
         self._blocks = [whole[end - size : end] for size, end in zip(nbytes, ends, strict=True)]
         # Hardly any call has the same counts as another: the plan is not worth keeping.
-        plan = self._group._make_plan("allgather", _UINT8, (nbytes,), None, None, None)
+        plan = self._group._compiled("allgather", _UINT8, (nbytes,), None, None, None)
         return self._carry_out("gather", plan, [*self._blocks, self._packed], self._merge_all)
 
     def _merge_all(self) -> Any:
