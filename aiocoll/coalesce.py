@@ -70,7 +70,8 @@ class Batch(Recorder):
             self._group._member.on_revoked.remove(self._revoked)
             del self._group._batches[self]
         for each in self._failures:
-            if not getattr(each, "looked", False):
+            # A receive that was taken back is nobody's concern any more.
+            if not getattr(each, "looked", False) and not isinstance(each._exception, asyncio.CancelledError):
                 each.result()
 
     # -- recording

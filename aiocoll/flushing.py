@@ -208,7 +208,7 @@ class Flushing(Launcher, Fuser):
             self._run_quietly(self._enter, flush)
         else:
             self._taken[part] = None
-            self._run_quietly(fusion.advance)
+            fusion.advance()
         return part
 
     def _start_loose(self, work: Recorded, call: Call) -> None:

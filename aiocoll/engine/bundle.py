@@ -158,6 +158,7 @@ def _scaled(members: Sequence[Recorded], sources: Sequence[Array], target: Array
         assert member.plan.kernel.prescale is not None
         for start in range(0, source.size, step):
             part = source[start : start + step]
-            member.plan.kernel.prescale(part, target[place : place + part.size])
+            with np.errstate(all="ignore"):
+                member.plan.kernel.prescale(part, target[place : place + part.size])
             place += part.size
             yield

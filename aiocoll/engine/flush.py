@@ -41,7 +41,8 @@ class Fusion:
         members: in order.
         start: starts a bucket.
         ended: called when all members have ended well or by themselves.
-        prefill: fill the outputs, too, with what their members hold: the operation may leave them as they are.
+        foreign: another taker starts the buckets: from no callback of the engine's, and perhaps so that they leave the
+            outputs as they are; these are filled, too, with what their members hold.
     """
 
     def __init__(
@@ -51,14 +52,14 @@ class Fusion:
         members: Sequence[Recorded],
         start: Start,
         ended: Callable[[], None],
-        prefill: bool = False,
+        foreign: bool = False,
     ) -> None:
         self.done = False
         self._group = group
         self._members = members
         self._start = start
         self._ended = ended
-        self._prefill = prefill
+        self._foreign = foreign
         self._left = len(layout.buckets)
         self._jobs: deque[Iterator[None]] = deque(
             self._packing(number, bucket) for number, bucket in enumerate(layout.buckets)
@@ -109,7 +110,8 @@ class Fusion:
         if self.done or not self._jobs:
             lookers.pop(self, None)
             return
-        lookers[self] = None
+        if not self._foreign:
+            lookers[self] = None
         if not self._put_off:
             self._put_off = True
             self._group.endpoint.runtime.call_soon(self._resume)
@@ -144,7 +146,7 @@ class Fusion:
             scratch = self._group.endpoint.scratch
             for size in map(bucket.size, range(len(bucket.counts))):
                 arrays.append(None if size is None else scratch.take(size, plan.storage))
-            inputs = dict.fromkeys((*bucket.reads, *bucket.writes)) if self._prefill else bucket.reads
+            inputs = dict.fromkeys((*bucket.reads, *bucket.writes)) if self._foreign else bucket.reads
             yield from bucket.pack(members, arrays, tuple(inputs))
         own = tuple(arrays)
 
