@@ -50,7 +50,6 @@ class Channel:
         "_queue",
         "_unasked",
         "dialling",
-        "ended",
         "link",
         "peer",
         "receiving",
@@ -63,7 +62,6 @@ class Channel:
         #: The link, if it is one through memory; also after its end: what the peer left there can be read.
         self.shared: ShmLink | None = None
         self.dialling = False
-        self.ended = False
         self.receiving: Operation | None = None
         self._endpoint = endpoint
         self._queue: deque[Message] = deque()

@@ -43,6 +43,9 @@ class Control:
         self._endpoint = endpoint
         self._links: dict[int, Link] = {}
         self._gone: set[int] = set()
+        self._hub = 0
+        # As the hub: who has ended in this turn of the loop, and is linked to whom.
+        self._ended: dict[int, list[int]] = {}
         self._dialling: set[int] = set()
         self._backlog: list[tuple[int, Note]] = []
         self._formed: asyncio.Future[None] = endpoint.loop.create_future()
@@ -59,7 +62,9 @@ class Control:
     @property
     def hub(self) -> int:
         """The lowest rank that has neither left nor died."""
-        return next(rank for rank in range(self._endpoint.world_size) if rank not in self._gone)
+        while self._hub in self._gone:
+            self._hub += 1
+        return self._hub
 
     def is_gone(self, rank: int) -> bool:
         """Whether `rank` has left or died."""
@@ -71,7 +76,8 @@ class Control:
 
     def absent(self) -> list[int]:
         """Ranks the hub has not seen yet."""
-        return [rank for rank in range(self._endpoint.world_size) if rank not in (self._endpoint.rank, *self._links)]
+        present = {self._endpoint.rank, *self._links}
+        return [rank for rank in range(self._endpoint.world_size) if rank not in present]
 
     async def join(self) -> None:
         """Connect to the hub; return when all ranks have.
@@ -94,7 +100,8 @@ class Control:
         self._links[link.peer] = link
         link.sink = self
         link.start()
-        if not self._formed.done() and self._endpoint.rank == self.hub and not self.absent():
+        enough = len(self._links) >= self._endpoint.world_size - 1
+        if enough and not self._formed.done() and self._endpoint.rank == self.hub and not self.absent():
             self._formed.set_result(None)
             for each in self.links:
                 send_note(each, {"t": "formed"})
@@ -140,7 +147,11 @@ class Control:
         """Tell every peer with a link that this rank ends its side in order."""
         for link in self.links:
             if link.peer != self._told:
-                send_note(link, {"t": "end"})
+                send_note(link, self._end())
+
+    def _end(self) -> Note:
+        """Say who finds the end behind the data on a link of its own."""
+        return {"t": "end", "linked": [link.peer for link in self._endpoint.polling.links]}
 
     # -- hearing: the sink of control links
 
@@ -183,14 +194,15 @@ class Control:
             if not self._formed.done():
                 self._formed.set_result(None)
         elif kind == "end":
-            endpoint.channel(peer).ended = True
+            endpoint.over.add(peer)
             if not direct:
-                self._heard_end(peer)
-                endpoint.ended(peer)
+                self._heard_end(peer, note["linked"])
+            endpoint.ended(peer, () if direct else note["linked"])
         elif kind == "ended":
-            endpoint.channel(note["rank"]).ended = True
-            self.gone(note["rank"])
-            endpoint.ended(note["rank"])
+            for rank, linked in note["ranks"]:
+                endpoint.over.add(rank)
+                self.gone(rank)
+                endpoint.ended(rank, linked)
         elif kind == "known":
             self._parted()
         elif kind == "bye":
@@ -198,8 +210,6 @@ class Control:
                 endpoint.revoked(note["g"], note["cause"])
             if direct or not note["linked"]:
                 endpoint.departed(peer, note["g"])
-            elif (group := endpoint.groups.get(note["g"])) is not None:
-                group.leaving.add(group.position[peer])
         elif kind == "died":
             endpoint.died(note["rank"], note["detail"], tell=False, how=note["how"])
         elif kind == "waits":
@@ -232,30 +242,37 @@ class Control:
             self._lost_early = RendezvousError(f"rank {rank} was lost while the ranks met: {detail}")
             self._formed.set_result(None)
 
-    def _heard_end(self, peer: int) -> None:
+    def _heard_end(self, peer: int, linked: list[int]) -> None:
         """A rank that is not the hub tells only the hub, so that one tells the others."""
         was_hub = peer == self.hub
         self.gone(peer)
         if not was_hub:
-            others = [rank for rank in range(self._endpoint.world_size) if rank != peer]
-            self.flood({"t": "ended", "rank": peer}, others)
-            if peer in self._links:
-                send_note(self._links[peer], {"t": "known"})
+            if not self._ended:
+                self._endpoint.runtime.call_soon(self._pass_on)
+            self._ended[peer] = linked
+
+    def _pass_on(self) -> None:
+        """Tell the others who has ended; where many end in one turn of the loop, most need not be told."""
+        ended, self._ended = self._ended, {}
+        self.flood({"t": "ended", "ranks": list(ended.items())}, range(self._endpoint.world_size))
+        for rank in ended:
+            if rank in self._links:
+                send_note(self._links[rank], {"t": "known"})
 
     def _part(self) -> None:
         """Take the next step to the end, if this rank is on its way there."""
         if self._parting is None or self._parting.done():
             return
-        rank, hub = self._endpoint.rank, self.hub
-        others = set(range(self._endpoint.world_size)) - self._gone - {rank}
-        if not others:
+        size, rank, hub = self._endpoint.world_size, self._endpoint.rank, self.hub
+        if len(self._gone) == size - 1:
             self._parted()
         elif rank == hub:
-            if not self._patient and others <= self._links.keys():
+            away = self._gone | {rank}
+            if not self._patient and all(each in self._links for each in range(size) if each not in away):
                 self._parted()
         elif hub in self._links and self._told != hub:
             self._told = hub
-            send_note(self._links[hub], {"t": "end"})
+            send_note(self._links[hub], self._end())
 
     def _lose_patience(self) -> None:
         self._patient = False

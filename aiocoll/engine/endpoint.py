@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from aiocoll.engine.channel import Channel
-from aiocoll.engine.control import Control, how_lost
+from aiocoll.engine.control import Control, Note, how_lost
 from aiocoll.engine.diagnosis import cause_of, error_from
 from aiocoll.engine.direct import Direct
 from aiocoll.engine.liveness import Liveness
@@ -60,7 +60,9 @@ class Endpoint:
         self.groups: dict[int, Membership] = {}
         #: How each rank was lost that has not left in order, and what tells so.
         self.dead: dict[int, tuple[str, str]] = {}
-        self.closed = False
+        #: Ranks that have ended or died: that a connection to one of them breaks tells nothing new.
+        self.over: set[int] = set()
+        self.closed = self._closing = False
         self.watch = Watch(self)
         self.control = Control(self)
         self.direct = Direct(self)
@@ -127,15 +129,28 @@ class Endpoint:
     def leave(self, group: Membership) -> None:
         """Say goodbye to the ranks of `group`."""
         # Between the others, the goodbye may overtake the revocation: it brings the cause along.
-        note = {"t": "bye", "g": group.id, "cause": None if group.cause is None else cause_of(group.cause)}
-        for rank, channel in zip(group.ranks, group.channels, strict=True):
-            channel.say(note)
-            if rank != self.rank:
-                # With a data link, that is where to wait for the goodbye: it comes behind all data.
-                self.control.tell(rank, {**note, "linked": channel.link is not None})
+        cause = None if group.cause is None else cause_of(group.cause)
+        note = {"t": "bye", "g": group.id, "cause": cause}
+        linked = set()
+        for channel in group.channels:
+            if channel.link is not None:
+                # That is where to wait for the goodbye: it comes behind all data.
+                channel.say(note)
+                linked.add(channel.peer)
+        if cause is None:
+            # Later: if this was the last group, the rank ends, and a thousand ranks that end together say that once.
+            self.runtime.call_soon(self._say_bye, note, group.ranks, linked)
+        else:
+            self._say_bye(note, group.ranks, linked)
         self.groups.pop(group.id, None)
         self._gone_groups.add(group.id)
         group.close()
+
+    def _say_bye(self, note: Note, ranks: Sequence[int], linked: set[int]) -> None:
+        if not self._closing:
+            for rank in ranks:
+                if rank != self.rank:
+                    self.control.tell(rank, {**note, "linked": rank in linked})
 
     def has_left(self, identity: int) -> bool:
         """Whether this rank was in a group and has left it."""
@@ -181,7 +196,9 @@ class Endpoint:
     def lost(self, peer: int, error: Exception | None) -> None:
         """The data link to `peer` is gone."""
         self._count_links()
-        if not self.closed and not self.channel(peer).ended:
+        if peer in self.over:
+            self.ended(peer, ())
+        elif not self.closed:
             self.died(peer, f"its connection broke ({error or 'closed without a goodbye'})", how=how_lost(error))
         # Whatever needed it has ended now.
         if (shared := self.channel(peer).shared) is not None:
@@ -216,7 +233,7 @@ class Endpoint:
             try:
                 return await self.transport.connect(rank, self.cards[rank], kind)
             except PeerLostError:
-                if self.channel(rank).ended or not self.liveness.sees(rank):
+                if rank in self.over or not self.liveness.sees(rank):
                     raise
             await self.runtime.sleep(CONNECT_AGAIN)
 
@@ -225,7 +242,7 @@ class Endpoint:
             link = await self.connect(channel.peer, ConnKind.DATA)
         except (OSError, AiocollError) as error:
             channel.dialling = False
-            if not channel.ended:
+            if channel.peer not in self.over:
                 self.died(channel.peer, f"it cannot be reached ({error})", how="unreachable")
             return
         if link is not None:
@@ -238,12 +255,12 @@ class Endpoint:
         if self.closed or rank == self.rank:
             return
         self.transport.catch_up()
-        if self.channel(rank).ended:
+        if rank in self.over:
             if rank in self.suspected and how == "killed":
                 self.dead[rank] = how, detail
                 self.thinned()
             return
-        self.channel(rank).ended = True
+        self.over.add(rank)
         self.dead[rank] = how, detail
         self.control.gone(rank)
         self.control.miss(rank, detail)
@@ -265,11 +282,13 @@ class Endpoint:
         elif identity not in self._gone_groups:
             self._departed.setdefault(identity, set()).add(rank)
 
-    def ended(self, rank: int) -> None:
-        """A rank has ended: of a group of which it has not taken leave it has never been a part."""
+    def ended(self, rank: int, linked: Sequence[int]) -> None:
+        """A rank has ended, which takes it out of every group, unless it says so behind its data."""
+        if self.rank in linked:
+            return
         for group in list(self.groups.values()):
             peer = group.position.get(rank)
-            if peer is not None and not (peer in group.leaving or peer in group.left):
+            if peer is not None and peer not in group.left:
                 group.departed(rank)
 
     def revoked(self, identity: int, cause: dict[str, Any]) -> None:
@@ -296,8 +315,9 @@ class Endpoint:
 
     async def aclose(self) -> None:
         """Hand over what is queued, say goodbye, wait for the peers to end too, for at most `LINGER` seconds."""
-        if self.closed:
+        if self._closing:
             return
+        self._closing = True
         for agreement in self._agreements.values():
             agreement.close()
         # A program that is interrupted in one of these steps waits no longer, but leaves nothing open either.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from aiocoll.algorithms.hosts import host_numbers
 from aiocoll.algorithms.machine import Tuning
 from aiocoll.engine.channel import Channel
+from aiocoll.engine.channels import channels
 from aiocoll.engine.diagnosis import Diagnosis, cause_of, error_from
 from aiocoll.engine.disagreement import Disputes, called, mismatch
 from aiocoll.engine.mailbox import Mailbox
@@ -71,7 +72,7 @@ class Membership:
         #: Host number of each rank, alike on all ranks: the cards are.
         self.hosts = host_numbers(endpoint.cards[rank]["host"] for rank in self.ranks)
         self.position = {rank: index for index, rank in enumerate(self.ranks)}
-        self.channels: list[Channel] = [endpoint.channel(rank) for rank in self.ranks]
+        self.channels = channels(endpoint, self.ranks)
         self.others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
         self.operations: dict[int, Operation] = {}
         self.pending: dict[Operation, None] = {}
@@ -87,8 +88,6 @@ class Membership:
         self.lineage: tuple[Split, ...] = ()
         self.splits: list[Split] = []
         self.on_revoked: list[Callable[[], None]] = []
-        #: Ranks that have said that they leave, and those of which all data has come.
-        self.leaving: set[int] = set()
         self.left: set[int] = set()
         self.mailbox = Mailbox(self)
         self.diagnosis = Diagnosis(self)

@@ -33,7 +33,7 @@ class Hub:
         self.ranks: dict[int, MemoryTransport] = {}
         self.awaited: dict[int, list[asyncio.Future[None]]] = {}
         self.connected: set[tuple[int, int, ConnKind]] = set()
-        self.links: list[MemoryLink] = []
+        self.links: dict[MemoryLink, None] = {}
 
     def cut(self, a: int, b: int) -> None:
         """Break every link between ranks `a` and `b`, as when a cable is pulled and noticed at once."""
@@ -58,7 +58,7 @@ class MemoryLink:
         self._closed = False
         self._due = 0.0
         self._flying: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
-        hub.links.append(self)
+        hub.links[self] = None
 
     @property
     def writable(self) -> bool:
@@ -138,7 +138,7 @@ class MemoryLink:
 
     def _detach(self) -> None:
         self._closed = True
-        self._hub.links.remove(self)
+        del self._hub.links[self]
         self._hub.connected.discard((self._rank, self.peer, self.kind))
 
 
