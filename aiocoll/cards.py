@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgpack
 
 from aiocoll.errors import RendezvousError
 from aiocoll.transport.base import Card
 
-__all__ = ["CALLED_OFF", "beside", "cores", "decoded", "heed"]
+__all__ = ["CALLED_OFF", "Book", "beside", "cores", "heed"]
 
 #: In the store, begins the reason why the ranks cannot meet; a job is hexadecimal, a card a msgpack map.
 CALLED_OFF = b"off:"
@@ -20,12 +20,33 @@ CALLED_OFF = b"off:"
 _CARD = [str, str, str, int, int, int, str, int, int]
 
 
+class Book:
+    """The cards of one world, which ranks that share a loop need to read only once."""
+
+    def __init__(self) -> None:
+        self._read: dict[tuple[bytes, ...], Mapping[int, Card]] = {}
+
+    def read(self, found: Sequence[bytes]) -> Mapping[int, Card]:
+        """Return the cards in `found`, in rank order.
+
+        Raises:
+            RendezvousError: one is no card, or says why the ranks cannot meet.
+        """
+        data = tuple(found)
+        cards = self._read.get(data)
+        if cards is None:
+            for each in data:
+                heed(each)
+            cards = self._read[data] = {rank: _decoded(rank, each) for rank, each in enumerate(data)}
+        return cards
+
+
 def beside(rank: int, cards: Mapping[int, Card]) -> int:
     """Return how many ranks are on the host of `rank`, itself included."""
     return sum(1 for card in cards.values() if card["host"] == cards[rank]["host"])
 
 
-def decoded(rank: int, data: bytes) -> Card:
+def _decoded(rank: int, data: bytes) -> Card:
     """Return the card of `rank`; whoever writes into the store could have written anything."""
     try:
         card = msgpack.unpackb(data)

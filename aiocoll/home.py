@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgpack
 
 from aiocoll.algorithms.machine import Medium, Tuning
-from aiocoll.cards import CALLED_OFF, beside, cores, decoded, heed
+from aiocoll.cards import CALLED_OFF, Book, beside, cores, heed
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.membership import Membership
 from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, StoreError, StoreUnavailableError
@@ -82,7 +82,9 @@ class Home:
         self._hub: Hub | None = None
         self._tuning = Tuning()
         self._opening = asyncio.Lock()
-        self._awaited: dict[str, int] = {}
+        self._book: Book | None = None
+        # The keys this rank waits for, by the rank that publishes them.
+        self._awaited: Callable[[], list[str]] = list
         self._members = 0
         place.hold()
         self._made = 0
@@ -209,7 +211,7 @@ class Home:
         """Return the ranks that have not published what this one waits for; [] if the store does not tell."""
         try:
             async with asyncio.timeout(LAST_LOOK):
-                return [rank for key, rank in self._awaited.items() if not await self._store.check([key])]
+                return [rank for rank, key in enumerate(self._awaited()) if not await self._store.check([key])]
         except (StoreError, TimeoutError):
             return []
 
@@ -233,9 +235,10 @@ class Home:
         tuning = await self._tune() if self.rank == 0 else None
         prefix = f"aiocoll/{generation}"
         place = PrefixStore(prefix, self._store)
-        self._awaited = {f"{prefix}/job": 0}
+        self._awaited = lambda: [f"{prefix}/job"]
         job = await self._job(place)
-        self._awaited = {f"{prefix}/card/{rank}": rank for rank in range(self.world_size)}
+        self._awaited = lambda: [f"{prefix}/card/{rank}" for rank in range(self.world_size)]
+        self._book = shared.setdefault((id(self._loop), "cards", job), Book())
         stream, card = await self._listen(job)
         if self.rank == 0:
             card |= {"medium": self._medium, "tuning": None if tuning is None else to_wire(tuning, cores())}
@@ -244,7 +247,7 @@ class Home:
         early: list[Link] = []
         transport.accepted = early.append
         try:
-            cards: Mapping[int, Card] = await self._exchange(place, "card", card)
+            cards = await self._exchange(place, "card", card)
             told = from_wire(cards[0].get("tuning"), cards[0].get("medium"), beside(0, cards))
             transport, cards = await self._settle(place, stream, job, cards)
             self._tuning = told.over("tcp") if cards[0]["tcp"] else told
@@ -352,14 +355,12 @@ class Home:
             cards = await self._exchange(place, "tcp", await stream.listen_tcp(host, advertised))
         return stream, cards
 
-    async def _exchange(self, place: Store, what: str, card: Card) -> dict[int, Card]:
+    async def _exchange(self, place: Store, what: str, card: Card) -> Mapping[int, Card]:
         """Publish `card`; return everybody's."""
+        assert self._book is not None
         keys = [f"{what}/{rank}" for rank in range(self.world_size)]
         await place.set(keys[self.rank], msgpack.packb(card))
-        found = await place.multi_get(keys, timeout=self._timeout)
-        for data in found:
-            heed(data)
-        return {rank: decoded(rank, data) for rank, data in enumerate(found)}
+        return self._book.read(await place.multi_get(keys, timeout=self._timeout))
 
     def _spin(self, cards: Mapping[int, Card]) -> float:
         """Polling is in vain for what another rank of this process has to do."""

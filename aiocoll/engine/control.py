@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -199,9 +199,10 @@ class Control:
                 self._heard_end(peer, note["linked"])
             endpoint.ended(peer, () if direct else note["linked"])
         elif kind == "ended":
-            for rank, linked in note["ranks"]:
-                endpoint.over.add(rank)
-                self.gone(rank)
+            ended = dict(note["ranks"])
+            endpoint.over.update(ended)
+            self._gone_too(ended)
+            for rank, linked in ended.items():
                 endpoint.ended(rank, linked)
         elif kind == "known":
             self._parted()
@@ -227,14 +228,16 @@ class Control:
 
     def gone(self, rank: int) -> None:
         """The rank has died or ended: nothing is sent to it, and the next lowest rank may be the hub now."""
-        if rank in self._gone:
-            return
-        was_hub = rank == self.hub
-        self._gone.add(rank)
-        if was_hub:
-            self.succeed_hub()
-        self._endpoint.thinned()
-        self._part()
+        self._gone_too([rank])
+
+    def _gone_too(self, ranks: Iterable[int]) -> None:
+        hub, before = self.hub, len(self._gone)
+        self._gone.update(ranks)
+        if len(self._gone) > before:
+            if hub in self._gone:
+                self.succeed_hub()
+            self._endpoint.thinned()
+            self._part()
 
     def miss(self, rank: int, detail: str) -> None:
         """End `join` if it still waits, since the rank has died."""

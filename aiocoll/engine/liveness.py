@@ -43,10 +43,10 @@ class Liveness:
     def start(self, cards: Mapping[int, Card]) -> None:
         """Begin to watch, if there are other processes."""
         endpoint = self._endpoint
-        mine = _whereabouts(cards[endpoint.rank])
-        if all(_whereabouts(card) == mine for card in cards.values()):
+        me = cards[endpoint.rank]
+        if all(card["process"] == me["process"] and card["host"] == me["host"] for card in cards.values()):
             return
-        host, own = mine
+        host, own = _whereabouts(me)
         for rank, card in cards.items():
             there, process = _whereabouts(card)
             seen = there == host and process.namespace == own.namespace != 0

@@ -80,6 +80,8 @@ def prefixed(prefix: str, command: str, arguments: tuple[Any, ...]) -> tuple[Any
 
 
 def _check_key(key: object) -> None:
+    if type(key) is str and len(key) <= MAX_KEY_BYTES and key.isascii():
+        return  # a thousand ranks that meet name a million keys
     if not isinstance(key, str):
         raise TypeError(f"key must be str, got {type(key).__name__}")
     nbytes = len(key.encode())
