@@ -22,7 +22,7 @@ from aiocoll.dump_files import FORMAT, VERSION, file_name, write_json
 from aiocoll.engine.diagnosis import cause_of
 from aiocoll.engine.membership import Membership
 from aiocoll.engine.operation import P2P
-from aiocoll.engine.recorder import Record
+from aiocoll.engine.recorder import HISTORY, Record
 from aiocoll.launch import Launcher
 from aiocoll.log import logger
 from aiocoll.options import GroupOptions
@@ -86,6 +86,7 @@ class FlightRecorder:
             "state": "revoked" if member.cause is not None else "closed" if closed else "open",
             "cause": None if member.cause is None else cause_of(member.cause),
             "entered": member.entered,
+            "full": len(member.recorder.collectives) == HISTORY,
             "entries": _entries(member, member.recorder.snapshot()),
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from aiocoll.cli import bench, doctor, run
+from aiocoll.cli import bench, doctor, run, trace
 
 __all__ = ["main"]
 
@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.add_parser(commands)
     bench.add_parser(commands)
     doctor.add_parser(commands)
+    trace.add_parser(commands)
     args = parser.parse_args(argv)
     code: int = args.command(args)
     return code

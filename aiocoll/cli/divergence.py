@@ -1,0 +1,209 @@
+"""What went wrong in a group, found in the dumps of its ranks: whose calls differ, who is missing, who is late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import fmean
+
+from aiocoll.cli.merge import Call, Entry, Group
+from aiocoll.engine.disagreement import called, mismatch, opposed
+from aiocoll.engine.watch import REPORT_AFTER
+
+__all__ = ["Divergence", "Lateness", "divergence", "lateness", "report"]
+
+#: Operations that a report names of each kind.
+NAMED = 8
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first collective on which the ranks of a group are not together.
+
+    Attributes:
+        call: the collective.
+        words: how two ranks' calls differ; None if they do not.
+        missing: the ranks that have a dump and have not entered it.
+        later: number of collectives after it of which the same could be said.
+    """
+
+    call: Call
+    words: str | None
+    missing: tuple[int, ...]
+    later: int
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """Who came last to the collectives that all ranks with a dump entered.
+
+    Attributes:
+        rank: the one that came last on average.
+        seconds: after the first one, on average.
+        last: how many it was the last to enter.
+        calls: of how many.
+    """
+
+    rank: int
+    seconds: float
+    last: int
+    calls: int
+
+
+def divergence(group: Group) -> Divergence | None:
+    """Return the first collective that ranks called differently, or that some have not entered; None if there is none.
+
+    One that has not been entered counts if the group has failed, or was not when the others had waited for 250 ms.
+    """
+    found = [(call, words, missing) for call in group.calls for words, missing in _apart(group, call)]
+    # By number where there is one: that does not depend on the clocks of several hosts.
+    ordered = min((each for each in found if each[0].key is None), key=lambda each: each[0].seq, default=None)
+    keyed = next((each for each in found if each[0].key is not None), None)
+    both = [each for each in (ordered, keyed) if each is not None]
+    if not both:
+        return None
+    call, words, missing = min(both, key=lambda each: each[0].first)
+    return Divergence(call, words, missing, len(found) - 1)
+
+
+def _apart(group: Group, call: Call) -> Iterator[tuple[str | None, tuple[int, ...]]]:
+    """Yield how the calls of the ranks differ and who is missing, if either is the case."""
+    words = _differ(group, call)
+    missing = tuple(rank for rank in group.ranks if rank not in call.entries and _is_missing(group, call, rank))
+    if words is not None or missing:
+        yield words, missing
+
+
+def _differ(group: Group, call: Call) -> str | None:
+    # What was compared before data moved is compared here by the same rules as all else.
+    calls = [{**entry, "debug": None} for _, entry in sorted(call.entries.items())]
+    for index, each in enumerate(calls[1:], 1):
+        other = opposed(each, calls[:index])
+        if other is not None:
+            return str(mismatch(group.name, other, each))
+    return None
+
+
+def _is_missing(group: Group, call: Call, rank: int) -> bool:
+    """Whether a rank without an entry of `call` has not entered it, rather than forgotten it or gone on since."""
+    dump = group.dumps[rank]
+    if call.key is None and call.seq <= dump["entered"]:
+        return False
+    remembered = group.entries(rank, "collective")
+    if call.key is not None and dump["full"] and remembered[0]["entered"] + group.shifts[rank] > call.first:
+        return False
+    return group.cause is not None or group.dumped(rank) - call.first >= REPORT_AFTER
+
+
+def lateness(group: Group) -> Lateness | None:
+    """Return who came last on average; None if there is nothing to compare."""
+    shared = [call for call in group.calls if len(call.entered) == len(group.ranks)]
+    if len(group.ranks) < 2 or not shared:
+        return None
+    average = {rank: fmean(call.entered[rank] - call.first for call in shared) for rank in group.ranks}
+    rank = max(average, key=lambda each: average[each])
+    last = sum(call.entered[rank] == max(call.entered.values()) for call in shared)
+    return Lateness(rank, average[rank], last, len(shared))
+
+
+# -- words
+
+
+def report(group: Group) -> tuple[list[str], bool]:
+    """Return what there is to say of a group, line by line, and whether all is well."""
+    ranks = f"{group.world_size} rank{'s' * (group.world_size != 1)}"
+    lines = [f"group {group.name!r}: {ranks}, {len(group.calls)} collectives remembered"]
+    if group.silent:
+        lines.append(f"  no dump of {_ranks(group.silent)}: killed, or not given here; what they did is not known")
+    cause = group.cause
+    if cause is not None:
+        lines.append(f"  failed: {cause.get('kind')}: {cause.get('text')}")
+    apart = divergence(group)
+    lines += ["  no collective diverged"] if apart is None else _told(group, apart)
+    lines += _unfinished(group)
+    late = lateness(group)
+    if late is not None:
+        lines.append(
+            f"  last to arrive on average: rank {late.rank}, {_time(late.seconds)} after the first; it was the last in "
+            f"{late.last} of {late.calls} collectives"
+        )
+    return lines, cause is None and apart is None and not group.silent
+
+
+def _told(group: Group, apart: Divergence) -> list[str]:
+    call = apart.call
+    lines = [f"  diverged first: {_named(call.entries[min(call.entries)])}"]
+    if apart.words is not None and (group.cause is None or apart.words != group.cause.get("text")):
+        lines.append(f"    {apart.words}")
+    for entry, ranks in _alike(call):
+        lines.append(f"    {_ranks(ranks)} called {called(entry)} at {_site(entry)}")
+    lines += [f"    missing: rank {rank}, {_last(group, rank)}" for rank in apart.missing]
+    if apart.later:
+        lines.append(f"    and so did {apart.later} later one{'s' * (apart.later > 1)}")
+    return lines
+
+
+def _alike(call: Call) -> list[tuple[Entry, list[int]]]:
+    """Return the calls of the ranks, those that read the same together."""
+    found: dict[tuple[str, str], tuple[Entry, list[int]]] = {}
+    for rank, entry in sorted(call.entries.items()):
+        found.setdefault((called(entry), _site(entry)), (entry, []))[1].append(rank)
+    return list(found.values())
+
+
+def _last(group: Group, rank: int) -> str:
+    """Say what a rank did last, and which message it waits for: it may be what keeps it."""
+    collectives = group.entries(rank, "collective")
+    words = "in no collective yet"
+    if collectives:
+        last = collectives[-1]
+        age = group.dumped(rank) - last["entered"] - group.shifts[rank]
+        words = f"last in {_named(last)} at {_site(last)}, entered {_time(age)} before its dump, {last['state']}"
+    waiting = [entry for entry in group.entries(rank, "message") if entry["state"] != "finished"]
+    if waiting:
+        waits = "waits" if waiting[-1]["state"] == "pending" else "waited"
+        words += f"; it {waits} in {_named(waiting[-1])} at {_site(waiting[-1])}"
+    return words
+
+
+def _unfinished(group: Group) -> list[str]:
+    """Name what is pending and what has failed, the oldest first."""
+    lines = []
+    for state in ("pending", "failed"):
+        found: dict[tuple[str, str], list[int]] = {}
+        for rank in group.ranks:
+            for entry in group.dumps[rank]["entries"]:
+                if entry["state"] == state:
+                    what = _named(entry) + (f" with {entry.get('error')}" if state == "failed" else "")
+                    found.setdefault((what, _site(entry)), []).append(rank)
+        for (what, site), ranks in list(found.items())[:NAMED]:
+            lines.append(f"  {state} on {_ranks(sorted(set(ranks)))}: {what} at {site}")
+        if len(found) > NAMED:
+            lines.append(f"  {state}: {len(found) - NAMED} more")
+    return lines
+
+
+def _named(entry: Entry) -> str:
+    if entry["kind"] == "message":
+        peer = "any rank" if entry.get("peer") is None else f"rank {entry['peer']}"
+        return f"{entry['op']} ({'to' if entry['op'] == 'SEND' else 'from'} {peer}, tag {entry.get('tag')})"
+    return f"{entry['op']} (sequence {entry['seq'] if entry['key'] is None else _keyed(entry)})"
+
+
+def _keyed(entry: Entry) -> str:
+    return f"{entry['key']!r} {entry['seq']}"
+
+
+def _site(entry: Entry) -> str:
+    return f"{entry['site']} in {entry['function']}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _time(seconds: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"

@@ -1,0 +1,156 @@
+"""Dumps of flight recorders, read from files and put together by group."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiocoll.dump_files import FORMAT, VERSION
+from aiocoll.timeline import offsets
+
+__all__ = ["Call", "Group", "Unusable", "collect"]
+
+Dump = dict[str, Any]
+Entry = dict[str, Any]
+
+#: What is used of a dump, and of an entry, and what type it has.
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "group": (str,), "id": (int,), "rank": (int,), "world_size": (int,), "global_ranks": (list,), "host": (str,),
+    "pid": (int,), "clock": (dict,), "state": (str,), "cause": (dict, type(None)), "entered": (int,), "full": (bool,),
+    "entries": (list,),
+}  # fmt: skip
+_ENTRY: dict[str, tuple[type, ...]] = {
+    "kind": (str,), "op": (str,), "rank": (int,), "seq": (int, type(None)), "key": (str, type(None)), "shape": (list,),
+    "entered": (float, int), "finished": (float, int, type(None)), "state": (str,), "site": (str,), "function": (str,),
+}  # fmt: skip
+_CLOCK: dict[str, tuple[type, ...]] = {"host": (str,), "monotonic": (float, int), "wall": (float, int)}
+
+
+class Unusable(Exception):
+    """A file is no dump, or dumps do not belong together; says which and why."""
+
+
+@dataclass
+class Call:
+    """One collective as the ranks have recorded it.
+
+    Attributes:
+        key: of a keyed one.
+        seq: its number, or the count of its key.
+        entries: what each rank called.
+        entered: when each rank entered it, on one clock.
+    """
+
+    key: str | None
+    seq: int
+    entries: dict[int, Entry] = field(default_factory=dict)
+    entered: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def first(self) -> float:
+        """When the first rank entered it."""
+        return min(self.entered.values())
+
+
+class Group:
+    """The dumps of one group.
+
+    Args:
+        dumps: one per rank that has one, in order of rank.
+
+    Attributes:
+        ranks: the ranks that have one.
+        silent: the ranks that have none.
+        shifts: what to add to the times of each rank's to have them on one clock.
+        calls: all collectives that are remembered, by the time they were first entered.
+    """
+
+    def __init__(self, dumps: Sequence[Dump]) -> None:
+        self.name: str = dumps[0]["group"]
+        self.world_size: int = dumps[0]["world_size"]
+        self.dumps: dict[int, Dump] = {dump["rank"]: dump for dump in dumps}
+        self.ranks = list(self.dumps)
+        self.silent = [rank for rank in range(self.world_size) if rank not in self.dumps]
+        self.shifts: dict[int, float] = dict(zip(self.dumps, offsets(dumps), strict=True))
+        calls: dict[tuple[str | None, int], Call] = {}
+        for rank in self.ranks:
+            for entry in self.entries(rank, "collective"):
+                call = calls.setdefault((entry["key"], entry["seq"]), Call(entry["key"], entry["seq"]))
+                call.entries[rank] = entry
+                call.entered[rank] = entry["entered"] + self.shifts[rank]
+        self.calls = sorted(calls.values(), key=lambda call: call.first)
+
+    def entries(self, rank: int, kind: str) -> list[Entry]:
+        """Return the collectives, or messages, of a rank, oldest first."""
+        return [entry for entry in self.dumps[rank]["entries"] if entry["kind"] == kind]
+
+    def dumped(self, rank: int) -> float:
+        """Return when the rank wrote its dump."""
+        monotonic: float = self.dumps[rank]["clock"]["monotonic"]
+        return monotonic + self.shifts[rank]
+
+    @property
+    def cause(self) -> dict[str, Any] | None:
+        """Why the group was revoked, if it was: what most ranks say, as each may have heard of another one first."""
+        causes = [dump["cause"] for dump in self.dumps.values() if dump["cause"] is not None]
+        texts = [cause.get("text") for cause in causes]
+        return max(causes, key=lambda cause: texts.count(cause.get("text")), default=None)
+
+
+def collect(paths: Sequence[str]) -> list[Group]:
+    """Read dumps; return the groups they are of, by name.
+
+    Raises:
+        Unusable: names the file and what is wrong with it.
+    """
+    found: dict[tuple[str, int], dict[int, tuple[str, Dump]]] = {}
+    for path in paths:
+        dump = _load(path)
+        ranks = found.setdefault((dump["group"], dump["id"]), {})
+        rank = dump["rank"]
+        if rank in ranks:
+            raise Unusable(
+                f"{ranks[rank][0]} and {path} are both of rank {rank} of group {dump['group']!r}: give one per rank"
+            )
+        for other, known in ranks.values():
+            if known["global_ranks"] != dump["global_ranks"]:
+                raise Unusable(
+                    f"{other} and {path} disagree on the ranks of group {dump['group']!r}: they are of two jobs"
+                )
+        ranks[rank] = path, dump
+    return [Group([ranks[rank][1] for rank in sorted(ranks)]) for _, ranks in sorted(found.items())]
+
+
+def _load(path: str) -> Dump:
+    try:
+        dump = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise Unusable(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # of JSON, or of what is no text
+        raise Unusable(f"{path}: is no JSON, or not all of it: {error}") from None
+    if isinstance(dump, dict) and "traceEvents" in dump:
+        raise Unusable(f"{path}: is a trace for Perfetto; give the dumps it was made of")
+    if not isinstance(dump, dict) or dump.get("format") != FORMAT:
+        raise Unusable(f"{path}: is no dump of pg.recorder")
+    if dump.get("version") != VERSION:
+        raise Unusable(
+            f"{path}: has version {dump.get('version')!r} of the format, and this aiocoll reads version {VERSION}: "
+            "use the aiocoll that wrote it"
+        )
+    wrong = _wrong(dump, _FIELDS) or _wrong(dump["clock"], _CLOCK)
+    wrong = wrong or next(filter(None, (_wrong(entry, _ENTRY) for entry in dump["entries"])), None)
+    if wrong is None and not (len(dump["global_ranks"]) == dump["world_size"] > dump["rank"] >= 0):
+        wrong = "rank"
+    if wrong is not None:
+        raise Unusable(f"{path}: is damaged: {wrong!r} is missing or wrong")
+    return dump
+
+
+def _wrong(found: Any, fields: dict[str, tuple[type, ...]]) -> str | None:
+    """Return the first of `fields` that is not there or has another type."""
+    if not isinstance(found, dict):
+        return "entries"
+    return next((name for name, types in fields.items() if type(found.get(name, ...)) not in types), None)

@@ -1,0 +1,49 @@
+"""`aiocoll trace`: put the dumps of ranks together, and say where they diverged."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from aiocoll.cli.divergence import report
+from aiocoll.cli.merge import Unusable, collect
+from aiocoll.dump_files import write_json
+from aiocoll.timeline import chrome_trace
+
+__all__ = ["add_parser"]
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `trace` to the subcommands."""
+    parser = commands.add_parser(
+        "trace",
+        help="say from the dumps of ranks which collective diverged first and who is missing",
+        description="Merge the dumps of ranks (pg.recorder.dump_json, AIOCOLL_DUMP_DIR) of one or several groups, and "
+        "say of each which collective diverged first, who is missing, what is pending and who comes last. The exit "
+        "code is 0 if nothing is wrong, 1 if something is, 2 if a file cannot be used.",
+    )
+    parser.add_argument("dumps", nargs="+", metavar="DUMP", help="a file of pg.recorder.dump_json, one per rank")
+    parser.add_argument("--perfetto", metavar="FILE", help="write a trace for ui.perfetto.dev or chrome://tracing")
+    parser.add_argument("--png", metavar="FILE", help="draw a timeline; needs matplotlib")
+    parser.set_defaults(command=_trace)
+
+
+def _trace(args: argparse.Namespace) -> int:
+    try:
+        groups = collect(args.dumps)
+        well = True
+        for number, group in enumerate(groups):
+            lines, fine = report(group)
+            print(*[""] * bool(number), *lines, sep="\n")
+            well = well and fine
+        if args.perfetto is not None:
+            dumps = [group.dumps[rank] for group in groups for rank in group.ranks]
+            write_json(args.perfetto, chrome_trace(dumps))
+        if args.png is not None:
+            from aiocoll.cli.picture import draw
+
+            draw(groups, args.png)
+    except (Unusable, OSError) as error:
+        print(f"aiocoll trace: {error}", file=sys.stderr)
+        return 2
+    return 0 if well else 1

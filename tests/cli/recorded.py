@@ -1,0 +1,70 @@
+"""What the ranks of `test_trace` run: a process has to import it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+from aiocoll import CollectiveMismatchError, CollectiveTimeoutError, ProcessGroup
+from aiocoll.dump_files import file_name
+
+
+async def train(pg: ProcessGroup, steps: int) -> None:
+    """Do what a training does, unevenly."""
+    weights = np.zeros(3000)
+    await pg.broadcast(weights, 0)
+    for step in range(steps):
+        await asyncio.sleep(0.002 * (1 + pg.rank() % 3))
+        works = [pg.allreduce(np.zeros(50_000, np.float32), key=f"layer{layer}") for layer in range(2)]
+        for work in works:
+            await work
+        await pg.allreduce(float(step))
+
+
+async def hang(pg: ProcessGroup, steps: int, absent: int) -> int:
+    """All but one rank enter a barrier; return the line where they do, and where that one last was."""
+    await train(pg, steps)
+    await pg.allgather_object(pg.rank())
+    if pg.rank() == absent:
+        line = sys._getframe().f_lineno - 2
+        pending = pg.recv(np.zeros(3), 0, tag=5)
+        await pg.wait_revoked()
+        assert pending.exception() is not None
+        return line
+    try:
+        await pg.barrier(timeout=0.6)
+    except CollectiveTimeoutError:
+        return sys._getframe().f_lineno - 2
+    raise AssertionError("the barrier was passed")
+
+
+async def differ(pg: ProcessGroup) -> None:
+    """The last rank reduces more than the others."""
+    await train(pg, 3)
+    last = pg.rank() == pg.size() - 1
+    try:
+        await pg.allreduce(np.zeros(8 if last else 7), timeout=20)
+    except CollectiveMismatchError:
+        return
+    raise AssertionError("the group has not failed")
+
+
+async def live(pg: ProcessGroup, directory: str, blocked: bool) -> None:
+    """Each rank is signalled by the one before, while its loop is free or blocked; the group works on."""
+    await train(pg, 2)
+    pids = await pg.allgather_object(os.getpid())
+    os.kill(pids[(pg.rank() + 1) % pg.size()], signal.SIGUSR2)
+    path = os.path.join(directory, file_name(pg.group_name, pg.rank()))
+    deadline = time.monotonic() + 20
+    while not os.path.exists(path):  # noqa: ASYNC240
+        assert time.monotonic() < deadline
+        if blocked:
+            time.sleep(0.001)  # noqa: ASYNC251
+        else:
+            await asyncio.sleep(0.001)
+    await pg.barrier()

@@ -1,0 +1,341 @@
+"""`aiocoll trace`: what dumps say together, of real ranks that hang, differ and live, and of files that are none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupError, GroupOptions, ProcessGroup, ReduceOp, Work
+from aiocoll.cli import picture
+from aiocoll.cli.divergence import lateness
+from aiocoll.cli.main import main
+from aiocoll.cli.merge import Unusable, collect
+from aiocoll.dump_files import FORMAT, file_name
+from aiocoll.engine.recorder import HISTORY
+from aiocoll.testing import run_processes
+from aiocoll.testing.virtual import run_virtual
+from tests.cli import recorded
+
+HERE = recorded.__file__
+
+
+def trace(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    """Run the command; return its exit code and what it wrote."""
+    code = main(["trace", *map(str, arguments)])
+    said = capsys.readouterr()
+    assert (said.err == "") == (code != 2)
+    return code, said.out + said.err
+
+
+def files(path: Path) -> list[Path]:
+    return sorted(path.glob("dump-*"))
+
+
+def forsake(work: Work[Any]) -> None:
+    """Let nobody wonder how it ends."""
+    work.add_done_callback(lambda _: None)
+
+
+def record(world_size: int, fn: Callable[..., Awaitable[Any]], path: Path, **options: Any) -> list[Path]:
+    """Run `fn` on a virtual clock; return the dumps that the ranks wrote in the end, each its own."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        await fn(pg)
+        pg.recorder.dump_json(path / file_name(pg.group_name, pg.rank()))
+        await asyncio.sleep(5)  # longer than any rank has been at it
+        pg.abort()
+
+    run_virtual(world_size, rank, options=GroupOptions(**options))
+    return files(path)
+
+
+# -- real ranks
+
+
+async def test_a_hang_names_collective_line_and_who_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = GroupOptions(dump_dir=str(tmp_path))
+    lines = await run_processes(3, recorded.hang, 2, 1, options=options)
+    perfetto = tmp_path / "trace.json"
+    code, said = trace(capsys, *files(tmp_path), "--perfetto", perfetto)
+    assert code == 1
+    assert "group 'world:0': 3 ranks, 9 collectives remembered\n  failed: CollectiveTimeoutError: BARRIER" in said
+    assert "\n  diverged first: BARRIER (sequence 5)\n    ranks 0, 2 called BARRIER(" in said
+    assert f"SequenceNumber=5) at {HERE}:{lines[0]} in hang\n    missing: rank 1, last in ALLGATHER_OBJECT" in said
+    assert f"(sequence 4) at {HERE}:{lines[1]} in hang, entered" in said
+    assert f"it waited in RECV (from rank 0, tag 5) at {HERE}:{lines[1] + 3} in hang" in said
+    names = {event["name"] for event in json.loads(perfetto.read_text())["traceEvents"]}
+    assert {"BARRIER 5", "ALLREDUCE 'layer1' 2", "RECV"} < names
+    # Of the ranks that wait alone, what the missing one did is not known.
+    code, said = trace(capsys, *(files(tmp_path)[rank] for rank in (0, 2)))
+    assert code == 1
+    assert "no dump of rank 1: killed, or not given here" in said
+    assert "missing" not in said
+
+
+async def test_a_mismatch_names_both_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    await run_processes(3, recorded.differ, options=GroupOptions(dump_dir=str(tmp_path)))
+    code, said = trace(capsys, *files(tmp_path))
+    assert code == 1
+    assert "failed: CollectiveMismatchError: Collectives differ in the following: counts, shape. Group" in said
+    assert "diverged first: ALLREDUCE (sequence 5)\n    ranks 0, 1 called ALLREDUCE(shape=[7]" in said
+    assert "\n    rank 2 called ALLREDUCE(shape=[8], dtype=float64, device=cpu, counts=[8]" in said
+    assert said.count(f"{HERE}:") >= 3
+
+
+@pytest.mark.parametrize(("loop", "blocked"), [("asyncio", True), ("uvloop", False)])
+async def test_a_signal_has_a_living_rank_dump(
+    loop: Any, blocked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = GroupOptions(dump_dir=str(tmp_path))
+    await run_processes(2, recorded.live, str(tmp_path), blocked, options=options, loop=loop)
+    code, said = trace(capsys, *files(tmp_path))
+    assert code == 0
+    assert "no collective diverged" in said
+    assert "last to arrive on average: rank" in said
+
+
+# -- what dumps say
+
+
+def test_a_group_that_is_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        for _ in range(4):
+            await asyncio.sleep(0.25 * (pg.rank() == 2))
+            await pg.barrier()
+
+    dumps = record(3, rank, tmp_path)
+    code, said = trace(capsys, *dumps)
+    assert code == 0
+    late_words = "rank 2, 250 ms after the first; it was the last in 4 of 4 collectives"
+    assert f"  no collective diverged\n  last to arrive on average: {late_words}\n" in said
+    late = lateness(collect(list(map(str, dumps)))[0])
+    assert late is not None
+    assert (late.rank, late.seconds, late.last, late.calls) == (2, pytest.approx(0.25), 4, 4)
+
+
+@pytest.mark.parametrize("debug", ["off", "detail"])
+@pytest.mark.parametrize("keyed", [False, True])
+def test_who_has_not_entered_while_the_group_stands(
+    keyed: bool, debug: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in a collective whose root has long gone on."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        if pg.rank() != 1:
+            forsake(pg.broadcast(np.zeros(3), 0, key="k" if keyed else None))
+        await asyncio.sleep(1)
+
+    code, said = trace(capsys, *record(3, rank, tmp_path, debug=debug))
+    assert code == 1
+    name = "BROADCAST (sequence 'k' 1)" if keyed else "BROADCAST (sequence 2)"
+    assert f"diverged first: {name}\n    ranks 0, 2 called BROADCAST(shape=[3]" in said
+    assert "missing: rank 1, last in BARRIER (sequence 1)" in said
+    assert f"  pending on ranks 0, 2: {name} at" in said or debug == "off"
+    assert "failed" not in said
+
+
+def test_who_is_on_the_way_is_not_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        if pg.rank() == 0:
+            forsake(pg.barrier())
+        await asyncio.sleep(0.2)
+
+    code, said = trace(capsys, *record(2, rank, tmp_path))
+    assert code == 0
+    assert "no collective diverged\n  pending on rank 0: BARRIER (sequence 2)" in said
+
+
+@pytest.mark.parametrize("field", ["op", "root", "reduce", "dtype", "shape"])
+def test_the_first_of_several_differences_counts(
+    field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With calls compared before data moves, there may be several of them."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.allreduce(1.0)
+        odd = pg.rank() == 1
+        for _ in range(3):
+            x = np.zeros(4 + (odd and field == "shape"), np.float32 if odd and field == "dtype" else np.float64)
+            if odd and field == "op":
+                work = pg.broadcast(x, 0)
+            else:
+                op = ReduceOp.MAX if odd and field == "reduce" else ReduceOp.SUM
+                work = pg.reduce(x, 2 if odd and field == "root" else 0, op)
+            with pytest.raises(GroupError):
+                await work
+
+    code, said = trace(capsys, *record(3, rank, tmp_path, debug="detail"))
+    assert code == 1
+    assert "diverged first: REDUCE (sequence 2)\n    Collectives differ in the following:" in said
+    assert f"following: {'counts, shape' if field == 'shape' else field}" in said
+    assert "    ranks 0, 2 called REDUCE(shape=[4]" in said
+    assert "    and so did 2 later ones\n" in said
+
+
+def test_what_is_forgotten_is_not_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier(key="long ago")
+        for _ in range(HISTORY):
+            await pg.barrier()
+        await asyncio.sleep(1)
+
+    dumps = record(2, rank, tmp_path)
+    # One rank remembers more than the other.
+    dump = json.loads(dumps[0].read_text())
+    oldest = dump["entries"][0]
+    dump["entries"][:0] = [
+        {**oldest, "key": "long ago", "entered": oldest["entered"] - 1},
+        {**oldest, "seq": oldest["seq"] - 1, "entered": oldest["entered"] - 0.5},
+    ]
+    dumps[0].write_text(json.dumps(dump))
+    code, said = trace(capsys, *dumps)
+    assert (code, "no collective diverged" in said) == (0, True)
+
+
+def test_clocks_of_two_hosts_are_set_beside_each_other(tmp_path: Path) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+
+    dumps = record(3, rank, tmp_path)
+    # The clock of rank 2's host started 100 s later; those of the other two are the same, whatever they say.
+    for path, host, monotonic, wall in zip(dumps, "aab", (0.0, 0.0, -100.0), (5.0, 5.5, 5.0), strict=True):
+        dump = json.loads(path.read_text())
+        dump["clock"]["host"] = host
+        dump["clock"]["wall"] += wall
+        dump["clock"]["monotonic"] += monotonic
+        for entry in dump["entries"]:
+            entry["entered"] += monotonic
+            entry["finished"] += monotonic
+        path.write_text(json.dumps(dump))
+    (group,) = collect(list(map(str, dumps)))
+    (call,) = group.calls
+    assert call.entered[0] == call.entered[1]
+    assert call.entered[2] == pytest.approx(call.entered[0] - 0.5)
+
+
+def test_several_groups_and_one_without_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        pass
+
+    dumps = record(1, rank, tmp_path)
+    other = json.loads(dumps[0].read_text()) | {"group": "another", "id": 1}
+    (tmp_path / "dump-b").write_text(json.dumps(other))
+    code, said = trace(capsys, *files(tmp_path), "--perfetto", tmp_path / "trace.json")
+    assert code == 0
+    assert said == (
+        "group 'another': 1 rank, 0 collectives remembered\n  no collective diverged\n\n"
+        "group 'world:0': 1 rank, 0 collectives remembered\n  no collective diverged\n"
+    )
+
+
+# -- files that cannot be used
+
+
+def good(**changes: Any) -> dict[str, Any]:
+    clock = {"host": "h", "monotonic": 1.0, "wall": 1.0}
+    dump = {
+        **{"format": FORMAT, "version": 1, "group": "g", "id": 1, "rank": 0, "world_size": 2, "global_ranks": [0, 1]},
+        **{"host": "h", "pid": 1, "clock": clock, "state": "open", "cause": None, "entered": 0, "full": False},
+        "entries": [],
+    }
+    return {**dump, **changes}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        (b"", "is no JSON, or not all of it"),
+        (json.dumps(good()).encode()[:-3], "is no JSON, or not all of it"),
+        (b"\xff\xfe\xfd", "is no JSON, or not all of it"),
+        (b"[1, 2]", "is no dump of pg.recorder"),
+        (b'{"a": 1}', "is no dump of pg.recorder"),
+        (b'{"traceEvents": []}', "is a trace for Perfetto; give the dumps it was made of"),
+        (good(version=2), "has version 2 of the format, and this aiocoll reads version 1"),
+        (good(rank=2), "is damaged: 'rank'"),
+        (good(rank=True), "is damaged: 'rank'"),
+        (good(clock={}), "is damaged: 'host'"),
+        (good(entries=[1]), "is damaged: 'entries'"),
+        (good(entries=[{"kind": "collective"}]), "is damaged: 'op'"),
+        ({key: value for key, value in good().items() if key != "cause"}, "is damaged: 'cause'"),
+    ],
+)
+def test_a_file_that_is_no_dump(
+    content: bytes | dict[str, Any] | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.json"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    code, said = trace(capsys, path)
+    assert (code, said.startswith(f"aiocoll trace: {path}: {words}")) == (2, True), said
+
+
+def test_dumps_that_do_not_belong_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.write_text(json.dumps(good()))
+    two.write_text(json.dumps(good()))
+    code, said = trace(capsys, one, two)
+    assert (code, f"{one} and {two} are both of rank 0 of group 'g': give one per rank" in said) == (2, True)
+    two.write_text(json.dumps(good(rank=1, global_ranks=[0, 2])))
+    code, said = trace(capsys, one, two)
+    assert (code, f"{one} and {two} disagree on the ranks of group 'g': they are of two jobs" in said) == (2, True)
+
+
+def test_what_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "one"
+    path.write_text(json.dumps(good()))
+    code, said = trace(capsys, path, "--perfetto", tmp_path / "missing" / "trace.json")
+    assert (code, "No such file or directory" in said) == (2, True)
+
+
+# -- the picture
+
+
+def test_without_matplotlib_there_is_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(Unusable, match=r"--png needs matplotlib: pip install 'aiocoll\[trace\]'"):
+        picture.draw([], "a.png")
+
+
+@pytest.fixture(scope="module")
+def drawing(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Draw once: matplotlib keeps the files of its fonts open from then on."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path_factory.mktemp("matplotlib")
+    (path / "one").write_text(json.dumps(good()))
+    picture.draw(collect([str(path / "one")]), str(path / "one.png"))
+
+
+@pytest.mark.usefixtures("drawing")
+@pytest.mark.parametrize("calls", [0, 3, 40])
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_picture_of_all(calls: int, hangs: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+
+    async def rank(pg: ProcessGroup) -> None:
+        for number in range(calls):
+            await asyncio.sleep(0.001 * pg.rank())
+            await pg.allreduce(1.0, key=f"key {number}")
+            if pg.rank():
+                await pg.recv(np.zeros(1), 0)
+            else:
+                await pg.send(np.zeros(1), 1)
+        if hangs and pg.rank():
+            forsake(pg.barrier())
+            await asyncio.sleep(1)
+
+    path = tmp_path / "timeline.png"
+    code, _ = trace(capsys, *record(2, rank, tmp_path), "--png", path)
+    assert code in (0, 1)
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert int.from_bytes(data[20:24], "big") > (400 if calls == 40 else 200)
