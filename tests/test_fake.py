@@ -176,6 +176,34 @@ async def test_groups_with_fewer_and_more_ranks() -> None:
                 assert (await larger.allgather_object(1)) == [1] * 6
 
 
+async def test_groups_of_some_of_the_ranks() -> None:
+    async with fake(3, 1024) as pg:
+        part = await pg.split_group([1, 3, 5])
+        assert part is not None
+        assert (part.rank(), part.global_ranks, part.backend_for("cuda")) == (1, (1, 3, 5), "fake")
+        assert await part.allgather_object("mine") == ["mine"] * 3
+        assert part.allreduce(1).seq == 2
+        assert await pg.split_group([0, 1]) is None
+        pair = await part.split_group([[0], [1, 2]])
+        assert pair is not None
+        assert pair.global_ranks == (3, 5)
+        assert pair.barrier().done()
+        assert pg.barrier().seq == 1
+    with pytest.raises(GroupClosedError):
+        pair.barrier()
+
+
+async def test_the_recorder_tells_of_every_call() -> None:
+    async with fake(0, 3) as pg:
+        for call in ARRAYS.values():
+            call(pg, np.ones(6))
+        pg.allgather_object(1)
+        pg.send(np.ones(1), 1)
+        entries = pg.recorder.dump()["entries"]
+        assert len(entries) == len(ARRAYS) + 2
+        assert {entry["state"] for entry in entries} == {"finished"}
+
+
 async def test_its_place_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
