@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import os
 import sys
 import threading
 from collections.abc import Callable, Generator
 from datetime import timedelta
-from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from aiocoll.runtime import Runtime
+from aiocoll.threads import wait_in_thread
 from aiocoll.unseen import Call, Unseen
 
 __all__ = ["GOES_ON", "Progress", "Work"]
@@ -28,8 +27,6 @@ GOES_ON: Final = object()
 
 #: Files that start with this are ours: no call site of the user's.
 _HERE = str(Path(__file__).parent) + os.sep
-#: Seconds between two looks of a thread that waits at whether the loop is still there, which nothing would tell.
-GLANCE = 0.1
 _frame = sys._getframe
 _thread = threading.get_ident
 #: In place of the context of a callback: it is called at once, by who ends the work.
@@ -216,44 +213,12 @@ class Work(Generic[T]):
                 before the end; or in a forked child.
             TimeoutError: the work has not ended in time; it goes on.
 
-        A loop that has stopped is waited for, since another thread may run it again; one that was closed is noticed
-        within `GLANCE` seconds.
+        A loop that has stopped is waited for, since another thread may run it again.
         """
         if asyncio._get_running_loop() is self._progress.loop:
             raise RuntimeError("Work.wait() would block the event loop that completes it: use `await work`")
-        ticks = self._progress.runtime.ticks
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        end = inf if seconds is None else ticks() + seconds
-        ended = threading.Event()
-
-        def tell(_: Work[T]) -> None:
-            ended.set()
-
-        self._from_thread(self.add_done_callback, tell)
-        try:
-            while not self._done:
-                self._check_may_end()
-                left = end - ticks()
-                if not ended.wait(max(0.0, min(left, GLANCE))) and left <= GLANCE and not self._done:
-                    raise TimeoutError(f"{self!r} has not ended within {seconds} s")
-        except BaseException:
-            self._from_thread(self._forget_callback, tell)
-            raise
+        wait_in_thread(self, self._progress.loop, self._progress.runtime, timeout)
         return self.result()
-
-    def _from_thread(self, call: Callable[..., object], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to do it
-            self._progress.loop.call_soon_threadsafe(call, *args)
-
-    def _check_may_end(self) -> None:
-        """Refuse to wait, in another thread, for what cannot come."""
-        loop, thread = self._progress.loop, self._progress.runtime.thread
-        if thread == 0:
-            raise RuntimeError(f"{self!r} belongs to the process that this one was forked from: it does not end here")
-        # What it has ended with is set before a loop stops.
-        if not loop.is_running() and (loop.is_closed() or thread == _thread()) and not self._done:
-            gone = "was closed" if loop.is_closed() else "does not run, and it would in this thread"
-            raise RuntimeError(f"{self!r} has not ended, and its event loop {gone}: nobody completes it")
 
     def _forget_callback(self, fn: Callable[[Work[T]], object]) -> None:
         self._callbacks = [call for call in self._callbacks or () if call[0] is not fn] or None

@@ -23,7 +23,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS: list[set[str]] = [
     {"errors", "log"},
     {"runtime", "dtypes", "unseen", "packed", "dump_files", "dump_signal", "timeline"},
-    {"halves", "entries"},
+    {"halves", "threads", "entries"},
     {"kernels"},
     {"ops"},
     {"buffers", "work", "handshake", "codec", "options", "process", "backends"},

@@ -1,0 +1,69 @@
+"""Waiting in one thread for what the event loop of another one completes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from math import inf
+from typing import Any, Protocol
+
+from aiocoll.runtime import Runtime
+
+__all__ = ["Waitable", "wait_in_thread"]
+
+#: Seconds between two looks of a thread that waits at whether the loop is still there, which nothing would tell.
+GLANCE = 0.1
+
+
+class Waitable(Protocol):
+    """What a thread waits for; all but `done` is called in the loop."""
+
+    def done(self) -> bool:
+        """Whether it has ended; all else that there is to know was set before."""
+
+    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
+        """Call `fn` in the loop after the end."""
+
+    def _forget_callback(self, fn: Callable[[Any], object]) -> None:
+        """Do not call `fn`."""
+
+
+def wait_in_thread(
+    work: Waitable, loop: asyncio.AbstractEventLoop, runtime: Runtime, timeout: float | timedelta | None
+) -> None:
+    """Block this thread until `work` has ended; for errors, see `aiocoll.work.Work.wait`."""
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    end = inf if seconds is None else runtime.ticks() + seconds
+    ended = threading.Event()
+
+    def tell(_: object) -> None:
+        ended.set()
+
+    _call(loop, work.add_done_callback, tell)
+    try:
+        while not work.done():
+            _check(work, loop, runtime)
+            left = end - runtime.ticks()
+            if not ended.wait(max(0.0, min(left, GLANCE))) and left <= GLANCE and not work.done():
+                raise TimeoutError(f"{work!r} has not ended within {seconds} s")
+    except BaseException:
+        _call(loop, work._forget_callback, tell)
+        raise
+
+
+def _call(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to do it
+        loop.call_soon_threadsafe(call, *args)
+
+
+def _check(work: Waitable, loop: asyncio.AbstractEventLoop, runtime: Runtime) -> None:
+    """Refuse to wait for what cannot come."""
+    if runtime.thread == 0:
+        raise RuntimeError(f"{work!r} belongs to the process that this one was forked from: it does not end here")
+    # What it has ended with is set before a loop stops.
+    if not loop.is_running() and (loop.is_closed() or runtime.thread == threading.get_ident()) and not work.done():
+        gone = "was closed" if loop.is_closed() else "does not run, and it would in this thread"
+        raise RuntimeError(f"{work!r} has not ended, and its event loop {gone}: nobody completes it")
