@@ -77,8 +77,9 @@ class Estimates(Launcher):
         What is predicted is a call that all ranks enter together, on a machine that does nothing else: the formulas of
         `aiocoll.algorithms.cost` with the numbers of the machine, which are defaults unless `aiocoll bench --tune` has
         measured them. Calls count one after the other, also where they would overlap. Of objects only the bytes that
-        this rank sends are known; of gather and scatter, off the root, those of equal shares. Of ranks on several
-        hosts each is taken to be as far from any other as the hosts are. What ``debug="detail"`` adds is left out.
+        this rank sends are known; of gather and scatter, off the root, those of equal shares. Sparse arrays count as if
+        all ranks' were of the same size and sent as they are. Of ranks on several hosts each is taken to be as far from
+        any other as the hosts are. What ``debug="detail"`` adds is left out.
 
         Accuracy, as ``bench/estimate.py`` finds it: good for comparing calls, and for the order of magnitude of one.
         See the table in ``docs/estimates.md``.

@@ -64,7 +64,9 @@ def allreduce_sparse(group: Launcher, tensor: Any, op: ReduceOp, timeout: Timeou
     def make(identity: int, work: Work[Any]) -> Operation:
         return _Sum(group, array, entries, terms, limit, work, identity).begin()
 
-    return group._begin(terms.op, make, limit, terms, key, array.shape, tensor)
+    # What all others are sent, if they are few: each entry with its place.
+    nbytes = array.effort * (array.dtype.itemsize + _INT64.itemsize // max(array.width, 1)) * (group._size - 1)
+    return group._begin(terms.op, make, limit, terms, key, array.shape, tensor, None, nbytes)
 
 
 class _Sum:

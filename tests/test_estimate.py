@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll import GroupClosedError, ProcessGroup, Recv, ReduceOp, Send, new_group
+from aiocoll import GroupClosedError, GroupOptions, ProcessGroup, Recv, ReduceOp, Send, new_group, testing
 from aiocoll.algorithms import predict, two_level
 from aiocoll.algorithms.cost import Load, seconds_of
 from aiocoll.algorithms.machine import Machine, Tuning
@@ -97,6 +97,21 @@ async def test_messages_and_objects(world_size: int) -> None:
         assert seconds(pg, lambda: pg.gather_object(obj, pg.rank())) == seconds_of(heard, machine)
 
     await run_ranks(world_size, rank)
+
+
+async def test_sparse_arrays() -> None:
+    sparse = pytest.importorskip("scipy.sparse")
+
+    async def rank(pg: ProcessGroup) -> None:
+        tensor = sparse.coo_array(np.eye(100))
+        with pg.time_estimator() as estimate:
+            assert await pg.allreduce(tensor) is tensor
+        (one,) = estimate.calls
+        # A hundred places and a hundred values for each of the two others.
+        assert (one.op, one.nbytes) == ("ALLREDUCE_SPARSE", 2 * 100 * 16)
+        assert one.seconds == seconds_of(Load(1, 2, 2, one.nbytes, 0, 0), pg._member.tuning.machine)
+
+    await run_ranks(3, rank)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -275,6 +290,20 @@ async def test_blocks_in_one_another() -> None:
         assert await pg.allreduce(1) == 2
 
     await run_ranks(2, rank)
+
+
+async def test_what_is_estimated_is_not_compared() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            with pg.time_estimator() as estimate:
+                await pg.allreduce(np.ones(3))
+                await pg.allgather_object(1)
+                with pytest.raises(ValueError, match="objs must hold one object per rank"):
+                    pg.scatter_object([1], 0)
+            assert len(estimate.calls) == 2
+        assert await pg.allreduce(1) == 2
+
+    await testing.run_ranks(2, rank, options=GroupOptions(debug="detail"))
 
 
 async def test_it_needs_a_group_that_is_there() -> None:
