@@ -66,7 +66,8 @@ class ReduceOp:
         Args:
             f: ``f(a, b, out)`` writes the element-wise result into `out`, for any length: 1-D NumPy arrays of the
                 tensor's dtype (ml_dtypes' for bfloat16 and float8), where `a` comes from lower ranks than `b` and `out`
-                is neither of them. It runs on the event loop, and must be associative. NumPy's binary ufuncs fit.
+                is neither of them. It runs on the event loop, and must be associative. NumPy's binary ufuncs fit, but
+                for ``np.maximum`` and ``np.minimum``, which take `out` by name only.
             commutative: False if the order of the operands matters; then they are applied in rank order.
             name: what ranks compare to find out that they disagree; by default the function's name.
         """
