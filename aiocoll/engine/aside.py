@@ -108,7 +108,10 @@ def stumbled(operation: Operation, error: BaseException) -> GroupError:
         ranks=[group.rank],
     )
     cause.__cause__ = error
+    # What has ended was one step of a collective, which has not: it counts as unfinished.
+    group.pending[operation] = None
     group.revoke(cause)
+    group.pending.pop(operation, None)
     return cause
 
 

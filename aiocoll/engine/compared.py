@@ -168,7 +168,8 @@ class Compared(Post):
 
     def _refuse(self, found: Difference) -> None:
         group, work = self.group, self.work
-        group.refused.add(self.id)
+        if work.seq is not None:
+            group.refused.add(work.seq if work.key is None else (work.key, work.seq))
         error = CollectiveMismatchError(
             found.text, op=work.op, seq=work.key or work.seq, group=group.name, ranks=found.ranks
         )

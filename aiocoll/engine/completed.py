@@ -61,12 +61,15 @@ class Completed:
 def report(group: Membership) -> Report:
     """Say what this rank has completed in a revoked group."""
     upto = group.entered
-    keyed = [
+    unfinished = group.unfinished
+    entered = [
         (key, count)
-        for op, _, _, _, key, count, *_ in reversed(group.recorder.collectives)
-        if key is not None and count is not None and op not in group.unfinished
+        for _, _, _, _, key, count, *_ in reversed(group.recorder.collectives)
+        if key is not None and count is not None
     ]
-    return _told(upto, [op for op in group.unfinished if op <= upto], keyed)
+    # Each once, though some have had several operations.
+    keyed = [each for each in dict.fromkeys(entered) if each not in unfinished]
+    return _told(upto, [number for number in unfinished if isinstance(number, int)], keyed)
 
 
 def combine(reports: Sequence[Report]) -> tuple[Completed, Completed]:

@@ -80,10 +80,11 @@ class Membership:
         self.entered = 0
         self.recorder = Recorder()
         self.cause: GroupError | None = None
-        #: Collectives that the revocation has failed; all others this rank entered were complete by then.
-        self.unfinished: frozenset[int] = frozenset()
-        #: Collectives that have failed without revoking the group, since the ranks' calls differed.
-        self.refused: set[int] = set()
+        #: Collectives that the revocation has failed, by number, or key and count; all others this rank entered were
+        #: complete by then. By their works, since a collective may have several operations, one after another.
+        self.unfinished: frozenset[int | tuple[str, int]] = frozenset()
+        #: Collectives that have failed without revoking the group, since the ranks' calls differed; named alike.
+        self.refused: set[int | tuple[str, int]] = set()
         #: How this group was split off, from the first group on; and this rank's calls that split it.
         self.lineage: tuple[Split, ...] = ()
         self.splits: list[Split] = []
@@ -231,7 +232,9 @@ class Membership:
         if self.cause is not None:
             return
         self.cause = cause
-        self.unfinished = frozenset(operation.id for operation in self.pending if not operation.id & P2P) | self.refused
+        works = [operation.work for operation in self.pending if not operation.id & P2P]
+        failed = {work.seq if work.key is None else (work.key, work.seq) for work in works if work.seq is not None}
+        self.unfinished = frozenset(failed | self.refused)
         logger.info(
             "group %r on rank %d was revoked: %s (%s)",
             self.name,
