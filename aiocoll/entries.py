@@ -61,7 +61,7 @@ def merged(parts: Sequence[Entries], dtype: DType) -> Entries:
     """
     parts = [part for part in parts if len(part.places)] or list(parts[:1])
     if len(parts) == 1:
-        return parts[0]
+        return Entries(parts[0].places.copy(), parts[0].values.copy())  # aligned, and nobody else's
     every = np.concatenate([part.places for part in parts])
     every.sort(kind="stable")  # by merging what is sorted
     places = every[_first(every)]

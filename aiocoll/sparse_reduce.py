@@ -244,4 +244,4 @@ def dense_pays(total: int, entry: int, size: int, row: int, world_size: int, mac
     share = (world_size - 1) / world_size
     sparse = total * (entry * share * machine.beta + MERGE)
     dense = size * (row + 1 / 8) * 2 * share * machine.beta + size * (row + 1) * SWEEP
-    return dense < sparse
+    return world_size > 1 and dense < sparse  # a rank alone has nothing to merge

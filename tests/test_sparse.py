@@ -378,6 +378,48 @@ async def test_aborting_it_while_a_thread_calculates(monkeypatch: pytest.MonkeyP
     await run_ranks(2, one)
 
 
+async def test_what_failed_in_a_later_step_was_not_complete(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise MemoryError("no room")
+
+    async def one(pg: ProcessGroup) -> None:
+        await pg.allreduce(given(pg.rank()))
+        await pg.allreduce(given(pg.rank()), key="k")
+        await pg.barrier()
+        monkeypatch.setattr(sparse_reduce, "merged", fails)
+        monkeypatch.setattr(sparse_reduce, "gathered", fails)
+        works = [pg.allreduce(given(pg.rank()), key="k"), pg.allreduce(given(pg.rank()))]
+        for work in works:
+            with pytest.raises(GroupError):
+                await work
+        async with await pg.shrink() as again:
+            for completed in (again.completed_everywhere, again.completed_somewhere):
+                assert completed.through == 2
+                assert 3 not in completed
+                assert ("k", 1) in completed
+                assert ("k", 2) not in completed
+
+    await run_ranks(3, one)
+
+
+@pytest.mark.parametrize("form", ["coo_array", "csr_array"])
+async def test_the_arrays_of_the_result_are_its_own(form: str) -> None:
+    """What comes is packed, so a single rank's entries lie at odd addresses."""
+
+    async def one(pg: ProcessGroup) -> None:
+        array = getattr(scipy.sparse, form)((5, 5), dtype="complex128")
+        if pg.rank() == 1:
+            array = getattr(scipy.sparse, form)(np.diag([1j, 0, 1j, 1j, 0]))
+        await pg.allreduce(array)
+        assert np.array_equal(array.toarray(), np.diag([1j, 0, 1j, 1j, 0]))
+        for each in (array.data, *(array.coords if form == "coo_array" else (array.indices, array.indptr))):
+            assert each.flags.aligned
+            assert each.flags.writeable
+            assert each.base is None or each.base.nbytes == each.nbytes
+
+    await run_ranks(2, one)
+
+
 async def test_a_rank_that_leaves() -> None:
     async def one(pg: ProcessGroup) -> None:
         if pg.rank() == 1:
@@ -501,3 +543,4 @@ def test_dense_pays_for_many_entries_only() -> None:
         assert not pays[1]
         assert pays[-1]
     assert not sparse_reduce.dense_pays(10**6, 8, 10**12, 4, 4, machine)
+    assert not sparse_reduce.dense_pays(1000, 8, 1000, 4, 1, machine)
