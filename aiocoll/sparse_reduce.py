@@ -15,7 +15,9 @@ learning" (SC 2019), arXiv:1802.08021: sparse allgather, and when to switch to d
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -131,17 +133,21 @@ class _Sum:
         row = array.width * array.dtype.itemsize
         if dense_pays(total, entry, array.size, row, self._group._size, self._member.tuning.machine):
             return self._calculate("scatter", array.size * array.width, self._scatter, self._add_dense)
-        return self._gather(self._counts * entry)
+        self._sizes = (self._counts * entry).tolist()
+        return self._calculate("room", total * entry // 8, self._make_room, self._gather)
 
     # -- few entries
 
-    def _gather(self, sizes: NDArray[np.int64]) -> Any:
-        nbytes = tuple(sizes.tolist())
-        ends = np.cumsum(sizes).tolist()
-        whole = np.empty(ends[-1], np.uint8)
-        self._blocks = [whole[end - size : end] for size, end in zip(nbytes, ends, strict=True)]
+    def _make_room(self) -> None:
+        whole = np.empty(sum(self._sizes), np.uint8)
+        # Memory that is new comes page by page when it is touched, up to a millisecond each: not on the loop.
+        whole[:: mmap.PAGESIZE] = 0
+        ends = accumulate(self._sizes)
+        self._blocks = [whole[end - size : end] for size, end in zip(self._sizes, ends, strict=True)]
+
+    def _gather(self) -> Any:
         # Hardly any call has the same counts as another: the plan is not worth keeping.
-        plan = self._group._compiled("allgather", _UINT8, (nbytes,), None, None, None)
+        plan = self._group._compiled("allgather", _UINT8, (tuple(self._sizes),), None, None, None)
         return self._carry_out("gather", plan, [*self._blocks, self._packed], self._merge_all)
 
     def _merge_all(self) -> Any:
