@@ -49,7 +49,7 @@ class RanksTestCase(unittest.TestCase):
     """
 
     world_size: ClassVar[int] = 4
-    timeout: ClassVar[float | timedelta | None] = 120.0
+    timeout: float | timedelta | None = 120.0
     options: ClassVar[GroupOptions | None] = None
     loop: ClassVar[Literal["asyncio", "uvloop"]] = "asyncio"
     rank: int = -1
@@ -211,7 +211,7 @@ class MultiProcessTestCase(RanksTestCase):
         elif self._standing is None:
             raise RuntimeError(f"{cls.__name__}.setUpClass must call super().setUpClass(), which starts the ranks")
         else:
-            self._standing.call(_on_rank, cls, name)
+            self._standing.call(pickled(_on_rank, (cls, name)), seconds(self.timeout, "timeout"))
 
 
 class _Standing:
@@ -226,9 +226,9 @@ class _Standing:
         """Start the processes; do not wait for them."""
         self._runner.run(self._start())
 
-    def call(self, fn: Callable[..., Any], *args: Any) -> None:
+    def call(self, call: bytes, limit: float) -> None:
         """Run one test on the ranks, on new ones if the last test has cost some."""
-        self._runner.run(self._call(pickled(fn, args), seconds(self._cls.timeout, "timeout")))
+        self._runner.run(self._call(call, limit))
 
     def close(self) -> None:
         """End the processes."""

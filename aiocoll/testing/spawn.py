@@ -49,7 +49,7 @@ def spawn_ranks(
     check_call(world_size, spawn_ranks)
 
     def decorate(test: Callable[..., Awaitable[object]]) -> Callable[..., Coroutine[Any, Any, None]]:
-        if not inspect.iscoroutinefunction(test):
+        if not inspect.iscoroutinefunction(inspect.unwrap(test)):  # `unittest.skip` wraps in a plain function
             raise TypeError(f"spawn_ranks is for async tests: write `async def {getattr(test, '__name__', test)}`")
         signature = inspect.signature(test)
         others = [parameter for name, parameter in signature.parameters.items() if name != "pg"]

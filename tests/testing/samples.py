@@ -176,7 +176,9 @@ class Continuous(MultiProcessTestCase):
 class Hanging(MultiProcessTestCase):
     world_size = 2
     continuous = True
-    timeout = 2.0
+
+    async def test_0_start(self) -> None:
+        await self.pg.barrier()
 
     async def test_1_hang(self) -> None:
         if self.rank == 0:

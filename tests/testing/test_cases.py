@@ -16,13 +16,16 @@ from tests.testing import samples
 ROOT = Path(__file__).parents[2]
 
 
-def run(cls: type[unittest.TestCase], *names: str) -> unittest.TestResult:
-    """Run a class, or some of its tests, as unittest does."""
-    loader = unittest.defaultTestLoader
-    tests = [cls(name) for name in names] if names else list(loader.loadTestsFromTestCase(cls))
+def run(*cases: unittest.TestCase) -> unittest.TestResult:
+    """Run tests as unittest does."""
     result = unittest.TestResult()
-    unittest.TestSuite(tests).run(result)
+    unittest.TestSuite(cases).run(result)
     return result
+
+
+def run_all(cls: type[unittest.TestCase]) -> unittest.TestResult:
+    """Run all tests of a class."""
+    return run(*unittest.defaultTestLoader.loadTestsFromTestCase(cls))
 
 
 def words(outcomes: list[tuple[unittest.TestCase, str]]) -> dict[str, str]:
@@ -31,7 +34,7 @@ def words(outcomes: list[tuple[unittest.TestCase, str]]) -> dict[str, str]:
 
 def test_every_rank_goes_through_all_steps() -> None:
     samples.seen.clear()
-    result = run(samples.Steps)
+    result = run_all(samples.Steps)
     assert (result.testsRun, result.wasSuccessful()) == (1, True)
     assert samples.seen == [
         "setUpClass",
@@ -41,7 +44,7 @@ def test_every_rank_goes_through_all_steps() -> None:
 
 @pytest.mark.parametrize("cls", [samples.InProcess, samples.MultiProcess])
 def test_every_outcome_of_a_test_is_that_of_its_ranks(cls: type[unittest.TestCase]) -> None:
-    result = run(cls)
+    result = run_all(cls)
     assert result.testsRun == 9
     assert words(result.skipped) == {
         "test_skip": "not here",
@@ -64,7 +67,7 @@ def test_every_outcome_of_a_test_is_that_of_its_ranks(cls: type[unittest.TestCas
 
 
 def test_each_test_has_processes_of_its_own() -> None:
-    result = run(samples.OwnProcesses)
+    result = run_all(samples.OwnProcesses)
     assert (result.testsRun, len(result.errors)) == (2, 1)
     text = words(result.errors)["test_failure"]
     # The rank's traceback is the only one.
@@ -74,7 +77,7 @@ def test_each_test_has_processes_of_its_own() -> None:
 
 def test_continuous_ranks_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(team, "GRACE", 0.5)
-    result = run(samples.Continuous)
+    result = run_all(samples.Continuous)
     assert result.testsRun == 7
     assert not result.failures
     errors = words(result.errors)
@@ -84,25 +87,27 @@ def test_continuous_ranks_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_hanging_test_is_reported_and_over() -> None:
-    result = run(samples.Hanging)
-    assert result.testsRun == 2
+    cases = [samples.Hanging(name) for name in ("test_0_start", "test_1_hang", "test_2_same_processes")]
+    cases[1].timeout = 0.5
+    result = run(*cases)
+    assert result.testsRun == 3
     assert not result.failures
     errors = words(result.errors)
     assert errors.keys() == {"test_1_hang"}
     first, second = errors["test_1_hang"].split("rank 1 (process ")
-    assert "TimeoutError: ranks 0 and 1 of 2 did not end within 2 s\nrank 0 (process " in first
+    assert "TimeoutError: ranks 0 and 1 of 2 did not end within 0.5 s\nrank 0 (process " in first
     assert "pending: <Work BARRIER" in first
     assert "await self.pg.barrier()" in first
     assert "await asyncio.Event().wait()" in second
 
 
 def test_a_class_is_skipped_before_it_starts_anything() -> None:
-    result = run(samples.Odd)
+    result = run_all(samples.Odd)
     assert [text for _, text in result.skipped] == ["needs an even number of ranks, the world has 3"]
 
 
 def test_a_class_that_started_no_ranks_is_told() -> None:
-    ((_, text),) = run(samples.Forgetful).errors
+    ((_, text),) = run_all(samples.Forgetful).errors
     assert "Forgetful.setUpClass must call super().setUpClass(), which starts the ranks" in text
 
 
