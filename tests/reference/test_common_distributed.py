@@ -1,0 +1,316 @@
+"""What the reference's test harness does for its tests, done by ours."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aiocoll import GroupError, ProcessGroup, TCPStore, current_process_group
+from aiocoll.store import StoreServer
+from aiocoll.testing import (
+    InProcessTestCase,
+    MultiProcessTestCase,
+    requires_gpu,
+    requires_module,
+    run_ranks,
+    run_virtual,
+    skip_if_world_is_odd,
+    skip_if_world_smaller_than,
+    skips,
+    spawn_ranks,
+    team,
+)
+
+COVERS = {
+    "skip_if_no_gpu": "test_skip_if_no_gpu",
+    "skip_if_small_worldsize": "test_skip_if_small_worldsize",
+    "skip_if_odd_worldsize": "test_skip_if_odd_worldsize",
+    "import_transformers_or_skip": "test_import_or_skip",
+    "requires_nccl": "test_import_or_skip",
+    "at_least_x_gpu": "test_skip_if_lt_x_gpu",
+    "skip_if_lt_x_gpu": "test_skip_if_lt_x_gpu",
+    "create_tcp_store": "test_create_tcp_store",
+    "MultiProcessTestCase.join_or_run": "test_every_rank_is_a_process_that_runs_the_test",
+    "MultiProcessTestCase.run_test": "test_an_error_in_a_process_is_the_error_of_the_test",
+    "MultiProcessTestCase._check_return_codes": "test_a_process_that_exits_by_itself_is_named",
+    "MultiProcessTestCase._get_timedout_process_traceback": "test_a_hung_process_shows_its_stack",
+    "MultiProcessTestCase.tearDown": "test_no_process_is_left",
+    "MultiProcessTestCase.TEST_SKIPS": "test_a_skip_in_a_process_skips_the_test",
+    "MultiProcessTestCase.is_master": "test_every_rank_is_a_process_that_runs_the_test",
+    "run_subtests": "test_subtests_share_the_ranks",
+    "spawn_threads_and_init_comms": "test_spawn_ranks",
+    "MultiThreadedTestCase.perThreadSetUp": "test_each_rank_is_set_up_and_torn_down",
+    "MultiThreadedTestCase.perThreadTearDown": "test_each_rank_is_set_up_and_torn_down",
+    "MultiThreadedTestCase._join_threads": "test_a_rank_that_does_not_end_is_named",
+    "MultiThreadedTestCase._check_return_codes": "test_all_failed_ranks_are_told",
+    "MultiThreadedTestCase.assertEqualOnRank": "test_assert_on_rank",
+    "MultiThreadedTestCase.assertNotEqualOnRank": "test_assert_on_rank",
+    "MultiProcContinousTest.setUpClass": "test_continuous_processes_keep_their_group",
+    "MultiProcContinousTest.tearDownClass": "test_no_process_is_left",
+}
+
+_TORCH_DEVICES = "chooses among torch's device backends; ours are options of a group"
+LEFT_OUT = {
+    "DistTestCases": "lists what each of torch's backends lacks; our calls are there on every transport",
+    "require_n_gpus_for_nccl_backend": _TORCH_DEVICES,
+    "nccl_skip_if_lt_x_gpu": _TORCH_DEVICES,
+    "requires_gloo": "asks how torch was compiled",
+    "requires_nccl_version": "asks how torch was compiled",
+    "requires_ucc": "asks how torch was compiled",
+    "requires_mpi": "asks how torch was compiled",
+    "skip_if_rocm_multiprocess": "speaks of torch's ROCm builds",
+    "skip_if_win32": "processes of ours are for Linux",
+    "verify_ddp_error_logged": "reads the log of DistributedDataParallel",
+    "with_nccl_blocking_wait": "sets a switch of torch's NCCL wrapper",
+    "with_dist_debug_levels": "changes the level of all groups; ours is an option of each group",
+    "create_device": "makes a network device of Gloo",
+    "init_multigpu_helper": "divides GPUs among the processes of torch's NCCL tests",
+    "initialize_temp_directories": "`tmp_path` of pytest",
+    "captured_output": "`capsys` of pytest",
+    "has_efa": "chooses a transport of torch's RPC",
+    "tp_transports": "chooses a transport of torch's RPC",
+    "SaveForwardInputsModule": "a torch module",
+    "SaveForwardInputsModel": "a torch module",
+    "DynamoDistributedSingleProcTestCase": "sets up torch's compiler",
+    "DynamoDistributedMultiProcTestCase": "sets up torch's compiler",
+}
+
+
+def run(*cases: unittest.TestCase) -> unittest.TestResult:
+    result = unittest.TestResult()
+    unittest.TestSuite(cases).run(result)
+    return result
+
+
+async def reason(skip: Callable[[Any], Any], world_size: int) -> str | None:
+    """Return why a test with this decorator is skipped, if it is."""
+
+    @skip
+    async def test(pg: ProcessGroup) -> None: ...
+
+    try:
+        await run_ranks(world_size, test)
+    except unittest.SkipTest as skipped:
+        return str(skipped)
+    return None
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skips, "_gpus", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_gpus")
+async def test_skip_if_no_gpu() -> None:
+    assert await reason(requires_gpu(), 2) is None
+    assert await reason(requires_gpu(), 3) == "needs 3 CUDA devices, there are 2"
+
+
+@pytest.mark.usefixtures("two_gpus")
+async def test_skip_if_lt_x_gpu() -> None:
+    assert await reason(requires_gpu(2), 4) is None
+    assert await reason(requires_gpu(3), 1) == "needs 3 CUDA devices, there are 2"
+
+
+async def test_skip_if_small_worldsize() -> None:
+    assert await reason(skip_if_world_smaller_than(3), 2) == "needs at least 3 ranks, the world has 2"
+    assert await reason(skip_if_world_smaller_than(3), 3) is None
+
+
+async def test_skip_if_odd_worldsize() -> None:
+    assert await reason(skip_if_world_is_odd(), 3) == "needs an even number of ranks, the world has 3"
+    assert await reason(skip_if_world_is_odd(), 4) is None
+
+
+async def test_import_or_skip() -> None:
+    assert await reason(requires_module("unittest"), 1) is None
+    missing = "needs no_such_module: No module named 'no_such_module'"
+    assert await reason(requires_module("no_such_module"), 1) == missing
+
+
+async def test_create_tcp_store() -> None:
+    """Nobody has to find a free port first: a server that is asked for port 0 takes one."""
+    server = StoreServer(key=b"k" * 32)
+    host, port = server.start()
+    try:
+        async with TCPStore(host, port, key=b"k" * 32) as store:
+            await store.set("key", b"value")
+            assert await store.get("key") == b"value"
+    finally:
+        await server.aclose()
+
+
+class Continuous(MultiProcessTestCase):
+    """Run below: every test here is part of one of those."""
+
+    __test__ = False
+    world_size = 3
+    continuous = True
+    group: str | None = None
+
+    async def place(self) -> None:
+        pids = await self.pg.allgather_object(os.getpid())
+        assert len(set(pids)) == 3
+        assert os.getppid() not in pids
+        assert await self.pg.broadcast_object(self.rank == 0, 0)
+        Continuous.group = self.pg.group_name
+
+    async def same_group(self) -> None:
+        assert Continuous.group == self.pg.group_name
+        await self.pg.barrier()
+
+    async def subtests(self) -> None:
+        for root in range(3):
+            with self.subTest(root=root):
+                assert await self.pg.broadcast_object(self.rank, root) == root
+                assert root < 2, "unlucky"
+
+    async def skip(self) -> None:
+        self.skipTest("no use")
+
+    async def error(self) -> None:
+        if self.rank == 1:
+            raise KeyError("lost")
+        await self.pg.barrier()
+
+    async def exit(self) -> None:
+        if self.rank == 1:
+            os._exit(7)
+        await self.pg.barrier()
+
+    async def hang(self) -> None:
+        if self.rank == 2:
+            while True:  # the loop cannot answer
+                pass
+        await self.pg.barrier()
+
+
+@pytest.fixture(scope="module")
+def outcome() -> dict[str, str | None]:
+    """What became of each test of `Continuous`: None, or the text of the report."""
+    names = ["place", "same_group", "subtests", "skip", "error", "hang", "exit"]
+    cases = [Continuous(name) for name in names]
+    cases[names.index("hang")].timeout = 0.5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(team, "GRACE", 0.2)
+        result = run(*cases)
+    texts = [*result.skipped, *result.failures, *result.errors]
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    return dict.fromkeys(names) | {case.id().rpartition(".")[2]: text for case, text in texts}
+
+
+def test_every_rank_is_a_process_that_runs_the_test(outcome: dict[str, str]) -> None:
+    assert outcome["place"] is None
+
+
+def test_continuous_processes_keep_their_group(outcome: dict[str, str]) -> None:
+    assert outcome["same_group"] is None
+
+
+def test_subtests_share_the_ranks(outcome: dict[str, str]) -> None:
+    assert "AssertionError: unlucky" in outcome["subtests"]
+    assert "in the part root=2" in outcome["subtests"]
+
+
+def test_a_skip_in_a_process_skips_the_test(outcome: dict[str, str]) -> None:
+    assert outcome["skip"] == "no use"
+
+
+def test_an_error_in_a_process_is_the_error_of_the_test(outcome: dict[str, str]) -> None:
+    assert "KeyError: 'lost'\nits traceback on rank 1 of 3:\nTraceback" in outcome["error"]
+    assert "rank 1 of 3 failed first" in outcome["error"]
+
+
+def test_a_process_that_exits_by_itself_is_named(outcome: dict[str, str]) -> None:
+    assert "ChildProcessError: rank 1 of 3 exited with code 7" in outcome["exit"]
+
+
+def test_a_hung_process_shows_its_stack(outcome: dict[str, str]) -> None:
+    waits, *_, hangs = outcome["hang"].split("\nrank ")[1:]
+    assert "ranks 0, 1 and 2 of 3 did not end within 0.5 s" in outcome["hang"]
+    assert "pending: <Work BARRIER" in waits
+    assert "holding the event loop" in hangs
+    assert "while True:" in hangs or "pass" in hangs
+
+
+@pytest.mark.usefixtures("outcome")
+def test_no_process_is_left() -> None:
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+@spawn_ranks(4)
+async def test_spawn_ranks(pg: ProcessGroup) -> None:
+    assert current_process_group() is pg
+    assert await pg.allreduce(1) == 4
+
+
+class InProcess(InProcessTestCase):
+    """Run below."""
+
+    __test__ = False
+    world_size = 3
+
+    async def asyncSetUp(self) -> None:
+        self.ranks = await self.pg.allgather_object(self.rank)
+
+    async def asyncTearDown(self) -> None:
+        await self.pg.barrier()
+        self.ranks.clear()
+
+    async def steps(self) -> None:
+        assert self.ranks == [0, 1, 2]
+
+    async def assertions(self) -> None:
+        self.assertEqualOnRank(self.rank, 0)
+        self.assertEqualOnRank(self.rank, 2, rank=2)
+        self.assertNotEqualOnRank(self.rank, 0, rank=1)
+
+    async def wrong_equal(self) -> None:
+        self.assertEqualOnRank(self.rank, 5, rank=2)
+
+    async def wrong_not_equal(self) -> None:
+        self.assertNotEqualOnRank(self.rank, 1, rank=1)
+
+
+def test_each_rank_is_set_up_and_torn_down() -> None:
+    assert run(InProcess("steps")).wasSuccessful()
+
+
+def test_assert_on_rank() -> None:
+    assert run(InProcess("assertions")).wasSuccessful()
+    first, second = (text for _, text in run(InProcess("wrong_equal"), InProcess("wrong_not_equal")).failures)
+    assert "AssertionError: 2 != 5\nrank 2 of 3 failed first" in first
+    assert "AssertionError: 1 == 1\nrank 1 of 3 failed first" in second
+
+
+def test_a_rank_that_does_not_end_is_named() -> None:
+    async def hang(pg: ProcessGroup) -> None:
+        if pg.rank() == 1:
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError, match="rank 1 of 3 did not end within 300 s"):
+        run_virtual(3, hang, timeout=300)
+
+
+async def test_all_failed_ranks_are_told() -> None:
+    async def fail(pg: ProcessGroup) -> None:
+        try:
+            await pg.barrier()
+            if pg.rank() == 0:
+                raise KeyError("first")
+            await pg.barrier()
+        except GroupError:
+            if pg.rank() == 2:
+                raise ValueError("second") from None
+            raise
+
+    with pytest.raises(KeyError, match="first") as caught:
+        await run_ranks(3, fail)
+    assert caught.value.__notes__ == ["rank 0 of 3 failed first", "rank 2 of 3 failed too: ValueError: second"]

@@ -1,0 +1,212 @@
+"""The tests of many ranks in one process, with tasks in the place of threads."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import unittest
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupError, ProcessGroup, ReduceOp, current_process_group
+from aiocoll.testing import InProcessTestCase, spawn_ranks
+
+COVERS = {
+    "TestCollectivesWithWrapper.test_broadcast_object_list": "TestCollectivesWithWrapper.test_broadcast_object_list",
+    "TestCollectivesWithWrapper.test_collective_error_on_rank_zero": (
+        "TestCollectivesWithWrapper.test_collective_error_on_rank_zero"
+    ),
+    "TestCollectivesWithWrapper.test_collective_error_on_rank_non_zero": (
+        "TestCollectivesWithWrapper.test_collective_error_on_rank_non_zero"
+    ),
+    "TestCollectivesWithWrapper.test_collective_error_on_rank_non_zero_all": (
+        "TestCollectivesWithWrapper.test_collective_error_on_rank_non_zero_all"
+    ),
+    "TestCollectivesWithWrapper.test_skip": "TestCollectivesWithWrapper.test_skip",
+    "TestCollectivesWithWrapper.test_all_to_all_single_tensor": (
+        "TestCollectivesWithWrapper.test_all_to_all_single_tensor"
+    ),
+    "TestCollectivesWithWrapper.test_all_to_all_single_list": "TestCollectivesWithWrapper.test_all_to_all_single_list",
+    "TestCollectivesWithWrapper.test_all_to_all_single_none": "TestCollectivesWithWrapper.test_all_to_all_single_none",
+    "TestCollectivesWithBaseClass.test_allgather": "TestCollectivesWithBaseClass.test_allgather",
+    "TestCollectivesWithBaseClass.test_broadcast": "TestCollectivesWithBaseClass.test_broadcast",
+    "TestCollectivesWithBaseClass.test_scatter": "TestCollectivesWithBaseClass.test_scatter",
+    "TestCollectivesWithBaseClass.test_reduce_scatter": "TestCollectivesWithBaseClass.test_reduce_scatter",
+    "TestCollectivesWithBaseClass.test_broadcast_object_list": (
+        "TestCollectivesWithBaseClass.test_broadcast_object_list"
+    ),
+    "TestCollectivesWithBaseClass.test_all_reduce": "TestCollectivesWithBaseClass.test_all_reduce",
+    "TestCollectivesWithBaseClass.test_all_to_all": "TestCollectivesWithBaseClass.test_all_to_all",
+    "TestCollectivesWithBaseClass.test_all_reduce_ops": "TestCollectivesWithBaseClass.test_all_reduce_ops",
+    "TestCollectivesWithBaseClass.test_assert_equal_on_rank": "TestCollectivesWithBaseClass.test_assert_equal_on_rank",
+    "TestCollectivesWithBaseClass.test_using_pg_from_another_thread": (
+        "TestCollectivesWithBaseClass.test_using_pg_from_another_thread"
+    ),
+    "TestCollectivesWithBaseClass.test_gather": "TestCollectivesWithBaseClass.test_gather",
+    "TestCollectivesWithBaseClass.test_bwd_sees_fwd_pg": "TestCollectivesWithBaseClass.test_bwd_sees_fwd_pg",
+}
+
+LEFT_OUT: dict[str, str] = {}
+
+
+def filled(value: float) -> np.ndarray:
+    return np.full((3, 3), float(value))
+
+
+async def fail_between_two_gathers(pg: ProcessGroup, failing: range) -> None:
+    outputs = await pg.allgather(None, filled(pg.rank()))
+    assert len(outputs) == pg.size()
+    if pg.rank() in failing:
+        raise AssertionError("Mimic real test failure.")
+    await pg.allgather(None, filled(pg.rank()))
+
+
+class TestCollectivesWithWrapper:
+    @spawn_ranks(4)
+    async def test_broadcast_object_list(self, pg: ProcessGroup) -> None:
+        objects = [99 if pg.rank() == 0 else None] * pg.size()
+        assert (await pg.broadcast_object(objects, 0))[0] == 99
+
+    async def test_collective_error_on_rank_zero(self) -> None:
+        await self._check_failure(range(1))
+
+    async def test_collective_error_on_rank_non_zero(self) -> None:
+        await self._check_failure(range(1, 2))
+
+    async def test_collective_error_on_rank_non_zero_all(self) -> None:
+        await self._check_failure(range(1, 4))
+
+    async def _check_failure(self, failing: range) -> None:
+        released: list[int] = []
+
+        @spawn_ranks(4)
+        async def test_method(pg: ProcessGroup) -> None:
+            try:
+                await fail_between_two_gathers(pg, failing)
+            except GroupError:
+                released.append(pg.rank())
+                raise
+
+        with pytest.raises(AssertionError, match=r"Mimic real test failure\.") as caught:
+            await test_method()
+        first, *others = caught.value.__notes__
+        assert first in [f"rank {rank} of 4 failed first" for rank in failing]
+        assert all("failed too: AssertionError" in note for note in others)
+        assert len(others) == len(failing) - 1
+        assert sorted(released) == [rank for rank in range(4) if rank not in failing]
+
+    async def test_skip(self) -> None:
+        @spawn_ranks(4)
+        @unittest.skip("check if skip exception can be captured correctly.")
+        async def outside(pg: ProcessGroup) -> None: ...
+
+        @spawn_ranks(4)
+        async def inside(pg: ProcessGroup) -> None:
+            raise unittest.SkipTest("check if skip exception can be captured correctly.")
+
+        for test_method in (outside, inside):
+            with pytest.raises(unittest.SkipTest, match="can be captured correctly"):
+                await test_method()
+
+    @spawn_ranks(4)
+    async def test_all_to_all_single_tensor(self, pg: ProcessGroup) -> None:
+        await self._check_all_to_all_single(pg, np.ones(4, dtype=np.int64), np.ones(4, dtype=np.int64))
+
+    @spawn_ranks(4)
+    async def test_all_to_all_single_list(self, pg: ProcessGroup) -> None:
+        await self._check_all_to_all_single(pg, [1] * 4, [1] * 4)
+
+    @spawn_ranks(4)
+    async def test_all_to_all_single_none(self, pg: ProcessGroup) -> None:
+        await self._check_all_to_all_single(pg)
+
+    async def _check_all_to_all_single(self, pg: ProcessGroup, *sizes: Any) -> None:
+        sent = np.full((4, 2), pg.rank())
+        out = np.zeros((4, 2), dtype=sent.dtype)
+        await pg.alltoall_base(out, sent, *sizes)
+        assert out.tolist() == [[rank, rank] for rank in range(4)]
+
+
+class TestCollectivesWithBaseClass(InProcessTestCase):
+    world_size = 4
+
+    async def test_allgather(self) -> None:
+        outputs = await self.pg.allgather([np.empty((3, 3)) for _ in range(4)], filled(self.rank))
+        for rank, output in enumerate(outputs):
+            np.testing.assert_array_equal(output, filled(rank))
+
+    async def test_broadcast(self) -> None:
+        for root in range(4):
+            np.testing.assert_array_equal(await self.pg.broadcast(filled(self.rank), root), filled(root))
+
+    async def test_scatter(self) -> None:
+        inputs = [filled(rank) for rank in range(4)] if self.rank == 0 else None
+        np.testing.assert_array_equal(await self.pg.scatter(np.empty((3, 3)), inputs, 0), filled(self.rank))
+
+    async def test_reduce_scatter(self) -> None:
+        inputs = [filled(rank) for rank in range(4)]
+        for op, factor in ((ReduceOp.SUM, 4), (ReduceOp.AVG, 1)):
+            output = await self.pg.reduce_scatter(np.empty((3, 3)), inputs, op)
+            np.testing.assert_array_equal(output, filled(self.rank * factor))
+
+    async def test_broadcast_object_list(self) -> None:
+        objects = [99 if self.rank == 0 else None] * 4
+        assert (await self.pg.broadcast_object(objects, 0))[0] == 99
+
+    async def test_all_reduce(self) -> None:
+        np.testing.assert_array_equal(await self.pg.allreduce(filled(self.rank)), filled(6))
+
+    async def test_all_to_all(self) -> None:
+        inputs = [filled(x) for x in range(self.rank * 4, self.rank * 4 + 4)]
+        outputs = await self.pg.alltoall([np.empty((3, 3)) for _ in range(4)], inputs)
+        np.testing.assert_array_equal(outputs, [filled(x) for x in range(self.rank, 16, 4)])
+
+    async def test_all_reduce_ops(self) -> None:
+        for op, expected in {
+            ReduceOp.PRODUCT: math.factorial(4),
+            ReduceOp.MIN: 1,
+            ReduceOp.MAX: 4,
+            ReduceOp.BAND: 1 & 2 & 3 & 4,
+            ReduceOp.BOR: 1 | 2 | 3 | 4,
+            ReduceOp.BXOR: 1 ^ 2 ^ 3 ^ 4,
+        }.items():
+            assert (await self.pg.allreduce(np.array([self.rank + 1]), op)).item() == expected
+
+    async def test_assert_equal_on_rank(self) -> None:
+        mine = np.random.default_rng(self.rank).random((3, 3))
+        of_rank_0 = await self.pg.broadcast(mine.copy(), 0)
+        self.assertEqualOnRank(of_rank_0, mine, rank=0)
+        self.assertNotEqualOnRank(of_rank_0, mine, rank=1)
+
+    async def test_using_pg_from_another_thread(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        async def reduce() -> int:
+            return await self.pg.allreduce(self.rank)
+
+        def in_another_thread() -> int:
+            return asyncio.run_coroutine_threadsafe(reduce(), loop).result()
+
+        assert await asyncio.to_thread(in_another_thread) == 6
+
+    async def test_gather(self) -> None:
+        outputs = [np.empty((3, 3)) for _ in range(4)] if self.rank == 0 else None
+        gathered = await self.pg.gather(outputs, filled(self.rank), 0)
+        if self.rank == 0:
+            np.testing.assert_array_equal(gathered, [filled(rank) for rank in range(4)])
+
+    async def test_bwd_sees_fwd_pg(self) -> None:
+        """A step that runs later, and in another thread, has the group of the rank that asked for it."""
+        loop = asyncio.get_running_loop()
+
+        async def reduce(group: ProcessGroup, value: int) -> int:
+            return await group.allreduce(value)
+
+        def backward() -> int:
+            group = current_process_group()
+            assert group is self.pg
+            return asyncio.run_coroutine_threadsafe(reduce(group, 2 * group.rank()), loop).result()
+
+        assert await asyncio.to_thread(backward) == 12
