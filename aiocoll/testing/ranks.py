@@ -99,6 +99,7 @@ class _Run:
         self.tasks: list[asyncio.Task[Any]] = []
 
     async def results(self, limit: float) -> list[Any]:
+        cut_off: list[int] = []
         self.tasks = [asyncio.create_task(self._rank(rank), name=f"rank {rank}") for rank in range(self.world_size)]
         try:
             await asyncio.wait(
@@ -106,12 +107,13 @@ class _Run:
             )
             if self.failures:
                 await asyncio.wait(self.tasks, timeout=GRACE)
+                cut_off = self._late()
             elif not all(task.done() for task in self.tasks):
                 raise TimeoutError(self._report(limit))
         finally:
             await self._stop()
         if self.failures:
-            raise verdict(self.failures, self.world_size)
+            raise verdict(self.failures, self.world_size, cut_off)
         return [task.result() for task in self.tasks]
 
     async def _rank(self, rank: int) -> Any:
@@ -150,8 +152,11 @@ class _Run:
             if not task.cancelled():
                 task.exception()  # it has been seen: no word of it in the log
 
+    def _late(self) -> list[int]:
+        return [rank for rank, task in enumerate(self.tasks) if not task.done()]
+
     def _report(self, limit: float) -> str:
-        late = [rank for rank, task in enumerate(self.tasks) if not task.done()]
+        late = self._late()
         lines = [f"{listed(late)} of {self.world_size} did not end within {limit:g} s\n"]
         for rank in late:
             lines += [f"rank {rank}\n", pending(self.groups.get(rank)), stack(self.tasks[rank])]

@@ -77,14 +77,15 @@ def pending(pg: ProcessGroup | None) -> str:
     return f"  pending: {works or 'no operation'}\n"
 
 
-def verdict(failures: Mapping[int, BaseException], world_size: int) -> BaseException:
-    """Return the first failure, with notes that name its rank and the failures of others.
+def verdict(failures: Mapping[int, BaseException], world_size: int, cut_off: list[int]) -> BaseException:
+    """Return the first failure, with notes that name its rank, the failures of others and who did not end.
 
     A skip is the verdict only if no rank failed otherwise: it must not hide a failure.
 
     Args:
         failures: by rank, the first one first.
         world_size: number of ranks.
+        cut_off: ranks that went on when they had been released, so that nobody knows what would have become of them.
     """
     first, error = next(iter(failures.items()))
     if _is_skip(error):
@@ -97,6 +98,8 @@ def verdict(failures: Mapping[int, BaseException], world_size: int) -> BaseExcep
         if rank != first and not _follows(other):
             what = "skipped the test" if _is_skip(other) else "failed too"
             error.add_note(f"rank {rank} of {world_size} {what}: {type(other).__name__}: {other}")
+    if cut_off:
+        error.add_note(f"{listed(cut_off)} of {world_size} went on, and had to be stopped")
     return error
 
 

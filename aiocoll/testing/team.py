@@ -96,6 +96,7 @@ class Team:
 
     async def _results(self, ask: Callable[[Child], Coroutine[Any, Any, Any]], limit: float) -> list[Any]:
         failures: dict[int, BaseException] = {}
+        cut_off: list[int] = []
         tasks = [
             asyncio.create_task(_noted(child.rank, ask(child), failures), name=f"rank {child.rank}")
             for child in self._children
@@ -107,20 +108,24 @@ class Team:
             if failures:
                 await asyncio.wait(tasks, timeout=GRACE)
                 failures = dict(sorted(failures.items(), key=self._time))
+                cut_off = [child.rank for child in self._late(tasks)]
             elif not all(task.done() for task in tasks):
                 raise TimeoutError(await self._report(tasks, limit))
         finally:
             await self._end(tasks)
         if failures:
-            raise verdict(failures, self._world_size)
+            raise verdict(failures, self._world_size, cut_off)
         return [task.result() for task in tasks]
 
     def _time(self, failure: tuple[int, BaseException]) -> float:
         """When a rank failed: news of it may overtake each other. One that died may have been missed by others."""
         return self._children[failure[0]].failed
 
+    def _late(self, tasks: list[asyncio.Task[Any]]) -> list[Child]:
+        return [child for child, task in zip(self._children, tasks, strict=True) if not task.done()]
+
     async def _report(self, tasks: list[asyncio.Task[Any]], limit: float) -> str:
-        late = [child for child, task in zip(self._children, tasks, strict=True) if not task.done()]
+        late = self._late(tasks)
         lines = [f"{listed([child.rank for child in late])} of {self._world_size} did not end within {limit:g} s\n"]
         for child, words in zip(late, await asyncio.gather(*(child.report() for child in late)), strict=True):
             lines.append(f"rank {child.rank} (process {child.process.pid})\n{words}")
@@ -128,7 +133,7 @@ class Team:
 
     async def _end(self, tasks: list[asyncio.Task[Any]]) -> None:
         """End what is not over yet: standing ranks may give up the call, others are killed."""
-        late = [child for child, task in zip(self._children, tasks, strict=True) if not task.done()]
+        late = self._late(tasks)
         if late and self._calls:
             for child in late:
                 child.tell("cancel")

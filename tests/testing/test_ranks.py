@@ -119,9 +119,13 @@ def test_who_waits_for_something_else_is_cancelled() -> None:
             cancelled.append(pg.rank())
             raise
 
-    with pytest.raises(GiveUp):
+    with pytest.raises(GiveUp) as caught:
         run_virtual(3, fail)
     assert cancelled == [1, 2]
+    assert caught.value.__notes__ == [
+        "rank 0 of 3 failed first",
+        "ranks 1 and 2 of 3 went on, and had to be stopped",
+    ]
 
 
 async def test_an_outcome_of_pytest_passes_through() -> None:
