@@ -21,10 +21,17 @@ import pytest
 from aiocoll.group import ProcessGroup
 from aiocoll.testing.processes import run_test_processes
 from aiocoll.testing.ranks import run_ranks
-from aiocoll.testing.report import trimmed
+from aiocoll.testing.report import begins_nowhere, trimmed
 from aiocoll.testing.skips import skip_early
 
-__all__ = ["pg", "pytest_configure", "pytest_generate_tests", "pytest_pycollect_makeitem", "pytest_runtest_call"]
+__all__ = [
+    "pg",
+    "pytest_configure",
+    "pytest_generate_tests",
+    "pytest_pycollect_makeitem",
+    "pytest_runtest_call",
+    "pytest_runtest_makereport",
+]
 
 _ARGUMENTS = {"processes", "timeout", "options"}
 
@@ -99,6 +106,26 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
         yield
     finally:
         item.obj = test
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Show no traceback of what happened in another process, or nowhere: its text is in the error."""
+    report = yield
+    if call.excinfo is not None and report.failed and begins_nowhere(call.excinfo.value):
+        report.longrepr = _error_alone(call.excinfo)
+    return report
+
+
+def _error_alone(excinfo: pytest.ExceptionInfo[BaseException]) -> Any:
+    """Return what pytest shows of an exception, less the frames that led to it."""
+    shown = excinfo.getrepr(style="long")
+    traceback = shown.reprtraceback
+    last: Any = traceback.reprentries[-1]
+    last.lines = [line for line in last.lines if line.startswith("E")]
+    last.reprfuncargs = last.reprlocals = last.reprfileloc = None
+    traceback.reprentries = [last]
+    return shown
 
 
 def _on_all_ranks(test: Callable[..., Any], *, processes: bool = False, **how: Any) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from aiocoll.errors import GroupError
 from aiocoll.group import ProcessGroup
 
-__all__ = ["blocked", "listed", "pending", "raised", "stack", "trimmed", "verdict"]
+__all__ = ["begins_nowhere", "blocked", "listed", "pending", "raised", "stack", "trimmed", "verdict"]
 
 _HERE = str(Path(__file__).parent)
 #: Where a call passes on its way to the test: nothing of it helps the one who reads a traceback.
@@ -60,6 +60,14 @@ def raised(error: BaseException) -> str:
 def trimmed(error: BaseException) -> BaseException:
     """Return `error` with a traceback that begins in the test; what led there is left out."""
     return error.with_traceback(_from_the_test(error))
+
+
+def begins_nowhere(error: BaseException) -> bool:
+    """Whether `error` comes out of this package with no traceback of a test: see `trimmed`."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(_HERE)
 
 
 def _from_the_test(error: BaseException) -> TracebackType | None:
