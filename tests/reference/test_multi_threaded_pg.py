@@ -41,6 +41,7 @@ COVERS = {
     "TestCollectivesWithBaseClass.test_all_to_all": "TestCollectivesWithBaseClass.test_all_to_all",
     "TestCollectivesWithBaseClass.test_all_reduce_ops": "TestCollectivesWithBaseClass.test_all_reduce_ops",
     "TestCollectivesWithBaseClass.test_assert_equal_on_rank": "TestCollectivesWithBaseClass.test_assert_equal_on_rank",
+    "TestCollectivesWithBaseClass.test_subpg": "TestCollectivesWithBaseClass.test_subpg",
     "TestCollectivesWithBaseClass.test_using_pg_from_another_thread": (
         "TestCollectivesWithBaseClass.test_using_pg_from_another_thread"
     ),
@@ -179,6 +180,13 @@ class TestCollectivesWithBaseClass(InProcessTestCase):
         of_rank_0 = await self.pg.broadcast(mine.copy(), 0)
         self.assertEqualOnRank(of_rank_0, mine, rank=0)
         self.assertNotEqualOnRank(of_rank_0, mine, rank=1)
+
+    async def test_subpg(self) -> None:
+        mine = [0, 1] if self.rank < 2 else [2, 3]
+        halves = [await self.pg.split_group(ranks) for ranks in ([0, 1], [2, 3])]
+        (half,) = [group for group in halves if group is not None]
+        assert half is halves[self.rank // 2]
+        np.testing.assert_array_equal(await half.allreduce(filled(self.rank)), filled(sum(mine)))
 
     async def test_using_pg_from_another_thread(self) -> None:
         loop = asyncio.get_running_loop()
