@@ -1,0 +1,260 @@
+"""What the wrapper of process groups is tested for: mismatches of op and of shape, compared or not, and hangs.
+
+Without ``debug="detail"`` the first mismatch revokes the group, so each has a group of its own here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupOptions,
+    GroupRevokedError,
+    ProcessGroup,
+    Work,
+    testing,
+)
+
+from ..ranks import TRANSPORTS, options
+
+COVERS = {
+    "AbstractProcessGroupWrapperTest._test_collective_hang": "test_collective_hang",
+    "AbstractProcessGroupWrapperTest._test_collectives_op_mismatch": "test_collectives_op_mismatch_debug_mode",
+    "AbstractProcessGroupWrapperTest._test_collective_shape_mismatch": "test_collective_shape_mismatch_debug_mode",
+    "ProcessGroupGlooWrapperTest.test_collective_hang": "test_collective_hang",
+    "ProcessGroupGlooWrapperTest.test_collectives_op_mismatch_debug_mode": "test_collectives_op_mismatch_debug_mode",
+    "ProcessGroupGlooWrapperTest.test_collectives_op_mismatch": "test_collectives_op_mismatch",
+    "ProcessGroupGlooWrapperTest.test_collective_shape_mismatch_debug_mode": (
+        "test_collective_shape_mismatch_debug_mode"
+    ),
+    "ProcessGroupGlooWrapperTest.test_collective_shape_mismatch_debug_mode_off": (
+        "test_collective_shape_mismatch_debug_mode_off"
+    ),
+    "ProcessGroupNCCLWrapperTest.test_collective_hang": "test_collective_hang",
+    "ProcessGroupNCCLWrapperTest.test_collectives_op_mismatch_debug_mode": "test_nccl_only_op_mismatch",
+    "ProcessGroupNCCLWrapperTest.test_collectives_op_mismatch": "test_collectives_op_mismatch",
+    "ProcessGroupNCCLWrapperTest.test_collective_shape_mismatch_debug_mode_detail": "test_nccl_only_shape_mismatch",
+    "ProcessGroupNCCLWrapperTest.test_collective_shape_mismatch_debug_mode_off": (
+        "test_collective_shape_mismatch_debug_mode_off"
+    ),
+    "ProcessGroupNCCLWrapperTest._test_nccl_only_op_mismatch": "test_nccl_only_op_mismatch",
+    "ProcessGroupNCCLWrapperTest._test_nccl_only_shape_mismatch": "test_nccl_only_shape_mismatch",
+    "ProcessGroupNCCLWrapperTest.test_coalescing_manager_debug_mode_detail": (
+        "test_coalescing_manager_debug_mode_detail"
+    ),
+}
+
+_GPUS = "the same test on tensors of four GPUs: what is compared does not depend on where the memory is"
+LEFT_OUT = {
+    "ProcessGroupGlooWrapperTest.test_collectives_op_mismatch_cuda_debug_mode": _GPUS,
+    "ProcessGroupGlooWrapperTest.test_collectives_op_mismatch_cuda": _GPUS,
+    "ProcessGroupGlooWrapperTest.test_collective_shape_mismatch_cuda_debug_mode": _GPUS,
+    "ProcessGroupGlooWrapperTest.test_collective_shape_mismatch_cuda": _GPUS,
+    "ProcessGroupNCCLWrapperTest.test_debug_level_detail_no_gloo": "a build of torch without Gloo",
+    "ProcessGroupNCCLWrapperTest.test_new_group_no_gloo": "a build of torch without Gloo",
+}
+
+PLACES = [(2, "memory"), (4, "unix"), (2, "tcp"), (4, "shm")]
+#: Which mismatch is tried over what, where each takes a group of its own.
+NUMBERS = [(0, "memory"), (1, "unix"), (2, "tcp"), (0, "shm"), (1, "tcp"), (2, "shm")]
+SHAPE = (20, 10)
+
+Call = Callable[[ProcessGroup], Work[Any]]
+
+
+async def run_wrapped(world_size: int, fn: Callable[..., Any], transport: str, debug: Any = "detail") -> None:
+    given = GroupOptions(transport=options(transport).transport, debug=debug)
+    await testing.run_ranks(world_size, fn, options=given, timeout=60)
+
+
+def validate(error: BaseException, op: str, tensor: np.ndarray | None) -> None:
+    """The error names this rank's own op, shape, device and dtype, a number, and that the calls differ."""
+    text = str(error)
+    assert f"called {op}(" in text
+    assert "SequenceNumber=" in text
+    assert "Collectives differ in the following: " in text
+    if tensor is not None:
+        assert f"{op}(shape={list(tensor.shape)}, dtype={tensor.dtype.name}, device=cpu" in text
+
+
+async def refused(work: Work[Any], tensor: np.ndarray | None) -> None:
+    before = None if tensor is None else tensor.copy()
+    with pytest.raises(CollectiveMismatchError) as caught:
+        await work
+    validate(caught.value, work.op, tensor)
+    assert tensor is None or np.array_equal(tensor, before)  # type: ignore[arg-type]
+
+
+def op_mismatches(pg: ProcessGroup, tensor: np.ndarray) -> list[tuple[Call, np.ndarray | None]]:
+    """Return what this rank calls, with the tensor it calls it on: allreduce against reduce, and so on."""
+    if pg.rank() == 0:
+        return [
+            (lambda pg: pg.allreduce(tensor), tensor),
+            (lambda pg: pg.reduce(tensor, 0), tensor),
+            (lambda pg: pg.broadcast(tensor, 0), tensor),
+        ]
+    return [
+        (lambda pg: pg.reduce(tensor, 0), tensor),
+        (lambda pg: pg.barrier(), None),
+        (lambda pg: pg.allgather([np.zeros_like(tensor) for _ in range(pg.size())], tensor), tensor),
+    ]
+
+
+def shape_mismatches(pg: ProcessGroup) -> list[tuple[Call, np.ndarray]]:
+    """Return what this rank calls: other rows, other dimensions, and a scatter of other blocks than are expected."""
+    rank = pg.rank()
+    rows = np.ones((20, 2) if rank == 0 else (20, 10))
+    dimensions = np.ones((20, 10, 2) if rank == 0 else (20, 10))
+    blocks = [np.full(1, rank) for _ in range(pg.size())]
+    output = np.full(1 if rank == 0 else 2, -1)
+    return [
+        (lambda pg: pg.allreduce(rows), rows),
+        (lambda pg: pg.allreduce(dimensions), dimensions),
+        (lambda pg: pg.scatter(output, blocks if rank == 0 else None, 0), output),
+    ]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("debug", ["off", "detail"])
+async def test_collective_hang(debug: str, transport: str) -> None:
+    """All ranks but one call: every one of them names it."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        if pg.rank() == 1:
+            await pg.wait_revoked()
+            return
+        with pytest.raises(CollectiveTimeoutError, match=r"waits for rank 1 \(last in BARRIER") as caught:
+            await pg.allreduce(np.ones(SHAPE), timeout=0.3)
+        assert caught.value.ranks == (1,)
+
+    await run_wrapped(4, rank, transport, debug)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("wait_all_ranks", [False, True])
+async def test_monitored_barrier_hang(wait_all_ranks: bool, transport: str) -> None:
+    """Rank 0 reports, and the others say that rank 0 does."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        if pg.rank() in (1, 3):
+            await pg.wait_revoked()
+            return
+        ranks = "1, 3" if wait_all_ranks else "1"
+        with pytest.raises(CollectiveTimeoutError, match=rf"rank 0 .*Ranks {ranks} failed to pass monitoredBarrier in"):
+            await pg.monitored_barrier(0.2 if pg.rank() == 0 else 20.0, wait_all_ranks=wait_all_ranks)
+
+    await run_wrapped(4, rank, transport, "detail" if wait_all_ranks else "off")
+
+
+@pytest.mark.parametrize(("world_size", "transport"), PLACES)
+async def test_collectives_op_mismatch_debug_mode(world_size: int, transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        tensor = np.ones(SHAPE)
+        for work in [pg.allreduce(tensor) for _ in range(500)]:
+            await work
+            assert work.is_success()
+        for call, described in op_mismatches(pg, tensor):
+            await refused(call(pg), described)
+        assert await pg.allreduce(1) == world_size
+
+    await run_wrapped(world_size, rank, transport)
+
+
+@pytest.mark.parametrize(("number", "transport"), NUMBERS)
+async def test_collectives_op_mismatch(number: int, transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.allreduce(np.ones(SHAPE))
+        call, described = op_mismatches(pg, np.ones(SHAPE))[number]
+        await refused_off(pg, call, described)
+
+    await run_wrapped(2, rank, transport, "off")
+
+
+@pytest.mark.parametrize(("world_size", "transport"), PLACES)
+async def test_collective_shape_mismatch_debug_mode(world_size: int, transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        for call, described in shape_mismatches(pg):
+            await refused(call(pg), described)
+        assert await pg.allreduce(1) == world_size
+
+    await run_wrapped(world_size, rank, transport)
+
+
+@pytest.mark.parametrize(("number", "transport"), NUMBERS)
+async def test_collective_shape_mismatch_debug_mode_off(number: int, transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        call, described = shape_mismatches(pg)[number]
+        await refused_off(pg, call, described)
+
+    await run_wrapped(2, rank, transport, "off")
+
+
+async def refused_off(pg: ProcessGroup, call: Call, tensor: np.ndarray | None) -> None:
+    """The root of a broadcast or a scatter may be done before anybody differs, and raise at its next call."""
+    work = call(pg)
+    cause = await pg.wait_revoked()
+    validate(cause, work.op, tensor)
+    assert work.done()
+    if work.is_success():
+        with pytest.raises(GroupRevokedError) as caught:
+            pg.barrier()
+        assert caught.value.__cause__ is cause
+    else:
+        assert str(work.exception()) == str(cause)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_500_allreduces_then_op_then_shape_then_number_of_ranks(transport: str) -> None:
+    """Several mismatches on one group, the last one of a list that is not one array per rank."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        tensor = np.zeros(SHAPE)
+        for _ in range(500):
+            await pg.allreduce(tensor)
+        await refused(pg.allreduce(tensor) if pg.rank() == 0 else pg.reduce(tensor, 0), tensor)
+        other = np.zeros((20, 2 + pg.rank()))
+        await refused(pg.allreduce(other), other)
+        for number in (pg.size() - 1, pg.size() + 1):
+            blocks = [np.ones(SHAPE) for _ in range(number)]
+            work = pg.scatter(tensor, blocks if pg.rank() == 0 else None, 0)
+            await refused(work, tensor)
+            assert f"one array per rank, 3 in all, not {number}" in str(work.exception())
+        assert pg.pending() == []
+        await pg.barrier()
+
+    await run_wrapped(3, rank, transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_nccl_only_op_mismatch(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        part, whole = np.zeros(4), np.ones(4 * pg.size())
+        work = pg.allgather_into_tensor(whole, part) if pg.rank() == 0 else pg.reduce_scatter_tensor(part, whole)
+        await refused(work, part)
+
+    await run_wrapped(2, rank, transport)
+
+
+async def test_nccl_only_shape_mismatch() -> None:
+    """An input that is not the world size times the output is wrong on its own: its rank says so at the call."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        with pytest.raises(ValueError, match=r"input has 12 elements, expected \d+: world size times the part"):
+            pg.reduce_scatter_tensor(np.zeros(4 + pg.rank()), np.ones(4 * (pg.size() + 1)))
+        with pytest.raises(ValueError, match="input has 9 elements, expected 8"):
+            pg.reduce_scatter_tensor(np.zeros(4), np.ones(9))
+        # On its own each is right, but they differ.
+        part = np.zeros(4 + pg.rank())
+        await refused(pg.reduce_scatter_tensor(part, np.ones(part.size * pg.size())), part)
+
+    await run_wrapped(2, rank, "memory")
