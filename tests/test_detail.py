@@ -455,10 +455,10 @@ def test_ranks_that_do_not_compare_are_found_out(kind: str, odd: int) -> None:
     call: Call = KINDS[kind]
 
     async def rank(pg: ProcessGroup) -> None:
-        # A second group of the same ranks, which may be given other options.
-        other = pg._origin.derive(  # type: ignore[attr-defined]
-            4711, "mixed", range(3), 300.0, GroupOptions.resolve(DETAIL if pg.rank() != odd else None, {})
-        )
+        # Groups of one home may be given other options.
+        pg._options = GroupOptions.resolve(None if pg.rank() == odd else DETAIL, {})
+        other = await pg.split_group([0, 1, 2], group_name="mixed")
+        assert other is not None
         memory = Memory(pg.rank(), pg.rank() == odd)
         work: Any = call(other, memory)
         started = now()
