@@ -20,7 +20,6 @@ from aiocoll.unseen import Call, Unseen
 __all__ = ["GOES_ON", "Progress", "Work"]
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 #: What `_unwrap` returns when it has started another operation, whose end is the work's.
 GOES_ON: Final = object()
@@ -30,7 +29,7 @@ _HERE = str(Path(__file__).parent) + os.sep
 _frame = sys._getframe
 _thread = threading.get_ident
 #: In place of the context of a callback: it is called at once, by who ends the work.
-_AT_ONCE = contextvars.Context()
+AT_ONCE = contextvars.Context()
 #: The file of the last call, which is not one of ours: most calls come from few files, and comparing objects takes a
 #: third of the time of comparing how their names start.
 _last_file = ""
@@ -228,31 +227,6 @@ class Work(Generic[T]):
         if not self._done:
             self.group.abort(f"{self.op} was aborted by rank {self.group.rank()}")
 
-    def _then(self, change: Callable[[T], R]) -> Work[R]:
-        """Return the same operation with another result, which `change` makes of this one's as soon as it is there.
-
-        Whoever calls it keeps this work to himself.
-        """
-        work: Work[R] = Work(self._progress, self.op, self.seq, self.key, self.group, 3)
-
-        def end(_: Work[T]) -> None:
-            result, error = None, self._exception
-            if error is None:
-                try:
-                    result = change(self._result)
-                except Exception as failure:
-                    error = failure
-            work._source = self._source
-            work._finish(result, error)
-
-        if self._done:
-            self._look()
-            end(self)
-        else:
-            work._withdraw = lambda: self._withdraw() if self._withdraw is not None else None
-            self._call_back(end, _AT_ONCE)
-        return work
-
     def _finish(self, result: Any, exception: BaseException | None = None) -> None:
         """End the work; called once, by the engine."""
         if self._unwrap is not None:
@@ -280,7 +254,7 @@ class Work(Generic[T]):
         if self._callbacks is not None:
             callbacks, self._callbacks = self._callbacks, None
             for fn, context in callbacks:
-                if context is _AT_ONCE:
+                if context is AT_ONCE:
                     fn(self)
                 else:
                     self._progress.loop.call_soon(fn, self, context=context)

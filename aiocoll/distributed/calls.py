@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from aiocoll.distributed.changed import changed
 from aiocoll.distributed.ranks import rank_of
 from aiocoll.distributed.world import Group, absent, member_of
 from aiocoll.group import ProcessGroup
@@ -121,7 +122,7 @@ def all_gather_coalesced(
             )
     works = [pg.allgather([each[index] for each in lists], tensor) for index, tensor in enumerate(input_tensor_list)]
     whole: Work[list[Any]] = Work(pg._endpoint, "ALLGATHER_COALESCED", None, None, pg)
-    return all_of(whole, works)._then(lambda _: output_tensor_lists)
+    return changed(all_of(whole, works), lambda _: output_tensor_lists)
 
 
 def gather(

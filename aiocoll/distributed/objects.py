@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from aiocoll.distributed.changed import changed
 from aiocoll.distributed.ranks import global_rank_of, rank_of
 from aiocoll.distributed.world import Group, absent, member_of
 from aiocoll.work import Work
@@ -43,7 +44,7 @@ def broadcast_object_list(
         return absent("BROADCAST_OBJECT")
     _check_list(object_list, "object_list")
     root = rank_of(pg, "src", src, group_src, 0)
-    return pg.broadcast_object(object_list, root)._then(_filling(object_list, f"rank {root}"))
+    return changed(pg.broadcast_object(object_list, root), _filling(object_list, f"rank {root}"))
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> Work[Any]:
@@ -52,7 +53,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
     if pg is None:
         return absent("ALLGATHER_OBJECT")
     _check_list(object_list, "object_list", pg.size())
-    return pg.allgather_object(obj)._then(_filling(object_list, "the group"))
+    return changed(pg.allgather_object(obj), _filling(object_list, "the group"))
 
 
 def gather_object(
@@ -78,7 +79,7 @@ def gather_object(
     if pg.rank() == root:
         _check_list(object_gather_list, "object_gather_list", pg.size())
         assert object_gather_list is not None
-        return pg.gather_object(obj, root)._then(_filling(object_gather_list, "the group"))
+        return changed(pg.gather_object(obj, root), _filling(object_gather_list, "the group"))
     if object_gather_list:
         raise ValueError("object_gather_list must be None or [] on this rank: only the rank that is dst gives it")
     return pg.gather_object(obj, root)
@@ -114,7 +115,7 @@ def scatter_object_list(
         scatter_object_output_list[0] = obj
         return scatter_object_output_list
 
-    return pg.scatter_object(scatter_object_input_list, root)._then(put)
+    return changed(pg.scatter_object(scatter_object_input_list, root), put)
 
 
 def send_object_list(
@@ -166,7 +167,7 @@ def recv_object_list(
         _filling(object_list, f"rank {sender}")(objects)
         return global_rank_of(pg, sender)
 
-    return work._then(put)
+    return changed(work, put)
 
 
 def _check_list(given: Any, name: str, length: int | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
+from aiocoll.distributed.changed import changed
 from aiocoll.distributed.ranks import global_rank_of, rank_of
 from aiocoll.distributed.world import Group, absent, inside, member_of
 from aiocoll.group import ProcessGroup
@@ -57,7 +58,7 @@ def recv(
     if pg is None:
         return absent("RECV", -1)
     work = _receive(pg, tensor, src, tag, group_src)
-    return work._then(lambda _: global_rank_of(pg, work.source_rank()))
+    return changed(work, lambda _: global_rank_of(pg, work.source_rank()))
 
 
 def _receive(pg: ProcessGroup, tensor: Any, src: int | None, tag: int, group_src: int | None) -> Work[Any]:
