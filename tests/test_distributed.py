@@ -263,7 +263,7 @@ async def test_every_function_over_every_transport(transport: str) -> None:
 def test_functions_that_move_data_are_plain() -> None:
     """They start at the call, so they cannot be coroutines; only what makes or ends a world is one."""
     coroutines = {name for name in dist.__all__ if inspect.iscoroutinefunction(getattr(dist, name))}
-    assert coroutines == {"init_process_group", "destroy_process_group"}
+    assert coroutines == {"init_process_group", "destroy_process_group", "shrink_group"}
 
 
 async def test_a_call_starts_before_it_is_awaited() -> None:

@@ -33,7 +33,8 @@ async def test_there_is_no_group_before_init() -> None:
     assert not dist.is_initialized()
     assert dist.group.WORLD is None
     assert dist.GroupMember.WORLD is None
-    for call in (dist.get_rank, dist.get_world_size, dist.get_backend, dist.barrier):
+    assert dist.get_pg_count() == 0
+    for call in (dist.get_rank, dist.get_world_size, dist.get_backend, dist.barrier, dist.time_estimator):
         with pytest.raises(ValueError, match="no default group here"):
             call()
     with pytest.raises(ValueError, match="no default group here"):
@@ -227,6 +228,7 @@ async def test_backends() -> None:
     async def body(pg: ProcessGroup) -> None:
         assert dist.get_backend() == dist.get_backend(pg) == dist.Backend.AIO
         assert dist.get_backend_config() == "cpu:aio"
+        assert dist.get_pg_count() == 1
 
     await run_ranks(2, body)
     assert dist.get_default_backend_for_device("cpu") == "aio"

@@ -13,9 +13,11 @@ from aiocoll.distributed.about import (
     get_backend_config,
     get_debug_level,
     get_default_backend_for_device,
+    get_pg_count,
     is_backend_available,
     supports_complex,
 )
+from aiocoll.distributed.blocks import time_estimator
 from aiocoll.distributed.calls import (
     all_gather,
     all_gather_coalesced,
@@ -49,6 +51,15 @@ from aiocoll.distributed.ranks import (
     get_rank,
     get_world_size,
 )
+from aiocoll.distributed.subgroups import (
+    SHRINK_ABORT,
+    SHRINK_DEFAULT,
+    new_group,
+    new_subgroups,
+    new_subgroups_by_enumeration,
+    shrink_group,
+    split_group,
+)
 from aiocoll.distributed.world import (
     GroupMember,
     default_pg_timeout,
@@ -68,6 +79,8 @@ from aiocoll.work import Work
 reduce_op = ReduceOp
 
 __all__ = [
+    "SHRINK_ABORT",
+    "SHRINK_DEFAULT",
     "Backend",
     "BackendConfig",
     "DebugLevel",
@@ -105,6 +118,7 @@ __all__ = [
     "get_global_rank",
     "get_group_rank",
     "get_node_local_rank",
+    "get_pg_count",
     "get_process_group_ranks",
     "get_rank",
     "get_world_size",
@@ -117,6 +131,9 @@ __all__ = [
     "is_torchelastic_launched",
     "isend",
     "monitored_barrier",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
     "recv",
     "recv_object_list",
     "reduce",
@@ -127,5 +144,8 @@ __all__ = [
     "scatter_object_list",
     "send",
     "send_object_list",
+    "shrink_group",
+    "split_group",
     "supports_complex",
+    "time_estimator",
 ]

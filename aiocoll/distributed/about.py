@@ -18,6 +18,7 @@ __all__ = [
     "get_backend_config",
     "get_debug_level",
     "get_default_backend_for_device",
+    "get_pg_count",
     "is_backend_available",
     "supports_complex",
 ]
@@ -75,3 +76,9 @@ def is_backend_available(backend: str) -> bool:
 def supports_complex(reduceOp: ReduceOp) -> bool:
     """Whether complex numbers can be reduced like that: not with MIN, MAX, BAND, BOR and BXOR."""
     return reduceOp not in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+
+
+def get_pg_count() -> int:
+    """Return the number of open groups: the default one, and all that were split off from it."""
+    pg = found()
+    return 0 if pg is None else len(pg._open_groups())

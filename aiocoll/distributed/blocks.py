@@ -1,0 +1,19 @@
+"""Blocks that change what the calls in them do."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from aiocoll.distributed.world import inside
+from aiocoll.group import ProcessGroup
+
+__all__ = ["time_estimator"]
+
+
+def time_estimator(group: ProcessGroup | None = None, device: Any = None) -> AbstractContextManager[Any]:
+    """Predict how long the calls of a ``with`` block on a group would take, and send nothing.
+
+    See `ProcessGroup.time_estimator`: what the block is given has the seconds in the end. `device` is not used.
+    """
+    return inside(group).time_estimator()

@@ -1,0 +1,307 @@
+"""Groups of some of the ranks."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from aiocoll.distributed.changed import changed
+from aiocoll.distributed.world import Group, GroupMember, default_group, found, inside, replace
+from aiocoll.group import ProcessGroup
+from aiocoll.launch import Timeout
+from aiocoll.options import seconds
+from aiocoll.work import Work
+
+__all__ = [
+    "SHRINK_ABORT",
+    "SHRINK_DEFAULT",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "shrink_group",
+    "split_group",
+]
+
+#: For `shrink_group`: wait for what is pending in the group, or let it fail.
+SHRINK_DEFAULT = 0
+SHRINK_ABORT = 1
+
+#: How often this rank has made a group of the same ranks, which were the only ones to call.
+_local: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: Any = None,
+) -> Work[Group]:
+    """Make a group of some ranks of the default group: `ProcessGroup.split_group`, which is local and sends nothing.
+
+    All ranks of the default group call it, in the same order.
+
+    Args:
+        ranks: global ranks; None is all of them. The new group numbers them in ascending order.
+        timeout: seconds an operation of the new group may take by default; None is that of the default group.
+        backend: None, or that of the default group.
+        pg_options: None: a group has the options of the one it is split off from.
+        use_local_synchronization: only the ranks that are in `ranks` call it.
+        group_desc: for people.
+        device_id: None, or the device of the default group.
+
+    Returns:
+        The work, which is done: of the group, or of `GroupMember.NON_GROUP_MEMBER` on other ranks.
+
+    Raises:
+        ValueError: `ranks` is empty, names a rank twice or one that is none, or an argument differs from that of the
+            default group.
+    """
+    world = default_group()
+    _same_kind(world, backend, pg_options, device_id)
+    chosen = list(range(world.size())) if ranks is None else _ranks(ranks, "ranks", world)
+    if use_local_synchronization:
+        if world.rank() not in chosen:
+            return _done(world, GroupMember.NON_GROUP_MEMBER)
+        split = _split_locally(world, chosen, timeout)
+    else:
+        split = world.split_group(chosen, timeout)
+    return changed(split, lambda pg: _described(pg, group_desc, GroupMember.NON_GROUP_MEMBER))
+
+
+def split_group(
+    parent_pg: ProcessGroup | None = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: Timeout = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> Work[ProcessGroup | None]:
+    """Split a group: `ProcessGroup.split_group`.
+
+    Args:
+        parent_pg: None is the default group.
+        split_ranks: lists of ranks of `parent_pg`, the same on all of its ranks, which have none in common.
+        timeout: seconds an operation of the new group may take by default; None is that of `parent_pg`.
+        pg_options: None: a group has the options of the one it is split off from.
+        group_desc: for people.
+
+    Returns:
+        The work, which is done: of the group this rank is in, or of None if it is in no list.
+    """
+    parent = inside(parent_pg)
+    _same_kind(parent, None, pg_options, None)
+    if not split_ranks:
+        raise ValueError("split_ranks is empty: give at least one list of ranks")
+    lists = [_ranks(each, f"split_ranks[{index}]", parent) for index, each in enumerate(split_ranks)]
+    return changed(parent.split_group(lists, timeout), lambda pg: _described(pg, group_desc, None))
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: ProcessGroup | None = None,
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> Work[tuple[Group, list[Group]]]:
+    """Make groups of equal size, of ranks of a group that follow each other; all its ranks call it.
+
+    Args:
+        group_size: ranks in each; None is ``LOCAL_WORLD_SIZE``, the ranks that the launcher has started on this host.
+        group: whose ranks; None is the default group.
+        timeout: see `new_group`.
+        backend: see `new_group`.
+        pg_options: see `new_group`.
+        group_desc: see `new_group`.
+
+    Returns:
+        See `new_subgroups_by_enumeration`.
+
+    Raises:
+        ValueError: the ranks cannot be parted like that.
+    """
+    parent = inside(group)
+    size = parent.size()
+    if group_size is None:
+        local = os.environ.get("LOCAL_WORLD_SIZE", "")
+        if not local.isdecimal():
+            raise ValueError("group_size is missing, and LOCAL_WORLD_SIZE is not in the environment: give group_size=")
+        group_size = int(local)
+    if isinstance(group_size, bool) or not isinstance(group_size, int):
+        raise TypeError(f"group_size must be an int, not {type(group_size).__name__}")
+    if group_size <= 0:
+        raise ValueError(f"group_size={group_size} must be positive")
+    if group_size > size:
+        raise ValueError(f"group_size={group_size} must not exceed the world size, {size}")
+    if size % group_size:
+        raise ValueError(f"the world size, {size}, must be divisible by group_size={group_size}")
+    lists = [list(range(start, start + group_size)) for start in range(0, size, group_size)]
+    return _split_into(parent, lists, timeout, backend, pg_options, group_desc)
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> Work[tuple[Group, list[Group]]]:
+    """Make several groups of ranks of the default group; all of its ranks call it.
+
+    Args:
+        ranks_per_subgroup_list: lists of global ranks that have none in common.
+        timeout: see `new_group`.
+        backend: see `new_group`.
+        pg_options: see `new_group`.
+        group_desc: see `new_group`.
+
+    Returns:
+        The work, which is done: of the group this rank is in, or None; and the list of all groups, with
+        `GroupMember.NON_GROUP_MEMBER` for those it is not in.
+
+    Raises:
+        ValueError: a list or all of them are empty, or a rank is in two lists, twice in one, or none of the group's.
+    """
+    world = default_group()
+    if not ranks_per_subgroup_list:
+        raise ValueError("ranks_per_subgroup_list is empty: give at least one list of ranks")
+    lists = [_ranks(each, f"ranks_per_subgroup_list[{n}]", world) for n, each in enumerate(ranks_per_subgroup_list)]
+    owner: dict[int, int] = {}
+    for index, each in enumerate(lists):
+        for rank in each:
+            if rank in owner:
+                raise ValueError(
+                    f"rank {rank} has appeared in both subgroup {lists[owner[rank]]} and {each}: subgroups have no "
+                    "rank in common"
+                )
+            owner[rank] = index
+    return _split_into(world, lists, timeout, backend, pg_options, group_desc)
+
+
+async def shrink_group(
+    ranks_to_exclude: list[int],
+    group: ProcessGroup | None = None,
+    shrink_flags: int = SHRINK_DEFAULT,
+    pg_options: Any = None,
+) -> ProcessGroup:
+    """Go on without some ranks: `ProcessGroup.shrink`. Only the others call it.
+
+    The old group is closed, with all that was split off from it. If it was the default group, the new one is.
+
+    Args:
+        ranks_to_exclude: ranks of the group, at least one; those that have died are left out besides.
+        group: None is the default group.
+        shrink_flags: `SHRINK_DEFAULT` waits for what is pending in the group; `SHRINK_ABORT` lets it fail.
+        pg_options: None: the new group has the options of the old one.
+
+    Raises:
+        TypeError, ValueError: `ranks_to_exclude` is empty, names a rank twice, one that is none, or all; or the group
+            has one rank only.
+        RuntimeError: this rank is to be excluded.
+        Exception: see `ProcessGroup.shrink`.
+    """
+    if not isinstance(ranks_to_exclude, list):
+        raise TypeError(f"ranks_to_exclude must be a list, not {type(ranks_to_exclude).__name__}")
+    if not ranks_to_exclude:
+        raise ValueError("ranks_to_exclude is empty: name at least one rank")
+    if isinstance(shrink_flags, bool) or shrink_flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
+        raise ValueError(f"shrink_flags={shrink_flags!r} must be SHRINK_DEFAULT or SHRINK_ABORT")
+    old = inside(group)
+    _same_kind(old, None, pg_options, None)
+    if old.size() < 2:
+        raise ValueError(f"group {old.group_name!r} has one rank only: there is none to exclude")
+    excluded = _ranks(ranks_to_exclude, "ranks_to_exclude", old)
+    if len(excluded) == old.size():
+        raise ValueError(f"ranks_to_exclude names all {old.size()} ranks of the group: at least one must remain")
+    if old.rank() in excluded:
+        raise RuntimeError(f"ranks_to_exclude names rank {old.rank()}, which is calling: only the others call it")
+    if shrink_flags == SHRINK_DEFAULT:
+        await old._settle()
+    new = await old.shrink(excluded)
+    was_default = found() is old
+    await old.shutdown()
+    if was_default:
+        replace(old, new)
+    return new
+
+
+def _split_into(
+    parent: ProcessGroup, lists: list[list[int]], timeout: Timeout, backend: str | None, options: Any, desc: str | None
+) -> Work[tuple[Group, list[Group]]]:
+    """Split `parent`; return this rank's part and what the others are to it."""
+    _same_kind(parent, backend, options, None)
+
+    def all_parts(pg: ProcessGroup | None) -> tuple[Group, list[Group]]:
+        mine = _described(pg, desc, None)
+        return mine, [mine if parent.rank() in each else GroupMember.NON_GROUP_MEMBER for each in lists]
+
+    return changed(parent.split_group(lists, timeout), all_parts)
+
+
+def _split_locally(pg: ProcessGroup, ranks: Sequence[int], timeout: Timeout) -> Work[ProcessGroup | None]:
+    """Make a group of `ranks` of `pg`, which alone know of it: they count their calls, apart from those of the others.
+
+    `ProcessGroup.split_group` is called by all ranks of a group, and would take such a call for one of them.
+    """
+    pg._check()
+    limit = pg.timeout if timeout is None else seconds(timeout, "timeout")
+    members = tuple(pg.global_ranks[rank] for rank in ranks)
+    counts = _local.setdefault(pg, Counter())
+    number = counts[members]
+    digest = pg._endpoint.hash62(f"{pg._member.id}\0local\0{members}\0{number}")
+    group = pg._origin.derive(digest & 0xFFFFFFFF, f"{pg.group_name}/{digest:x}", members, limit, pg._options)
+    counts[members] += 1
+    pg._adopt(group)
+    return _done(pg, group)
+
+
+def _ranks(ranks: Any, name: str, pg: ProcessGroup) -> list[int]:
+    """Return ranks of `pg` in ascending order, checked."""
+    if isinstance(ranks, str | bytes) or not isinstance(ranks, Iterable):
+        raise TypeError(f"{name} must be a list of ranks, not {type(ranks).__name__}")
+    numbers = []
+    for index, rank in enumerate(ranks):
+        if isinstance(rank, bool) or not hasattr(rank, "__index__"):
+            raise TypeError(f"{name}[{index}] must be a rank (int), not {type(rank).__name__}")
+        number = operator.index(rank)
+        if not 0 <= number < pg.size():
+            raise ValueError(
+                f"{name}[{index}]={number} is not a rank of group {pg.group_name!r}: ranks are 0 to {pg.size() - 1}"
+            )
+        if number in numbers:
+            raise ValueError(f"{name} names rank {number} twice")
+        numbers.append(number)
+    if not numbers:
+        raise ValueError(f"{name} is empty: name at least one rank")
+    return sorted(numbers)
+
+
+def _same_kind(pg: ProcessGroup, backend: str | None, options: Any, device: Any) -> None:
+    """Refuse what a group that is split off from `pg` cannot have."""
+    if options is not None:
+        raise ValueError("pg_options must be None: a group has the options of the one it comes from")
+    if backend is not None and backend != (own := pg.backend_for("cpu")):
+        raise ValueError(f"backend={backend!r} must be None or {own!r}, that of group {pg.group_name!r}")
+    if device is not None and str(device) != "cpu":
+        raise ValueError(f"device_id={device!r} must be None or that of group {pg.group_name!r}, which is 'cpu'")
+
+
+def _described(pg: Any, desc: str | None, outside: Any) -> Any:
+    """Describe a group that was split off, if this rank is in it."""
+    if pg is None:
+        return outside
+    if desc is not None:
+        pg.group_desc = desc
+    return pg
+
+
+def _done(pg: ProcessGroup, result: Any) -> Work[Any]:
+    work: Work[Any] = Work(pg._endpoint, "SPLIT_GROUP", None, None, pg, 3)
+    work._finish(result)
+    return work
