@@ -1,0 +1,191 @@
+"""The tests of the object API, awaited, over every transport."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import numpy as np
+import pytest
+
+import aiocoll
+from aiocoll import HashStore, ProcessGroup, ReduceOp, TCPStore
+
+from ..ranks import TRANSPORTS, run_ranks
+
+COVERS = {
+    "ProcessGroupTest.test_context_manager": "test_context_manager",
+    **{
+        f"ProcessGroupGlooTest.{name}": name
+        for name in (
+            "test_allreduce",
+            "test_barrier",
+            "test_broadcast",
+            "test_allgather",
+            "test_gather",
+            "test_scatter",
+            "test_reduce",
+            "test_reduce_scatter",
+            "test_alltoall_base",
+            "test_group_split",
+            "test_remote_group_merge",
+        )
+    },
+}
+LEFT_OUT = {
+    name.replace("Gloo", "NCCL"): "the same test between two GPUs, which this version does not serve"
+    for name in COVERS
+    if "Gloo" in name
+}
+
+LIMIT = timedelta(seconds=30)
+
+transports = pytest.mark.parametrize("transport", TRANSPORTS)
+
+
+def full(value: float, count: int = 10) -> np.ndarray:
+    return np.full(count, value, np.float32)
+
+
+async def test_context_manager() -> None:
+    store = HashStore()
+
+    def new_group() -> aiocoll.new_group:
+        return aiocoll.new_group(store=store, rank=0, world_size=1, timeout=timedelta(seconds=60), device="cpu")
+
+    async with new_group() as pg1, new_group() as pg2:
+        assert aiocoll.current_process_group() is None
+        with aiocoll.process_group(pg1):
+            assert aiocoll.current_process_group() is pg1
+            with aiocoll.process_group(pg2):
+                assert aiocoll.current_process_group() is pg2
+            assert aiocoll.current_process_group() is pg1
+        assert aiocoll.current_process_group() is None
+    await store.aclose()
+
+
+@transports
+async def test_allreduce(transport: str) -> None:
+    async def body(pg: ProcessGroup) -> None:
+        t = full(1)
+        await pg.allreduce(t, timeout=LIMIT)
+        np.testing.assert_array_equal(t, full(2))
+        await pg.shutdown()
+
+    await run_ranks(2, body, transport=transport)
+
+
+@transports
+async def test_barrier(transport: str) -> None:
+    async def body(pg: ProcessGroup) -> None:
+        await pg.barrier(timeout=LIMIT)
+        await pg.shutdown()
+
+    await run_ranks(2, body, transport=transport)
+
+
+@transports
+async def test_broadcast(transport: str) -> None:
+    async def body(pg: ProcessGroup) -> None:
+        t = full(pg.rank())
+        await pg.broadcast(t, root=0, timeout=LIMIT)
+        np.testing.assert_array_equal(t, full(0))
+
+    await run_ranks(2, body, transport=transport)
+
+
+@transports
+async def test_allgather(transport: str) -> None:
+    async def body(pg: ProcessGroup) -> None:
+        out = [full(0) for _ in range(2)]
+        await pg.allgather(out, full(pg.rank() + 1), timeout=LIMIT)
+        for rank in range(2):
+            np.testing.assert_array_equal(out[rank], full(rank + 1))
+
+    await run_ranks(2, body, transport=transport)
+
+
+@transports
+async def test_gather(transport: str) -> None:
+    async def body(pg: ProcessGroup) -> None:
+        out = [full(0) for _ in range(2)] if pg.rank() == 0 else []
+        await pg.gather(out, full(pg.rank() + 1), root=0, timeout=LIMIT)
+        for rank, each in enumerate(out):
+            np.testing.assert_array_equal(each, full(rank + 1))
+
+    await run_ranks(2, body, transport=transport)
+
+
+@transports
+async def test_scatter(transport: str) -> None:
+    async def body(pg: ProcessGroup) -> None:
+        inputs = [full(rank + 1) for rank in range(2)] if pg.rank() == 0 else []
+        out = full(0)
+        await pg.scatter(out, inputs, root=0, timeout=LIMIT)
+        np.testing.assert_array_equal(out, full(pg.rank() + 1))
+
+    await run_ranks(2, body, transport=transport)
+
+
+@transports
+async def test_reduce(transport: str) -> None:
+    async def body(pg: ProcessGroup) -> None:
+        t = full(1)
+        await pg.reduce(t, root=0, op=ReduceOp.SUM, timeout=LIMIT)
+        np.testing.assert_array_equal(t, full(2 if pg.rank() == 0 else 1))
+
+    await run_ranks(2, body, transport=transport)
+
+
+@transports
+async def test_reduce_scatter(transport: str) -> None:
+    async def body(pg: ProcessGroup) -> None:
+        out = full(0)
+        await pg.reduce_scatter(out, [full(rank + 1) for rank in range(2)], op=ReduceOp.SUM, timeout=LIMIT)
+        np.testing.assert_array_equal(out, full(2 * (pg.rank() + 1)))
+
+    await run_ranks(2, body, transport=transport)
+
+
+@transports
+async def test_alltoall_base(transport: str) -> None:
+    async def body(pg: ProcessGroup) -> None:
+        out = full(0, 20)
+        await pg.alltoall_base(out, full(pg.rank() + 1, 20), [10, 10], [10, 10], timeout=LIMIT)
+        np.testing.assert_array_equal(out, np.repeat(np.float32([1, 2]), 10))
+
+    await run_ranks(2, body, transport=transport)
+
+
+@transports
+async def test_group_split(transport: str) -> None:
+    async def body(pg: ProcessGroup) -> None:
+        subgroup = await pg.split_group([0], timeout=LIMIT, group_name="subgroup_1")
+        if pg.rank() == 0:
+            assert subgroup is not None
+            assert subgroup.size() == 1
+            assert subgroup.timeout == 30.0
+            assert subgroup.group_name == "subgroup_1"
+        else:
+            assert subgroup is None
+
+    await run_ranks(2, body, transport=transport)
+
+
+@transports
+async def test_remote_group_merge(transport: str) -> None:
+    async with TCPStore("127.0.0.1", 0, world_size=2, is_master=True, wait_for_workers=False) as hosted:
+
+        async def body(pg: ProcessGroup) -> None:
+            subgroup_1 = await pg.split_group([0], timeout=LIMIT)
+            subgroup_2 = await pg.split_group([1], timeout=LIMIT)
+            mine = subgroup_1 if pg.rank() == 0 else subgroup_2
+            assert mine is not None
+            async with TCPStore("127.0.0.1", hosted.port, world_size=2, wait_for_workers=False) as store:
+                merged = await mine.merge_remote_group(store, 2, timedelta(seconds=40), "merged_pg")
+                assert merged.size() == 2
+                assert merged.timeout == 40.0
+                assert merged.group_name == "merged_pg"
+                assert await merged.allreduce(1 + merged.rank()) == 3
+                await merged.shutdown()
+
+        await run_ranks(2, body, transport=transport)

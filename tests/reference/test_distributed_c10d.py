@@ -1,0 +1,568 @@
+"""What the documentation of the functional API shows and says, awaited: examples with their values, and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aiocoll
+import aiocoll.distributed as dist
+from aiocoll import CollectiveTimeoutError, HashStore, ProcessGroup, ReduceOp
+
+from ..ranks import run_ranks
+
+COVERS = {
+    "init_process_group, twice": "test_init_process_group_twice",
+    "init_process_group, store and init_method": "test_init_process_group_store_and_init_method",
+    "destroy_process_group, one and all": "test_destroy_process_group",
+    "get_rank, outside": "test_get_rank_outside",
+    "get_group_rank, errors": "test_get_group_rank_errors",
+    "get_node_local_rank, errors": "test_get_node_local_rank_errors",
+    "all_reduce, example": "test_all_reduce_example",
+    "all_reduce, complex maximum": "test_all_reduce_complex_maximum",
+    "all_gather, example": "test_all_gather_example",
+    "all_gather_into_tensor, example": "test_all_gather_into_tensor_example",
+    "all_gather_coalesced, example": "test_all_gather_coalesced_example",
+    "all_gather_object, example": "test_all_gather_object_example",
+    "gather, example": "test_gather_example",
+    "gather, errors": "test_gather_errors",
+    "gather_object, example": "test_gather_object_example",
+    "scatter, example": "test_scatter_example",
+    "scatter, errors": "test_scatter_errors",
+    "scatter_object_list, example": "test_scatter_object_list_example",
+    "broadcast_object_list, example": "test_broadcast_object_list_example",
+    "send_object_list, example": "test_send_object_list_example",
+    "reduce_scatter_tensor, example": "test_reduce_scatter_tensor_example",
+    "all_to_all_single, example": "test_all_to_all_single_example",
+    "all_to_all_single, uneven example": "test_all_to_all_single_uneven_example",
+    "all_to_all, example": "test_all_to_all_example",
+    "all_to_all, uneven example": "test_all_to_all_uneven_example",
+    "batch_isend_irecv, example": "test_batch_isend_irecv_example",
+    "batch_isend_irecv, errors": "test_batch_isend_irecv_errors",
+    "monitored_barrier, example": "test_monitored_barrier_example",
+    "_time_estimator, example": "test_time_estimator_example",
+    "new_group, errors": "test_new_group_errors",
+    "new_subgroups, example": "test_new_subgroups_example",
+    "new_subgroups, errors": "test_new_subgroups_errors",
+    "new_subgroups_by_enumeration, example": "test_new_subgroups_by_enumeration_example",
+    "new_subgroups_by_enumeration, errors": "test_new_subgroups_by_enumeration_errors",
+    "split_group, errors": "test_split_group_errors",
+    "shrink_group, errors": "test_shrink_group_errors",
+    "shrink_group, default group": "test_shrink_group_default_group",
+    "Backend, names": "test_backend_names",
+    "BackendConfig, errors": "test_backend_config_errors",
+}
+LEFT_OUT: dict[str, str] = {}
+
+OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
+OBJECTS: list[Any] = ["foo", 12, {1: 2}]
+DTYPES = pytest.mark.parametrize("unit", [np.int64(1), np.complex64(1 + 1j)])
+#: What the ranks of the examples with uneven parts send, rank by rank.
+UNEVEN = [
+    [[0, 1], [2, 3], [4], [5]],
+    [[10, 11, 12], [13, 14], [15, 16], [17, 18]],
+    [[20, 21], [22], [23], [24]],
+    [[30, 31], [32, 33], [34, 35], [36]],
+]
+
+
+def same(got: Any, expected: Any) -> None:
+    np.testing.assert_array_equal(got, expected)
+
+
+async def test_init_process_group_twice() -> None:
+    store = HashStore()
+    await dist.init_process_group(store=store, rank=0, world_size=1)
+    with pytest.raises(ValueError, match="already"):
+        await dist.init_process_group(store=store, rank=0, world_size=1)
+    await dist.destroy_process_group()
+    await store.aclose()
+
+
+async def test_init_process_group_store_and_init_method() -> None:
+    with pytest.raises(ValueError, match="init_method and store exclude each other"):
+        await dist.init_process_group(init_method="env://", store=HashStore(), rank=0, world_size=1)
+    for numbers in ({"rank": 0}, {"world_size": 1}):
+        with pytest.raises(ValueError, match="is missing"):
+            await dist.init_process_group(store=HashStore(), **numbers)
+
+
+async def test_destroy_process_group() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        one, two = await dist.new_group([0, 1]), await dist.new_group([0])
+        assert dist.get_pg_count() == 3 - pg.rank()
+        await dist.destroy_process_group(one)
+        with pytest.raises(aiocoll.GroupClosedError):
+            dist.barrier(one)
+        await dist.destroy_process_group(two)
+        assert dist.get_pg_count() == 1
+        other = await dist.new_group()
+        await dist.destroy_process_group()
+        with pytest.raises(aiocoll.GroupClosedError):
+            dist.barrier(other)
+        assert not dist.is_initialized()
+        assert dist.get_pg_count() == 0
+
+    await run_ranks(2, body)
+
+
+async def test_get_rank_outside() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        group = await dist.new_group([1, 2])
+        inside = pg.rank() > 0
+        assert (group == OUTSIDE) is not inside
+        assert dist.get_rank(group) == (pg.rank() - 1 if inside else -1)
+        assert dist.get_world_size(group) == (2 if inside else -1)
+
+    await run_ranks(3, body)
+
+
+async def test_get_group_rank_errors() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        group = await dist.new_group([2, 1])
+        if pg.rank() == 0:
+            return
+        assert [dist.get_group_rank(group, rank) for rank in (1, 2)] == [0, 1]
+        assert [dist.get_global_rank(group, rank) for rank in (0, 1)] == [1, 2]
+        assert dist.get_process_group_ranks(group) == [1, 2]
+        with pytest.raises(ValueError, match="global_rank=0, a global rank, is not in group"):
+            dist.get_group_rank(group, 0)
+        with pytest.raises(ValueError, match="group_rank=2 is not a rank of group"):
+            dist.get_global_rank(group, 2)
+
+    await run_ranks(3, body)
+
+
+def test_get_node_local_rank_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(RuntimeError, match="LOCAL_RANK is not in the environment"):
+        dist.get_node_local_rank()
+    assert dist.get_node_local_rank(fallback_rank=2) == 2
+
+
+@DTYPES
+async def test_all_reduce_example(unit: np.generic) -> None:
+    async def body(pg: ProcessGroup) -> None:
+        tensor = (np.arange(2) + 1 + 2 * pg.rank()) * unit
+        await dist.all_reduce(tensor, op=ReduceOp.SUM)
+        same(tensor, [4 * unit, 6 * unit])
+
+    await run_ranks(2, body)
+
+
+async def test_all_reduce_complex_maximum() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        for op in (ReduceOp.MAX, ReduceOp.MIN, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR):
+            assert not dist.supports_complex(op)
+            with pytest.raises((TypeError, ValueError), match="complex"):
+                dist.all_reduce(np.ones(2, np.complex64), op)
+
+    await run_ranks(2, body)
+
+
+@DTYPES
+async def test_all_gather_example(unit: np.generic) -> None:
+    async def body(pg: ProcessGroup) -> None:
+        given = (np.arange(2) + 1 + 2 * pg.rank()) * unit
+        await dist.all_gather(tensors := [np.zeros_like(given) for _ in range(2)], given)
+        same(tensors, [[1 * unit, 2 * unit], [3 * unit, 4 * unit]])
+
+    await run_ranks(2, body)
+
+
+async def test_all_gather_into_tensor_example() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        tensor_in = np.arange(2) + 1 + 2 * pg.rank()
+        await dist.all_gather_into_tensor(concatenated := np.zeros(4, np.int64), tensor_in)
+        same(concatenated, [1, 2, 3, 4])
+        await dist.all_gather_into_tensor(stacked := np.zeros((2, 2), np.int64), tensor_in)
+        same(stacked, [[1, 2], [3, 4]])
+
+    await run_ranks(2, body)
+
+
+async def test_all_gather_coalesced_example() -> None:
+    given = [[[[1, 1], [1, 1]], [2], [3, 3]], [[[3, 3], [3, 3]], [5], [1, 1]]]
+
+    async def body(pg: ProcessGroup) -> None:
+        outputs = [[np.full_like(np.array(each), -1) for each in tensors] for tensors in given]
+        await dist.all_gather_coalesced(outputs, [np.array(each) for each in given[pg.rank()]])
+        assert [[each.tolist() for each in tensors] for tensors in outputs] == given
+
+    await run_ranks(2, body)
+
+
+async def test_all_gather_object_example() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        output = [None for _ in OBJECTS]
+        await dist.all_gather_object(output, OBJECTS[dist.get_rank()])
+        assert output == OBJECTS
+
+    await run_ranks(3, body)
+
+
+async def test_gather_example() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        gather_list = [np.zeros(2) for _ in range(2)] if dist.get_rank() == 0 else None
+        await dist.gather(np.ones(2) + dist.get_rank(), gather_list, dst=0)
+        if gather_list is not None:
+            same(gather_list, [[1, 1], [2, 2]])
+
+    await run_ranks(2, body)
+
+
+async def test_gather_errors() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        here, there = pg.rank(), 1 - pg.rank()
+        with pytest.raises(ValueError, match="gather_list is missing"):
+            dist.gather(np.ones(2), None, dst=here)
+        with pytest.raises(ValueError, match="gather_list must be None"):
+            dist.gather(np.ones(2), [np.ones(2)] * 2, dst=there)
+        with pytest.raises(TypeError, match="float32"):
+            dist.gather(np.ones(2), [np.ones(2, np.float32) for _ in range(2)], dst=here)
+
+    await run_ranks(2, body)
+
+
+async def test_gather_object_example() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        output = [None for _ in OBJECTS]
+        await dist.gather_object(OBJECTS[dist.get_rank()], output if dist.get_rank() == 0 else None, dst=0)
+        assert output == (OBJECTS if dist.get_rank() == 0 else [None] * 3)
+
+    await run_ranks(3, body)
+
+
+async def test_scatter_example() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        scatter_list = [np.ones(2), np.ones(2) * 5] if dist.get_rank() == 0 else None
+        await dist.scatter(output := np.zeros(2), scatter_list, src=0)
+        same(output, [1, 1] if dist.get_rank() == 0 else [5, 5])
+
+    await run_ranks(2, body)
+
+
+async def test_scatter_errors() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        here, there = pg.rank(), 1 - pg.rank()
+        with pytest.raises(ValueError, match="scatter_list is missing"):
+            dist.scatter(np.ones(2), None, src=here)
+        with pytest.raises(ValueError, match="scatter_list must be None"):
+            dist.scatter(np.ones(2), [np.ones(2)] * 2, src=there)
+
+    await run_ranks(2, body)
+
+
+async def test_scatter_object_list_example() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        output = [None]
+        await dist.scatter_object_list(output, OBJECTS if dist.get_rank() == 0 else [None] * 3, src=0)
+        assert output == [OBJECTS[pg.rank()]]
+
+    await run_ranks(3, body)
+
+
+async def test_broadcast_object_list_example() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        objects = list(OBJECTS) if dist.get_rank() == 0 else [None] * 3
+        await dist.broadcast_object_list(objects, src=0, device="cpu")
+        assert objects == OBJECTS
+
+    await run_ranks(3, body)
+
+
+async def test_send_object_list_example() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        if dist.get_rank() == 0:
+            await dist.send_object_list(OBJECTS, dst=1, device="cpu")
+        else:
+            objects = [None, None, None]
+            assert await dist.recv_object_list(objects, src=0, device="cpu") == 0
+            assert objects == OBJECTS
+
+    await run_ranks(2, body)
+
+
+async def test_reduce_scatter_tensor_example() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        for tensor_in in (np.arange(4), np.arange(4).reshape(2, 2)):
+            await dist.reduce_scatter_tensor(out := np.zeros(2, np.int64), tensor_in)
+            same(out, [0, 2] if pg.rank() == 0 else [4, 6])
+
+    await run_ranks(2, body)
+
+
+@DTYPES
+async def test_all_to_all_single_example(unit: np.generic) -> None:
+    async def body(pg: ProcessGroup) -> None:
+        given = (np.arange(4) + 4 * pg.rank()) * unit
+        await dist.all_to_all_single(output := np.empty_like(given), given)
+        same(output, (4 * np.arange(4) + pg.rank()) * unit)
+
+    await run_ranks(4, body)
+
+
+async def test_all_to_all_single_uneven_example() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        rank = pg.rank()
+        expected = [number for parts in UNEVEN for number in parts[rank]]
+        output = np.empty(len(expected), np.int64)
+        into, out_of = [len(parts[rank]) for parts in UNEVEN], [len(part) for part in UNEVEN[rank]]
+        await dist.all_to_all_single(output, np.concatenate(UNEVEN[rank]), into, out_of)
+        same(output, expected)
+
+    await run_ranks(4, body)
+
+
+@DTYPES
+async def test_all_to_all_example(unit: np.generic) -> None:
+    async def body(pg: ProcessGroup) -> None:
+        given = list(((np.arange(4) + 4 * pg.rank()) * unit).reshape(4, 1))
+        await dist.all_to_all(output := [np.empty_like(each) for each in given], given)
+        same(np.concatenate(output), (4 * np.arange(4) + pg.rank()) * unit)
+
+    await run_ranks(4, body)
+
+
+async def test_all_to_all_uneven_example() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        expected = [parts[pg.rank()] for parts in UNEVEN]
+        output = [np.zeros(len(each), np.int64) for each in expected]
+        await dist.all_to_all(output, [np.array(part) for part in UNEVEN[pg.rank()]])
+        assert [each.tolist() for each in output] == expected
+
+    await run_ranks(4, body)
+
+
+async def test_batch_isend_irecv_example() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        tensor = np.empty(2, np.float32)
+        operations = [
+            dist.P2POp(dist.isend, np.arange(2, dtype=np.float32) + 2 * rank, (rank + 1) % world_size),
+            dist.P2POp(dist.irecv, tensor, (rank - 1 + world_size) % world_size),
+        ]
+        for request in dist.batch_isend_irecv(operations):
+            await request
+        same(tensor, [2, 3] if rank == 0 else [0, 1])
+        name, peer = pg.group_name, 1 - rank
+        assert repr(operations[0]) == f"P2POp(isend pg={name}, group_src={rank}, group_dst={peer}, (2,), float32)"
+        assert repr(operations[1]) == f"P2POp(irecv pg={name}, group_src={peer}, group_dst={rank}, (2,), float32)"
+
+    await run_ranks(2, body)
+
+
+async def test_batch_isend_irecv_errors() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        tensor, peer = np.ones(2), 1 - pg.rank()
+        with pytest.raises(ValueError, match=r"isend or irecv"):
+            dist.P2POp(dist.broadcast, tensor, peer)
+        with pytest.raises(ValueError, match="list of P2POp"):
+            dist.batch_isend_irecv([tensor])
+        both = await dist.new_group()
+        operations = [dist.P2POp(dist.isend, tensor, peer), dist.P2POp(dist.isend, tensor, peer, both)]
+        with pytest.raises(ValueError, match="of one group"):
+            dist.batch_isend_irecv(operations)
+        assert not pg.pending()
+
+    await run_ranks(2, body)
+
+
+async def test_monitored_barrier_example() -> None:
+    """Rank 1 does not come, and the others hear of it."""
+
+    async def body(pg: ProcessGroup) -> None:
+        if dist.get_rank() != 1:
+            with pytest.raises(CollectiveTimeoutError, match=r"1 failed to pass monitoredBarrier in 500 ms"):
+                await dist.monitored_barrier(timeout=0.5, wait_all_ranks=True)
+        else:
+            await pg.wait_revoked()
+
+    await run_ranks(3, body)
+
+
+async def test_time_estimator_example() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        tensor = np.ones(1000)
+        with dist.time_estimator() as estimate:
+            for _ in range(3):
+                await dist.all_reduce(tensor)
+        assert estimate.seconds > 0
+        same(tensor, np.ones(1000))
+
+    await run_ranks(2, body)
+
+
+async def test_new_group_errors() -> None:
+    calls: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, r"ranks\[2\]=2 is not a rank", {"ranks": [0, 1, 2]}),
+        (ValueError, r"ranks\[0\]=-1 is not a rank", {"ranks": [-1]}),
+        (ValueError, "ranks names rank 0 twice", {"ranks": [0, 0]}),
+        (ValueError, "ranks is empty", {"ranks": []}),
+        (TypeError, "ranks must be a list", {"ranks": 1}),
+        (TypeError, r"ranks\[0\] must be a rank", {"ranks": ["0"]}),
+        (ValueError, "backend='gloo' must be None or 'aio'", {"backend": "gloo"}),
+        (ValueError, "pg_options must be None", {"pg_options": aiocoll.GroupOptions()}),
+        (ValueError, "device_id='cuda:0'", {"device_id": "cuda:0"}),
+        (TypeError, "timeout", {"timeout": "soon"}),
+    ]
+
+    async def body(pg: ProcessGroup) -> None:
+        for error, words, arguments in calls:
+            with pytest.raises(error, match=words):
+                dist.new_group(**arguments)
+        assert dist.get_pg_count() == 1
+
+    await run_ranks(2, body)
+
+
+async def test_new_subgroups_example() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        current, subgroups = await dist.new_subgroups(group_size=2)
+        mine = pg.rank() // 2
+        assert subgroups == [current if index == mine else OUTSIDE for index in range(2)]
+        assert await dist.all_reduce(pg.rank(), group=current) == 1 + 4 * mine
+        for subgroup in subgroups:
+            await dist.destroy_process_group(subgroup)
+        assert dist.get_pg_count() == 1
+
+    await run_ranks(4, body)
+
+
+async def test_new_subgroups_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    calls: list[tuple[type[Exception], str, Any]] = [
+        (ValueError, "group_size is missing", None),
+        (ValueError, "group_size=0 must be positive", 0),
+        (ValueError, "group_size=-1 must be positive", -1),
+        (ValueError, "group_size=5 must not exceed the world size, 4", 5),
+        (ValueError, "the world size, 4, must be divisible by group_size=3", 3),
+        (TypeError, "group_size must be an int", 2.0),
+    ]
+
+    async def body(pg: ProcessGroup) -> None:
+        for error, words, size in calls:
+            with pytest.raises(error, match=words):
+                dist.new_subgroups(size)
+
+    await run_ranks(4, body)
+
+
+async def test_new_subgroups_by_enumeration_example() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        current, subgroups = await dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+        assert len(subgroups) == 2
+        assert await dist.all_reduce(pg.rank(), group=current) == (2 if pg.rank() % 2 == 0 else 4)
+
+    await run_ranks(4, body)
+
+
+async def test_new_subgroups_by_enumeration_errors() -> None:
+    calls: list[tuple[str, Any]] = [
+        ("ranks_per_subgroup_list is empty", []),
+        ("ranks_per_subgroup_list is empty", None),
+        (r"rank 1 has appeared in both subgroup \[0, 1\] and \[1, 2\]", [[0, 1], [1, 2]]),
+        (r"ranks_per_subgroup_list\[1\]\[0\]=4 is not a rank", [[0], [4]]),
+        (r"ranks_per_subgroup_list\[1\] is empty", [[0], []]),
+    ]
+
+    async def body(pg: ProcessGroup) -> None:
+        for words, lists in calls:
+            with pytest.raises(ValueError, match=words):
+                dist.new_subgroups_by_enumeration(lists)
+        assert dist.get_pg_count() == 1
+
+    await run_ranks(4, body)
+
+
+async def test_split_group_errors() -> None:
+    calls: list[tuple[str, Any]] = [
+        ("split_ranks is empty", None),
+        ("split_ranks is empty", []),
+        (r"split_ranks\[0\] is empty", [[]]),
+        (r"split_ranks\[0\] names rank 1 twice", [[1, 1]]),
+        (r"split_ranks\[0\]\[2\]=2 is not a rank", [[0, 1, 2]]),
+        ("rank 1", [[0, 1], [1]]),
+    ]
+
+    async def body(pg: ProcessGroup) -> None:
+        for words, lists in calls:
+            with pytest.raises(ValueError, match=words):
+                dist.split_group(split_ranks=lists)
+        alone = await dist.split_group(pg, [[1]], timeout=7.0, group_desc="alone")
+        assert (alone is None) is (pg.rank() == 0)
+        if alone is not None:
+            assert (alone.timeout, alone.group_desc, alone.size()) == (7.0, "alone", 1)
+
+    await run_ranks(2, body)
+
+
+async def test_shrink_group_errors() -> None:
+    calls: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (TypeError, "ranks_to_exclude must be a list", {"ranks_to_exclude": (1,)}),
+        (ValueError, "ranks_to_exclude is empty", {"ranks_to_exclude": []}),
+        (TypeError, r"ranks_to_exclude\[0\] must be a rank", {"ranks_to_exclude": ["1"]}),
+        (ValueError, r"ranks_to_exclude\[0\]=3 is not a rank", {"ranks_to_exclude": [3]}),
+        (ValueError, "names rank 2 twice", {"ranks_to_exclude": [2, 2]}),
+        (ValueError, "names all 3 ranks", {"ranks_to_exclude": [0, 1, 2]}),
+        (ValueError, "shrink_flags=2", {"ranks_to_exclude": [2], "shrink_flags": 2}),
+        (ValueError, "pg_options", {"ranks_to_exclude": [2], "pg_options": {}}),
+    ]
+
+    async def body(pg: ProcessGroup) -> None:
+        for error, words, arguments in calls:
+            with pytest.raises(error, match=words):
+                await dist.shrink_group(**arguments)
+        with pytest.raises(RuntimeError, match="which is calling"):
+            await dist.shrink_group([pg.rank()])
+        alone = await dist.new_group([0])
+        if pg.rank() == 0:
+            with pytest.raises(ValueError, match="one rank only"):
+                await dist.shrink_group([0], group=alone)
+        assert await dist.all_reduce(1) == 3
+
+    await run_ranks(3, body)
+
+
+@pytest.mark.parametrize("flags", [dist.SHRINK_DEFAULT, dist.SHRINK_ABORT])
+async def test_shrink_group_default_group(flags: int) -> None:
+    async def body(pg: ProcessGroup) -> None:
+        part = await dist.new_group([0, 2])
+        if pg.rank() == 1:
+            await pg.wait_revoked()
+            return
+        assert await dist.all_reduce(1, group=part) == 2
+        smaller = await dist.shrink_group([1], shrink_flags=flags)
+        assert dist.group.WORLD is smaller
+        assert (dist.get_rank(), dist.get_world_size()) == (pg.rank() // 2, 2)
+        assert await dist.all_reduce(dist.get_rank() + 1) == 3
+        # All that was split off from the old one went with it.
+        with pytest.raises(aiocoll.GroupClosedError):
+            dist.barrier(part)
+        await dist.destroy_process_group()
+        assert not dist.is_initialized()
+
+    await run_ranks(3, body)
+
+
+def test_backend_names() -> None:
+    assert dist.Backend("AIO") == dist.Backend.AIO == "aio"
+    with pytest.raises(TypeError, match="must be a str"):
+        dist.Backend(3)  # type: ignore[arg-type]
+
+
+def test_backend_config_errors() -> None:
+    config = dist.BackendConfig(dist.Backend("aio"))
+    assert repr(config) == "cpu:aio"
+    assert config.get_device_backend_map() == {"cpu": "aio"}
+    wrong: list[Callable[[], object]] = [
+        lambda: dist.BackendConfig("cpu:aio,cpu:aio"),
+        lambda: dist.BackendConfig("cpu:aio:more"),
+        lambda: dist.BackendConfig("cpu:"),
+    ]
+    for call in wrong:
+        with pytest.raises(ValueError, match="backend="):
+            call()
