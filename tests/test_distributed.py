@@ -350,6 +350,55 @@ async def test_a_batch_is_checked_before_any_of_it_starts() -> None:
     await run_ranks(2, body)
 
 
+async def test_lists_of_tensors_are_checked_before_any_is_gathered() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        outputs = [[filled(0), filled(0)] for _ in range(2)]
+        with pytest.raises(ValueError, match=r"input_tensor_list\[1\]"):
+            dist.all_gather_coalesced(outputs, [filled(1), filled(1, 4)])
+        assert not pg.pending()
+        assert await dist.all_reduce(1) == 2
+
+    await run_ranks(2, body)
+
+
+async def dry_run(r: int, p: int) -> None:
+    """Make every call; a dry run leaves arrays and lists as they are."""
+    await dist.all_reduce(tensor := filled(r))
+    same(tensor, filled(r))
+    other = (r + 1) % p
+    assert await dist.broadcast_object_list(objects := ["stays", r], other) is objects
+    assert objects == ["stays", r]
+    await dist.all_gather_object(objects := [None] * p, r)
+    await dist.gather_object(r, [None] * p if r == 0 else None)
+    await dist.scatter_object_list([None], list(range(p)))
+    await dist.send_object_list([r], other)
+    await dist.recv_object_list(objects := ["stays"], other)
+    assert objects == ["stays"]
+    await dist.recv_object_list(objects)
+    await dist.recv(tensor, other)
+    await dist.recv(tensor)
+    await dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, other), dist.P2POp(dist.irecv, filled(0), other)])
+    await dist.all_gather_coalesced([[filled(0)] for _ in range(p)], [tensor])
+    await dist.monitored_barrier()
+
+
+async def test_dry_runs() -> None:
+    await dist.init_process_group("fake", rank=3, world_size=8)
+    await dry_run(3, 8)
+    current, _ = await dist.new_subgroups(4)
+    assert dist.get_process_group_ranks(current) == [0, 1, 2, 3]
+    assert dist.get_backend() == "fake"
+    await dist.destroy_process_group()
+
+    async def body(pg: ProcessGroup) -> None:
+        with dist.time_estimator() as estimate:
+            await dry_run(pg.rank(), pg.size())
+        assert estimate.seconds > 0
+        assert await dist.all_reduce(1) == 2
+
+    await run_ranks(2, body)
+
+
 async def test_lists_of_different_lengths() -> None:
     async def body(pg: ProcessGroup) -> None:
         if pg.rank() == 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from aiocoll.buffers import view
 from aiocoll.distributed.changed import changed
 from aiocoll.distributed.ranks import rank_of
 from aiocoll.distributed.world import Group, absent, member_of
@@ -100,7 +101,7 @@ def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Group =
 def all_gather_coalesced(
     output_tensor_lists: list[list[Any]], input_tensor_list: list[Any], group: Group = None
 ) -> Work[Any]:
-    """Gather several tensors of every rank; one `ProcessGroup.allgather` for each.
+    """Gather several tensors of every rank; one `ProcessGroup.allgather` for each, once all of them are checked.
 
     Args:
         output_tensor_lists: for every rank a list with room for its tensors; the result.
@@ -120,7 +121,15 @@ def all_gather_coalesced(
             raise ValueError(
                 f"output_tensor_lists[{rank}] must be a list of {count} tensors, as many as go in: {given}"
             )
-    works = [pg.allgather([each[index] for each in lists], tensor) for index, tensor in enumerate(input_tensor_list)]
+    ready = []
+    for index, tensor in enumerate(input_tensor_list):
+        source = view(tensor, name=f"input_tensor_list[{index}]", writable=False)
+        outputs = [each[index] for each in lists]
+        blocks = pg._blocks(outputs, "outputs", source)
+        pg._same_count(blocks[pg.rank()], source, f"outputs[{pg.rank()}]", f"input_tensor_list[{index}]")
+        pg._check_spared(blocks, source)
+        ready.append((outputs, blocks, source))
+    works = [pg._gathering(outputs, blocks, source, None, None) for outputs, blocks, source in ready]
     whole: Work[list[Any]] = Work(pg._endpoint, "ALLGATHER_COALESCED", None, None, pg)
     return changed(all_of(whole, works), lambda _: output_tensor_lists)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aiocoll.distributed.changed import changed
-from aiocoll.distributed.ranks import global_rank_of, rank_of
+from aiocoll.distributed.ranks import rank_of, sender_of
 from aiocoll.distributed.world import Group, absent, member_of
 from aiocoll.work import Work
 
@@ -163,9 +163,9 @@ def recv_object_list(
     work = pg.recv_object(None if anybody else rank_of(pg, "src", src, group_src))
 
     def put(objects: Any) -> int:
-        sender = work.source_rank()
+        sender = sender_of(pg, work)
         _filling(object_list, f"rank {sender}")(objects)
-        return global_rank_of(pg, sender)
+        return sender
 
     return changed(work, put)
 
@@ -178,10 +178,10 @@ def _check_list(given: Any, name: str, length: int | None = None) -> None:
 
 
 def _filling(into: list[Any], whose: str) -> Callable[[Any], list[Any]]:
-    """Return what puts objects into a list of as many entries."""
+    """Return what puts objects into a list of as many entries; in a dry run there are none, and it stays as it is."""
 
     def fill(objects: Any) -> list[Any]:
-        if objects is not into:
+        if objects is not None and objects is not into:
             if not isinstance(objects, list) or len(objects) != len(into):
                 what = f"a list of {len(objects)}" if isinstance(objects, list) else type(objects).__name__
                 raise ValueError(f"{whose} gave {what}, but the list here has {len(into)} entries: give equal lists")

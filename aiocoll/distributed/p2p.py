@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from aiocoll.distributed.changed import changed
-from aiocoll.distributed.ranks import global_rank_of, rank_of
+from aiocoll.distributed.ranks import global_rank_of, rank_of, sender_of
 from aiocoll.distributed.world import Group, absent, inside, member_of
 from aiocoll.group import ProcessGroup
 from aiocoll.point_to_point import Recv, Send, all_of
@@ -58,7 +58,7 @@ def recv(
     if pg is None:
         return absent("RECV", -1)
     work = _receive(pg, tensor, src, tag, group_src)
-    return changed(work, lambda _: global_rank_of(pg, work.source_rank()))
+    return changed(work, lambda _: sender_of(pg, work))
 
 
 def _receive(pg: ProcessGroup, tensor: Any, src: int | None, tag: int, group_src: int | None) -> Work[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from aiocoll.distributed.world import Group, a_group, found, inside, is_outside
 from aiocoll.group import ProcessGroup
+from aiocoll.work import Work
 
 __all__ = [
     "get_global_rank",
@@ -18,6 +19,7 @@ __all__ = [
     "get_world_size",
     "global_rank_of",
     "rank_of",
+    "sender_of",
 ]
 
 
@@ -104,6 +106,11 @@ def rank_of(pg: ProcessGroup, name: str, given: int | None, group_given: int | N
     if given is None and default is None:
         raise ValueError(f"give {name}=, a global rank, or group_{name}=, a rank of the group")
     return _group_rank(pg, _number(default if given is None else given, name), name)
+
+
+def sender_of(pg: ProcessGroup, work: Work[Any]) -> int:
+    """Return the global rank whose message `work` got; -1 in a dry run, where there is none."""
+    return -1 if work._source is None else global_rank_of(pg, work._source)
 
 
 def _group_rank(pg: ProcessGroup, rank: int, name: str) -> int:
