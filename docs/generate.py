@@ -1,0 +1,228 @@
+"""Write the tables of the docs that are made from data: `python docs/generate.py`, in an environment that has pytest.
+
+The names of torch.distributed and ours go into porting.md; the tests that ours follow, ours, and how these end, into
+reference-tests.md. `tests/test_docs.py` holds both against the code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+PORTING = DOCS / "porting.md"
+REFERENCE_TESTS = DOCS / "reference-tests.md"
+BEGIN, END = "<!-- written by docs/generate.py -->", "<!-- end of what is written -->"
+
+
+# -- names
+
+
+class Name(NamedTuple):
+    """A name of torch.distributed and what became of it."""
+
+    name: str
+    section: str
+    arguments: list[str] | None
+    renamed: str | None
+    left_out: str | None
+    note: str
+
+    @property
+    def ours(self) -> str | None:
+        """The full name of ours."""
+        return None if self.left_out is not None else self.renamed or f"aiocoll.distributed.{self.name}"
+
+
+@cache
+def names() -> list[Name]:
+    """Return what names.toml says."""
+    data = tomllib.loads((DOCS / "names.toml").read_text())
+    dropped = data.pop("dropped")
+    return [
+        Name(
+            name,
+            section,
+            [each for each in said["arguments"].split() if each not in dropped] if "arguments" in said else None,
+            said.get("renamed"),
+            said.get("left_out"),
+            said.get("note", ""),
+        )
+        for section, found in data.items()
+        for name, said in found.items()
+    ]
+
+
+def resolve(dotted: str) -> Any:
+    """Return what `aiocoll.….name` is; AttributeError if there is no such thing."""
+    module, _, name = dotted.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def wrong_names() -> Iterator[str]:
+    """Yield what names.toml says and the code does not."""
+    import aiocoll.distributed
+
+    for each in names():
+        if each.ours is None:
+            if hasattr(aiocoll.distributed, each.name):
+                yield f"{each.name} is there, and listed as left out"
+            continue
+        try:
+            found = resolve(each.ours)
+        except AttributeError:
+            yield f"{each.ours} is listed and not there"
+            continue
+        if each.arguments is not None and list(inspect.signature(found).parameters) != each.arguments:
+            yield f"{each.ours}{inspect.signature(found)} should take {each.arguments}"
+    listed = {each.ours for each in names()}
+    for name in aiocoll.distributed.__all__:
+        if f"aiocoll.distributed.{name}" not in listed:
+            yield f"{name} is not listed"
+
+
+def names_table() -> str:
+    """Return the table of porting.md."""
+    lines = []
+    for section in dict.fromkeys(each.section for each in names()):
+        lines += [f"**{section}**", "", "| torch.distributed | here | notes |", "|---|---|---|"]
+        for each in names():
+            if each.section == section:
+                lines.append(f"| `{each.name}` | {_verdict(each)} | {each.note} |")
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _verdict(each: Name) -> str:
+    if each.left_out is not None:
+        return f"left out: {each.left_out}"
+    if each.renamed is None:
+        return "same"
+    return f"`{each.renamed.removeprefix('aiocoll.distributed.')}`"
+
+
+# -- reference tests
+
+
+class Row(NamedTuple):
+    """A test that ours follow: in which file, ours, or why there is none."""
+
+    file: str
+    reference: str
+    module: str
+    ours: str | None
+    left_out: str | None
+
+
+def modules() -> dict[str, dict[str, Any]]:
+    """Return what reference_tests.toml says."""
+    return tomllib.loads((DOCS / "reference_tests.toml").read_text())
+
+
+def rows() -> list[Row]:
+    """Return a row for each test of the references, and for what our modules cover besides."""
+    found = []
+    for module, said in modules().items():
+        covers, left_out = _coverage(module)
+        found += [
+            Row(said["file"], reference, module, covers.get(reference), left_out.get(reference))
+            for reference in dict.fromkeys([*said["tests"], *covers, *left_out])
+        ]
+    return found
+
+
+def _coverage(module: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    if not (ROOT / "tests/reference" / f"{module}.py").exists():
+        return {}, {}
+    loaded = importlib.import_module(f"tests.reference.{module}")
+    return loaded.COVERS, loaded.LEFT_OUT
+
+
+def results() -> dict[tuple[str, str], Counter[str]]:
+    """Run our tests; return by module and function how often each outcome came."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "not matrix and not soak", f"--junitxml={report}"]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run([*command, "tests/reference"], cwd=ROOT, env=environ, check=False)
+        cases = ElementTree.parse(report).iter("testcase")
+        found: dict[tuple[str, str], Counter[str]] = {}
+        for case in cases:
+            module = next(part for part in case.get("classname", "").split(".") if part.startswith("test_"))
+            function = case.get("name", "").partition("[")[0]
+            found.setdefault((module, function), Counter())[_outcome(case)] += 1
+    return found
+
+
+def _outcome(case: ElementTree.Element) -> str:
+    if (skipped := case.find("skipped")) is not None:
+        return f"skipped: {skipped.get('message', '')}"
+    return "failed" if case.find("failure") is not None or case.find("error") is not None else "passed"
+
+
+def function_of(ours: str) -> str:
+    """Return the name of the function in `function`, `Class.function` or `Class::function`."""
+    return ours.replace("::", ".").rpartition(".")[2]
+
+
+def tests_table(outcomes: Mapping[tuple[str, str], Counter[str]]) -> str:
+    """Return the tables of reference-tests.md."""
+    lines = []
+    for module, said in modules().items():
+        lines += [f"## `{said['file']}`", "", f"Ours: `tests/reference/{module}.py`.", ""]
+        lines += ["| there | here | result |", "|---|---|---|"]
+        for row in rows():
+            if row.module == module:
+                lines.append(f"| `{row.reference}` | {first_column(row)} | {_result(row, outcomes)} |")
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def first_column(row: Row) -> str:
+    """Return what the table says of ours."""
+    return "" if row.ours is None else f"`{function_of(row.ours)}`"
+
+
+def _result(row: Row, outcomes: Mapping[tuple[str, str], Counter[str]]) -> str:
+    if row.left_out is not None:
+        return f"left out: {row.left_out}"
+    if row.ours is None:
+        return "missing"
+    found = outcomes.get((row.module, function_of(row.ours)), Counter(["not run"]))
+    if len(found) == 1:
+        return next(iter(found))
+    return ", ".join(f"{count} {outcome}" for outcome, count in sorted(found.items()))
+
+
+# -- files
+
+
+def replaced(text: str, table: str) -> str:
+    """Return `text` with `table` between the marks."""
+    head, _, rest = text.partition(BEGIN)
+    return f"{head}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
+
+
+def main() -> None:
+    """Write both files, if the names are right."""
+    sys.path.insert(0, str(ROOT))
+    if wrong := list(wrong_names()):
+        sys.exit("\n".join(wrong))
+    PORTING.write_text(replaced(PORTING.read_text(), names_table()))
+    REFERENCE_TESTS.write_text(replaced(REFERENCE_TESTS.read_text(), tests_table(results())))
+
+
+if __name__ == "__main__":
+    main()
