@@ -199,7 +199,7 @@ def _result(row: Row, outcomes: Mapping[tuple[str, str], Counter[str]]) -> str:
     if row.left_out is not None:
         return f"left out: {row.left_out}"
     if row.ours is None:
-        return "missing"
+        return "not here yet"
     found = outcomes.get((row.module, function_of(row.ours)), Counter(["not run"]))
     if len(found) == 1:
         return next(iter(found))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import Any
+
+import pytest
 
 import aiocoll.distributed as dist
 from aiocoll import ProcessGroup
@@ -19,6 +22,31 @@ def test_every_name_is_what_the_table_says() -> None:
 def test_the_table_of_names_is_current() -> None:
     text = generate.PORTING.read_text()
     assert text == generate.replaced(text, generate.names_table()), "run `python docs/generate.py`"
+
+
+@pytest.mark.parametrize("module", generate.modules())
+def test_every_test_of_the_references_is_covered_or_left_out_for_a_reason(module: str) -> None:
+    path = generate.ROOT / "tests/reference" / f"{module}.py"
+    if not path.exists():
+        pytest.skip(f"{module}.py is not written yet")
+    functions = {
+        node.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    for row in generate.rows():
+        if row.module == module:
+            assert (row.ours is None) is not (row.left_out is None), f"{row.reference}: put it in COVERS or in LEFT_OUT"
+            assert row.ours is None or generate.function_of(row.ours) in functions, f"there is no {row.ours}"
+            assert row.left_out is None or len(row.left_out) > 10, f"{row.reference}: say why it is left out"
+
+
+def test_the_table_of_reference_tests_is_current() -> None:
+    listed = [line.split(" | ") for line in generate.REFERENCE_TESTS.read_text().splitlines() if line.startswith("| `")]
+    expected = [(f"| `{row.reference}`", generate.first_column(row)) for row in generate.rows()]
+    assert [(first, second) for first, second, _ in listed] == expected, "run `python docs/generate.py`"
+    wrong = [first for first, _, third in listed if re.search("failed|not run", third)]
+    assert not wrong, f"run `python docs/generate.py`: the table has no good result for {wrong}"
 
 
 async def test_the_ported_example_runs() -> None:
