@@ -51,6 +51,40 @@ async def all_reduce(r: int, p: int) -> None:
 
 
 @case
+async def all_reduce_coalesced(r: int, p: int) -> None:
+    tensors = [filled(r), np.full((2, 2), 2 * r, np.int64)]
+    await dist.all_reduce_coalesced(tensors)
+    same(tensors[0], filled(p * (p - 1) / 2))
+    same(tensors[1], np.full((2, 2), p * (p - 1)))
+    await dist.all_reduce_coalesced(tensor := filled(r), dist.ReduceOp.MAX)
+    same(tensor, filled(p - 1))
+
+
+@case
+async def coalesced(r: int, p: int) -> None:
+    """Calls with a result of their own are members of a block like all others."""
+    async with dist.coalescing_manager():
+        works = [dist.all_reduce(r), dist.all_gather_object(objects := [None] * p, r)]
+        assert await dist.broadcast_object_list(first := [r]) == [0]
+        gathered = [[filled(-1)] for _ in range(p)]
+        works += [dist.all_gather_coalesced(gathered, [filled(r)])]
+        await asyncio.wait([works[-1].get_future()])
+        same([each[0][0] for each in gathered], np.arange(p))
+        if p > 1:
+            requests = dist.batch_isend_irecv(
+                [dist.P2POp(dist.isend, filled(r), (r + 1) % p), dist.P2POp(dist.irecv, filled(0), (r - 1) % p)]
+            )
+            same((await requests)[1], filled((r - 1) % p))
+            await dist.send(filled(r), (r + 1) % p, tag=9)
+            works.append(dist.recv(into := filled(-1), (r - 1) % p, tag=9))
+    assert all(work.is_success() for work in works)
+    assert (first, objects, works[0].result()) == ([0], list(range(p)), p * (p - 1) // 2)
+    if p > 1:
+        assert works[-1].result() == (r - 1) % p
+        same(into, filled((r - 1) % p))
+
+
+@case
 async def reduce(r: int, p: int) -> None:
     root = p - 1
     await dist.reduce(tensor := filled(r), root)
@@ -462,6 +496,7 @@ async def test_a_rank_that_is_not_in_the_group_does_nothing() -> None:
     t = filled(0)
     calls: dict[str, Callable[[], Work[Any]]] = {
         "all_reduce": lambda: dist.all_reduce(t, group=OUTSIDE),
+        "all_reduce_coalesced": lambda: dist.all_reduce_coalesced([t], group=OUTSIDE),
         "reduce": lambda: dist.reduce(t, 0, group=OUTSIDE),
         "broadcast": lambda: dist.broadcast(t, 0, OUTSIDE),
         "barrier": lambda: dist.barrier(OUTSIDE),

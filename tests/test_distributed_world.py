@@ -34,7 +34,14 @@ async def test_there_is_no_group_before_init() -> None:
     assert dist.group.WORLD is None
     assert dist.GroupMember.WORLD is None
     assert dist.get_pg_count() == 0
-    for call in (dist.get_rank, dist.get_world_size, dist.get_backend, dist.barrier, dist.time_estimator):
+    for call in (
+        dist.get_rank,
+        dist.get_world_size,
+        dist.get_backend,
+        dist.barrier,
+        dist.time_estimator,
+        dist.coalescing_manager,
+    ):
         with pytest.raises(ValueError, match="no default group here"):
             call()
     with pytest.raises(ValueError, match="no default group here"):

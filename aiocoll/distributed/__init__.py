@@ -17,12 +17,13 @@ from aiocoll.distributed.about import (
     is_backend_available,
     supports_complex,
 )
-from aiocoll.distributed.blocks import time_estimator
+from aiocoll.distributed.blocks import coalescing_manager, time_estimator
 from aiocoll.distributed.calls import (
     all_gather,
     all_gather_coalesced,
     all_gather_into_tensor,
     all_reduce,
+    all_reduce_coalesced,
     all_to_all,
     all_to_all_single,
     barrier,
@@ -101,12 +102,14 @@ __all__ = [
     "all_gather_into_tensor",
     "all_gather_object",
     "all_reduce",
+    "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_single",
     "barrier",
     "batch_isend_irecv",
     "broadcast",
     "broadcast_object_list",
+    "coalescing_manager",
     "default_pg_timeout",
     "destroy_process_group",
     "gather",

@@ -1,14 +1,19 @@
-"""Blocks that change what the calls in them do."""
+"""Blocks that change what the calls in them do: one message for many of them, or none at all."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any
 
 from aiocoll.distributed.world import inside
 from aiocoll.group import ProcessGroup
 
-__all__ = ["time_estimator"]
+__all__ = ["coalescing_manager", "time_estimator"]
+
+
+def coalescing_manager(group: ProcessGroup | None = None, device: Any = None) -> AbstractAsyncContextManager[Any]:
+    """Run the calls of an ``async with`` block on a group fused: `ProcessGroup.coalescing`. `device` is not used."""
+    return inside(group).coalescing()
 
 
 def time_estimator(group: ProcessGroup | None = None, device: Any = None) -> AbstractContextManager[Any]:

@@ -24,6 +24,7 @@ __all__ = [
     "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_reduce",
+    "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_single",
     "barrier",
@@ -43,6 +44,14 @@ def all_reduce(tensor: Any, op: ReduceOp = SUM, group: Group = None) -> Work[Any
     """Reduce `tensor` over all ranks, in place: `ProcessGroup.allreduce`."""
     pg = member_of(group, "all_reduce")
     return absent("ALLREDUCE") if pg is None else pg.allreduce(tensor, op)
+
+
+def all_reduce_coalesced(tensors: Any, op: ReduceOp = SUM, group: Group = None) -> Work[Any]:
+    """Reduce a list of tensors, in place, in one operation: `ProcessGroup.allreduce_coalesced`."""
+    pg = member_of(group, "all_reduce_coalesced")
+    if pg is None:
+        return absent("ALLREDUCE_COALESCED")
+    return pg.allreduce_coalesced(tensors if isinstance(tensors, list) else [tensors], op)
 
 
 def reduce(
@@ -130,7 +139,7 @@ def all_gather_coalesced(
         pg._check_spared(blocks, source)
         ready.append((outputs, blocks, source))
     works = [pg._gathering(outputs, blocks, source, None, None) for outputs, blocks, source in ready]
-    whole: Work[list[Any]] = Work(pg._endpoint, "ALLGATHER_COALESCED", None, None, pg)
+    whole = pg._together("ALLGATHER_COALESCED", works)
     return changed(all_of(whole, works), lambda _: output_tensor_lists)
 
 

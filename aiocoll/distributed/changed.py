@@ -19,7 +19,8 @@ def changed(work: Work[Any], change: Callable[[Any], R]) -> Work[R]:
         work: nobody else has it.
         change: gets the result; what it raises is the failure of the operation here.
     """
-    made: Work[R] = Work(work._progress, work.op, work.seq, work.key, work.group, 3)
+    made: Work[R] = work.group._together(work.op, [work])
+    made.seq, made.key = work.seq, work.key
 
     def end(_: Work[Any]) -> None:
         result, error = None, work._exception

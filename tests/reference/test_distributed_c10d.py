@@ -43,6 +43,7 @@ COVERS = {
     "batch_isend_irecv, example": "test_batch_isend_irecv_example",
     "batch_isend_irecv, errors": "test_batch_isend_irecv_errors",
     "monitored_barrier, example": "test_monitored_barrier_example",
+    "_coalescing_manager, example": "test_coalescing_manager_example",
     "_time_estimator, example": "test_time_estimator_example",
     "new_group, errors": "test_new_group_errors",
     "new_subgroups, example": "test_new_subgroups_example",
@@ -382,6 +383,17 @@ async def test_monitored_barrier_example() -> None:
             await pg.wait_revoked()
 
     await run_ranks(3, body)
+
+
+async def test_coalescing_manager_example() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        tensors = [np.full(3, float(pg.rank() + index)) for index in range(5)]
+        async with dist.coalescing_manager():
+            works = [dist.all_reduce(tensor) for tensor in tensors]
+        assert all(work.is_success() for work in works)
+        same(tensors, [[1.0 + 2 * index] * 3 for index in range(5)])
+
+    await run_ranks(2, body)
 
 
 async def test_time_estimator_example() -> None:
