@@ -18,7 +18,7 @@ FEW = 64
 
 
 def channels(endpoint: Endpoint, ranks: Sequence[int]) -> list[Channel]:
-    """Return the channels to `ranks`, in their order; iterating over many gives those that have been used."""
+    """Return the channels to `ranks`, in their order; iterating over many gives those that there are."""
     return [endpoint.channel(rank) for rank in ranks] if len(ranks) <= FEW else _Lazy(endpoint, ranks)
 
 
@@ -27,6 +27,7 @@ class _Lazy(list[Channel]):
         super().__init__([None] * len(ranks))  # type: ignore[list-item]
         self._endpoint = endpoint
         self._ranks = ranks
+        endpoint.channel(endpoint.rank)  # as in a small group; it is never linked
 
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
@@ -35,4 +36,5 @@ class _Lazy(list[Channel]):
         return found
 
     def __iter__(self) -> Iterator[Channel]:
-        return (channel for channel in super().__iter__() if channel is not None)
+        # Those that others have opened, too: what is in their hands has to be taken back as well.
+        return self._endpoint.channels_to(self._ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -175,6 +175,10 @@ class Endpoint:
         if channel is None:
             channel = self._channels[rank] = Channel(self, rank)
         return channel
+
+    def channels_to(self, ranks: Sequence[int]) -> Iterator[Channel]:
+        """Return the channels to `ranks` that there are, in their order."""
+        return (channel for rank in ranks if (channel := self._channels.get(rank)) is not None)
 
     def dial(self, channel: Channel) -> None:
         """Open the data link of `channel`."""
