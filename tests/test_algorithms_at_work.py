@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll import ProcessGroup, ReduceOp, launch
+from aiocoll import ProcessGroup, ReduceOp, planning
 from aiocoll.algorithms.select import ALGORITHMS
 
 from .ranks import run_ranks
@@ -27,7 +27,7 @@ async def test_every_algorithm_runs(kind: str, algorithm: str, transport: str, m
         asked.append(of_kind)
         return algorithm
 
-    monkeypatch.setattr(launch, "choose", choose)
+    monkeypatch.setattr(planning, "choose", choose)
     if kind in ("barrier", "monitored_barrier"):
         await run_ranks(world_size, lambda pg: getattr(pg, kind)(), transport=transport)
     else:

@@ -16,7 +16,7 @@ import pytest
 
 from aiocoll import GroupClosedError, GroupError, GroupRevokedError, ProcessGroup, ReduceOp
 from aiocoll.engine.relay import order
-from aiocoll.launch import CIRCLE
+from aiocoll.planning import CIRCLE
 from aiocoll.testing import run_processes
 from aiocoll.transport.shm import commons
 from aiocoll.transport.shm.lane import LaneWriter

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll import ProcessGroup, ReduceOp, launch
+from aiocoll import ProcessGroup, ReduceOp, planning
 from aiocoll.algorithms import two_level
 from aiocoll.transport.frame import HEADER, FrameKind
 from aiocoll.transport.memory import MemoryLink
@@ -54,7 +54,7 @@ async def test_every_algorithm_runs(
         asked.append((of_kind, named["hosts"]))
         return algorithm
 
-    monkeypatch.setattr(launch, "choose", choose)
+    monkeypatch.setattr(planning, "choose", choose)
     world_size = len(hosts)
     roots = range(world_size) if kind in ROOTED else (0,)
     case = {"kind": kind, "op": "PREMUL_SUM", "dtype": "float32", "world_size": world_size}

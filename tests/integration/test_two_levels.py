@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aiocoll import FileStore, GroupOptions, ProcessGroup, launch, new_group
+from aiocoll import FileStore, GroupOptions, ProcessGroup, new_group, planning
 from aiocoll.algorithms import two_level
 from aiocoll.algorithms.hosts import host_numbers
 from aiocoll.testing import run_processes
@@ -56,7 +56,7 @@ class Crossing:
     def __init__(self, hosts: tuple[int, ...], rank: int) -> None:
         self.algorithm: str | None = None
         self.frames = self.nbytes = 0
-        write, choose = StreamLink.write, launch.choose
+        write, choose = StreamLink.write, planning.choose
 
         def counted(link: StreamLink, header: bytes, payload: memoryview | None = None) -> bool:
             if HEADER.unpack(header)[0] == FrameKind.DATA and hosts[link.peer] != hosts[rank]:
@@ -71,7 +71,7 @@ class Crossing:
 
         # For good: the process is the test's own.
         StreamLink.write = counted  # type: ignore[method-assign]
-        launch.choose = heard  # type: ignore[assignment]
+        planning.choose = heard  # type: ignore[assignment]
 
     def taken(self) -> tuple[str | None, int, int]:
         """Return the algorithm, frames and bytes since the last time."""
