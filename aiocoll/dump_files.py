@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-__all__ = ["FORMAT", "VERSION", "file_name", "write_json"]
+__all__ = ["FORMAT", "KEYS", "VERSION", "file_name", "write_json"]
 
 #: What a dump says it is.
 FORMAT, VERSION = "aiocoll flight recorder", 1
+#: Keys of which a dump has the counts, the newest ones: some 300 KB.
+KEYS = 10_000
 #: Characters of a group's name in the name of a file; file systems take 255 bytes in all.
 _LONGEST = 160
 _numbers = itertools.count()

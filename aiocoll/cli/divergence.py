@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from aiocoll.cli.merge import Call, Entry, Group
+from aiocoll.dump_files import KEYS
 from aiocoll.engine.disagreement import called, mismatch, opposed
 from aiocoll.engine.watch import REPORT_AFTER
 
@@ -87,10 +88,14 @@ def _differ(group: Group, call: Call) -> str | None:
 def _is_missing(group: Group, call: Call, rank: int) -> bool:
     """Whether a rank without an entry of `call` has not entered it, rather than forgotten it or gone on since."""
     dump = group.dumps[rank]
-    if call.key is None and call.seq <= dump["entered"]:
-        return False
-    remembered = group.entries(rank, "collective")
-    if call.key is not None and dump["full"] and remembered[0]["entered"] + group.shifts[rank] > call.first:
+    if call.key is None:
+        entered = call.seq <= dump["entered"]
+    else:
+        counts = dump["keys"]
+        # Of a key too old to have its count in the dump, only the first use is known to be none.
+        unknown = call.key not in counts and call.seq > 1 and len(counts) == KEYS
+        entered = unknown or call.seq <= counts.get(call.key, 0)
+    if entered:
         return False
     return group.cause is not None or group.dumped(rank) - call.first >= REPORT_AFTER
 

@@ -19,7 +19,7 @@ Entry = dict[str, Any]
 #: What is used of a dump, and of an entry, and what type it has.
 _FIELDS: dict[str, tuple[type, ...]] = {
     "group": (str,), "id": (int,), "rank": (int,), "world_size": (int,), "global_ranks": (list,), "host": (str,),
-    "pid": (int,), "clock": (dict,), "state": (str,), "cause": (dict, type(None)), "entered": (int,), "full": (bool,),
+    "pid": (int,), "clock": (dict,), "state": (str,), "cause": (dict, type(None)), "entered": (int,), "keys": (dict,),
     "entries": (list,),
 }  # fmt: skip
 _ENTRY: dict[str, tuple[type, ...]] = {

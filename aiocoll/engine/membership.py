@@ -111,6 +111,11 @@ class Membership:
         self._counts[key] = count
         return identity, count
 
+    def counts(self, limit: int) -> dict[str, int]:
+        """Return how often this rank has called each key, of the last `limit` keys that it has called first."""
+        counts = self._counts.copy()
+        return {key: counts[key] for key in list(counts)[-limit:]}
+
     def enter(self, operation: Operation) -> None:
         """Put an operation in flight: from here on its id and fingerprint answer every frame and question."""
         operation.entered = now = self.stamp()
