@@ -23,6 +23,8 @@ WIDTH, ROW, FRAME = 14.0, 0.62, 1.1
 FONT, LETTER = 7, 0.065
 #: Parts of a row that collectives take, if there are messages, and that bars take in all.
 COLLECTIVES, ALL = 0.6, 0.88
+#: Of a row, the room for what the mark of a divergence says.
+MARK = 0.3
 COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#aa3377", "#999933", "#44aa99", "#882255", "#88ccee", "#6699cc")
 FAILED, PENDING, MESSAGE = "#d62728", "#ffcc99", "#bbbbbb"
 #: On these, labels are black.
@@ -105,7 +107,8 @@ class _Picture:
         self._mark()
         ax.set_title(title, loc="left", fontsize=10)
         ax.set_xlim(0, self._span)
-        ax.set_ylim(group.world_size - 0.5, -0.5)
+        # Below the last row there is room for what the mark says.
+        ax.set_ylim(group.world_size - 0.5 + (MARK if self._apart is not None else 0.0), -0.5)
         words = [f"rank {rank}" + "\n(no dump)" * (rank in group.silent) for rank in range(group.world_size)]
         ax.set_yticks(range(group.world_size), words, fontsize=8)
         ax.set_xlabel(f"time in {self._unit}", fontsize=8)
@@ -167,7 +170,7 @@ class _Picture:
         right = first > self._span / 2
         self._ax.text(
             first,
-            group.world_size - 0.52,
+            group.world_size - 0.5 + 0.9 * MARK,
             f" {named(entry)}: diverged here ",
             fontsize=FONT,
             color=FAILED,
