@@ -24,7 +24,7 @@ from aiocoll.testing.child import HEADER, MAIN, Call, Job
 
 __all__ = ["GRACE", "Child"]
 
-#: Seconds that ranks get to end by themselves when another has failed; its abort releases those who wait for it.
+#: Seconds that ranks get to end once they have been told to, or have closed their channel.
 GRACE = 2.0
 #: Seconds a child has to answer, and then to write its last words.
 ANSWER = 2.0

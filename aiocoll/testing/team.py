@@ -22,6 +22,8 @@ from aiocoll.testing.report import listed, verdict
 
 __all__ = ["Team", "pickled"]
 
+#: Seconds that ranks get to end by themselves when another has failed. That it cannot be reached is known after 6 s.
+RELEASE = 6.0
 #: 256 bits, the width of the hash that the handshake uses.
 KEY_SIZE = 32
 
@@ -106,7 +108,7 @@ class Team:
                 tasks, timeout=None if limit == float("inf") else limit, return_when=asyncio.FIRST_EXCEPTION
             )
             if failures:
-                await asyncio.wait(tasks, timeout=GRACE)
+                await asyncio.wait(tasks, timeout=RELEASE)
                 failures = dict(sorted(failures.items(), key=self._time))
                 cut_off = [child.rank for child in self._late(tasks)]
             elif not all(task.done() for task in tasks):

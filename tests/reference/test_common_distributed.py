@@ -197,7 +197,7 @@ def outcome() -> dict[str, str | None]:
     cases = [Continuous(name) for name in names]
     cases[names.index("hang")].timeout = 0.5
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(team, "GRACE", 0.2)
+        patch.setattr(team, "RELEASE", 0.2)
         result = run(*cases)
     texts = [*result.skipped, *result.failures, *result.errors]
     with pytest.raises(ChildProcessError):

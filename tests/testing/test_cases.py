@@ -76,7 +76,7 @@ def test_each_test_has_processes_of_its_own() -> None:
 
 
 def test_continuous_ranks_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(team, "GRACE", 0.5)
+    monkeypatch.setattr(team, "RELEASE", 0.5)
     result = run_all(samples.Continuous)
     assert result.testsRun == 7
     assert not result.failures
