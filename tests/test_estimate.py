@@ -306,6 +306,22 @@ async def test_what_is_estimated_is_not_compared() -> None:
     await testing.run_ranks(2, rank, options=GroupOptions(debug="detail"))
 
 
+async def test_coalesced_calls_count_as_what_they_are_fused_to() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        with pg.time_estimator() as whole, pg.time_estimator() as estimate:
+            async with pg.coalescing():
+                works = [pg.allreduce(np.ones(3)) for _ in range(4)]
+        assert all(work.done() for work in works)
+        assert [(each.op, each.nbytes) for each in estimate.calls] == [("ALLREDUCE", 4 * 24)]
+        async with pg.coalescing():
+            with pg.time_estimator() as inside:
+                pg.allreduce(np.ones(3))
+        assert [(each.op, each.nbytes) for each in inside.calls] == [("ALLREDUCE", 24)]
+        assert (whole.calls, pg.barrier().seq) == ([], 1)
+
+    await run_ranks(2, rank)
+
+
 async def test_it_needs_a_group_that_is_there() -> None:
     async def rank(pg: ProcessGroup) -> None:
         refused: list[BaseException] = []

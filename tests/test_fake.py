@@ -193,6 +193,15 @@ async def test_groups_of_some_of_the_ranks() -> None:
         pair.barrier()
 
 
+async def test_coalesced_calls_take_one_number() -> None:
+    async with fake(1, 1024) as pg:
+        async with pg.coalescing():
+            works = [pg.allreduce(np.ones(3)) for _ in range(4)]
+        assert all(work.done() for work in works)
+        assert [(await work).tolist() for work in works] == [[1, 1, 1]] * 4
+        assert pg.barrier().seq == 2
+
+
 async def test_the_recorder_tells_of_every_call() -> None:
     async with fake(0, 3) as pg:
         for call in ARRAYS.values():
