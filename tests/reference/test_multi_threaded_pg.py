@@ -42,6 +42,7 @@ COVERS = {
     "TestCollectivesWithBaseClass.test_all_reduce_ops": "TestCollectivesWithBaseClass.test_all_reduce_ops",
     "TestCollectivesWithBaseClass.test_assert_equal_on_rank": "TestCollectivesWithBaseClass.test_assert_equal_on_rank",
     "TestCollectivesWithBaseClass.test_subpg": "TestCollectivesWithBaseClass.test_subpg",
+    "TestCollectivesWithBaseClass.test_all_reduce_coalesced": "TestCollectivesWithBaseClass.test_all_reduce_coalesced",
     "TestCollectivesWithBaseClass.test_using_pg_from_another_thread": (
         "TestCollectivesWithBaseClass.test_using_pg_from_another_thread"
     ),
@@ -204,6 +205,12 @@ class TestCollectivesWithBaseClass(InProcessTestCase):
         gathered = await self.pg.gather(outputs, filled(self.rank), 0)
         if self.rank == 0:
             np.testing.assert_array_equal(gathered, [filled(rank) for rank in range(4)])
+
+    async def test_all_reduce_coalesced(self) -> None:
+        tensors = [np.full((3, 3), float(self.rank)), np.full((3, 3), 2.0 * self.rank)]
+        await self.pg.allreduce_coalesced(tensors)
+        np.testing.assert_array_equal(tensors[0], np.full((3, 3), 6.0))
+        np.testing.assert_array_equal(tensors[1], np.full((3, 3), 12.0))
 
     async def test_bwd_sees_fwd_pg(self) -> None:
         """A step that runs later, and in another thread, has the group of the rank that asked for it."""

@@ -258,3 +258,15 @@ async def test_nccl_only_shape_mismatch() -> None:
         await refused(pg.reduce_scatter_tensor(part, np.ones(part.size * pg.size())), part)
 
     await run_wrapped(2, rank, "memory")
+
+
+@pytest.mark.parametrize(("world_size", "transport"), PLACES)
+async def test_coalescing_manager_debug_mode_detail(world_size: int, transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        tensor = np.ones(1)
+        async with pg.coalescing():
+            work = pg.allreduce(tensor)
+        assert work.done()
+        assert tensor == [world_size]
+
+    await run_wrapped(world_size, rank, transport)
