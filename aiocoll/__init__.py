@@ -7,8 +7,9 @@ The layers, lowest first; a module imports only from layers below its own, or fr
     2  transport store
     3  algorithms
     4  engine
-    5  launch collectives point_to_point objects group
-    6  home rendezvous
+    5  planning launch collectives point_to_point objects coalesce subgroups group detail
+    6  home fake rendezvous
+    7  distributed
     8  testing cli
 """
 
