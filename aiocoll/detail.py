@@ -8,10 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from aiocoll.buffers import view
-from aiocoll.calls import Call, taker_in_scope
+from aiocoll.calls import Call, Taker, taker_in_scope
+from aiocoll.engine.bundle import Layout
 from aiocoll.engine.compared import Compared
+from aiocoll.engine.flush import Flush
 from aiocoll.engine.membership import Membership
 from aiocoll.engine.operation import P2P, Terms
+from aiocoll.engine.recorded import Part, Recorded
+from aiocoll.flushing import Recording
 from aiocoll.group import ProcessGroup
 from aiocoll.launch import Launcher, Miscount
 from aiocoll.options import GroupOptions, seconds
@@ -74,6 +78,25 @@ class DetailedGroup(ProcessGroup):
     alltoall = _telling(ProcessGroup.alltoall)
     scatter_object = _telling(ProcessGroup.scatter_object)
     alltoall_object = _telling(ProcessGroup.alltoall_object)
+
+    def _flush(self, recording: Recording, outer: Taker | None, key: str | None = None) -> Part | None:
+        """Compare the list of a block's calls as one call, under the one number that it takes everywhere."""
+        return super()._flush(recording, None if isinstance(outer, _Comparing) else outer, key)
+
+    def _start_flush(
+        self, layout: Layout, identity: int, part: Part, limit: float, make: Callable[[int, Work[Any]], Flush]
+    ) -> None:
+        if self._taker is None:
+            super()._start_flush(layout, identity, part, limit, make)
+        else:
+            self._enter(Compared(self._member, identity, layout.terms, (), make, part, limit))
+
+    def _start_loose(self, work: Recorded, call: Call) -> None:
+        if self._taker is None or call.terms is None:
+            super()._start_loose(work, call)
+        else:
+            identity, work.seq = self._keyed_id(call.key)
+            self._enter(Compared(self._member, identity, call.terms, call.shape, call.make, work, call.timeout))
 
     def _take_wrong(self, kind: str, main: str | None, given: Mapping[str, Any], wrong: Miscount) -> Work[Any]:
         """Take part in a collective with a call that cannot be carried out."""

@@ -188,6 +188,8 @@ class Flushing(Launcher, Fuser):
         key: str | None,
         limit: float,
     ) -> Part:
+        flush: Flush
+
         def ended(_: Any, error: BaseException | None) -> None:
             self._taken.pop(part, None)
             if error is not None:
@@ -200,16 +202,26 @@ class Flushing(Launcher, Fuser):
             else:
                 part._finish(None)
 
+        def make(own: int, work: Work[Any]) -> Flush:
+            nonlocal flush
+            flush = Flush(self._member, own, layout.fingerprint, layout.terms, (), work, limit)
+            flush.fusion = fusion
+            return flush
+
         fusion = Fusion(self._member, layout, members, start, succeed, outer is not None)
         part = Part(self._endpoint, layout.terms.op, seq, key, self, fusion.pending, ended)
         if outer is None:
-            flush = Flush(self._member, identity, layout.fingerprint, layout.terms, (), part, limit)
-            flush.fusion = fusion
-            self._run_quietly(self._enter, flush)
+            self._run_quietly(self._start_flush, layout, identity, part, limit, make)
         else:
             self._taken[part] = None
             fusion.advance()
         return part
+
+    def _start_flush(
+        self, layout: Layout, identity: int, part: Part, limit: float, make: Callable[[int, Work[Any]], Flush]
+    ) -> None:
+        """Start a flush that has taken its number."""
+        self._enter(make(identity, part))
 
     def _start_loose(self, work: Recorded, call: Call) -> None:
         """Start a message, or a collective with a key."""

@@ -237,6 +237,18 @@ def test_a_wrong_number_of_arrays_is_heard_by_all(kind: str, more: int) -> None:
     assert len(set(run_virtual(3, rank, options=DETAIL))) == 1
 
 
+def test_a_mistake_that_all_make_is_told_once() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        error = await refused(pg.scatter_object([1, 2], pg.rank()))
+        assert "the following: root, number of ranks. Group" in str(error)
+        error = await refused(pg.reduce_scatter(np.zeros(1), [np.ones(1)]))
+        assert "number of ranks. Group 'world:0': ranks 0, 1, 2 called REDUCE_SCATTER(" in str(error)
+        assert error.ranks == (0,)
+        await works_on(pg)
+
+    run_virtual(3, rank, options=DETAIL)
+
+
 @pytest.mark.parametrize("kind", MISCOUNTED)
 def test_alone_it_is_a_wrong_argument(kind: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -308,6 +320,71 @@ async def test_giants_called_in_opposite_orders(transport: str) -> None:
             assert (await work)[-1] == pg.size()
 
     await run_detailed(3, rank, transport=transport)
+
+
+# -- blocks
+
+
+async def in_a_block(pg: ProcessGroup, *calls: Callable[[], Work[Any]]) -> None:
+    async with pg.coalescing():
+        for call in calls:
+            call()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_block_is_one_call(transport: str) -> None:
+    """It takes one number on every rank, however many buckets its calls make, so the next calls meet."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        async with pg.coalescing() as batch:
+            total, least = pg.allreduce(np.ones(3)), pg.allreduce(np.full(2, pg.rank() + 1), ReduceOp.MIN)
+            text = pg.broadcast_object(f"of {pg.rank()}", 2)
+            keyed = pg.allreduce(1, key="k")
+            if pg.rank() < 2:
+                word = pg.recv(np.zeros(1), 1 - pg.rank())
+                pg.send(np.ones(1), 1 - pg.rank())
+        assert batch.seq == 1
+        assert (total.result().tolist(), least.result().tolist()) == ([3.0] * 3, [1, 1])
+        assert (text.result(), keyed.result()) == ("of 2", 3)
+        assert pg.rank() == 2 or word.result()[0] == 1
+        assert (await pg.allreduce_coalesced([np.ones(1), np.ones(2)]))[1].tolist() == [3.0] * 2
+        await works_on(pg)
+
+    await run_detailed(3, rank, transport=transport)
+
+
+def test_blocks_that_differ_are_heard_of_by_all() -> None:
+    """Of 40 calls the last one is missing on rank 1, or it is another one."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        for missing in (True, False):
+            arrays = [np.full(each + 1, 1.0) for each in range(40)]
+            if pg.rank() == 1:
+                arrays[39:] = [] if missing else [arrays[39].astype("int32")]
+            with pytest.raises(CollectiveMismatchError) as caught:
+                await in_a_block(pg, *(lambda array=array: pg.allreduce(array) for array in arrays))
+            assert str(caught.value).startswith("Collectives differ in the following: members. Group")
+            assert "ranks 0, 2 called COALESCED(members=[" in str(caught.value)
+            theirs = "nothing" if missing else "ALLREDUCE(dtype=int32, counts=[40]"
+            assert ". member 39 is ALLREDUCE(dtype=float64, counts=[40]" in str(caught.value)
+            assert f"on rank 0, {theirs}" in str(caught.value)
+            assert all((array == 1).all() for array in arrays)
+            await works_on(pg)
+
+    for latency in (None, LATENCY):
+        run_virtual(3, rank, options=DETAIL, latency=latency)
+
+
+def test_keyed_calls_of_a_block_are_compared() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        good, other = np.ones(3), np.ones(3, "int32" if pg.rank() else "int64")
+        with pytest.raises(CollectiveMismatchError, match=r"dtype\. Group .*key=k"):
+            await in_a_block(pg, lambda: pg.allreduce(good), lambda: pg.allreduce(other, key="k"))
+        assert good.tolist() == [2.0] * 3
+        assert (other == 1).all()
+        await works_on(pg)
+
+    run_virtual(2, rank, options=DETAIL)
 
 
 # -- works

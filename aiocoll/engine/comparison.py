@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from aiocoll.engine.disagreement import called, differences
+from aiocoll.engine.disagreement import called, differences, named
 from aiocoll.engine.roll import AGREED, private
 
 __all__ = ["Difference", "compare", "packed"]
@@ -104,6 +104,9 @@ def _difference(group: str, found: Sequence[Description], fields: list[str], pai
     if len(kinds) > SHOWN:
         words.append(f"and others {len(kinds) - SHOWN} more kinds of it")
     text = f"Collectives differ in the following: {', '.join(fields)}. Group {group!r}: {'; '.join(words)}"
+    sides = [found[rank] for rank in pair] or [alike[0] for alike in kinds.values()][:2]
+    if len(sides) == 2:  # all may have made the same mistake
+        text += named(*sides)
     return Difference(text, [alike[0]["rank"] for alike in kinds.values()])
 
 

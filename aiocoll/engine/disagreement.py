@@ -17,7 +17,7 @@ from aiocoll.errors import CollectiveMismatchError
 if TYPE_CHECKING:
     from aiocoll.engine.membership import Membership
 
-__all__ = ["Disputes", "called", "differences", "mismatch", "opposed"]
+__all__ = ["Disputes", "called", "differences", "mismatch", "named", "opposed"]
 
 #: The halves of a point-to-point message: these differ in name by nature.
 HALVES = {"SEND", "RECV"}
@@ -118,7 +118,7 @@ def mismatch(group: str, one: Description, two: Description) -> CollectiveMismat
     return CollectiveMismatchError(
         f"Collectives differ in the following: {', '.join(fields) or 'the messages they exchange'}. "
         f"Group {group!r}: rank {one['rank']} called {called(one)}; rank {two['rank']} called {called(two)}"
-        f"{_named(one, two)}",
+        f"{named(one, two)}",
         op=one["op"],
         seq=one["key"] or one["seq"],
         group=group,
@@ -164,7 +164,7 @@ def _listed(description: Description) -> str:
     return f"[{', '.join(words)}{f' and {more} more' if more else ''}]"
 
 
-def _named(one: Description, two: Description) -> str:
+def named(one: Description, two: Description) -> str:
     """Name the first members in which two flushes differ."""
     if not (one.get("members") and two.get("members")):
         return ""

@@ -260,13 +260,12 @@ async def test_nccl_only_shape_mismatch() -> None:
     await run_wrapped(2, rank, "memory")
 
 
-@pytest.mark.parametrize(("world_size", "transport"), PLACES)
-async def test_coalescing_manager_debug_mode_detail(world_size: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_coalescing_manager_debug_mode_detail(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         tensor = np.ones(1)
         async with pg.coalescing():
-            work = pg.allreduce(tensor)
-        assert work.done()
-        assert tensor == [world_size]
+            pg.allreduce(tensor)
+        assert tensor[0] == 2
 
-    await run_wrapped(world_size, rank, transport)
+    await run_wrapped(2, rank, transport)
