@@ -70,7 +70,7 @@ def test_the_first_missing_rank_is_named() -> None:
 def test_a_rank_that_loses_patience_first_names_the_missing_too() -> None:
     for error in failures({1, 3}, {2: 1.0}, True).values():
         assert "[rank 2 of group" in str(error)
-        assert "Ranks 1, 3 failed to pass monitoredBarrier in 1000 ms" in str(error)
+        assert "Ranks 1, 3 failed to pass monitoredBarrier in 1000 ms; look at rank 0" in str(error)
 
 
 def test_rank_0_is_named_when_it_is_missing() -> None:
@@ -83,3 +83,25 @@ def test_a_rank_that_knows_nothing_points_to_rank_0() -> None:
     for error in failures({3}, {2: 0.01}, True, (0.02, 0.02)).values():
         assert "look at rank 0, which knows the missing ranks" in str(error)
         assert error.ranks == (0,)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_sub_group_names_its_own_ranks(transport: str) -> None:
+    """Of the group of ranks 1, 2 and 4, the last two do not come: its ranks 1 and 2."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        part = await pg.split_group([1, 2, 4])
+        if part is None:
+            return
+        await part.barrier()
+        if part.rank() == 0:
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                await part.monitored_barrier(0.1, wait_all_ranks=True)
+            assert str(caught.value).startswith(f"[rank 0 of group {part.group_name!r}] Ranks 1, 2 failed to pass")
+            assert caught.value.ranks == (1, 2)
+        else:
+            cause = await part.wait_revoked()
+            assert "[rank 0 of group" in str(cause)
+            assert "Ranks 1, 2 failed to pass monitoredBarrier in 100 ms" in str(cause)
+
+    await run_ranks(5, rank, transport=transport)
