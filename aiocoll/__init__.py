@@ -2,25 +2,25 @@
 
 The layers, lowest first; a module imports only from layers below its own, or from its own folder:
 
-    0  errors log runtime unseen dtypes kernels ops
-    1  buffers work handshake codec options backends
-    2  transport store
-    3  algorithms
-    4  engine
-    5  planning launch collectives point_to_point objects coalesce subgroups group detail
-    6  home fake rendezvous
-    7  distributed
-    8  testing cli
+    0  errors log runtime unseen threads elements/ codec/
+    1  work handshake options process backends dump/
+    2  transport/ store/
+    3  algorithms/
+    4  engine/
+    5  tuning meeting/ group/
+    6  rendezvous/
+    7  distributed/
+    8  testing/ cli/
 """
 
 from aiocoll import errors
 from aiocoll.backends import Backend, BackendConfig, register_backend
+from aiocoll.elements.ops import ReduceOp
 from aiocoll.errors import *  # noqa: F403 - errors.__all__ is the list of them
-from aiocoll.group import ProcessGroup, current_process_group, process_group
-from aiocoll.ops import ReduceOp
+from aiocoll.group.point_to_point import Recv, Send
+from aiocoll.group.process_group import ProcessGroup, current_process_group, process_group
 from aiocoll.options import GroupOptions
-from aiocoll.point_to_point import Recv, Send
-from aiocoll.rendezvous import new_group
+from aiocoll.rendezvous.new_group import new_group
 from aiocoll.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from aiocoll.work import Work
 

@@ -3,7 +3,7 @@
     name     devices         what it is
     aio      cpu             the library's own
     nccl     cuda            GPUs; not part of this version
-    fake     cpu, cuda       moves nothing; for dry runs, see `aiocoll.fake`
+    fake     cpu, cuda       moves nothing; for dry runs, see `aiocoll.rendezvous.fake`
 
 More come by `register_backend`.
 """

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from aiocoll.dtypes import array_dtype, by_name
-from aiocoll.ops import ReduceOp, kernel
+from aiocoll.elements.dtypes import array_dtype, by_name
+from aiocoll.elements.ops import ReduceOp, kernel
 
 KIB = 1024
 DTYPES = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32", "int32"]

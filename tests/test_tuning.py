@@ -13,8 +13,8 @@ import pytest
 
 import aiocoll
 from aiocoll.algorithms import Machine, Tuning, choose
+from aiocoll.elements.ops import ReduceOp
 from aiocoll.errors import RendezvousError
-from aiocoll.ops import ReduceOp
 from aiocoll.options import GroupOptions
 from aiocoll.store import HashStore
 from aiocoll.testing import run_virtual

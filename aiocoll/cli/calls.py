@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from aiocoll.cli.measure import Combine
 from aiocoll.cli.workload import Workload
-from aiocoll.group import ProcessGroup
-from aiocoll.ops import ReduceOp
+from aiocoll.elements.ops import ReduceOp
+from aiocoll.group.process_group import ProcessGroup
 from aiocoll.work import Work
 
 __all__ = ["call_of", "calls_of", "combine_of"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from aiocoll.cli.merge import Call, Entry, Group
-from aiocoll.dump_files import KEYS
+from aiocoll.dump.files import KEYS
 from aiocoll.engine.disagreement import called, mismatch, opposed
 from aiocoll.engine.watch import REPORT_AFTER
 

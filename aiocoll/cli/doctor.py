@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from aiocoll.cli.checks import Finding, look
-from aiocoll.group import ProcessGroup
+from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.testing.processes import run_processes
 from aiocoll.transport.stream import StreamTransport

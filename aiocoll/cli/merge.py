@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aiocoll.dump_files import FORMAT, VERSION
-from aiocoll.timeline import offsets
+from aiocoll.dump.files import FORMAT, VERSION
+from aiocoll.dump.timeline import offsets
 
 __all__ = ["Call", "Group", "Unusable", "collect"]
 

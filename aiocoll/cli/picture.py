@@ -11,7 +11,7 @@ from typing import Any
 
 from aiocoll.cli.divergence import Divergence, divergence
 from aiocoll.cli.merge import Entry, Group, Unusable
-from aiocoll.timeline import lanes, named
+from aiocoll.dump.timeline import lanes, named
 
 __all__ = ["draw"]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from aiocoll.cli.calls import call_of, calls_of, combine_of
 from aiocoll.cli.measure import Effort, Figures, Timing, measure, times_of
 from aiocoll.cli.workload import Case, Workload
-from aiocoll.group import ProcessGroup
+from aiocoll.group.process_group import ProcessGroup
 
 __all__ = ["HEADING", "row", "sweep"]
 

@@ -7,8 +7,8 @@ import sys
 
 from aiocoll.cli.divergence import report
 from aiocoll.cli.merge import Unusable, collect
-from aiocoll.dump_files import write_json
-from aiocoll.timeline import chrome_trace
+from aiocoll.dump.files import write_json
+from aiocoll.dump.timeline import chrome_trace
 
 __all__ = ["add_parser"]
 

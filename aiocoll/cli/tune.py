@@ -26,7 +26,7 @@ import numpy as np
 
 from aiocoll.algorithms.machine import MEDIA, Machine, Medium
 from aiocoll.errors import AiocollError, BackendUnavailableError
-from aiocoll.group import ProcessGroup
+from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.testing import run_processes
 from aiocoll.tuning import default_path, dumps

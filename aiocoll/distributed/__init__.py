@@ -71,9 +71,9 @@ from aiocoll.distributed.world import (
     is_initialized,
     is_torchelastic_launched,
 )
+from aiocoll.elements.ops import ReduceOp
 from aiocoll.errors import StoreError as DistStoreError
-from aiocoll.group import ProcessGroup
-from aiocoll.ops import ReduceOp
+from aiocoll.group.process_group import ProcessGroup
 from aiocoll.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from aiocoll.work import Work
 

@@ -8,7 +8,7 @@ from typing import Any, NewType
 
 from aiocoll.backends import Backend, BackendConfig
 from aiocoll.distributed.world import Group, found, inside
-from aiocoll.ops import ReduceOp
+from aiocoll.elements.ops import ReduceOp
 from aiocoll.options import GroupOptions
 
 __all__ = [

@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any
 
 from aiocoll.distributed.world import inside
-from aiocoll.group import ProcessGroup
+from aiocoll.group.process_group import ProcessGroup
 
 __all__ = ["coalescing_manager", "time_estimator"]
 

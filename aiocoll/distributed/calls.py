@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from aiocoll.buffers import view
 from aiocoll.distributed.changed import changed
 from aiocoll.distributed.ranks import rank_of
 from aiocoll.distributed.world import Group, absent, member_of
-from aiocoll.group import ProcessGroup
-from aiocoll.launch import Timeout
-from aiocoll.ops import ReduceOp
-from aiocoll.point_to_point import all_of
+from aiocoll.elements.buffers import view
+from aiocoll.elements.ops import ReduceOp
+from aiocoll.group.launch import Timeout
+from aiocoll.group.point_to_point import all_of
+from aiocoll.group.process_group import ProcessGroup
 from aiocoll.work import Work
 
 __all__ = [

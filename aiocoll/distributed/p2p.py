@@ -8,8 +8,8 @@ from typing import Any
 from aiocoll.distributed.changed import changed
 from aiocoll.distributed.ranks import global_rank_of, rank_of, sender_of
 from aiocoll.distributed.world import Group, absent, inside, member_of
-from aiocoll.group import ProcessGroup
-from aiocoll.point_to_point import Recv, Send, all_of
+from aiocoll.group.point_to_point import Recv, Send, all_of
+from aiocoll.group.process_group import ProcessGroup
 from aiocoll.work import Work
 
 __all__ = ["P2POp", "Requests", "batch_isend_irecv", "irecv", "isend", "recv", "send"]

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from aiocoll.distributed.world import Group, a_group, found, inside, is_outside
-from aiocoll.group import ProcessGroup
+from aiocoll.group.process_group import ProcessGroup
 from aiocoll.work import Work
 
 __all__ = [

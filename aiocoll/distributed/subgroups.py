@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 
 from aiocoll.distributed.changed import changed
 from aiocoll.distributed.world import Group, GroupMember, default_group, found, inside, replace
-from aiocoll.group import ProcessGroup
-from aiocoll.launch import Timeout
+from aiocoll.group.launch import Timeout
+from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import seconds
 from aiocoll.work import Work
 

@@ -9,10 +9,10 @@ from datetime import timedelta
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from aiocoll.group import ProcessGroup, _current
-from aiocoll.launch import Timeout
+from aiocoll.group.launch import Timeout
+from aiocoll.group.process_group import ProcessGroup, _current
 from aiocoll.options import GroupOptions
-from aiocoll.rendezvous import new_group as meet
+from aiocoll.rendezvous.new_group import new_group as meet
 from aiocoll.store import Store
 from aiocoll.work import Work
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.algorithms.schedule import Region, Verb
-from aiocoll.buffers import byte_view
+from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operation import Message, Operation
 from aiocoll.engine.plan import Plan
 from aiocoll.errors import ProtocolError

@@ -11,7 +11,7 @@ from collections import deque
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from aiocoll.dtypes import by_code
+from aiocoll.elements.dtypes import by_code
 from aiocoll.engine.arrival import Arrival
 from aiocoll.engine.operation import P2P, Message, Operation, Terms, description
 from aiocoll.engine.recorder import PEER, STARTED

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from aiocoll.algorithms.schedule import Program, Region, Verb
-from aiocoll.dtypes import DType
+from aiocoll.elements.dtypes import DType
+from aiocoll.elements.ops import Kernel, ReduceOp
 from aiocoll.engine.operation import Operation, Terms
-from aiocoll.ops import Kernel, ReduceOp
 from aiocoll.transport.frame import SEGMENT
 
 __all__ = ["EAGER_WINDOW", "Executor", "Plan"]

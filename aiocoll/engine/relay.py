@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aiocoll.buffers import byte_view
+from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operation import Message, Operation
 from aiocoll.engine.plan import Plan
 from aiocoll.runtime import BUDGET

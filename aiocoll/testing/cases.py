@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from aiocoll.group import ProcessGroup
+from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions, seconds
 from aiocoll.testing.processes import run_test_processes
 from aiocoll.testing.ranks import loop_factory, run_ranks

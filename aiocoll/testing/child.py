@@ -20,9 +20,9 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from aiocoll.group import ProcessGroup, process_group
+from aiocoll.group.process_group import ProcessGroup, process_group
 from aiocoll.options import GroupOptions
-from aiocoll.rendezvous import new_group
+from aiocoll.rendezvous.new_group import new_group
 from aiocoll.testing.ranks import loop_factory
 from aiocoll.testing.report import blocked, pending, raised, stack
 

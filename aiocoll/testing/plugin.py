@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from aiocoll.group import ProcessGroup
+from aiocoll.group.process_group import ProcessGroup
 from aiocoll.testing.processes import run_test_processes
 from aiocoll.testing.ranks import run_ranks
 from aiocoll.testing.report import begins_nowhere, trimmed

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from aiocoll.group import ProcessGroup, process_group
+from aiocoll.group.process_group import ProcessGroup, process_group
 from aiocoll.options import GroupOptions, seconds
-from aiocoll.rendezvous import new_group
+from aiocoll.rendezvous.new_group import new_group
 from aiocoll.store import HashStore, Store
 from aiocoll.testing.report import listed, pending, stack, verdict
 

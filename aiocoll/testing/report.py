@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from aiocoll.errors import GroupError
-from aiocoll.group import ProcessGroup
+from aiocoll.group.process_group import ProcessGroup
 
 __all__ = ["begins_nowhere", "blocked", "listed", "pending", "raised", "stack", "trimmed", "verdict"]
 

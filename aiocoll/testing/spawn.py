@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from datetime import timedelta
 from typing import Any
 
-from aiocoll.group import ProcessGroup
+from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.testing.processes import run_test_processes
 from aiocoll.testing.ranks import check_call, run_ranks

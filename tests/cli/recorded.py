@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from aiocoll import CollectiveMismatchError, CollectiveTimeoutError, ProcessGroup
-from aiocoll.dump_files import file_name
+from aiocoll.dump.files import file_name
 
 
 async def train(pg: ProcessGroup, steps: int) -> None:

@@ -16,7 +16,7 @@ from aiocoll.cli import picture
 from aiocoll.cli.divergence import lateness
 from aiocoll.cli.main import main
 from aiocoll.cli.merge import Unusable, collect
-from aiocoll.dump_files import FORMAT, file_name
+from aiocoll.dump.files import FORMAT, file_name
 from aiocoll.engine.recorder import HISTORY
 from aiocoll.testing import run_processes
 from aiocoll.testing.virtual import run_virtual

@@ -1,0 +1,299 @@
+"""Any array -> a flat view: the only place that knows array libraries, and it imports none but NumPy.
+
+Memory is shared with the caller wherever it is C-contiguous and on the host. Otherwise the buffer is a staging copy,
+and `Buffer.finish` carries the result back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aiocoll.elements.dtypes import DType, by_name, of_numpy
+from aiocoll.errors import BackendUnavailableError
+
+__all__ = ["Buffer", "NotDense", "byte_view", "clash", "is_scalar", "overlaps", "scalar", "view"]
+
+_ACCEPTED = (
+    "a NumPy array, a torch tensor, or an object with the buffer protocol, __array_interface__ or DLPack (on the CPU)"
+)
+# DLPack's device types whose memory the CPU can read and write: plain, and pinned by CUDA.
+_DLPACK_HOST = (1, 3)
+# Arrays of which comparing all pairs is faster than sorting them.
+_FEW = 4
+# bool is an int to isinstance, so it comes first.
+_PYTHON_NUMBERS = (
+    (bool, by_name("bool")),
+    (int, by_name("int64")),
+    (float, by_name("float64")),
+    (complex, by_name("complex128")),
+)
+# Made once: a union of types takes longer to make than to look into.
+_NUMBERS = (bool, int, float, complex, np.generic)
+_NO_ARRAYS = (str, list, tuple, dict, set)
+
+
+class NotDense(TypeError):
+    """A sparse array was given where its values alone are no array; only allreduce takes such."""
+
+
+class Buffer:
+    """A flat, contiguous array to send from or receive into.
+
+    Attributes:
+        array: 1-D ndarray of ``dtype.storage``: the caller's memory, or a staging copy of it.
+        dtype: element type.
+        shape: of the caller's object.
+        count: number of elements.
+        nbytes: number of bytes.
+        result: what the operation hands back when there is no `writeback`: the caller's object.
+        writeback: carries a staging copy back and returns the result; None where memory is shared.
+    """
+
+    __slots__ = ("array", "count", "dtype", "nbytes", "result", "shape", "writeback")
+
+    def __init__(
+        self,
+        array: npt.NDArray[Any],
+        dtype: DType,
+        shape: tuple[int, ...],
+        result: Any,
+        writeback: Callable[[], Any] | None = None,
+    ) -> None:
+        self.array = array
+        self.dtype = dtype
+        self.shape = shape
+        self.count: int = array.size
+        self.nbytes: int = array.nbytes
+        self.result = result
+        self.writeback = writeback
+
+    def finish(self) -> Any:
+        """Return the operation's result, having copied it to where the caller expects it."""
+        return self.result if self.writeback is None else self.writeback()
+
+
+def view(obj: Any, *, name: str = "tensor", writable: bool = True) -> Buffer:
+    """Return a flat view of an array, without copying where that is possible.
+
+    Args:
+        obj: a NumPy array of any shape, a torch CPU tensor, or an object with the buffer protocol,
+            ``__array_interface__`` or DLPack. Immutable arrays (JAX's) are staged, and the result is a new array.
+        name: what error messages call it.
+        writable: whether the operation writes to it.
+
+    Raises:
+        TypeError: not an array, or of a dtype that cannot be exchanged.
+        ValueError: read-only, but the operation writes to it.
+        BackendUnavailableError: its memory is on a GPU.
+    """
+    # carray: contiguous, aligned and writeable.
+    if type(obj) is np.ndarray and obj.flags.carray:
+        return _share(obj, obj, name)
+    if isinstance(obj, np.ndarray):
+        return _of_numpy(obj, obj, name, writable)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(obj, getattr(torch, "Tensor", ())):
+        return _of_torch(torch, obj, name, writable)
+    if obj is None or isinstance(obj, _NO_ARRAYS) or is_scalar(obj):
+        raise _not_an_array(obj, name)
+    if hasattr(obj, "__cuda_array_interface__"):
+        raise _needs_cuda(name)
+    return _of_numpy(_import_array(obj, name), obj, name, writable)
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether `value` is a number that `scalar` takes."""
+    return isinstance(value, _NUMBERS)
+
+
+def scalar(value: Any) -> Buffer:
+    """Return a one-element buffer (shape ``()``) of a number; the result is a number of the same type.
+
+    A Python float travels as float64, int as int64, bool as bool, complex as complex128; NumPy scalars as they are.
+
+    Raises:
+        TypeError: not a number.
+        OverflowError: an int that does not fit in 64 bits.
+    """
+    if isinstance(value, np.generic):
+        # A structured or string scalar is refused like an array of it.
+        given = np.array(value)
+        dtype = of_numpy(given.dtype)
+        return Buffer(given.reshape(1).view(dtype.storage), dtype, (), value, lambda: given[()])
+    if not is_scalar(value):
+        raise TypeError(f"a number is expected, not {type(value).__name__}")
+    dtype = next(dtype for kind, dtype in _PYTHON_NUMBERS if isinstance(value, kind))
+    try:
+        array = np.array([value], dtype.storage)
+    except OverflowError:
+        raise OverflowError(f"the int {value} does not fit in int64; pass an array of another dtype") from None
+    return Buffer(array, dtype, (), value, array.item)
+
+
+def overlaps(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
+    """Whether two flat arrays share any memory."""
+    return np.may_share_memory(a, b)  # compares bounds, which is exact for contiguous arrays
+
+
+def clash(written: Sequence[npt.NDArray[Any]], read: Sequence[npt.NDArray[Any]] = ()) -> tuple[int, int] | None:
+    """Find two flat arrays that share memory, at least one of them written to.
+
+    Returns:
+        The positions of both in ``[*written, *read]``, ascending; None if there are none. Time: n log n.
+    """
+    arrays = [*written, *read]
+    if len(arrays) <= _FEW:
+        pairs = ((i, j) for i in range(len(written)) for j in range(i + 1, len(arrays)))
+        return next((pair for pair in pairs if overlaps(arrays[pair[0]], arrays[pair[1]])), None)
+    spans = sorted(
+        (array.__array_interface__["data"][0], array.nbytes, index)
+        for index, array in enumerate(arrays)
+        if array.nbytes
+    )
+    # The array that reaches farthest so far, and the one written to that does.
+    any_end, any_index, written_end, written_index = 0, -1, 0, -1
+    for start, nbytes, index in spans:
+        end, is_written = start + nbytes, index < len(written)
+        if start < written_end:
+            return min(index, written_index), max(index, written_index)
+        if is_written and start < any_end:
+            return index, any_index
+        if end > any_end:
+            any_end, any_index = end, index
+        if is_written:
+            written_end, written_index = end, index
+    return None
+
+
+def byte_view(array: npt.NDArray[Any]) -> memoryview:
+    """Return the bytes of a flat array as a memoryview of format ``"B"``, also when it is empty."""
+    return array.view(np.uint8).data
+
+
+def _share(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
+    """View a contiguous, aligned array; the way of nearly every call, so it does little."""
+    try:
+        dtype = of_numpy(array.dtype)
+    except TypeError as exc:
+        raise TypeError(f"{name}: {exc}") from None
+    shape = array.shape
+    flat = array if len(shape) == 1 else array.reshape(-1)
+    if flat.dtype is not dtype.storage:
+        flat = flat.view(dtype.storage)
+    return Buffer(flat, dtype, shape, obj)
+
+
+def _of_numpy(array: npt.NDArray[Any], obj: Any, name: str, writable: bool) -> Buffer:
+    """View an array of any layout; `obj` is the caller's object whose memory it shows."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array; pass {name}.filled(...) or its .data")
+    array = np.asarray(array)
+    if writable and not array.flags.writeable:
+        return _replace(array, obj, name)
+    if array.flags.c_contiguous and array.flags.aligned:
+        return _share(array, obj, name)
+    buffer = _share(array.copy(order="C"), obj, name)
+    if writable:
+        staged = buffer.array
+
+        def writeback() -> Any:
+            array[...] = staged.view(array.dtype).reshape(array.shape)
+            return obj
+
+        buffer.writeback = writeback
+    return buffer
+
+
+def _replace(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
+    """Stage an immutable array of an array-API library; the result is a new one from the same library."""
+    if isinstance(obj, np.ndarray) or not hasattr(obj, "__array_namespace__"):
+        raise ValueError(f"{name} is read-only, but the result is written to it; pass a writable copy")
+    fresh = array.copy(order="C")
+    buffer = _share(fresh, obj, name)
+    buffer.writeback = lambda: obj.__array_namespace__().asarray(fresh)
+    return buffer
+
+
+def _import_array(obj: Any, name: str) -> npt.NDArray[Any]:
+    """Return an ndarray on the memory of a foreign object."""
+    try:
+        memory = memoryview(obj)
+    except TypeError:
+        pass
+    else:
+        try:
+            return np.asarray(memory)
+        except (TypeError, ValueError, NotImplementedError) as exc:
+            raise TypeError(f"{name}: elements of format {memory.format!r} are not supported") from exc
+    if hasattr(obj, "__array_interface__"):
+        return np.asarray(obj)
+    if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__"):
+        device = int(obj.__dlpack_device__()[0])
+        if device not in _DLPACK_HOST:
+            raise _needs_cuda(name)
+        try:
+            return np.from_dlpack(obj)
+        except (BufferError, RuntimeError, TypeError) as exc:
+            raise TypeError(f"{name}: NumPy cannot take this {type(obj).__name__} through DLPack: {exc}") from exc
+    raise _not_an_array(obj, name)
+
+
+def _of_torch(torch: Any, tensor: Any, name: str, writable: bool) -> Buffer:
+    """View a torch tensor; results never enter autograd."""
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
+        device = tensor.device.type
+        if device == "cuda":
+            raise _needs_cuda(name)
+        message = f"{name} must be a dense tensor on the CPU, not {tensor.layout} on {device}"
+        raise NotDense(message) if tensor.is_cpu else TypeError(message)
+    try:
+        dtype, carrier = _torch_dtype(tensor.dtype)
+    except TypeError as exc:
+        raise TypeError(f"{name}: {exc}") from None
+    # Hardly any tensor needs these steps, of which each takes half a microsecond.
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    resolved = plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
+    resolved = resolved.contiguous()
+    array = (resolved if carrier is None else resolved.view(getattr(torch, carrier))).numpy()
+    if array.ndim != 1:
+        array = array.reshape(-1)
+    if array.dtype is not dtype.storage:
+        array = array.view(dtype.storage)
+    buffer = Buffer(array, dtype, tuple(tensor.shape), tensor)
+    if writable and resolved.data_ptr() != plain.data_ptr() and buffer.count:
+        if any(stride == 0 and length > 1 for stride, length in zip(plain.stride(), plain.shape, strict=True)):
+            raise ValueError(f"{name} is an expanded tensor whose elements share memory; pass {name}.clone()")
+
+        def writeback() -> Any:
+            plain.copy_(resolved)
+            return tensor
+
+        buffer.writeback = writeback
+    return buffer
+
+
+@cache  # NumPy makes the name of a dtype anew each time, in more than a microsecond
+def _torch_dtype(dtype: Any) -> tuple[DType, str | None]:
+    """Return an element type of torch's, and the integers of its width that show it to NumPy if that lacks it."""
+    found = by_name(str(dtype).removeprefix("torch."))
+    storage = found.storage.name
+    return found, None if found.name == storage else {"uint16": "int16", "uint8": "uint8"}[storage]
+
+
+def _needs_cuda(name: str) -> BackendUnavailableError:
+    return BackendUnavailableError(
+        f"{name} is a CUDA array, which needs GPU support: pip install aiocoll[cuda12] (or aiocoll[cuda13])"
+    )
+
+
+def _not_an_array(obj: Any, name: str) -> TypeError:
+    scipy = sys.modules.get("scipy.sparse")
+    if scipy is not None and scipy.issparse(obj):
+        return NotDense(f"{name} must be a dense array, not a {type(obj).__name__}: only allreduce takes sparse ones")
+    return TypeError(f"{name} must be {_ACCEPTED}, not {type(obj).__name__}")

@@ -1,0 +1,247 @@
+"""How a reduction is computed on flat NumPy arrays.
+
+Floats of 16 bits or fewer are added up in float32 over all inputs and rounded once. Everything else is a chain of
+NumPy calls. Overflow and invalid operations are signalled the way NumPy's error state says: callers that want
+silence run kernels under ``np.errstate(all="ignore")``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aiocoll.elements.dtypes import DType, array_dtype
+from aiocoll.elements.halves import Kind, half_fold, half_map
+from aiocoll.errors import BackendUnavailableError
+
+__all__ = ["Array", "Kernel", "builtin_kernel", "custom_kernel"]
+
+Array = npt.NDArray[Any]
+Combine = Callable[[Array, Array, Array], Any]
+Fold = Callable[[Sequence[Array], Array], None]
+
+# Bytes of a fold's accumulator: with one input it stays in the second-level cache (1 MiB and more on servers). Smaller
+# pieces cost more in calls than they gain.
+_PIECE_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """One reduction on one dtype. Arrays are 1-D, C-contiguous, of the dtype's storage, and equally long.
+
+    Attributes:
+        combine: ``combine(a, b, out)``: out = f(a, b), where `a` comes from the lower ranks; `out` may be exactly `a`
+            or `b`. Not the last touch.
+        fold: ``fold(inputs, out)``: f over all inputs in order, then the last touch; `out` may be exactly one of them.
+        finalize: the last touch (AVG divides), in place, or None.
+        prescale: ``prescale(src, out)`` is applied to each rank's own data before anything else, or None.
+        ordered: evaluate by one `fold` over the inputs of all ranks, in rank order.
+        portable: the bits of the result do not depend on where an element lies in the arrays, so that several ranks
+            may compute the same element. (The payload and sign of a NaN made from two NaNs are exempt.)
+    """
+
+    combine: Combine
+    fold: Fold
+    finalize: Callable[[Array], None] | None = None
+    prescale: Callable[[Array, Array], None] | None = None
+    ordered: bool = False
+    portable: bool = True
+
+
+def _minimum(a: Array, b: Array, out: Array) -> None:
+    np.minimum(a, b, out=out)  # NumPy deprecates the third positional argument of these two
+
+
+def _maximum(a: Array, b: Array, out: Array) -> None:
+    np.maximum(a, b, out=out)
+
+
+_NUMERIC: Mapping[str, Combine] = MappingProxyType(
+    {
+        "SUM": np.add,
+        "AVG": np.add,
+        "PREMUL_SUM": np.add,
+        "PRODUCT": np.multiply,
+        "MIN": _minimum,
+        "MAX": _maximum,
+        "BAND": np.bitwise_and,
+        "BOR": np.bitwise_or,
+        "BXOR": np.bitwise_xor,
+    }
+)
+_BOOL: Mapping[str, Combine] = MappingProxyType(
+    {
+        "SUM": np.logical_or,
+        "PRODUCT": np.logical_and,
+        "MIN": np.logical_and,
+        "MAX": np.logical_or,
+        "BAND": np.logical_and,
+        "BOR": np.logical_or,
+        "BXOR": np.logical_xor,
+    }
+)
+
+
+def builtin_kernel(name: str, dtype: DType, world_size: int, factor: float | complex | None) -> Kernel:
+    """Return the kernel of the built-in op `name`; the pair is known to be allowed.
+
+    Args:
+        name: ``"SUM"`` and so on.
+        dtype: of the arrays.
+        world_size: what AVG divides by.
+        factor: what PREMUL_SUM multiplies by; None for the others.
+    """
+    if dtype.kind == "half":
+        assert not isinstance(factor, complex)
+        return _half_kernel(name, dtype, world_size, factor)
+    combine = (_BOOL if dtype.kind == "bool" else _NUMERIC)[name]
+    finalize = _divider(dtype, world_size) if name == "AVG" else None
+    return Kernel(
+        combine=combine,
+        fold=_chain(combine, dtype.storage, finalize),
+        finalize=finalize,
+        prescale=None if factor is None else _scaler(dtype, factor),
+        # Products of complex numbers are fused or not depending on the place in the vector.
+        portable=not (dtype.kind == "complex" and name == "PRODUCT"),
+    )
+
+
+def _chain(combine: Combine, storage: np.dtype[Any], finalize: Callable[[Array], None] | None) -> Fold:
+    def piece(inputs: Sequence[Array], out: Array, scratch: Array) -> None:
+        if len(inputs) == 1:
+            np.copyto(out, inputs[0])
+        elif len(inputs) == 2:
+            combine(inputs[0], inputs[1], out)
+        else:
+            combine(inputs[0], inputs[1], scratch)
+            for x in inputs[2:-1]:
+                combine(scratch, x, scratch)
+            combine(scratch, inputs[-1], out)  # written last, so it may be any of the inputs
+        if finalize is not None:
+            finalize(out)  # while it is in the cache
+
+    count = _PIECE_BYTES // storage.itemsize
+
+    def pieces(inputs: Sequence[Array], out: Array) -> None:
+        total = len(out)
+        if total <= count:
+            piece(inputs, out, out if len(inputs) < 3 else np.empty(total, storage))
+            return
+        scratch = np.empty(count, storage)
+        for start in range(0, total, count):
+            stop = min(start + count, total)
+            piece([x[start:stop] for x in inputs], out[start:stop], scratch[: stop - start])
+
+    def fold(inputs: Sequence[Array], out: Array) -> None:
+        if len(inputs) == 2:
+            combine(inputs[0], inputs[1], out)
+        else:
+            pieces(inputs, out)
+
+    return fold if finalize is None else pieces
+
+
+def _division(world_size: int) -> tuple[np.ufunc, float]:
+    """Return how to divide floats: by a power of two as a multiplication, which gives the same bits and is faster."""
+    return (np.divide, world_size) if world_size & (world_size - 1) else (np.multiply, 1 / world_size)
+
+
+def _divider(dtype: DType, world_size: int) -> Callable[[Array], None]:
+    if dtype.kind in ("int", "uint"):
+        return _integer_divider(dtype, world_size)
+    # A complex number divided by a real one: both parts are.
+    real = np.dtype(f"float{dtype.itemsize * 4}") if dtype.kind == "complex" else dtype.storage
+    ufunc, number = _division(world_size)
+    operand = np.array(number, real)  # without dimensions, it takes half the time of a scalar
+
+    def divide(x: Array) -> None:
+        parts = x.view(real) if x.dtype != real else x
+        ufunc(parts, operand, parts)
+
+    return divide
+
+
+def _integer_divider(dtype: DType, world_size: int) -> Callable[[Array], None]:
+    """Division that truncates toward zero; NumPy's goes down."""
+    info = np.iinfo(dtype.storage)
+    if world_size > info.max:
+        # It exceeds the magnitudes of all numbers, unless it equals that of the smallest.
+        return lambda x: np.copyto(x, np.where(x == -world_size, -1, 0), casting="unsafe")
+    # A power of two is divided by with a shift, in half the time.
+    shifts = world_size & (world_size - 1) == 0
+    floor_divide = np.right_shift if shifts else np.floor_divide
+    divisor = np.array(world_size.bit_length() - 1 if shifts else world_size, dtype.storage)
+    if dtype.kind == "uint":
+        return lambda x: floor_divide(x, divisor, x)
+    places, raised = np.array(dtype.itemsize * 8 - 1, dtype.storage), np.array(world_size - 1, dtype.storage)
+
+    def divide(x: Array) -> None:
+        # Negative numbers are raised, so that going down ends at the quotient nearer to zero.
+        by = np.right_shift(x, places)  # -1 for those, 0 for the others
+        np.bitwise_and(by, raised, by)
+        np.add(x, by, x)
+        floor_divide(x, divisor, x)
+
+    return divide
+
+
+def _scaler(dtype: DType, factor: float | complex) -> Callable[[Array, Array], None]:
+    with np.errstate(over="ignore"):
+        typed = np.array(dtype.storage.type(factor))
+
+    def scale(src: Array, out: Array) -> None:
+        np.multiply(src, typed, out)
+
+    return scale
+
+
+def _half_kernel(name: str, dtype: DType, world_size: int, factor: float | None) -> Kernel:
+    selects = name in ("MIN", "MAX")
+    kind: Kind = "select" if selects else "product" if name == "PRODUCT" else "sum"
+    touch = _division(world_size) if name == "AVG" else None
+    pairwise = half_fold(_NUMERIC[name], dtype, kind)
+    divide = None if touch is None else half_map(dtype, touch)
+    return Kernel(
+        combine=lambda a, b, out: pairwise((a, b), out),
+        fold=pairwise if touch is None else half_fold(_NUMERIC[name], dtype, kind, touch),
+        finalize=None if divide is None else lambda x: divide(x, x),
+        prescale=None if factor is None else half_map(dtype, (np.multiply, factor)),
+        ordered=not selects,
+    )
+
+
+def custom_kernel(function: Callable[[Any, Any, Any], object], name: str, commutative: bool, dtype: DType) -> Kernel:
+    """Return the kernel of a user's ``f(a, b, out)``.
+
+    Raises:
+        TypeError: arrays of `dtype` cannot be shown to the user without ml_dtypes, which is missing.
+    """
+    try:
+        shown = array_dtype(dtype)
+    except BackendUnavailableError as exc:
+        raise TypeError(f"op {name!r}: custom functions see {dtype.name} through ml_dtypes: {exc}") from exc
+
+    def call(a: Array, b: Array, out: Array) -> None:
+        view = out.view(shown)
+        returned = function(a.view(shown), b.view(shown), view)
+        if returned is not None and returned is not view:
+            raise TypeError(f"op {name!r}: f(a, b, out) must write into out and return None, not {type(returned)}")
+
+    def combine(a: Array, b: Array, out: Array) -> None:
+        fold((a, b), out)
+
+    def fold(inputs: Sequence[Array], out: Array) -> None:
+        # Results alternate between two scratch arrays: the user's out never is one of the operands.
+        result = inputs[0]
+        scratch, spare = np.empty((2, len(out)), dtype=out.dtype)
+        for x in inputs[1:]:
+            call(result, x, scratch)
+            result, scratch, spare = scratch, spare, scratch
+        np.copyto(out, result)
+
+    return Kernel(combine=combine, fold=fold, ordered=not commutative, portable=False)

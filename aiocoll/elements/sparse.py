@@ -1,0 +1,266 @@
+"""Sparse arrays of scipy.sparse and torch -> places and values, and back; it imports neither library.
+
+=========================================  ==========================================================
+scipy.sparse COO, CSR, CSC                 in place: the object gets new arrays
+torch COO, with dense dimensions or not    in place: the tensor gets new indices and values
+torch CSR                                  a new tensor is the result: a given one keeps its number
+=========================================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiocoll.elements.buffers import view
+from aiocoll.elements.dtypes import DType, of_numpy
+from aiocoll.elements.entries import Entries, coalesced
+
+__all__ = ["SparseArray", "sparse_array"]
+
+Array = NDArray[Any]
+_INT32 = np.iinfo(np.int32).max
+
+
+class SparseArray(NamedTuple):
+    """A sparse array of the caller's.
+
+    Attributes:
+        shape: all dimensions, the sparse ones first.
+        sparse_dim: number of the sparse ones.
+        dtype: of its elements.
+        size: number of places: the product of the sparse dimensions.
+        width: elements per entry: the product of the dense ones.
+        effort: how many numbers `read` looks at.
+        read: returns its entries, one per place; may run in a thread. Raises ValueError for indices out of range.
+        build: makes what the caller's array is to hold of entries; may run in a thread. What it returns puts that in
+            its place, at once, and returns the result.
+    """
+
+    shape: tuple[int, ...]
+    sparse_dim: int
+    dtype: DType
+    size: int
+    width: int
+    effort: int
+    read: Callable[[], Entries]
+    build: Callable[[Entries], Callable[[], Any]]
+
+
+def sparse_array(obj: Any, name: str = "tensor") -> SparseArray:
+    """Look at a sparse array, in a time that does not depend on its size.
+
+    Raises:
+        TypeError: of a format or dtype that is not supported.
+        ValueError: it has 2**63 places or more.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(obj, torch.Tensor):
+        return _of_torch_csr(torch, obj, name) if obj.layout is torch.sparse_csr else _of_torch_coo(torch, obj, name)
+    if obj.format == "coo":
+        return _of_coo(obj, name)
+    if obj.format in ("csr", "csc"):
+        return _of_compressed(obj, name)
+    raise TypeError(f"{name} is a {type(obj).__name__} in format {obj.format!r}; pass {name}.tocsr() or {name}.tocoo()")
+
+
+# -- scipy.sparse
+
+
+def _of_coo(obj: Any, name: str) -> SparseArray:
+    shape, dtype = obj.shape, _scipy_dtype(obj, name)
+
+    def read() -> Entries:
+        return coalesced(_places(obj.coords, shape, name), _plain(obj.data), dtype)
+
+    def build(entries: Entries) -> Callable[[], Any]:
+        like = np.result_type(*(each.dtype for each in obj.coords))
+        coords = tuple(each.astype(like, copy=False) for each in _coordinates(entries.places, shape))
+
+        def put() -> Any:
+            obj.coords, obj.data, obj.has_canonical_format = coords, entries.values, True
+            return obj
+
+        return put
+
+    return _described(shape, len(shape), dtype, obj.nnz, read, build, name)
+
+
+def _of_compressed(obj: Any, name: str) -> SparseArray:
+    dtype = _scipy_dtype(obj, name)
+    shape = obj.shape if len(obj.shape) == 2 else (1, *obj.shape)  # a CSR array of one dimension is a row
+    by_column = obj.format == "csc"
+    rows = shape[1 if by_column else 0]
+
+    def read() -> Entries:
+        coords = _expanded(obj.indptr, obj.indices, name)
+        values = _plain(obj.data[: len(coords[0])])
+        return coalesced(_places(coords[::-1] if by_column else coords, shape, name), values, dtype)
+
+    def build(entries: Entries) -> Callable[[], Any]:
+        places, values = entries
+        major, minor = _coordinates(places, shape)
+        if by_column:
+            order = np.argsort(minor, kind="stable")
+            major, minor, values = minor[order], major[order], values[order]
+        # A sum may have more entries than 32 bits count, though none of the inputs has.
+        like = obj.indptr.dtype if len(places) <= _INT32 else np.dtype(np.int64)
+        indptr = _pointers(major, rows).astype(like, copy=False)
+        indices = minor.astype(like, copy=False)
+
+        def put() -> Any:
+            obj.indptr, obj.indices, obj.data = indptr, indices, values
+            obj.has_sorted_indices = obj.has_canonical_format = True
+            return obj
+
+        return put
+
+    return _described(obj.shape, len(obj.shape), dtype, obj.nnz + rows, read, build, name)
+
+
+def _scipy_dtype(obj: Any, name: str) -> DType:
+    try:
+        return of_numpy(obj.dtype)
+    except TypeError as exc:
+        raise TypeError(f"{name}: {exc}") from None
+
+
+def _plain(array: Any) -> Array:
+    """Return an array without its class and layout."""
+    return np.ascontiguousarray(array)
+
+
+# -- torch
+
+
+def _of_torch_coo(torch: Any, tensor: Any, name: str) -> SparseArray:
+    if tensor.layout is not torch.sparse_coo:
+        raise TypeError(f"{name} is a torch tensor of layout {tensor.layout}; pass {name}.to_sparse()")
+    shape, sparse_dim = tuple(tensor.shape), tensor.sparse_dim()
+    # Of a tensor that is not coalesced, these are what there is.
+    indices, values = tensor._indices(), tensor._values()
+    flat = view(values, name=name, writable=False)
+    grid, dense = shape[:sparse_dim], shape[sparse_dim:]
+    width = math.prod(dense)
+
+    def read() -> Entries:
+        places = _places(list(indices.numpy()), grid, name, count=len(values))
+        return coalesced(places, flat.array if width == 1 else flat.array.reshape(len(values), width), flat.dtype)
+
+    def build(entries: Entries) -> Callable[[], Any]:
+        coords = np.empty((sparse_dim, len(entries.places)), np.int64)
+        for axis, each in enumerate(_coordinates(entries.places, grid)):
+            coords[axis] = each
+        made = torch.sparse_coo_tensor(
+            torch.from_numpy(coords),
+            _to_torch(torch, entries.values, tensor.dtype).reshape(len(entries.places), *dense),
+            shape,
+            is_coalesced=True,
+            check_invariants=False,
+        )
+
+        def put() -> Any:
+            tensor.data = made  # only what it holds changes: it is the same tensor to autograd
+            return tensor
+
+        return put
+
+    return _described(shape, sparse_dim, flat.dtype, len(values), read, build, name)
+
+
+def _of_torch_csr(torch: Any, tensor: Any, name: str) -> SparseArray:
+    if tensor.ndim != 2:
+        raise TypeError(f"{name} is a torch CSR tensor of {tensor.ndim} dimensions; only those of 2 can be reduced")
+    shape = tuple(tensor.shape)
+    pointers, columns, values = tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    flat = view(values, name=name, writable=False)
+
+    def read() -> Entries:
+        places = _places(_expanded(pointers.numpy(), columns.numpy(), name), shape, name)
+        return coalesced(places, flat.array, flat.dtype)
+
+    def build(entries: Entries) -> Callable[[], Any]:
+        rows, found = _coordinates(entries.places, shape)
+        made = torch.sparse_csr_tensor(
+            torch.from_numpy(_pointers(rows, shape[0])),
+            torch.from_numpy(found.astype(np.int64)),
+            _to_torch(torch, entries.values, tensor.dtype),
+            shape,
+            check_invariants=False,
+        )
+        return lambda: made
+
+    return _described(shape, 2, flat.dtype, len(values) + shape[0], read, build, name)
+
+
+def _to_torch(torch: Any, values: Array, dtype: Any) -> Any:
+    # torch takes the integers that carry bfloat16 and float8 from NumPy, but not as what they mean.
+    if dtype.is_floating_point and values.dtype.kind == "u":
+        return torch.from_numpy(values.view(np.int16) if values.itemsize == 2 else values).view(dtype)
+    return torch.from_numpy(values)
+
+
+# -- places
+
+
+def _described(
+    shape: tuple[int, ...],
+    sparse_dim: int,
+    dtype: DType,
+    effort: int,
+    read: Callable[[], Entries],
+    build: Callable[[Entries], Callable[[], Any]],
+    name: str,
+) -> SparseArray:
+    size, width = math.prod(shape[:sparse_dim]), math.prod(shape[sparse_dim:])
+    if size > np.iinfo(np.int64).max:
+        raise ValueError(f"{name} has shape {shape}: its {size} places are more than 64 bits can number")
+    return SparseArray(tuple(shape), sparse_dim, dtype, size, width, effort * max(width, 1), read, build)
+
+
+def _places(coords: Sequence[Array], shape: Sequence[int], name: str, count: int = 0) -> Array:
+    """Number the places of entries in row-major order, in as few bits as all places of the array need.
+
+    Args:
+        coords: one array of indices per dimension.
+        shape: the dimensions.
+        name: what error messages call the array.
+        count: number of entries, for an array of no dimensions.
+    """
+    dtype = np.int32 if math.prod(shape) <= _INT32 else np.int64
+    places: Array = np.zeros(len(coords[0]) if len(coords) else count, dtype)
+    for axis, (index, length) in enumerate(zip(coords, shape, strict=True)):
+        if len(index) and not (index.min() >= 0 and index.max() < length):
+            raise ValueError(f"{name} has indices in dimension {axis} that are not below its length, {length}")
+        if axis:
+            places *= length
+        places += index.astype(dtype, copy=False)
+    return places
+
+
+def _coordinates(places: Array, shape: Sequence[int]) -> list[Array]:
+    """Undo `_places`."""
+    coords: list[Array] = []
+    for length in reversed(shape[1:]):
+        places, index = np.divmod(places, max(length, 1))
+        coords.append(index)
+    return [*([places] if shape else []), *reversed(coords)]
+
+
+def _expanded(pointers: Array, indices: Array, name: str) -> tuple[Array, Array]:
+    """Return the major and the minor index of every entry of a compressed array."""
+    lengths = np.diff(pointers)
+    if lengths.size and lengths.min() < 0:
+        raise ValueError(f"{name} has index pointers that descend")
+    major = np.repeat(np.arange(len(lengths)), lengths)
+    return major, indices[: len(major)]
+
+
+def _pointers(major: Array, rows: int) -> Array:
+    """Return where the entries of each row begin, given the row of each entry, ascending; int64."""
+    return np.searchsorted(major, np.arange(rows + 1))

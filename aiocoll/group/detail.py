@@ -1,0 +1,154 @@
+"""Groups with ``debug="detail"``: every collective is compared on all ranks before its data moves."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from aiocoll.elements.buffers import view
+from aiocoll.engine.bundle import Layout
+from aiocoll.engine.compared import Compared
+from aiocoll.engine.flush import Flush
+from aiocoll.engine.membership import Membership
+from aiocoll.engine.operation import P2P, Terms
+from aiocoll.engine.recorded import Part, Recorded
+from aiocoll.group.calls import Call, Taker, taker_in_scope
+from aiocoll.group.flushing import Recording
+from aiocoll.group.launch import Launcher, Miscount
+from aiocoll.group.process_group import ProcessGroup
+from aiocoll.group.recovery import Origin
+from aiocoll.options import GroupOptions, seconds
+from aiocoll.work import Work
+
+__all__ = ["DetailedGroup"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _telling(method: Callable[P, R], main: str | None = None) -> Callable[P, R]:
+    """Let all ranks hear of a list that has not one array or object per rank.
+
+    Args:
+        method: the call of the group.
+        main: its argument that error messages describe.
+    """
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(*args, **kwargs)
+        except Miscount as error:
+            group: Any = args[0]
+            if group.size() == 1 or taker_in_scope(group) is not None:
+                raise
+            given = inspect.signature(method).bind(*args, **kwargs)
+            given.apply_defaults()
+            work: R = group._take_wrong(method.__name__, main, given.arguments, error)
+            return work
+
+    return call
+
+
+class DetailedGroup(ProcessGroup):
+    """A group whose ranks compare every collective before its data moves.
+
+    If op, shape, dtype, device, counts, root or reduce op differ, the await raises `CollectiveMismatchError` on every
+    rank, with all kinds of calls that were made; arrays are as they were, and the group goes on. So it does for a list
+    that has not one array or object per rank, where other groups raise `ValueError` at the call of this rank alone.
+    What else is wrong with the arguments of one rank raises at the call as ever.
+
+    Every collective completes only when all ranks have called it. Messages between two ranks are as ever.
+
+    Cost: two steps more per collective, through rank 0.
+    """
+
+    def __init__(self, member: Membership, options: GroupOptions, desc: str, origin: Origin) -> None:
+        super().__init__(member, options, desc, origin)
+        if self._size > 1:
+            self._taker = _Comparing(self)
+            self._diverts = True
+
+    allgather = _telling(ProcessGroup.allgather, "tensor")
+    gather = _telling(ProcessGroup.gather, "tensor")
+    scatter = _telling(ProcessGroup.scatter, "output")
+    reduce_scatter = _telling(ProcessGroup.reduce_scatter, "output")
+    alltoall = _telling(ProcessGroup.alltoall)
+    scatter_object = _telling(ProcessGroup.scatter_object)
+    alltoall_object = _telling(ProcessGroup.alltoall_object)
+
+    def _flush(self, recording: Recording, outer: Taker | None, key: str | None = None) -> Part | None:
+        """Compare the list of a block's calls as one call, under the one number that it takes everywhere."""
+        return super()._flush(recording, None if isinstance(outer, _Comparing) else outer, key)
+
+    def _start_flush(
+        self, layout: Layout, identity: int, part: Part, limit: float, make: Callable[[int, Work[Any]], Flush]
+    ) -> None:
+        if self._taker is None:
+            super()._start_flush(layout, identity, part, limit, make)
+        else:
+            self._enter(Compared(self._member, identity, layout.terms, (), make, part, limit))
+
+    def _start_loose(self, work: Recorded, call: Call) -> None:
+        if self._taker is None or call.terms is None:
+            super()._start_loose(work, call)
+        else:
+            identity, work.seq = self._keyed_id(call.key)
+            self._enter(Compared(self._member, identity, call.terms, call.shape, call.make, work, call.timeout))
+
+    def _take_wrong(self, kind: str, main: str | None, given: Mapping[str, Any], wrong: Miscount) -> Work[Any]:
+        """Take part in a collective with a call that cannot be carried out."""
+        self._check()
+        array = None if main is None else view(given[main], name=main, writable=False)
+        dtype = "object" if kind.endswith("_object") else None if array is None else array.dtype.name
+        root = self._check_rank(given["root"], "root") if "root" in given else None
+        reduce = given["op"].wire_name if "op" in given else None
+        timeout = given["timeout"]
+        return _compare(
+            self,
+            Terms(kind.upper(), dtype, (), root, reduce),
+            () if array is None else array.shape,
+            None,
+            self._member.timeout if timeout is None else seconds(timeout, "timeout"),
+            given["key"],
+            wrong,
+        )
+
+
+class _Comparing:
+    """The group's own taker of calls."""
+
+    def __init__(self, group: Launcher) -> None:
+        self._group = group
+
+    def take(self, call: Call) -> Work[Any]:
+        """Start a call: a message between two ranks at once, a collective when it has been compared."""
+        group = self._group
+        if call.terms is not None:
+            return _compare(group, call.terms, call.shape, call, call.timeout, call.key)
+        work: Work[Any] = Work(group._endpoint, call.op, None, None, group)
+        work._unwrap = call.unwrap
+        group._enter(call.make(P2P, work))
+        return work
+
+
+def _compare(
+    group: Launcher,
+    terms: Terms,
+    shape: tuple[int, ...],
+    call: Call | None,
+    timeout: float,
+    key: str | None,
+    wrong: Miscount | None = None,
+) -> Work[Any]:
+    """Start the comparison of a call, None of one that cannot be carried out."""
+    identity, seq = group._numbered(key)
+    work: Work[Any] = Work(group._endpoint, terms.op, seq, key, group)
+    make = None
+    if call is not None:
+        work._unwrap = call.unwrap
+        make = call.make
+    group._run_quietly(group._enter, Compared(group._member, identity, terms, shape, make, work, timeout, wrong))
+    return work

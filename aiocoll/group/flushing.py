@@ -1,0 +1,267 @@
+"""What is recorded, and how it starts: one number, one operation for what can be fused, one for each other call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+from numpy.typing import NDArray
+
+from aiocoll.engine.apart import check_apart
+from aiocoll.engine.bundle import Bucket, Layout
+from aiocoll.engine.flush import Flush, Fusion, Start, fail
+from aiocoll.engine.membership import Membership
+from aiocoll.engine.monitored import Monitored
+from aiocoll.engine.operation import KEYED, P2P
+from aiocoll.engine.recorded import Part, Recorded
+from aiocoll.group.calls import Call, Taker
+from aiocoll.group.fuse import Fuser
+from aiocoll.group.launch import Launcher
+from aiocoll.options import GroupOptions
+from aiocoll.work import Work
+
+__all__ = ["Flushing", "Recording"]
+
+
+class Recording:
+    """Calls that are started together, and what their works need of the engine.
+
+    Args:
+        group: whose.
+        flush: starts them.
+        failed: called with each work that fails.
+
+    Attributes:
+        members: collectives without a key: they take one number.
+        loose: messages between two ranks, and collectives with a key, and their calls.
+        lists: works of calls on lists, and the members these are.
+        limit: least timeout of the members, in seconds.
+        followed: works that end after some of these.
+        flushed: they have been started.
+    """
+
+    def __init__(
+        self, group: Launcher, flush: Callable[[], None], failed: Callable[[Recorded], None] = lambda _: None
+    ) -> None:
+        self.group = group
+        self.loop = group._loop
+        self.runtime = group._runtime
+        self.turn_is_due = group._endpoint.turn_is_due
+        self.failed = failed
+        self.members: list[Recorded] = []
+        self.loose: list[tuple[Recorded, Call]] = []
+        self.lists: list[tuple[Recorded, list[Recorded]]] = []
+        self.limit = inf
+        self.followed: list[Work[Any]] = []
+        self.flushed = False
+        self._flush = flush
+        self._wanted = False
+
+    def spin(self, work: Work[Any]) -> None:
+        """Somebody awaits `work`: start it at the end of this turn of the loop, or poll."""
+        if self.flushed:
+            self.group._endpoint.spin(work)
+        else:
+            self.want()
+
+    def want(self) -> None:
+        """Start what is recorded at the end of this turn of the loop."""
+        if not self._wanted and not self.flushed:
+            self._wanted = True
+            self.runtime.call_soon(self._flush)
+
+    def follow(self, work: Work[Any]) -> None:
+        """Let the block wait for `work`, too."""
+        self.followed.append(work)
+
+    def keep(self, call: Call) -> Recorded:
+        """Record a call that is not fused; a user's call is as far away as from `Batch.take`, and one frame."""
+        work = Recorded(self, call.op, None, call.key, self.group, 6)
+        work._unwrap = call.unwrap
+        if call.terms is not None and call.key is None:
+            work.plan = None
+            work.call = call
+            self.limit = min(self.limit, call.timeout)
+            self.members.append(work)
+        else:
+            self.loose.append((work, call))
+            if call.op.startswith("RECV"):
+                work._withdraw = lambda: self._withdraw(work)
+        return work
+
+    def works(self) -> list[Work[Any]]:
+        """Return the works of the user's."""
+        lists = (work for work, _ in self.lists)
+        each = (*(member.visible() for member in self.members), *lists, *(work for work, _ in self.loose))
+        return list(dict.fromkeys(each))
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to start."""
+        return not (self.members or self.loose or self.lists)
+
+    def fail(self, error: BaseException) -> None:
+        """Start nothing: all works end with `error`."""
+        self.flushed = True
+        fail([*self.members, *(work for work, _ in self.loose)], error)
+        self.settle(error)
+
+    def settle(self, error: BaseException | None) -> None:
+        """End the works of lists: their members have ended, with `error` if they have failed."""
+        for work, members in self.lists:
+            if not work.done():
+                if error is None:
+                    work._finish([member.result() for member in members])
+                else:
+                    fail([work], error)
+
+    def _withdraw(self, work: Recorded) -> None:
+        """Nobody waits for a receive any more that has not started."""
+        self.loose = [(each, call) for each, call in self.loose if each is not work]
+        work._finish(None, asyncio.CancelledError())
+
+
+class Flushing(Launcher, Fuser):
+    """The part of a group that starts what is recorded."""
+
+    def __init__(self, member: Membership, options: GroupOptions) -> None:
+        super().__init__(member, options)
+        #: Flushes that the engine does not know of, since another taker has them.
+        self._taken: dict[Part, None] = {}
+
+    def _flush(self, recording: Recording, outer: Taker | None, key: str | None = None) -> Part | None:
+        """Start what is recorded.
+
+        Args:
+            recording: what.
+            outer: who takes the calls in place of the engine.
+            key: match the flush by this key instead of by a number.
+
+        Returns:
+            The work of the flush; None if no member is in it.
+        """
+        recording.flushed = True
+        members = recording.members
+        try:
+            self._check()
+            layout = self._layout(tuple([member.plan or member.call.terms for member in members]))
+            check_apart(layout, members)
+        except Exception as error:
+            self._failures.expect(error)
+            recording.fail(error)
+            raise
+        for work, call in recording.loose:
+            if outer is None:
+                self._run_quietly(self._start_loose, work, call)
+            else:
+                work._unwrap = None
+                _follow(outer.take(call), work)
+        recording.members = []
+        if not members and not recording.lists:
+            return None
+        limit = recording.limit if members else self._member.timeout
+        identity, seq = self._numbered(key) if outer is None else (0, None)
+
+        def start(number: int, bucket: Bucket, arrays: list[NDArray[Any] | None], part: Part) -> None:
+            part.seq, part.key = seq, key
+            if bucket.plan is None:
+                call = members[bucket.members[0]].call
+            else:
+                call = self._call(bucket.plan, arrays, (), None, limit, key, None, None)
+            if outer is None:
+                self._start_bucket(layout, call, identity, number, part, limit)
+            else:
+                _follow(outer.take(call), part)
+
+        return self._fuse(layout, members, start, recording, outer, identity, seq, key, limit)
+
+    def _fuse(
+        self,
+        layout: Layout,
+        members: list[Recorded],
+        start: Start,
+        recording: Recording,
+        outer: Taker | None,
+        identity: int,
+        seq: int | None,
+        key: str | None,
+        limit: float,
+    ) -> Part:
+        flush: Flush
+
+        def ended(_: Any, error: BaseException | None) -> None:
+            self._taken.pop(part, None)
+            if error is not None:
+                fusion.fail(error)
+            recording.settle(error)
+
+        def succeed() -> None:
+            if outer is None:
+                flush.succeed(None)
+            else:
+                part._finish(None)
+
+        def make(own: int, work: Work[Any]) -> Flush:
+            nonlocal flush
+            flush = Flush(self._member, own, layout.fingerprint, layout.terms, (), work, limit)
+            flush.fusion = fusion
+            return flush
+
+        fusion = Fusion(self._member, layout, members, start, succeed, outer is not None)
+        part = Part(self._endpoint, layout.terms.op, seq, key, self, fusion.pending, ended)
+        if outer is None:
+            self._run_quietly(self._start_flush, layout, identity, part, limit, make)
+        else:
+            self._taken[part] = None
+            fusion.advance()
+        return part
+
+    def _start_flush(
+        self, layout: Layout, identity: int, part: Part, limit: float, make: Callable[[int, Work[Any]], Flush]
+    ) -> None:
+        """Start a flush that has taken its number."""
+        self._enter(make(identity, part))
+
+    def _start_loose(self, work: Recorded, call: Call) -> None:
+        """Start a message, or a collective with a key."""
+        if call.terms is None:
+            identity = P2P
+        else:
+            identity, work.seq = self._keyed_id(call.key)
+        self._enter(call.make(identity, work))
+
+    def _start_bucket(
+        self,
+        layout: Layout,
+        call: Call,
+        identity: int,
+        number: int,
+        part: Part,
+        limit: float,
+    ) -> None:
+        # No key of the user's is hashed without a zero byte in it.
+        own = KEYED | self._endpoint.hash62(f"bucket {number} of {identity}")
+        operation = call.make(own, part)
+        # The flush is what the ranks talk about, and what expires; only this one knows better than that.
+        operation.terms, operation.fingerprint = layout.terms, layout.fingerprint
+        operation.warned, operation.reported = True, inf
+        if not isinstance(operation, Monitored):
+            operation.timeout = limit
+        part.operation = operation
+        self._enter(operation)
+
+
+def _follow(work: Work[Any], follower: Recorded | Part) -> None:
+    """End `follower` as `work` ends."""
+
+    def ended(_: Work[Any]) -> None:
+        follower._source = work._source
+        work._look()
+        follower._finish(work._result, work._exception)
+
+    if work.done():
+        ended(work)
+    else:
+        follower._withdraw = work._withdraw
+        work._call_back(ended, None)

@@ -1,0 +1,221 @@
+"""Which recorded calls become one operation, and its plan: worked out once for lists of calls alike.
+
+What all ranks must find alike, they find out of what they must have called alike; for the rest, see `Bucket.stamps`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiocoll.elements.dtypes import by_name
+from aiocoll.engine.bundle import PIECE, Bucket, Layout
+from aiocoll.engine.membership import Membership
+from aiocoll.engine.operation import Terms
+from aiocoll.engine.plan import Plan
+from aiocoll.engine.roll import Roll
+from aiocoll.group.planning import Planner
+
+__all__ = ["LARGE", "Fuser"]
+
+#: Bytes of the whole vector from which on a call is not fused: copying it takes longer than a message of its own.
+#: It is the same on all ranks, or they would fuse different calls. Counts that only the ends of a message know do not
+#: tell: calls that have such are always fused.
+LARGE = 128 * 1024
+#: Calls of which arrays are copied in one go.
+MOST = 128
+#: Lists of calls whose layouts are kept.
+LAYOUTS = 16
+#: Bytes of a stamp.
+STAMP = 8
+
+_PRIVATE = frozenset({"GATHER", "SCATTER", "ALLTOALL"})
+_BLOCKS = frozenset({"ALLGATHER", "REDUCE_SCATTER"})
+
+#: What was called: a plan, or the terms of what has none.
+Called = Plan | Terms
+
+
+class Fuser(Planner):
+    """The part of a group that finds out how a list of calls is carried out."""
+
+    def __init__(self, member: Membership) -> None:
+        super().__init__(member)
+        self._layouts: dict[tuple[Called, ...], Layout] = {}
+
+    def _layout(self, calls: tuple[Called, ...]) -> Layout:
+        """Return the layout of a list of calls."""
+        layouts = self._layouts
+        found = layouts.get(calls)
+        if found is None:
+            if len(layouts) >= LAYOUTS:
+                del layouts[next(iter(layouts))]
+            found = layouts[calls] = self._lay_out(calls)
+        return found
+
+    def _lay_out(self, calls: tuple[Called, ...]) -> Layout:
+        names = _Names()
+        entries = [names.entry(call) for call in calls]
+        roll = Roll([entry.terms for entry in entries])
+        fingerprint = crc32(b"".join(entry.hash for entry in entries), crc32(b"coalesced"))
+        members: dict[Any, list[int]] = {}
+        for position, (call, entry) in enumerate(zip(calls, entries, strict=True)):
+            # Those that stay alone have a bucket of their own.
+            bucket = position if isinstance(call, Terms) or _is_large(call) else entry.terms[:2] + entry.terms[3:5]
+            members.setdefault(bucket, []).append(position)
+        buckets = [self._bucket(calls, positions) for positions in members.values()]
+        for plan in (bucket.plan for bucket in buckets):
+            if plan is not None:
+                plan.terms, plan.fingerprint = plan.terms._replace(members=roll), fingerprint
+        return Layout(Terms("COALESCED", None, (), None, None, members=roll), fingerprint, tuple(buckets))
+
+    def _bucket(self, calls: Sequence[Called], positions: Sequence[int]) -> Bucket:
+        plans = [call for call in (calls[position] for position in positions) if isinstance(call, Plan)]
+        if not plans:
+            return Bucket(tuple(positions), None)
+        terms = plans[0].terms
+        reads, writes, sources = _ends(terms, self._rank, self._size)
+        if len(positions) == 1:
+            return Bucket(tuple(positions), copy.copy(plans[0]), reads=reads, writes=writes)
+        counts = _columns([_counts(plan.terms, self._rank, self._size) for plan in plans])
+        stamps = None
+        if terms.op in _PRIVATE:
+            size = -(-STAMP // plans[0].itemsize)
+            stamps = {at: _stamp(each, size, plans[0].storage) for at, each in enumerate(counts) if each is not None}
+        bucket = Bucket(
+            tuple(positions),
+            None,
+            counts,
+            reads,
+            writes,
+            stamps,
+            sources if stamps else None,
+            tuple(_cuts(counts, plans[0].itemsize)) if counts else (0, len(plans)),
+            all(plan is plans[0] for plan in plans),
+        )
+        sizes = [bucket.size(buffer) for buffer in range(len(counts))]
+        return replace(bucket, plan=self._fused(plans[0], sizes))
+
+    def _fused(self, like: Plan, sizes: Sequence[int | None]) -> Plan:
+        """Make the plan of calls like `like` together; a factor has been applied before."""
+        terms, rank, size = like.terms, self._rank, self._size
+        if terms.op in _BLOCKS:
+            given: tuple[Any, ...] = (tuple(sizes[:size]),)
+        elif terms.op == "ALLTOALL":
+            given = tuple(sizes[:size]), tuple(sizes[size:])
+        elif terms.op in _PRIVATE:
+            given = (tuple(sizes[size] if each == rank else sizes[each] or 0 for each in range(size)),)
+        else:
+            given = tuple(sizes)
+        kernel = like.kernel
+        if kernel is not None and kernel.prescale is not None:
+            kernel = replace(kernel, prescale=None)
+        dtype = None if terms.dtype is None else by_name(terms.dtype)
+        agreed = () if terms.op in _PRIVATE else None
+        return self._compiled(terms.op.lower(), dtype, given, kernel, terms.reduce, terms.root, agreed)
+
+
+class _Entry(NamedTuple):
+    terms: Terms
+    hash: bytes
+
+
+class _Names:
+    """What calls of a list are to all ranks; functions of one name are told apart by the order in which they come."""
+
+    def __init__(self) -> None:
+        self._functions: dict[str, list[Any]] = {}
+        self._known: dict[int, _Entry] = {}
+
+    def entry(self, call: Called) -> _Entry:
+        known = self._known.get(id(call))
+        if known is None:
+            terms = call if isinstance(call, Terms) else self._named(call)
+            known = self._known[id(call)] = _Entry(terms, terms.fingerprint().to_bytes(4, "little"))
+        return known
+
+    def _named(self, plan: Plan) -> Terms:
+        terms, op = plan.terms, plan.op
+        if op is None or op.function is None:
+            return terms
+        functions = self._functions.setdefault(op.wire_name, [])
+        number = next((at for at, each in enumerate(functions) if each is op.function), len(functions))
+        if number == len(functions):
+            functions.append(op.function)
+        return terms if not number else terms._replace(reduce=f"{terms.reduce}#{number + 1}")
+
+
+def _is_large(plan: Plan) -> bool:
+    return plan.terms.op not in _PRIVATE and sum(plan.terms.counts) * plan.itemsize >= LARGE
+
+
+def _counts(terms: Terms, rank: int, size: int) -> tuple[int | None, ...]:
+    """Return the elements of each buffer of a call; None where this rank has none."""
+    if terms.op in _BLOCKS:
+        return (*terms.counts, terms.counts[rank])
+    if terms.op == "ALLTOALL":
+        return (*terms.sends, *terms.receives)
+    if terms.op in _PRIVATE:
+        blocks = terms.receives if terms.op == "GATHER" else terms.sends
+        if rank == terms.root:
+            return (*blocks, blocks[rank])
+        own = terms.sends if terms.op == "GATHER" else terms.receives
+        return (*(None,) * size, own[terms.root or 0])
+    return terms.counts
+
+
+def _ends(terms: Terms, rank: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...], dict[int, int]]:
+    """Return which buffers of a call are inputs, which are outputs, and whose data the latter begin with."""
+    blocks, there = tuple(range(size)), rank == terms.root
+    match terms.op:
+        case "ALLGATHER":
+            return (size,), blocks, {}
+        case "REDUCE_SCATTER":
+            return blocks, (size,), {}
+        case "ALLTOALL":
+            return blocks, tuple(range(size, 2 * size)), {size + each: each for each in blocks}
+        case "GATHER":
+            return (size,), blocks if there else (), {each: each for each in blocks if there}
+        case "SCATTER":
+            return blocks if there else (), (size,), {size: terms.root or 0}
+        case "REDUCE":
+            return (0,), (0,) if there else (), {}
+        case "BROADCAST":
+            return (0,) if there else (), () if there else (0,), {}
+        case "EXSCAN":
+            return (0,), (0,) if rank else (), {}
+        case "BARRIER":
+            return (), (), {}
+    return (0,), (0,), {}
+
+
+def _columns(rows: Iterable[tuple[int | None, ...]]) -> tuple[tuple[int, ...] | None, ...]:
+    """Return by buffer what the rows say by call."""
+    return tuple(None if column[0] is None else column for column in zip(*rows, strict=True))
+
+
+def _cuts(counts: Sequence[tuple[int, ...] | None], itemsize: int) -> Iterable[int]:
+    """Cut a list of calls so that a piece has `PIECE` bytes and `MOST` calls, or is one call."""
+    yield 0
+    start = nbytes = 0
+    sizes = [sum(each) * itemsize for each in zip(*(column for column in counts if column is not None), strict=True)]
+    for position, size in enumerate(sizes):
+        if position > start and (nbytes + size > PIECE or position == start + MOST):
+            yield position
+            start, nbytes = position, 0
+        nbytes += size
+    yield len(sizes)
+
+
+def _stamp(counts: tuple[int, ...], size: int, storage: np.dtype[Any]) -> NDArray[Any]:
+    """Hash counts, as elements of a buffer."""
+    stamp = np.zeros(size * storage.itemsize, np.uint8)
+    stamp[:STAMP] = np.frombuffer(blake2b(repr(counts).encode(), digest_size=STAMP).digest(), np.uint8)
+    return stamp.view(storage)

@@ -1,0 +1,174 @@
+"""How a call becomes a plan: its algorithm, its program, and what carries it out; made once for calls alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiocoll.algorithms.scale import scaled
+from aiocoll.algorithms.schedule import Program
+from aiocoll.algorithms.select import build, choose
+from aiocoll.elements.dtypes import DType
+from aiocoll.elements.ops import Kernel, ReduceOp, kernel
+from aiocoll.engine.exchange import Exchange
+from aiocoll.engine.membership import Membership
+from aiocoll.engine.oneshot import OneShot
+from aiocoll.engine.operation import Terms
+from aiocoll.engine.plan import Plan
+from aiocoll.engine.relay import MOST_PIECES, Relay
+
+__all__ = ["Known", "Planner", "keep"]
+
+#: A plan, and the op of its call, which has to live as long as its identity names the plan.
+Known = tuple[Plan, ReduceOp | None]
+
+#: Ranks up to which the lanes' steps, two per rank, are worth it for what is just too large for one step.
+CIRCLE = 4
+#: Ranks up to which each tells all others that it has come to a barrier; telling one takes half a microsecond.
+FLAT = 16
+#: Plans kept per group: a program has few call sites, and a plan of many ranks has some hundred actions.
+PLANS = 256
+
+_REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter", "scan", "exscan"})
+
+
+class Planner:
+    """The part of a group that makes plans.
+
+    Args:
+        member: this rank's membership.
+    """
+
+    def __init__(self, member: Membership) -> None:
+        self._member = member
+        self._rank = member.rank
+        self._size = len(member.ranks)
+        self._plans: dict[tuple[Any, ...], Known] = {}
+
+    def _plan(
+        self,
+        kind: str,
+        dtype: DType | None,
+        sizes: tuple[Any, ...],
+        *,
+        op: ReduceOp | None = None,
+        root: int | None = None,
+        agreed: tuple[int, ...] | None = None,
+    ) -> Plan:
+        """Return the plan of a call, made once for calls alike.
+
+        Args:
+            kind: the collective, as `algorithms.select` calls it.
+            dtype: of the elements; None for a barrier.
+            sizes: counts in elements, as `algorithms.select.build` takes them.
+            op: how it reduces.
+            root: its root.
+            agreed: the counts all ranks know alike; by default all of `sizes`.
+        """
+        # By identity: hashing an op costs more than the rest of the look-up, and the entry keeps the op alive.
+        call = (kind, dtype, sizes, id(op), root)
+        found = self._plans.get(call)
+        if found is None:
+            # First of all, since it checks the op.
+            made = kernel(op, dtype, self._size) if kind in _REDUCING and dtype is not None else None  # type: ignore[arg-type]
+            name = None if op is None else op.wire_name
+            plan = self._compiled(kind, dtype, sizes, made, name, root, agreed)
+            plan.op = op
+            found = keep(self._plans, call, (plan, op))
+        return found[0]
+
+    def _compiled(
+        self,
+        kind: str,
+        dtype: DType | None,
+        sizes: tuple[Any, ...],
+        made: Kernel | None,
+        reduce: str | None,
+        root: int | None,
+        agreed: tuple[int, ...] | None = None,
+    ) -> Plan:
+        """Make a plan; `made` and `reduce` are how it reduces, and the name of that on the wire."""
+        counts = _flat(sizes)
+        terms = Terms(
+            kind.upper(),
+            None if dtype is None else dtype.name,
+            counts if agreed is None else agreed,
+            root,
+            reduce,
+            *self._ends(kind, sizes, root),
+        )
+        nbytes = (sum(sizes[0]) if sizes and isinstance(sizes[0], tuple) else sum(sizes)) * (
+            0 if dtype is None else dtype.itemsize
+        )
+        if kind == "allreduce" and self._size == 1 and made is not None and made.prescale is None:
+            # What a rank alone gives is what it gets; folding it into itself took as long as the rest of the call.
+            return Plan(terms, Program((), (), "alone"), dtype, made, Exchange)
+        algorithm = choose(
+            kind,
+            nbytes,
+            self._size,
+            ordered=made is not None and made.ordered,
+            portable=made is None or made.portable,
+            tuning=self._member.tuning,
+            hosts=self._member.hosts,
+        )
+        if kind == "barrier" and 1 < self._size <= FLAT and self._member.piece_nbytes:
+            return Plan(terms, Program((), (), "oneshot"), dtype, made, OneShot)
+        if kind == "allreduce" and made is not None and nbytes and made.prescale is None:
+            executor = self._shares(algorithm, nbytes, made)
+            if executor is not None:
+                return Plan(terms, Program((), (), executor.__name__.lower()), dtype, made, executor)
+        program = self._program(kind, algorithm, sizes, root, made)
+        return Plan(terms, program, dtype, made, Exchange)
+
+    def _program(
+        self, kind: str, algorithm: str, sizes: tuple[Any, ...], root: int | None, made: Kernel | None
+    ) -> Program:
+        """Return what this rank does, step by step."""
+        program = build(kind, algorithm, self._rank, self._size, *sizes, root=root or 0, hosts=self._member.hosts)
+        return program if made is None or made.prescale is None else self._scaled(program, kind, sizes, root)
+
+    def _shares(self, algorithm: str, nbytes: int, made: Kernel) -> type[OneShot] | type[Relay] | None:
+        """Return the executor through shared memory that suits an allreduce, if there is one."""
+        piece = self._member.piece_nbytes
+        if not piece or self._size == 1:
+            return None
+        if made.portable and nbytes * (self._size - 1) <= piece and nbytes <= piece // 4:
+            return OneShot
+        few = self._size <= CIRCLE or algorithm == "ring"
+        pieces = 2 * (self._size - 1) * (nbytes // (self._size * piece) + 2)
+        return Relay if few and not made.ordered and pieces < MOST_PIECES else None
+
+    def _ends(self, kind: str, sizes: tuple[Any, ...], root: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return how many elements go to each rank and come from each, where only the ends of a message know."""
+        if kind == "alltoall":
+            return tuple(sizes[0]), tuple(sizes[1])
+        if kind not in ("gather", "scatter"):
+            return (), ()
+        counts: tuple[int, ...] = sizes[0]
+        if self._rank == root:
+            return ((), counts) if kind == "gather" else (counts, ())
+        own = tuple(counts[self._rank] if rank == root else 0 for rank in range(self._size))
+        return (own, ()) if kind == "gather" else ((), own)
+
+    def _scaled(self, program: Program, kind: str, sizes: tuple[Any, ...], root: int | None) -> Program:
+        if kind == "reduce_scatter":
+            return scaled(program, dict(enumerate(sizes[0])), self._size + 1, in_place=False)
+        if kind == "exscan":
+            # The tensor of rank 0 is not an output.
+            return scaled(program, {0: sizes[0]}, 1, in_place=self._rank > 0) if self._size > 1 else program
+        return scaled(program, {0: sizes[0]}, 1, in_place=root is None or root == self._rank)
+
+
+def keep(plans: dict[tuple[Any, ...], Known], call: tuple[Any, ...], found: Known) -> Known:
+    """Remember the plan of a call, among at most `PLANS`."""
+    if len(plans) >= PLANS:
+        plans.clear()
+    plans[call] = found
+    return found
+
+
+def _flat(sizes: tuple[Any, ...]) -> tuple[int, ...]:
+    flat: list[int] = []
+    for size in sizes:
+        flat.extend(size if isinstance(size, tuple) else (size,))
+    return tuple(flat)

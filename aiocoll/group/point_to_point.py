@@ -1,0 +1,246 @@
+"""Messages between two ranks: send, receive, and the stream of whatever comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from aiocoll.codec import MAX_BYTES, dumps, loads
+from aiocoll.elements.buffers import Buffer, byte_view, clash, view
+from aiocoll.elements.dtypes import array_dtype, by_code
+from aiocoll.engine.arrival import TAG_LIMIT, Arrival
+from aiocoll.engine.mailbox import OBJECT, Outgoing, Posted
+from aiocoll.engine.membership import Membership
+from aiocoll.engine.recorded import Recorded
+from aiocoll.group.launch import Launcher, Timeout
+from aiocoll.options import seconds
+from aiocoll.work import Work
+
+__all__ = ["PointToPoint", "Recv", "Send", "all_of"]
+
+#: Bytes of the longest message: its frames carry its length in 32 bits.
+LONGEST = 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A send of a `batch`."""
+
+    tensor: Any
+    dst: int
+    tag: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """A receive of a `batch`; `src` None takes a message of any rank."""
+
+    tensor: Any
+    src: int | None
+    tag: int = 0
+
+
+class PointToPoint(Launcher):
+    """Calls of a sender and a receiver. Messages of one sender with one tag are received in the order sent.
+
+    A tag is a number from 0 to 2**30 - 1. Length and dtype of a message must be those of the receive.
+    """
+
+    def send(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[Any]:
+        """Send `tensor` to rank `dst`; done when the memory may be reused, not when it has been received."""
+        dst = self._check_rank(dst, "dst", other=True)
+        buffer = view(tensor, writable=False)
+        return self._send("SEND", dst, tag, byte_view(buffer.array), buffer.dtype.code, buffer.result, timeout)
+
+    def recv(self, tensor: Any, src: int, tag: int = 0, *, timeout: Timeout = None) -> Work[Any]:
+        """Receive a message of rank `src` into `tensor`."""
+        return self._recv(view(tensor), self._check_rank(src, "src", other=True), tag, timeout)
+
+    def recv_anysource(self, tensor: Any, tag: int = 0, *, timeout: Timeout = None) -> Work[Any]:
+        """Receive the next message of any rank into `tensor`; `work.source_rank()` tells whose it was."""
+        return self._recv(view(tensor), None, tag, timeout)
+
+    def batch(self, operations: Sequence[Send | Recv], *, timeout: Timeout = None) -> Work[list[Any]]:
+        """Start several sends and receives together; the result is their tensors, in the order given.
+
+        All arguments are checked before anything starts.
+        """
+        works = self._started(operations, timeout)
+        return all_of(self._together("BATCH", works), works)
+
+    def _started(self, operations: Sequence[Send | Recv], timeout: Timeout) -> list[Work[Any]]:
+        """Check several sends and receives, then start them."""
+        if not isinstance(operations, Iterable):
+            raise TypeError(f"operations must be a list of Send and Recv, not {type(operations).__name__}")
+        ready = [(each, self._checked(each, f"operations[{index}]")) for index, each in enumerate(operations)]
+        _check_apart(ready)
+        self._limit(0, timeout)
+        self._check()
+        return [
+            self._send("SEND", each.dst, each.tag, byte_view(buffer.array), buffer.dtype.code, buffer.result, timeout)
+            if isinstance(each, Send)
+            else self._recv(buffer, each.src, each.tag, timeout)
+            for each, buffer in ready
+        ]
+
+    def send_object(self, obj: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[None]:
+        """Send an object, by msgpack; see `aiocoll.codec` for what travels."""
+        dst = self._check_rank(dst, "dst", other=True)
+        data = dumps(obj, allow_pickle=self._options.allow_pickle)
+        return self._send("SEND_OBJECT", dst, tag, memoryview(data), OBJECT, None, timeout)
+
+    def recv_object(self, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work[Any]:
+        """Receive an object of rank `src`, or of any rank."""
+        if src is not None:
+            src = self._check_rank(src, "src", other=True)
+        return self._recv_object(src, tag, self._limit(tag, timeout))
+
+    def incoming(self, tag: int = 0) -> AsyncIterator[tuple[int, Any]]:
+        """Yield `(source, message)` for every message with `tag` that no receive has asked for, in order of arrival.
+
+        A message is a 1-D array, or the object that was sent. A message is taken only when it is yielded, so
+        cancelling a step loses none, and the iterator can go on; several tasks may share it. It ends when the group is
+        closed by this rank.
+        """
+        _check_tag(tag)
+        self._check()
+        return _Incoming(self._member, tag, self._options.allow_pickle)
+
+    def _together(self, op: str, works: Sequence[Work[Any]]) -> Work[Any]:
+        """Make the work of several, which a block may have recorded."""
+        if not works or not isinstance(works[0], Recorded):
+            return Work(self._member.endpoint, op, None, None, self, 3)
+        whole = Recorded(works[0]._progress, op, None, None, self, 3)
+        works[0]._progress.follow(whole)
+        return whole
+
+    def _checked(self, each: Any, name: str) -> Buffer:
+        """Check one operation of a batch; return the view of its tensor."""
+        if not isinstance(each, Send | Recv):
+            raise TypeError(f"{name} must be a Send or a Recv, not {type(each).__name__}")
+        _check_tag(each.tag, f"{name}.tag")
+        buffer = view(each.tensor, name=f"{name}.tensor", writable=isinstance(each, Recv))
+        if isinstance(each, Send):
+            self._check_rank(each.dst, f"{name}.dst", other=True)
+            _check_length(buffer.nbytes, f"{name}.tensor")
+        elif each.src is not None:
+            self._check_rank(each.src, f"{name}.src", other=True)
+        return buffer
+
+    def _send(
+        self, op: str, dst: int, tag: int, data: memoryview, code: int, result: Any, timeout: Timeout
+    ) -> Work[Any]:
+        _check_length(data.nbytes, "tensor")
+        limit = self._limit(tag, timeout)
+
+        def make(_: int, work: Work[Any]) -> Outgoing:
+            identity = self._member.mailbox.next_id(tag)
+            return Outgoing(self._member, identity, code, dst, data, result, work, limit)
+
+        return self._begin(op, make, limit, result=result, nbytes=data.nbytes)
+
+    def _recv(self, buffer: Buffer, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
+        limit = self._limit(tag, timeout)
+        data = byte_view(buffer.array)
+        code, shape, result = buffer.dtype.code, buffer.shape, buffer.result
+
+        def make(_: int, work: Work[Any]) -> Posted:
+            return Posted(self._member, src, tag, data, code, shape, 0, result, work, limit)
+
+        op = "RECV" if src is not None else "RECV_ANYSOURCE"
+        return self._begin(op, make, limit, None, None, shape, result, buffer.writeback, data.nbytes)
+
+    def _recv_object(self, src: int | None, tag: int, limit: float) -> Work[Any]:
+        def make(_: int, work: Work[Any]) -> Posted:
+            posted = Posted(self._member, src, tag, None, OBJECT, (), MAX_BYTES, None, work, limit)
+            work._unwrap = lambda: loads(posted.view or b"", allow_pickle=self._options.allow_pickle)
+            return posted
+
+        return self._begin("RECV_OBJECT", make, limit)
+
+    def _limit(self, tag: int, timeout: Timeout) -> float:
+        _check_tag(tag)
+        return self._member.timeout if timeout is None else seconds(timeout, "timeout")
+
+
+class _Incoming(AsyncIterator[tuple[int, Any]]):
+    """No generator: the first cancellation would end that."""
+
+    def __init__(self, member: Membership, tag: int, allow_pickle: bool) -> None:
+        self._member = member
+        self._tag = tag
+        self._allow_pickle = allow_pickle
+
+    async def __anext__(self) -> tuple[int, Any]:
+        arrival = await self._member.mailbox.next_message(self._tag)
+        if arrival is None:
+            raise StopAsyncIteration
+        return arrival.peer, self._open(arrival)
+
+    def _open(self, arrival: Arrival) -> Any:
+        data = arrival.data()
+        if arrival.code == OBJECT:
+            return loads(data, allow_pickle=self._allow_pickle)
+        dtype = by_code(arrival.code)
+        return np.frombuffer(bytearray(data), dtype.storage).view(array_dtype(dtype))
+
+
+def _check_tag(tag: Any, name: str = "tag") -> None:
+    if isinstance(tag, bool) or not isinstance(tag, int):
+        raise TypeError(f"{name} must be an int, not {type(tag).__name__}")
+    if not 0 <= tag < TAG_LIMIT:
+        raise ValueError(f"{name}={tag} is out of range: tags are 0 to 2**30 - 1")
+
+
+def _check_length(nbytes: int, name: str) -> None:
+    if nbytes > LONGEST:
+        raise ValueError(f"{name} has {nbytes} bytes; a message holds at most {LONGEST}: send it in parts")
+
+
+def _check_apart(operations: Sequence[tuple[Send | Recv, Buffer]]) -> None:
+    """Refuse a batch that receives into memory which it also sends, or receives into elsewhere."""
+    order = sorted(range(len(operations)), key=lambda index: isinstance(operations[index][0], Send))
+    received = sum(isinstance(each, Recv) for each, _ in operations)
+    arrays = [operations[index][1].array for index in order]
+    found = clash(arrays[:received], arrays[received:])
+    if found is not None:
+        first, second = sorted(order[position] for position in found)
+        raise ValueError(
+            f"operations[{first}].tensor and operations[{second}].tensor share memory, and at least one of them "
+            "receives: give each receive memory of its own"
+        )
+
+
+def all_of(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[list[Any]]:
+    """End `whole` after all `works`, with their results or their first error."""
+    pending = [work for work in works if not work.done()]
+    left = len(pending)
+
+    def ended(_: Work[Any]) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            finish()
+
+    def finish() -> None:
+        failed = [error for work in works if (error := work.exception()) is not None]
+        # A receive that was taken back is the smaller news.
+        failed.sort(key=lambda error: isinstance(error, asyncio.CancelledError))
+        whole._finish(None if failed else [work.result() for work in works], failed[0] if failed else None)
+
+    def withdraw() -> None:
+        for work in works:
+            if work._withdraw is not None:
+                work._withdraw()
+
+    if pending:
+        whole._withdraw = withdraw
+        for work in pending:
+            work.add_done_callback(ended)
+    else:
+        finish()
+    return whole

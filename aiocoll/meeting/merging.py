@@ -1,0 +1,104 @@
+"""How groups that have never met find each other: tickets in a store that all of them can reach.
+
+The first rank of each group takes a ticket and puts up what the group is. Everybody reads these cards in the order of
+the tickets until the ranks are as many as there shall be, so all find the same groups, and number them alike. A later
+merger in the same store begins at the next card.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from itertools import count
+from typing import NamedTuple
+
+import msgpack
+
+from aiocoll.errors import RendezvousError, StoreError, StoreTimeoutError
+from aiocoll.meeting.growth import WITHDRAWN, Seat
+from aiocoll.runtime import Runtime
+from aiocoll.store import PrefixStore, Store
+
+__all__ = ["Party", "find_seats"]
+
+
+class Party(NamedTuple):
+    """A group that wants to be merged; parties are numbered in this order.
+
+    Attributes:
+        lowest: its lowest rank in its job.
+        name: of the group.
+        ticket: that it has taken.
+        ranks: how many it has.
+        size: how many the new group shall have.
+    """
+
+    lowest: int
+    name: str
+    ticket: int
+    ranks: int
+    size: int
+
+
+async def find_seats(store: Store, party: Party, name: str, timeout: float) -> Seat:
+    """Wait until enough groups have come; return the seat of this one's first rank.
+
+    Args:
+        store: where the groups meet.
+        party: this rank's group, still without a ticket.
+        name: of the new group; who gives another one is not met.
+        timeout: seconds to wait.
+
+    Raises:
+        RendezvousError: too few ranks came in time, too many came, or the groups want different sizes.
+    """
+    runtime = Runtime.of(asyncio.get_running_loop())
+    deadline = runtime.time() + timeout
+    place = PrefixStore(f"aiocoll/merge/{name}", store)
+    party = party._replace(ticket=await place.add("tickets", 1))
+    card = msgpack.packb(party)
+    found: list[Party] = []
+    try:
+        await place.set(str(party.ticket), card)
+        for number in count(1):
+            told = await place.get(str(number), timeout=max(0.0, deadline - runtime.time()))
+            if told == WITHDRAWN:
+                continue
+            found.append(Party(*msgpack.unpackb(told)))
+            if _complete(found):
+                if party in found:
+                    break
+                found = []
+    except BaseException as error:
+        with contextlib.suppress(StoreError):
+            await place.compare_set(str(party.ticket), card, WITHDRAWN)
+        if isinstance(error, StoreTimeoutError):
+            raise RendezvousError(
+                f"{_ranks(found)} of {party.size} ranks came within {timeout:g} s, those of {_named(found)}: all "
+                "groups call merge_remote_group() with the same store, size and group_name"
+            ) from error
+        raise
+    first = min(each.ticket for each in found)
+    before = [each for each in found if each < party]
+    return Seat(f"aiocoll/merge/{name}/{first}", _ranks(before), party.size, name)
+
+
+def _complete(found: list[Party]) -> bool:
+    """Whether the groups make up the new one."""
+    if len({each.size for each in found}) > 1:
+        raise RendezvousError(
+            f"the groups to be merged want different sizes, {', '.join(str(each.size) for each in found)} "
+            f"({_named(found)}): give the same size"
+        )
+    size = found[0].size
+    if _ranks(found) > size:
+        raise RendezvousError(f"the groups to be merged have {_ranks(found)} ranks, not size={size}: {_named(found)}")
+    return _ranks(found) == size
+
+
+def _ranks(parties: list[Party]) -> int:
+    return sum(each.ranks for each in parties)
+
+
+def _named(parties: list[Party]) -> str:
+    return ", ".join(f"{each.name!r} of {each.ranks}" for each in parties) or "nobody"

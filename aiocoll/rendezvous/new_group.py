@@ -1,0 +1,291 @@
+"""`new_group`: from an init method to a store, a rank and a world size, and from there to a group."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import operator
+import os
+from collections.abc import Callable, Generator, Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from aiocoll.backends import Backend, BackendConfig, factory_of, refuse_device, sole_backend
+from aiocoll.errors import RendezvousError
+from aiocoll.group.process_group import ProcessGroup
+from aiocoll.meeting.growth import take_seat
+from aiocoll.meeting.place import Place
+from aiocoll.options import GroupOptions, job_key, seconds
+from aiocoll.rendezvous.home import Home, shared
+from aiocoll.store import FileStore, Store, TCPStore
+from aiocoll.transport.address import parse_endpoint
+
+__all__ = ["new_group"]
+
+#: Keys found in the environment, by job: they are removed from it when found, and later groups need them too.
+_keys: dict[str, bytes] = {}
+
+
+class new_group:
+    """Make a group of all ranks. Await it, or use it in ``async with``, which closes the group.
+
+    Args:
+        backend: None or "aio" for the library's own, a registered name, or pairs such as "cpu:aio,cuda:nccl"; see
+            `aiocoll.backends`.
+        init_method: ``env://`` (the default), ``tcp://host:port`` or ``file:///path``; not together with `store`.
+        store: a store that all ranks share.
+        rank: this rank; from ``RANK`` with ``env://``.
+        world_size: number of ranks; from ``WORLD_SIZE`` with ``env://``.
+        timeout: seconds the ranks have to meet, and that an operation may take by default.
+        device: a kind of device that the backend serves, or None.
+        name: name of the group, the same on all ranks; by default numbered in the order of the calls.
+        join: become a rank of a group that is there, whose ranks call `ProcessGroup.grow`; it gives the rank.
+        options: see `GroupOptions`.
+
+    Raises:
+        ValueError, TypeError: an argument or a variable is missing or wrong.
+        BackendUnavailableError: the backend is not part of this version.
+        RendezvousError: the ranks did not meet; names those that are missing.
+        AuthenticationError: another process is not of this job, or addresses off this host are used without a key.
+    """
+
+    def __init__(
+        self,
+        backend: str | None = None,
+        *,
+        init_method: str | None = None,
+        store: Store | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        timeout: float | timedelta = 300.0,
+        device: str | None = None,
+        name: str | None = None,
+        join: bool = False,
+        options: GroupOptions | None = None,
+    ) -> None:
+        if init_method is not None and store is not None:
+            raise ValueError("init_method and store exclude each other: give one of them")
+        self._devices = BackendConfig(backend).get_device_backend_map()
+        self._backend = sole_backend(self._devices)
+        for argument, given, kind in (
+            ("init_method", init_method, str),
+            ("store", store, Store),
+            ("name", name, str),
+            ("options", options, GroupOptions),
+            ("device", device, str),
+        ):
+            if given is not None and not isinstance(given, kind):
+                raise TypeError(f"{argument} must be a {kind.__name__} or None, not {type(given).__name__}")
+        if device is not None:
+            refuse_device(device, self._devices)
+        self._device = device
+        self._name = name
+        self._timeout = seconds(timeout, "timeout")
+        self._given = options
+        self._join = join
+        if join:
+            if (rank, world_size, name) != (None, None, None) or self._backend != Backend.AIO:
+                raise ValueError("join=True: leave out rank, world_size, name and backend, which the group gives")
+            self._where = _where(init_method, store, 0, 1, os.environ)._replace(world_size=0, hosted=True)
+        elif self._backend == Backend.FAKE:
+            self._where = _nowhere(rank, world_size, os.environ)
+        else:
+            self._where = _where(init_method, store, rank, world_size, os.environ)
+        self._pg: Any = None
+
+    def __await__(self) -> Generator[Any, None, ProcessGroup]:
+        return self._make().__await__()
+
+    async def __aenter__(self) -> ProcessGroup:
+        self._pg = await self._make()
+        group: ProcessGroup = self._pg
+        return group
+
+    async def __aexit__(self, *exc: Any) -> None:
+        await self._pg.__aexit__(*exc)
+
+    async def _make(self) -> ProcessGroup:
+        where = self._where
+        options = GroupOptions.resolve(self._given, os.environ)
+        if (factory := factory_of(self._backend)) is not None:
+            return await self._make_by(factory, options)
+        if self._join:
+            return await self._join_group(options)
+        if self._backend == Backend.FAKE:
+            return self._make_fake(options)
+        identity = (id(asyncio.get_running_loop()), where.identity, where.rank)
+        home = shared.get(identity)
+        if home is None:
+            home = shared[identity] = self._home(identity, options)
+        elif home.world_size != where.world_size:
+            raise ValueError(f"world_size={where.world_size}, but the groups of this job have {home.world_size} ranks")
+        group: ProcessGroup = await home.group(self._name, self._timeout, options)
+        group._devices = self._devices
+        return group
+
+    async def _join_group(self, options: GroupOptions) -> ProcessGroup:
+        place, timeout = self._place(options), self._timeout
+        place.hold()
+        try:
+            seat = await take_seat(place.store, timeout)
+            identity = (id(place), seat.prefix, seat.rank)
+            key = _key(options, self._where.job)
+            home = Home(
+                identity, place, seat.prefix, seat.rank, seat.world_size, options, key, self._where.master, timeout
+            )
+            return await home.group(seat.name, timeout, options)
+        finally:
+            await place.drop()
+
+    def _place(self, options: GroupOptions) -> Place:
+        where, key = self._where, _key(options, self._where.job)
+        return Place(where.store, lambda: where.open(self._timeout, key), where.hosts)
+
+    def _home(self, identity: tuple[Any, ...], options: GroupOptions) -> Home:
+        where = self._where
+        key = _key(options, where.job)
+        place = self._place(options)
+        return Home(identity, place, None, where.rank, where.world_size, options, key, where.master, self._timeout)
+
+    async def _make_by(self, factory: Callable[..., Any], options: GroupOptions) -> ProcessGroup:
+        where = self._where
+        store = where.store if where.store is not None else where.open(self._timeout, _key(options, where.job))
+        made = factory(store, where.rank, where.world_size, self._timeout, self._device, options=options)
+        group: ProcessGroup = await made if inspect.isawaitable(made) else made
+        return group
+
+    def _make_fake(self, options: GroupOptions) -> ProcessGroup:
+        from aiocoll.rendezvous.fake import World  # few programs have a dry run
+
+        group = World(self._where.rank, self._where.world_size, options).group(self._name, self._timeout)
+        group._devices = self._devices
+        return group
+
+
+def _key(options: GroupOptions, job: str) -> bytes | None:
+    found = job_key(os.environ, options.job_key)
+    if options.job_key is not None:
+        return found
+    if found is not None:
+        _keys[job] = found
+    return _keys.get(job)
+
+
+class _Where(NamedTuple):
+    """Where and as whom this rank meets the others; a newcomer learns its numbers there, and has 0 for both."""
+
+    identity: Any
+    rank: int
+    world_size: int
+    store: Store | None
+    scheme: str
+    host: str
+    port: int
+    hosted: bool
+    job: str
+
+    @property
+    def master(self) -> str | None:
+        """Host of the store, if it has one."""
+        return self.host if self.scheme == "tcp" and not self.host.startswith("unix:") else None
+
+    @property
+    def hosts(self) -> bool:
+        """Whether this rank serves the store."""
+        return self.scheme == "tcp" and self.rank == 0 and not self.hosted
+
+    def open(self, timeout: float, key: bytes | None) -> Store:
+        """Return the store of an init method."""
+        if self.scheme == "file":
+            return FileStore(self.host, self.world_size or None)
+        return TCPStore(
+            self.host,
+            self.port,
+            self.world_size or None,
+            self.hosts,
+            timeout,
+            wait_for_workers=False,
+            key=key,
+            job=self.job,
+        )
+
+
+def _where(
+    init_method: str | None, store: Store | None, rank: int | None, world_size: int | None, env: Mapping[str, str]
+) -> _Where:
+    if store is not None:
+        place = _numbers(rank, world_size, {}, "with store=")
+        return _Where(("store", id(store)), *place, store, "store", "", 0, True, "")
+    method = "env://" if init_method is None else init_method
+    parts = urlsplit(method)
+    job = env.get("AIOCOLL_JOB_ID", "")
+    if parts.scheme == "env":
+        place = _numbers(rank, world_size, env, "with init_method='env://'")
+        host, port, hosted = _from_environment(env)
+        return _Where((method, host, port, job), *place, None, "tcp", host, port, hosted, job)
+    place = _numbers(rank, world_size, {}, f"with init_method={method!r}")
+    if parts.scheme == "tcp":
+        host, port = parse_endpoint(parts.netloc)
+        return _Where((method, job), *place, None, "tcp", host, port, False, job)
+    if parts.scheme == "file" and parts.path and not parts.netloc:
+        return _Where((method, job), *place, None, "file", parts.path, 0, False, job)
+    raise ValueError(f"init_method={method!r} must be env://, tcp://host:port or file:///path")
+
+
+def _nowhere(rank: int | None, world_size: int | None, env: Mapping[str, str]) -> _Where:
+    """Return where the ranks of a dry run meet, which need not meet."""
+    place = _numbers(rank, world_size, env, "with backend='fake'")
+    return _Where(None, *place, None, "", "", 0, True, "")
+
+
+def _numbers(rank: int | None, world_size: int | None, env: Mapping[str, str], when: str) -> tuple[int, int]:
+    (rank_name, number), (size_name, size) = (
+        _number(name, value, env, when) for name, value in (("rank", rank), ("world_size", world_size))
+    )
+    if size < 1 or not 0 <= number < size:
+        raise ValueError(
+            f"{rank_name}={number}, {size_name}={size}: world_size must be positive and rank 0 to world_size - 1"
+        )
+    return number, size
+
+
+def _number(name: str, value: int | None, env: Mapping[str, str], when: str) -> tuple[str, int]:
+    """Return an argument, or the variable that stands for it, and what to call it in errors."""
+    variable = name.upper()
+    if value is not None:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+        return name, operator.index(value)
+    if variable not in env:
+        hint = f" (or set {variable} in the environment)" if env or when.endswith("'env://'") else ""
+        raise ValueError(f"{name} is missing: give {name}= {when}{hint}")
+    try:
+        return variable, int(env[variable])
+    except ValueError:
+        raise ValueError(f"{variable}={env[variable]!r} in the environment must be a number") from None
+
+
+def _from_environment(env: Mapping[str, str]) -> tuple[str, int, bool]:
+    """Return host and port of the store, and whether somebody else hosts it."""
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "AIOCOLL_PORT" not in env:
+        # The port belongs to the agent of torchrun, which speaks another protocol.
+        if env.get("LOCAL_WORLD_SIZE") != env.get("WORLD_SIZE"):
+            raise RendezvousError(
+                "under torchrun on several hosts set AIOCOLL_PORT to a port that is free on the master"
+            )
+        run = f"{env.get('TORCHELASTIC_RUN_ID', '')}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}-{env['MASTER_PORT']}"
+        return f"unix:@aiocoll-{os.geteuid()}-{run}", 0, False
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if missing:
+        raise ValueError(
+            f"{' and '.join(missing)} missing in the environment: start the ranks with `aiocoll run`, set them, "
+            "or give init_method= or store="
+        )
+    if not env["MASTER_ADDR"]:
+        raise ValueError("MASTER_ADDR='' in the environment must be the host name or address of rank 0")
+    variable = "AIOCOLL_PORT" if "AIOCOLL_PORT" in env else "MASTER_PORT"
+    port = env[variable]
+    if not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise ValueError(f"{variable}={port!r} in the environment must be a port number from 1 to 65535")
+    return env["MASTER_ADDR"], int(port), env.get("AIOCOLL_STORE") == "launcher"

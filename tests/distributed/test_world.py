@@ -1,0 +1,264 @@
+"""`aiocoll.distributed`: the default group, of the context or of the loop, and what is known about groups."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+import aiocoll
+import aiocoll.distributed as dist
+from aiocoll import HashStore, ProcessGroup
+from aiocoll.distributed.world import _first
+from aiocoll.testing import run_processes
+
+from ..ranks import run_ranks
+
+
+async def as_ranks(world_size: int, fn: Callable[..., Awaitable[Any]], *args: Any) -> list[Any]:
+    """Run `fn(store, rank, *args)` as tasks of this loop that have no group yet."""
+    store = HashStore()
+    try:
+        return await asyncio.gather(*(fn(store, rank, *args) for rank in range(world_size)))
+    finally:
+        await store.aclose()
+
+
+async def test_there_is_no_group_before_init() -> None:
+    assert dist.is_available()
+    assert not dist.is_initialized()
+    assert dist.group.WORLD is None
+    assert dist.GroupMember.WORLD is None
+    assert dist.get_pg_count() == 0
+    for call in (
+        dist.get_rank,
+        dist.get_world_size,
+        dist.get_backend,
+        dist.barrier,
+        dist.time_estimator,
+        dist.coalescing_manager,
+    ):
+        with pytest.raises(ValueError, match="no default group here"):
+            call()
+    with pytest.raises(ValueError, match="no default group here"):
+        await dist.destroy_process_group()
+
+
+async def test_init_and_destroy() -> None:
+    async def rank_of_two(store: HashStore, rank: int) -> None:
+        await dist.init_process_group("aio", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30),
+                                      group_name="job", device_id="cpu")  # fmt: skip
+        assert dist.is_initialized()
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, 2)
+        pg = dist.group.WORLD
+        assert pg is not None
+        assert (pg.group_name, pg.timeout) == ("job", 30.0)
+        assert aiocoll.current_process_group() is pg
+        assert await dist.all_reduce(rank + 1) == 3
+        with pytest.raises(ValueError, match="there is a default group here already"):
+            await dist.init_process_group(store=store, rank=rank, world_size=2)
+        await dist.destroy_process_group()
+        assert not dist.is_initialized()
+        with pytest.raises(ValueError, match="no default group here"):
+            dist.all_reduce(1)
+        await dist.init_process_group(store=store, rank=rank, world_size=2)
+        assert dist.group.WORLD is not pg
+        assert await dist.all_reduce(rank) == 1
+        await dist.destroy_process_group(dist.group.WORLD)
+        assert not dist.is_initialized()
+
+    await as_ranks(2, rank_of_two)
+    assert not dist.is_initialized()
+
+
+async def test_the_first_group_of_a_loop_is_for_tasks_without_one() -> None:
+    store = HashStore()
+
+    async def asks() -> tuple[bool, int]:
+        return dist.is_initialized(), dist.get_rank() if dist.is_initialized() else -1
+
+    async def init(rank: int) -> ProcessGroup:
+        await dist.init_process_group(store=store, rank=rank, world_size=2)
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    def task(made: Any) -> asyncio.Task[Any]:
+        return asyncio.create_task(made, context=contextvars.Context())
+
+    early = await task(asks())
+    first, second = await asyncio.gather(task(init(0)), task(init(1)))
+    assert early == (False, -1)
+    owner = dist.group.WORLD
+    assert owner in (first, second)
+    assert await task(asks()) == (True, owner.rank())
+    # A task that has one inherits it to those it starts.
+    with aiocoll.process_group(second):
+        assert await asyncio.create_task(asks()) == (True, 1)
+        # One that was closed is not replaced by the loop's, which may be another rank's.
+        if owner is first:
+            await second.shutdown()
+            assert await asks() == (False, -1)
+    await asyncio.gather(first.shutdown(), second.shutdown())
+    assert await task(asks()) == (False, -1)
+    await store.aclose()
+
+
+def test_a_loop_that_is_gone_keeps_no_group() -> None:
+    async def main() -> None:
+        store = HashStore()
+        await dist.init_process_group(store=store, rank=0, world_size=1)
+        pg = dist.group.WORLD
+        assert pg is not None
+        assert list(_first.values()) == [pg]
+        await pg.shutdown()
+        await store.aclose()
+
+    for _ in range(2):
+        asyncio.run(main())
+    assert len(_first) == 1
+    _first.clear()
+
+
+async def test_init_refuses_what_new_group_refuses() -> None:
+    with pytest.raises(ValueError, match="exclude each other"):
+        await dist.init_process_group(init_method="env://", store=HashStore())
+    with pytest.raises(ValueError, match="backend='gloo' is not known"):
+        await dist.init_process_group("gloo")
+    with pytest.raises(ValueError, match="rank is missing"):
+        await dist.init_process_group(store=HashStore(), world_size=2)
+    with pytest.raises(aiocoll.BackendUnavailableError, match="cuda:0"):
+        await dist.init_process_group(store=HashStore(), rank=0, world_size=1, device_id=0)
+    with pytest.raises(TypeError, match="options"):
+        await dist.init_process_group(store=HashStore(), rank=0, world_size=1, pg_options={})  # type: ignore[arg-type]
+    assert not dist.is_initialized()
+
+
+async def test_two_tasks_are_two_ranks_of_two_worlds() -> None:
+    async def work(store: HashStore, rank: int, size: int, unit: int) -> list[int]:
+        await dist.init_process_group(store=store, rank=rank, world_size=size)
+        got = []
+        for turn in range(5):
+            assert dist.get_rank() == rank
+            got.append(await dist.all_reduce(unit * (rank + turn)))
+            await asyncio.sleep(0)
+        await dist.destroy_process_group()
+        return got
+
+    one, two = await asyncio.gather(as_ranks(3, work, 3, 1), as_ranks(2, work, 2, 100))
+    assert one == [[3 + 3 * turn for turn in range(5)]] * 3
+    assert two == [[100 + 200 * turn for turn in range(5)]] * 2
+
+
+async def test_the_block_of_a_group_makes_it_the_default() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        assert dist.group.WORLD is pg
+        async with aiocoll.new_group(store=HashStore(), rank=0, world_size=1) as alone:
+            with aiocoll.process_group(alone):
+                assert dist.get_world_size() == 1
+                assert await dist.all_reduce(5) == 5
+                # Its ranks are not those of the other world.
+                assert dist.get_world_size(pg) == 2
+                assert await dist.all_reduce(1, group=pg) == 2
+        assert dist.group.WORLD is pg
+        dist.group.WORLD = None
+        assert not dist.is_initialized()
+        dist.group.WORLD = pg
+        assert dist.get_rank() == pg.rank()
+
+    await run_ranks(2, body)
+
+
+async def test_the_ranks_of_a_test_have_it_already() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        with pytest.raises(ValueError, match="there is a default group here already"):
+            await dist.init_process_group()
+        await dist.destroy_process_group()
+        assert not dist.is_initialized()
+
+    await run_ranks(2, body)
+
+
+async def init_from_the_environment(pg: ProcessGroup) -> tuple[int, int, int]:
+    await dist.barrier()
+    return dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank()
+
+
+async def test_processes() -> None:
+    assert await run_processes(2, init_from_the_environment) == [(0, 2, 0), (1, 2, 1)]
+
+
+# -- what is known about groups
+
+
+async def test_ranks_of_the_default_group_are_global() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        assert dist.get_group_rank(pg, 2) == dist.get_global_rank(pg, 2) == 2
+        assert dist.get_process_group_ranks() == dist.get_process_group_ranks(pg) == [0, 1, 2]
+        for call, words in (
+            (lambda: dist.get_group_rank(pg, 3), "global_rank=3"),
+            (lambda: dist.get_global_rank(pg, -1), "group_rank=-1"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                call()
+        with pytest.raises(TypeError, match="group must be"):
+            dist.get_group_rank("world", 0)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="global_rank must be a rank"):
+            dist.get_group_rank(pg, 0.5)  # type: ignore[arg-type]
+
+    await run_ranks(3, body)
+
+
+def test_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert dist.get_node_local_rank() == dist.get_node_local_rank(fallback_rank=5) == 3
+    monkeypatch.setenv("LOCAL_RANK", "three")
+    with pytest.raises(ValueError, match="LOCAL_RANK='three'"):
+        dist.get_node_local_rank()
+    monkeypatch.delenv("LOCAL_RANK")
+    assert dist.get_node_local_rank(fallback_rank=5) == 5
+    with pytest.raises(RuntimeError, match="LOCAL_RANK is not in the environment"):
+        dist.get_node_local_rank()
+
+
+def test_launched_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert not dist.is_torchelastic_launched()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert dist.is_torchelastic_launched()
+
+
+async def test_backends() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        assert dist.get_backend() == dist.get_backend(pg) == dist.Backend.AIO
+        assert dist.get_backend_config() == "cpu:aio"
+        assert dist.get_pg_count() == 1
+
+    await run_ranks(2, body)
+    assert dist.get_default_backend_for_device("cpu") == "aio"
+    assert dist.get_default_backend_for_device("cuda:1") == "nccl"
+    with pytest.raises(ValueError, match="device='tpu' has no backend"):
+        dist.get_default_backend_for_device("tpu")
+    assert dist.is_backend_available("aio")
+    assert dist.is_backend_available("cpu:aio")
+    assert not dist.is_backend_available("gloo")
+    assert not dist.is_backend_available("cpu:aio,cuda:nccl")
+
+
+async def test_debug_level() -> None:
+    async def body(pg: ProcessGroup) -> dist.DebugLevel:
+        return dist.get_debug_level()
+
+    assert await run_ranks(1, body) == [dist.DebugLevel.OFF]
+    assert dist.get_debug_level() is dist.DebugLevel.OFF
+
+
+def test_what_complex_numbers_support() -> None:
+    refused = {"MIN", "MAX", "BAND", "BOR", "BXOR"}
+    for name in ("SUM", "AVG", "PRODUCT", *refused):
+        assert dist.supports_complex(getattr(dist.ReduceOp, name)) is (name not in refused)
+    assert dist.supports_complex(dist.ReduceOp.PREMUL_SUM(2.0))
+    assert dist.reduce_op is dist.ReduceOp

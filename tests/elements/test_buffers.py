@@ -1,0 +1,345 @@
+"""What `view` takes, shares, stages and refuses."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll.elements.buffers import Buffer, byte_view, is_scalar, overlaps, scalar, view
+from aiocoll.errors import BackendUnavailableError
+
+
+class Interface:
+    """An object of some other library that shows its memory by `__array_interface__`."""
+
+    def __init__(self, source: np.ndarray) -> None:
+        self.source = source
+        self.__array_interface__ = source.__array_interface__
+
+
+class Capsule:
+    """An object of some other library that shows its memory by DLPack."""
+
+    def __init__(self, source: np.ndarray, device: int = 1) -> None:
+        self.source = source
+        self.device = device
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (self.device, 0)
+
+    def __dlpack__(self, **options: Any) -> object:
+        return self.source.__dlpack__(**options)
+
+
+class Immutable(Interface):
+    """Like a JAX array: read-only, and its library makes new ones."""
+
+    def __init__(self, source: np.ndarray) -> None:
+        source.flags.writeable = False
+        super().__init__(source)
+
+    def __array_namespace__(self) -> SimpleNamespace:
+        return SimpleNamespace(asarray=Immutable)
+
+
+def address(x: np.ndarray) -> int:
+    return x.__array_interface__["data"][0]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (4, 0, 2), (1, 1, 1)])
+@pytest.mark.parametrize("dtype", ["bool", "int16", "uint64", "float16", "float32", "complex128"])
+def test_arrays_are_shared(shape: tuple[int, ...], dtype: str) -> None:
+    x = np.ones(shape, dtype)
+    buffer = view(x)
+    assert buffer.array.shape == (x.size,)
+    assert buffer.array.dtype == dtype == buffer.dtype.name
+    assert address(buffer.array) == address(x)
+    assert (buffer.shape, buffer.count, buffer.nbytes) == (shape, x.size, x.nbytes)
+    assert buffer.writeback is None
+    assert buffer.finish() is x
+    buffer.array[:] = 0
+    assert not x.any()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"])
+def test_ml_dtypes_arrays_are_shared(name: str) -> None:
+    x = np.ones((2, 2), getattr(pytest.importorskip("ml_dtypes"), name))
+    buffer = view(x)
+    assert buffer.dtype.name == name
+    assert buffer.array.dtype == f"uint{x.itemsize * 8}"
+    assert buffer.finish() is x
+    buffer.array[:] = 0
+    assert (x == 0).all()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: x[:, ::2],
+        lambda x: x.T,
+        lambda x: np.asfortranarray(x),
+        lambda x: x[::-1, ::-1],
+        lambda x: x[0, ::3],
+    ],
+    ids=["columns", "transposed", "fortran", "reversed", "row"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bool"])
+def test_other_layouts_are_staged_in_c_order(layout: Any, dtype: str) -> None:
+    x = layout(np.arange(24).reshape(4, 6).astype(dtype))
+    want = x.flatten()
+    buffer = view(x)
+    assert np.array_equal(buffer.array, want)
+    assert not overlaps(buffer.array, x)
+    assert buffer.shape == x.shape
+    buffer.array[:] = want == 0
+    assert np.array_equal(x.flatten(), want)
+    assert buffer.finish() is x
+    assert np.array_equal(x.flatten(), want == 0)
+
+
+def test_staged_ml_dtypes_come_back() -> None:
+    x = np.ones((3, 4), pytest.importorskip("ml_dtypes").bfloat16)[:, ::2]
+    buffer = view(x)
+    buffer.array[:] = 0x4000
+    buffer.finish()
+    assert (x == 2).all()
+
+
+def test_input_that_is_staged_is_not_written_back() -> None:
+    x = np.arange(6)[::2]
+    buffer = view(x, writable=False)
+    assert buffer.array.tolist() == [0, 2, 4]
+    assert buffer.writeback is None
+    assert buffer.finish() is x
+
+
+def test_misaligned_arrays_are_staged() -> None:
+    x = np.zeros(17, np.uint8)[1:].view(np.float64)
+    assert not x.flags.aligned
+    buffer = view(x)
+    assert buffer.array.flags.aligned
+    buffer.array[:] = [1, 2]
+    buffer.finish()
+    assert x.tolist() == [1, 2]
+
+
+def test_subclasses() -> None:
+    matrix = np.ones((2, 2)).view(type("Mine", (np.ndarray,), {}))
+    buffer = view(matrix)
+    assert type(buffer.array) is np.ndarray
+    assert buffer.array.shape == (4,)
+    assert overlaps(buffer.array, matrix)
+    assert buffer.finish() is matrix
+    with pytest.raises(TypeError, match=r"output is a masked array; pass output.filled\(...\) or its .data"):
+        view(np.ma.array([1, 2], mask=[0, 1]), name="output")
+
+
+@pytest.mark.parametrize(
+    ("obj", "dtype", "shape"),
+    [
+        (bytearray(b"\1\1\1"), "uint8", (3,)),
+        (memoryview(bytearray(4)), "uint8", (4,)),
+        (memoryview(np.ones((2, 3), np.float32)), "float32", (2, 3)),
+        (array.array("d", [1.0, 2.0]), "float64", (2,)),
+        (array.array("h"), "int16", (0,)),
+        ((ctypes.c_int32 * 5)(), "int32", (5,)),
+        (Interface(np.ones((3, 1))), "float64", (3, 1)),
+        (Capsule(np.ones((2, 2), np.int8)), "int8", (2, 2)),
+        (Capsule(np.ones(2, np.complex64), device=3), "complex64", (2,)),
+    ],
+    ids=["bytearray", "bytes view", "array view", "array", "empty array", "ctypes", "interface", "dlpack", "pinned"],
+)
+def test_foreign_memory_is_shared(obj: Any, dtype: str, shape: tuple[int, ...]) -> None:
+    if isinstance(obj, Capsule) and np.lib.NumpyVersion(np.__version__) < "2.1.0":
+        pytest.skip("NumPy before 2.1 shows every DLPack array as read-only")
+    buffer = view(obj)
+    assert (buffer.dtype.name, buffer.shape, buffer.array.ndim) == (dtype, shape, 1)
+    assert buffer.finish() is obj
+    buffer.array[:] = 7
+    again = view(obj, writable=False).array
+    assert again.tolist() == [7] * buffer.count
+    if buffer.count:
+        assert overlaps(again, buffer.array)
+
+
+def test_strided_memoryview_is_staged() -> None:
+    memory = bytearray(range(6))
+    buffer = view(memoryview(memory)[::2])
+    buffer.array[:] = 9
+    buffer.finish()
+    assert list(memory) == [9, 1, 9, 3, 9, 5]
+
+
+def read_only_array() -> np.ndarray:
+    x = np.ones(3)
+    x.flags.writeable = False
+    return x
+
+
+@pytest.mark.parametrize(
+    "obj",
+    [read_only_array(), b"abc", memoryview(b"abc"), Interface(read_only_array()), np.broadcast_to(1.0, (2, 2))],
+    ids=["array", "bytes", "memoryview", "interface", "broadcast"],
+)
+def test_read_only_memory(obj: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"outputs\[2\] is read-only, but the result is written to it; pass a writable"
+    ):
+        view(obj, name="outputs[2]")
+    assert view(obj, writable=False).count > 0
+
+
+def test_immutable_arrays_give_a_new_one() -> None:
+    x = Immutable(np.array([1.0, 2.0, 3.0]))
+    buffer = view(x)
+    buffer.array *= 2
+    result = buffer.finish()
+    assert isinstance(result, Immutable)
+    assert result.source.tolist() == [2.0, 4.0, 6.0]
+    assert x.source.tolist() == [1.0, 2.0, 3.0]
+    assert overlaps(view(x, writable=False).array, x.source)
+
+
+@pytest.mark.parametrize("obj", [None, [1, 2], (1, 2), "text", {1: 2}, {1}, 3, 2.5, np.float32(1), object()])
+def test_what_is_not_an_array(obj: Any) -> None:
+    with pytest.raises(
+        TypeError, match=rf"^inputs must be a NumPy array, a torch tensor, .*, not {type(obj).__name__}$"
+    ):
+        view(obj, name="inputs")
+
+
+@pytest.mark.parametrize(
+    ("obj", "message"),
+    [
+        (np.array([None]), "x: dtype object is not supported; use one of bool"),
+        (np.array(["a"]), "x: dtype <U1 is not supported"),
+        (np.zeros(2, "M8[s]"), r"x: dtype datetime64\[s\] is not supported"),
+        (np.zeros(2, "m8[s]")[::2], r"x: dtype timedelta64\[s\] is not supported"),
+        (np.zeros(2, [("a", "f4")]), "x: dtype .* is not supported"),
+        (np.zeros(2, ">i4"), "x: dtype '>i4' is int32 in foreign byte order"),
+        (np.zeros(2, np.longdouble), "x: dtype (longdouble|float128|float96) is not supported"),
+        ((ctypes.c_char * 2)(), "x: dtype .S1 is not supported"),
+    ],
+    ids=["object", "str", "datetime", "timedelta", "structured", "big-endian", "long double", "char"],
+)
+def test_refused_dtypes(obj: Any, message: str) -> None:
+    if isinstance(obj, np.ndarray) and obj.dtype == np.float64:
+        pytest.skip("long double is float64 on this platform")
+    with pytest.raises(TypeError, match=message):
+        view(obj, name="x")
+
+
+@pytest.mark.parametrize(
+    "obj", [SimpleNamespace(__cuda_array_interface__={}), Capsule(np.ones(1), device=2)], ids=["interface", "dlpack"]
+)
+def test_cuda_arrays_say_what_to_install(obj: Any) -> None:
+    with pytest.raises(BackendUnavailableError, match=r"^x is a CUDA array, .* pip install aiocoll\[cuda12\]"):
+        view(obj, name="x")
+
+
+def test_dlpack_that_numpy_cannot_take() -> None:
+    class Odd(Capsule):
+        def __dlpack__(self, **options: Any) -> object:
+            raise BufferError("bfloat16 is not for you")
+
+    with pytest.raises(TypeError, match="x: NumPy cannot take this Odd through DLPack: bfloat16 is not for you"):
+        view(Odd(np.ones(1)), name="x")
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (True, "bool"),
+        (False, "bool"),
+        (3, "int64"),
+        (-(2**63), "int64"),
+        (3.5, "float64"),
+        (1 + 2j, "complex128"),
+        (np.float32(1.5), "float32"),
+        (np.float16(1.5), "float16"),
+        (np.int8(-3), "int8"),
+        (np.True_, "bool"),
+        (np.float64(2.5), "float64"),
+    ],
+)
+def test_scalars_come_back_as_their_own_type(value: Any, dtype: str) -> None:
+    assert is_scalar(value)
+    buffer = scalar(value)
+    assert (buffer.dtype.name, buffer.shape, buffer.count, buffer.array.shape) == (dtype, (), 1, (1,))
+    assert buffer.finish() == value
+    assert type(buffer.finish()) is type(value)
+    buffer.array[:] = 1
+    assert buffer.finish() == 1
+    assert type(buffer.finish()) is type(value)
+
+
+def test_bfloat16_scalar() -> None:
+    value = pytest.importorskip("ml_dtypes").bfloat16(1.0)
+    buffer = scalar(value)
+    assert buffer.array.tolist() == [0x3F80]
+    buffer.array[:] = 0x4000
+    assert buffer.finish() == 2
+    assert type(buffer.finish()) is type(value)
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 10**30])
+def test_big_ints(value: int) -> None:
+    with pytest.raises(OverflowError, match=f"the int {value} does not fit in int64; pass an array of another dtype"):
+        scalar(value)
+
+
+@pytest.mark.parametrize("value", [None, "3", [3], np.ones(1)])
+def test_what_is_not_a_number(value: Any) -> None:
+    assert not is_scalar(value)
+    with pytest.raises(TypeError, match=f"a number is expected, not {type(value).__name__}"):
+        scalar(value)
+
+
+def test_scalars_of_other_dtypes() -> None:
+    with pytest.raises(TypeError, match=r"dtype datetime64\[D\] is not supported"):
+        scalar(np.datetime64("2020-01-01"))
+
+
+def test_overlaps() -> None:
+    x = np.zeros(10)
+    assert overlaps(x, x)
+    assert overlaps(x[:6], x[5:])
+    assert not overlaps(x[:5], x[5:])
+    assert not overlaps(x, x.copy())
+    assert not overlaps(x[3:3], x)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "float64", "complex64", "complex128"])
+@pytest.mark.parametrize("count", [0, 3])
+def test_byte_view(dtype: str, count: int) -> None:
+    x = np.zeros(count, dtype)
+    memory = byte_view(x)
+    assert (memory.format, memory.ndim, memory.nbytes, len(memory)) == ("B", 1, x.nbytes, x.nbytes)
+    assert not memory.readonly
+    if count:
+        memory[0] = 1
+        assert x.any()
+
+
+def test_a_cuda_tensor_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tensor:
+        is_cpu = False
+        device = SimpleNamespace(type="cuda")
+
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor))
+    with pytest.raises(
+        BackendUnavailableError, match=r"grad is a CUDA array, .*aiocoll\[cuda12\] \(or aiocoll\[cuda13\]"
+    ):
+        view(Tensor(), name="grad")
+
+
+def test_a_buffer_keeps_the_callers_object_alive() -> None:
+    buffer = view(bytearray(b"\5"))
+    assert isinstance(buffer, Buffer)
+    assert buffer.array.tolist() == [5]

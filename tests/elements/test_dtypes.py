@@ -1,0 +1,243 @@
+"""Element types: their place on the wire, which NumPy dtypes map to them, and the narrow floats' conversions."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+from aiocoll.elements import dtypes
+from aiocoll.errors import BackendUnavailableError
+
+NATIVE = [
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
+FLOAT8 = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+HALF = ["float16", "bfloat16", *FLOAT8]
+ALL_BITS = np.arange(1 << 16, dtype=np.uint32) << 16
+
+
+def extension(name: str) -> np.dtype:
+    if name == "float16":
+        return np.dtype(np.float16)
+    return np.dtype(getattr(pytest.importorskip("ml_dtypes"), name))
+
+
+def up(name: str, codes: np.ndarray) -> np.ndarray:
+    dtype = dtypes.by_name(name)
+    out = np.empty(len(codes), np.float32)
+    dtypes.to_float32(dtype)(codes.view(dtype.storage), out)
+    return out
+
+
+def down(name: str, values: np.ndarray) -> np.ndarray:
+    dtype = dtypes.by_name(name)
+    out = np.empty(len(values), dtype.storage)
+    with np.errstate(all="ignore"):
+        dtypes.from_float32(dtype)(values, out)
+    return out.view(f"uint{dtype.itemsize * 8}")
+
+
+def test_wire_codes_never_change() -> None:
+    codes = {dtypes.by_code(code).name: code for code in range(1, 20)}
+    assert codes == {
+        "bool": 1,
+        "int8": 2,
+        "int16": 3,
+        "int32": 4,
+        "int64": 5,
+        "uint8": 6,
+        "uint16": 7,
+        "uint32": 8,
+        "uint64": 9,
+        "float32": 10,
+        "float64": 11,
+        "complex64": 12,
+        "complex128": 13,
+        "float16": 14,
+        "bfloat16": 15,
+        "float8_e4m3fn": 16,
+        "float8_e5m2": 17,
+        "float8_e4m3fnuz": 18,
+        "float8_e5m2fnuz": 19,
+    }
+
+
+@pytest.mark.parametrize("code", [0, 20, 255, -1])
+def test_unknown_code(code: int) -> None:
+    with pytest.raises(ValueError, match=f"dtype code {code} is unknown; codes go from 1 to 19"):
+        dtypes.by_code(code)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_native_types(name: str) -> None:
+    dtype = dtypes.of_numpy(np.dtype(name))
+    assert dtype is dtypes.by_name(name)
+    assert dtype.name == name
+    assert dtype.storage == np.dtype(name) == dtypes.array_dtype(dtype)
+    assert dtype.itemsize == np.dtype(name).itemsize
+
+
+@pytest.mark.parametrize("name", HALF[1:])
+def test_ml_dtypes_are_stored_as_unsigned_integers(name: str) -> None:
+    dtype = dtypes.of_numpy(extension(name))
+    assert dtype is dtypes.by_name(name)
+    assert dtype.kind == "half"
+    assert dtype.storage == np.dtype(f"uint{dtype.itemsize * 8}")
+    assert dtypes.array_dtype(dtype) == extension(name)
+
+
+def test_longlong_is_int64() -> None:
+    assert dtypes.of_numpy(np.dtype(np.longlong)) is dtypes.by_name("int64")
+
+
+def test_there_is_one_instance_per_type() -> None:
+    dtype = dtypes.by_name("float32")
+    assert pickle.loads(pickle.dumps(dtype)) is dtype
+    assert copy.deepcopy(dtype) is dtype
+
+
+def test_array_dtype_without_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> object:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(dtypes, "import_module", refuse)
+    with pytest.raises(BackendUnavailableError, match="arrays of bfloat16 need ml_dtypes: pip install ml_dtypes"):
+        dtypes.array_dtype(dtypes.by_name("bfloat16"))
+    assert dtypes.array_dtype(dtypes.by_name("float16")) == np.float16
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_conversions_need_no_ml_dtypes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def refuse(module: str, *args: object, **kwargs: object) -> object:
+        assert not module.startswith("ml_dtypes")
+        return original(module, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    values = np.array([0.0, 0.5, -1.5, 12.0], np.float32)
+    assert up(name, down(name, values)).tolist() == [0.0, 0.5, -1.5, 12.0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (">f4", "'>f4' is float32 in foreign byte order; convert it first"),
+        ("O", "dtype object is not supported; use one of bool, int8"),
+        ("M8[s]", r"dtype datetime64\[s\] is not supported"),
+        ("m8[s]", r"dtype timedelta64\[s\] is not supported"),
+        ("U3", "dtype <U3 is not supported"),
+        ([("x", "f4")], r"dtype \[\('x', '<f4'\)\] is not supported"),
+    ],
+)
+def test_refused_dtypes(dtype: object, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        dtypes.of_numpy(np.dtype(dtype))
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(TypeError, match="dtype 'float8' is not supported; use one of bool, "):
+        dtypes.by_name("float8")
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_up_is_exact_for_every_code(name: str) -> None:
+    codes = np.arange(1 << 8 * dtypes.by_name(name).itemsize, dtype=f"u{dtypes.by_name(name).itemsize}")
+    got, want = up(name, codes), codes.view(extension(name)).astype(np.float32)
+    np.testing.assert_array_equal(got, want)
+    assert (np.signbit(got) == np.signbit(want))[~np.isnan(want)].all()
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_up_then_down_gives_every_code_back(name: str) -> None:
+    codes = np.arange(1 << 8 * dtypes.by_name(name).itemsize, dtype=f"u{dtypes.by_name(name).itemsize}")
+    values = up(name, codes)
+    back, number = down(name, values), ~np.isnan(values)
+    assert (back[number] == codes[number]).all()
+    assert np.isnan(up(name, back[~number])).all()
+
+
+def rounding_cases(name: str) -> dict[str, np.ndarray]:
+    """float32 values around everything that matters to rounding into `name`, and many random ones."""
+    rng = np.random.default_rng(2)
+    codes = np.arange(1 << 8 * dtypes.by_name(name).itemsize, dtype=f"u{dtypes.by_name(name).itemsize}")
+    points = np.sort(np.unique(up(name, codes)[np.isfinite(up(name, codes))]))
+    middles = (points[:-1].astype(np.float64) + points[1:]) / 2
+    ties = middles.astype(np.float32)
+    with np.errstate(over="ignore"):
+        near = np.concatenate([np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))])
+    largest = np.finfo(np.float32).max
+    beyond = np.concatenate([s * np.minimum(points[-1] * np.linspace(0.9, 2.5, 20_001), largest) for s in (1, -1)])
+    return {
+        "upper halves": ALL_BITS.view(np.float32),
+        "just above": (ALL_BITS | 1).view(np.float32),
+        "just below": (ALL_BITS | 0xFFFF).view(np.float32),
+        "ties": ties,
+        "near ties": near,
+        "overflow": beyond.astype(np.float32),
+        "any bits": rng.integers(0, 1 << 32, 200_000, dtype=np.uint32).view(np.float32),
+        "finite": (rng.standard_normal(200_000) * 10.0 ** rng.integers(-9, 4, 200_000)).astype(np.float32),
+    }
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_down_rounds_like_the_reference(name: str) -> None:
+    for case, values in rounding_cases(name).items():
+        # The short arrays take float16's other path.
+        for part in (values, values[:100], values[-5000:]):
+            with np.errstate(all="ignore"):
+                want = part.astype(extension(name)).view(down(name, part[:1]).dtype)
+            assert np.array_equal(down(name, part), want), case
+
+
+def test_bfloat16_ties_to_even_and_nan_by_hand() -> None:
+    bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F7FFFFF, 0x7F800001], np.uint32)
+    assert [hex(code) for code in down("bfloat16", bits.view(np.float32))] == [
+        "0x3f80",  # half way, down to even
+        "0x3f82",  # half way, up to even
+        "0x3f81",  # above half way
+        "0x7fc0",  # NaNs whose mantissa would carry over
+        "0xffc0",
+        "0x7f80",  # the largest float32 rounds to infinity
+        "0x7fc0",  # a NaN whose upper half reads as infinity
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [
+        ("float8_e4m3fn", [0x7E, 0x7F, 0x7F, 0xFF, 0x80]),
+        ("float8_e5m2", [0x5F, 0x7C, 0x7E, 0xFC, 0x80]),
+        ("float8_e4m3fnuz", [0x80, 0x80, 0x80, 0x80, 0x00]),
+        ("float8_e5m2fnuz", [0x63, 0x80, 0x80, 0x80, 0x00]),
+    ],
+)
+def test_float8_overflow_by_hand(name: str, codes: list[int]) -> None:
+    values = np.array([448.0, 1e6, np.nan, -np.inf, -0.0], np.float32)
+    assert down(name, values).tolist() == codes
+
+
+@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("count", [0, 1, 20_000])
+def test_down_leaves_its_source_alone(name: str, count: int) -> None:
+    values = np.linspace(-3.0, 3.0, count, dtype=np.float32)
+    kept = values.copy()
+    down(name, values)
+    assert np.array_equal(values, kept)

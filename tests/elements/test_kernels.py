@@ -1,0 +1,367 @@
+"""Reductions against closed forms, on every op and dtype, with every way the output may coincide with an input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from aiocoll.elements import kernels
+from aiocoll.elements.dtypes import DType, array_dtype, by_name, from_float32, to_float32
+from aiocoll.elements.ops import ReduceOp, kernel
+from aiocoll.errors import BackendUnavailableError
+
+SIGNED = ["int8", "int16", "int32", "int64"]
+UNSIGNED = ["uint8", "uint16", "uint32", "uint64"]
+FLOATS = ["float32", "float64"]
+HALF = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+COMPLEX = ["complex64", "complex128"]
+# Nothing, one, odd, and more than one piece of a fold (256 KiB, or 64 Ki elements of a half type) of most dtypes.
+COUNTS = [0, 1, 7, 70_001]
+PAIRS = [
+    (name, dtype)
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
+    for dtype in (*SIGNED, *UNSIGNED, *FLOATS, *HALF, *COMPLEX)
+    if not (name in ("MIN", "MAX") and dtype in COMPLEX)
+]
+
+
+def encode(dtype: DType, values: Sequence[object] | np.ndarray) -> np.ndarray:
+    """Return storage of `dtype` holding `values`, which it can represent."""
+    if dtype.kind != "half":
+        return np.array(values, dtype=dtype.storage)
+    out = np.empty(len(values), dtype.storage)
+    from_float32(dtype)(np.array(values, dtype=np.float32), out)
+    return out
+
+
+def decode(dtype: DType, stored: np.ndarray) -> np.ndarray:
+    if dtype.kind != "half":
+        return stored
+    out = np.empty(len(stored), np.float32)
+    to_float32(dtype)(stored, out)
+    return out
+
+
+def ranks(dtype: DType, world_size: int, count: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Per rank r the values r + 1 + (i % 2), and the pattern i % 2; sums and products of few ranks are exact."""
+    pattern = np.arange(count) % 2
+    return [encode(dtype, pattern + rank + 1) for rank in range(world_size)], pattern
+
+
+def closed_form(name: str, world_size: int, pattern: np.ndarray) -> np.ndarray:
+    p = world_size
+    zero, one = {
+        "SUM": (p * (p + 1) // 2, p * (p + 3) // 2),
+        "PREMUL_SUM": (p * (p + 1) // 2, p * (p + 3) // 2),
+        "AVG": (p * (p + 1) // 2 // p, p * (p + 3) // 2 // p),
+        "PRODUCT": (math.factorial(p), math.factorial(p + 1)),
+        "MIN": (1, 2),
+        "MAX": (p, p + 1),
+    }[name]
+    return np.where(pattern == 0, zero, one)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("name", "dtype_name"), PAIRS)
+def test_fold(name: str, dtype_name: str, world_size: int, count: int) -> None:
+    dtype = by_name(dtype_name)
+    inputs, pattern = ranks(dtype, world_size, count)
+    want = closed_form(name, world_size, pattern)
+    if name == "AVG" and dtype.kind not in ("int", "uint"):
+        want = pattern + (world_size + 1) / 2
+    made = kernel(getattr(ReduceOp, name), dtype, world_size)
+    for target in (-1, *range(world_size)):
+        operands = [x.copy() for x in inputs]
+        out = np.empty(count, dtype.storage) if target < 0 else operands[target]
+        made.fold(operands, out)
+        # Two mantissa bits cannot hold 9, for one: the exact result rounds once.
+        assert np.array_equal(out, encode(dtype, want))
+        for rank, (operand, original) in enumerate(zip(operands, inputs, strict=True)):
+            assert rank == target or np.array_equal(operand, original)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(("name", "dtype_name"), PAIRS)
+def test_combine_into_new_left_and_right(name: str, dtype_name: str, count: int) -> None:
+    dtype = by_name(dtype_name)
+    (left, right), pattern = ranks(dtype, 2, count)
+    want = closed_form("SUM" if name == "AVG" else name, 2, pattern)
+    made = kernel(getattr(ReduceOp, name), dtype, 2)
+    for target in range(3):
+        a, b, out = left.copy(), right.copy(), np.empty(count, dtype.storage)
+        out = (out, a, b)[target]
+        made.combine(a, b, out)
+        assert np.array_equal(decode(dtype, out), want)
+
+
+@pytest.mark.parametrize(
+    ("name", "ufunc"), [("SUM", np.add), ("PRODUCT", np.multiply), ("BXOR", np.bitwise_xor), ("BAND", np.bitwise_and)]
+)
+def test_native_combine_is_the_ufunc_itself(name: str, ufunc: np.ufunc) -> None:
+    assert kernel(getattr(ReduceOp, name), by_name("int32"), 2).combine is ufunc
+
+
+@pytest.mark.parametrize("dtype_name", [*SIGNED, *UNSIGNED])
+def test_bit_ops(dtype_name: str) -> None:
+    dtype = by_name(dtype_name)
+    inputs = [encode(dtype, [0b1100, 7, 0]), encode(dtype, [0b1010, 7, 1]), encode(dtype, [0b1001, 7, 2])]
+    out = np.empty(3, dtype.storage)
+    for name, want in {"BAND": [8, 7, 0], "BOR": [15, 7, 3], "BXOR": [15, 7, 3]}.items():
+        kernel(getattr(ReduceOp, name), dtype, 3).fold(inputs, out)
+        assert out.tolist() == want
+
+
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [
+        ("SUM", [False, True, True, True]),
+        ("MAX", [False, True, True, True]),
+        ("BOR", [False, True, True, True]),
+        ("PRODUCT", [False, False, False, True]),
+        ("MIN", [False, False, False, True]),
+        ("BAND", [False, False, False, True]),
+        ("BXOR", [False, True, True, False]),
+    ],
+)
+def test_bool(name: str, want: list[bool]) -> None:
+    out = np.empty(4, np.bool_)
+    made = kernel(getattr(ReduceOp, name), by_name("bool"), 2)
+    made.fold([np.array([False, False, True, True]), np.array([False, True, False, True])], out)
+    assert out.tolist() == want
+
+
+@pytest.mark.parametrize("dtype_name", [*SIGNED, *UNSIGNED])
+def test_integers_wrap_silently(dtype_name: str) -> None:
+    dtype = by_name(dtype_name)
+    info = np.iinfo(dtype.storage)
+    top, two = encode(dtype, [info.max]), encode(dtype, [2])
+    out = np.empty(1, dtype.storage)
+    kernel(ReduceOp.SUM, dtype, 2).combine(top, two, out)
+    assert out[0] == info.min + 1
+    kernel(ReduceOp.PRODUCT, dtype, 2).combine(top, two, out)
+    assert int(out[0]) % (1 << dtype.itemsize * 8) == 2 * info.max % (1 << dtype.itemsize * 8)
+
+
+@pytest.mark.parametrize("dtype_name", [*SIGNED, *UNSIGNED])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 128, 255, 256, 300, 70_000])
+def test_integer_average_truncates_toward_zero(dtype_name: str, world_size: int) -> None:
+    dtype = by_name(dtype_name)
+    info = np.iinfo(dtype.storage)
+    sums = [info.min, info.min + 1, *range(max(-9, info.min), 10), info.max - 1, info.max]
+    x = encode(dtype, sums)
+    finalize = kernel(ReduceOp.AVG, dtype, world_size).finalize
+    assert finalize is not None
+    finalize(x)
+    assert x.tolist() == [abs(s) // world_size * (1 if s >= 0 else -1) for s in sums]
+
+
+@pytest.mark.parametrize("dtype_name", [*FLOATS, *COMPLEX, *HALF])
+def test_finalize_of_a_float_average(dtype_name: str) -> None:
+    dtype = by_name(dtype_name)
+    x = encode(dtype, [3.0, -6.0, 0.75])
+    finalize = kernel(ReduceOp.AVG, dtype, 3).finalize
+    assert finalize is not None
+    finalize(x)
+    assert decode(dtype, x).tolist() == [1.0, -2.0, 0.25]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 64, 1000])
+@pytest.mark.parametrize("dtype_name", [*FLOATS, *COMPLEX])
+def test_a_float_average_is_the_quotient_to_the_last_bit(dtype_name: str, world_size: int) -> None:
+    dtype = by_name(dtype_name)
+    real = np.dtype(f"float{dtype.itemsize * 4}") if dtype.kind == "complex" else dtype.storage
+    bits = np.random.default_rng(7).bytes(4096 * real.itemsize)
+    sums = np.concatenate([np.frombuffer(bits, real), np.array([0, -0.0, np.inf, -np.inf, np.nan, 5e-324, 1], real)])
+    sums = sums[: len(sums) // 2 * 2]
+    with np.errstate(all="ignore"):
+        want = sums / real.type(world_size)
+        finalize = kernel(ReduceOp.AVG, dtype, world_size).finalize
+        assert finalize is not None
+        finalize(got := sums.copy().view(dtype.storage))
+    number = ~np.isnan(want)
+    assert np.isnan(got.view(real)[~number]).all()
+    assert got.view(real)[number].tobytes() == want[number].tobytes()
+
+
+@pytest.mark.parametrize("name", ["SUM", "PRODUCT", "MIN", "MAX", "PREMUL_SUM"])
+def test_only_average_has_a_last_touch(name: str) -> None:
+    op = ReduceOp.PREMUL_SUM(2) if name == "PREMUL_SUM" else getattr(ReduceOp, name)
+    made = kernel(op, by_name("float32"), 2)
+    assert made.finalize is None
+    assert (made.prescale is None) == (name != "PREMUL_SUM")
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("dtype_name", [*FLOATS, *COMPLEX, *HALF])
+def test_premul_sum(dtype_name: str, count: int) -> None:
+    dtype = by_name(dtype_name)
+    inputs, pattern = ranks(dtype, 2, count)
+    for rank, factor in enumerate((0.5, np.float32(-2))):
+        prescale = kernel(ReduceOp.PREMUL_SUM(factor), dtype, 2).prescale
+        assert prescale is not None
+        prescale(inputs[rank], inputs[rank])
+    kernel(ReduceOp.PREMUL_SUM(1), dtype, 2).fold(inputs, inputs[0])
+    assert np.array_equal(decode(dtype, inputs[0]), 0.5 * (pattern + 1) - 2 * (pattern + 2))
+
+
+def test_premul_sum_by_a_complex_factor() -> None:
+    prescale = kernel(ReduceOp.PREMUL_SUM(2j), by_name("complex64"), 2).prescale
+    assert prescale is not None
+    out = np.empty(2, np.complex64)
+    prescale(np.array([1, 1j], np.complex64), out)
+    assert out.tolist() == [2j, -2]
+
+
+@pytest.mark.parametrize("name", ["MIN", "MAX"])
+@pytest.mark.parametrize("dtype_name", [*FLOATS, *HALF])
+def test_nan_goes_through_min_and_max(name: str, dtype_name: str) -> None:
+    dtype = by_name(dtype_name)
+    numbers, nans = np.arange(33.0) / 2, np.full(33, np.nan)
+    made = kernel(getattr(ReduceOp, name), dtype, 2)
+    out = np.empty(33, dtype.storage)
+    for a, b in ((numbers, nans), (nans, numbers), (-nans, numbers), (nans, nans)):
+        made.combine(encode(dtype, a), encode(dtype, b), out)
+        assert np.isnan(decode(dtype, out)).all()
+
+
+@pytest.mark.parametrize("name", ["MIN", "MAX"])
+@pytest.mark.parametrize("dtype_name", [*FLOATS, *HALF])
+def test_zeros_of_both_signs_compare_the_same_everywhere(name: str, dtype_name: str) -> None:
+    """Several ranks may compute the same element at different places of a vector."""
+    dtype = by_name(dtype_name)
+    made = kernel(getattr(ReduceOp, name), dtype, 2)
+    seen = set()
+    for count in range(1, 70):
+        out = np.empty(count, dtype.storage)
+        made.combine(encode(dtype, [0.0] * count), encode(dtype, [-0.0] * count), out)
+        seen |= set(np.signbit(decode(dtype, out)).tolist())
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype_name", "big", "small", "want"),
+    [
+        # Half of big's last place: added one by one the small ones round away, added in float32 two make one place.
+        ("float16", 2048.0, 1.0, 2050.0),
+        ("bfloat16", 256.0, 1.0, 258.0),
+        ("float8_e4m3fn", 16.0, 1.0, 18.0),
+        ("float8_e5m2", 8.0, 1.0, 10.0),
+    ],
+)
+def test_half_sums_round_once(dtype_name: str, big: float, small: float, want: float) -> None:
+    dtype = by_name(dtype_name)
+    made = kernel(ReduceOp.SUM, dtype, 3)
+    inputs = [encode(dtype, [big]), encode(dtype, [small]), encode(dtype, [small])]
+    out = np.empty(1, dtype.storage)
+    made.fold(inputs, out)
+    assert decode(dtype, out).tolist() == [want]
+    made.combine(inputs[0], inputs[1], out)
+    made.combine(out, inputs[2], out)
+    assert decode(dtype, out).tolist() == [big]
+
+
+def test_half_average_does_not_overflow_on_the_way() -> None:
+    dtype = by_name("float16")
+    out = np.empty(20_000, np.float16)
+    kernel(ReduceOp.AVG, dtype, 2).fold([np.full(20_000, 60000, np.float16)] * 2, out)
+    assert (out == 60000).all()
+    kernel(ReduceOp.SUM, dtype, 2).fold([np.full(20_000, 60000, np.float16)] * 2, out)
+    assert np.isinf(out).all()
+
+
+@pytest.mark.parametrize("dtype_name", ["float16", "bfloat16"])
+def test_half_sum_is_the_float32_sum_in_rank_order(dtype_name: str) -> None:
+    dtype = by_name(dtype_name)
+    rng = np.random.default_rng(3)
+    inputs = [encode(dtype, rng.standard_normal(70_001)) for _ in range(5)]
+    total = decode(dtype, inputs[0])
+    for x in inputs[1:]:
+        total = total + decode(dtype, x)
+    out = np.empty(70_001, dtype.storage)
+    kernel(ReduceOp.SUM, dtype, 5).fold(inputs, out)
+    assert np.array_equal(out, encode(dtype, total))
+
+
+def subtract_from_twice(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    """2a - b: not commutative, and wrong if out is a or b."""
+    out[:] = a
+    out += a
+    out -= b
+
+
+@pytest.mark.parametrize("dtype_name", ["int32", "float64", "complex64", "float16", "bfloat16"])
+def test_custom_folds_in_rank_order_whatever_out_is(dtype_name: str) -> None:
+    dtype = by_name(dtype_name)
+    if dtype_name == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    made = kernel(ReduceOp.custom(subtract_from_twice, commutative=False), dtype, 4)
+    for target in range(-1, 4):
+        inputs = [encode(dtype, [5, 1]), encode(dtype, [3, 2]), encode(dtype, [1, 1]), encode(dtype, [4, 0])]
+        out = np.empty(2, dtype.storage) if target < 0 else inputs[target]
+        made.fold(inputs, out)
+        assert decode(dtype, out).tolist() == [22, -2]
+    for target in range(2):
+        pair = [encode(dtype, [5, 1]), encode(dtype, [3, 2])]
+        made.combine(*pair, pair[target])
+        assert decode(dtype, pair[target]).tolist() == [7, 0]
+
+
+@pytest.mark.parametrize("dtype_name", ["float32", "float16", "bool", "bfloat16", "float8_e5m2"])
+def test_custom_sees_the_users_dtype(dtype_name: str) -> None:
+    dtype = by_name(dtype_name)
+    if dtype_name in ("bfloat16", "float8_e5m2"):
+        pytest.importorskip("ml_dtypes")
+    seen = set()
+
+    def spy(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+        seen.update({a.dtype, b.dtype, out.dtype})
+        out[:] = b
+
+    left, right, out = encode(dtype, [0, 0]), encode(dtype, [1, 1]), np.zeros(2, dtype.storage)
+    kernel(ReduceOp.custom(spy), dtype, 2).combine(left, right, out)
+    assert seen == {array_dtype(dtype)}
+    assert np.array_equal(out, right)
+
+
+def test_a_ufunc_is_a_custom_op() -> None:
+    out = np.empty(1)
+    kernel(ReduceOp.custom(np.hypot), by_name("float64"), 2).fold([np.array([3.0]), np.array([4.0])], out)
+    assert out.tolist() == [5.0]
+
+
+def test_custom_that_returns_instead_of_writing() -> None:
+    made = kernel(ReduceOp.custom(lambda a, b, out: a + b, name="plus"), by_name("float64"), 2)
+    with pytest.raises(
+        TypeError, match=r"op 'plus': f\(a, b, out\) must write into out and return None, not .*ndarray"
+    ):
+        made.combine(np.ones(1), np.ones(1), np.ones(1))
+
+
+def test_custom_on_bfloat16_without_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(dtype: DType) -> np.dtype:
+        raise BackendUnavailableError(f"arrays of {dtype.name} need ml_dtypes: pip install ml_dtypes")
+
+    monkeypatch.setattr(kernels, "array_dtype", refuse)
+    with pytest.raises(TypeError, match=r"op 'f': custom functions see bfloat16 through ml_dtypes: .*pip install"):
+        kernel(ReduceOp.custom(subtract_from_twice, name="f"), by_name("bfloat16"), 2)
+
+
+@pytest.mark.parametrize(("name", "dtype_name"), [pair for pair in PAIRS if pair[1] in (*FLOATS, *COMPLEX)])
+def test_portable_kernels_give_the_same_bits_at_any_place(name: str, dtype_name: str) -> None:
+    dtype = by_name(dtype_name)
+    made = kernel(getattr(ReduceOp, name), dtype, 3)
+    if not made.portable:
+        assert (name, dtype.kind) == ("PRODUCT", "complex")
+        return
+    rng = np.random.default_rng(5)
+    inputs = [rng.standard_normal(200).astype(dtype.storage.char.lower()).view(dtype.storage)[:100] for _ in range(3)]
+    whole = np.empty(100, dtype.storage)
+    made.fold(inputs, whole)
+    for start in range(0, 100, 9):
+        part = np.empty(min(9, 100 - start), dtype.storage)
+        made.fold([x[start : start + 9] for x in inputs], part)
+        assert part.tobytes() == whole[start : start + 9].tobytes()

@@ -1,0 +1,848 @@
+"""Coalescing, sentence by sentence: what a block records, when it is sent, how it fails, and that results are right."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from itertools import cycle, product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import (
+    GroupClosedError,
+    GroupError,
+    GroupRevokedError,
+    HashStore,
+    ProcessGroup,
+    Recv,
+    ReduceOp,
+    Send,
+    Work,
+    new_group,
+)
+from aiocoll.engine.channel import Channel
+from aiocoll.group.calls import Call as TakenCall
+from aiocoll.group.fuse import LARGE
+from aiocoll.testing.virtual import run_virtual
+from aiocoll.transport.frame import FrameKind
+
+from ..pairwise import Case
+from ..ranks import TRANSPORTS, run_ranks, until
+from ..reductions import DTYPES, OPS, equal
+from .test_collectives import COUNTS, MOVING, REDUCING, ROOTED, SIZES, Call, label, valid
+
+SUM = ReduceOp.SUM
+
+
+class Frames:
+    """Counts the frames with data that any rank receives."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        deliver = Channel.deliver
+
+        def counted(channel: Channel, link: Any, header: Any, payload: Any) -> None:
+            self.count += header[0] == FrameKind.DATA and header[7] > 0
+            deliver(channel, link, header, payload)
+
+        monkeypatch.setattr(Channel, "deliver", counted)
+
+    def taken(self) -> int:
+        count, self.count = self.count, 0
+        return count
+
+
+@pytest.fixture
+def frames(monkeypatch: pytest.MonkeyPatch) -> Frames:
+    return Frames(monkeypatch)
+
+
+def ones(count: int = 4, value: float = 1.0) -> Any:
+    return np.full(count, value, float)
+
+
+# -- results
+
+
+def mixed(world_size: int) -> Iterator[Case]:
+    """Yield every kind on every dtype with every op, with counts and roots by turns."""
+    counts, roots = cycle(each for each in COUNTS if each != "1000000"), cycle(range(world_size))
+    for kind, dtype, op in product(REDUCING + MOVING, DTYPES, OPS):
+        if kind in MOVING and op != "SUM":
+            continue
+        case = {"kind": kind, "dtype": dtype, "op": op, "world_size": world_size, "count": next(counts)}
+        if valid(case):
+            yield case | {"root": next(roots) if kind in ROOTED else 0}
+
+
+async def everything(pg: ProcessGroup) -> list[bytes]:
+    """Make all calls in one block, each in a task of its own, and check what they give."""
+    calls = [(case, Call(case, pg.rank())) for case in mixed(pg.size())]
+    async with pg.coalescing() as batch:
+        found = await asyncio.gather(*(call.run(pg) for _, call in calls))
+    assert pg._member.entered == batch.seq == 1
+    for (case, call), arrays in zip(calls, found, strict=True):
+        for array, right in zip(arrays, call.expected(), strict=True):
+            assert equal(array, right), f"{label(case)} on rank {pg.rank()}: {array} instead of {right}"
+    return [arrays[0].tobytes() for (case, _), arrays in zip(calls, found, strict=True) if case["kind"] == "allreduce"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "transport"),
+    [(1, "memory"), (3, "memory"), (2, "shm")]
+    + [pytest.param(size, transport, marks=pytest.mark.matrix) for size in SIZES for transport in TRANSPORTS],
+)
+async def test_every_kind_dtype_and_op_in_one_block(world_size: int, transport: str) -> None:
+    first, *others = await run_ranks(world_size, everything, transport=transport)
+    assert all(each == first for each in others), "the ranks differ in their bits"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_small_and_large_staged_and_scalar_calls_of_one_block(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        size, mine = pg.size(), pg.rank() + 1.0
+        total = size * (size + 1) / 2
+        small, large = ones(5, mine), ones(LARGE // 8 + 1, mine)
+        matrix = np.arange(12.0).reshape(3, 4)
+        strided = matrix.T[::2]
+        async with pg.coalescing() as batch:
+            works: list[Work[Any]] = [
+                pg.allreduce(small),
+                pg.allreduce(2.5),
+                pg.allreduce(large),
+                pg.allreduce(strided),
+                pg.allreduce(pg.rank() + 1, ReduceOp.MAX),
+                pg.barrier(),
+                pg.barrier(),
+                pg.broadcast_object({"from": pg.rank()}, 1),
+                pg.allgather_object(pg.rank()),
+                pg.monitored_barrier(),
+            ]
+            assert all(work.seq is None and work.group is pg for work in works)
+            assert pg.pending() == works
+        assert (small == total).all()
+        assert (large == total).all()
+        assert works[3].result() is strided
+        assert strided.tolist() == (np.arange(12.0).reshape(3, 4).T[::2] * size).tolist()
+        assert [work.result() for work in works[4:]] == [size, None, None, {"from": 1}, list(range(size)), None]
+        assert works[1].result() == 2.5 * size
+        assert isinstance(works[4].result(), int)
+        assert pg.pending() == []
+        assert batch.seq == 1
+        assert pg.barrier().seq == 2
+
+    await run_ranks(3, rank, transport=transport)
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter", "alltoall"])
+async def test_blocks_of_uneven_lengths_that_only_two_ranks_know_are_fused(kind: str) -> None:
+    """16 MiB in all, on a clock on which packing that takes several turns: a piece is a reading of it."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        size, rank = pg.size(), pg.rank()
+
+        def block(source: int, target: int, number: int) -> Any:
+            return np.full(number * 100_000 + source * 7 + target, source * 100 + target * 10 + number)
+
+        works, expected = [], []
+        async with pg.coalescing():
+            for number in range(4):
+                incoming = [np.zeros_like(block(peer, rank, number)) for peer in range(size)]
+                outgoing = [block(rank, peer, number) for peer in range(size)]
+                if kind == "alltoall":
+                    works.append(pg.alltoall(incoming, outgoing))
+                    expected.append([block(peer, rank, number) for peer in range(size)])
+                elif kind == "gather":
+                    there = [np.zeros_like(block(peer, 1, number)) for peer in range(size)]
+                    works.append(pg.gather(there if rank == 1 else None, block(rank, 1, number), 1))
+                    expected.append([block(peer, 1, number) for peer in range(size)] if rank == 1 else [])
+                else:
+                    works.append(pg.scatter(incoming[2], outgoing if rank == 2 else None, 2))
+                    expected.append([block(2, rank, number)])
+        for work, right in zip(works, expected, strict=True):
+            result = work.result()
+            for array, each in zip([result] if kind == "scatter" else result or [], right, strict=True):
+                assert np.array_equal(array, each)
+
+    run_virtual_in_thread(3, rank)
+
+
+def run_virtual_in_thread(world_size: int, fn: Any, **how: Any) -> Any:
+    """Run ranks on a virtual loop, from a test that has a loop of its own."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run_virtual, world_size, fn, **how).result()
+
+
+# -- messages and numbers
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix", "memory"])
+async def test_a_bucket_is_one_message_per_peer_and_step(transport: str, frames: Frames) -> None:
+    counted = []
+
+    async def rank(pg: ProcessGroup) -> None:
+        tensors = [ones(1024, pg.rank() + 1.0).astype("float32") for _ in range(1000)]
+        whole = np.ones(1024 * 1000, "float32")
+        for way in ("whole", "block"):
+            await pg.barrier()
+            frames.taken()
+            await pg.barrier()
+            if way == "whole":
+                await pg.allreduce(whole)
+            else:
+                async with pg.coalescing():
+                    for tensor in tensors:
+                        pg.allreduce(tensor)
+            await pg.barrier()
+            if pg.rank() == 0:
+                counted.append(frames.taken())
+        assert all((tensor == 3).all() for tensor in tensors)
+
+    await run_ranks(2, rank, transport=transport)
+    assert counted[0] == counted[1]
+
+
+async def test_small_calls_of_a_block_are_one_frame_to_each_peer(frames: Frames) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        async with pg.coalescing():
+            for number in range(50):
+                pg.allreduce(ones(3, number))
+            for number in range(50):
+                pg.broadcast(ones(3, number), 0)
+        assert pg._member.entered == 1
+
+    await run_ranks(2, rank, transport="tcp")
+    # Each rank sends its tensors, and one of them what it broadcasts.
+    assert frames.count == 3
+
+
+async def test_an_empty_block_takes_no_number(frames: Frames) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        async with pg.coalescing() as batch:
+            pass
+        assert batch.seq is None
+        assert pg._member.entered == 0
+
+    await run_ranks(2, rank)
+    assert frames.count == 0
+
+
+async def test_functions_of_one_name_are_not_mixed_up() -> None:
+    def adding() -> ReduceOp:
+        return ReduceOp.custom(lambda a, b, out: np.add(a, b, out=out))
+
+    def larger() -> ReduceOp:
+        return ReduceOp.custom(lambda a, b, out: np.maximum(a, b, out=out))
+
+    async def rank(pg: ProcessGroup) -> None:
+        x, y, z = ones(3, pg.rank()), ones(3, pg.rank()), ones(3, pg.rank())
+        async with pg.coalescing():
+            for tensor, op in ((x, adding()), (y, larger()), (z, adding())):
+                pg.allreduce(tensor, op)
+        assert x.tolist() == z.tolist() == [3, 3, 3]
+        assert y.tolist() == [2, 2, 2]
+
+    await run_ranks(3, rank)
+
+
+# -- awaiting inside
+
+
+@pytest.mark.parametrize("how", ["await", "future", "join", "thread", "drain", "task"])
+async def test_whoever_waits_inside_sends_what_is_recorded(how: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        async with pg.coalescing() as batch:
+            first, second = pg.allreduce(ones()), pg.allreduce(ones())
+            assert not first.done()
+            if how == "await":
+                await first
+            elif how == "future":
+                await asyncio.wait([first.get_future()])
+            elif how == "join":
+                await asyncio.create_task(first.join())
+            elif how == "thread":
+                await asyncio.to_thread(first.wait, 20)
+            elif how == "drain":
+                await pg.drain()
+            else:
+                await asyncio.create_task(waiting(first))
+            assert first.result().tolist() == second.result().tolist() == [2.0] * 4
+            assert batch.seq == pg._member.entered == 1
+            third = pg.allreduce(ones())
+        assert third.result().tolist() == [2.0] * 4
+        assert batch.seq == 2
+
+    async def waiting(work: Work[Any]) -> None:
+        await work
+
+    await run_ranks(2, rank)
+
+
+async def test_what_is_called_in_the_same_turn_is_sent_together() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        async with pg.coalescing() as batch, asyncio.TaskGroup() as tasks:
+            for number in range(10):
+                tasks.create_task(called(pg, number))
+        assert batch.seq == pg._member.entered == 1
+
+    async def called(pg: ProcessGroup, number: int) -> None:
+        assert (await pg.allreduce(ones(2, number))).tolist() == [2.0 * number] * 2
+
+    await run_ranks(2, rank)
+
+
+async def test_a_callback_does_not_send() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        told: list[Work[Any]] = []
+        async with pg.coalescing() as batch:
+            work = pg.allreduce(ones())
+            work.add_done_callback(told.append)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert batch.seq is None
+        await until(lambda: told)
+        assert told == [work]
+
+    await run_ranks(2, rank)
+
+
+async def test_a_block_ends_when_all_its_calls_have() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        async with pg.coalescing():
+            works = [pg.allreduce(ones(LARGE)), pg.allreduce(ones()), *(pg.allgather_object(1) for _ in range(3))]
+            awaited = asyncio.ensure_future(works[0].join())
+            await asyncio.sleep(0)
+            works.append(pg.barrier())
+        assert all(work.done() for work in works)
+        await awaited
+
+    await run_ranks(2, rank)
+
+
+# -- keys, messages, other groups
+
+
+async def test_calls_with_keys_meet_calls_with_keys_outside_of_blocks() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            async with pg.coalescing() as batch:
+                keyed = pg.allreduce(ones(), key="k")
+                plain = pg.allreduce(ones())
+                assert (keyed.key, keyed.seq) == ("k", None)
+            assert batch.seq == 1
+            assert plain.result().tolist() == [2.0] * 4
+        else:
+            async with pg.coalescing():
+                pg.allreduce(ones())
+            keyed = pg.allreduce(ones(), key="k")
+            await keyed
+        assert keyed.seq == 1
+        assert keyed.result().tolist() == [2.0] * 4
+
+    await run_ranks(2, rank)
+
+
+async def test_a_wrong_key_is_refused_at_the_call() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        async with pg.coalescing():
+            with pytest.raises(TypeError, match="key must be a str"):
+                pg.allreduce(ones(), key=3)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="lone surrogate"):
+                pg.allreduce(ones(), key="\ud800")
+            with pytest.raises(TypeError, match="tensor must be"):
+                pg.allreduce("text")
+        assert pg._member.entered == 0
+
+    await run_ranks(1, rank)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_messages_of_a_block_are_sent_with_it(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        peer = 1 - pg.rank()
+        incoming, other, third = ones(3, 0), ones(3, 0), ones(2, 0)
+        async with pg.coalescing() as batch:
+            sent = pg.send(ones(3, pg.rank()), peer)
+            received = pg.recv(incoming, peer)
+            together = pg.batch([Send(ones(3, 7), peer, 1), Recv(other, peer, 1)])
+            anything = pg.recv_anysource(third, 2)
+            pg.send(ones(2, 9), peer, 2)
+            objects = pg.recv_object(peer, 3)
+            pg.send_object({"a": 1}, peer, 3)
+            assert not sent.done()
+            assert len(pg.pending()) == 8
+        assert batch.seq is None
+        assert (incoming == peer).all()
+        assert received.result() is incoming
+        assert together.result()[1] is other
+        assert (other == 7).all()
+        assert anything.source_rank() == peer
+        assert (third == 9).all()
+        assert objects.result() == {"a": 1}
+        # Awaited inside, too.
+        async with pg.coalescing():
+            result = await pg.batch([Send(ones(3, 5), peer), Recv(incoming, peer)])
+            assert result[1] is incoming
+            assert (incoming == 5).all()
+
+    await run_ranks(2, rank, transport=transport)
+
+
+async def test_a_recorded_receive_that_nobody_awaits_any_more_is_withdrawn() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        async with pg.coalescing():
+            if pg.rank() == 0:
+                work = pg.recv(ones(), 1)
+                waiter = asyncio.ensure_future(work.get_future())
+                waiter.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiter
+                await until(work.done)
+                assert pg.pending() == []
+        if pg.rank() == 0:
+            await pg.send(ones(), 1)
+        else:
+            await pg.recv(ones(), 0)
+
+    await run_ranks(2, rank)
+
+
+async def test_a_failed_receive_is_raised_at_the_end_unless_somebody_has_looked() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        async with pg.coalescing():
+            with pytest.raises(TimeoutError):
+                await pg.recv(ones(), 1 - pg.rank(), timeout=0.01)
+        with pytest.raises(TimeoutError):
+            async with pg.coalescing():
+                pg.recv(ones(), 1 - pg.rank(), timeout=0.01)
+        await pg.barrier()
+
+    await run_ranks(2, rank)
+
+
+async def test_a_block_does_not_nest_in_one_of_its_own_group() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        async with pg.coalescing():
+            with pytest.raises(RuntimeError, match="is coalescing here already: blocks of one group do not nest"):
+                async with pg.coalescing():
+                    pass
+
+            async def task() -> None:
+                async with pg.coalescing():
+                    pass
+
+            with pytest.raises(RuntimeError, match="do not nest"):
+                await asyncio.create_task(task())
+            work = pg.allreduce(ones())
+        assert work.result().tolist() == [2.0] * 4
+        async with pg.coalescing():
+            pg.allreduce(ones())
+
+    await run_ranks(2, rank)
+
+
+async def test_blocks_of_two_groups_nest_and_a_block_is_of_its_task() -> None:
+    store = HashStore()
+
+    async def rank(pg: ProcessGroup) -> None:
+        other = new_group(store=store, rank=pg.rank(), world_size=2, name="other")
+        async with other as second:
+            async with pg.coalescing() as outer, second.coalescing() as inner:
+                one, two = pg.allreduce(ones()), second.allreduce(ones())
+                assert (outer.seq, inner.seq) == (None, None)
+            assert one.result().tolist() == two.result().tolist() == [2.0] * 4
+            opened, closed = asyncio.Event(), asyncio.Event()
+
+            async def block() -> None:
+                async with pg.coalescing():
+                    opened.set()
+                    await closed.wait()
+
+            task = asyncio.create_task(block())
+            await opened.wait()
+            # A task that is not under the block calls as ever.
+            assert (await pg.allreduce(ones())).tolist() == [2.0] * 4
+            closed.set()
+            await task
+
+    await run_ranks(2, rank)
+
+
+async def test_a_task_that_outlives_its_block_calls_as_outside() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        go = asyncio.Event()
+
+        async def late() -> tuple[int | None, Any]:
+            await go.wait()
+            work = pg.allreduce(ones())
+            return work.seq, await work
+
+        async with pg.coalescing():
+            task = asyncio.create_task(late())
+            pg.allreduce(ones())
+        go.set()
+        async with pg.coalescing():
+            # Not recorded by this one either.
+            seq, result = await task
+        assert (seq, result.tolist()) == (2, [2.0] * 4)
+
+    await run_ranks(2, rank)
+
+
+# -- memory
+
+
+async def test_calls_that_share_memory_are_refused_before_anything_is_sent(frames: Frames) -> None:
+    async def refused(pg: ProcessGroup) -> None:
+        whole, raw = np.zeros(10), bytearray(16)
+        pairs: list[tuple[Any, Any]] = [
+            (whole, whole),
+            (whole[:6], whole[5:]),
+            (np.arange(6.0).reshape(2, 3),) * 2,
+            (memoryview(raw), memoryview(raw)[15:]),
+        ]
+        for first, second in pairs:
+            with pytest.raises(ValueError, match=r"members 0 \(ALLREDUCE\) and 2 \(ALLREDUCE\) .* share memory"):
+                async with pg.coalescing():
+                    works = [pg.allreduce(each) for each in (first, ones(), second)]
+            assert all(isinstance(work.exception(), ValueError) for work in works)
+        with pytest.raises(ValueError, match=r"members 0 \(ALLGATHER\) and 1 \(ALLREDUCE\)"):  # noqa: PT012
+            async with pg.coalescing():
+                pg.allgather(None, whole)
+                await pg.allreduce(whole[2:3])
+        assert pg._member.entered == 0
+        assert pg.pending() == []
+        # Reading twice is fine, and so are neighbours.
+        async with pg.coalescing():
+            works = [pg.allgather(None, whole), pg.allgather(None, whole), pg.gather(None, whole, 0)]
+        async with pg.coalescing():
+            pg.allreduce(whole[:5])
+            pg.allreduce(whole[5:])
+            # In place: a call may give one of its outputs as its input.
+            outputs = [np.zeros(2) for _ in range(pg.size())]
+            pg.allgather(outputs, outputs[pg.rank()])
+            pg.allgather(None, ones(1))
+
+    await run_ranks(2, refused)
+    assert frames.count > 0
+
+
+# -- leaving by an exception
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_an_exception_inside_sends_nothing_more(transport: str, frames: Frames) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        await pg.barrier()
+        frames.taken()
+        tensor = ones()
+        with pytest.raises(KeyError, match="mine"):  # noqa: PT012
+            async with pg.coalescing() as batch:
+                works: list[Work[Any]] = [
+                    pg.allreduce(tensor),
+                    pg.allreduce(tensor, key="k"),
+                    pg.allgather_object(1),
+                    pg.send(tensor, 1 - pg.rank()),
+                    pg.allreduce_coalesced([tensor]),
+                ]
+                raise KeyError("mine")
+        assert frames.taken() == 0
+        assert batch.seq is None
+        assert pg.pending() == []
+        for work in works:
+            with pytest.raises(
+                GroupError, match=r"the call was not sent: its coalescing block .* KeyError: 'mine'"
+            ) as e:
+                await work
+            assert isinstance(e.value.__cause__, KeyError)
+        assert tensor.tolist() == [1.0] * 4
+        assert pg._member.entered == 2
+        assert (await pg.allreduce(tensor)).tolist() == [2.0] * 4
+
+    await run_ranks(2, rank, transport=transport)
+
+
+async def test_a_failed_block_nobody_asks_about_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        with pytest.raises(KeyError):  # noqa: PT012
+            async with pg.coalescing():
+                pg.allreduce(ones())
+                raise KeyError("mine")
+        x = ones()
+        with pytest.raises(ValueError, match="share memory"):  # noqa: PT012
+            async with pg.coalescing():
+                pg.allreduce(x)
+                pg.allreduce(x)
+
+    await run_ranks(1, rank)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_what_was_sent_before_an_exception_goes_on() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        with pytest.raises(KeyError):  # noqa: PT012
+            async with pg.coalescing():
+                sent = pg.allreduce(ones())
+                await asyncio.wait([sent.get_future()], timeout=0)
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                late = pg.allreduce(ones())
+                raise KeyError
+        assert isinstance(late.exception(), GroupError)
+        assert (await sent).tolist() == [2.0] * 4
+
+    await run_ranks(2, rank)
+
+
+async def test_cancelling_a_block_leaves_nothing_pending() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        works: list[Work[Any]] = []
+
+        async def recording() -> None:
+            async with pg.coalescing():
+                works.append(pg.allreduce(ones()))
+                await asyncio.Event().wait()
+
+        async def receiving() -> None:
+            async with pg.coalescing():
+                works.append(pg.recv(ones(), 1 - pg.rank()))
+                works.append(pg.batch([Recv(ones(), 1 - pg.rank(), 5)]))
+
+        for body in (recording, receiving):
+            task = asyncio.create_task(body())
+            await until(lambda: works)
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until(lambda: all(work.done() for work in works))
+            assert pg.pending() == []
+            works.clear()
+        assert (await pg.allreduce(ones())).tolist() == [2.0] * 4
+
+    await run_ranks(2, rank)
+
+
+# -- the end of the group
+
+
+async def test_a_revocation_fails_what_is_recorded() -> None:
+    recorded = asyncio.Barrier(2)
+
+    async def rank(pg: ProcessGroup) -> None:
+        with pytest.raises(GroupError, match="aborted by rank 0: enough"):  # noqa: PT012
+            async with pg.coalescing():
+                works = [pg.allreduce(ones()), pg.allgather_object(1), pg.send(ones(), 1 - pg.rank())]
+                await recorded.wait()
+                if pg.rank() == 0:
+                    pg.abort("enough")
+                else:
+                    await pg.wait_revoked()
+                assert all(work.done() for work in works)
+                with pytest.raises(GroupRevokedError):
+                    pg.allreduce(ones())
+        assert {type(work.exception()) for work in works} == {GroupError}
+
+    await run_ranks(2, rank)
+
+
+async def test_a_group_that_is_closed_sends_what_is_recorded_first() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        async with pg.coalescing():
+            work = pg.allreduce(ones())
+            await pg.shutdown()
+            assert work.result().tolist() == [2.0] * 4
+
+    await run_ranks(2, rank)
+
+
+async def test_a_group_that_closes_without_time_fails_what_is_recorded() -> None:
+    store = HashStore()
+    closed = asyncio.Event()
+
+    async def rank(number: int) -> None:
+        pg = await new_group(store=store, rank=number, world_size=2, timeout=0.05)
+        if number == 0:
+            received = pg.recv(ones(), 1, timeout=30)
+            with pytest.raises(GroupClosedError):  # noqa: PT012
+                async with pg.coalescing():
+                    work = pg.allreduce(ones())
+                    await pg.shutdown()
+            assert isinstance(work.exception(), GroupClosedError)
+            assert isinstance(received.exception(), GroupClosedError)
+            closed.set()
+        await closed.wait()
+        await pg.shutdown()
+
+    await asyncio.gather(*map(rank, range(2)))
+
+
+async def test_a_flush_takes_as_long_as_the_least_timeout_of_its_members() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 1:
+            error = await pg.wait_revoked()
+        else:
+            with pytest.raises(TimeoutError, match=r"COALESCED .* did not complete within 0.1 s .*ALLREDUCE"):  # noqa: PT012
+                async with pg.coalescing():
+                    work = pg.allreduce(ones(), timeout=0.1)
+                    pg.allreduce(ones())
+            error = work.exception()
+        assert error.ranks == (1,)
+
+    await run_ranks(2, rank)
+
+
+async def test_a_flush_that_is_not_complete_is_not_among_what_is_completed() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        async with pg.coalescing() as batch:
+            pg.allreduce(ones())
+            pg.allgather_object(1)
+        assert batch.seq == 1
+        if pg.rank() == 2:
+            pg.abort()
+            return
+        with pytest.raises(GroupError):  # noqa: PT012
+            async with pg.coalescing() as batch:
+                # Complete on rank 0 at once; the other is not.
+                pg.broadcast(ones(), 0)
+                pg.allreduce(ones())
+        assert batch.seq in (2, None)
+        group = await pg.shrink(exclude=[2])
+        assert group.completed_everywhere is not None
+        assert 1 in group.completed_everywhere
+        assert 2 not in group.completed_everywhere
+        await group.shutdown()
+
+    await run_ranks(3, rank)
+
+
+# -- calls on lists
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_calls_on_lists(transport: str, frames: Frames) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        size, rank = pg.size(), pg.rank()
+        total = size * (size + 1) // 2
+        tensors = [ones(3, rank + 1), np.full((2, 2), rank + 1, "int32"), ones(LARGE // 8, rank + 1)]
+        work = pg.allreduce_coalesced(tensors)
+        assert (work.op, work.seq) == ("ALLREDUCE_COALESCED", 1)
+        assert pg.pending() in ([work], [])
+        result = await work
+        assert all(a is b for a, b in zip(result, tensors, strict=True))
+        assert all((tensor == total).all() for tensor in tensors)
+        inputs = [ones(2, rank), ones(3, rank * 10)]
+        outputs = [ones(2 * size, -1), ones(3 * size, -1)]
+        assert (await pg.allgather_into_tensor_coalesced(outputs, inputs))[1] is outputs[1]
+        assert outputs[0].tolist() == np.repeat(np.arange(size), 2).tolist()
+        assert outputs[1].tolist() == np.repeat(np.arange(size) * 10, 3).tolist()
+        outputs, inputs = [ones(1, -1), ones(2, -1)], [np.arange(1.0 * size), np.arange(2.0 * size)]
+        await pg.reduce_scatter_tensor_coalesced(outputs, inputs, ReduceOp.MAX)
+        assert [each.tolist() for each in outputs] == [[rank], [2 * rank, 2 * rank + 1]]
+        assert await pg.allreduce_coalesced([]) == []
+        assert pg._member.entered == 4
+        keyed = pg.allreduce_coalesced([ones(), ones(2)], key="k")
+        assert (keyed.key, keyed.seq, [each[0] for each in await keyed]) == ("k", 1, [size, size])
+        assert pg._member.entered == 4
+        async with pg.coalescing() as batch:
+            one = pg.allreduce_coalesced([ones(), ones(2)])
+            two = pg.allreduce(ones())
+            assert pg.pending() == [one, two]
+            assert await pg.allreduce_coalesced([]) == []
+            assert one.result()[0].tolist() == two.result().tolist() == [size] * 4
+        assert batch.seq == pg._member.entered == 5
+
+    await run_ranks(2, rank, transport=transport)
+
+
+async def test_a_wrong_tensor_of_a_list_is_refused_before_anything_is_sent() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        with pytest.raises(TypeError, match="tensor must be"):
+            pg.allreduce_coalesced([ones(), "text"])
+        with pytest.raises(TypeError, match="tensors must be a list of arrays, not ndarray"):
+            pg.allreduce_coalesced(ones())
+        with pytest.raises(ValueError, match="outputs has 1 arrays, inputs has 2"):
+            pg.allgather_into_tensor_coalesced([ones()], [ones(), ones()])
+        with pytest.raises(ValueError, match="share memory"):
+            pg.reduce_scatter_tensor_coalesced([ones()] * 2, [ones(pg.size() * 4), ones(pg.size() * 4)])
+        async with pg.coalescing():
+            with pytest.raises(TypeError, match="tensor must be"):
+                pg.allreduce_coalesced([ones(), "text"])
+            work = pg.allreduce(ones())
+            assert pg.pending() == [work]
+        assert pg._member.entered == 1
+        assert work.result().tolist() == [2.0] * 4
+
+    await run_ranks(2, rank)
+
+
+# -- takers of the group
+
+
+class Passing:
+    """Takes the calls of a group, and starts them as they are."""
+
+    def __init__(self, pg: ProcessGroup) -> None:
+        self.pg = pg
+        self.ops: list[str] = []
+
+    def take(self, call: TakenCall) -> Work[Any]:
+        pg = self.pg
+        self.ops.append(call.op)
+        identity, seq = (2 << 62, None) if call.terms is None else pg._numbered(call.key)
+        work: Work[Any] = Work(pg._endpoint, call.op, seq, call.key, pg)
+        work._unwrap = call.unwrap
+        pg._run_quietly(pg._enter, call.make(identity, work))
+        return work
+
+
+class Faking(Passing):
+    """Takes the calls of a group, and does nothing."""
+
+    def take(self, call: TakenCall) -> Work[Any]:
+        work: Work[Any] = Work(self.pg._endpoint, call.op, None, None, self.pg)
+        work._unwrap = call.unwrap
+        work._finish(call.result)
+        return work
+
+
+async def test_the_groups_own_taker_gets_what_the_calls_are_fused_to() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        taker = pg._taker = Passing(pg)
+        pg._diverts = True
+        outputs = [ones(2, -1) for _ in range(pg.size())]
+        async with pg.coalescing():
+            works = [pg.allreduce(ones(2, number)) for number in range(3)]
+            pg.alltoall(outputs, [ones(2, 10 * pg.rank() + peer) for peer in range(pg.size())])
+            pg.alltoall([ones(1) for _ in range(pg.size())], [ones(1) for _ in range(pg.size())])
+            pg.allgather_object(1)
+            keyed = pg.allreduce(3, key="k")
+            assert len(pg.pending()) == 7
+        assert sorted(taker.ops) == ["ALLGATHER_OBJECT", "ALLREDUCE", "ALLREDUCE", "ALLTOALL"]
+        assert [work.result()[0] for work in works] == [0, 2, 4]
+        assert [each[0] for each in outputs] == [pg.rank(), 10 + pg.rank()]
+        assert keyed.result() == 6
+        assert pg.pending() == []
+
+    await run_ranks(2, rank)
+
+
+async def test_a_taker_that_moves_nothing_leaves_arrays_as_they_are() -> None:
+    async def faked(pg: ProcessGroup) -> None:
+        pg._taker = Faking(pg)
+        pg._diverts = True
+        tensors = [ones(2, 5), ones(3, 6)]
+        outputs = [[ones(2, -1) for _ in range(pg.size())] for _ in range(2)]
+        async with pg.coalescing():
+            works: list[Work[Any]] = [pg.allreduce(each) for each in tensors]
+            works += [pg.alltoall(each, [ones(2) for _ in range(pg.size())]) for each in outputs]
+        assert all(work.done() for work in works)
+        assert [each[0] for each in tensors] == [5, 6]
+        assert all((array == -1).all() for each in outputs for array in each)
+
+    await run_ranks(2, faked)

@@ -1,0 +1,179 @@
+"""Complex numbers through every kind of call, and what is refused on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup, ReduceOp
+from aiocoll.group.point_to_point import Recv, Send
+
+from ..ranks import TRANSPORTS, run_ranks
+
+DTYPES = ("complex64", "complex128")
+SIZES = (1, 2, 3, 4, 7)
+
+
+def data(rank: int, count: int, dtype: str, block: int = 0) -> Any:
+    """Return small whole numbers, whose sums and products are exact."""
+    i = np.arange(count) + block
+    return ((i % 5 + rank) + 1j * (rank - i % 3)).astype(dtype)
+
+
+def same(got: Any, right: Any) -> bool:
+    return bool(got.dtype == right.dtype and np.array_equal(got, right))
+
+
+async def reductions(pg: ProcessGroup, count: int, dtype: str) -> None:
+    rank, size = pg.rank(), pg.size()
+    inputs = [data(each, count, dtype) for each in range(size)]
+    mine = inputs[rank]
+    total = np.sum(inputs, axis=0, dtype=dtype)
+    parts = total.view(total.real.dtype)
+    mean = (parts / parts.dtype.type(size)).view(dtype)  # NumPy's division by a complex number rounds otherwise
+    turns = [np.full(count, (1, 1j, -2, -1j)[each % 4], dtype) for each in range(size)]
+    assert same(await pg.allreduce(mine.copy()), total)
+    assert same(await pg.allreduce(mine.copy(), ReduceOp.AVG), mean)
+    assert same(await pg.allreduce(turns[rank].copy(), ReduceOp.PRODUCT), np.prod(turns, axis=0, dtype=dtype))
+    factors = [np.dtype(dtype).type((2j, 0.5, -1)[each % 3]) for each in range(size)]
+    scaled = np.sum([f * x for f, x in zip(factors, inputs, strict=True)], axis=0, dtype=dtype)
+    assert same(await pg.allreduce(mine.copy(), ReduceOp.PREMUL_SUM(factors[rank])), scaled)
+    below = np.sum(inputs[: rank + 1], axis=0, dtype=dtype)
+    assert same(await pg.scan(mine.copy()), below)
+    assert same(await pg.exscan(mine.copy()), below - mine if rank else mine)
+    for root in {0, size - 1}:
+        assert same(await pg.reduce(mine.copy(), root), total if rank == root else mine)
+    assert same(await pg.allreduce(mine.copy(), ReduceOp.custom(np.add)), total)
+    blocks = [data(rank, count + block, dtype, block) for block in range(size)]
+    right = np.sum([data(each, count + rank, dtype, rank) for each in range(size)], axis=0, dtype=dtype)
+    assert same(await pg.reduce_scatter(np.empty(count + rank, dtype), blocks), right)
+    whole = np.concatenate([data(rank, count, dtype, block) for block in range(size)])
+    right = np.sum([data(each, count, dtype, rank) for each in range(size)], axis=0, dtype=dtype)
+    assert same(await pg.reduce_scatter_tensor(np.empty(count, dtype), whole), right)
+
+
+async def movements(pg: ProcessGroup, count: int, dtype: str) -> None:
+    rank, world = pg.rank(), range(pg.size())
+    last = world[-1]
+    mine = data(rank, count + rank, dtype)
+    everybodys = [data(each, count + each, dtype) for each in world]
+
+    def room(length: int) -> Any:
+        return np.zeros(length, dtype)
+
+    assert same(await pg.broadcast(data(rank, count, dtype), last), data(last, count, dtype))
+    gathered = await pg.allgather([room(len(each)) for each in everybodys], mine)
+    assert all(map(same, gathered, everybodys))
+    into = await pg.allgather_into_tensor(room(count * len(world)), data(rank, count, dtype))
+    assert same(into, np.concatenate([data(each, count, dtype) for each in world]))
+    gathered = await pg.gather([room(len(each)) for each in everybodys] if rank == last else None, mine, last)
+    assert gathered is None if rank != last else all(map(same, gathered, everybodys))
+    scattered = await pg.scatter(room(count + rank), everybodys if rank == last else None, last)
+    assert same(scattered, everybodys[rank])
+    # To each rank what its number and this one's say; rank by rank other lengths.
+    sent = [data(rank * 10 + to, count + rank + to, dtype) for to in world]
+    come = [data(by * 10 + rank, count + rank + by, dtype) for by in world]
+    assert all(map(same, await pg.alltoall([room(len(each)) for each in come], sent), come))
+    lengths = [len(each) for each in come], [len(each) for each in sent]
+    assert same(await pg.alltoall_base(room(sum(lengths[0])), np.concatenate(sent), *lengths), np.concatenate(come))
+
+
+async def messages(pg: ProcessGroup, count: int, dtype: str) -> None:
+    rank, size = pg.rank(), pg.size()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    right = data(before, count, dtype)
+    if size > 1:
+        got = np.zeros(count, dtype)
+        sending = pg.send(data(rank, count, dtype), after)
+        assert same(await pg.recv(got, before), right)
+        await sending
+        sending = pg.send(data(rank, count, dtype), after, 5)
+        work = pg.recv_anysource(got := np.zeros(count, dtype), 5)
+        assert same(await work, right)
+        assert work.source_rank() == before
+        await sending
+        await pg.batch([Send(data(rank, count, dtype), after), Recv(got := np.zeros(count, dtype), before)])
+        assert same(got, right)
+    objects = await pg.allgather_object({"a": data(rank, min(count, 9), dtype), "b": 1 + rank * 1j})
+    assert all(same(each["a"], data(by, min(count, 9), dtype)) for by, each in enumerate(objects))
+    assert [each["b"] for each in objects] == [1 + by * 1j for by in range(size)]
+    own = await pg.empty(count, dtype)
+    own[:] = 1 + 1j
+    assert same(await pg.allreduce(own), np.full(count, size * (1 + 1j), dtype))
+
+
+async def everything(pg: ProcessGroup, counts: tuple[int, ...], dtype: str) -> None:
+    for count in counts:
+        await reductions(pg, count, dtype)
+        await movements(pg, count, dtype)
+        await messages(pg, count, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "size", "transport"), [
+    *((dtype, size, "memory") for dtype, size in product(DTYPES, SIZES)),
+    *((dtype, 3, transport) for dtype, transport in product(DTYPES, TRANSPORTS[1:])),
+])  # fmt: skip
+async def test_every_call(dtype: str, size: int, transport: str) -> None:
+    await run_ranks(size, everything, (1, 1000, 40_000), dtype, transport=transport)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+async def test_every_call_everywhere(dtype: str, size: int, transport: str) -> None:
+    await run_ranks(size, everything, (0, 1, size + 1, 300_000), dtype, transport=transport)
+
+
+async def test_numbers() -> None:
+    async def one(pg: ProcessGroup) -> None:
+        got = await pg.allreduce(1 + pg.rank() * 1j)
+        assert (type(got), got) == (complex, 3 + 3j)
+        narrow = await pg.allreduce(np.complex64(1j))
+        assert (type(narrow), narrow) == (np.complex64, 3j)
+
+    await run_ranks(3, one)
+
+
+async def test_a_nan_in_one_part_stays_there() -> None:
+    async def one(pg: ProcessGroup) -> None:
+        tensor = np.array([complex(np.nan, 1) if pg.rank() else 1j, 1], "complex64")
+        await pg.allreduce(tensor)
+        assert np.isnan(tensor[0].real)
+        assert tensor[0].imag == 3
+        assert tensor[1] == 3
+
+    await run_ranks(3, one)
+
+
+CALLS: dict[str, Callable[[ProcessGroup, Any, ReduceOp], object]] = {
+    "allreduce": lambda pg, x, op: pg.allreduce(x, op),
+    "reduce": lambda pg, x, op: pg.reduce(x, 0, op),
+    "scan": lambda pg, x, op: pg.scan(x, op),
+    "exscan": lambda pg, x, op: pg.exscan(x, op),
+    "reduce_scatter": lambda pg, x, op: pg.reduce_scatter(x[:1], [x[1:2], x[2:3]], op),
+    "reduce_scatter_tensor": lambda pg, x, op: pg.reduce_scatter_tensor(x[:1], x[1:3], op),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+async def test_an_order_and_bits_are_not_defined_on_them(kind: str) -> None:
+    async def one(pg: ProcessGroup) -> None:
+        for name, dtype in product(("MIN", "MAX", "BAND", "BOR", "BXOR"), DTYPES):
+            tensor = np.full(4, 1j, dtype)
+            with pytest.raises(TypeError, match=f"op {name} is not defined on {dtype}; it takes"):
+                CALLS[kind](pg, tensor, getattr(ReduceOp, name))
+            assert (tensor == 1j).all()
+        with pytest.raises(TypeError, match="op MAX is not defined on complex128"):
+            pg.allreduce(1j, ReduceOp.MAX)
+        with pytest.raises(TypeError, match="the factor 2j is complex but the tensor is float32"):
+            CALLS[kind](pg, np.ones(4, np.float32), ReduceOp.PREMUL_SUM(2j))
+        work = pg.barrier()
+        assert work.seq == 1  # none of them took a number
+        await work
+
+    await run_ranks(2, one)

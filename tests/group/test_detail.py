@@ -1,0 +1,617 @@
+"""``debug="detail"``: all ranks compare a collective before its data moves, fail together, and go on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupOptions,
+    GroupRevokedError,
+    PeerLostError,
+    ProcessGroup,
+    Recv,
+    ReduceOp,
+    Send,
+    Work,
+    testing,
+)
+from aiocoll.engine.comparison import compare, packed
+from aiocoll.engine.operation import Terms, description
+from aiocoll.testing.virtual import run_virtual
+
+from ..engine.test_mismatch import DELAYS, KINDS, LATENCY, P2P_TABLE, PLACES, SIZED, TABLE, Call, Case, Memory, counting
+from ..ranks import TRANSPORTS, options
+
+DETAIL = GroupOptions(debug="detail")
+#: Cases that run at the same time over sockets.
+CHUNK = 12
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def run_detailed(world_size: int, fn: Callable[..., Any], *args: Any, transport: str = "memory") -> list[Any]:
+    given = GroupOptions(transport=options(transport).transport, debug="detail")
+    return await testing.run_ranks(world_size, fn, *args, options=given, timeout=60)
+
+
+async def refused(work: Work[Any]) -> CollectiveMismatchError:
+    """Wait for the mismatch that a work fails with."""
+    with pytest.raises(CollectiveMismatchError) as caught:
+        await work
+    return caught.value
+
+
+async def works_on(pg: ProcessGroup) -> None:
+    """The group goes on as if nothing had been."""
+    assert pg.pending() == []
+    assert await pg.allreduce(pg.rank() + 1) == pg.size() * (pg.size() + 1) // 2
+    assert await pg.allgather_object(pg.rank(), key="still") == list(range(pg.size()))
+
+
+# -- what differs
+
+
+async def differ(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, float]) -> list[str]:
+    """Make this rank's calls of `case` after its delay; return what their errors say."""
+    is_odd = pg.rank() == odd
+    memory = Memory(pg.rank(), is_odd)
+    await asyncio.sleep(delays[is_odd])
+    made = (case.odd if is_odd else case.most)(pg, memory)
+    works = made if isinstance(made, list) else [made]
+    errors = [await refused(work) for work in works]
+    for work, error in zip(works, errors, strict=True):
+        assert (error.op, error.seq, error.group) == (work.op, work.key or work.seq, pg.group_name)
+        assert odd in error.ranks
+    memory.check(alone=True)
+    await works_on(pg)
+    return [str(error) for error in errors]
+
+
+def check(case: Case, told: list[list[str]]) -> None:
+    """All ranks have heard the same."""
+    assert all(each == told[0] for each in told)
+    for text in told[0]:
+        assert text.startswith(f"Collectives differ in the following: {case.fields.split(',')[0]}"), text
+        assert all(field in text.split(". Group")[0] for field in case.fields.split(", ")), text
+        assert text.count("SequenceNumber=") == text.count(" called ") >= 2, text
+
+
+@pytest.mark.parametrize("number", range(len(TABLE)), ids=lambda number: TABLE[number].name)
+def test_every_rank_hears_it_and_goes_on(number: int) -> None:
+    """In places and orders that take turns; `test_every_place_and_order` has all of them."""
+    case = TABLE[number]
+    orders = list(DELAYS.values())
+    for turn in range(2):
+        world_size, odd = [*PLACES, (7, 5)][(number + 4 * turn) % 9]
+        latency = (None, LATENCY)[(number + turn) % 2]
+        found = run_virtual(
+            world_size, differ, case, odd, orders[(number + turn) % 3], latency=latency, options=DETAIL, seed=number
+        )
+        check(case, found)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
+def test_every_place_and_order(case: Case) -> None:
+    for world_size, odd in (*PLACES, (7, 0), (7, 5)):
+        for order in DELAYS.values():
+            for latency in (None, LATENCY):
+                check(case, run_virtual(world_size, differ, case, odd, order, latency=latency, options=DETAIL))
+
+
+@pytest.mark.parametrize("start", range(0, len(TABLE), CHUNK), ids=lambda start: TABLE[start].name)
+async def test_every_rank_hears_it_over_sockets(start: int) -> None:
+    async def one(index: int) -> None:
+        world_size, odd = PLACES[index % len(PLACES)]
+        transport = ("unix", "tcp", "shm")[index % 3]
+        told = await run_detailed(world_size, differ, TABLE[index], odd, (0.0, 0.0), transport=transport)
+        check(TABLE[index], told)
+
+    await asyncio.gather(*map(one, range(start, min(start + CHUNK, len(TABLE)))))
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "reduce", "broadcast", "scan", "exscan"])
+def test_shapes_of_the_same_count_differ(kind: str) -> None:
+    """Without the comparison they would go together."""
+    calls: dict[str, Callable[[ProcessGroup, Any], Work[Any]]] = {
+        "allreduce": lambda pg, x: pg.allreduce(x),
+        "reduce": lambda pg, x: pg.reduce(x, 1),
+        "broadcast": lambda pg, x: pg.broadcast(x, 1),
+        "scan": lambda pg, x: pg.scan(x),
+        "exscan": lambda pg, x: pg.exscan(x),
+    }
+
+    async def rank(pg: ProcessGroup) -> None:
+        tensor = np.full((2, 3) if pg.rank() else (6,), 1.0)
+        error = await refused(calls[kind](pg, tensor))
+        assert str(error).startswith("Collectives differ in the following: shape. Group")
+        assert f"rank 0 called {kind.upper()}(shape=[6]" in str(error)
+        assert f"ranks 1, 2 called {kind.upper()}(shape=[2, 3]" in str(error)
+        assert error.ranks == (0, 1)
+        assert (tensor == 1).all()
+        await works_on(pg)
+
+    run_virtual(3, rank, options=DETAIL)
+
+
+async def uneven(pg: ProcessGroup) -> None:
+    """Parts may have any shapes: nothing differs."""
+    size, rank = pg.size(), pg.rank()
+    sizes = [(2, 3) if each else (6,) for each in range(size)]
+    mine = np.full(sizes[rank], float(rank))
+    outputs = [np.zeros(each) for each in sizes]
+    await pg.allgather(outputs, mine)
+    assert [each.flat[0] for each in outputs] == list(range(size))
+    inputs = [np.full(each + 1, float(rank)) for each in range(size)]
+    part = np.zeros(rank + 1)
+    await pg.reduce_scatter(part, inputs)
+    assert part.tolist() == [sum(range(size))] * (rank + 1)
+    await pg.scatter(part, inputs if rank == size - 1 else None, size - 1)
+    assert part.tolist() == [size - 1] * (rank + 1)
+    got = [np.zeros(rank + 1) for _ in range(size)]
+    await pg.alltoall(got, inputs)
+    assert [each.tolist() for each in got] == [[other] * (rank + 1) for other in range(size)]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+async def test_what_agrees_is_carried_out(world_size: int, transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        for count in (0, 1, pg.size() - 1, pg.size() + 1, 100_000):
+            array = np.full(count, pg.rank() + 1.0)
+            assert await pg.allreduce(array) is array
+            assert (array == pg.size() * (pg.size() + 1) // 2).all()
+            await pg.broadcast(array, pg.size() - 1, key="b")
+        assert await pg.allreduce(pg.rank() + 1) == pg.size() * (pg.size() + 1) // 2
+        await uneven(pg)
+        await pg.barrier()
+        await pg.monitored_barrier()
+        assert await pg.alltoall_object(list(range(pg.size()))) == [pg.rank()] * pg.size()
+        # What cannot be sent fails only here, as ever.
+        with pytest.raises(TypeError):
+            pg.allreduce("no array")
+        await works_on(pg)
+
+    await run_detailed(world_size, rank, transport=transport)
+
+
+async def test_more_kinds_of_calls_than_are_shown() -> None:
+    async def rank(pg: ProcessGroup) -> CollectiveMismatchError:
+        return await refused(pg.allreduce(np.zeros(pg.rank() + 1)))
+
+    for error in await run_detailed(10, rank):
+        assert error.ranks == tuple(range(10))
+        assert str(error).endswith("; and others 2 more kinds of it")
+
+
+def test_many_ranks_that_call_the_same_are_counted() -> None:
+    calls = [packed(description(rank, Terms("BARRIER", None, (), None, None), (), None, 1), None) for rank in range(1)]
+    other = packed(description(1, Terms("ALLREDUCE", "int64", (1,), None, "SUM"), (1,), None, 1), None)
+    found = compare("world", calls * 20 + [other])
+    assert found is not None
+    assert "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more called BARRIER(" in found.text
+    assert "; rank 20 called ALLREDUCE(" in found.text
+    assert found.ranks == [0, 20]
+    assert compare("world", calls * 20) is None
+
+
+# -- lists that have not one array per rank
+
+MISCOUNTED: dict[str, Callable[[ProcessGroup, int], Work[Any]]] = {
+    "scatter": lambda pg, n: pg.scatter(np.zeros(3), [np.ones(3)] * n if pg.rank() == 0 else None, 0),
+    "gather": lambda pg, n: pg.gather([np.ones(3)] * n if pg.rank() == 0 else None, np.zeros(3), 0),
+    "allgather": lambda pg, n: pg.allgather([np.ones(3) for _ in range(n)], np.zeros(3)),
+    "reduce_scatter": lambda pg, n: pg.reduce_scatter(np.zeros(3), [np.ones(3)] * n),
+    "alltoall": lambda pg, n: pg.alltoall([np.ones(3) for _ in range(n)], [np.ones(3)] * n),
+    "scatter_object": lambda pg, n: pg.scatter_object([1] * n, 0),
+    "alltoall_object": lambda pg, n: pg.alltoall_object([1] * n),
+}
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+@pytest.mark.parametrize("kind", MISCOUNTED)
+def test_a_wrong_number_of_arrays_is_heard_by_all(kind: str, more: int) -> None:
+    async def rank(pg: ProcessGroup) -> str:
+        error = await refused(MISCOUNTED[kind](pg, pg.size() + (more if pg.rank() == 0 else 0)))
+        text = str(error)
+        assert text.startswith("Collectives differ in the following: number of ranks. Group"), text
+        assert f"rank 0 called {kind.upper()}(shape=[" in text
+        assert f"one {'object' if 'object' in kind else 'array'} per rank, 3 in all, not {3 + more}; " in text
+        assert f"; ranks 1, 2 called {kind.upper()}(" in text
+        assert text.count("SequenceNumber=1") == 2
+        assert isinstance(error.__cause__, ValueError) == (pg.rank() == 0)
+        await works_on(pg)
+        return text
+
+    assert len(set(run_virtual(3, rank, options=DETAIL))) == 1
+
+
+def test_a_mistake_that_all_make_is_told_once() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        error = await refused(pg.scatter_object([1, 2], pg.rank()))
+        assert "the following: root, number of ranks. Group" in str(error)
+        error = await refused(pg.reduce_scatter(np.zeros(1), [np.ones(1)]))
+        assert "number of ranks. Group 'world:0': ranks 0, 1, 2 called REDUCE_SCATTER(" in str(error)
+        assert error.ranks == (0,)
+        await works_on(pg)
+
+    run_virtual(3, rank, options=DETAIL)
+
+
+@pytest.mark.parametrize("kind", MISCOUNTED)
+def test_alone_it_is_a_wrong_argument(kind: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        with pytest.raises(ValueError, match="per rank, 1 in all, not 2"):
+            MISCOUNTED[kind](pg, 2)
+
+    run_virtual(1, rank, options=DETAIL)
+
+
+# -- in a row, at the same time, by key
+
+
+def test_several_in_a_row_some_of_them_by_key() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        for turn in range(20):
+            key = "k" if turn % 3 == 0 else None
+            works = [
+                pg.allreduce(np.zeros(pg.rank() + 1), key=key),
+                pg.barrier(),
+                pg.broadcast(np.zeros(1, "int32" if pg.rank() == 1 else "int64"), 0),
+                pg.allreduce(np.ones(4), key=key),
+            ]
+            assert pg.pending() == [work for work in works if not work.done()]
+            await refused(works[0])
+            await refused(works[2])
+            await works[1]
+            assert (await works[3]).tolist() == [3.0] * 4
+            await works_on(pg)
+
+    for latency in (None, LATENCY):
+        run_virtual(3, rank, options=DETAIL, latency=latency)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_comes_in_whatever_order(seed: int) -> None:
+    """Calls of all kinds, ordered and keyed, of which some differ, with frames that take their time."""
+    names = [*KINDS]
+
+    async def rank(pg: ProcessGroup) -> list[str | None]:
+        plan, own = random.Random(seed), random.Random(f"{seed} {pg.rank()}")
+        works: list[Work[Any]] = []
+        wanted = []
+        for _ in range(60):
+            name, odd = plan.choice(names), plan.choice(range(4 * pg.size()))
+            wrong = plan.choice([other for other in names if other != name])
+            works.append(KINDS[wrong if odd == pg.rank() else name](pg, Memory(pg.rank(), False)))  # type: ignore[arg-type]
+            wanted.append(odd >= pg.size())
+            if own.random() < 0.3:
+                await asyncio.sleep(own.random() / 10)
+        for work, good in zip(works, wanted, strict=True):
+            await work._ended()
+            assert work.is_success() == good, work
+        await works_on(pg)
+        return [None if work.is_success() else str(work.exception()) for work in works]
+
+    told = run_virtual(4, rank, options=DETAIL, latency=LATENCY, seed=seed)
+    assert all(each == told[0] for each in told)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_giants_called_in_opposite_orders(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        keys = ["a", "b"] if pg.rank() else ["b", "a"]
+        arrays = {key: np.ones(500_000, "float32") for key in keys}
+        works = [pg.allreduce(arrays[key], key=key) for key in keys]
+        small = pg.allreduce(1)
+        assert await small == pg.size()
+        for work in works:
+            assert (await work)[-1] == pg.size()
+
+    await run_detailed(3, rank, transport=transport)
+
+
+# -- blocks
+
+
+async def in_a_block(pg: ProcessGroup, *calls: Callable[[], Work[Any]]) -> None:
+    async with pg.coalescing():
+        for call in calls:
+            call()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_block_is_one_call(transport: str) -> None:
+    """It takes one number on every rank, however many buckets its calls make, so the next calls meet."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        async with pg.coalescing() as batch:
+            total, least = pg.allreduce(np.ones(3)), pg.allreduce(np.full(2, pg.rank() + 1), ReduceOp.MIN)
+            text = pg.broadcast_object(f"of {pg.rank()}", 2)
+            keyed = pg.allreduce(1, key="k")
+            if pg.rank() < 2:
+                word = pg.recv(np.zeros(1), 1 - pg.rank())
+                pg.send(np.ones(1), 1 - pg.rank())
+        assert batch.seq == 1
+        assert (total.result().tolist(), least.result().tolist()) == ([3.0] * 3, [1, 1])
+        assert (text.result(), keyed.result()) == ("of 2", 3)
+        assert pg.rank() == 2 or word.result()[0] == 1
+        assert (await pg.allreduce_coalesced([np.ones(1), np.ones(2)]))[1].tolist() == [3.0] * 2
+        await works_on(pg)
+
+    await run_detailed(3, rank, transport=transport)
+
+
+def test_blocks_that_differ_are_heard_of_by_all() -> None:
+    """Of 40 calls the last one is missing on rank 1, or it is another one."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        for missing in (True, False):
+            arrays = [np.full(each + 1, 1.0) for each in range(40)]
+            if pg.rank() == 1:
+                arrays[39:] = [] if missing else [arrays[39].astype("int32")]
+            with pytest.raises(CollectiveMismatchError) as caught:
+                await in_a_block(pg, *(lambda array=array: pg.allreduce(array) for array in arrays))
+            assert str(caught.value).startswith("Collectives differ in the following: members. Group")
+            assert "ranks 0, 2 called COALESCED(members=[" in str(caught.value)
+            theirs = "nothing" if missing else "ALLREDUCE(dtype=int32, counts=[40]"
+            assert ". member 39 is ALLREDUCE(dtype=float64, counts=[40]" in str(caught.value)
+            assert f"on rank 0, {theirs}" in str(caught.value)
+            assert all((array == 1).all() for array in arrays)
+            await works_on(pg)
+
+    for latency in (None, LATENCY):
+        run_virtual(3, rank, options=DETAIL, latency=latency)
+
+
+def test_keyed_calls_of_a_block_are_compared() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        good, other = np.ones(3), np.ones(3, "int32" if pg.rank() else "int64")
+        with pytest.raises(CollectiveMismatchError, match=r"dtype\. Group .*key=k"):
+            await in_a_block(pg, lambda: pg.allreduce(good), lambda: pg.allreduce(other, key="k"))
+        assert good.tolist() == [2.0] * 3
+        assert (other == 1).all()
+        await works_on(pg)
+
+    run_virtual(2, rank, options=DETAIL)
+
+
+# -- works
+
+
+def test_cancelling_an_await_stops_waiting_only() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        work = pg.allreduce(np.ones(3) if pg.rank() else np.ones(4))
+        later = pg.allreduce(1)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.001):
+                await asyncio.gather(work)
+        with pytest.raises(CollectiveMismatchError):
+            await pg.drain()
+        assert work.done()
+        assert await later == 2
+
+    run_virtual(2, rank, options=DETAIL, latency=LATENCY)
+
+
+def test_a_failure_nobody_looks_at_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        pg.broadcast(np.zeros(pg.rank() + 1), 0)
+        await pg.barrier()
+
+    with caplog.at_level(logging.ERROR, logger="aiocoll"):
+        run_virtual(2, rank, options=DETAIL)
+    assert len(caplog.records) == 2
+    for record in caplog.records:
+        assert "nobody looked at the failure of BROADCAST (sequence 1) called at" in record.getMessage()
+        assert "test_detail.py" in record.getMessage()
+
+
+def test_what_was_refused_is_not_complete_anywhere() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        await refused(pg.allreduce(np.zeros(pg.rank() + 1)))
+        await refused(pg.allreduce(np.zeros(pg.rank() + 1), key="k"))
+        await pg.allreduce(1, key="k")
+        await pg.barrier()
+        async with await pg.shrink() as smaller:
+            assert smaller.completed_everywhere is not None
+            assert smaller.completed_somewhere is not None
+            for completed in (smaller.completed_everywhere, smaller.completed_somewhere):
+                assert all(each in completed for each in (1, 3, ("k", 2)))
+                assert 2 not in completed
+                assert ("k", 1) not in completed
+            # It compares, too.
+            await refused(smaller.allreduce(np.zeros(smaller.rank() + 1)))
+
+    run_virtual(3, rank, options=DETAIL)
+
+
+# -- who does not come
+
+
+@pytest.mark.parametrize("absent", [0, 1, 3])
+@pytest.mark.parametrize("timeout", [2.0, 0.5])
+def test_ranks_that_never_call_are_named(absent: int, timeout: float) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        if pg.rank() == absent:
+            await pg.wait_revoked()
+            return
+        started = now()
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            await pg.allreduce(np.zeros((20, 10)), timeout=timeout)
+        assert abs(now() - started - timeout) < 0.1
+        assert caught.value.ranks == (absent,)
+        assert f"it waits for rank {absent} (last in BARRIER(" in str(caught.value)
+        assert "ALLREDUCE(shape=[20, 10]" in str(caught.value)
+        assert "within" in str(caught.value)
+
+    run_virtual(4, rank, options=DETAIL, latency=LATENCY)
+
+
+def test_a_timeout_bounds_the_comparison_and_the_data_together() -> None:
+    """Rank 1 calls after 3 s and does not take its message; the rest of the 5 s is not given anew."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        work = None
+        await asyncio.sleep(3 * pg.rank())
+        started = now()
+        if pg.rank() == 0:
+            work = pg.barrier(timeout=5)
+        elif pg.rank() == 1:
+            work = pg.barrier()
+        cause = await pg.wait_revoked()
+        assert isinstance(cause, CollectiveTimeoutError)
+        assert cause.ranks == (2,)
+        assert work is None or work.done()
+        assert abs(now() - 5) < 0.1 or started > 5
+
+    run_virtual(3, rank, options=DETAIL)
+
+
+def test_one_warning_says_who_is_missing(caplog: pytest.LogCaptureFixture) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await asyncio.sleep(40 if pg.rank() == 1 else 0)
+        await pg.allreduce(np.zeros(3))
+
+    with caplog.at_level(logging.WARNING, logger="aiocoll"):
+        run_virtual(3, rank, options=DETAIL)
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 2
+    assert all("ALLREDUCE (sequence 1)" in text and "waits for rank 1" in text for text in texts)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_rank_that_has_left_is_missed(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        if pg.rank() == 1:
+            await pg.shutdown()
+        else:
+            with pytest.raises(PeerLostError) as caught:
+                await pg.broadcast(np.zeros(1), 0)
+            assert (caught.value.how, caught.value.ranks) == ("left", (1,))
+
+    await run_detailed(3, rank, transport=transport)
+
+
+def test_a_monitored_barrier_names_the_missing() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        if pg.rank() in (1, 3):
+            await pg.wait_revoked()
+            return
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            await pg.monitored_barrier(2.0 if pg.rank() == 0 else 3.0, wait_all_ranks=True)
+        assert "[rank 0 of group" in str(caught.value)
+        assert "Ranks 1, 3 failed to pass monitoredBarrier in 2000 ms" in str(caught.value)
+        assert (caught.value.ranks, caught.value.op, caught.value.seq) == ((1, 3), "MONITORED_BARRIER", 2)
+
+    for latency in (None, LATENCY):
+        run_virtual(4, rank, options=DETAIL, latency=latency)
+
+
+# -- who compares and who does not
+
+
+@pytest.mark.parametrize("kind", [*SIZED, "barrier", "gather", "scatter", "alltoall_object", "broadcast_object"])
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_ranks_that_do_not_compare_are_found_out(kind: str, odd: int) -> None:
+    call: Call = KINDS[kind]
+
+    async def rank(pg: ProcessGroup) -> None:
+        # Groups of one home may be given other options.
+        pg._options = GroupOptions.resolve(None if pg.rank() == odd else DETAIL, {})
+        other = await pg.split_group([0, 1, 2], group_name="mixed")
+        assert other is not None
+        memory = Memory(pg.rank(), pg.rank() == odd)
+        work: Any = call(other, memory)
+        started = now()
+        cause = await other.wait_revoked()
+        assert now() - started < 1.0
+        assert isinstance(cause, CollectiveMismatchError)
+        assert str(cause).startswith("Collectives differ in the following: debug")
+        assert f"rank {odd} called" in str(cause)
+        assert "debug=detail)" in str(cause)
+        with pytest.raises(GroupRevokedError):
+            other.barrier()
+        assert work.exception() is None or isinstance(work.exception(), CollectiveMismatchError)
+        memory.check(alone=pg.rank() != odd)
+        await other.shutdown()
+
+    for latency in (None, LATENCY):
+        run_virtual(3, rank, options=GroupOptions(warn_after=30.0), latency=latency)
+
+
+async def test_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await refused(pg.allreduce(np.zeros(pg.rank() + 1)))
+        await works_on(pg)
+
+    monkeypatch.setenv("AIOCOLL_DEBUG", "detail")
+    await testing.run_ranks(2, rank, timeout=60)
+
+
+# -- messages between two ranks
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_messages_need_only_two(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() < 2:
+            other = 1 - pg.rank()
+            got = np.zeros(3)
+            await pg.batch([Send(np.full(3, 7.0), other), Recv(got, other)])
+            assert got.tolist() == [7.0] * 3
+            received = pg.recv_object(tag=2)
+            await pg.send_object({"from": pg.rank()}, other, tag=2)
+            assert await received == {"from": other}
+            assert received.source_rank() == other
+        await pg.barrier()
+
+    await run_detailed(3, rank, transport=transport)
+
+
+@pytest.mark.parametrize(("send", "receive", "fields"), P2P_TABLE[:4])
+def test_a_message_that_does_not_fit_revokes_as_ever(send: Call, receive: Call, fields: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        (send, receive)[pg.rank()](pg, Memory(pg.rank(), True))
+        cause = await pg.wait_revoked()
+        assert isinstance(cause, CollectiveMismatchError)
+        assert f"following: {fields}" in str(cause)
+
+    run_virtual(2, rank, options=DETAIL)
+
+
+def test_custom_ops_are_compared_by_name() -> None:
+    def subtract(a: Any, b: Any, out: Any) -> None:
+        np.subtract(a, b, out)
+
+    async def rank(pg: ProcessGroup) -> None:
+        op = ReduceOp.custom(subtract, commutative=False, name="minus")
+        array = np.array([2.0 ** -pg.rank()])
+        await pg.allreduce(array, op)
+        assert array[0] == 1.0 - 0.5 - 0.25
+        error = await refused(pg.allreduce(array, op if pg.rank() else ReduceOp.SUM))
+        assert "following: reduce. Group" in str(error)
+
+    run_virtual(3, rank, options=DETAIL)
+
+
+@pytest.mark.parametrize("kind", SIZED)
+def test_a_word_against_a_giant(kind: str) -> None:
+    case = Case(kind, "counts", counting(kind, 1_000_000, "uint8"), counting(kind, 1, "uint8"))
+    for odd in (0, 1):
+        check(case, run_virtual(2, differ, case, odd, DELAYS["odd-late"], options=DETAIL))

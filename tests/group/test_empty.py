@@ -1,0 +1,576 @@
+"""Arrays that peers read where they lie: the same results as on any other, no staging, and nothing left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from aiocoll import GroupClosedError, GroupError, GroupRevokedError, ProcessGroup, ReduceOp
+from aiocoll.engine.relay import order
+from aiocoll.group.planning import CIRCLE
+from aiocoll.testing import run_processes
+from aiocoll.transport.shm import commons
+from aiocoll.transport.shm.lane import LaneWriter
+from aiocoll.transport.shm.layout import LANE, Layout
+
+from ..ranks import run_ranks, until
+from ..reductions import DTYPES, OPS, allowed, data, equal, reduce_op, reduced
+
+PIECE = Layout(2).directions[0].lane_nbytes
+LARGE = 1_000_000
+#: Calls after which the right neighbour has answered that it has mapped an array.
+WARM = 3
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no shared memory here")
+
+
+class Puts:
+    """What went into lanes: bytes copied, and pieces told by their place."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.nbytes = self.places = 0
+        self.lanes: set[int] = set()
+
+
+@pytest.fixture
+def puts(monkeypatch: pytest.MonkeyPatch) -> Puts:
+    counts, put, point = Puts(), LaneWriter.put, LaneWriter.point
+
+    def counted_put(self: LaneWriter, identity: int, tag: int, piece: memoryview) -> bool:
+        done = put(self, identity, tag, piece)
+        counts.nbytes += piece.nbytes * done
+        counts.lanes.add(id(self))
+        return done
+
+    def counted_point(self: LaneWriter, identity: int, tag: int, plot: int, offset: int) -> bool:
+        done = point(self, identity, tag, plot, offset)
+        counts.places += done
+        counts.lanes.add(id(self))
+        return done
+
+    monkeypatch.setattr(LaneWriter, "put", counted_put)
+    monkeypatch.setattr(LaneWriter, "point", counted_point)
+    return counts
+
+
+def mappings() -> int:
+    """Count the mappings of plots and links in this process."""
+    with open("/proc/self/maps", encoding="ascii") as lines:
+        return sum("memfd:aiocoll" in line for line in lines)
+
+
+def plots(pg: ProcessGroup) -> int:
+    return len(pg._member.endpoint.commons.plots)
+
+
+async def filled(pg: ProcessGroup, values: Any) -> Any:
+    """Return an array of `empty` with these values."""
+    array = await pg.empty(values.shape, values.dtype)
+    array[:] = values
+    return array
+
+
+async def warm(pg: ProcessGroup, array: Any) -> None:
+    """Let the neighbours map it."""
+    for _ in range(WARM):
+        await pg.allreduce(array, ReduceOp.MAX)
+
+
+# -- results
+
+
+def everything() -> Iterator[tuple[str, str]]:
+    for op in OPS:
+        yield from ((op, dtype) for dtype in DTYPES if allowed(op, dtype))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+async def test_results_are_those_of_plain_arrays(world_size: int) -> None:
+    """Bit by bit, for every op and dtype, and as they should be."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        count = world_size * 40_000 + 1
+        for op, dtype in everything():
+            if world_size > CIRCLE and op != "SUM":
+                continue  # they go round in frames, whatever the array
+            given = data(dtype, op, pg.rank(), 0, count)
+            chosen = reduce_op(op, pg.rank())
+            array, plain = await filled(pg, given), given.copy()
+            assert await pg.allreduce(array, chosen) is array
+            await pg.allreduce(plain, chosen)
+            assert array.tobytes() == plain.tobytes(), f"{op} of {dtype}"
+            inputs = [data(dtype, op, peer, 0, count) for peer in range(world_size)]
+            assert equal(array, reduced(op, dtype, inputs, world_size)), f"{op} of {dtype}"
+
+    await run_ranks(world_size, rank, transport="shm", timeout=240.0)
+
+
+@pytest.mark.parametrize("transport", ["shm", "memory", "unix"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+async def test_counts_around_pieces(world_size: int, transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        for pieces in (0, 1, 2, 2 * LANE + 1):
+            for more in (-1, 0, 1):
+                count = max(0, pieces * world_size * PIECE // 8 + more)
+                array = await pg.empty(count, np.int64)
+                for turn in range(2):  # in the second one the plot is known
+                    array[:] = np.arange(count) + pg.rank() * turn
+                    await pg.allreduce(array)
+                    expected = np.arange(count) * world_size + turn * world_size * (world_size - 1) // 2
+                    assert np.array_equal(array, expected)
+
+    await run_ranks(world_size, rank, transport=transport)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+async def test_some_ranks_use_plain_arrays(world_size: int) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        mine = await pg.empty(LARGE, np.int32)
+        plain = np.empty(LARGE, np.int32)
+        for turn in range(2 * world_size):
+            array = mine if turn % world_size == pg.rank() else plain
+            array[:] = np.arange(LARGE) + pg.rank() + turn
+            await pg.allreduce(array)
+            total = sum(range(world_size)) + turn * world_size
+            assert np.array_equal(array, np.arange(LARGE) * world_size + total)
+
+    await run_ranks(world_size, rank, transport="shm")
+
+
+@pytest.mark.parametrize("transport", ["shm", "memory"])
+async def test_all_other_calls_take_them(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        rank, size = pg.rank(), pg.size()
+        array = await filled(pg, np.full((size, 50_000), rank))
+        assert np.all(await pg.broadcast(array, 1) == 1)
+        array[:] = rank
+        gathered = await pg.empty((size, size, 50_000), int)
+        await pg.allgather_into_tensor(gathered, array)
+        assert all(np.all(gathered[peer] == peer) for peer in range(size))
+        mine = await pg.empty(50_000, int)
+        await pg.reduce_scatter_tensor(mine, array)
+        assert np.all(mine == sum(range(size)))
+        if rank == 0:
+            await pg.send(array, 1)
+        elif rank == 1:
+            assert np.all(await pg.recv(array, 0) == 0)
+
+    await run_ranks(3, rank, transport=transport)
+
+
+# -- no staging
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+async def test_nothing_is_staged(world_size: int, puts: Puts) -> None:
+    """From the second call on or so; slices, other shapes and other types are inside, too."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        array = await filled(pg, np.zeros((100, 10_000), np.float32))
+        await warm(pg, array)
+        for part in (array, array[3:], array.reshape(-1)[7:], array.T.T, array.view(np.int32), memoryview(array)):
+            await pg.barrier()
+            puts.clear()
+            await pg.barrier()
+            await pg.allreduce(part)
+            await pg.barrier()
+            assert puts.nbytes == 0
+            assert puts.places >= world_size * 2 * (world_size - 1)
+
+    await run_ranks(world_size, rank, transport="shm")
+
+
+async def test_what_is_not_inside_is_staged(puts: Puts) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        array = await filled(pg, np.ones(LARGE))
+        await warm(pg, array)
+        await pg.barrier()
+        puts.clear()
+        await pg.barrier()
+        for other in (np.ones(LARGE), array[::2]):
+            await pg.allreduce(other)
+            assert np.all(other == 2)
+        await pg.barrier()
+        assert puts.places == 0
+        assert puts.nbytes == 2 * (LARGE + LARGE // 2) * 8
+
+    await run_ranks(2, rank, transport="shm")
+
+
+def test_no_piece_is_overwritten_before_it_is_taken() -> None:
+    """Follow who must have done what before, from the schedule alone: taking is ordered before overwriting."""
+    for size in range(2, 8):
+        for pieces in (1, 2, 3, 7):
+            _check_hazard(size, order(2 * (size - 1), pieces))
+
+
+def _check_hazard(size: int, entries: tuple[tuple[int, int, int], ...]) -> None:
+    # What each event has as causes, directly: (rank, "put" or "take", number).
+    causes: dict[tuple[int, str, int], set[tuple[int, str, int]]] = {}
+    for rank in range(size):
+        for number, (_, _, before) in enumerate(entries):
+            causes[rank, "put", number] = {(rank, "put", number - 1), (rank, "take", before)}
+            causes[rank, "take", number] = {((rank - 1) % size, "put", number), (rank, "take", number - 1)}
+    known: dict[tuple[int, str, int], frozenset[tuple[int, str, int]]] = {}
+
+    def history(event: tuple[int, str, int]) -> frozenset[tuple[int, str, int]]:
+        if event[2] < 0:
+            return frozenset()
+        if event not in known:
+            known[event] = frozenset({event}).union(*(history(cause) for cause in causes[event]))
+        return known[event]
+
+    for number in range(len(entries)):  # shallow recursion
+        for rank in range(size):
+            history((rank, "put", number)), history((rank, "take", number))
+    for rank in range(size):
+        for number, (step, piece, _) in enumerate(entries):
+            part = (rank - step - 1) % size
+            for later, (other, same, _) in enumerate(entries):
+                if same == piece and (rank - other - 2) % size == part and other >= step:
+                    # The left neighbour's put is what lets this rank overwrite it.
+                    assert ((rank + 1) % size, "take", number) in history(((rank - 1) % size, "put", later))
+
+
+async def test_keys_in_any_order(puts: Puts) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        arrays = {name: await pg.empty(LARGE // 2, np.float64) for name in "abcd"}
+        for _ in range(WARM):
+            for array in arrays.values():
+                array[:] = 1 + pg.rank()
+            names = sorted(arrays, reverse=pg.rank() % 2 == 1)
+            for work in [pg.allreduce(arrays[name], key=name) for name in names]:
+                await work
+            assert all(np.all(array == 6) for array in arrays.values())
+
+    await run_ranks(3, rank, transport="shm")
+    assert puts.places
+
+
+async def test_a_work_is_done_when_nobody_reads_its_array() -> None:
+    """A rank may overwrite the result at once."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        array = await pg.empty(LARGE, np.int64)
+        for turn in range(30):
+            array[:] = turn + pg.rank()
+            await pg.allreduce(array)
+            assert np.all(array == 4 * turn + 6)
+            array[:] = -1
+            await asyncio.sleep(0)
+
+    await run_ranks(4, rank, transport="shm")
+
+
+# -- failing in the middle
+
+
+async def test_a_failed_operation_tells_that_its_memory_is_its_owners_again(puts: Puts) -> None:
+    """The others never end well with what is written there afterwards."""
+    groups: dict[int, tuple[ProcessGroup, Any]] = {}
+
+    async def rank(pg: ProcessGroup) -> None:
+        array = await filled(pg, np.zeros(LARGE))
+        await warm(pg, array)
+        groups[pg.rank()] = pg, array
+        await pg.barrier()
+        if pg.rank() == 0:
+            # In one turn of the loop: rank 1 calls before it can have heard of the abort.
+            puts.clear()
+            array[:] = 1
+            works = [pg.allreduce(array)]
+            assert puts.places
+            pg.abort("over")
+            array[:] = -1e300
+            other, theirs = groups[1]
+            theirs[:] = 1
+            works.append(other.allreduce(theirs))
+            assert np.all(theirs == 1)
+            for work in works:
+                with pytest.raises(GroupError, match="over"):
+                    await work
+        await pg.wait_revoked()
+
+    await run_ranks(2, rank, transport="shm")
+
+
+async def test_after_an_abort_the_survivors_go_on() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        array = await filled(pg, np.zeros(LARGE))
+        await warm(pg, array)
+        await pg.barrier()
+        work = pg.allreduce(array) if pg.rank() == 1 else None
+        if pg.rank() == 1:
+            pg.abort("over")
+        with pytest.raises(GroupError):
+            await (work or pg.allreduce(array))
+        async with await pg.shrink() as again:
+            for turn in range(4):
+                array[:] = again.rank() + turn
+                await again.allreduce(array)
+                assert np.all(array == 3 + 3 * turn)
+
+    await run_ranks(3, rank, transport="shm")
+
+
+async def test_a_failing_function_leaves_the_lane_in_order(puts: Puts) -> None:
+    """Its group's pieces are given back once, and not a second time by who was about to read one."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        def fail(a: Any, b: Any, out: Any) -> None:
+            raise ArithmeticError("no")
+
+        array = await filled(pg, np.ones(LARGE))
+        await warm(pg, array)
+        with pytest.raises(GroupError):
+            await pg.allreduce(array, ReduceOp.custom(fail))
+        async with await pg.shrink() as again:
+            await again.barrier()
+            puts.clear()
+            await again.barrier()
+            for _ in range(WARM):
+                array[:] = 1
+                await again.allreduce(array)
+                assert np.all(array == 2)
+
+    await run_ranks(2, rank, transport="shm", timeout=20.0)
+    assert len(puts.lanes) == 2, "a lane is lost"
+
+
+# -- what is left
+
+
+async def test_nothing_is_left_of_many() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        kept = await filled(pg, np.ones(LARGE))
+        await warm(pg, kept)
+        await pg.barrier()
+        before = len(os.listdir("/proc/self/fd")), mappings()
+        await pg.barrier()
+        for count in range(40):
+            array = await filled(pg, np.ones(100_000 + count))
+            await pg.allreduce(array)
+            await pg.allreduce(array[1:])
+        del array
+        await until(lambda: plots(pg) == 1)
+        await pg.barrier()
+        # What a rank is told over the socket it may hear later than what is in shared memory.
+        await until(lambda: (len(os.listdir("/proc/self/fd")), mappings()) == before)
+        await pg.barrier()
+        await pg.allreduce(kept)
+
+    await run_ranks(3, rank, transport="shm")
+    gc.collect()
+    assert mappings() == 0
+
+
+async def test_it_outlives_its_group() -> None:
+    async def rank(pg: ProcessGroup) -> Any:
+        array = await filled(pg, np.arange(LARGE))
+        await warm(pg, array)
+        return array[5:]
+
+    first, second = await run_ranks(2, rank, transport="shm")
+    assert np.array_equal(first, np.arange(5, LARGE))
+    second[:] = 0
+    assert np.array_equal(first, np.arange(5, LARGE))
+    # The last views hold the memory, and nothing else does: two mappings of their owners.
+    gc.collect()  # the links
+    assert mappings() == 2
+    del first, second
+
+
+async def test_the_last_view_may_be_dropped_in_any_thread() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        for _ in range(5):
+            holder = [await filled(pg, np.ones(LARGE))]
+            await pg.allreduce(holder[0])
+            await asyncio.get_running_loop().run_in_executor(None, holder.clear)
+        await until(lambda: plots(pg) == 0)
+
+    await run_ranks(2, rank, transport="shm")
+
+
+async def test_an_address_of_a_dropped_array_is_nobodys() -> None:
+    """Memory of another kind may be there by now."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        array = await filled(pg, np.ones(LARGE))
+        registry = pg._member.endpoint.commons
+        (plot,) = registry.plots
+        assert registry.find(array[10:]) == (plot, 80)
+        interface = dict(array.__array_interface__)
+        del array
+        assert registry.plots == [plot], "swept before the loop has turned"
+        there = np.asarray(type("There", (), {"__array_interface__": interface})())
+        assert registry.find(there) is None
+
+    await run_ranks(2, rank, transport="shm")
+
+
+# -- what it gives and refuses
+
+
+@pytest.mark.parametrize("transport", ["shm", "memory"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        (0, "f4"),
+        ((), "f8"),
+        (5, bool),
+        ((300, 0, 7), int),
+        ((300, 700), np.complex64),
+        ([3, 4], "int8"),
+        (np.int64(LARGE), np.dtype("float16")),
+        ((LARGE, 1), ml_dtypes.bfloat16),
+    ],
+)
+async def test_it_is_an_array_of_that_shape_and_dtype(shape: Any, dtype: Any, transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        array, like = await pg.empty(shape, dtype), np.empty(shape, dtype)
+        assert type(array) is np.ndarray
+        assert (array.shape, array.dtype, array.strides) == (like.shape, like.dtype, like.strides)
+        assert array.flags.carray
+        array[...] = 1
+        assert np.all(array.astype(complex) == 1)
+
+    await run_ranks(2, rank, transport=transport)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "error", "message"),
+    [
+        ("3", "f4", TypeError, "shape must be an int or a tuple of ints, not '3'"),
+        (2.0, "f4", TypeError, "shape must be an int or a tuple of ints, not 2.0"),
+        ((2, None), "f4", TypeError, "shape must be an int or a tuple of ints"),
+        (-1, "f4", ValueError, "shape=-1 has a negative number"),
+        ((3, -4), "f4", ValueError, "has a negative number"),
+        (1 << 62, "f4", ValueError, "there are not so many addresses"),
+        (3, "no such", TypeError, "dtype='no such' is no dtype"),
+        (3, object, TypeError, "dtype object is not supported"),
+        (3, ">f4", TypeError, "foreign byte order"),
+        (3, "U3", TypeError, "is not supported"),
+    ],
+)
+async def test_what_is_no_array_is_refused(shape: Any, dtype: Any, error: type[Exception], message: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        with pytest.raises(error, match=message):
+            await pg.empty(shape, dtype)
+
+    await run_ranks(2, rank, transport="shm")
+
+
+async def test_a_group_that_is_over_makes_none() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        pg.abort("over")
+        with pytest.raises(GroupRevokedError):
+            await pg.empty(3, int)
+        await pg.shutdown()
+        with pytest.raises(GroupClosedError):
+            await pg.empty(3, int)
+
+    await run_ranks(2, rank, transport="shm")
+
+
+async def test_a_group_that_ends_meanwhile_gives_what_it_has_begun() -> None:
+    async def rank(pg: ProcessGroup) -> Any:
+        making = asyncio.ensure_future(pg.empty(LARGE, np.float64))
+        await asyncio.sleep(0)
+        await pg.shutdown()
+        array = await making
+        array[:] = 1
+        return array
+
+    first, second = await run_ranks(2, rank, transport="shm")
+    assert np.all(first + second == 2)
+
+
+async def test_the_loop_turns_meanwhile() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        making = asyncio.ensure_future(pg.empty(4 * LARGE, np.float64))
+        turns = 0
+        while not making.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns >= 4 * LARGE * 8 // PIECE
+
+    await run_ranks(2, rank, transport="shm")
+
+
+@pytest.mark.parametrize("code", [errno.ENOMEM, errno.EPERM, errno.EMFILE])
+async def test_without_memory_it_is_an_ordinary_array(
+    code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refuse(nbytes: int) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    async def rank(pg: ProcessGroup) -> None:
+        monkeypatch.setattr(commons, "create_mapped", refuse)
+        for _ in range(3):
+            array = await filled(pg, np.ones(LARGE))
+            await pg.allreduce(array)
+            assert np.all(array == 2)
+        assert not plots(pg)
+
+    with caplog.at_level(logging.WARNING, "aiocoll"):
+        await run_ranks(2, rank, transport="shm")
+    told = [record.getMessage() for record in caplog.records if "gives ordinary memory" in record.getMessage()]
+    assert len(told) == 2, "once per rank"
+    assert os.strerror(code) in told[0]
+
+
+async def test_more_than_there_is_is_not_even_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would not refuse: it would end some process."""
+    monkeypatch.setattr(commons, "_available", lambda: LARGE)
+
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.empty(LARGE, np.float64)
+        assert not plots(pg)
+        await pg.empty(LARGE // 2, np.uint8)
+        assert plots(pg) == 1
+
+    await run_ranks(2, rank, transport="shm")
+
+
+@pytest.mark.parametrize("turns", range(1, 8))
+async def test_nothing_is_left_of_a_cancelled_one(turns: int) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        making = asyncio.ensure_future(pg.empty(LARGE, np.float64))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        making.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await making
+        assert not plots(pg)
+
+    await run_ranks(2, rank, transport="shm")
+
+
+async def _ring(pg: ProcessGroup) -> list[bool]:
+    """Reduce, in processes, arrays that differ in size and owner."""
+    array = await pg.empty(3 * LARGE, np.float32)
+    results = []
+    for turn in range(6):
+        part = array[turn * 1000 :]
+        part[:] = np.arange(len(part)) % 100 + pg.rank()
+        await pg.allreduce(part)
+        size = pg.size()
+        results.append(np.array_equal(part, np.arange(len(part)) % 100 * size + size * (size - 1) // 2))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+async def test_real_processes(world_size: int) -> None:
+    assert await run_processes(world_size, _ring) == [[True] * 6] * world_size

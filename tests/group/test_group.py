@@ -1,0 +1,609 @@
+"""The life of a group: failing everywhere, leaving, closing, and whose it is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import numpy as np
+import pytest
+
+from aiocoll import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupClosedError,
+    GroupError,
+    GroupRevokedError,
+    HashStore,
+    PeerLostError,
+    ProcessGroup,
+    ReduceOp,
+    new_group,
+)
+from aiocoll.handshake import PROOF_SIZE
+from aiocoll.transport.stream import StreamTransport
+
+from ..ranks import TRANSPORTS, hub, run_ranks, until
+
+
+async def test_a_group_tells_who_it_is() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        assert pg.size() == 3
+        assert pg.global_ranks == (0, 1, 2)
+        assert pg.timeout == 300.0
+        assert pg.backend_for("cpu") == "aio"
+        assert repr(pg) == f"<ProcessGroup 'world:0' rank {pg.rank()} of 3, open>"
+        with pytest.raises(ValueError, match="device='cuda' has no backend in group 'world:0'"):
+            pg.backend_for("cuda")
+        assert pg.pending() == []
+        work = pg.recv(np.zeros(3), (pg.rank() + 1) % 3)
+        assert pg.pending() == [work]
+        await pg.send(np.ones(3), (pg.rank() + 2) % 3)
+        await work
+        assert pg.pending() == []
+
+    await run_ranks(3, rank)
+
+
+# -- revocation
+
+
+async def go_on(pg: ProcessGroup) -> None:
+    await pg.barrier()  # who aborts may be through before the others are
+    await pg.allreduce(np.ones(4))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_abort_fails_every_rank_and_keeps_the_first_cause(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        revoked = asyncio.ensure_future(pg.wait_revoked())
+        if pg.rank() == 1:
+            await pg.barrier()
+            pg.abort("the disk is full")
+            pg.abort("another reason")
+        else:
+            with pytest.raises(GroupError, match="'world:0' was aborted by rank 1: the disk is full"):
+                await go_on(pg)
+        cause = await revoked
+        assert type(cause) is GroupError
+        assert cause.ranks == (1,)
+        assert await pg.wait_revoked() is cause
+        with pytest.raises(GroupRevokedError, match=r"was revoked: .*the disk is full") as raised:
+            pg.barrier()
+        assert raised.value.__cause__ is cause
+        assert "revoked" in repr(pg)
+
+    await run_ranks(3, rank, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+async def test_a_timeout_fails_every_rank_and_names_the_missing(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 2:
+            assert isinstance(await pg.wait_revoked(), CollectiveTimeoutError)
+        else:
+            message = r"ALLREDUCE \(sequence 1\) of group 'world:0' did not complete within 0.4 s on rank [01]"
+            with pytest.raises(CollectiveTimeoutError, match=message) as raised:
+                await pg.allreduce(np.ones(4), timeout=0.4)
+            assert raised.value.ranks == (2,)
+            assert raised.value.seq == 1
+            assert "rank 2 (in no operation yet)" in str(raised.value)
+        with pytest.raises(GroupRevokedError) as revoked:
+            pg.allreduce(np.ones(4))
+        assert isinstance(revoked.value.__cause__, CollectiveTimeoutError)
+
+    await run_ranks(3, rank, transport=transport)
+
+
+async def test_a_short_timeout_is_kept_also_while_others_are_started() -> None:
+    """Each of these starts after half of the time of the one before."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 1:
+            await pg.wait_revoked()
+            return
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        first = pg.barrier(timeout=0.1)
+        works = []
+
+        def again() -> None:
+            if not first.done() and loop.time() < start + 5:
+                works.append(pg.barrier(timeout=0.2))
+                loop.call_later(0.05, again)
+
+        again()
+        with pytest.raises(CollectiveTimeoutError, match=r"within 0.1 s"):
+            await first
+        assert len(works) < 50
+        for work in works:
+            assert isinstance(work.exception(), CollectiveTimeoutError)
+
+    await run_ranks(2, rank)
+
+
+async def test_the_timeout_of_the_group_is_the_default() -> None:
+    store = HashStore()
+
+    async def rank(rank: int) -> None:
+        async with new_group(store=store, rank=rank, world_size=2, timeout=timedelta(seconds=0.3)) as pg:
+            assert pg.timeout == 0.3
+            if rank == 0:
+                with pytest.raises(CollectiveTimeoutError, match=r"within 0.3 s"):
+                    await pg.barrier()
+            else:
+                await pg.wait_revoked()
+
+    await asyncio.gather(rank(0), rank(1))
+    await store.aclose()
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+async def test_an_op_of_the_user_that_raises_fails_every_rank(transport: str) -> None:
+    def broken(a: object, b: object, out: object) -> None:
+        raise ZeroDivisionError("the user's own")
+
+    async def rank(pg: ProcessGroup) -> None:
+        tensor = np.ones(1000)
+        with pytest.raises(GroupError, match="the user's own"):
+            await pg.allreduce(tensor, ReduceOp.custom(broken))
+        with pytest.raises(GroupRevokedError):
+            pg.barrier()
+
+    await run_ranks(3, rank, transport=transport)
+
+
+# -- ranks that are lost
+
+
+async def test_a_cut_link_fails_every_rank() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.allgather_object("so that there are data links")
+        work = pg.recv(np.zeros(1), (pg.rank() + 1) % 3)
+        if pg.rank() == 0:
+            hub(pg).cut(1, 2)
+        with pytest.raises(PeerLostError, match=r"rank [12] of group 'world:0' is gone") as raised:
+            await work
+        assert raised.value.how == "killed"
+        assert raised.value.ranks in ((1,), (2,))
+        with pytest.raises(GroupRevokedError) as revoked:
+            pg.barrier()
+        assert isinstance(revoked.value.__cause__, PeerLostError)
+
+    await run_ranks(3, rank)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_rank_that_left_is_named_where_it_is_needed(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        if pg.rank() == 2:
+            return
+        with pytest.raises(PeerLostError, match=r"ALLREDUCE on rank [01] .* needs rank 2, which has left") as raised:
+            await pg.allreduce(np.ones(4))
+        assert raised.value.how == "left"
+        assert raised.value.ranks == (2,)
+
+    await run_ranks(3, rank, transport=transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("leaver", [0, 1, 3])
+async def test_leaving_disturbs_nobody_who_does_not_need_it(leaver: int, transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        if pg.rank() == leaver:
+            return
+        with pytest.raises(PeerLostError, match=f"needs rank {leaver}, which has left"):
+            await pg.recv(np.zeros(1), leaver)
+        one, two, three = (rank for rank in range(4) if rank != leaver)
+        for here, there in ((one, two), (two, three), (three, one)):
+            if pg.rank() == here:
+                await pg.send(np.ones(100_000), there)
+            elif pg.rank() == there:
+                assert (await pg.recv(np.zeros(100_000), here)).all()
+
+    await run_ranks(4, rank, transport=transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_what_was_sent_before_leaving_is_received(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            for peer in (1, 2):
+                assert (await pg.recv(np.zeros(5), peer) == peer).all()
+        else:
+            await pg.send(np.full(5, float(pg.rank())), 0)
+
+    for _ in range(10):
+        await run_ranks(3, rank, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
+async def test_a_goodbye_does_not_overtake_what_was_sent_on_a_link_still_to_be_accepted(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is slow to accept the data link; the goodbye on the control link is there first."""
+    receive = StreamTransport._receive
+
+    async def slowly(self: StreamTransport, sock: socket.socket, nbytes: int) -> bytes:
+        data = await receive(self, sock, nbytes)
+        if nbytes == PROOF_SIZE:
+            for _ in range(200):
+                await asyncio.sleep(0)
+        return data
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            assert (await pg.recv(np.zeros(5), 1) == 1).all()
+        else:
+            await pg.send(np.ones(5), 0)
+
+    monkeypatch.setattr(StreamTransport, "_receive", slowly)
+    await run_ranks(2, rank, transport=transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_collective_that_needs_no_more_of_a_rank_survives_its_leaving(transport: str) -> None:
+    """Rank 2 has given its part and left; rank 0 calls when it knows that, and still waits for rank 1."""
+    left = asyncio.Event()
+
+    async def rank(pg: ProcessGroup) -> None:
+        tensor = np.full(3, float(pg.rank()))
+        if pg.rank() == 2:
+            await pg.gather(None, tensor, 0)
+            await pg.shutdown()
+            left.set()
+        elif pg.rank() == 1:
+            await pg.recv_object(0)
+            await pg.gather(None, tensor, 0)
+        else:
+            await left.wait()
+            with pytest.raises(PeerLostError):
+                await pg.recv(np.zeros(1), 2)
+            work = pg.gather(None, tensor, 0)
+            await pg.send_object("now", 1)
+            gathered = await work
+            assert [each.tolist() for each in gathered] == [[rank] * 3 for rank in range(3)]
+
+    await run_ranks(3, rank, transport=transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("call", ["barrier", "allreduce", "allgather_object"])
+async def test_leaving_right_after_a_collective_is_no_failure(call: str, transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await {
+            "barrier": pg.barrier,
+            "allreduce": lambda: pg.allreduce(np.ones(1000)),
+            "allgather_object": lambda: pg.allgather_object(pg.rank()),
+        }[call]()
+
+    for _ in range(5):
+        await run_ranks(5, rank, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+async def test_ranks_leave_one_after_the_other(transport: str) -> None:
+    """In any order, each time with those that stay still able to talk."""
+
+    async def rank(pg: ProcessGroup, order: list[int]) -> None:
+        mine = order.index(pg.rank())
+        for leaving in range(mine):
+            # The one that leaves next says so; everyone who stays has heard it, and answers nothing.
+            await pg.recv_object(order[leaving])
+        for peer in order[mine + 1 :]:
+            await pg.send_object("I leave", peer)
+
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [1, 0, 3, 2], [2, 0, 1, 3]):
+        await run_ranks(4, rank, order, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+async def test_a_failure_reaches_all_after_the_first_ranks_have_left(transport: str) -> None:
+    """Notes go through the lowest rank that is there: by now that is rank 2, which followed rank 1 and rank 0."""
+    knowing = set()
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() < 2:
+            await pg.barrier()
+            return
+        await pg.barrier()
+        for gone in (1, 0):
+            with pytest.raises(PeerLostError):
+                await pg.recv(np.zeros(1), gone)
+        knowing.add(pg.rank())
+        if pg.rank() == 4:
+            await until(lambda: knowing == {2, 3, 4})
+            pg.abort("as the last but one")
+        assert "as the last but one" in str(await pg.wait_revoked())
+
+    await run_ranks(5, rank, transport=transport)
+
+
+# -- closing
+
+
+async def test_a_closed_group_refuses_calls() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.shutdown()
+        await pg.shutdown()
+        await pg.aclose()
+        for call in (pg.barrier, lambda: pg.send(np.ones(1), 1 - pg.rank()), lambda: pg.allgather_object(1)):
+            with pytest.raises(GroupClosedError, match="group 'world:0' was closed by this rank"):
+                call()
+        assert "closed" in repr(pg)
+        pg.abort("too late, and no error")
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+async def test_leaving_waits_for_started_works(transport: str) -> None:
+    tensors = [np.ones(300_000) for _ in range(2)]
+
+    async def rank(pg: ProcessGroup) -> None:
+        pg.allreduce(tensors[pg.rank()])
+
+    await run_ranks(2, rank, transport=transport)
+    assert all((tensor == 2).all() for tensor in tensors)
+
+
+async def test_leaving_by_exception_aborts_the_others() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 1:
+            raise LookupError("no such file")
+        with pytest.raises(GroupError, match="aborted by rank 1: LookupError: no such file"):
+            await pg.barrier()
+
+    with pytest.raises(LookupError):
+        await run_ranks(3, rank)
+
+
+async def test_drain_waits_for_all_and_raises_the_first_error() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        peer = 1 - pg.rank()
+        works = [pg.allreduce(np.ones(1000)), pg.recv(np.zeros(3), peer, 1), pg.send(np.ones(3), peer, 1)]
+        await pg.drain()
+        assert all(work.is_success() for work in works)
+        late = pg.recv(np.zeros(1), peer, 2, timeout=0.05)
+        with pytest.raises(CollectiveTimeoutError):
+            await pg.drain()
+        assert late.done()
+        await pg.drain()
+        await pg.barrier()
+
+    await run_ranks(2, rank)
+
+
+async def test_drain_survives_a_receive_that_is_withdrawn() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            first = pg.recv(np.zeros(1), 1, 1)
+            waiting = asyncio.ensure_future(pg.recv(np.zeros(1), 1, 2).join())
+            draining = asyncio.ensure_future(pg.drain())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            await pg.send_object("go on", 1)
+            await draining
+            assert first.is_success()
+        else:
+            await pg.recv_object(0)
+            await pg.send(np.ones(1), 0, 1)
+
+    await run_ranks(2, rank)
+
+
+# -- whose it is
+
+
+async def test_a_call_from_another_thread_is_refused() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        raised = []
+
+        def call() -> None:
+            try:
+                pg.barrier()
+            except RuntimeError as error:
+                raised.append(str(error))
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        assert "asyncio.run_coroutine_threadsafe" in raised[0]
+        await pg.barrier()
+
+    await run_ranks(2, rank)
+
+
+async def test_a_call_from_another_loop_is_refused() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        async def call() -> None:
+            pg.barrier()
+
+        def other() -> str:
+            with pytest.raises(RuntimeError, match="belongs to another event loop"):
+                asyncio.run(call())
+            return "refused"
+
+        assert await asyncio.to_thread(other) == "refused"
+
+    await run_ranks(1, rank)
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def test_a_forked_child_is_refused() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        out, into = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                pg.barrier()
+                os.write(into, b"accepted")
+            except BaseException as error:
+                os.write(into, str(error).encode())
+            finally:
+                os._exit(0)
+        os.close(into)
+        with os.fdopen(out, "rb") as pipe:
+            message = pipe.read().decode()
+        os.waitpid(child, 0)  # noqa: ASYNC222 - it has ended its pipe, and so itself
+        assert "a forked child cannot use it: make a new group in the child" in message
+
+    await run_ranks(1, rank)
+
+
+def test_a_forked_child_that_runs_the_loop_itself_is_refused() -> None:
+    loop = asyncio.SelectorEventLoop()
+    store = HashStore()
+
+    async def call(pg: ProcessGroup) -> None:
+        await pg.barrier()
+
+    pg = loop.run_until_complete(new_group(store=store, rank=0, world_size=1).__aenter__())
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            loop.run_until_complete(call(pg))
+            os.write(into, b"accepted")
+        except BaseException as error:
+            os.write(into, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(into)
+    with os.fdopen(out, "rb") as pipe:
+        assert "a forked child cannot use it: make a new group in the child" in pipe.read().decode()
+    os.waitpid(child, 0)
+    loop.run_until_complete(call(pg))
+    loop.run_until_complete(pg.shutdown())
+    loop.run_until_complete(store.aclose())
+    loop.close()
+
+
+def test_a_group_goes_with_its_loop_to_another_thread() -> None:
+    loop = asyncio.SelectorEventLoop()
+    store = HashStore()
+
+    async def call(pg: ProcessGroup) -> None:
+        assert await pg.allreduce(2) == 2
+
+    async def call_from_here(pg: ProcessGroup) -> str:
+        def refused() -> str:
+            with pytest.raises(RuntimeError, match="belongs to another event loop"):
+                pg.barrier()
+            return "refused"
+
+        await call(pg)
+        asked.set_result(refused)
+        return await asyncio.wrap_future(answer)
+
+    pg = loop.run_until_complete(new_group(store=store, rank=0, world_size=1).__aenter__())
+    loop.run_until_complete(call(pg))
+    asked: Future[Callable[[], str]] = Future()
+    answer: Future[str] = Future()
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(loop.run_until_complete, call_from_here(pg))
+        answer.set_result(asked.result(10)())
+        assert found.result(10) == "refused"
+    with pytest.raises(RuntimeError, match="belongs to another event loop"):
+        pg.barrier()
+    loop.run_until_complete(call(pg))
+    loop.run_until_complete(pg.shutdown())
+    loop.run_until_complete(store.aclose())
+    loop.close()
+
+
+# -- disagreement
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+@pytest.mark.parametrize(
+    ("field", "calls"),
+    [
+        ("op", (lambda pg, x: pg.allreduce(x), lambda pg, x: pg.broadcast(x, 0))),
+        ("op", (lambda pg, x: pg.barrier(), lambda pg, x: pg.reduce(x, 0))),
+        ("op", (lambda pg, x: pg.barrier(), lambda pg, x: pg.allgather_object(1))),
+        ("dtype", (lambda pg, x: pg.allreduce(x), lambda pg, x: pg.allreduce(x.view("int64")))),
+        ("counts", (lambda pg, x: pg.allreduce(x), lambda pg, x: pg.allreduce(x[1:]))),
+        ("counts", (lambda pg, x: pg.broadcast(x, 1), lambda pg, x: pg.broadcast(x[1:], 1))),
+        ("reduce", (lambda pg, x: pg.allreduce(x), lambda pg, x: pg.allreduce(x, ReduceOp.MAX))),
+        ("root", (lambda pg, x: pg.reduce(x, 0), lambda pg, x: pg.reduce(x, 1))),
+        ("root", (lambda pg, x: pg.broadcast(x, 1), lambda pg, x: pg.broadcast(x, 0))),
+        ("root", (lambda pg, x: pg.broadcast_object("a", 1), lambda pg, x: pg.broadcast_object("a", 0))),
+    ],
+    ids=["op", "op-root-only", "op-object", "dtype", "count", "count-broadcast", "reduce", "root", "waiting", "object"],
+)
+async def test_disagreement_is_an_error_on_both_ranks(field: str, calls: tuple, transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        around = np.arange(1000.0) + pg.rank()
+        before = around.copy()
+        message = f"Collectives differ in the following: .*{field}.*rank 0 called .*SequenceNumber=1.*rank 1 called"
+
+        async def call() -> None:
+            # A rank that was done before the other one came learns of it at its next call.
+            await calls[pg.rank()](pg, around[8:-8])
+            await pg.wait_revoked()
+            pg.barrier()
+
+        with pytest.raises((CollectiveMismatchError, GroupRevokedError)) as raised:
+            await call()
+        error = raised.value.__cause__ if isinstance(raised.value, GroupRevokedError) else raised.value
+        assert isinstance(error, CollectiveMismatchError)
+        assert re.search(message, str(error))
+        assert error.ranks == (0, 1)
+        np.testing.assert_array_equal(around, before)
+
+    await run_ranks(2, rank, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+async def test_disagreement_of_two_is_an_error_on_all(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        tensor = np.ones(50_000, "float32" if pg.rank() == 3 else "float64")
+        with pytest.raises(CollectiveMismatchError, match=r"dtype=float32.*") as raised:
+            await pg.allreduce(tensor)
+        assert 3 in raised.value.ranks
+        # The others may have gone some way among themselves; nobody took bytes of rank 3.
+        assert (tensor == 1).all() if pg.rank() == 3 else set(tensor) <= {1, 2, 3, 4}
+
+    await run_ranks(5, rank, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+async def test_another_order_is_found(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        x, y = np.ones(10), np.ones(20)
+        works = [pg.allreduce(each) for each in ((x, y) if pg.rank() else (y, x))]
+        for work in works:
+            with pytest.raises(CollectiveMismatchError, match=r"counts=\[20\].*counts=\[10\]|\[10\].*\[20\]"):
+                await work
+        assert (x == 1).all()
+        assert (y == 1).all()
+
+    await run_ranks(2, rank, transport=transport)
+
+
+async def test_two_groups_fail_apart() -> None:
+    store = HashStore()
+
+    async def rank(rank: int) -> None:
+        async with (
+            new_group(store=store, rank=rank, world_size=2) as one,
+            new_group(store=store, rank=rank, world_size=2) as two,
+        ):
+            await one.barrier()
+            if rank:
+                one.abort("only this one")
+            await one.wait_revoked()
+            assert (await two.allreduce(np.ones(10)) == 2).all()
+
+    await asyncio.gather(rank(0), rank(1))
+    await store.aclose()

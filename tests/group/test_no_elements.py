@@ -1,0 +1,187 @@
+"""Arrays without elements, and without dimensions, in every call: with a dimension of zero on all ranks or on some."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup, ReduceOp
+from aiocoll.group.point_to_point import Recv, Send
+from aiocoll.testing.virtual import run_virtual
+
+from ..ranks import TRANSPORTS, run_ranks
+
+SIZES = (1, 2, 3, 4, 7)
+SHAPES: tuple[tuple[int, ...], ...] = ((0,), (3, 0), (0, 4), (2, 0, 3), ())
+#: One of each way of reducing: in any order, in float32, with a step before or after, in rank order, on bits.
+OPS: tuple[tuple[str, ReduceOp], ...] = (
+    ("float32", ReduceOp.SUM),
+    ("float16", ReduceOp.SUM),
+    ("int64", ReduceOp.AVG),
+    ("complex64", ReduceOp.PREMUL_SUM(2)),
+    ("bool", ReduceOp.BXOR),
+    ("float64", ReduceOp.custom(np.add, commutative=False)),
+)
+
+
+def result_of(dtype: str, op: ReduceOp, size: int) -> Any:
+    """Return what becomes of one 1 per rank."""
+    return {"SUM": size, "add": size, "AVG": 1, "PREMUL_SUM": 2 * size, "BXOR": size % 2 == 1}[op.name]
+
+
+async def reductions(pg: ProcessGroup, shape: tuple[int, ...]) -> None:
+    rank, size = pg.rank(), pg.size()
+    for dtype, op in OPS:
+
+        def ones(shape: tuple[int, ...] = shape, dtype: str = dtype) -> Any:
+            return np.ones(shape, dtype)
+
+        right = np.full(shape, result_of(dtype, op, size), dtype)
+        for tensor, work in ((t := ones(), pg.allreduce(t, op)), (t := ones(), pg.allreduce(t, op, key="k"))):
+            assert await work is tensor
+            assert np.array_equal(tensor, right)
+        tensor = ones()
+        assert await pg.reduce(tensor, size - 1, op) is tensor
+        assert np.array_equal(tensor, right if rank == size - 1 else ones())
+        if op.name != "AVG":
+            assert (await pg.scan(ones(), op)).shape == shape
+            assert (await pg.exscan(ones(), op)).shape == shape
+        output = np.zeros(shape, dtype)
+        assert await pg.reduce_scatter(output, [ones() for _ in range(size)], op) is output
+        assert np.array_equal(output, right)
+        output = np.zeros(shape, dtype)
+        await pg.reduce_scatter_tensor(output, np.ones((size, *shape), dtype), op)
+        assert np.array_equal(output, right)
+
+
+async def movements(pg: ProcessGroup, shape: tuple[int, ...]) -> None:
+    rank, size = pg.rank(), pg.size()
+    there = rank == size - 1
+
+    def mine() -> Any:
+        return np.full(shape, rank, np.int32)
+
+    def room() -> list[Any]:
+        return [np.full(shape, -1, np.int32) for _ in range(size)]
+
+    def holds(arrays: Any) -> bool:
+        return all(each.shape == shape and (each == by).all() for by, each in enumerate(arrays))
+
+    assert (await pg.broadcast(mine(), size - 1) == size - 1).all()
+    assert holds(await pg.allgather(room(), mine()))
+    assert holds(await pg.allgather(None, mine()))
+    whole = np.full((size, *shape), -1, np.int32)
+    assert await pg.allgather_into_tensor(whole, mine()) is whole
+    assert holds(whole)
+    gathered = await pg.gather(room() if there else None, mine(), size - 1)
+    assert holds(gathered) if there else gathered is None
+    inputs = [np.full(shape, to, np.int32) for to in range(size)]
+    assert (await pg.scatter(room()[0], inputs if there else None, size - 1) == rank).all()
+    assert holds(await pg.alltoall(room(), [mine() for _ in range(size)]))
+    into = np.full((size, *shape), -1, np.int32)
+    assert await pg.alltoall_base(into, np.full((size, *shape), rank, np.int32)) is into
+    assert holds(into)
+
+
+async def messages(pg: ProcessGroup, shape: tuple[int, ...]) -> None:
+    rank, size = pg.rank(), pg.size()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    sent = np.full(shape, rank, np.float32)
+    objects = await pg.allgather_object(sent)
+    assert all(each.shape == shape and (each == by).all() for by, each in enumerate(objects))
+    shared = await pg.empty(shape, "float32")
+    shared[...] = 1
+    assert (await pg.allreduce(shared) == size).all()
+    if size == 1:
+        return
+
+    async def receive(tag: int, source: int | None) -> None:
+        got = np.full(shape, -1, np.float32)
+        work = pg.recv_anysource(got, tag) if source is None else pg.recv(got, source, tag)
+        assert await work is got
+        assert (got == before).all()
+        assert work.source_rank() == before
+
+    sending = [pg.send(sent, after, tag) for tag in (0, 1)]
+    await receive(0, before)
+    await receive(1, None)
+    for work in sending:
+        await work
+    got = np.full(shape, -1, np.float32)
+    await pg.batch([Send(sent, after), Recv(got, before)])
+    assert (got == before).all()
+
+
+async def every_call(pg: ProcessGroup, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> None:
+    for shape in shapes:
+        await reductions(pg, shape)
+        await movements(pg, shape)
+        await messages(pg, shape)
+    assert not pg.pending()
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_every_call(size: int) -> None:
+    await run_ranks(size, every_call)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS[1:])
+async def test_every_transport(transport: str) -> None:
+    await run_ranks(3, every_call, transport=transport)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", SIZES)
+async def test_every_call_everywhere(size: int, transport: str) -> None:
+    await run_ranks(size, every_call, transport=transport)
+
+
+def test_frames_that_take_their_time() -> None:
+    run_virtual(4, every_call, ((3, 0), ()), latency=(0.0001, 0.01))
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_elements_on_one_rank_only(size: int) -> None:
+    async def one(pg: ProcessGroup) -> None:
+        rank = pg.rank()
+        for holder in range(size):
+            counts = [4 * (each == holder) for each in range(size)]
+            mine = np.full(counts[rank], 7)
+            parts = [np.full(count, 7) for count in counts]
+            for root in {0, size - 1}:
+                there = rank == root
+                gathered = await pg.gather([np.zeros(count, int) for count in counts] if there else None, mine, root)
+                assert gathered is None or all(map(np.array_equal, gathered, parts))
+                got = await pg.scatter(np.zeros(counts[rank], int), parts if there else None, root)
+                assert np.array_equal(got, mine)
+            gathered = await pg.allgather([np.zeros(count, int) for count in counts], mine)
+            assert all(map(np.array_equal, gathered, parts))
+            got = await pg.reduce_scatter(np.zeros(counts[rank], int), parts)
+            assert np.array_equal(got, mine * size)
+            # Rank `holder` sends to the next rank, and nobody else to anybody.
+            target = (holder + 1) % size
+            sends = [4 * (rank == holder and to == target) for to in range(size)]
+            comes = [4 * (rank == target and by == holder) for by in range(size)]
+            into = np.zeros((sum(comes), 2), int)
+            await pg.alltoall_base(into, np.full((sum(sends), 2), 7), comes, sends)
+            assert (into == 7).all()
+
+    await run_ranks(size, one)
+
+
+async def test_what_has_no_rows_cannot_be_cut() -> None:
+    async def one(pg: ProcessGroup) -> None:
+        point = np.zeros(())
+        with pytest.raises(ValueError, match="input has 1 rows, which 2 ranks cannot share equally"):
+            pg.alltoall_base(np.zeros(2), point)
+        with pytest.raises(ValueError, match="output has 0 elements, expected 2: world size times the part"):
+            pg.allgather_into_tensor(np.zeros(0), point)
+        assert await pg.alltoall_base(point, np.ones(()), [1, 0], [1, 0]) is point if pg.rank() == 0 else True
+        if pg.rank() == 1:
+            await pg.alltoall_base(point, np.ones(()), [0, 1], [0, 1])
+        assert point == 1
+
+    await run_ranks(2, one)

@@ -1,0 +1,106 @@
+"""Object collectives, for every root."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import CollectiveMismatchError, ProcessGroup, SerializationError
+from aiocoll.group import objects
+
+from ..ranks import TRANSPORTS, run_ranks
+
+
+def thing(rank: int, other: int = 0) -> dict[str, Any]:
+    """Larger for higher ranks: some travel in one piece, some wait for a grant."""
+    return {"rank": rank, "other": other, "nested": [(rank, {1, 2}), None], "bytes": b"x" * 150_000 * rank}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+async def test_every_root(world_size: int, transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        rank, world = pg.rank(), range(pg.size())
+        for root in world:
+            assert await pg.broadcast_object(thing(rank), root) == thing(root)
+            gathered = await pg.gather_object(thing(rank), root)
+            assert gathered == ([thing(each) for each in world] if rank == root else None)
+            objs = [thing(rank, each) for each in world] if rank == root else None
+            assert await pg.scatter_object(objs, root) == thing(root, rank)
+        assert await pg.allgather_object(thing(rank)) == [thing(each) for each in world]
+        exchanged = await pg.alltoall_object([thing(rank, each) for each in world])
+        assert exchanged == [thing(each, rank) for each in world]
+
+    await run_ranks(world_size, rank, transport=transport)
+
+
+async def test_arrays_travel_in_objects() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        matrix = np.arange(6, dtype="float32").reshape(2, 3) * pg.rank()
+        for source, got in enumerate(await pg.allgather_object({"matrix": matrix})):
+            np.testing.assert_array_equal(got["matrix"], np.arange(6).reshape(2, 3) * source)
+            assert got["matrix"].dtype == np.float32
+
+    await run_ranks(3, rank)
+
+
+async def test_keyed_objects_meet_in_any_order() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        keys = ["a", "b", "c", "a"]
+        works = {}
+        for key in keys if pg.rank() else [*keys[1:3], "a", "a"]:
+            work = pg.allgather_object((key, pg.rank()), key=key)
+            works[key, work.seq] = work
+        for (key, _), work in works.items():
+            assert await work == [(key, 0), (key, 1)]
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda pg: pg.broadcast_object(1, 2), ValueError, "root=2 is not a rank"),
+        (lambda pg: pg.gather_object(1, "0"), TypeError, "root must be a rank"),
+        (lambda pg: pg.scatter_object([1], 0), ValueError, "objs must hold one object per rank, 2 in all, not 1"),
+        (lambda pg: pg.scatter_object(None, 0), ValueError, "objs must hold one object per rank, 2 in all, not None"),
+        (lambda pg: pg.alltoall_object([1, 2, 3]), ValueError, "objs must hold one object per rank, 2 in all, not 3"),
+        (lambda pg: pg.allgather_object({"a": [object()]}), SerializationError, r"cannot send obj\['a'\]\[0\]: object"),
+        (lambda pg: pg.allgather_object(1, timeout="soon"), TypeError, "timeout must be seconds"),
+        (lambda pg: pg.allgather_object(1, key=5), TypeError, "key must be a str or None, not int"),
+    ],
+)
+async def test_wrong_arguments_take_no_number(call: Any, error: type[Exception], message: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            with pytest.raises(error, match=message):
+                call(pg)
+        work = pg.allgather_object(pg.rank())
+        assert work.seq == 1
+        assert await work == [0, 1]
+
+    await run_ranks(2, rank)
+
+
+async def test_roots_that_differ_are_named() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        with pytest.raises(CollectiveMismatchError, match=r"GATHER_OBJECT.*root=0.*GATHER_OBJECT.*root=1"):
+            await pg.gather_object(1, pg.rank())
+
+    await run_ranks(2, rank)
+
+
+async def test_an_object_above_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "MAX_BYTES", 1000)
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            await pg.broadcast_object(b"x" * 500_000)
+        else:
+            with pytest.raises(SerializationError, match=r"rank 0 sent an object of 5000.. bytes; the limit is 1000"):
+                await pg.broadcast_object()
+        assert await pg.allgather_object(pg.rank()) == [0, 1]
+
+    await run_ranks(2, rank)

@@ -1,0 +1,452 @@
+"""Messages between two ranks: order, matching, sizes, and what happens to those nobody wants."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    ProcessGroup,
+    Recv,
+    Send,
+    SerializationError,
+    Work,
+)
+from aiocoll.engine.channel import Channel
+from aiocoll.engine.operation import P2P
+from aiocoll.group import point_to_point as module
+from aiocoll.transport.frame import EAGER, FrameKind
+
+from ..ranks import TRANSPORTS, run_ranks, until
+
+MIB = 1024 * 1024
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_messages_of_a_source_and_tag_keep_their_order(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            for number in range(300):
+                pg.send(np.array([number]), 1, tag=number % 3)
+            await pg.drain()
+        else:
+            for tag in (2, 0, 1):
+                got = [int((await pg.recv(np.zeros(1, int), 0, tag))[0]) for _ in range(100)]
+                assert got == list(range(tag, 300, 3))
+
+    await run_ranks(2, rank, transport=transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("posted", [True, False], ids=["posted", "unposted"])
+@pytest.mark.parametrize("nbytes", [0, 1, 100_000, 300_000, 8 * MIB + 5])
+async def test_any_length(nbytes: int, posted: bool, transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        data = (np.arange(nbytes) % 251).astype("uint8")
+        if pg.rank() == 0:
+            if posted:
+                await pg.recv_object(1)
+            await pg.send(data, 1)
+        else:
+            target = np.full(nbytes + 2, 255, "uint8")
+            if posted:
+                work = pg.recv(target[1:-1], 0)
+                await pg.send_object("posted", 0)
+            else:
+                await pg.recv_object(0, tag=7)
+                work = pg.recv(target[1:-1], 0)
+            assert (await work).tobytes() == data.tobytes()
+            assert (target[0], target[-1]) == (255, 255)
+
+    async def after_a_note(pg: ProcessGroup) -> None:
+        if pg.rank() == 0 and not posted:
+            pg.send((np.arange(nbytes) % 251).astype("uint8"), 1)
+            await pg.send_object("on its way", 1, tag=7)
+            await pg.drain()
+        else:
+            await rank(pg)
+
+    await run_ranks(2, after_a_note, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+async def test_any_source_tells_whose_it_was(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank():
+            for number in range(5):
+                await pg.send(np.array([pg.rank(), number]), 0, tag=3)
+            return
+        seen: dict[int, list[int]] = {1: [], 2: [], 3: []}
+        for _ in range(15):
+            tensor = np.zeros(2, int)
+            work = pg.recv_anysource(tensor, tag=3)
+            await work
+            assert work.source_rank() == tensor[0]
+            seen[int(tensor[0])].append(int(tensor[1]))
+        assert list(seen.values()) == [list(range(5))] * 3
+
+    await run_ranks(4, rank, transport=transport)
+
+
+async def test_a_source_is_known_only_after_a_receive() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        work = pg.barrier()
+        with pytest.raises(ValueError, match="only a completed receive has one"):
+            work.source_rank()
+        await work
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+async def test_a_batch_starts_everything_and_gives_the_tensors(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        size, rank = pg.size(), pg.rank()
+        right, left = (rank + 1) % size, (rank - 1) % size
+        out, into, big = np.full(5, rank), np.zeros(5, int), np.full(MIB, rank, "uint8")
+        taken = np.zeros(MIB, "uint8")
+        result = await pg.batch([Recv(into, left), Send(big, right, 1), Recv(taken, None, 1), Send(out, right)])
+        assert [id(each) for each in result] == [id(each) for each in (into, big, taken, out)]
+        assert (into == left).all()
+        assert (taken == left).all()
+        assert await pg.batch([]) == []
+
+    await run_ranks(3, rank, transport=transport)
+
+
+async def test_a_batch_with_a_wrong_member_starts_nothing() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        peer = 1 - pg.rank()
+        with pytest.raises(TypeError, match=r"operations\[1\] must be a Send or a Recv, not str"):
+            pg.batch([Send(np.ones(1), peer), "what"])
+        with pytest.raises(ValueError, match=r"operations\[1\].dst=2 is not a rank"):
+            pg.batch([Send(np.ones(1), peer), Send(np.ones(1), 2)])
+        with pytest.raises(ValueError, match=r"operations\[1\].tag=-1 is out of range"):
+            pg.batch([Send(np.ones(1), peer), Recv(np.ones(1), peer, -1)])
+        assert pg.pending() == []
+        await pg.batch([Send(np.full(1, 5.0), peer), Recv(tensor := np.ones(1), peer)])
+        assert tensor[0] == 5
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("sent", "wanted", "message"),
+    [
+        (np.ones(3), np.ones(4), r"counts.*rank 0 called SEND\(.*counts=\[3\].*rank 1 called RECV\(.*counts=\[4\]"),
+        (np.ones(3), np.ones(3, int), "dtype.*SEND.*dtype=float64.*RECV.*dtype=int64"),
+        (np.ones(0), np.ones(1), r"counts=\[0\].*counts=\[1\]"),
+        (np.ones(MIB), np.ones(1), r"counts=\[1048576\].*counts=\[1\]"),
+    ],
+    ids=["length", "dtype", "empty", "big"],
+)
+async def test_a_receive_of_another_kind_is_a_named_error(sent: Any, wanted: Any, message: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            pg.send(sent, 1)
+            assert isinstance(await pg.wait_revoked(), CollectiveMismatchError)
+        else:
+            target = np.full_like(wanted, 7)
+            with pytest.raises(CollectiveMismatchError, match=message):
+                await pg.recv(target, 0)
+            assert (target == 7).all()
+
+    await run_ranks(2, rank)
+
+
+async def test_an_object_is_no_array() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            await pg.send_object([1, 2], 1)
+            await pg.wait_revoked()
+        else:
+            with pytest.raises(CollectiveMismatchError, match=r"dtype=object.*dtype=float64"):
+                await pg.recv(np.ones(3), 0)
+
+    await run_ranks(2, rank)
+
+
+async def test_a_receive_without_a_message_fails_alone() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        peer = 1 - pg.rank()
+        tensor = np.zeros(2)
+        message = f"received no message with tag 4 from rank {peer} within 0.05 s"
+        with pytest.raises(CollectiveTimeoutError, match=message) as raised:
+            await pg.recv(tensor, peer, 4, timeout=0.05)
+        assert raised.value.ranks == (peer,)
+        with pytest.raises(CollectiveTimeoutError, match=r"from any rank within 0.05 s"):
+            await pg.recv_object(tag=4, timeout=0.05)
+        await pg.barrier()
+        pg.send(np.ones(2), peer, 4)
+        assert (await pg.recv(tensor, peer, 4) == 1).all()
+
+    await run_ranks(2, rank)
+
+
+async def test_a_receive_is_withdrawn_with_its_last_awaiter() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        peer = 1 - pg.rank()
+        untouched = np.zeros(1)
+        work = pg.recv(untouched, peer)
+        first, second = (asyncio.ensure_future(work.join()) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])
+        assert not work.done()
+        second.cancel()
+        await asyncio.wait([second])
+        assert work.done()
+        assert isinstance(work.exception(), asyncio.CancelledError)
+        await pg.barrier()
+        await pg.send(np.ones(1), peer)
+        assert (await pg.recv(np.zeros(1), peer))[0] == 1
+        assert untouched[0] == 0
+
+    await run_ranks(2, rank)
+
+
+async def test_a_batch_is_withdrawn_too() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        peer = 1 - pg.rank()
+        untouched = np.zeros(2)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await pg.batch([Recv(untouched[:1], peer), Recv(untouched[1:], peer)])
+        assert pg.pending() == []
+        await pg.barrier()
+        await pg.batch([Send(np.ones(1), peer), Recv(tensor := np.zeros(1), peer)])
+        assert (*untouched, tensor[0]) == (0, 0, 1)
+
+    await run_ranks(2, rank)
+
+
+async def test_a_matched_receive_is_not_withdrawn() -> None:
+    """Its message is on the way: half of it is here when the await is cancelled."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            await pg.send(np.ones(4 * MIB), 1)
+        else:
+            work = pg.recv(np.zeros(4 * MIB), 0)
+            waiting = asyncio.ensure_future(work.join())
+            await until(lambda: work._withdraw is None)
+            assert not work.done()
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            assert (await work == 1).all()
+
+    await run_ranks(2, rank, transport="unix")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda pg: pg.send(np.ones(1), 0), ValueError, "dst=0 is this rank itself"),
+        (lambda pg: pg.recv(np.ones(1), 2), ValueError, "src=2 is not a rank of group 'world:0': ranks are 0 to 1"),
+        (lambda pg: pg.send(np.ones(1), True), TypeError, r"dst must be a rank \(int\), not bool"),
+        (lambda pg: pg.send(np.ones(1), 1, "a"), TypeError, "tag must be an int, not str"),
+        (lambda pg: pg.recv(np.ones(1), 1, 2**30), ValueError, "tag=1073741824 is out of range"),
+        (lambda pg: pg.send("text", 1), TypeError, "tensor must be .*, not str"),
+        (lambda pg: pg.recv(bytes(3), 1), ValueError, "tensor is read-only"),
+        (lambda pg: pg.recv(np.ones(1), 1, timeout=-1), ValueError, "timeout=-1: must be >= 0"),
+        (lambda pg: pg.send_object(object(), 1), SerializationError, "object"),
+        (lambda pg: pg.recv_object(1, tag=1.0), TypeError, "tag must be an int, not float"),
+    ],
+)
+async def test_wrong_arguments_start_nothing(call: Any, error: type[Exception], message: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            with pytest.raises(error, match=message):
+                call(pg)
+            assert pg.pending() == []
+            await pg.send(np.full(1, 3.0), 1)
+        else:
+            assert (await pg.recv(np.zeros(1), 0))[0] == 3
+
+    await run_ranks(2, rank)
+
+
+async def test_strided_memory_is_staged() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        whole = np.zeros((4, 4))
+        if pg.rank() == 0:
+            await pg.send(np.arange(16.0).reshape(4, 4).T, 1)
+        else:
+            result = await pg.recv(whole.T[:, :], 0)
+            assert result.base is whole
+            np.testing.assert_array_equal(whole, np.arange(16.0).reshape(4, 4))
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+async def test_incoming_yields_arrays_and_objects(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank():
+            await pg.send(np.arange(3, dtype="int16"), 0, tag=1)
+            await pg.send_object({"from": pg.rank()}, 0, tag=1)
+            await pg.send(np.ones(MIB), 0, tag=1)
+            await pg.send_object(None, 0, tag=1)
+            return
+        seen: dict[int, list[Any]] = {1: [], 2: []}
+        async for source, message in pg.incoming(tag=1):
+            seen[source].append(message)
+            if sum(map(len, seen.values())) == 8:
+                break
+        for source, (small, thing, big, nothing) in seen.items():
+            assert small.dtype == np.int16
+            assert small.tolist() == [0, 1, 2]
+            assert thing == {"from": source}
+            assert (big == 1).all()
+            assert len(big) == MIB
+            assert nothing is None
+            small[0] = 5  # it belongs to the receiver
+
+    await run_ranks(3, rank, transport=transport)
+
+
+async def test_incoming_ends_with_the_group() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        async def serve() -> list[Any]:
+            return [message async for message in pg.incoming()]
+
+        serving = asyncio.ensure_future(serve())
+        await pg.send_object(pg.rank(), 1 - pg.rank())
+        await until(lambda: pg._member.mailbox._listeners)
+        await pg.barrier()
+        await pg.shutdown()
+        assert await serving == [(1 - pg.rank(), 1 - pg.rank())]
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+async def test_cancelling_incoming_loses_nothing(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            for number in range(200):
+                await pg.send_object(number, 1)
+            return
+        got: list[int] = []
+
+        async def serve() -> None:
+            async for _, message in pg.incoming():
+                got.append(message)
+
+        turns = 0
+        while len(got) < 200:
+            serving = asyncio.ensure_future(serve())
+            for _ in range(turns % 4):
+                await asyncio.sleep(0)
+            serving.cancel()
+            await asyncio.wait([serving])
+            turns += 1
+        assert got == list(range(200))
+
+    await run_ranks(2, rank, transport=transport)
+
+
+async def test_incoming_raises_when_the_group_fails() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        async def serve() -> None:
+            async for _ in pg.incoming():
+                pass
+
+        serving = asyncio.ensure_future(serve())
+        await pg.barrier()
+        if pg.rank() == 0:
+            pg.abort("enough")
+        with pytest.raises(Exception, match="enough"):
+            await serving
+
+    await run_ranks(2, rank)
+
+
+async def test_an_object_above_the_limit_is_refused_and_its_bytes_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 1000)
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            for size in (2000, 2 * MIB):
+                await pg.send_object(b"x" * size, 1)
+            await pg.send_object("small", 1)
+        else:
+            # The first is here, whole, when it is asked for; the second comes after.
+            await until(lambda: [each for each in pg._member.mailbox._active.values() if each.complete])
+            for _ in range(2):
+                with pytest.raises(SerializationError, match=r"rank 0 sent an object of .* bytes; the limit is 1000"):
+                    await pg.recv_object(0)
+            assert await pg.recv_object(0) == "small"
+            assert pg._member.mailbox._active == {}
+
+    await run_ranks(2, rank)
+
+
+async def test_an_empty_message_completes_its_receive_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+    finish = Work._finish
+
+    def counted(work: Work[Any], *args: Any) -> None:
+        ended.append(work)
+        finish(work, *args)
+
+    monkeypatch.setattr(Work, "_finish", counted)
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            await pg.recv_object(1)
+            await pg.send(np.zeros(0), 1)
+        else:
+            work = pg.recv(np.zeros(0), 0)
+            await pg.send_object("posted", 0)
+            await work
+            assert ended.count(work) == 1
+            assert pg._member.mailbox._active == {}
+
+    await run_ranks(2, rank)
+
+
+async def test_incoming_asks_for_a_message_that_its_sender_holds_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of the message came before the window was used up, the READY for the rest in a later turn of the loop."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 1:
+            await pg.recv_object(0)
+            return
+        member, op = pg._member, P2P | 5 << 32
+        channel = member.channels[1]
+        asked: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(Channel, "control", lambda channel, *args: asked.append(args))
+        listening = asyncio.ensure_future(anext(aiter(pg.incoming(tag=5))))
+        await asyncio.sleep(0)
+        member.frame(channel, (FrameKind.DATA, EAGER, 0, member.id, op, 6, 0, 2, 4), memoryview(b"ab"))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert asked == []
+        member.frame(channel, (FrameKind.READY, 0, 0, member.id, op, 6, 0, 0, 4), memoryview(b""))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert asked == [(FrameKind.GRANT, member.id, op)]
+        member.frame(channel, (FrameKind.DATA, 0, 0, member.id, op, 6, 2, 2, 4), memoryview(b"cd"))
+        source, message = await listening
+        assert (source, message.tobytes()) == (1, b"abcd")
+        monkeypatch.undo()
+        await pg.send_object("done", 1)
+
+    await run_ranks(2, rank)
+
+
+async def test_a_message_longer_than_its_header_can_say_is_refused() -> None:
+    # Virtual memory alone: nothing touches it.
+    huge = np.zeros(2**32, np.uint8)
+
+    async def send(pg: ProcessGroup) -> None:
+        with pytest.raises(ValueError, match="tensor has 4294967296 bytes; a message holds at most 4294967295"):
+            pg.send(huge, 1 - pg.rank())
+
+    await run_ranks(2, send)

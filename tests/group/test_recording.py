@@ -1,0 +1,334 @@
+"""`pg.recorder`: dumps as data, files and traces, on demand, on failure and on SIGUSR2."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupOptions, HashStore, ProcessGroup, new_group, testing
+from aiocoll.dump.files import file_name
+from aiocoll.dump.timeline import chrome_trace, lanes
+from aiocoll.testing.virtual import run_virtual
+from tests.ranks import TRANSPORTS, options, run_ranks
+
+
+def load(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def files(path: Path) -> list[str]:
+    return sorted(each.name for each in path.iterdir())
+
+
+async def one_rank(name: str | None = None, **given: Any) -> ProcessGroup:
+    return await new_group(store=HashStore(), rank=0, world_size=1, name=name, options=GroupOptions(**given))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world_size", [2, 3])
+async def test_a_dump_has_what_was_called(world_size: int, transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        me, ranks = pg.rank(), pg.size()
+        await pg.allreduce(np.zeros((2, 3), np.float32))
+        line = sys._getframe().f_lineno - 1
+        await pg.barrier(key="done")
+        if me == 0:
+            await pg.send(np.zeros(5, np.int16), 1, tag=6)
+        elif me == 1:
+            await pg.recv_anysource(np.zeros(5, np.int16), tag=6)
+        await pg.broadcast_object("x" if me == 0 else None, 0)
+        pending = pg.recv(np.zeros(1), (me + 1) % ranks, tag=9)
+        dump = pg.recorder.dump()
+        assert json.loads(json.dumps(dump, allow_nan=False)) == dump
+        assert (dump["group"], dump["rank"], dump["world_size"]) == (pg.group_name, me, ranks)
+        assert (dump["global_ranks"], dump["pid"], dump["state"]) == ([*range(ranks)], os.getpid(), "open")
+        first, barrier, *messages, parcel = (each for each in dump["entries"] if each["state"] == "finished")
+        assert (first["op"], first["seq"], first["shape"], first["dtype"]) == ("ALLREDUCE", 1, [2, 3], "float32")
+        assert (first["reduce"], first["bytes"], first["kind"]) == ("SUM", 24, "collective")
+        assert first["site"] == f"{__file__}:{line}"
+        assert first["function"] == rank.__qualname__
+        assert first["entered"] == first["started"] <= first["finished"] <= dump["clock"]["monotonic"]
+        assert (barrier["key"], barrier["seq"], barrier["bytes"]) == ("done", 1, 0)
+        assert [(each["op"], each["peer"], each["tag"], each["bytes"]) for each in messages] == (
+            [("SEND", 1, 6, 10), ("RECV", 0, 6, 10), ()][me : me + 1] if me < 2 else []
+        )
+        assert (parcel["dtype"], parcel["bytes"]) == ("object", None)
+        last = dump["entries"][-1]
+        assert (last["state"], last["started"], last["finished"], last["bytes"]) == ("pending", None, None, 8)
+        await pg.barrier()
+        await pg.send(np.zeros(1), (me - 1) % ranks, tag=9)
+        await pending
+
+    await run_ranks(world_size, rank, transport=transport)
+
+
+def test_a_pending_collective_says_who_is_missing() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() != 1:
+            work = pg.barrier()
+            await asyncio.sleep(2)
+            (entry,) = pg.recorder.dump()["entries"]
+            assert (entry["state"], entry["missing"]) == ("pending", [1])
+            pg.abort()
+            work.exception()
+        else:
+            await pg.wait_revoked()
+            dump = pg.recorder.dump()
+            assert (dump["state"], dump["cause"]["kind"], dump["entries"]) == ("revoked", "GroupError", [])
+
+    run_virtual(3, rank)
+
+
+def test_a_compared_collective_is_one_entry_that_has_started_later() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await asyncio.sleep(pg.rank())
+        await pg.allreduce(np.zeros(3))
+        (entry,) = pg.recorder.dump()["entries"]
+        assert (entry["entered"], entry["started"]) == (pytest.approx(pg.rank()), pytest.approx(1))
+        assert entry["finished"] >= entry["started"]
+
+    run_virtual(2, rank, options=GroupOptions(debug="detail"))
+
+
+async def test_files_are_what_dump_returns(tmp_path: Path) -> None:
+    async with await one_rank() as pg:
+        await pg.allreduce(1.0)
+        pg.recorder.dump_json(tmp_path / "a.json")
+        found, now = load(tmp_path / "a.json"), pg.recorder.dump()
+        assert found.pop("clock")["monotonic"] <= now.pop("clock")["monotonic"]
+        assert found == now
+        with pytest.raises(FileNotFoundError):
+            pg.recorder.dump_json(tmp_path / "missing" / "a.json")
+    assert pg.recorder.dump()["state"] == "closed"
+    assert files(tmp_path) == ["a.json"]
+
+
+# -- traces
+
+
+def check_trace(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    """Check the format: what each kind of event must have, and that on one thread none overlaps; return operations."""
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    whole = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    for event in trace["traceEvents"]:
+        assert event["ph"] in "XM"
+        assert isinstance(event["name"], str)
+        assert type(event["pid"]) is type(event["tid"]) is int
+        assert isinstance(event["args"], dict)
+    named = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    ends: dict[tuple[int, int], float] = {}
+    for event in sorted(whole, key=lambda event: float(event["ts"])):
+        thread = event["pid"], event["tid"]
+        assert thread in named
+        assert event["ts"] >= 0 <= event["dur"]
+        assert event["ts"] >= ends.get(thread, 0.0) - 1e-3
+        ends[thread] = event["ts"] + event["dur"]
+    return whole
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+async def test_a_trace_has_every_operation(world_size: int, tmp_path: Path) -> None:
+    async def rank(pg: ProcessGroup) -> dict[str, Any]:
+        for work in [pg.allreduce(np.zeros(4), key=str(number)) for number in range(5)]:
+            await work
+        if pg.rank() == 0 and pg.size() > 1:
+            await pg.send(np.zeros(3), 1)
+        elif pg.rank() == 1:
+            await pg.recv(np.zeros(3), 0)
+        path = tmp_path / f"{pg.rank()}.json"
+        pg.recorder.dump_trace(path)
+        assert len(check_trace(load(path))) == len(pg.recorder.dump()["entries"])
+        return pg.recorder.dump()
+
+    dumps = await run_ranks(world_size, rank)
+    whole = check_trace(json.loads(json.dumps(chrome_trace(dumps))))
+    assert len(whole) == 5 * world_size + 2 * (world_size > 1)
+    assert min(event["ts"] for event in whole) == 0
+    assert {event["pid"] for event in whole} == set(range(world_size))
+    assert {"ALLREDUCE '0' 1", "ALLREDUCE '4' 1"} < {event["name"] for event in whole} | {""}
+
+
+def test_no_operation_and_one_that_is_pending_have_a_trace() -> None:
+    assert chrome_trace([])["traceEvents"] == []
+    entries = [{"entered": 0.0, "finished": None}, {"entered": 1.0, "finished": 2.0}, {"entered": 2.0, "finished": 3.0}]
+    assert lanes(entries, 5.0) == [0, 1, 1]
+
+
+# -- dumping by itself
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_failed_group_is_dumped_by_all_ranks(transport: str, tmp_path: Path) -> None:
+    where = tmp_path / "made" / "when needed"
+
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        if pg.rank() == 1:
+            pg.abort("the disk is full")
+        assert "the disk is full" in str(await pg.wait_revoked())
+
+    await testing.run_ranks(3, rank, options=replace(options(transport), dump_dir=str(where)))
+    assert files(where) == [file_name("world:0", each) for each in range(3)]
+    for number in range(3):
+        dump = load(where / file_name("world:0", number))
+        assert (dump["rank"], dump["state"]) == (number, "revoked")
+        assert "the disk is full" in dump["cause"]["text"]
+        assert dump["entries"][0]["op"] == "BARRIER"
+
+
+async def test_a_group_that_is_only_closed_is_not_dumped(tmp_path: Path) -> None:
+    async with await one_rank(dump_dir=str(tmp_path)) as pg:
+        await pg.barrier()
+    assert files(tmp_path) == []
+
+
+def test_on_a_virtual_clock_there_are_dumps_as_well(tmp_path: Path) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        pg.abort()
+
+    run_virtual(2, rank, options=GroupOptions(dump_dir=str(tmp_path)))
+    assert len(files(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "", "ä\n\0", "x" * 1000, "\udc80", "con:1", "a%2Fb"])
+def test_a_file_has_a_safe_name_of_its_own(name: str) -> None:
+    found = file_name(name, 12)
+    assert found.isascii()
+    assert not set(found) & set('/\\:*?"<>|\n\0 ')
+    assert len(found) < 255
+    assert found.endswith("-12.json")
+    assert found not in {file_name(other, 12) for other in (name + "x", name + "%", "a%2F%62")}
+
+
+async def test_two_long_names_have_two_files(tmp_path: Path) -> None:
+    for end in "ab":
+        pg = await one_rank("/" * 300 + end, dump_dir=str(tmp_path))
+        pg.abort()
+        await pg.shutdown()
+    assert len(files(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("fault", ["a file", "/dev/full", "thread"])
+async def test_what_cannot_be_written_is_logged_and_nothing_else(
+    fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = tmp_path / "file"
+    if fault == "a file":
+        where.write_text("no directory")
+    elif fault == "/dev/full":
+
+        def full(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("os.replace", full)
+    else:
+
+        def none(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", none)
+    pg = await one_rank(dump_dir=str(where))
+    pg.abort("on purpose")
+    assert "on purpose" in str(await pg.wait_revoked())
+    await pg.shutdown()
+    (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert f"the dump {where / file_name('world:0', 0)} could not be written" in record.getMessage()
+    assert (record.group, record.rank) == ("world:0", 0)  # type: ignore[attr-defined]
+    assert fault == "a file" or list(where.glob("*")) == []
+
+
+async def test_without_a_directory_the_log_says_how_to_get_a_dump(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "aiocoll")
+    pg = await one_rank()
+    pg.abort()
+    await pg.shutdown()
+    assert "pg.recorder.dump() has what was called last; with AIOCOLL_DUMP_DIR it is written" in caplog.text
+
+
+# -- the signal
+
+
+@pytest.fixture
+def before() -> Iterator[list[int]]:
+    """Have a handler before any group; yields the signals it has had."""
+    had: list[int] = []
+
+    def handler(number: int, _: object) -> None:
+        had.append(number)
+
+    old = signal.signal(signal.SIGUSR2, handler)
+    yield had
+    assert signal.getsignal(signal.SIGUSR2) is handler, "the handler that was there is there again"
+    signal.signal(signal.SIGUSR2, old)
+
+
+async def test_the_signal_dumps_all_groups_and_reaches_the_handler_before(before: list[int], tmp_path: Path) -> None:
+    one = await one_rank("one", dump_dir=str(tmp_path))
+    async with one, await one_rank("two", dump_dir=str(tmp_path)), await one_rank("silent"):
+        await one.allreduce(1)
+        signal.raise_signal(signal.SIGUSR2)
+        assert files(tmp_path) == [file_name("one", 0), file_name("two", 0)]
+        assert before == [signal.SIGUSR2]
+        dump = load(tmp_path / file_name("one", 0))
+        assert (dump["state"], len(dump["entries"])) == ("open", 1)
+
+
+async def test_a_handler_set_later_stays_and_may_call_ours(before: list[int], tmp_path: Path) -> None:
+    first = await one_rank("first", dump_dir=str(tmp_path))
+    ours = signal.getsignal(signal.SIGUSR2)
+    assert callable(ours)
+
+    def later(number: int, frame: Any) -> None:
+        ours(number, frame)
+
+    signal.signal(signal.SIGUSR2, later)
+    second = await one_rank("second", dump_dir=str(tmp_path))
+    signal.raise_signal(signal.SIGUSR2)
+    assert len(files(tmp_path)) == 2
+    await first.shutdown()
+    await second.shutdown()
+    assert signal.getsignal(signal.SIGUSR2) is later
+    signal.raise_signal(signal.SIGUSR2)
+    assert len(before) == 2
+    signal.signal(signal.SIGUSR2, ours)
+    await (await one_rank("third", dump_dir=str(tmp_path))).shutdown()
+
+
+async def test_without_a_directory_there_is_no_handler(before: list[int]) -> None:
+    handler = signal.getsignal(signal.SIGUSR2)
+    async with await one_rank():
+        assert signal.getsignal(signal.SIGUSR2) is handler
+
+
+def test_in_another_thread_there_is_none_either(before: list[int], tmp_path: Path) -> None:
+    handler = signal.getsignal(signal.SIGUSR2)
+
+    async def main() -> None:
+        async with await one_rank(dump_dir=str(tmp_path)):
+            assert signal.getsignal(signal.SIGUSR2) is handler
+
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert not failed

@@ -1,0 +1,434 @@
+"""Groups made from what is left of others, over every transport; the agreement itself is in `engine/test_shrink.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupClosedError,
+    GroupError,
+    GroupRevokedError,
+    HashStore,
+    ProcessGroup,
+    RendezvousError,
+    StoreUnavailableError,
+    TCPStore,
+    current_process_group,
+    new_group,
+)
+from aiocoll.engine.completed import Completed, combine
+from aiocoll.transport.frame import HEADER, FrameKind
+
+from ..ranks import TRANSPORTS, options, run_ranks, until
+
+
+async def works(pg: ProcessGroup) -> tuple[int, ...]:
+    """Return the ranks of a group in which everything arrives."""
+    tensor = np.full(100_000, 2.0 ** pg.rank())
+    await pg.allreduce(tensor)
+    assert (tensor == 2.0 ** pg.size() - 1).all()
+    assert await pg.allgather_object(pg.rank()) == list(range(pg.size()))
+    return pg.global_ranks
+
+
+async def every_rank(pg: ProcessGroup) -> None:
+    """Wait for all ranks; the first to know may have revoked the group before the last one does."""
+    with suppress(GroupError):
+        await pg.barrier()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_frames_of_an_older_group_do_not_reach_a_newer_one_of_the_same_name(transport: str) -> None:
+    store = HashStore()
+
+    async def rank(number: int) -> None:
+        where = {"store": store, "rank": number, "world_size": 2, "options": options(transport)}
+        async with new_group(**where) as pg:  # type: ignore[arg-type]
+            older = []
+            for _ in range(3):
+                again = await new_group(name="again", **where)  # type: ignore[arg-type]
+                await again.barrier()
+                x = np.full(3, 1.0 - number)
+                if number == 0:
+                    link = again._member.channels[1].link
+                    for frame in older:
+                        assert link is not None
+                        link.write(frame, memoryview(np.full(3, 7.0)).cast("B"))
+                    await again.send_object("sent", 1)
+                else:
+                    assert await again.recv_object(0) == "sent"
+                await again.broadcast(x, 0)
+                assert (x == 1).all()
+                op, _, terms, *_ = again._member.recorder.collectives[-1]
+                older.append(HEADER.pack(FrameKind.DATA, 0, 0, again._member.id, op, terms.fingerprint(), 0, 24, 24))
+                await again.shutdown()
+                await pg.barrier()
+            assert len(set(older)) == 3
+
+    await together(rank(0), rank(1))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_an_aborted_group_is_shrunk_and_all_stay(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await every_rank(pg)
+        pg.abort(f"by rank {pg.rank()}")
+        cause = await pg.wait_revoked()
+        async with await pg.shrink() as small:
+            assert await works(small) == (0, 1, 2)
+            assert (small.rank(), small.size(), small.group_name) == (pg.rank(), 3, "world:0~1")
+            assert small.timeout == pg.timeout
+            with pytest.raises(GroupRevokedError) as raised:
+                pg.barrier()
+            assert raised.value.__cause__ is cause
+
+    await run_ranks(3, rank, transport=transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_healthy_group_goes_on_without_the_excluded(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> Any:
+        await pg.allreduce(1)
+        if pg.rank() == 1:
+            with pytest.raises(GroupError, match=r"went on as a new group|given up"):
+                await pg.recv_object(0)
+            with pytest.raises(GroupError, match="rank 1 was excluded: ranks 0, 2, 3 went on without it"):
+                await pg.shrink()
+            return None
+        small = await pg.shrink(exclude=[1])
+        ranks = await works(small)
+        await pg.shutdown()
+        async with await small.shrink(exclude={0}) if small.rank() else small as smaller:
+            if small.rank():
+                assert smaller.group_name == "world:0~2"
+                ranks += await works(smaller)
+        await small.shutdown()
+        return ranks
+
+    assert await run_ranks(4, rank, transport=transport) == [(0, 2, 3), None, *[(0, 2, 3, 2, 3)] * 2]
+
+
+async def test_a_mismatch_keeps_all_ranks() -> None:
+    async def rank(pg: ProcessGroup) -> Any:
+        with pytest.raises(CollectiveMismatchError):
+            await pg.allreduce(np.ones(3 + pg.rank()))
+        async with await pg.shrink() as small:
+            return await works(small)
+
+    assert await run_ranks(2, rank) == [(0, 1)] * 2
+
+
+async def test_a_timeout_keeps_all_ranks() -> None:
+    async def rank(pg: ProcessGroup) -> Any:
+        if pg.rank():
+            with pytest.raises(CollectiveTimeoutError):
+                await pg.barrier(timeout=0.3)
+        else:
+            assert isinstance(await pg.wait_revoked(), CollectiveTimeoutError)
+        async with await pg.shrink() as small:
+            return await works(small)
+
+    assert await run_ranks(3, rank, transport="unix") == [(0, 1, 2)] * 3
+
+
+async def test_what_was_completed_is_told() -> None:
+    async def rank(pg: ProcessGroup) -> Any:
+        await pg.barrier()
+        await pg.allreduce(1, key="a")
+        await pg.allreduce(1, key="b")
+        await pg.allreduce(1, key="a")
+        # Rank 0 needs nobody to broadcast, rank 2 has its part, rank 1 does not come.
+        if pg.rank() != 1:
+            await pg.broadcast(np.ones(3), 0)
+            await pg.broadcast(np.ones(3), 0, key="b")
+        pending = [pg.barrier() for _ in range(2)] if pg.rank() == 0 else []
+        for _ in range(pg.size() - 1):  # everybody is where it should be
+            await pg.send_object("here", (pg.rank() + 1) % 3)
+            await pg.recv_object((pg.rank() - 1) % 3)
+        pg.abort("now")
+        small = await pg.shrink()
+        assert all(isinstance(work.exception(), GroupError) for work in pending)
+        everywhere, somewhere = small.completed_everywhere, small.completed_somewhere
+        assert everywhere is not None
+        assert somewhere is not None
+        assert everywhere == Completed(1, frozenset(), frozenset({("a", 1), ("a", 2), ("b", 1)}))
+        assert somewhere == Completed(4, frozenset({3, 4}), everywhere.keyed | {("b", 2)})
+        assert (everywhere.through, somewhere.through) == (1, 2)
+        assert 1 in everywhere
+        assert 2 not in everywhere
+        assert 2 in somewhere
+        assert 3 not in somewhere
+        assert ("b", 2) in somewhere
+        assert ("b", 2) not in everywhere
+        assert pg.completed_everywhere is None
+        await small.shutdown()
+
+    await run_ranks(3, rank)
+
+
+def test_reports_are_put_together() -> None:
+    reports = [
+        {"upto": 9, "missing": [4, 8], "keyed": [["x", 1], ["y", 2]]},
+        {"upto": 6, "missing": [], "keyed": [["x", 1]]},
+        {"upto": 9, "missing": [3, 8, 9], "keyed": [["x", 1], ["y", 1]]},
+    ]
+    everywhere, somewhere = combine(reports)
+    each = [Completed.of(told) for told in reports]
+    for op in range(12):
+        assert (op in everywhere) is all(op in one for one in each)
+        assert (op in somewhere) is any(op in one for one in each)
+    assert everywhere.keyed == {("x", 1)}
+    assert somewhere.keyed == {("x", 1), ("y", 1), ("y", 2)}
+    assert Completed.of(somewhere.told()) == somewhere
+
+
+def test_a_report_fits_into_a_control_frame() -> None:
+    crowd = Completed(100_000, frozenset(range(1, 100_000, 2)), frozenset((f"{key:0100}", 1) for key in range(5000)))
+    told = crowd.told()
+    assert len(told["missing"]) == 10_000
+    assert told["upto"] == 20_000
+    assert told["keyed"] == [(f"{key:0100}", 1) for key in range(303)]
+
+
+async def test_wrong_calls() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        with pytest.raises(ValueError, match=r"exclude=2 is not a rank of group 'world:0'"):
+            await pg.shrink(exclude=[2])
+        with pytest.raises(TypeError, match="exclude must be a rank"):
+            await pg.shrink(exclude=["0"])  # type: ignore[list-item]
+        with pytest.raises(ValueError, match=f"exclude names rank {pg.rank()}, which is calling"):
+            await pg.shrink(exclude=[pg.rank()])
+        await pg.barrier()  # none of that did any harm
+        work = asyncio.ensure_future(pg.shrink())
+        await asyncio.sleep(0)
+        if pg.rank():
+            with pytest.raises(RuntimeError, match="under way already"):
+                await pg.shrink()
+        small = await work
+        with pytest.raises(GroupError, match="'world:0' was shrunk before on rank"):
+            await pg.shrink()
+        await pg.shutdown()
+        with pytest.raises(GroupClosedError):
+            await pg.shrink()
+        await works(small)
+        await small.shutdown()
+
+    await run_ranks(2, rank)
+
+
+async def test_a_group_of_one_shrinks() -> None:
+    async def rank(pg: ProcessGroup) -> Any:
+        pg.abort("alone")
+        async with await pg.shrink() as small:
+            return await works(small)
+
+    assert await run_ranks(1, rank) == [(0,)]
+
+
+# -- growing
+
+
+async def together(*ranks: Awaitable[Any]) -> list[Any]:
+    async with asyncio.timeout(30):
+        return await asyncio.gather(*ranks)
+
+
+async def member(where: dict[str, Any], rank: int, world_size: int, then: Callable[[ProcessGroup], Any]) -> Any:
+    async with new_group(rank=rank, world_size=world_size, **where) as pg:
+        return await then(pg)
+
+
+async def newcomer(where: dict[str, Any]) -> Any:
+    async with new_group(join=True, **where) as pg:
+        return pg.rank(), pg.group_name, await works(pg)
+
+
+async def grow_by_two(pg: ProcessGroup) -> Any:
+    async with await pg.grow(2) as grown:
+        await pg.shutdown()
+        return grown.rank(), grown.group_name, await works(grown)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_newcomers_come_after_the_others(transport: str) -> None:
+    where = {"store": HashStore(), "options": options(transport)}
+    ranks = [member(where, rank, 3, grow_by_two) for rank in range(3)]
+    results = await together(*ranks, newcomer(where), newcomer(where))
+    assert sorted(results) == [(rank, "world:0~1", (0, 1, 2, 3, 4)) for rank in range(5)]
+    assert [rank for rank, *_ in results[:3]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+async def test_newcomers_find_the_store_of_the_group(scheme: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    where = {"init_method": f"tcp://127.0.0.1:{port}" if scheme == "tcp" else f"file://{tmp_path}/store"}
+    if scheme == "tcp":
+        where["options"] = options("tcp")
+    ranks = [member(where, rank, 2, grow_by_two) for rank in range(2)]
+    results = await together(newcomer(where), *ranks, newcomer(where))
+    assert sorted(results) == [(rank, "world:0~1", (0, 1, 2, 3)) for rank in range(4)]
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_lost_rank_comes_in_again_and_then_another() -> None:
+    where = {"store": HashStore()}
+
+    async def again(pg: ProcessGroup) -> Any:
+        await works(pg)
+        async with await pg.grow(1) as larger:
+            return larger.rank(), larger.group_name, await works(larger)
+
+    async def rank(pg: ProcessGroup) -> list[Any]:
+        if pg.rank() == 0:
+            await pg.wait_revoked()
+            await pg.shutdown()
+            async with new_group(join=True, **where) as grown:
+                return [await again(grown)]
+        async with await pg.shrink(exclude=[0]) as small, await small.grow(1) as grown:
+            if pg.rank() == 2:
+                return await asyncio.gather(again(grown), newcomer(where))
+            return [await again(grown)]
+
+    results = await together(*(member(where, number, 3, rank) for number in range(3)))
+    assert results == [
+        [(2, "world:0~3", (0, 1, 2, 3))],
+        [(0, "world:0~3", (0, 1, 2, 3))],
+        [(1, "world:0~3", (0, 1, 2, 3)), (3, "world:0~3", (0, 1, 2, 3))],
+    ]
+
+
+async def test_too_few_newcomers_are_counted_and_keep_waiting() -> None:
+    where = {"store": HashStore()}
+
+    async def rank(pg: ProcessGroup) -> Any:
+        with pytest.raises(RendezvousError, match=r"1 of 2 newcomers came within 0.3 s: start the others"):
+            await pg.grow(2, timeout=0.3)
+        assert await works(pg) == (0, 1)
+        async with await pg.grow(1) as grown:
+            return grown.rank(), grown.group_name, await works(grown)
+
+    results = await together(member(where, 0, 2, rank), member(where, 1, 2, rank), newcomer(where))
+    assert results == [(rank, "world:0~1", (0, 1, 2)) for rank in range(3)]
+
+
+async def test_a_newcomer_that_gives_up_gets_no_seat() -> None:
+    store = HashStore()
+    where = {"store": store}
+
+    async def rank(pg: ProcessGroup) -> Any:
+        with pytest.raises(RendezvousError, match=r"no group has taken this process in within 0\.05 s"):
+            await new_group(join=True, timeout=0.05, **where)
+        joining = asyncio.ensure_future(new_group(join=True, **where)._make())
+        await until(lambda: store._waits)
+        joining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await joining
+        with pytest.raises(RendezvousError, match="0 of 1 newcomers came"):
+            await pg.grow(1, timeout=0.1)
+        late = asyncio.ensure_future(newcomer(where))
+        async with await pg.grow(1) as grown:
+            await works(grown)
+            return await late
+
+    assert await together(member(where, 0, 1, rank)) == [(1, "world:0~1", (0, 1))]
+
+
+async def test_without_a_store_nobody_can_come() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    gone = asyncio.Event()
+    master = await TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False).open()
+
+    async def rank(pg: ProcessGroup) -> Any:
+        await pg.barrier()
+        if pg.rank() == 0:
+            await master.aclose()
+            gone.set()
+        await gone.wait()
+        with pytest.raises(
+            StoreUnavailableError, match=r"'world:0' cannot grow: the store .* is gone .* Start all ranks again"
+        ):
+            await pg.grow(1, timeout=5)
+        return await works(pg)
+
+    async def one(number: int) -> Any:
+        async with TCPStore("127.0.0.1", port, wait_for_workers=False) as store:
+            return await member({"store": store}, number, 2, rank)
+
+    assert await together(one(0), one(1)) == [(0, 1)] * 2
+
+
+async def test_wrong_growth() -> None:
+    async def rank(pg: ProcessGroup) -> Any:
+        with pytest.raises(TypeError, match="n must be an int, not float"):
+            await pg.grow(1.0)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="n=0: give the number of newcomers"):
+            await pg.grow(0)
+        with pytest.raises(ValueError, match=r"called grow\(\) with n=\[1, 2\]: give the same n"):
+            await pg.grow(pg.rank() + 1)
+        return await works(pg)
+
+    assert await run_ranks(2, rank) == [(0, 1)] * 2
+    with pytest.raises(ValueError, match="join=True: leave out rank, world_size, name and backend"):
+        new_group(store=HashStore(), join=True, rank=1)
+
+
+async def test_who_waits_for_rank_0_learns_that_it_was_cancelled() -> None:
+    async def rank(pg: ProcessGroup) -> Any:
+        if pg.rank() == 0:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await pg.grow(1)
+        else:
+            with pytest.raises(RendezvousError, match="'world:0' did not grow: rank 0 was cancelled"):
+                await pg.grow(1)
+        assert current_process_group() is pg
+        return await works(pg)
+
+    assert await run_ranks(2, rank) == [(0, 1)] * 2
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_old_and_new_groups_close_in_any_order(transport: str) -> None:
+    """Each rank in an order of its own, some before others have made the new group."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        await every_rank(pg)
+        pg.abort("to shrink")
+        small = await pg.shrink()
+        smaller = await small.shrink()
+        groups = [pg, small, smaller]
+        for group in [groups[(number + pg.rank()) % 3] for number in range(3)]:
+            await group.shutdown()
+
+    await run_ranks(4, rank, transport=transport)
+
+
+async def test_two_hubs_are_lost_in_one_turn(caplog: pytest.LogCaptureFixture) -> None:
+    async def rank(pg: ProcessGroup) -> Any:
+        await pg.barrier()
+        if pg.rank() == 3:
+            for hub in (0, 1):
+                pg._member.endpoint.died(hub, "its process is gone")
+        await pg.wait_revoked()
+        if pg.rank() < 2:
+            return None
+        async with await pg.shrink() as small:
+            return await works(small)
+
+    assert await run_ranks(4, rank, transport="unix") == [None, None, (2, 3), (2, 3)]
+    gc.collect()
+    assert "never retrieved" not in caplog.text

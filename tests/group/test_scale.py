@@ -1,0 +1,128 @@
+"""Many ranks in one process: what all of them together need."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup, Recv, ReduceOp, Send
+from aiocoll.engine import control
+from aiocoll.engine.channels import FEW
+
+from ..ranks import hub, run_ranks
+
+MANY = 64
+
+
+async def arrays(pg: ProcessGroup) -> None:
+    """Do every collective on arrays once."""
+    rank, size = pg.rank(), pg.size()
+    total = size * (size - 1) / 2
+    own, numbers = np.full(2, float(rank)), np.arange(size, dtype=float)
+    assert (await pg.allreduce(own.copy()) == total).all()
+    assert await pg.allreduce(rank, ReduceOp.MAX) == size - 1
+    assert (await pg.broadcast(own.copy(), 3) == 3).all()
+    if rank == 5:
+        assert (await pg.reduce(own.copy(), 5) == total).all()
+    else:
+        await pg.reduce(own.copy(), 5)
+    assert [each[0] for each in await pg.allgather(None, own)] == list(range(size))
+    assert (await pg.allgather_into_tensor(np.empty(size), own[:1]) == numbers).all()
+    gathered = await pg.gather(None, own, 1)
+    assert rank != 1 or [each[0] for each in gathered] == list(range(size))
+    parts = [np.full(2, float(peer)) for peer in range(size)]
+    assert (await pg.scatter(np.empty(2), parts if rank == 2 else None, 2) == rank).all()
+    assert (await pg.reduce_scatter(np.empty(2), parts) == rank * size).all()
+    assert (await pg.reduce_scatter_tensor(np.empty(1), numbers) == rank * size).all()
+    received = await pg.alltoall([np.empty(2) for _ in range(size)], [each + rank for each in parts])
+    assert [each[0] for each in received] == [rank + peer for peer in range(size)]
+    assert (await pg.alltoall_base(np.empty(size), numbers + rank) == numbers + rank).all()
+    assert (await pg.scan(own.copy()) == rank * (rank + 1) / 2).all()
+    if rank:
+        assert (await pg.exscan(own.copy()) == rank * (rank - 1) / 2).all()
+    else:
+        await pg.exscan(own.copy())
+    await pg.barrier()
+    await pg.monitored_barrier()
+
+
+async def objects(pg: ProcessGroup) -> None:
+    """Do every collective on objects, and messages between two, once."""
+    rank, size = pg.rank(), pg.size()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    assert await pg.broadcast_object({"from": rank}, 7) == {"from": 7}
+    assert await pg.allgather_object(rank) == list(range(size))
+    gathered = await pg.gather_object(rank, 4)
+    assert rank != 4 or gathered == list(range(size))
+    assert await pg.scatter_object(list(range(size)) if rank == 6 else None, 6) == rank
+    assert await pg.alltoall_object([rank - peer for peer in range(size)]) == [peer - rank for peer in range(size)]
+    sent = pg.send_object("to the right", right)
+    assert await pg.recv_object(left) == "to the right"
+    await sent
+    x = np.empty(1)
+    await pg.batch([Send(np.full(1, float(rank)), right), Recv(x, left)])
+    assert x[0] == left
+
+
+async def test_many_ranks_do_every_collective() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await arrays(pg)
+        await objects(pg)
+        part: Any = await pg.split_group([range(MANY // 2), range(MANY // 2, MANY)])
+        assert await part.allreduce(1) == MANY // 2
+
+    await run_ranks(MANY, rank)
+
+
+async def test_in_a_large_group_channels_are_made_when_they_are_needed() -> None:
+    size = FEW + 1
+
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        channels = pg._member.channels
+        # Of a barrier, log p to each side: those that this rank has sent on, and those that it has only heard on.
+        assert list(channels) == [pg._endpoint._channels[peer] for peer in sorted(pg._endpoint._channels)]
+        assert 0 < sum(channel.link is not None for channel in channels) <= 2 * size.bit_length()
+        assert len(channels) == size
+        peer = (pg.rank() + size // 2) % size
+        assert channels[peer] is channels[peer] is pg._endpoint.channel(peer)
+        await objects(pg)
+        await pg.barrier()
+        pg.abort("enough")
+
+    await run_ranks(size, rank)
+
+
+async def test_many_ranks_end_in_few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    send = control.send_note
+
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        if pg.rank() == 0:
+            monkeypatch.setattr(control, "send_note", lambda link, note: (said.append(note["t"]), send(link, note))[1])
+        await pg.barrier()
+
+    await run_ranks(32, rank)
+    assert set(said) <= {"end", "ended", "known"}
+    # Each tells the hub, which answers; how many ends it passes on at a time is up to the turns of the loop.
+    assert len(said) < 32 * 8
+
+
+@pytest.mark.soak
+async def test_a_thousand_ranks() -> None:
+    size = 1024
+
+    async def rank(pg: ProcessGroup) -> None:
+        assert (await pg.allreduce(np.full(4, float(pg.rank()))) == size * (size - 1) / 2).all()
+        await pg.barrier()
+        # Nobody is linked to everybody, and the cards of all ranks were read once.
+        assert len(hub(pg).links) < size * 64
+        assert pg._endpoint.cards is first.setdefault("cards", pg._endpoint.cards)
+
+    first: dict[str, Any] = {}
+    await run_ranks(size, rank, timeout=300)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20  # KiB

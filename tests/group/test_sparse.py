@@ -1,0 +1,547 @@
+"""Allreduce of sparse arrays of scipy.sparse; those of torch are in test_sparse_torch.py."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse
+
+from aiocoll import ProcessGroup, ReduceOp
+from aiocoll.algorithms.machine import Tuning
+from aiocoll.elements.dtypes import by_name, from_float32, to_float32
+from aiocoll.elements.entries import Entries, coalesced, merged, pack, unpack
+from aiocoll.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError, GroupRevokedError
+from aiocoll.group import sparse_reduce
+from aiocoll.group.calls import Call
+from aiocoll.testing.virtual import run_virtual
+from aiocoll.work import Work
+
+from ..ranks import TRANSPORTS, run_ranks, until
+
+FORMATS = ("coo_array", "coo_matrix", "csr_array", "csr_matrix", "csc_array", "csc_matrix")
+DTYPES = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+          "float32", "float64", "complex64", "complex128")  # fmt: skip
+SHAPE = (12, 7)
+
+
+def given(rank: int, form: str = "csr_array", dtype: str = "float64", shape: tuple[int, int] = SHAPE) -> Any:
+    """Return a rank's array: on every rank the first row, and a row of its own."""
+    dense = np.zeros(shape, dtype)
+    dense[0] = rank + 1
+    dense[1 + rank % (shape[0] - 1)] = 100
+    return getattr(scipy.sparse, form)(dense)
+
+
+def total(size: int, dtype: str = "float64", shape: tuple[int, int] = SHAPE) -> Any:
+    dense = np.zeros(shape, dtype)
+    dense[0] = size * (size + 1) // 2
+    for rank in range(size):
+        dense[1 + rank % (shape[0] - 1)] += np.array(100, dtype)
+    return dense
+
+
+def stored(array: Any) -> int:
+    return int(array.data.size)
+
+
+@pytest.fixture(params=[f"{way}-{place}" for way, place in product(("gather", "dense"), ("loop", "thread"))])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Force how it is done, and where."""
+    how, place = request.param.split("-")
+    monkeypatch.setattr(sparse_reduce, "dense_pays", lambda *_: how == "dense")
+    monkeypatch.setattr(sparse_reduce, "INLINE", -1 if place == "thread" else 1 << 30)
+    return str(request.param)
+
+
+async def reduce_one(pg: ProcessGroup, form: str, dtype: str) -> Any:
+    array = given(pg.rank(), form, dtype)
+    work = pg.allreduce(array)
+    assert (work.op, work.seq) == ("ALLREDUCE_SPARSE", 1)
+    assert pg.pending() == ([] if work.done() else [work])
+    assert await work is array
+    assert pg.pending() == []
+    assert type(array).__name__ == form
+    assert array.dtype == dtype
+    array.check_format() if hasattr(array, "check_format") else None
+    assert array.has_canonical_format
+    assert np.array_equal(array.toarray(), total(pg.size(), dtype))
+    assert stored(array) == SHAPE[1] * (1 + min(pg.size(), SHAPE[0] - 1))
+    after = np.ones(3)
+    work = pg.allreduce(after)
+    await work
+    assert work.seq == 2
+    assert after[0] == pg.size()
+    return array.toarray().tobytes()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+async def test_the_union_of_all_places_with_the_sums(size: int, way: str) -> None:
+    first, *others = await run_ranks(size, reduce_one, "csr_array", "float64")
+    assert all(each == first for each in others)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+async def test_every_format_in_place(form: str, way: str) -> None:
+    await run_ranks(3, reduce_one, form, "float32")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+async def test_every_dtype(dtype: str, way: str) -> None:
+    await run_ranks(4, reduce_one, "coo_array", dtype)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_every_transport(transport: str, way: str) -> None:
+    await run_ranks(3, reduce_one, "csc_array", "int64", transport=transport)
+
+
+async def test_integers_wrap_and_bool_is_or(way: str) -> None:
+    async def one(pg: ProcessGroup) -> None:
+        small = scipy.sparse.coo_array(np.array([[100, 0, 1]], np.int8))
+        flags = scipy.sparse.coo_array(np.array([[True, False, pg.rank() == 1]]))
+        await pg.allreduce(small)
+        await pg.allreduce(flags)
+        assert small.toarray().tolist() == [[300 - 256, 0, 3]]
+        assert flags.toarray().tolist() == [[True, False, True]]
+
+    await run_ranks(3, one)
+
+
+async def test_duplicates_are_added_up_and_a_sum_of_zero_stays(way: str) -> None:
+    async def one(pg: ProcessGroup) -> None:
+        sign = 1 if pg.rank() else -1
+        rows, columns = np.array([1, 0, 1, 1]), np.array([2, 0, 2, 2])
+        array = scipy.sparse.coo_array((np.array([1.0, sign * 5, 2, 3]), (rows, columns)), shape=(2, 3))
+        await pg.allreduce(array)
+        assert (array.coords[0].tolist(), array.coords[1].tolist()) == ([0, 1], [0, 2])
+        assert array.data.tolist() == [0.0, 12.0]
+
+    await run_ranks(2, one)
+
+
+async def test_unsorted_rows_and_spare_room(way: str) -> None:
+    async def one(pg: ProcessGroup) -> None:
+        # Columns in descending order, and arrays longer than the pointers say.
+        array = scipy.sparse.csr_array((2, 4))
+        array.indptr = np.array([0, 2, 3], array.indptr.dtype)
+        array.indices = np.array([3, 1, 0, 9, 9], array.indices.dtype)
+        array.data = np.array([1.0, 2.0, 3.0, 9.0, 9.0])
+        await pg.allreduce(array)
+        assert array.toarray().tolist() == [[0, 4, 0, 2], [6, 0, 0, 0]]
+
+    await run_ranks(2, one)
+
+
+async def test_in_rank_order() -> None:
+    async def one(pg: ProcessGroup) -> None:
+        array = scipy.sparse.coo_array(np.array([[(1e16, 1.0, -1e16, 1.0)[pg.rank()]]]))
+        await pg.allreduce(array)
+        assert array.data[0] == 1.0  # in pairs it were 0 or 2
+
+    await run_ranks(4, one)
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (0, 5), (5, 0), (0, 0)])
+@pytest.mark.parametrize("holder", [None, 1])
+async def test_nothing_stored_here_or_anywhere(shape: tuple[int, int], holder: int | None, way: str) -> None:
+    async def one(pg: ProcessGroup) -> None:
+        for form in FORMATS:
+            array = getattr(scipy.sparse, form)(shape, dtype=np.float32)
+            holds = holder is not None and 0 not in shape
+            if holds and pg.rank() == holder:
+                dense = np.zeros(shape, np.float32)
+                dense[2, 3] = 5
+                array = getattr(scipy.sparse, form)(dense)
+            assert await pg.allreduce(array) is array
+            assert array.shape == shape
+            assert array.toarray().sum() == (5 if holds else 0)
+            assert stored(array) == (1 if holds else 0)
+
+    await run_ranks(3, one)
+
+
+async def test_one_and_three_dimensions(way: str) -> None:
+    async def one(pg: ProcessGroup) -> None:
+        flat = scipy.sparse.coo_array((np.array([2.0, 3.0]), (np.array([4, pg.rank()]),)), shape=(5,))
+        await pg.allreduce(flat)
+        assert flat.toarray().tolist() == [3, 3, 0, 0, 4]
+        row = scipy.sparse.csr_array(np.array([0, pg.rank(), 7]))
+        await pg.allreduce(row)
+        assert row.shape == (3,)
+        assert row.toarray().tolist() == [0, 1, 14]
+        if tuple(map(int, scipy.__version__.split(".")[:2])) >= (1, 15):
+            cube = scipy.sparse.coo_array((np.array([1]), ([1], [0], [pg.rank()])), shape=(2, 3, 2))
+            await pg.allreduce(cube)
+            assert [each.tolist() for each in cube.coords] == [[1, 1], [0, 0], [0, 1]]
+
+    await run_ranks(2, one)
+
+
+async def test_more_places_than_32_bits_number() -> None:
+    async def one(pg: ProcessGroup) -> None:
+        shape = (3_000_000, 3_000_000)
+        last = np.array([2_999_999, pg.rank()])
+        array = scipy.sparse.coo_array((np.array([1.0, 2.0]), (last, last)), shape=shape)
+        await pg.allreduce(array)
+        assert array.coords[1].tolist() == [0, 1, 2_999_999]
+        assert array.data.tolist() == [2.0, 2.0, 2.0]
+        huge = scipy.sparse.coo_array((1 << 40, 1 << 40))
+        with pytest.raises(ValueError, match="more than 64 bits can number"):
+            pg.allreduce(huge)
+
+    await run_ranks(2, one)
+
+
+async def mismatched(pg: ProcessGroup, *arrays: Any) -> str:
+    with pytest.raises(CollectiveMismatchError) as caught:
+        await pg.allreduce(arrays[pg.rank()])
+    with pytest.raises(GroupRevokedError):
+        pg.allreduce(np.ones(1))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        (given(0), given(1, shape=(7, 12)), ("shape=[12, 7]", "shape=[7, 12]")),
+        (given(0), given(1, dtype="float32"), ("dtype=float64", "dtype=float32")),
+        (given(0), np.zeros(SHAPE), ("ALLREDUCE_SPARSE(shape=[12, 7]", "ALLREDUCE(shape=[12, 7]")),
+    ],
+    ids=["shape", "dtype", "dense"],
+)
+async def test_disagreement(one: Any, other: Any, words: tuple[str, ...], transport: str) -> None:
+    for message in await run_ranks(2, mismatched, one, other, transport=transport):
+        assert "Collectives differ in the following:" in message
+        assert all(word in message for word in words), message
+
+
+async def test_formats_may_differ(way: str) -> None:
+    async def one(pg: ProcessGroup) -> None:
+        array = given(pg.rank(), FORMATS[pg.rank() * 2])
+        await pg.allreduce(array)
+        assert np.array_equal(array.toarray(), total(3))
+
+    await run_ranks(3, one)
+
+
+async def test_what_is_refused_at_the_call() -> None:
+    async def one(pg: ProcessGroup) -> None:
+        array = given(pg.rank())
+        for op in ("AVG", "PRODUCT", "MIN", "MAX"):
+            with pytest.raises(ValueError, match=f"op=ReduceOp.{op} is not defined on sparse arrays: only SUM"):
+                pg.allreduce(array, getattr(ReduceOp, op))
+        with pytest.raises(TypeError, match="op BAND is not defined on float64"):
+            pg.allreduce(array, ReduceOp.BAND)
+        with pytest.raises(TypeError, match="op must be a ReduceOp"):
+            pg.allreduce(array, "sum")  # type: ignore[arg-type]
+        for form in ("lil", "dok", "dia", "bsr"):
+            with pytest.raises(TypeError, match=rf"in format '{form}'; pass tensor.tocsr\(\)"):
+                pg.allreduce(array.asformat(form))
+        with pytest.raises(TypeError, match=r"tensor: dtype .* is not supported"):
+            pg.allreduce(array.astype(np.longdouble))
+        with pytest.raises(TypeError, match="tensor must be a dense array, not a csr_array: only allreduce takes"):
+            pg.broadcast(array, 0)
+        with pytest.raises(TypeError, match=r"outputs\[0\] must be a dense array"):
+            pg.allgather([array] * 2, np.ones(3))
+        with pytest.raises(TypeError, match="key must be a str"):
+            pg.allreduce(array, key=1)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="timeout"):
+            pg.allreduce(array, timeout=-1)
+        wrong = scipy.sparse.coo_array(np.eye(3))
+        wrong.coords = (np.array([0, 1, 3]), np.array([0, 1, 2]))
+        with pytest.raises(ValueError, match="tensor has indices in dimension 0 that are not below its length, 3"):
+            pg.allreduce(wrong)
+        work = pg.allreduce(array)  # no number was taken by any of these
+        assert work.seq == 1
+        await work
+
+    await run_ranks(2, one)
+
+
+async def test_wrong_indices_of_a_large_array_fail_it_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_reduce, "INLINE", -1)
+
+    async def one(pg: ProcessGroup) -> None:
+        array = scipy.sparse.csr_array(np.eye(3))
+        if pg.rank() == 1:
+            array.indices = np.array([0, 1, -1], array.indices.dtype)
+        with pytest.raises(
+            GroupError, match=r"ALLREDUCE_SPARSE \(sequence 1\) .* failed on rank 1: ValueError: tensor has"
+        ):
+            await pg.allreduce(array)
+        assert array.indices[0] == 0
+
+    await run_ranks(3, one)
+
+
+@pytest.mark.parametrize("step", ["first", "last"])
+async def test_a_step_that_fails_on_one_rank_fails_on_all(step: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"first": ("unpack", "scattered"), "last": ("merged", "gathered")}[step]
+
+    def fails(*_: Any) -> Any:
+        raise MemoryError("no room")
+
+    for name in names:
+        monkeypatch.setattr(sparse_reduce, name, fails)
+
+    async def one(pg: ProcessGroup) -> None:
+        with pytest.raises(GroupError, match=r"failed on rank \d: MemoryError: no room"):
+            await pg.allreduce(given(pg.rank()))
+        assert not pg.pending()
+
+    await run_ranks(2, one)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_keys_in_opposite_orders(transport: str, way: str) -> None:
+    async def one(pg: ProcessGroup) -> None:
+        arrays = [given(pg.rank()) for _ in range(4)]
+        order = range(4) if pg.rank() % 2 else reversed(range(4))
+        works = {index: pg.allreduce(arrays[index], key=f"layer{index}") for index in order}
+        dense = np.full(5, 1.0)
+        await pg.allreduce(dense)
+        for index, work in works.items():
+            assert await work is arrays[index]
+            assert (work.key, work.seq) == (f"layer{index}", 1)
+            assert np.array_equal(arrays[index].toarray(), total(2))
+        assert dense[0] == 2
+
+    await run_ranks(2, one, transport=transport)
+
+
+async def test_many_at_once_are_drained(way: str) -> None:
+    async def one(pg: ProcessGroup) -> None:
+        arrays = [given(pg.rank()) for _ in range(20)]
+        works = [pg.allreduce(array) for array in arrays]
+        pending = pg.pending()
+        assert len(pending) == len({id(work) for work in pending})
+        await pg.drain()
+        assert all(work.is_success() for work in works)
+        assert all(np.array_equal(array.toarray(), total(3)) for array in arrays)
+
+    await run_ranks(3, one)
+
+
+async def test_cancelling_the_await_leaves_the_collective(way: str) -> None:
+    async def one(pg: ProcessGroup) -> None:
+        array = given(pg.rank())
+        if pg.rank() == 0:
+            work = pg.allreduce(array)
+            waiting = asyncio.ensure_future(work.join())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            assert not work.done()
+            await pg.send(np.zeros(1), 1)
+            await pg.drain()
+            assert work.result() is array
+        else:
+            await pg.recv(np.zeros(1), 0)
+            await pg.allreduce(array)
+        assert np.array_equal(array.toarray(), total(2))
+
+    await run_ranks(2, one)
+
+
+async def test_aborting_it_while_a_thread_calculates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_reduce, "INLINE", -1)
+    held = threading.Event()
+    started: list[int] = []
+
+    def waits(parts: Any, dtype: Any) -> Entries:
+        started.append(1)
+        assert held.wait(20)
+        return merged(parts, dtype)
+
+    monkeypatch.setattr(sparse_reduce, "merged", waits)
+    monkeypatch.setattr(sparse_reduce, "dense_pays", lambda *_: False)
+
+    async def one(pg: ProcessGroup) -> None:
+        array = given(pg.rank())
+        work = pg.allreduce(array)
+        await until(lambda: len(started) == 2)
+        assert pg.pending() == [work]
+        if pg.rank() == 0:
+            work.abort()
+        with pytest.raises(GroupError, match="ALLREDUCE_SPARSE was aborted by rank 0"):
+            await work
+        assert not pg.pending()
+        await pg.shutdown()  # and what the thread finds then is dropped
+        held.set()
+        assert np.array_equal(array.toarray(), given(pg.rank()).toarray())
+
+    await run_ranks(2, one)
+
+
+async def test_what_failed_in_a_later_step_was_not_complete(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise MemoryError("no room")
+
+    async def one(pg: ProcessGroup) -> None:
+        await pg.allreduce(given(pg.rank()))
+        await pg.allreduce(given(pg.rank()), key="k")
+        await pg.barrier()
+        monkeypatch.setattr(sparse_reduce, "merged", fails)
+        monkeypatch.setattr(sparse_reduce, "gathered", fails)
+        works = [pg.allreduce(given(pg.rank()), key="k"), pg.allreduce(given(pg.rank()))]
+        for work in works:
+            with pytest.raises(GroupError):
+                await work
+        async with await pg.shrink() as again:
+            for completed in (again.completed_everywhere, again.completed_somewhere):
+                assert completed.through == 2
+                assert 3 not in completed
+                assert ("k", 1) in completed
+                assert ("k", 2) not in completed
+
+    await run_ranks(3, one)
+
+
+@pytest.mark.parametrize("form", ["coo_array", "csr_array"])
+async def test_the_arrays_of_the_result_are_its_own(form: str) -> None:
+    """What comes is packed, so a single rank's entries lie at odd addresses."""
+
+    async def one(pg: ProcessGroup) -> None:
+        array = getattr(scipy.sparse, form)((5, 5), dtype="complex128")
+        if pg.rank() == 1:
+            array = getattr(scipy.sparse, form)(np.diag([1j, 0, 1j, 1j, 0]))
+        await pg.allreduce(array)
+        assert np.array_equal(array.toarray(), np.diag([1j, 0, 1j, 1j, 0]))
+        for each in (array.data, *(array.coords if form == "coo_array" else (array.indices, array.indptr))):
+            assert each.flags.aligned
+            assert each.flags.writeable
+            assert each.base is None or each.base.nbytes == each.nbytes
+
+    await run_ranks(2, one)
+
+
+async def test_a_rank_that_leaves() -> None:
+    async def one(pg: ProcessGroup) -> None:
+        if pg.rank() == 1:
+            await pg.shutdown()
+            return
+        with pytest.raises(ConnectionError, match="needs rank 1, which has left"):
+            await pg.allreduce(given(0))
+
+    await run_ranks(2, one)
+
+
+def test_the_timeout_is_for_the_whole_call() -> None:
+    async def one(pg: ProcessGroup) -> float:
+        loop = asyncio.get_running_loop()
+        array = given(pg.rank())
+        began = loop.time()
+        await pg.allreduce(array)
+        took = loop.time() - began
+        assert took >= 2.0  # two steps
+        began = loop.time()
+        with pytest.raises(CollectiveTimeoutError, match=r"ALLREDUCE_SPARSE .* did not complete within 1.5 s"):
+            await pg.allreduce(array, timeout=1.5)
+        return loop.time() - began
+
+    for took in run_virtual(2, one, latency=(1.0, 1.0)):
+        assert 1.5 <= took < 2.0
+
+
+def test_a_missing_rank_is_named() -> None:
+    async def one(pg: ProcessGroup) -> None:
+        if pg.rank() < 2:
+            with pytest.raises(CollectiveTimeoutError, match="ALLREDUCE_SPARSE") as caught:
+                await pg.allreduce(given(pg.rank()), timeout=5)
+            assert list(caught.value.ranks) == [2]
+        else:
+            with pytest.raises(CollectiveTimeoutError):
+                await pg.recv(np.zeros(1), 0, timeout=60)
+
+    run_virtual(3, one)
+
+
+def test_on_the_virtual_clock_it_is_the_same_again() -> None:
+    async def one(pg: ProcessGroup) -> tuple[bytes, float]:
+        random = np.random.default_rng(pg.rank())
+        array = scipy.sparse.random_array((300, 300), density=0.2, format="csr", rng=random)
+        await pg.allreduce(array)
+        return array.data.tobytes(), asyncio.get_running_loop().time()
+
+    once = run_virtual(3, one, seed=5, latency=(0.001, 0.01))
+    assert run_virtual(3, one, seed=5, latency=(0.001, 0.01)) == once
+    assert len({data for data, _ in once}) == 1
+
+
+async def test_a_taker_may_start_it_later() -> None:
+    class Later:
+        def __init__(self) -> None:
+            self.calls: list[tuple[Call, Work[Any]]] = []
+
+        def take(self, call: Call) -> Work[Any]:
+            work: Work[Any] = Work(group._endpoint, call.op, 1, call.key, group)
+            self.calls.append((call, work))
+            return work
+
+    async def one(pg: ProcessGroup) -> None:
+        nonlocal group
+        later, array = Later(), given(pg.rank())
+        group = pg
+        with pg._scoped(later):
+            work = pg.allreduce(array)
+        ((call, same),) = later.calls
+        assert same is work
+        assert call.op == "ALLREDUCE_SPARSE"
+        assert call.result is array
+        identity, _ = pg._numbered(call.key)
+        pg._member.enter(call.make(identity, work))
+        assert await work is array
+        assert np.array_equal(array.toarray(), total(2))
+
+    group: Any = None
+    await run_ranks(2, one)
+
+
+# -- arithmetic on entries, and the choice
+
+
+@pytest.mark.parametrize(("name", "many"), [("float16", 4096), ("bfloat16", 4096), ("float8_e4m3fn", 256)])
+def test_narrow_floats_are_rounded_once(name: str, many: int) -> None:
+    """Adding ones and rounding each time would end long before."""
+    dtype = by_name(name)
+    one, got = np.zeros(1, dtype.storage), np.empty(1, np.float32)
+    from_float32(dtype)(np.ones(1, np.float32), one)
+    places = np.zeros(many, np.int32)
+    for summed in (
+        merged([Entries(places[:1], one)] * many, dtype),
+        coalesced(places, np.repeat(one, many), dtype),
+    ):
+        to_float32(dtype)(summed.values, got)
+        assert got[0] == many
+
+
+@pytest.mark.parametrize("dense", [(), (3,), (0,)])
+def test_packing(dense: tuple[int, ...]) -> None:
+    for count in (0, 1, 5):
+        shape = (count, *dense)
+        values = np.arange(np.prod(shape, dtype=int), dtype=np.float64)
+        entries = Entries(np.arange(count, dtype=np.int32), values.reshape(shape))
+        again = unpack(pack(entries), count, entries)
+        assert np.array_equal(again.places, entries.places)
+        assert again.values.shape == shape
+        assert np.array_equal(again.values, entries.values)
+
+
+def test_dense_pays_for_many_entries_only() -> None:
+    machine = Tuning().machine
+    for size, world_size in product((1000, 10**7), (2, 3, 4, 7, 64)):
+        pays = [
+            sparse_reduce.dense_pays(world_size * int(size * density), 8, size, 4, world_size, machine)
+            for density in (0, 0.0001, 0.001, 0.01, 0.1, 0.5, 1.0)
+        ]
+        assert pays == sorted(pays)
+        assert not pays[1]
+        assert pays[-1]
+    assert not sparse_reduce.dense_pays(10**6, 8, 10**12, 4, 4, machine)
+    assert not sparse_reduce.dense_pays(1000, 8, 1000, 4, 1, machine)

@@ -1,0 +1,471 @@
+"""Groups split off from others, over every transport."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupClosedError,
+    GroupError,
+    GroupRevokedError,
+    HashStore,
+    PeerLostError,
+    ProcessGroup,
+    new_group,
+)
+
+from ..ranks import TRANSPORTS, run_ranks, until
+
+
+async def works(pg: ProcessGroup) -> tuple[int, ...]:
+    """Return the ranks of a group in which everything arrives."""
+    tensor = np.full(50_000, 2.0 ** pg.rank())
+    await pg.allreduce(tensor)
+    assert (tensor == 2.0 ** pg.size() - 1).all()
+    assert await pg.allgather_object(pg.global_ranks) == [pg.global_ranks] * pg.size()
+    return pg.global_ranks
+
+
+async def part(pg: ProcessGroup, ranks: Any, **given: Any) -> ProcessGroup:
+    """Return the group this rank is in; it is in one."""
+    group: ProcessGroup | None = await pg.split_group(ranks, **given)
+    assert group is not None
+    return group
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+async def test_even_and_odd_ranks(size: int, transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        halves = [half for half in (range(0, size, 2), range(1, size, 2)) if half]
+        async with await part(pg, halves) as half, await part(pg, [range(size)]) as whole:
+            mine = tuple(halves[pg.rank() % 2])
+            assert (half.rank(), half.size()) == (pg.rank() // 2, len(mine))
+            assert whole.rank() == pg.rank()
+            # All at once: each group has its own numbers, and none waits for another.
+            assert await asyncio.gather(works(half), works(pg), works(whole)) == [
+                mine,
+                whole.global_ranks,
+                pg.global_ranks,
+            ]
+        for group in (half, whole):
+            with pytest.raises(GroupClosedError):
+                group.barrier()
+        assert await works(pg) == tuple(range(size))
+
+    await run_ranks(size, rank, transport=transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_parts_of_parts(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> Any:
+        found = []
+        group: ProcessGroup | None = pg
+        while group is not None:
+            found.append(await works(group))
+            last = group.size() - 1
+            group = await group.split_group(range(1, last + 1)) if last else None
+        return found
+
+    results = await run_ranks(4, rank, transport=transport)
+    lists = [(0, 1, 2, 3), (1, 2, 3), (2, 3), (3,)]
+    assert results == [lists[: number + 1] for number in range(4)]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_messages_name_the_ranks_of_their_group(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        group = await pg.split_group([3, 1])
+        if pg.rank() % 2:
+            assert group is not None
+            peer = 1 - group.rank()
+            # The same tag, at the same time, in both groups.
+            works = [
+                group.send_object("in the part", peer, tag=5),
+                pg.send_object("in the whole", 4 - pg.rank(), tag=5),
+            ]
+            x = np.zeros(3)
+            assert await pg.recv_object(4 - pg.rank(), tag=5) == "in the whole"
+            assert await group.recv_object(peer, tag=5) == "in the part"
+            big = group.send(np.full(300_000, float(pg.rank())), peer)
+            y = np.zeros(300_000)
+            work = group.recv_anysource(y)
+            await work
+            assert work.source_rank() == peer
+            assert (y == 4 - pg.rank()).all()
+            await asyncio.gather(*(work.join() for work in works), big.join())
+            await group.broadcast(x, 1)
+        await pg.barrier()
+
+    await run_ranks(4, rank, transport=transport)
+
+
+async def test_what_it_is() -> None:
+    async def rank(pg: ProcessGroup) -> Any:
+        work = pg.split_group([2, 0], timeout=30, group_name="ends")
+        assert (work.done(), work.op, work.group) == (True, "SPLIT_GROUP", pg)
+        ends = await work
+        middle = await pg.split_group([1])
+        plain = await part(pg, [[1, 2], [0]])
+        assert (plain.timeout, plain.global_ranks) == (pg.timeout, (0,) if pg.rank() == 0 else (1, 2))
+        if pg.rank() == 1:
+            assert ends is None
+            assert middle is not None
+            assert (middle.rank(), middle.size(), middle.global_ranks) == (0, 1, (1,))
+            return middle.group_name, plain.group_name
+        assert middle is None
+        assert ends is not None
+        assert (ends.group_name, ends.timeout, ends.global_ranks) == ("ends", 30.0, (0, 2))
+        assert (ends.rank(), ends.group_desc) == (pg.rank() // 2, "2 ranks")
+        again = await part(ends, np.array([1, 0]), timeout=3)
+        assert (again.timeout, again.global_ranks) == (3.0, (0, 2))
+        return again.group_name, plain.group_name
+
+    assert await run_ranks(3, rank) == [
+        ("ends/0.0", "world:0/2.0"),
+        ("world:0/1.1", "world:0/2.1"),
+        ("ends/0.0", "world:0/2.1"),
+    ]
+
+
+async def test_wrong_calls() -> None:
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (3, TypeError, "ranks must be a list of ranks, or a list of such lists, not int"),
+        ("01", TypeError, "ranks must be a list of ranks, or a list of such lists, not str"),
+        (None, TypeError, "ranks must be a list of ranks, or a list of such lists, not NoneType"),
+        ([], ValueError, "ranks is empty: name at least one rank"),
+        ([[0], []], ValueError, "ranks[1] is empty: name at least one rank"),
+        ([0, 0], ValueError, "ranks names rank 0 more than once"),
+        ([[0], [1, 1]], ValueError, "ranks[1] names rank 1 more than once"),
+        ([[0, 1], [1]], ValueError, "ranks[0] and ranks[1] both name rank 1: groups of one call share no rank"),
+        ([0, 2], ValueError, "ranks[1]=2 is not a rank of group 'world:0': ranks are 0 to 1"),
+        ([[0], [-1]], ValueError, "ranks[1][0]=-1 is not a rank of group 'world:0'"),
+        ([0.0], TypeError, "ranks[0] must be a rank (int), not float"),
+        ([0, [1]], TypeError, "ranks[1] must be a rank (int), not list"),
+        ([True], TypeError, "ranks[0] must be a rank (int), not bool"),
+    ]
+
+    async def rank(pg: ProcessGroup) -> None:
+        for ranks, kind, words in wrong:
+            with pytest.raises(kind, match=re.escape(words)):
+                pg.split_group(ranks)
+        with pytest.raises(TypeError, match="group_name must be a str or None, not int"):
+            pg.split_group([0], group_name=1)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="timeout"):
+            pg.split_group([0, 1], timeout=-1)
+        with pytest.raises(ValueError, match="group_name='world:0' is the name of an open group"):
+            pg.split_group([0, 1], group_name="world:0")
+        async with await part(pg, [0, 1], group_name="a") as group:
+            with pytest.raises(ValueError, match="group_name='a' is the name of an open group"):
+                group.split_group([0, 1], group_name="a")
+            assert await works(group) == (0, 1)  # none of that took a number
+        async with await part(pg, [0, 1], group_name="a") as again:
+            assert await works(again) == (0, 1)
+
+    await run_ranks(2, rank)
+
+
+# -- ranks that do not agree
+
+
+async def agreed(pg: ProcessGroup, group: ProcessGroup | None, words: str) -> None:
+    """The first collective of the group this rank has made says what each rank did."""
+    if group is not None:
+        with pytest.raises(CollectiveMismatchError, match=re.escape(words)) as raised:
+            await group.allreduce(np.ones(3))
+        assert raised.value.op == "SPLIT_GROUP"
+        with pytest.raises(GroupRevokedError):
+            group.barrier()
+    assert await works(pg) == pg.global_ranks
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_ranks_that_name_other_lists(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        group = await pg.split_group([0, 1] if pg.rank() == 0 else [0, 1, 2])
+        words = "following: ranks. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1); rank "
+        await agreed(pg, group, words)
+
+    await run_ranks(3, rank, transport=transport)
+
+
+async def test_a_rank_that_names_others_only() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        group = await pg.split_group([0, 1] if pg.rank() == 0 else [2])
+        words = "SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1); rank 1 called SPLIT_GROUP(ranks=[], SequenceNumber=1)"
+        if pg.rank() == 2:
+            assert group is not None
+            assert await works(group) == (2,)
+            assert await works(pg) == (0, 1, 2)
+        else:
+            await agreed(pg, group, words)
+
+    await run_ranks(3, rank)
+
+
+async def test_ranks_that_give_other_names() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        words = (
+            "Collectives differ in the following: group_name. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], "
+            "SequenceNumber=1); rank 1 called SPLIT_GROUP(ranks=[0, 1], group_name='b', SequenceNumber=1)"
+        )
+        await agreed(pg, await pg.split_group([0, 1], group_name="b" if pg.rank() else None), words)
+
+    await run_ranks(2, rank)
+
+
+async def test_parts_of_parts_that_were_other_ones() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        outer = await part(pg, [[0, 1], [2]] if pg.rank() == 0 else [0, 1, 2])
+        words = (
+            "differ in the following: ranks. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1)"
+        )
+        inner = await outer.split_group([0, 1])
+        if pg.rank() == 2:
+            await agreed(pg, outer, words)
+        else:
+            await agreed(pg, inner, words)
+
+    await run_ranks(3, rank)
+
+
+async def test_a_rank_that_has_not_split_yet_is_waited_for() -> None:
+    called = asyncio.Event()
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            group = await part(pg, [0, 1])
+            work = group.barrier()
+            operation, missing = group._member.operations[1], group._member.diagnosis.missing
+            await until(lambda: "rank 1 (which has split group 'world:0' 0 times only" in missing(operation)[1])
+            called.set()
+            await work
+        else:
+            await called.wait()
+            await (await part(pg, [0, 1])).barrier()
+
+    await run_ranks(2, rank)
+
+
+async def test_a_rank_that_never_splits_is_named_at_the_timeout() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            group = await part(pg, [0, 1])
+            with pytest.raises(CollectiveTimeoutError, match="'world:0' 0 times only") as raised:
+                await group.barrier(timeout=0.4)
+            assert raised.value.ranks == (1,)
+        await pg.barrier()
+
+    await run_ranks(2, rank)
+
+
+async def test_a_rank_whose_group_failed_before_it_could_split() -> None:
+    told = asyncio.Event()
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            group = await part(pg, [0, 1])
+            await pg.send_object("split", 1)
+            with pytest.raises(GroupError, match="aborted by rank 1: too bad"):
+                await group.barrier()
+            told.set()
+        else:
+            await pg.recv_object(0)
+            pg.abort("too bad")
+            with pytest.raises(GroupRevokedError):
+                pg.split_group([0, 1])
+            await told.wait()
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_a_rank_that_has_left_before_it_could_split(ends: bool) -> None:
+    store = HashStore()
+
+    async def rank(number: int) -> None:
+        async with (
+            new_group(store=store, rank=number, world_size=2) as pg,
+            new_group(store=store, rank=number, world_size=2) as other,
+        ):
+            if number == 0:
+                group = await part(pg, [0, 1])
+                await other.barrier()
+                with pytest.raises(PeerLostError) as raised:
+                    await group.barrier()
+                assert raised.value.how == "left"
+                assert await works(await part(pg, [0])) == (0,)
+            else:
+                await other.barrier()
+                await pg.shutdown()
+            if not ends:
+                await other.barrier()
+
+    await asyncio.gather(rank(0), rank(1))
+
+
+# -- failing and closing
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_failure_stays_in_its_group(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        pair, trio = await pg.split_group([0, 1]), await pg.split_group([1, 2, 3])
+        if pair is not None:
+            with pytest.raises(CollectiveMismatchError, match="SequenceNumber=1"):
+                await pair.allreduce(np.ones(3 + pg.rank()))
+        if trio is not None:
+            assert await works(trio) == (1, 2, 3)
+        assert await works(pg) == (0, 1, 2, 3)
+        await pg.barrier()
+        pg.abort("the whole fails")
+        await pg.wait_revoked()
+        if trio is not None:
+            assert await works(trio) == (1, 2, 3)
+
+    await run_ranks(4, rank, transport=transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_rank_that_fails_takes_along_the_groups_it_is_in(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> Any:
+        pairs, inner = await part(pg, [[0, 1], [2, 3]]), await part(pg, [1, 3]) if pg.rank() % 2 else None
+        if pg.rank() == 3:
+            nested = await part(pairs, [0, 1])
+            await nested.barrier()
+            raise ValueError("rank 3 fails")
+        if pg.rank() == 2:
+            nested = await part(pairs, [0, 1])
+            await nested.barrier()
+            for group in (nested, pairs):
+                with pytest.raises(GroupError, match="ValueError: rank 3 fails"):
+                    await group.barrier()
+        else:
+            assert await works(pairs) == (0, 1)
+        if inner is not None:
+            with pytest.raises(GroupError, match="ValueError: rank 3 fails"):
+                await inner.barrier()
+        with pytest.raises(GroupError):
+            await pg.barrier()
+        if pg.rank() < 2:
+            assert await works(pairs) == (0, 1)
+
+    with pytest.raises(ValueError, match="rank 3 fails"):
+        await run_ranks(4, rank, transport=transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_the_whole_closes_its_parts(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        group = await part(pg, range(3))
+        inner = await part(group, [[0], [1, 2]])
+        late = inner.allreduce(np.ones(100_000))
+        endpoint = pg._endpoint
+        await pg.shutdown()
+        assert late.is_success()
+        for each in (pg, group, inner):
+            with pytest.raises(GroupClosedError):
+                each.barrier()
+        with pytest.raises(GroupClosedError):
+            pg.split_group([0])
+        await group.shutdown()
+        assert endpoint.closed
+        assert endpoint.groups == {}
+
+    await run_ranks(3, rank, transport=transport)
+
+
+async def test_a_group_that_is_being_closed_is_not_split() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        work = pg.barrier() if pg.rank() else None
+        ending = asyncio.ensure_future(pg.shutdown())
+        await asyncio.sleep(0)
+        if work is not None:
+            with pytest.raises(GroupClosedError, match="is being closed"):
+                pg.split_group([0, 1])
+        await ending
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_parts_shrink_grow_and_their_parts_work(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        trio = await pg.split_group([1, 2, 3])
+        if trio is not None and trio.rank():
+            small = await trio.shrink(exclude=[0])
+            assert small.group_name == "world:0/0.1~1"
+            assert await works(small) == (2, 3)
+            inner = await part(small, [1, 0])
+            assert await works(inner) == (2, 3)
+            await pg.send_object("shrunk", 1)
+        elif trio is not None:
+            await trio.wait_revoked()
+            for peer in (2, 3):
+                await pg.recv_object(peer)
+        assert await works(pg) == (0, 1, 2, 3)
+
+    await run_ranks(4, rank, transport=transport)
+
+
+# -- laziness
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix"])
+async def test_groups_share_what_there_is(transport: str) -> None:
+    size = 4
+
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.alltoall_object([None] * size)  # every pair is linked
+        await pg.barrier()
+        files = len(os.listdir("/proc/self/fd"))
+        links = [id(link) for link in pg._endpoint._all_links()]
+        groups = [await part(pg, range(size)) for _ in range(20)]
+        await pg.barrier()
+        for group in groups:
+            await group.alltoall_object([None] * size)
+        assert [id(link) for link in pg._endpoint._all_links()] == links
+        assert len(os.listdir("/proc/self/fd")) == files
+        await pg.barrier()
+
+    await run_ranks(size, rank, transport=transport)
+
+
+async def test_a_split_sends_nothing() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        frames: list[object] = []
+        for link in pg._endpoint._all_links():
+            link.write = lambda *frame: frames.append(frame)  # type: ignore[method-assign, return-value, misc]
+        before = len(pg._endpoint._channels)
+        for _ in range(10):
+            pg.split_group(range(7))
+        assert frames == []
+        assert len(pg._endpoint._channels) == before
+        for link in pg._endpoint._all_links():
+            del link.write
+        await pg.barrier()
+
+    await run_ranks(7, rank)
+
+
+async def test_an_id_that_is_taken_is_refused() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        pg._endpoint.hash62 = lambda text: 7  # type: ignore[method-assign]
+        group = await part(pg, [0, 1])
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"group 'world:0/1.0' would have the id of another .* another name"):
+                pg.split_group([0, 1])
+            await group.shutdown()
+        del pg._endpoint.hash62
+        assert await works(await part(pg, [0, 1])) == (0, 1)
+
+    await run_ranks(2, rank)

@@ -1,0 +1,157 @@
+"""Two-level collectives on the engine: results, bits and what crosses between hosts, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup, ReduceOp
+from aiocoll.algorithms import two_level
+from aiocoll.group import planning
+from aiocoll.transport.frame import HEADER, FrameKind
+from aiocoll.transport.memory import MemoryLink
+
+from ..ranks import run_ranks
+from .test_collectives import ROOTED, check
+
+SPLITS = [(0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 0, 1, 1), (0, 1, 2, 2, 2, 2, 2)]
+#: Elements of allreduces that go by each algorithm.
+SIZES = {"leaders": 1000, "lanes": 80_000, "lines": 1_000_000}
+
+
+def place(pg: ProcessGroup, hosts: tuple[int, ...]) -> None:
+    """Pretend that the ranks of `pg` are on these hosts, which therefore share no memory."""
+    pg._member.hosts = hosts
+    pg._member.piece_nbytes = 0
+
+
+@pytest.fixture
+def frames(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Collect sender, receiver and payload of every data frame in memory."""
+    seen: list[tuple[int, int, int]] = []
+    write = MemoryLink.write
+
+    def counted(link: MemoryLink, header: bytes, payload: memoryview | None = None) -> bool:
+        if HEADER.unpack(header)[0] == FrameKind.DATA:
+            seen.append((link._rank, link.peer, 0 if payload is None else payload.nbytes))
+        return write(link, header, payload)
+
+    monkeypatch.setattr(MemoryLink, "write", counted)
+    return seen
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("hosts", SPLITS, ids=str)
+@pytest.mark.parametrize(("kind", "algorithm"), two_level.ALGORITHMS, ids=lambda value: value)
+async def test_every_algorithm_runs(
+    kind: str, algorithm: str, hosts: tuple[int, ...], transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def choose(of_kind: str, *_: Any, **named: Any) -> str:
+        asked.append((of_kind, named["hosts"]))
+        return algorithm
+
+    monkeypatch.setattr(planning, "choose", choose)
+    world_size = len(hosts)
+    roots = range(world_size) if kind in ROOTED else (0,)
+    case = {"kind": kind, "op": "PREMUL_SUM", "dtype": "float32", "world_size": world_size}
+    cases = [{**case, "root": root, "count": count} for root in roots for count in ("0", "1", "p-1", "p+1", "1000")]
+    cases += [{**case, "root": roots[-1], "count": "1000000"}]
+
+    async def rank(pg: ProcessGroup) -> list[bytes]:
+        place(pg, hosts)
+        if kind == "barrier":
+            await pg.barrier()
+            return []
+        return await check(pg, cases)
+
+    first, *others = await run_ranks(world_size, rank, transport=transport)
+    assert all(each == first for each in others), "the ranks differ in their bits"
+    assert set(asked) == {(kind, hosts)}
+
+
+@pytest.mark.parametrize("hosts", SPLITS, ids=str)
+@pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT", "PREMUL_SUM"])
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+async def test_what_rounds_has_the_same_bits_everywhere(dtype: str, op: str, hosts: tuple[int, ...]) -> None:
+    async def rank(pg: ProcessGroup) -> list[bytes]:
+        place(pg, hosts)
+        random = np.random.default_rng(pg.rank())
+        chosen = ReduceOp.PREMUL_SUM(0.1 + pg.rank()) if op == "PREMUL_SUM" else getattr(ReduceOp, op)
+        results = []
+        for count in SIZES.values():
+            values = random.standard_normal(count) + (1j * random.standard_normal(count) if dtype[0] == "c" else 0)
+            # In odd places, so that alignment differs from rank to rank.
+            tensor = np.empty(count + 8, dtype)[pg.rank() : count + pg.rank()]
+            tensor[:] = values
+            results.append((await pg.allreduce(tensor, chosen)).tobytes())
+        return results
+
+    first, *others = await run_ranks(len(hosts), rank)
+    assert all(each == first for each in others)
+
+
+@pytest.mark.parametrize("hosts", SPLITS, ids=str)
+@pytest.mark.parametrize("algorithm", SIZES)
+async def test_bytes_of_an_allreduce_between_hosts(
+    algorithm: str, hosts: tuple[int, ...], frames: list[tuple[int, int, int]]
+) -> None:
+    """The hosts decide, not their ranks: 2n(h-1) in all, or each leader's tensor once to each other."""
+    count, number = SIZES[algorithm], len(set(hosts))
+
+    async def rank(pg: ProcessGroup) -> set[str]:
+        place(pg, hosts)
+        result = await pg.allreduce(np.full(count, pg.rank(), np.float32))
+        assert (result == sum(range(pg.size()))).all()
+        return {plan.algorithm for plan, _ in pg._plans.values()}
+
+    assert await run_ranks(len(hosts), rank) == [{algorithm}] * len(hosts)
+    crossing = [nbytes for source, target, nbytes in frames if hosts[source] != hosts[target]]
+    assert sum(crossing) == count * 4 * (number - 1) * (number if algorithm == "leaders" else 2)
+    if algorithm == "leaders":
+        assert len(crossing) == number * (number - 1).bit_length()
+
+
+@pytest.mark.parametrize("hosts", SPLITS, ids=str)
+async def test_messages_of_a_barrier_between_hosts(hosts: tuple[int, ...], frames: list[tuple[int, int, int]]) -> None:
+    number = len(set(hosts))
+
+    async def rank(pg: ProcessGroup) -> None:
+        place(pg, hosts)
+        await pg.barrier()
+
+    await run_ranks(len(hosts), rank)
+    crossing = [nbytes for source, target, nbytes in frames if hosts[source] != hosts[target]]
+    assert crossing == [0] * (number * (number - 1).bit_length())
+
+
+async def test_nobody_leaves_a_barrier_before_the_last_of_any_host_has_come() -> None:
+    """The last one comes when everybody else is known to wait."""
+    hosts = (0, 1, 0, 1, 1)
+
+    async def rank(pg: ProcessGroup, last: int) -> None:
+        place(pg, hosts)
+        if pg.rank() != last:
+            work = pg.barrier()
+            entered.append(pg.rank())
+            if len(entered) == pg.size() - 1:
+                everybody.set()
+            await work
+            assert arrived
+            return
+        await everybody.wait()
+        # A frame takes one turn of the loop: all is said that can be said without the last one.
+        for _ in range(100):
+            await asyncio.sleep(0)
+        arrived.append(True)
+        await pg.barrier()
+
+    for last in range(len(hosts)):
+        entered: list[int] = []
+        arrived: list[bool] = []
+        everybody = asyncio.Event()
+        await run_ranks(len(hosts), rank, last)

@@ -1,0 +1,165 @@
+"""Parts of different lengths, in every call that takes them, and lengths on which the ranks do not agree."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup, ReduceOp
+from aiocoll.errors import CollectiveMismatchError
+from aiocoll.testing.virtual import run_virtual
+
+from ..ranks import TRANSPORTS, run_ranks
+
+SIZES = (1, 2, 3, 4, 7)
+#: How many elements rank r of p has. 32,768 of eight bytes are what may travel unasked: one less, and one more.
+LENGTHS: dict[str, Callable[[int, int], int]] = {
+    "rising": lambda r, p: r,
+    "falling to one": lambda r, p: p - r,
+    "only the first": lambda r, p: 5 * (r == 0),
+    "only the last": lambda r, p: 5 * (r == p - 1),
+    "all but the first": lambda r, p: 3 * (r > 0),
+    "one large": lambda r, p: 70_001 if r == p // 2 else 2,
+    "around the window": lambda r, p: 32_767 + r % 3,
+}
+
+
+def data(by: int, to: int, count: int) -> Any:
+    """Return what rank `by` has for rank `to`."""
+    return np.arange(count, dtype=np.int64) * 100 + by * 10 + to
+
+
+def room(count: int) -> Any:
+    return np.full(count, -1, np.int64)
+
+
+def equal(got: list[Any], right: list[Any]) -> bool:
+    return len(got) == len(right) and all(np.array_equal(a, b) for a, b in zip(got, right, strict=True))
+
+
+async def every_call(pg: ProcessGroup, names: list[str]) -> None:
+    for name in names:
+        await moved(pg, name)
+        await reduced(pg, name)
+        await exchanged(pg, name)
+
+
+async def moved(pg: ProcessGroup, name: str) -> None:
+    rank, size = pg.rank(), pg.size()
+    counts = [LENGTHS[name](each, size) for each in range(size)]
+    everybodys = [data(by, 0, count) for by, count in enumerate(counts)]
+    got = await pg.allgather([room(count) for count in counts], everybodys[rank])
+    assert equal(got, everybodys), f"{name}: {got}"
+    # Of the memory of the output, and with a key.
+    outputs = [room(count) for count in counts]
+    outputs[rank][:] = everybodys[rank]
+    assert equal(await pg.allgather(outputs, outputs[rank], key="again"), everybodys)
+    for root in {0, size // 2, size - 1}:
+        there = rank == root
+        gathered = await pg.gather([room(count) for count in counts] if there else [], everybodys[rank], root)
+        assert equal(gathered, everybodys) if there else gathered is None
+        output = await pg.scatter(room(counts[rank]), everybodys if there else None, root)
+        assert np.array_equal(output, everybodys[rank])
+
+
+async def reduced(pg: ProcessGroup, name: str) -> None:
+    rank, size = pg.rank(), pg.size()
+    counts = [LENGTHS[name](each, size) for each in range(size)]
+    blocks = [data(rank, to, count) for to, count in enumerate(counts)]
+    columns = [data(by, rank, counts[rank]) for by in range(size)]
+    assert np.array_equal(await pg.reduce_scatter(room(counts[rank]), blocks), np.sum(columns, axis=0))
+    # In place, and an op whose order matters.
+    ordered = ReduceOp.custom(_later, commutative=False)
+    assert np.array_equal(await pg.reduce_scatter(blocks[rank], blocks, ordered), columns[-1])
+
+
+def _later(a: Any, b: Any, out: Any) -> None:
+    out[:] = b
+
+
+async def exchanged(pg: ProcessGroup, name: str) -> None:
+    rank, size = pg.rank(), pg.size()
+
+    def count(by: int, to: int) -> int:
+        return LENGTHS[name]((by + 2 * to) % size, size)
+
+    sent = [data(rank, to, count(rank, to)) for to in range(size)]
+    come = [data(by, rank, count(by, rank)) for by in range(size)]
+    assert equal(await pg.alltoall([room(len(each)) for each in come], sent), come)
+    # Rows of three elements.
+    ins, outs = [np.repeat(each[:, None], 3, 1) for each in come], [np.repeat(each[:, None], 3, 1) for each in sent]
+    into = np.full((sum(map(len, come)), 3), -1, np.int64)
+    await pg.alltoall_base(into, np.concatenate(outs), [len(each) for each in come], [len(each) for each in sent])
+    assert np.array_equal(into, np.concatenate(ins))
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_every_call(size: int) -> None:
+    await run_ranks(size, every_call, list(LENGTHS))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS[1:])
+async def test_every_transport(transport: str) -> None:
+    await run_ranks(3, every_call, list(LENGTHS), transport=transport)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", SIZES)
+async def test_every_call_everywhere(size: int, transport: str) -> None:
+    await run_ranks(size, every_call, list(LENGTHS), transport=transport)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_frames_that_take_their_time(seed: int) -> None:
+    run_virtual(4, every_call, list(LENGTHS), seed=seed, latency=(0.0001, 0.01))
+
+
+async def test_shapes_may_be_any_of_that_many_elements() -> None:
+    async def one(pg: ProcessGroup) -> None:
+        tensor = np.full((2, 3) if pg.rank() else (1, 1, 4), pg.rank(), np.int16)
+        outputs = [np.empty((4, 1), np.int16), np.empty(6, np.int16)]
+        await pg.allgather(outputs, tensor)
+        assert outputs[0].tolist() == [[0]] * 4
+        assert outputs[1].tolist() == [1] * 6
+
+    await run_ranks(2, one)
+
+
+def _two(count: int) -> list[Any]:
+    return [room(2), room(count), room(2)]
+
+
+#: Calls in which what goes to or from rank 1 is not as long as others expect; n is 2 on the other ranks.
+WRONG: dict[str, Callable[[ProcessGroup, int], Any]] = {
+    "allgather": lambda pg, n: pg.allgather(_two(n), room(n if pg.rank() == 1 else 2)),
+    "gather": lambda pg, n: pg.gather(_two(2) if pg.rank() == 0 else None, room(n), 0),
+    "scatter": lambda pg, n: pg.scatter(room(n), _two(2) if pg.rank() == 0 else None, 0),
+    "reduce_scatter": lambda pg, n: pg.reduce_scatter(room(n if pg.rank() == 1 else 2), _two(n)),
+    "alltoall": lambda pg, n: pg.alltoall(_two(2), [room(n if to == (pg.rank() + 1) % 3 else 2) for to in range(3)]),
+    "alltoall_base": lambda pg, n: pg.alltoall_base(
+        room(6), room(4 + n), None, [n if to == (pg.rank() + 1) % 3 else 2 for to in range(3)]
+    ),
+}
+
+
+@pytest.mark.parametrize("count", [3, 1, 0])
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("transport", ["memory", "shm"])
+async def test_lengths_that_do_not_fit(kind: str, count: int, transport: str) -> None:
+    async def one(pg: ProcessGroup) -> str:
+        # On some ranks it may be done before anybody can know.
+        with contextlib.suppress(CollectiveMismatchError):
+            await WRONG[kind](pg, count if pg.rank() == 1 else 2)
+        cause = await pg.wait_revoked()
+        assert isinstance(cause, CollectiveMismatchError)
+        return str(cause)
+
+    for message in await run_ranks(3, one, transport=transport):
+        assert "Collectives differ in the following: counts" in message
+        assert kind.removesuffix("_base").upper() in message
+        assert "rank 1 called" in message

@@ -1,0 +1,228 @@
+"""Who waits for works, who only watches them, and what stays behind of those that have given up."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupClosedError, GroupError, ProcessGroup, Recv, ReduceOp, Send, Work
+
+from ..ranks import run_ranks, until
+
+#: Seconds after which somebody gives up.
+SOON = 0.01
+
+
+async def give_up(waiting: Any) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(SOON):
+            await waiting
+
+
+async def test_drain_watches_receives_and_does_not_take_them_back() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        peer = 1 - pg.rank()
+        work = pg.recv(np.zeros(1), peer)
+        await give_up(pg.drain())
+        assert pg.pending() == [work]
+        assert work._callbacks == []
+        # Nor does it want them: who did has gone.
+        draining = asyncio.ensure_future(pg.drain())
+        await give_up(work)
+        await draining
+        assert isinstance(work.exception(), asyncio.CancelledError)
+        await pg.barrier()
+
+    await run_ranks(2, rank)
+
+
+async def test_a_future_wants_the_receive_like_an_await() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        peer = 1 - pg.rank()
+        works = [pg.recv(np.zeros(1), peer, tag) for tag in range(2)]
+        futures = [work.get_future() for work in works]
+        for work in works:
+            await give_up(work)
+        assert pg.pending() == works
+        futures[0].cancel()
+        await until(works[0].done)
+        assert isinstance(works[0].exception(), asyncio.CancelledError)
+        await pg.barrier()
+        await pg.send(np.ones(1), peer, tag=1)
+        assert await futures[1] == 1
+        assert works[1].is_success()
+
+    await run_ranks(2, rank)
+
+
+async def test_a_batch_that_was_given_up_tells_of_the_failure_of_its_parts() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        peer = 1 - pg.rank()
+        withdrawn = pg.batch([Recv(np.zeros(1), peer, 1), Recv(np.zeros(5), None, 2)])
+        await give_up(withdrawn)
+        await until(withdrawn.done)
+        assert isinstance(withdrawn.exception(), asyncio.CancelledError)
+        await pg.barrier()
+        work = pg.batch([Recv(np.zeros(1), peer, 1), Send(np.zeros(1_000_000), peer, 3)])
+        await give_up(work)
+        assert not work.done(), "nobody has received what it sends"
+        await pg.barrier()
+        pg.abort("for a test")
+        await until(work.done)
+        assert isinstance(work.exception(), GroupError)
+
+    await run_ranks(2, rank)
+
+
+async def test_pending_is_what_has_not_ended_whoever_waits() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            tensor = np.ones(3)
+            works: list[Work[Any]] = [pg.allreduce(tensor, key="first"), pg.recv_object(1, 7), pg.barrier()]
+            assert pg.pending() == works
+            await give_up(works[0])
+            assert pg.pending() == works
+            await pg.send_object("go on", 1)
+            await pg.drain()
+            assert pg.pending() == []
+            assert (tensor == 2).all()
+        else:
+            await pg.recv_object(0)
+            await asyncio.gather(pg.allreduce(np.ones(3), key="first"), pg.send_object(None, 0, 7), pg.barrier())
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("way", ["sibling", "gather", "timeout", "first"])
+async def test_every_way_of_giving_up_leaves_the_collective_going(way: str) -> None:
+    async def fail(_: Any) -> None:
+        raise KeyError(way)
+
+    async def with_sibling(works: list[Work[Any]]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for work in works:
+                tasks.create_task(work.join())
+            tasks.create_task(fail(works))
+
+    async def wait(works: list[Work[Any]]) -> None:
+        match way:
+            case "sibling":
+                with pytest.raises(ExceptionGroup):
+                    await with_sibling(works)
+            case "gather":
+                gathered = asyncio.gather(*works)
+                await asyncio.sleep(0)
+                gathered.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await gathered
+            case "timeout":
+                await give_up(asyncio.gather(*works))
+            case "first":
+                done, rest = await asyncio.wait([work.get_future() for work in works], timeout=SOON)
+                assert not done
+                for future in rest:
+                    future.cancel()
+                await asyncio.sleep(0)
+
+    async def rank(pg: ProcessGroup) -> None:
+        tensors = [np.full(n, 1.0) for n in (1, 1000, 1_000_000)]
+        if pg.rank():
+            await pg.recv_object(0)
+        works = [pg.allreduce(tensor) for tensor in tensors]
+        works += [pg.allreduce(tensor, ReduceOp.MAX, key="k") for tensor in tensors]
+        if pg.rank() == 0:
+            await wait(works)
+            assert pg.pending() == works
+            assert all((tensor == 1).all() for tensor in tensors)
+            await pg.send_object("go", 1)
+        await pg.drain()
+        assert all(work.is_success() for work in works)
+
+    await run_ranks(2, rank, transport="unix")
+
+
+async def test_waiting_for_a_revocation_may_end_otherwise() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await give_up(pg.wait_revoked())
+        assert pg._member.on_revoked == []
+        watching = asyncio.ensure_future(pg.wait_revoked())
+        await pg.barrier()
+        await pg.shutdown()
+        with pytest.raises(GroupClosedError, match="was closed by this rank"):
+            await watching
+        with pytest.raises(GroupClosedError):
+            await pg.wait_revoked()
+
+    await run_ranks(2, rank)
+
+
+async def test_any_number_of_tasks_hear_of_a_revocation() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        watching = [asyncio.ensure_future(pg.wait_revoked()) for _ in range(4)]
+        await asyncio.sleep(0)
+        watching.pop().cancel()
+        await pg.barrier()
+        if pg.rank():
+            pg.abort("for a test")
+        causes = await asyncio.gather(*watching)
+        assert len({id(cause) for cause in causes}) == 1
+        assert isinstance(causes[0], GroupError)
+        assert await pg.wait_revoked() is causes[0]
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("taking", ["receives", "incoming", "nobody"])
+async def test_a_tag_used_once_leaves_nothing_behind(taking: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        peer = 1 - pg.rank()
+        for tag in range(100):
+            if taking == "nobody":
+                await pg.send_object(tag, peer, tag)
+            waiting = pg.recv_object(peer, tag).join() if taking != "incoming" else anext(pg.incoming(tag))
+            task = asyncio.ensure_future(waiting)
+            await asyncio.sleep(0)
+            if tag % 2 and taking != "nobody":
+                task.cancel()
+            else:
+                if taking != "nobody":
+                    await pg.send_object(tag, peer, tag)
+                await task
+            await asyncio.wait([task])
+        mailbox = pg._member.mailbox
+        for table in (mailbox._waiting, mailbox._posted, mailbox._listeners, mailbox._active, mailbox.outgoing):
+            assert not table
+        await pg.barrier()
+
+    await run_ranks(2, rank)
+
+
+async def test_a_thousand_waiting_messages_leave_the_loop_its_turns() -> None:
+    count = 3000
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank():
+            for number in range(count):
+                pg.send_object(number, 0)
+            await pg.drain()
+            await pg.barrier()
+            return
+        await pg.barrier()
+        ticks = 0
+        loop = asyncio.get_running_loop()
+
+        def tick() -> None:
+            nonlocal ticks
+            ticks += 1
+            loop.call_soon(tick) if ticks < count else None
+
+        tick()
+        incoming = pg.incoming()
+        assert [(await anext(incoming))[1] for _ in range(count)] == list(range(count))
+        assert 1 < ticks < count
+        ticks = count
+
+    await run_ranks(2, rank)

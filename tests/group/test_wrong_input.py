@@ -1,0 +1,447 @@
+"""Wrong input: every refusal names the argument and what to do, and the refused call leaves no trace.
+
+One table; what other files have rows for (dtypes of buffers, options, addresses) is not repeated here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from aiocoll import (
+    BackendUnavailableError,
+    GroupOptions,
+    HashStore,
+    ProcessGroup,
+    Recv,
+    ReduceOp,
+    RendezvousError,
+    Send,
+    SerializationError,
+    new_group,
+)
+from aiocoll.elements.buffers import clash
+
+from ..ranks import TRANSPORTS, run_ranks
+
+Row = tuple[Callable[[ProcessGroup], object], type[Exception], str]
+
+
+def ones(count: int = 4, dtype: Any = "float64") -> Any:
+    return np.ones(count, dtype)
+
+
+def locked(count: int = 4) -> Any:
+    array = ones(count)
+    array.flags.writeable = False
+    return array
+
+
+READ_ONLY = "is read-only, but the result is written to it; pass a writable copy"
+WHOLE = ones(8)
+HEAD, TAIL = WHOLE[:4], WHOLE[4:]
+
+#: Calls of rank 0 in a group of 2; rank 1 makes none of them.
+WRONG: list[Row] = [
+    # memory that cannot be written
+    (lambda pg: pg.allreduce(locked()), ValueError, f"tensor {READ_ONLY}"),
+    (lambda pg: pg.reduce(locked(), 0), ValueError, f"tensor {READ_ONLY}"),
+    (lambda pg: pg.broadcast(locked(), 1), ValueError, f"tensor {READ_ONLY}"),
+    (lambda pg: pg.scan(b"12"), ValueError, f"tensor {READ_ONLY}"),
+    (lambda pg: pg.allgather([ones(), locked()], ones()), ValueError, r"outputs\[1\] " + READ_ONLY),
+    (lambda pg: pg.allgather_into_tensor(locked(8), ones()), ValueError, f"output {READ_ONLY}"),
+    (lambda pg: pg.gather([locked(), ones()], ones(), 0), ValueError, r"outputs\[0\] " + READ_ONLY),
+    (lambda pg: pg.scatter(locked(), [ones()] * 2, 0), ValueError, f"output {READ_ONLY}"),
+    (lambda pg: pg.reduce_scatter(locked(), [ones()] * 2), ValueError, f"output {READ_ONLY}"),
+    (lambda pg: pg.reduce_scatter_tensor(locked(), ones(8)), ValueError, f"output {READ_ONLY}"),
+    (lambda pg: pg.alltoall([ones(), locked()], [ones()] * 2), ValueError, r"outputs\[1\] " + READ_ONLY),
+    (lambda pg: pg.alltoall_base(locked(), ones()), ValueError, f"output {READ_ONLY}"),
+    (lambda pg: pg.recv(locked(), 1), ValueError, f"tensor {READ_ONLY}"),
+    (lambda pg: pg.recv_anysource(bytes(3)), ValueError, f"tensor {READ_ONLY}"),
+    (lambda pg: pg.batch([Send(ones(), 1), Recv(locked(), 1)]), ValueError, r"operations\[1\].tensor " + READ_ONLY),
+    # outputs of another size or dtype
+    (lambda pg: pg.allgather([ones(3), ones()], ones()), ValueError, r"outputs\[0\] has 3 elements, tensor has 4"),
+    (lambda pg: pg.allgather_into_tensor(ones(7), ones()), ValueError, "output has 7 elements, expected 8: world size"),
+    (lambda pg: pg.gather([ones(5), ones()], ones(), 0), ValueError, r"outputs\[0\] has 5 elements, tensor has 4"),
+    (lambda pg: pg.scatter(ones(3), [ones()] * 2, 0), ValueError, r"inputs\[0\] has 4 elements, output has 3"),
+    (lambda pg: pg.reduce_scatter(ones(3), [ones()] * 2), ValueError, r"inputs\[0\] has 4 elements, output has 3"),
+    (lambda pg: pg.reduce_scatter_tensor(ones(), ones(9)), ValueError, "input has 9 elements, expected 8"),
+    (
+        lambda pg: pg.alltoall([ones()], [ones()] * 2),
+        ValueError,
+        "outputs must hold one array per rank, 2 in all, not 1",
+    ),
+    (lambda pg: pg.alltoall_base(ones(5), ones()), ValueError, "output has 5 rows.*give output_split_sizes"),
+    (lambda pg: pg.alltoall_base(ones(), ones(), [1.5, 2.5]), TypeError, "output_split_sizes must be a list of ints"),
+    (lambda pg: pg.alltoall_base(ones(), ones(), "22"), TypeError, "output_split_sizes must be a list of ints"),
+    (lambda pg: pg.alltoall_base(ones(), ones(), None, [5, -1]), ValueError, r"input_split_sizes=\[5, -1\] must be 2"),
+    (lambda pg: pg.allgather([ones(), ones(4, int)], ones()), TypeError, r"outputs\[1\] has dtype int64, expected fl"),
+    # lists that are none
+    (lambda pg: pg.allgather(7, ones()), ValueError, "outputs must hold one array per rank, 2 in all, not int"),
+    (lambda pg: pg.allgather({0: ones(), 1: ones()}, ones()), ValueError, "outputs must hold one array .*, not dict"),
+    (lambda pg: pg.alltoall([ones()] * 2, iter([])), ValueError, "inputs must hold one array .*, not list_iterator"),
+    (lambda pg: pg.alltoall([ones()] * 2, 7), ValueError, "inputs must hold one array per rank, 2 in all, not int"),
+    (lambda pg: pg.gather(ones(8).reshape(2, 4), ones(), 1), ValueError, r"outputs must be None or \[\] on rank 0: on"),
+    (lambda pg: pg.scatter(ones(), ones(8), 1), ValueError, r"inputs must be None or \[\] on rank 0: only .* rank 1"),
+    (lambda pg: pg.scatter_object({5, 6}, 0), ValueError, "objs must hold one object per rank, 2 in all, not set"),
+    (lambda pg: pg.alltoall_object(7), ValueError, "objs must hold one object per rank, 2 in all, not int"),
+    (lambda pg: pg.batch(None), TypeError, "operations must be a list of Send and Recv, not NoneType"),
+    (lambda pg: pg.batch(Send(ones(), 1)), TypeError, "operations must be a list of Send and Recv, not Send"),
+    (lambda pg: pg.batch([Send(ones(), 1), ones()]), TypeError, r"operations\[1\] must be a Send or a Recv, not ndarr"),
+    # memory that is used twice
+    (lambda pg: pg.allgather([WHOLE, WHOLE], ones(8)), ValueError, r"outputs\[0\] and outputs\[1\] share memory: give"),
+    (lambda pg: pg.allgather([HEAD, TAIL], TAIL), ValueError, "tensor shares memory with the output of rank 1"),
+    (lambda pg: pg.allgather_into_tensor(WHOLE, TAIL), ValueError, "tensor shares memory with the output of rank 1"),
+    (lambda pg: pg.gather([HEAD, TAIL], TAIL, 0), ValueError, "tensor shares memory with the output of rank 1"),
+    (
+        lambda pg: pg.scatter(TAIL, [HEAD, TAIL], 0),
+        ValueError,
+        r"output shares memory with inputs\[1\]: it would be ov",
+    ),
+    (lambda pg: pg.alltoall([ones(), HEAD], [TAIL, HEAD]), ValueError, r"outputs\[1\] shares memory with inputs\[1\]"),
+    (lambda pg: pg.alltoall_base(WHOLE, WHOLE), ValueError, "output shares memory with input: alltoall_base needs sep"),
+    (lambda pg: pg.batch([Send(HEAD, 1), Recv(WHOLE, 1)]), ValueError, r"operations\[0\].tensor and operations\[1\]"),
+    # ranks
+    (lambda pg: pg.broadcast(ones(), 2), ValueError, "root=2 is not a rank of group 'world:0': ranks are 0 to 1"),
+    (lambda pg: pg.reduce(ones(), -1), ValueError, "root=-1 is not a rank of group 'world:0': ranks are 0 to 1"),
+    (lambda pg: pg.gather(None, ones(), 2), ValueError, "root=2 is not a rank"),
+    (lambda pg: pg.scatter(ones(), None, 2), ValueError, "root=2 is not a rank"),
+    (lambda pg: pg.broadcast_object("a", 2), ValueError, "root=2 is not a rank"),
+    (lambda pg: pg.gather_object("a", 1.0), TypeError, r"root must be a rank \(int\), not float"),
+    (lambda pg: pg.send(ones(), 0), ValueError, "dst=0 is this rank itself; a rank does not send to itself"),
+    (lambda pg: pg.send_object("a", 0), ValueError, "dst=0 is this rank itself"),
+    (lambda pg: pg.recv(ones(), 0), ValueError, "src=0 is this rank itself"),
+    (lambda pg: pg.recv_object(2), ValueError, "src=2 is not a rank of group 'world:0'"),
+    (lambda pg: pg.recv(ones(), None), TypeError, r"src must be a rank \(int\), not NoneType"),
+    (lambda pg: pg.batch([Send(ones(), 1), Send(ones(), 0)]), ValueError, r"operations\[1\].dst=0 is this rank itself"),
+    (lambda pg: pg.batch([Send(ones(), 1), Recv(ones(), 7)]), ValueError, r"operations\[1\].src=7 is not a rank"),
+    # tags, keys, timeouts
+    (lambda pg: pg.send(ones(), 1, 2**30), ValueError, r"tag=1073741824 is out of range: tags are 0 to 2\*\*30 - 1"),
+    (lambda pg: pg.recv_anysource(ones(), -1), ValueError, "tag=-1 is out of range"),
+    (lambda pg: pg.recv_object(1, True), TypeError, "tag must be an int, not bool"),
+    (lambda pg: pg.batch([Send(ones(), 1), Send(ones(), 1, "a")]), TypeError, r"operations\[1\].tag must be an int, n"),
+    (lambda pg: pg.barrier(key=b"k"), TypeError, "key must be a str or None, not bytes"),
+    (lambda pg: pg.allreduce(ones(), key="\ud800"), ValueError, "key='.ud800' is no text: it has a lone surrogate"),
+    (lambda pg: pg.barrier(timeout=-1), ValueError, r"timeout=-1: must be >= 0 seconds \(inf = never\)"),
+    (lambda pg: pg.barrier(timeout=float("nan"), key="k"), ValueError, "timeout=nan: must be >= 0 seconds"),
+    (lambda pg: pg.monitored_barrier("soon"), TypeError, "timeout must be seconds, a timedelta or None, not str"),
+    (lambda pg: pg.monitored_barrier(timedelta(seconds=-1)), ValueError, "timeout=-1.0: must be >= 0 seconds"),
+    (lambda pg: pg.allgather_object(1, timeout=True), TypeError, "timeout must be seconds, .*, not bool"),
+    (lambda pg: pg.send(ones(), 1, timeout=-1), ValueError, "timeout=-1: must be >= 0 seconds"),
+    (lambda pg: pg.batch([Send(ones(), 1)], timeout=-1), ValueError, "timeout=-1: must be >= 0 seconds"),
+    (lambda pg: pg.batch([], timeout=-1), ValueError, "timeout=-1: must be >= 0 seconds"),
+    # ops and what is in the arrays
+    (
+        lambda pg: pg.allreduce(ones(2, "complex64"), ReduceOp.MAX),
+        TypeError,
+        "op MAX is not defined on complex64; it t",
+    ),
+    (lambda pg: pg.allreduce(ones(2, bool), ReduceOp.AVG), TypeError, "op AVG is not defined on bool; it takes signed"),
+    (lambda pg: pg.reduce(ones(), 1, ReduceOp.BXOR), TypeError, "op BXOR is not defined on float64; it takes bool"),
+    (lambda pg: pg.scan(ones(), "SUM"), TypeError, "op must be a ReduceOp, such as ReduceOp.SUM, not str"),
+    (lambda pg: pg.exscan(ones(), ReduceOp.AVG), ValueError, "op=ReduceOp.AVG is not defined for exscan: use SUM and"),
+    (lambda pg: pg.allreduce(ReduceOp.SUM), TypeError, "tensor must be a NumPy array, .*, not ReduceOp"),
+    (lambda pg: pg.allreduce(np.array([None])), TypeError, "tensor: dtype object is not supported; use one of bool, i"),
+    (lambda pg: pg.send(np.zeros(2, "f4,i4"), 1), TypeError, "tensor: dtype .* is not supported; use one of bool"),
+    (
+        lambda pg: pg.recv(np.zeros(2, ">f4"), 1),
+        TypeError,
+        "tensor: dtype '>f4' is float32 in foreign byte order; conv",
+    ),
+    (lambda pg: pg.send(3.5, 1), TypeError, "tensor must be a NumPy array, .*, not float"),
+    (lambda pg: pg.allreduce(2**63), OverflowError, "the int 9223372036854775808 does not fit in int64; pass an array"),
+    (lambda pg: pg.send_object([print, {1: object()}], 1), SerializationError, r"cannot send obj\[0\]"),
+    (lambda pg: pg.backend_for("tpu"), ValueError, "device='tpu' has no backend in group 'world:0'; it has one for"),
+]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_refused_call_leaves_no_trace(transport: str) -> None:
+    """After each of them, ordered calls, keyed calls and messages of both ranks still meet."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        for number, (call, error, message) in enumerate(WRONG, start=1):
+            if pg.rank() == 0:
+                with pytest.raises(error, match=message):
+                    call(pg)
+                assert pg.pending() == []
+            ordered, keyed = pg.allreduce(number), pg.allreduce(-number, key="k")
+            assert (ordered.seq, keyed.seq) == (number, number)
+            assert (await ordered, await keyed) == (2 * number, -2 * number)
+            if pg.rank() == 0:
+                await pg.send(np.full(1, number), 1)
+            else:
+                await pg.recv(got := np.zeros(1, int), 0)
+                assert got[0] == number
+
+    await run_ranks(2, rank, transport=transport)
+
+
+async def test_narrow_floats_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An array of bfloat16 from torch needs no ml_dtypes, but one that we allocate does."""
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+
+    async def rank(pg: ProcessGroup) -> None:
+        for call in (pg.allgather, lambda outputs, tensor: pg.gather(outputs, tensor, pg.rank())):
+            with pytest.raises(BackendUnavailableError, match="bfloat16 need ml_dtypes: pip install ml_dtypes"):
+                call(None, ones(3, ml_dtypes.bfloat16))
+        assert await pg.allreduce(1) == 2
+
+    await run_ranks(2, rank)
+
+
+def test_clash_finds_any_two_that_share_memory() -> None:
+    whole = np.zeros(100)
+    parts = [whole[start : start + 10] for start in range(0, 100, 10)]
+    assert clash(parts) is None
+    assert clash(parts, [np.zeros(3), whole[5:5]]) is None
+    for first in range(10):
+        for second in range(first + 1, 10):
+            doubled = [*parts[:second], parts[first], *parts[second + 1 :]]
+            assert clash(doubled) == (first, second)
+            assert clash(doubled[:second], doubled[second:]) == (first, second)
+            assert clash([], doubled) is None
+    assert clash([parts[7]], [parts[1], whole[:75], parts[2], parts[3]]) == (0, 2)
+    assert clash([parts[0]], [parts[0]]) == (0, 1)
+
+
+# -- from the wrong place
+
+
+@pytest.mark.parametrize("name", ["barrier", "abort", "drain", "wait_revoked", "shutdown", "incoming", "await"])
+async def test_calls_from_another_thread_are_refused(name: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        work = pg.allreduce(1) if pg.rank() == 0 else None
+        refused = []
+
+        async def call() -> None:
+            if name == "await":
+                await (work or pg.pending()[0])
+            elif name == "incoming":
+                await anext(pg.incoming())
+            else:
+                made = getattr(pg, name)()
+                if made is not None:
+                    await made
+
+        def elsewhere() -> None:
+            try:
+                asyncio.run(call())
+            except RuntimeError as error:
+                refused.append(str(error))
+
+        if pg.rank() == 0:
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+            assert len(refused) == 1
+            assert "belongs to another event loop" in refused[0]
+            assert "asyncio.run_coroutine_threadsafe" in refused[0]
+        assert await (work or pg.allreduce(1)) == 2
+
+    await run_ranks(2, rank)
+
+
+async def test_a_forked_child_is_refused_and_disturbs_nobody() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            out, into = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.write(into, "\n".join(_refusals(pg)).encode())
+                os._exit(0)
+            os.close(into)
+            with os.fdopen(out, "rb") as pipe:
+                messages = pipe.read().decode().splitlines()
+            os.waitpid(child, 0)  # noqa: ASYNC222 - it has ended its pipe, and so itself
+            assert len(messages) == 4
+            assert all("a forked child cannot use it: make a new group in the child" in each for each in messages)
+        assert await pg.allreduce(1) == 2
+
+    await run_ranks(2, rank, transport="unix")
+
+
+async def test_a_forked_child_that_awaits_takes_nothing_away() -> None:
+    """What it would poll are the connections of its parent."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 1:
+            await pg.recv(ones(), 0)
+            await pg.send(ones(), 0)
+            return
+        work = pg.recv(tensor := np.zeros(4), 1)
+        out, into = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                next(work.__await__())
+                os.write(into, b"polled")
+            except BaseException as error:
+                os.write(into, str(error).encode())
+            finally:
+                os._exit(0)
+        os.close(into)
+        with os.fdopen(out, "rb") as pipe:
+            assert "belongs to another event loop" in pipe.read().decode()
+        os.waitpid(child, 0)  # noqa: ASYNC222 - it has ended its pipe, and so itself
+        await pg.send(ones(), 1)
+        await work
+        assert tensor.tolist() == ones().tolist()
+
+    await run_ranks(2, rank, transport="unix")
+
+
+def _refusals(pg: ProcessGroup) -> Iterator[str]:
+    calls: list[Callable[[], object]] = [
+        pg.barrier,
+        pg.abort,
+        lambda: pg.send(ones(), 1),
+        lambda: pg.shutdown().send(None),
+    ]
+    for call in calls:
+        try:
+            call()
+        except RuntimeError as error:
+            yield str(error)
+
+
+# -- making a group
+
+
+@pytest.fixture
+def port() -> int:
+    """Return a port where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        number: int = server.getsockname()[1]
+        return number
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Return an environment in which rank 1 of 2 would look for its master."""
+    for name in list(os.environ):
+        if name.startswith(("AIOCOLL_", "TORCHELASTIC_")) and name != "AIOCOLL_TEST_LOOP":
+            monkeypatch.delenv(name)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rank": "0"}, "rank must be an int, not str"),
+        ({"rank": True}, "rank must be an int, not bool"),
+        ({"rank": 1.0}, "rank must be an int, not float"),
+        ({"world_size": "2"}, "world_size must be an int, not str"),
+        ({"name": 7}, "name must be a str or None, not int"),
+        ({"options": {"transport": "tcp"}}, "options must be a GroupOptions or None, not dict"),
+        ({"store": "127.0.0.1"}, "store must be a Store or None, not str"),
+        ({"init_method": 29500}, "init_method must be a str or None, not int"),
+        ({"timeout": "1"}, "timeout must be seconds, a timedelta or None, not str"),
+    ],
+)
+def test_arguments_of_a_wrong_type(given: dict[str, Any], message: str, environment: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match=message):
+        new_group(**{"rank": 1, "world_size": 2, **given})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("RANK", "", "RANK='' in the environment must be a number"),
+        ("RANK", "1.0", "RANK='1.0' in the environment must be a number"),
+        ("RANK", "-1", "RANK=-1, WORLD_SIZE=2: world_size must be positive and rank 0 to world_size - 1"),
+        ("RANK", "2", "RANK=2, WORLD_SIZE=2: world_size must be positive"),
+        ("WORLD_SIZE", "two", "WORLD_SIZE='two' in the environment must be a number"),
+        ("WORLD_SIZE", "0", "RANK=1, WORLD_SIZE=0: world_size must be positive"),
+        ("MASTER_PORT", "0", "MASTER_PORT='0' in the environment must be a port number from 1 to 65535"),
+        ("MASTER_PORT", "65536", "MASTER_PORT='65536' in the environment must be a port number"),
+        ("MASTER_PORT", "", "MASTER_PORT='' in the environment must be a port number"),
+        ("MASTER_ADDR", "", "MASTER_ADDR='' in the environment must be the host name or address of rank 0"),
+        ("AIOCOLL_PORT", "http", "AIOCOLL_PORT='http' in the environment must be a port number"),
+    ],
+)
+def test_variables_of_the_environment(variable: str, value: str, message: str, environment: pytest.MonkeyPatch) -> None:
+    environment.setenv(variable, value)
+    with pytest.raises(ValueError, match=message):
+        new_group()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("AIOCOLL_SPIN_US", "fast", "AIOCOLL_SPIN_US='fast': must be a number"),
+        ("AIOCOLL_WARN_AFTER", "-1", "AIOCOLL_WARN_AFTER=-1.0: must be >= 0"),
+        ("AIOCOLL_ALLOW_PICKLE", "maybe", "AIOCOLL_ALLOW_PICKLE='maybe'"),
+        ("AIOCOLL_TIMEOUT", "3", "AIOCOLL_TIMEOUT='3': there is no such variable; known are .*AIOCOLL_SPIN_US"),
+        ("AIOCOLL_JOB_KEY_FILE", "/nowhere", "AIOCOLL_JOB_KEY_FILE='/nowhere': cannot be opened"),
+    ],
+)
+async def test_options_of_the_environment(
+    variable: str, value: str, message: str, environment: pytest.MonkeyPatch
+) -> None:
+    environment.setenv(variable, value)
+    with pytest.raises(ValueError, match=message):
+        await new_group()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no such host"])
+async def test_a_master_out_of_reach(host: str, port: int, environment: pytest.MonkeyPatch) -> None:
+    """The error has address and port, how long it tried, and why not."""
+    environment.setenv("MASTER_ADDR", host)
+    environment.setenv("MASTER_PORT", str(port))
+    why = {
+        "127.0.0.1": "nothing listens there (connection refused); is rank 0, or the launcher, running at this address?",
+        "no such host": "the host name 'no such host' cannot be resolved",
+    }[host]
+    told = f"rank 1 of 2 did not meet the others within 0.3 s: no store at {host}:{port}: {why}"
+    with pytest.raises(RendezvousError, match=f"^{re.escape(told)}"):
+        await new_group(timeout=0.3)
+
+
+async def test_a_master_that_says_nothing(environment: pytest.MonkeyPatch) -> None:
+    """Its backlog is full, so that a connection attempt gets no answer, as behind a firewall."""
+    with socket.socket() as server, socket.socket() as first:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        first.connect(server.getsockname())
+        environment.setenv("MASTER_PORT", str(server.getsockname()[1]))
+        with pytest.raises(
+            RendezvousError, match=r"within 0.3 s: no store at .*: no answer to the connection attempt; is t"
+        ):
+            await new_group(timeout=0.3)
+
+
+async def test_an_address_of_another_host_without_a_key(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("MASTER_ADDR", "192.0.2.1")
+    with pytest.raises(ConnectionError, match=r"192\.0\.2\.1 can be reached from other machines, and no job key"):
+        await new_group(timeout=5)
+
+
+async def test_ranks_that_were_given_different_jobs() -> None:
+    """Two world sizes, and one rank twice: whoever comes second is told what the first one said."""
+    store = HashStore()
+
+    async def rank(number: int, world_size: int) -> Any:
+        options = GroupOptions(transport="unix")
+        return await new_group(store=store, rank=number, world_size=world_size, timeout=0.3, options=options)
+
+    results = await asyncio.gather(rank(0, 2), rank(1, 3), return_exceptions=True)
+    assert all(isinstance(each, RendezvousError) for each in results)
+    told = "rank 1 was started with world_size=3, others with world_size=2: give all ranks the same"
+    assert told in {str(each) for each in results}
+    with pytest.raises(RendezvousError, match="rank 0 is taken: another process joined as rank 0; give each process"):
+        await rank(0, 2)
+    await store.aclose()

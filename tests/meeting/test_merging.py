@@ -1,0 +1,226 @@
+"""Groups merged from others that have never met, over every transport."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import (
+    GroupError,
+    HashStore,
+    ProcessGroup,
+    RendezvousError,
+    Store,
+    StoreUnavailableError,
+    new_group,
+)
+
+from ..ranks import TRANSPORTS, options, run_ranks, until
+
+Rank = Callable[[ProcessGroup], Awaitable[Any]]
+
+
+async def works(pg: ProcessGroup) -> tuple[int, ...]:
+    """Return the ranks of a group in which everything arrives."""
+    tensor = np.full(50_000, 2.0 ** pg.rank())
+    await pg.allreduce(tensor)
+    assert (tensor == 2.0 ** pg.size() - 1).all()
+    return pg.global_ranks
+
+
+async def worlds(*sizes: int, fn: Rank, transport: str = "memory", names: tuple[str, ...] = ()) -> list[list[Any]]:
+    """Run `fn` on every rank of several worlds, each with a store of its own."""
+
+    async def rank(store: Store, name: str | None, number: int, size: int) -> Any:
+        given = options(transport)
+        async with new_group(store=store, rank=number, world_size=size, name=name, options=given) as pg:
+            return await fn(pg)
+
+    async with asyncio.timeout(30):
+        return [
+            await each
+            for each in [
+                asyncio.gather(*(rank(store, name, number, size) for number in range(size)))
+                for size, name, store in zip(
+                    sizes, names or [None] * len(sizes), [HashStore() for _ in sizes], strict=True
+                )
+            ]
+        ]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_worlds_follow_each_other_by_name(transport: str) -> None:
+    store = HashStore()
+
+    async def rank(pg: ProcessGroup) -> Any:
+        async with await pg.merge_remote_group(store, 7, timeout=20, group_name="all") as merged:
+            assert await works(merged) == tuple(range(7))
+            assert (merged.size(), merged.timeout, merged.group_name) == (7, 20.0, "all")
+            halves = await merged.split_group([range(3), range(3, 7)])
+            assert halves is not None
+            assert len(await works(halves)) == halves.size()
+            await works(pg)
+            return merged.rank()
+
+    results = await worlds(4, 2, 1, fn=rank, transport=transport, names=("c", "a", "b"))
+    assert results == [[3, 4, 5, 6], [0, 1], [2]]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_parts_of_a_world_follow_each_other_by_their_lowest_rank(transport: str) -> None:
+    store = HashStore()
+
+    async def rank(pg: ProcessGroup) -> Any:
+        part = await pg.split_group([[1, 3], [0], [2]])
+        assert part is not None
+        if pg.rank() == 0:
+            await until(lambda: len(store._waits) == 2)  # it comes last
+        async with await part.merge_remote_group(store, 4) as merged:
+            await works(merged)
+            assert (merged.group_name, merged.timeout) == ("merged", pg.timeout)
+            return merged.rank()
+
+    assert await run_ranks(4, rank, transport=transport) == [0, 1, 3, 2]
+
+
+async def test_groups_that_nothing_tells_apart_come_in_turn() -> None:
+    store = HashStore()
+
+    async def rank(pg: ProcessGroup) -> Any:
+        async with await pg.merge_remote_group(store, 3) as merged:
+            assert await works(merged) == (0, 1, 2)
+            return merged.rank()
+
+    assert sorted(await worlds(1, 1, 1, fn=rank)) == [[0], [1], [2]]
+
+
+async def test_a_store_serves_one_merger_after_another_and_several_at_once() -> None:
+    store = HashStore()
+
+    async def rank(pg: ProcessGroup) -> None:
+        for _ in range(3):
+            async with await pg.merge_remote_group(store, 5) as merged:
+                assert await works(merged) == tuple(range(5))
+        first = pg.merge_remote_group(store, 5, group_name="one")
+        second = pg.merge_remote_group(store, 5, group_name="two")
+        for name, group in zip(("one", "two"), [await first, await second], strict=True):
+            assert group.group_name == name
+            assert await works(group) == tuple(range(5))
+            await group.shutdown()
+        async with await pg.merge_remote_group(store, pg.size(), group_name=pg.group_name) as alone:
+            assert await works(alone) == pg.global_ranks
+
+    await worlds(2, 3, fn=rank, names=("a", "b"))
+
+
+async def test_too_few_ranks() -> None:
+    store = HashStore()
+
+    async def rank(pg: ProcessGroup) -> None:
+        with pytest.raises(
+            RendezvousError, match=r"2 of 3 ranks came within 0.1 s, those of 'world:0' of 2: all groups"
+        ):
+            await pg.merge_remote_group(store, 3, timeout=0.1)
+        async with await pg.merge_remote_group(store, 2) as merged:  # nothing is left of it
+            assert await works(merged) == (0, 1)
+        assert await works(pg) == (0, 1)
+
+    await worlds(2, fn=rank)
+
+
+async def test_too_many_ranks() -> None:
+    store = HashStore()
+
+    async def rank(pg: ProcessGroup) -> None:
+        words = r"the groups to be merged have 4 ranks, not size=3: '[ab]' of 2, '[ab]' of 2"
+        with pytest.raises(RendezvousError, match=words):
+            await pg.merge_remote_group(store, 3)
+        assert await works(pg) == (0, 1)
+
+    await worlds(2, 2, fn=rank, names=("a", "b"))
+
+
+async def test_sizes_that_differ() -> None:
+    store = HashStore()
+
+    async def rank(pg: ProcessGroup) -> None:
+        with pytest.raises(RendezvousError, match=r"want different sizes, (3, 4|4, 3) \("):
+            await pg.merge_remote_group(store, 3 if pg.group_name == "a" else 4)
+        async with await pg.merge_remote_group(store, 4) as merged:
+            assert await works(merged) == (0, 1, 2, 3)
+
+    await worlds(2, 2, fn=rank, names=("a", "b"))
+
+
+async def test_wrong_calls() -> None:
+    store = HashStore()
+
+    async def rank(pg: ProcessGroup) -> None:
+        wrong: list[tuple[Any, Any, Any, type[Exception], str]] = [
+            (None, 2, None, TypeError, "store must be a Store, not NoneType"),
+            (store, 2.0, None, TypeError, "size must be an int, not float"),
+            (store, True, None, TypeError, "size must be an int, not bool"),
+            (store, 1, None, ValueError, "size=1: the new group has all 2 ranks of this one"),
+            (store, 2, 3, TypeError, "group_name must be a str or None, not int"),
+        ]
+        for place, size, name, kind, words in wrong:
+            with pytest.raises(kind, match=words):
+                await pg.merge_remote_group(place, size, group_name=name)
+        with pytest.raises(ValueError, match=r"called merge_remote_group\(\) with \[size, name\]=\[\[2, 'm"):
+            await pg.merge_remote_group(store, 2 + pg.rank())
+        assert await works(pg) == (0, 1)
+
+    await worlds(2, fn=rank)
+
+
+async def test_a_store_that_is_gone() -> None:
+    store = HashStore()
+    await store.aclose()
+
+    async def rank(pg: ProcessGroup) -> None:
+        with pytest.raises(StoreUnavailableError, match="closed"):
+            await pg.merge_remote_group(store, 3)
+        assert await works(pg) == (0, 1)
+
+    await worlds(2, fn=rank)
+
+
+async def test_a_rank_that_gives_up() -> None:
+    store = HashStore()
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            merging = asyncio.ensure_future(pg.merge_remote_group(store, 3))
+            await until(lambda: store._waits)
+            merging.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await merging
+        else:
+            with pytest.raises(RendezvousError, match="'world:0' was not merged: rank 0 was cancelled"):
+                await pg.merge_remote_group(store, 3)
+        assert await works(pg) == (0, 1)
+
+    await worlds(2, fn=rank)
+
+
+async def test_a_group_that_fails_meanwhile() -> None:
+    store = HashStore()
+
+    async def rank(pg: ProcessGroup) -> None:
+        merging = asyncio.ensure_future(pg.merge_remote_group(store, 4, timeout=5))
+        if pg.rank() == 0:
+            await until(lambda: store._waits)
+            pg.abort("enough")
+            # The first rank waits in the store: it is the others who hear of it at once.
+            merging.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await merging
+        else:
+            with pytest.raises(GroupError, match="enough"):
+                await merging
+
+    await worlds(2, fn=rank)

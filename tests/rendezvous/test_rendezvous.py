@@ -1,0 +1,381 @@
+"""Every way to meet, and what is said when ranks do not; ranks are tasks of one loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import (
+    BackendUnavailableError,
+    GroupOptions,
+    HashStore,
+    PrefixStore,
+    ProcessGroup,
+    RendezvousError,
+    current_process_group,
+    new_group,
+    process_group,
+)
+from aiocoll.handshake import ConnKind
+from aiocoll.transport.stream import StreamTransport
+
+from ..ranks import until
+
+Rank = Callable[[int], Awaitable[Any]]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Hide whatever the shell has set."""
+    for name in list(os.environ):
+        if name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") or (
+            name.startswith(("AIOCOLL_", "TORCHELASTIC_")) and name != "AIOCOLL_TEST_LOOP"
+        ):
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.fixture
+def port() -> int:
+    """Return a port that was free just now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+async def together(world_size: int, rank: Rank) -> list[Any]:
+    async with asyncio.timeout(30):
+        return await asyncio.gather(*(rank(number) for number in range(world_size)))
+
+
+async def check(pg: ProcessGroup) -> str:
+    assert await pg.allreduce(1) == pg.size()
+    assert await pg.allgather_object(pg.rank()) == list(range(pg.size()))
+    return pg.group_name
+
+
+# -- ways to meet
+
+
+async def test_in_a_store_of_the_callers_which_stays_open() -> None:
+    store = HashStore()
+
+    async def rank(rank: int) -> None:
+        async with new_group(store=PrefixStore("job", store), rank=rank, world_size=3) as pg:
+            assert (pg.rank(), pg.size()) == (rank, 3)
+            await check(pg)
+
+    await together(3, rank)
+    await store.set("still", b"open")
+    await store.aclose()
+
+
+async def test_in_a_file(tmp_path: Path) -> None:
+    async def rank(rank: int) -> None:
+        async with new_group(init_method=f"file://{tmp_path}/meet", rank=rank, world_size=3) as pg:
+            await check(pg)
+
+    await together(3, rank)
+    await together(3, rank)  # and again, in the same file
+
+
+@pytest.mark.parametrize("transport", ["auto", "unix", "tcp", "shm"])
+async def test_over_tcp(transport: Any, port: int) -> None:
+    async def rank(rank: int) -> None:
+        options = GroupOptions(transport=transport)
+        async with new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3, options=options) as pg:
+            await check(pg)
+
+    await together(3, rank)
+
+
+async def test_from_the_environment(environment: pytest.MonkeyPatch, port: int) -> None:
+    environment.setenv("MASTER_ADDR", "127.0.0.1")
+    environment.setenv("MASTER_PORT", str(port))
+    environment.setenv("WORLD_SIZE", "2")
+
+    async def rank(rank: int) -> None:
+        async with new_group(rank=rank) as pg:
+            assert pg.size() == 2
+            await check(pg)
+
+    await together(2, rank)
+
+
+async def test_rank_and_size_come_from_the_environment(environment: pytest.MonkeyPatch, port: int) -> None:
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 1}.items():
+        environment.setenv(name, str(value))
+    pg = await new_group()
+    assert (pg.rank(), pg.size()) == (0, 1)
+    assert await pg.allreduce(3.5) == 3.5
+    await pg.shutdown()
+
+
+async def test_a_rank_may_come_late(port: int) -> None:
+    """The one that hosts the store comes last."""
+    came: list[int] = []
+
+    async def rank(rank: int) -> None:
+        if rank == 0:
+            await until(lambda: len(came) == 2)
+        came.append(rank)
+        async with new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3) as pg:
+            await check(pg)
+
+    await together(3, rank)
+    assert came[-1] == 0
+
+
+async def test_groups_one_after_the_other_on_one_address(port: int) -> None:
+    async def rank(rank: int) -> list[ProcessGroup]:
+        kept = []
+        for _ in range(4):
+            async with new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3) as pg:
+                await check(pg)
+                kept.append(pg)  # a closed group that somebody holds is in nobody's way
+        return kept
+
+    await together(3, rank)
+
+
+# -- several groups
+
+
+async def test_groups_of_one_environment_share_endpoint_and_store(port: int) -> None:
+    connected: list[tuple[int, int, ConnKind]] = []
+    connect = StreamTransport.connect
+
+    async def counted(transport: StreamTransport, peer: int, card: Any, kind: ConnKind) -> Any:
+        connected.append((transport.rank, peer, kind))
+        return await connect(transport, peer, card, kind)
+
+    async def rank(rank: int) -> None:
+        def make(**more: Any) -> new_group:
+            options = GroupOptions(transport="unix")
+            return new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, options=options, **more)
+
+        async with make() as one, make(name="second") as two, make() as three:
+            assert one._member.endpoint is two._member.endpoint is three._member.endpoint
+            assert [await check(pg) for pg in (one, two, three)] == ["world:0", "second", "world:2"]
+            with pytest.raises(ValueError, match="name='second' is the name of an open group"):
+                await make(name="second")
+            await two.barrier()
+            await two.shutdown()
+            async with make(name="second") as again:
+                assert await check(again) == "second"
+            await check(one)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StreamTransport, "connect", counted)
+        await together(2, rank)
+    assert len(connected) == len(set(connected)) <= 3
+
+
+async def test_closing_one_group_leaves_the_others() -> None:
+    store = HashStore()
+
+    async def rank(rank: int) -> None:
+        one = await new_group(store=store, rank=rank, world_size=2)
+        two = await new_group(store=store, rank=rank, world_size=2)
+        await one.shutdown()
+        await check(two)
+        if rank == 0:
+            two.abort("over")
+        await two.wait_revoked()
+        async with new_group(store=store, rank=rank, world_size=2) as three:
+            await two.shutdown()
+            await check(three)
+
+    await together(2, rank)
+    await store.aclose()
+
+
+async def test_another_world_size_for_the_same_job_is_refused() -> None:
+    store = HashStore()
+    async with new_group(store=store, rank=0, world_size=1):
+        with pytest.raises(ValueError, match="world_size=2, but the groups of this job have 1 ranks"):
+            await new_group(store=store, rank=0, world_size=2)
+    await store.aclose()
+
+
+# -- not meeting
+
+
+async def test_the_missing_are_named() -> None:
+    store = HashStore()
+
+    async def rank(rank: int) -> None:
+        message = rf"rank {rank} waited 0.2 s for rank\(s\) 1, 3 of 4, which have not come"
+        with pytest.raises(RendezvousError, match=message):
+            await new_group(store=store, rank=rank, world_size=4, timeout=0.2)
+
+    await asyncio.gather(rank(0), rank(2))
+    await store.aclose()
+
+
+async def test_a_missing_rank_0_is_no_mystery() -> None:
+    store = HashStore()
+    with pytest.raises(RendezvousError, match=r"rank 1 waited 0.1 s for rank\(s\) 0 of 2, which have not come"):
+        await new_group(store=store, rank=1, world_size=2, timeout=0.1)
+    await store.aclose()
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (3, 3, 4), (3, 4, 3), (4, 3, 3)])
+@pytest.mark.parametrize("backwards", [False, True])
+async def test_world_sizes_that_differ_are_named_on_every_rank(sizes: tuple[int, ...], backwards: bool) -> None:
+    """At once: nobody waits for the time to be over."""
+    store = HashStore()
+
+    async def rank(rank: int) -> Any:
+        return await new_group(store=store, rank=rank, world_size=sizes[rank], timeout=600)
+
+    order = sorted(range(len(sizes)), reverse=backwards)
+    results = await asyncio.gather(*(rank(number) for number in order), return_exceptions=True)
+    named = r"rank \d was started with world_size=(\d), others with world_size=(\d): give all ranks the same"
+    for each in results:
+        assert isinstance(each, RendezvousError)
+        told = re.fullmatch(named, str(each))
+        assert told is not None, each
+        assert {int(size) for size in told.groups()} == set(sizes)
+    await store.aclose()
+
+
+async def test_a_rank_that_is_taken_is_refused() -> None:
+    """Two stores of one name space: as from two processes that were given the same rank."""
+    store = HashStore()
+    first = PrefixStore("job", store)
+    second = PrefixStore("job", store)
+
+    async def rank(store: Any, rank: int) -> Any:
+        return await new_group(store=store, rank=rank, world_size=2, timeout=0.3)
+
+    one, two = await asyncio.gather(rank(first, 1), rank(second, 1), return_exceptions=True)
+    assert "rank 1 is taken: another process joined as rank 1" in str(two)
+    assert isinstance(one, RendezvousError)
+    await store.aclose()
+
+
+async def test_meeting_can_be_cancelled(port: int) -> None:
+    """And the next attempt finds everything as it was."""
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await new_group(init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
+
+    async def rank(rank: int) -> None:
+        async with new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2) as pg:
+            await check(pg)
+
+    await together(2, rank)
+
+
+# -- wrong arguments
+
+
+@pytest.mark.parametrize(
+    ("given", "env", "error", "message"),
+    [
+        ({"backend": "gloo"}, {}, ValueError, "backend='gloo' is not known: use aio"),
+        ({"init_method": "env://", "store": HashStore()}, {}, ValueError, "init_method and store exclude each other"),
+        ({"init_method": "mpi://"}, {}, ValueError, "init_method='mpi://' must be env://, tcp://host:port or file"),
+        ({"init_method": "file://there"}, {}, ValueError, "init_method='file://there' must be"),
+        ({"init_method": "tcp://localhost"}, {}, ValueError, "port"),
+        ({"store": HashStore(), "rank": None}, {}, ValueError, "rank is missing: give rank= with store="),
+        ({"init_method": "file:///x", "world_size": None}, {"WORLD_SIZE": "2"}, ValueError, "world_size is missing"),
+        ({"rank": None}, {}, ValueError, r"rank is missing: give rank= .* \(or set RANK in the environment\)"),
+        ({"rank": None}, {"RANK": "first"}, ValueError, "RANK='first' in the environment must be a number"),
+        ({"rank": 2}, {}, ValueError, "rank=2, world_size=2: world_size must be positive and rank 0 to"),
+        ({"world_size": 0}, {}, ValueError, "rank=0, world_size=0"),
+        (
+            {},
+            {},
+            ValueError,
+            "MASTER_ADDR and MASTER_PORT missing in the environment: start the ranks with `aiocoll run`",
+        ),
+        ({}, {"MASTER_ADDR": "::1"}, ValueError, "MASTER_PORT missing in the environment"),
+        ({}, {"MASTER_ADDR": "::1", "MASTER_PORT": "x"}, ValueError, "MASTER_PORT='x' .* must be a port number"),
+        ({}, {"MASTER_ADDR": "::1", "MASTER_PORT": "1", "AIOCOLL_PORT": "70000"}, ValueError, "70000.*port number"),
+        ({"timeout": -1}, {}, ValueError, "timeout=-1: must be >= 0"),
+        ({"timeout": "soon"}, {}, TypeError, "timeout must be seconds"),
+    ],
+)
+def test_wrong_arguments_are_named_at_the_call(
+    given: dict[str, Any],
+    env: dict[str, str],
+    error: type[Exception],
+    message: str,
+    environment: pytest.MonkeyPatch,
+) -> None:
+    for name, value in env.items():
+        environment.setenv(name, value)
+    with pytest.raises(error, match=message):
+        new_group(**{"rank": 0, "world_size": 2, **given})
+
+
+async def test_under_torchrun_on_several_hosts_a_port_is_asked_for(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    environment.setenv("MASTER_PORT", "29500")
+    environment.setenv("WORLD_SIZE", "4")
+    environment.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(RendezvousError, match="under torchrun on several hosts set AIOCOLL_PORT"):
+        new_group(rank=0)
+
+
+async def test_options_of_the_environment_are_checked(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("AIOCOLL_TRANSPORT", "carrier pigeon")
+    store = HashStore()
+    with pytest.raises(ValueError, match="AIOCOLL_TRANSPORT='carrier pigeon': must be one of"):
+        await new_group(store=store, rank=0, world_size=1)
+    await store.aclose()
+
+
+async def test_devices_that_are_not_built_are_refused() -> None:
+    store = HashStore()
+    with pytest.raises(BackendUnavailableError, match="device='cuda'"):
+        await new_group(store=store, rank=0, world_size=1, device="cuda")
+    await store.aclose()
+
+
+# -- the current group
+
+
+async def test_the_current_group_belongs_to_a_context() -> None:
+    store = HashStore()
+    assert current_process_group() is None
+
+    async def inherited() -> ProcessGroup | None:
+        return current_process_group()
+
+    async def rank(rank: int) -> None:
+        async with new_group(store=store, rank=rank, world_size=2) as pg:
+            assert current_process_group() is None
+            with process_group(pg) as current:
+                assert current is pg
+                await pg.barrier()  # the other rank, in its task, has set its own by now
+                assert current_process_group() is pg
+                assert await asyncio.create_task(inherited()) is pg
+                with process_group(None):
+                    assert current_process_group() is None
+                assert current_process_group() is pg
+            assert current_process_group() is None
+
+    await together(2, rank)
+    assert current_process_group() is None
+    await store.aclose()
+
+
+async def test_the_context_manager_closes_what_it_made() -> None:
+    store = HashStore()
+    async with new_group(store=store, rank=0, world_size=1) as pg:
+        assert (await pg.allreduce(np.ones(2)) == 1).all()
+    assert "closed" in repr(pg)
+    with pytest.raises(KeyError, match="inside"):
+        async with new_group(store=store, rank=0, world_size=1) as pg:
+            raise KeyError("inside")
+    await store.aclose()

@@ -1,0 +1,402 @@
+"""Who has no key, or lies, gets nowhere, and keeps nobody from getting anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import AuthenticationError, GroupOptions, RendezvousError, new_group
+from aiocoll.handshake import (
+    CHALLENGE_SIZE,
+    HELLO_SIZE,
+    ClientHandshake,
+    ConnKind,
+    HandshakeRefusedError,
+    Identity,
+    job_id,
+)
+from aiocoll.runtime import Runtime
+from aiocoll.store import HashStore, StoreServer, TCPStore
+from aiocoll.transport import address
+from aiocoll.transport.base import Card, Link
+from aiocoll.transport.frame import HEADER, FrameKind
+from aiocoll.transport.shm import passing
+from aiocoll.transport.stream import StreamTransport
+from tests.chaos.proxy import Proxy
+
+KEY = b"k" * 32
+OTHER = b"another key of this length"
+CONTROL, DATA = ConnKind.CONTROL, ConnKind.DATA
+NOBODY = 65534
+#: Seconds ranks wait for one that is refused.
+SHORT = 0.3
+
+
+class Rank:
+    """A transport that listens, and the links it got; their sink, too."""
+
+    def __init__(self, number: int, flavour: str, world_size: int = 2) -> None:
+        runtime = Runtime(asyncio.get_running_loop())
+        self.transport = StreamTransport(runtime, number, world_size, "job", KEY, transport=flavour)
+        self.transport.accepted = self.take
+        self.card: Card = {}
+        self.links: list[Link] = []
+        self.errors: asyncio.Queue[Exception | None] = asyncio.Queue()
+
+    def take(self, link: Link) -> None:
+        link.sink = self
+        link.start()
+        self.links.append(link)
+
+    def route(self, link: Link, header: Any) -> None:
+        return None
+
+    def deliver(self, link: Link, header: Any, payload: memoryview | None) -> None:
+        raise AssertionError("a stranger was heard")
+
+    def lost(self, link: Link, error: Exception | None) -> None:
+        self.errors.put_nowait(error)
+
+
+@asynccontextmanager
+async def listening(flavour: str, number: int = 0) -> AsyncIterator[Rank]:
+    rank = Rank(number, flavour)
+    rank.card = await (rank.transport.listen() if flavour == "unix" else rank.transport.listen_tcp("127.0.0.1"))
+    try:
+        yield rank
+    finally:
+        for link in rank.links:
+            link.close()
+        await rank.transport.aclose()
+
+
+def where(card: Card) -> tuple[int, Any]:
+    if card["unix"]:
+        return socket.AF_UNIX, address.unix_address(card["unix"])
+    return socket.AF_INET, tuple(card["tcp"])
+
+
+async def dialled(family: int, target: Any) -> socket.socket:
+    return await address.reach(asyncio.get_running_loop(), family, target)
+
+
+async def read(sock: socket.socket, nbytes: int) -> bytes:
+    """Read `nbytes`, less if the other end closes before."""
+    data = b""
+    try:
+        while len(data) < nbytes and (
+            part := await asyncio.get_running_loop().sock_recv(sock, min(nbytes - len(data), 1 << 16))
+        ):
+            data += part
+    except ConnectionResetError:
+        pass
+    return data
+
+
+async def proven(sock: socket.socket, identity: Identity) -> None:
+    """Do the client's part of a handshake with the right key."""
+    client = ClientHandshake(identity, KEY, os.urandom)
+    sock.send(client.hello())
+    sock.send(client.answer(await read(sock, CHALLENGE_SIZE)))
+
+
+def resident() -> int:
+    """Return the bytes of memory this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+# -- keys
+
+
+@pytest.mark.parametrize(("first", "second"), [(KEY, OTHER), (KEY, None), (None, KEY)])
+@pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
+async def test_ranks_with_different_keys(transport: str, first: bytes | None, second: bytes | None) -> None:
+    store = HashStore()
+    groups = [
+        new_group(
+            store=store,
+            rank=rank,
+            world_size=2,
+            timeout=SHORT,
+            options=GroupOptions(transport=transport, job_key=key),
+        )
+        for rank, key in enumerate((first, second))
+    ]
+    waiting, refused = await asyncio.gather(*groups, return_exceptions=True)
+    assert isinstance(waiting, RendezvousError)
+    assert isinstance(refused, AuthenticationError)
+    assert "rank 0 did not prove that it holds this job's key" in str(refused)
+    assert "AIOCOLL_JOB_KEY" in str(refused)
+    await store.aclose()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_nobody_starts_off_loopback_without_a_key(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AIOCOLL_JOB_KEY_FILE", raising=False)
+    with pytest.raises(AuthenticationError, match=r"no job key keeps strangers out: .*`aiocoll run`.*token_hex"):
+        await new_group(init_method="tcp://192.0.2.1:29500", rank=rank, world_size=2, timeout=5)
+
+
+async def test_nobody_listens_to_other_machines_without_a_key() -> None:
+    store = HashStore()
+    options = GroupOptions(transport="tcp", bind="any")
+    groups = [new_group(store=store, rank=rank, world_size=2, timeout=5, options=options) for rank in range(2)]
+    for result in await asyncio.gather(*groups, return_exceptions=True):
+        assert isinstance(result, AuthenticationError)
+        assert "0.0.0.0 can be reached from other machines, and no job key keeps strangers out" in str(result)
+        assert "aiocoll run" in str(result)
+    await store.aclose()
+
+
+async def test_children_do_not_inherit_the_key(monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int) -> None:
+    monkeypatch.setattr("aiocoll.rendezvous.new_group._keys", {})
+    monkeypatch.setenv("AIOCOLL_JOB_KEY", KEY.decode())
+    look = [sys.executable, "-c", "import os; print(*(name for name in os.environ if 'JOB_KEY' in name))"]
+    method = f"tcp://127.0.0.1:{unused_tcp_port}"
+    async with new_group(init_method=method, rank=0, world_size=1):
+        assert "AIOCOLL_JOB_KEY" not in os.environ
+        child = await asyncio.create_subprocess_exec(*look, stdout=subprocess.PIPE)
+        assert await child.communicate() == (b"\n", None)
+        # This process has taken the key, and keeps it for the groups to come.
+        with pytest.raises(AuthenticationError, match="did not prove"):
+            await TCPStore("127.0.0.1", unused_tcp_port, timeout=5, key=OTHER).open()
+    async with new_group(init_method=method, rank=0, world_size=1):
+        store = TCPStore("127.0.0.1", unused_tcp_port, timeout=5, key=KEY)
+        assert await store.num_keys() > 0
+        await store.aclose()
+
+
+# -- lies
+
+
+@pytest.mark.parametrize("kind", [CONTROL, DATA])
+@pytest.mark.parametrize("flavour", ["unix", "tcp"])
+async def test_what_was_recorded_opens_no_link(flavour: str, kind: ConnKind) -> None:
+    async with listening(flavour) as rank, listening(flavour, 1) as peer:
+        async with Proxy(*where(rank.card), None) as proxy:
+            card = {**rank.card, "unix": proxy.name} if flavour == "unix" else {**rank.card, "tcp": proxy.endpoint}
+            link = await peer.transport.connect(0, card, kind)
+            while not rank.links:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            recorded = bytes(proxy.said[kind, True])
+            link.close()
+            rank.links.pop().close()
+        with await dialled(*where(rank.card)) as sock:
+            sock.send(recorded)
+            assert len(await read(sock, 1 << 20)) == CHALLENGE_SIZE
+        assert rank.links == []
+
+
+async def test_what_was_recorded_changes_no_store() -> None:
+    server = StoreServer(key=KEY)
+    there = server.start()
+    async with Proxy.tcp(there, None) as proxy:
+        async with TCPStore(*proxy.endpoint, key=KEY) as store:
+            assert await store.add("n", 1) == 1
+        recorded = bytes(proxy.said[ConnKind.STORE, True])
+    with await dialled(socket.AF_INET, there) as sock:
+        sock.send(recorded)
+        assert len(await read(sock, 1 << 20)) == CHALLENGE_SIZE
+    async with TCPStore(*there, key=KEY) as store:
+        assert await store.get("n") == b"1"
+    await server.aclose()
+
+
+@pytest.mark.parametrize("kind", [CONTROL, DATA])
+@pytest.mark.parametrize("flavour", ["unix", "tcp"])
+async def test_a_rank_does_not_talk_to_itself(flavour: str, kind: ConnKind) -> None:
+    """Somebody who cannot answer a challenge has the challenged rank answer it."""
+    async with listening(flavour, 1) as rank:
+        with pytest.raises(HandshakeRefusedError, match="rank 1 and rank 1 of 2 cannot be peers"):
+            await rank.transport.connect(0, rank.card, kind)
+        assert rank.links == []
+
+
+@pytest.mark.parametrize("kind", list(ConnKind))
+async def test_an_echo_is_no_answer(kind: ConnKind) -> None:
+    """What comes back is what was said, made up to the right length."""
+    loop = asyncio.get_running_loop()
+    listener = address.open_tcp("127.0.0.1")
+
+    async def echo() -> None:
+        sock, _ = await loop.sock_accept(listener)
+        with sock:
+            said = await read(sock, HELLO_SIZE)
+            sock.send((said + said)[:CHALLENGE_SIZE])
+            assert await read(sock, 1) == b""
+
+    with listener:
+        echoing = asyncio.create_task(echo())
+        async with listening("tcp", 1) as rank:
+            if kind is ConnKind.STORE:
+                calling = TCPStore(*listener.getsockname(), timeout=5, key=KEY).open()
+            else:
+                calling = rank.transport.connect(0, {**rank.card, "tcp": listener.getsockname()}, kind)
+            with pytest.raises(AuthenticationError, match="did not prove that it holds this job's key"):
+                await calling
+        await echoing
+
+
+# -- other users
+
+
+@contextmanager
+def as_nobody(code: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `code` as a user without rights, with a unix socket `sock`."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    start = f"import os, socket, sys; os.setuid({NOBODY}); sock = socket.socket(socket.AF_UNIX); "
+    command = [sys.executable, "-c", start + code, *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+async def test_another_user_cannot_connect() -> None:
+    code = "sock.connect('\\0' + sys.argv[1][1:]); sock.send(bytes(72)); print(sock.recv(1))"
+
+    async def attempt(name: str) -> None:
+        with as_nobody(code, name) as process:
+            out, _ = await asyncio.to_thread(process.communicate, timeout=30)
+        # Closed with the message unread: that is a reset, or an end if the message came after it.
+        assert out.strip() in (b"b''", b"")
+
+    async with listening("unix") as rank:
+        await attempt(rank.card["unix"])
+        assert not rank.transport._pending
+    server = StoreServer("unix:@aiocoll-test-nobody", key=KEY)
+    server.start()
+    await attempt("@aiocoll-test-nobody")
+    await server.aclose()
+
+
+async def test_another_user_is_not_connected_to() -> None:
+    name = f"@aiocoll-test-{os.urandom(8).hex()}"
+    code = "sock.bind('\\0' + sys.argv[1][1:]); sock.listen(); print('ready', flush=True); sys.stdin.read()"
+    with as_nobody(code, name) as process:
+        assert await asyncio.to_thread(process.stdout.readline) == b"ready\n"
+        async with listening("unix", 1) as rank:
+            with pytest.raises(AuthenticationError, match=f"{name} belongs to user {NOBODY}, not to us"):
+                await rank.transport.connect(0, {**rank.card, "unix": name}, DATA)
+        with pytest.raises(AuthenticationError, match=f"unix socket runs as uid {NOBODY}, this process as 0"):
+            await TCPStore(f"unix:{name}", 0, timeout=5, key=KEY).open()
+
+
+# -- lengths
+
+
+async def test_a_length_takes_no_memory_in_a_store() -> None:
+    """Members that announce the longest frame there is, and send nothing of it."""
+    server = StoreServer(key=KEY)
+    there = server.start()
+    identity = Identity(job_id(""), 0, -1, 0, ConnKind.STORE)
+    socks = []
+    before = resident()
+    for _ in range(32):
+        socks.append(await dialled(socket.AF_INET, there))
+        await proven(socks[-1], identity)
+        socks[-1].send(struct.pack("!I", 16 << 20))
+    async with TCPStore(*there, key=KEY) as store:
+        await store.set("large", bytes(8 << 20))  # one that keeps its word
+        assert await store.get("large") == bytes(8 << 20)
+    # 512 MiB were announced; what the honest one sent, received and stored is a tenth of that.
+    assert resident() - before < 100 << 20
+    for sock in socks:
+        sock.close()
+    await server.aclose()
+
+
+@pytest.mark.parametrize("flavour", ["unix", "tcp"])
+async def test_a_length_takes_no_memory_in_a_link(flavour: str) -> None:
+    async with listening(flavour) as rank:
+        before = resident()
+        for _ in range(8):
+            with await dialled(*where(rank.card)) as sock:
+                await proven(sock, Identity(job_id("job"), 0, 1, 2, DATA))
+                if flavour == "unix":
+                    passing.decline(sock)
+                sock.send(HEADER.pack(FrameKind.DATA, 0, 0, 0, 1, 0, 0, 0xFFFFFFFF, 0xFFFFFFFF))
+                error = await rank.errors.get()
+                assert "rank 1 sent a frame of kind 1 and length 4294967295" in str(error)
+        assert resident() - before < 16 << 20
+
+
+# -- crowds
+
+
+async def test_a_peer_that_is_proving_itself_is_not_crowded_out() -> None:
+    """It may believe that it has a link: to lose that would be a death."""
+    async with listening("unix") as rank:
+        with await dialled(*where(rank.card)) as sock:
+            client = ClientHandshake(Identity(job_id("job"), 0, 1, 2, DATA), KEY, os.urandom)
+            sock.send(client.hello())
+            proof = client.answer(await read(sock, CHALLENGE_SIZE))
+            crowd = [await dialled(*where(rank.card)) for _ in range(40)]
+            assert await read(crowd[0], 1) == b"", "the oldest of the silent ones makes room"
+            sock.send(proof)
+            passing.decline(sock)
+            while not rank.links:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            assert rank.links[0].peer == 1
+            for each in crowd:
+                each.close()
+
+
+@contextmanager
+def many_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
+async def test_a_thousand_strangers_disturb_nobody(transport: str) -> None:
+    """Silent and garbage connections at the store and at each rank, while the ranks meet, dial and reduce."""
+    server = StoreServer(key=KEY)
+    there = server.start()
+    crowd: list[socket.socket] = []
+
+    async def visit(family: int, target: Any, count: int) -> None:
+        for number in range(count):
+            sock = await dialled(family, target)
+            crowd.append(sock)
+            if number % 2:
+                sock.send((b"GET / HTTP/1.1\r\n\r\n" * 10, os.urandom(HELLO_SIZE), b"aioc\xff")[number % 3])
+
+    async def rank(number: int) -> None:
+        store = TCPStore(*there, key=KEY)
+        options = GroupOptions(transport=transport, job_key=KEY)
+        async with new_group(store=store, rank=number, world_size=3, options=options) as pg:
+            card = pg._member.endpoint.cards[number]
+            visitors = asyncio.create_task(visit(*where(card), 200))
+            for count in (1, 1000, 100_000) * 5:
+                got = await pg.allreduce(np.full(count, float(number)))
+                np.testing.assert_array_equal(got, np.full(count, 3.0))
+            await visitors
+            assert await pg.allreduce(1) == 3
+        await store.aclose()
+
+    with many_descriptors():
+        await visit(socket.AF_INET, there, 200)
+        await asyncio.gather(visit(socket.AF_INET, there, 200), *map(rank, range(3)))
+        assert len(crowd) == 1000
+        for sock in crowd:
+            sock.close()
+        await server.aclose()
