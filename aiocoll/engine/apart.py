@@ -90,7 +90,7 @@ def _are_owners(layout: Layout, members: Sequence[Recorded]) -> bool:
         if len(arrays[0]) == 1:
             # By far the most calls, and the fewest steps for each.
             owners = [array if (base := array.base) is None else base for (array,) in arrays]
-            if any(type(owner) is not ndarray for owner in owners):
+            if set(map(type, owners)) != {ndarray}:
                 return False
             mine = set(map(id, owners))
             if len(mine) < len(owners) or not seen.isdisjoint(mine):

@@ -54,6 +54,7 @@ class Bucket:
         sources: by output, which rank's stamp it must begin with.
         cuts: positions in `members` between which there is about a `PIECE`.
         alike: all members are of the same plan.
+        scales: members multiply a rank's own data before anything else, each by a factor of its own.
     """
 
     members: tuple[int, ...]
@@ -65,6 +66,7 @@ class Bucket:
     sources: Mapping[int, int] | None = None
     cuts: tuple[int, ...] = ()
     alike: bool = False
+    scales: bool = False
 
     def first(self, buffer: int) -> int:
         """Return how many elements of a buffer the stamp takes."""
@@ -96,7 +98,7 @@ class Bucket:
             for first, last, sizes in self._pieces(buffer):
                 stop = start + sum(sizes)
                 sources = [member.arrays[buffer] for member in members[first:last]]
-                if any(self.scales(member) for member in members[first:last]):
+                if self.scales:
                     yield from _scaled(members[first:last], sources, target[start:stop])
                 elif last - first == 1:
                     yield from _copied(sources[0], target[start:stop])
@@ -128,12 +130,6 @@ class Bucket:
             for member in group:
                 member._finish(member.outcome)
             yield
-
-    @staticmethod
-    def scales(member: Recorded) -> bool:
-        """Whether a rank's own data is multiplied before anything else."""
-        plan = member.plan
-        return plan is not None and plan.kernel is not None and plan.kernel.prescale is not None
 
     def _pieces(self, buffer: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         counts = self.counts[buffer]

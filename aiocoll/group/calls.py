@@ -17,7 +17,7 @@ from aiocoll.engine.operation import Operation, Terms
 from aiocoll.engine.plan import Executor, Plan
 from aiocoll.work import Work
 
-__all__ = ["Call", "Recorder", "Taker", "scoped", "taker_in_scope"]
+__all__ = ["Call", "Recorder", "Taker", "scope_here", "scoped", "taker_in_scope"]
 
 
 class Call(NamedTuple):
@@ -80,17 +80,27 @@ class Recorder(ABC):
 
 
 class _Scope:
-    """A block around calls: its taker is None once it is over, for tasks that outlive it."""
+    """A block around calls; once it is over, it takes none of tasks that outlive it.
 
-    __slots__ = ("group", "outer", "taker")
+    Attributes:
+        group: on which group.
+        taker: who takes them; None once it is over.
+        record: the taker's, if it is a `Recorder`.
+        outer: the block around this one.
+    """
 
-    def __init__(self, group: object, taker: Taker | None, outer: _Scope | None) -> None:
+    __slots__ = ("group", "outer", "record", "taker")
+
+    def __init__(self, group: object, taker: Taker, outer: _Scope | None) -> None:
         self.group = group
-        self.taker = taker
+        self.taker: Taker | None = taker
+        self.record = taker.record if isinstance(taker, Recorder) else None
         self.outer = outer
 
 
 _scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("aiocoll_scope", default=None)
+#: Returns the innermost block of any group.
+scope_here = _scope.get
 
 
 @contextlib.contextmanager
@@ -101,7 +111,7 @@ def scoped(group: object, taker: Taker) -> Iterator[None]:
     try:
         yield
     finally:
-        scope.taker = None
+        scope.taker = scope.record = None
         _scope.reset(token)
 
 

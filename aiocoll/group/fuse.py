@@ -99,6 +99,7 @@ class Fuser(Planner):
             sources if stamps else None,
             tuple(_cuts(counts, plans[0].itemsize)) if counts else (0, len(plans)),
             all(plan is plans[0] for plan in plans),
+            plans[0].kernel is not None and plans[0].kernel.prescale is not None,
         )
         sizes = [bucket.size(buffer) for buffer in range(len(counts))]
         return replace(bucket, plan=self._fused(plans[0], sizes))

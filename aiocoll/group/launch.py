@@ -18,7 +18,7 @@ from aiocoll.engine.membership import Membership
 from aiocoll.engine.operation import P2P, Operation, Terms
 from aiocoll.engine.plan import Executor, Plan
 from aiocoll.errors import GroupClosedError
-from aiocoll.group.calls import Call, Recorder, Taker, scoped, taker_in_scope
+from aiocoll.group.calls import Call, Recorder, Taker, scope_here, scoped, taker_in_scope
 from aiocoll.group.planning import Known, Planner, keep
 from aiocoll.options import GroupOptions, seconds
 from aiocoll.unseen import Failures
@@ -177,8 +177,13 @@ class Launcher(Planner):
         member = self._member
         limit = member.timeout if timeout is None else seconds(timeout, "timeout")
         # As in `_check`, without the call.
-        if _thread() != self._runtime.thread or not self._is_running() or self._diverts or member.cause is not None:
+        if _thread() != self._runtime.thread or not self._is_running() or self._closed or member.cause is not None:
             self._check()
+        if self._diverts:
+            scope = scope_here()
+            # As below, in a third of the time, where no other block is inside that of this group.
+            if scope is not None and scope.group is self and scope.record is not None:
+                return scope.record(plan, arrays, shape, result, limit, key, unwrap, executor)
             if (taker := self._taker_here()) is not None:
                 if isinstance(taker, Recorder):
                     return taker.record(plan, arrays, shape, result, limit, key, unwrap, executor)
