@@ -22,7 +22,7 @@ from aiocoll import (
     new_group,
 )
 
-from ..ranks import TRANSPORTS, run_ranks, until
+from ..ranks import TRANSPORTS, options, run_ranks, until
 
 
 async def works(pg: ProcessGroup) -> tuple[int, ...]:
@@ -397,7 +397,7 @@ async def test_a_group_that_is_being_closed_is_not_split() -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_parts_shrink_grow_and_their_parts_work(transport: str) -> None:
+async def test_parts_shrink_and_their_parts_work(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         trio = await pg.split_group([1, 2, 3])
         if trio is not None and trio.rank():
@@ -414,6 +414,59 @@ async def test_parts_shrink_grow_and_their_parts_work(transport: str) -> None:
         assert await works(pg) == (0, 1, 2, 3)
 
     await run_ranks(4, rank, transport=transport)
+
+
+async def newcomer(where: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
+    async with new_group(join=True, **where) as pg:
+        return pg.group_name, await works(pg)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_parts_grow(transport: str) -> None:
+    """One without rank 0 of the whole, which stays as it is next to another part."""
+    where: dict[str, Any] = {"store": HashStore(), "options": options(transport)}
+
+    async def rank(number: int) -> Any:
+        async with new_group(rank=number, world_size=4, **where) as pg:
+            group = await part(pg, [[0], [1, 2, 3]])
+            if number:
+                async with await group.grow(2) as grown:
+                    assert (grown.rank(), grown.size()) == (number - 1, 5)
+                    found = grown.group_name, await works(grown)
+            else:
+                found = group.group_name, await works(group)
+            assert await works(group) == ((1, 2, 3) if number else (0,))
+            assert await works(pg) == (0, 1, 2, 3)
+            return found
+
+    async with asyncio.timeout(30):
+        results = await asyncio.gather(*map(rank, range(4)), newcomer(where), newcomer(where))
+    assert results == [("world:0/0.0", (0,))] + [("world:0/0.1~1", (0, 1, 2, 3, 4))] * 5
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_parts_grow_at_once_and_outlive_the_whole(transport: str) -> None:
+    where: dict[str, Any] = {"store": HashStore(), "options": options(transport)}
+
+    async def rank(number: int) -> Any:
+        async with new_group(rank=number, world_size=4, **where) as pg:
+            group = await part(pg, [[0, 2], [1, 3]])
+            if number == 3:
+                group.abort("rank 3 goes")
+                return None
+            if number == 1:
+                await group.wait_revoked()
+                group = await group.shrink(exclude=[1])
+            grown = await group.grow(1)
+            await pg.shutdown()
+        async with grown:
+            return grown.group_name, await works(grown)
+
+    async with asyncio.timeout(30):
+        results = await asyncio.gather(*map(rank, range(4)), newcomer(where), newcomer(where))
+    evens, odds = ("world:0/0.0~1", (0, 1, 2)), ("world:0/0.1~2", (0, 1))
+    assert results[:4] == [evens, odds, evens, None]
+    assert sorted(results[4:]) == [evens, odds]
 
 
 # -- laziness
