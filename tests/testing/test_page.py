@@ -23,6 +23,18 @@ FILES = {
 REPORTS = [text.splitlines() for language, text in BLOCKS if language == "text"]
 #: The only file whose tests fail, to show how that looks.
 FAILING = "test_reports"
+#: Where ranks are tasks, time is virtual: no operation or test times out because the machine is busy.
+CONFTEST = """
+import asyncio
+
+from aiocoll.testing.virtual import VirtualLoop
+
+
+def pytest_asyncio_loop_factories(item):
+    mark = item.get_closest_marker("ranks")
+    tasks = mark is not None and not mark.kwargs.get("processes")
+    return {"loop": VirtualLoop if tasks else asyncio.new_event_loop}
+"""
 
 
 @pytest.fixture
@@ -30,6 +42,7 @@ def page(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.P
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     pytester.makepyfile(**FILES)
+    pytester.makeconftest(CONFTEST)
     pytester.makeini("[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n")
     return pytester
 
