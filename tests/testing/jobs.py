@@ -61,19 +61,26 @@ def faulty(library: Any) -> None:
     library.string_at(0)
 
 
-async def hang(pg: ProcessGroup) -> None:
-    """Never end, in a way of its own on each rank."""
+async def hang(pg: ProcessGroup, path: str) -> None:
+    """Never end, in a way of its own on each rank, and write down rank and number of the process right before.
+
+    Rank 3 is there to be stopped: when that begins is for the test to say.
+    """
+    if pg.rank() == 0:
+        threading.Thread(target=wait_for_nothing, name="helper", daemon=True).start()
+        work = pg.barrier()
+    with open(path, "a") as file:  # noqa: ASYNC230
+        file.write(f"{pg.rank()} {os.getpid()}\n")
     match pg.rank():
         case 0:
-            threading.Thread(target=wait_for_nothing, name="helper", daemon=True).start()
-            await pg.barrier()
+            await work
         case 1:
             while True:  # the loop cannot answer
                 pass
         case 2:
             ctypes.PyDLL(None).pause()  # nor can a thread: this holds the interpreter
         case 3:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            await asyncio.Event().wait()
 
 
 def wait_for_nothing() -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from aiocoll import GroupOptions
 from aiocoll.testing import children, run_processes
+from tests.ranks import until
 from tests.testing import jobs
 
 ROOT = Path(__file__).parents[2]
@@ -77,15 +78,32 @@ async def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
         await run_processes(1, jobs.fail, "return")
 
 
-async def test_a_timeout_tells_where_every_rank_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "ANSWER", 0.5)
+async def test_a_timeout_tells_where_every_rank_stands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Time is up when all ranks hang, and when two have said where, however long that takes on a busy machine."""
+    file = tmp_path / "hanging"
+    os.mkfifo(file)
+    limit, wait, asked = 1000.0, asyncio.wait, []
+
+    async def events(awaited: Any, *, timeout: float | None = None, return_when: str = asyncio.ALL_COMPLETED) -> Any:
+        if timeout == limit:
+            timeout = 0
+            hanging = asyncio.create_task(all_hang(file))
+            await wait([*awaited, hanging], return_when=asyncio.FIRST_COMPLETED)
+            hanging.cancel()
+        elif timeout == children.ANSWER:
+            timeout = 0
+            asked.extend(awaited)
+            await until(lambda: sum(answer.done() for answer in asked) == 2)
+        return await wait(awaited, timeout=timeout, return_when=return_when)
+
+    monkeypatch.setattr(asyncio, "wait", events)
     with pytest.raises(TimeoutError) as caught:
-        await run_processes(4, jobs.hang, timeout=4)  # less than it takes to find the stopped rank dead
+        await run_processes(4, jobs.hang, str(file), timeout=limit)
     text = str(caught.value)
-    assert text.startswith("ranks 0, 1, 2 and 3 of 4 did not end within 4 s\nrank 0 (process ")
+    assert text.startswith("ranks 0, 1, 2 and 3 of 4 did not end within 1000 s\nrank 0 (process ")
     waits, spins, holds, stopped = (part.split("\n", 1)[1] for part in text.split("\nrank ")[1:])
     assert waits.startswith("  pending: <Work BARRIER seq=1 pending>\n")
-    assert "await pg.barrier()" in waits
+    assert "await work" in waits
     assert "thread helper:" in waits
     assert "in wait_for_nothing" in waits
     assert "holding the event loop" in spins
@@ -95,32 +113,46 @@ async def test_a_timeout_tells_where_every_rank_stands(monkeypatch: pytest.Monke
     assert stopped == "  it does not answer, and is not even able to abort: it may be stopped\n"
 
 
+async def all_hang(file: Path) -> None:
+    numbers = await written(file, 8)
+    pids = dict(zip(numbers[::2], numbers[1::2], strict=True))
+    await until(lambda: state(pids[2]) == "S")
+    os.kill(pids[3], signal.SIGSTOP)
+    await until(lambda: state(pids[3]) == "T")
+
+
 async def test_cancelling_it_ends_the_processes_and_what_they_started(tmp_path: Path) -> None:
     file = tmp_path / "pids"
     os.mkfifo(file)
-    lines = os.fdopen(os.open(file, os.O_RDWR | os.O_NONBLOCK), "rb", buffering=0)
-    with lines:
-        running = asyncio.create_task(run_processes(2, jobs.leave_a_child, str(file)))
-        readable = asyncio.Event()
-        asyncio.get_running_loop().add_reader(lines, readable.set)
-        pids: list[int] = []
-        while len(pids) < 4:
-            await readable.wait()
-            readable.clear()
-            pids += map(int, (lines.read() or b"").split())
-        asyncio.get_running_loop().remove_reader(lines)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-    assert not [pid for pid in pids if alive(pid)]
+    running = asyncio.create_task(run_processes(2, jobs.leave_a_child, str(file)))
+    pids = await written(file, 4)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not [pid for pid in pids if state(pid) not in ("Z", None)]
 
 
-def alive(pid: int) -> bool:
-    """Whether there is such a process; one that has ended and that nobody has waited for yet counts as gone."""
+async def written(file: Path, count: int) -> list[int]:
+    """Return the first numbers that others write into a FIFO."""
+    loop, readable, numbers = asyncio.get_running_loop(), asyncio.Event(), list[int]()
+    with os.fdopen(os.open(file, os.O_RDWR | os.O_NONBLOCK), "rb", buffering=0) as lines:
+        loop.add_reader(lines, readable.set)
+        try:
+            while len(numbers) < count:
+                await readable.wait()
+                readable.clear()
+                numbers += map(int, (lines.read() or b"").split())
+        finally:
+            loop.remove_reader(lines)
+    return numbers
+
+
+def state(pid: int) -> str | None:
+    """Return the letter of a process in proc(5), None if it is gone; Z has ended, and nobody has waited for it yet."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
-        return False
+        return None
 
 
 PROGRAM = """
