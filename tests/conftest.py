@@ -42,6 +42,12 @@ def _loop_factories(chosen: str) -> Mapping[str, Callable[[], asyncio.AbstractEv
     raise pytest.UsageError(f"AIOCOLL_TEST_LOOP={chosen!r}: must be asyncio or uvloop")
 
 
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage look at what is there for all tests: the tests themselves, by the ten thousand."""
+    gc.collect()
+    gc.freeze()
+
+
 def _open_files() -> dict[str, str]:
     """Return what each file descriptor of this process is; {} where there is no way to tell."""
     found = {}
