@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,3 +69,32 @@ async def test_the_ported_example_runs() -> None:
         assert names == ["rank 0", "rank 1", "rank 2", "rank 3"]
 
     await run_ranks(4, body)
+
+
+HANGS = generate.DOCS / "when-something-hangs.md"
+
+
+def test_the_page_on_hangs_shows_what_its_programs_say(tmp_path: Path) -> None:
+    """Numbers aside: which rank is the first and how long it took depend on the machine."""
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", HANGS.read_text(), re.MULTILINE | re.DOTALL)
+    for language, code in blocks:
+        if language == "python":
+            (tmp_path / code.splitlines()[0].removeprefix("# ")).write_text(code)
+    (tmp_path / "aiocoll").write_text(f'#!/bin/sh\nexec {sys.executable} -m aiocoll "$@"\n')
+    (tmp_path / "aiocoll").chmod(0o700)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("AIOCOLL_")}
+    environ = {**kept, "PYTHONPATH": str(generate.ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    said = ""
+    for language, code in blocks:
+        if language == "sh":
+            done = subprocess.run(code, shell=True, cwd=tmp_path, env=environ, capture_output=True, text=True)
+            said += done.stdout + done.stderr
+    said = without_numbers(said.replace(f"{tmp_path}/", ""))
+    shown = [without_numbers(text) for language, text in blocks if language == "text"]
+    for text in (shown[index] for index in (0, 1, 2, 4)):
+        pattern = ".*?".join(map(re.escape, text.split("…")))
+        assert re.search(pattern, said), f"{text} is not in {said}"
+
+
+def without_numbers(text: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"[0-9]+(\.[0-9]+)?", "#", text)).strip()
