@@ -66,20 +66,25 @@ async def hang(pg: ProcessGroup, path: str) -> None:
 
     Rank 3 is there to be stopped: when that begins is for the test to say.
     """
-    if pg.rank() == 0:
-        threading.Thread(target=wait_for_nothing, name="helper", daemon=True).start()
-        work = pg.barrier()
-    with open(path, "a") as file:  # noqa: ASYNC230
-        file.write(f"{pg.rank()} {os.getpid()}\n")
+
+    def begin() -> None:
+        with open(path, "a") as file:
+            file.write(f"{pg.rank()} {os.getpid()}\n")
+
     match pg.rank():
         case 0:
-            await work
+            threading.Thread(target=wait_for_nothing, name="helper", daemon=True).start()
+            asyncio.get_running_loop().call_soon(begin)  # when it waits
+            await pg.barrier()
         case 1:
+            begin()
             while True:  # the loop cannot answer
                 pass
         case 2:
+            begin()
             ctypes.PyDLL(None).pause()  # nor can a thread: this holds the interpreter
         case 3:
+            begin()
             await asyncio.Event().wait()
 
 

@@ -103,7 +103,7 @@ async def test_a_timeout_tells_where_every_rank_stands(monkeypatch: pytest.Monke
     assert text.startswith("ranks 0, 1, 2 and 3 of 4 did not end within 1000 s\nrank 0 (process ")
     waits, spins, holds, stopped = (part.split("\n", 1)[1] for part in text.split("\nrank ")[1:])
     assert waits.startswith("  pending: <Work BARRIER seq=1 pending>\n")
-    assert "await work" in waits
+    assert "await pg.barrier()" in waits
     assert "thread helper:" in waits
     assert "in wait_for_nothing" in waits
     assert "holding the event loop" in spins
