@@ -47,8 +47,9 @@ def _loop_factories(chosen: str) -> Mapping[str, Callable[[], asyncio.AbstractEv
     raise pytest.UsageError(f"AIOCOLL_TEST_LOOP={chosen!r}: must be asyncio or uvloop")
 
 
-def pytest_collection_finish() -> None:
-    """Let no collection of garbage look at what is there for all tests: the tests themselves, by the ten thousand."""
+@pytest.fixture(scope="module", autouse=True)
+def _older_objects_are_kept() -> None:
+    """Let no collection of garbage look at what is there for long: the tests themselves, by the ten thousand."""
     gc.collect()
     gc.freeze()
 
