@@ -96,7 +96,7 @@ class Diagnosis:
         if finding is not None:
             return finding.ranks(self._now()), finding.words(self._now())
         asked = self._asked.get(operation.id)
-        text = "the other ranks have not been asked yet"
+        text = operation.standing() or "the other ranks have not been asked yet"
         if asked is not None:
             text = (
                 f"rank {asked[0]}, which was asked who is missing {self._now() - asked[1]:.2g} s ago, has not answered"

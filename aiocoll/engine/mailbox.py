@@ -131,6 +131,12 @@ class Posted(Operation):
         """Say what is wanted, and from where."""
         return {**super().describe(), "tag": self.tag, "src": self.peer}
 
+    def standing(self) -> str:
+        """Say what it waits for."""
+        if self.arrival is not None:
+            return f"rank {self.arrival.peer} has not sent all of it"
+        return f"no message with tag {self.tag} has come from {self._source()}"
+
     def needs(self, peer: int) -> bool:
         """Whether only `peer` could complete it."""
         if self.arrival is not None:
@@ -185,11 +191,10 @@ class Posted(Operation):
         if self.arrival is not None:
             super().expire()
             return
-        source = "any rank" if self.peer is None else f"rank {self.peer}"
         self.fail(
             CollectiveTimeoutError(
                 f"rank {self.group.rank} of group {self.group.name!r} received no message with tag {self.tag} from "
-                f"{source} within {self.timeout:g} s",
+                f"{self._source()} within {self.timeout:g} s",
                 op=self.work.op,
                 group=self.group.name,
                 ranks=[] if self.peer is None else [self.peer],
@@ -200,6 +205,9 @@ class Posted(Operation):
         """End with `error`; the rest of a matched message goes nowhere."""
         self.group.mailbox.withdraw(self)
         super().fail(error)
+
+    def _source(self) -> str:
+        return "any rank" if self.peer is None else f"rank {self.peer}"
 
     def _refuse(self, arrival: Arrival) -> None:
         self.fail(

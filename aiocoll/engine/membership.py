@@ -297,13 +297,12 @@ class Membership:
     def timed_out(self, operation: Operation) -> None:
         """A collective took too long: say who is missing, on every rank."""
         missing, detail = self.diagnosis.missing(operation)
-        name = operation.work.key or operation.work.seq
         self.revoke(
             CollectiveTimeoutError(
-                f"{operation.work.op} (sequence {name!r}) of group {self.name!r} did not complete within "
+                f"{operation.title()} of group {self.name!r} did not complete within "
                 f"{operation.timeout:g} s on rank {self.rank}, which called {called(operation.describe())}: {detail}",
                 op=operation.work.op,
-                seq=name,
+                seq=operation.work.key or operation.work.seq,
                 group=self.name,
                 ranks=missing,
             )

@@ -203,6 +203,15 @@ class Operation:
         """Say in plain data what this rank called, for error messages."""
         return description(self.group.rank, self.terms, self.shape, self.work.key, self.work.seq)
 
+    def title(self) -> str:
+        """Return its op, and its key or number if it has one."""
+        name = self.work.key or self.work.seq
+        return self.work.op if name is None else f"{self.work.op} (sequence {name!r})"
+
+    def standing(self) -> str | None:
+        """Say what a message waits for; None of a collective, of which the ranks are asked."""
+        return None if self.peer is None else f"rank {self.peer} has not taken all of it"
+
     def expire(self) -> None:
         """The timeout has passed."""
         self.group.timed_out(self)

@@ -109,11 +109,10 @@ class Watch:
             operation.warned = True
             _, detail = diagnosis.missing(operation)
             logger.warning(
-                "group %r, rank %d: %s (sequence %r), called as %s, has been waiting for %.1f s: %s",
+                "group %r, rank %d: %s, called as %s, has been waiting for %.1f s: %s",
                 operation.group.name,
                 operation.group.rank,
-                operation.work.op,
-                operation.work.key or operation.work.seq,
+                operation.title(),
                 called(operation.describe()),
                 age,
                 detail,

@@ -127,3 +127,33 @@ def test_a_late_rank_ends_the_warnings(caplog: pytest.LogCaptureFixture) -> None
         found = [text for text in said if f"rank {waiting}: ALLREDUCE (sequence {late + 1})" in text]
         assert len(found) == (late != waiting)
         assert all(f"it waits for rank {late} (" in text for text in found)
+
+
+def test_a_message_that_waits_says_for_what(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody is asked about it: only its two ends know of it."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            receives = [pg.recv(np.zeros(1), 1, tag=7), pg.recv_anysource(np.zeros(1), tag=8)]
+            await asyncio.sleep(10)
+            await pg.send(np.zeros(1), 1)
+            await pg.recv(np.zeros(1 << 20), 1)
+            await asyncio.gather(*receives)
+        else:
+            large = pg.send(np.zeros(1 << 20), 0)
+            await pg.recv(np.zeros(1), 0)
+            await pg.send(np.zeros(1), 0, tag=7)
+            await pg.send(np.zeros(1), 0, tag=8)
+            await large
+
+    with caplog.at_level(logging.WARNING, logger="aiocoll"):
+        run_virtual(2, rank, latency=LATENCY, options=GroupOptions(warn_after=5))
+    said = sorted(record.getMessage() for record in caplog.records)
+    ends = [
+        "5.0 s: no message with tag 7 has come from rank 1",
+        "5.0 s: no message with tag 8 has come from any rank",
+        "5.0 s: no message with tag 0 has come from rank 0",
+        "5.0 s: rank 0 has not taken all of it",
+    ]
+    assert [text.split("waiting for ")[1] for text in said] == ends
+    assert not any("sequence" in text for text in said)
