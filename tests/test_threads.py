@@ -31,6 +31,7 @@ class Loop:
     def _run(self) -> None:
         self.loop.run_forever()
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
         self.loop.close()
 
     def __enter__(self) -> Loop:
