@@ -1,0 +1,140 @@
+"""What is needed of CUDA and of NCCL: two protocols of plain integers.
+
+Devices are ordinals, streams, events and memory are addresses. `aiocoll.gpu.cupy_api` has both by CuPy; a fake device
+can stand in. Whoever calls must know: no call but `event_synchronize`, `NcclCommunicator.abort` and those of NCCL may
+take long, NCCL's may (so only a launcher thread makes them), and an event that has not been recorded counts as done.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+__all__ = ["Cuda", "DeviceError", "Nccl", "NcclCommunicator"]
+
+
+class DeviceError(Exception):
+    """CUDA or NCCL has failed.
+
+    Attributes:
+        call: the function that failed.
+        fatal: nothing can be done on the device, or with the communicator, any more; false of an argument that was
+            refused.
+    """
+
+    def __init__(self, call: str, message: str, *, fatal: bool = True) -> None:
+        super().__init__(f"{call}: {message}")
+        self.call = call
+        self.fatal = fatal
+
+
+class Cuda(Protocol):
+    """The CUDA runtime of this process; every call raises `DeviceError` when it fails."""
+
+    def version(self) -> int:
+        """Return the version of the runtime, such as 12080."""
+
+    def device_count(self) -> int:
+        """Return how many devices this process may use; 0 without a driver."""
+
+    def bus_id(self, device: int) -> str:
+        """Return what tells the device from all others of this host."""
+
+    def use(self, device: int) -> None:
+        """Make `device` the one that calls of this thread are for."""
+
+    def stream_create(self) -> int:
+        """Return a new stream of the thread's device that does not wait for the default stream."""
+
+    def stream_destroy(self, stream: int) -> None:
+        """Give a stream back; what is on it still ends."""
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether work for `stream` is being captured into a graph."""
+
+    def event_create(self) -> int:
+        """Return a new event of the thread's device; who waits for it sleeps."""
+
+    def event_destroy(self, event: int) -> None:
+        """Give an event back."""
+
+    def event_record(self, event: int, stream: int) -> None:
+        """Let `event` be done when all that is on `stream` now is done."""
+
+    def event_done(self, event: int) -> bool:
+        """Whether what was before the event is done; raises if it has failed."""
+
+    def event_synchronize(self, event: int) -> None:
+        """Block this thread, without the GIL, until the event is done; raises if what was before it has failed."""
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        """Let what comes on `stream` wait for `event`."""
+
+    def pinned(self, nbytes: int) -> NDArray[Any]:
+        """Return `nbytes` of page-locked host memory as uint8, which is freed with the last reference."""
+
+    def copy_to_host(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy from the device to pinned memory, in the order of `stream`."""
+
+    def copy_to_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy from pinned memory to the device, in the order of `stream`."""
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy on the device, in the order of `stream`."""
+
+    def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
+        """Write the products of `count` elements and `factor`, in the order of `stream`; in place if both are one."""
+
+
+class NcclCommunicator(Protocol):
+    """One rank's end of a communicator. Dtypes and ops are NCCL's numbers; `stream` as in `Cuda`."""
+
+    def all_reduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
+        """Reduce over all ranks into every rank's `target`; in place if both are one."""
+
+    def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
+        """Reduce over all ranks into the root's `target`."""
+
+    def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
+        """Copy the root's `source` to every rank's `target`."""
+
+    def all_gather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None:
+        """Write every rank's `count` elements behind each other into every rank's `target`."""
+
+    def reduce_scatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
+        """Reduce, and leave part r, of `count` elements, in rank r's `target`."""
+
+    def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        """Send to `peer`, whose `recv` it waits for."""
+
+    def recv(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        """Receive from `peer`."""
+
+    def async_error(self) -> str | None:
+        """Return what has failed on the way, and None if all is well."""
+
+    def abort(self) -> None:
+        """Give up all that is in flight: it counts as done, with undefined results; may be called from any thread."""
+
+    def destroy(self) -> None:
+        """End the communicator; all ranks of a host have to, and nothing may be in flight."""
+
+
+class Nccl(Protocol):
+    """The NCCL library of this process; every call raises `DeviceError` when it fails, and may block."""
+
+    def version(self) -> int:
+        """Return its version, such as 22809."""
+
+    def unique_id(self) -> bytes:
+        """Return the name of a new communicator, 128 bytes; one rank calls it and tells the others."""
+
+    def init(self, world_size: int, unique_id: bytes, rank: int) -> NcclCommunicator:
+        """Return this rank's end, on the thread's device; blocks until all ranks have called it."""
+
+    def group_start(self) -> None:
+        """Calls of this thread up to `group_end` are one: none waits for another."""
+
+    def group_end(self) -> None:
+        """Start what was called since `group_start`; raises what any of it raised."""
