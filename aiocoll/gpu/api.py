@@ -44,6 +44,9 @@ class Cuda(Protocol):
     def use(self, device: int) -> None:
         """Make `device` the one that calls of this thread are for."""
 
+    def current(self) -> int:
+        """Return the device that calls of this thread are for; the streams 0, 1 and 2 are those of this device."""
+
     def stream_create(self) -> int:
         """Return a new stream of the thread's device that does not wait for the default stream."""
 
