@@ -134,7 +134,7 @@ def all_gather_coalesced(
     for index, tensor in enumerate(input_tensor_list):
         source = view(tensor, name=f"input_tensor_list[{index}]", writable=False)
         outputs = [each[index] for each in lists]
-        blocks = pg._blocks(outputs, "outputs", source)
+        blocks = pg._blocks(outputs, "outputs", source, f"input_tensor_list[{index}]")
         pg._same_count(blocks[pg.rank()], source, f"outputs[{pg.rank()}]", f"input_tensor_list[{index}]")
         pg._check_spared(blocks, source)
         ready.append((outputs, blocks, source))

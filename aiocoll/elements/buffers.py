@@ -1,7 +1,7 @@
 """Any array -> a flat view: the only place that knows array libraries, and it imports none but NumPy.
 
-Memory is shared with the caller wherever it is C-contiguous and on the host. Otherwise the buffer is a staging copy,
-and `Buffer.finish` carries the result back.
+Memory is shared with the caller wherever it is C-contiguous. Otherwise the buffer is a staging copy, and
+`Buffer.finish` carries the result back. Memory of a CUDA device is a `DeviceArray`: only its address is looked at.
 """
 
 from __future__ import annotations
@@ -14,16 +14,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aiocoll.elements.device import DeviceArray
 from aiocoll.elements.dtypes import DType, by_name, of_numpy
-from aiocoll.errors import BackendUnavailableError
 
-__all__ = ["Buffer", "NotDense", "byte_view", "clash", "is_scalar", "overlaps", "scalar", "view"]
+__all__ = [
+    "Buffer",
+    "NotDense",
+    "byte_view",
+    "clash",
+    "is_scalar",
+    "overlaps",
+    "scalar",
+    "view",
+]
 
 _ACCEPTED = (
-    "a NumPy array, a torch tensor, or an object with the buffer protocol, __array_interface__ or DLPack (on the CPU)"
+    "a NumPy array, a torch tensor, a CuPy array, or an object with the buffer protocol, __array_interface__, "
+    "__cuda_array_interface__ or DLPack"
 )
 # DLPack's device types whose memory the CPU can read and write: plain, and pinned by CUDA.
 _DLPACK_HOST = (1, 3)
+_DLPACK_CUDA = 2
 # Arrays of which comparing all pairs is faster than sorting them.
 _FEW = 4
 # bool is an int to isinstance, so it comes first.
@@ -46,7 +57,8 @@ class Buffer:
     """A flat, contiguous array to send from or receive into.
 
     Attributes:
-        array: 1-D ndarray of ``dtype.storage``: the caller's memory, or a staging copy of it.
+        array: 1-D ndarray of ``dtype.storage``: the caller's memory, or a staging copy of it. Of memory on a CUDA
+            device, typed as if it were one, a `DeviceArray`, whose `back` is the `writeback`.
         dtype: element type.
         shape: of the caller's object.
         count: number of elements.
@@ -82,15 +94,15 @@ def view(obj: Any, *, name: str = "tensor", writable: bool = True) -> Buffer:
     """Return a flat view of an array, without copying where that is possible.
 
     Args:
-        obj: a NumPy array of any shape, a torch CPU tensor, or an object with the buffer protocol,
-            ``__array_interface__`` or DLPack. Immutable arrays (JAX's) are staged, and the result is a new array.
+        obj: a NumPy or CuPy array of any shape, a torch tensor on the CPU or a CUDA device, or an object with the
+            buffer protocol, ``__array_interface__``, ``__cuda_array_interface__`` or DLPack. Immutable arrays (JAX's)
+            on the host are staged, and the result is a new array.
         name: what error messages call it.
         writable: whether the operation writes to it.
 
     Raises:
         TypeError: not an array, or of a dtype that cannot be exchanged.
-        ValueError: read-only, but the operation writes to it.
-        BackendUnavailableError: its memory is on a GPU.
+        ValueError: read-only, or of elements that share memory, but the operation writes to it.
     """
     # carray: contiguous, aligned and writeable.
     if type(obj) is np.ndarray and obj.flags.carray:
@@ -100,10 +112,18 @@ def view(obj: Any, *, name: str = "tensor", writable: bool = True) -> Buffer:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(obj, getattr(torch, "Tensor", ())):
         return _of_torch(torch, obj, name, writable)
+    cupy: Any = sys.modules.get("cupy")
+    if cupy is not None and isinstance(obj, getattr(cupy, "ndarray", ())):
+        return _of_cupy(cupy, obj, name, writable)
     if obj is None or isinstance(obj, _NO_ARRAYS) or is_scalar(obj):
         raise _not_an_array(obj, name)
     if hasattr(obj, "__cuda_array_interface__"):
-        raise _needs_cuda(name)
+        from aiocoll.elements.device_views import of_interface
+
+        array = of_interface(obj, name, writable)
+        return _on_device(array, tuple(obj.__cuda_array_interface__["shape"]), obj)
+    if _dlpack_kind(obj) == _DLPACK_CUDA:
+        return _of_dlpack(obj, name, writable)
     return _of_numpy(_import_array(obj, name), obj, name, writable)
 
 
@@ -138,6 +158,8 @@ def scalar(value: Any) -> Buffer:
 
 def overlaps(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
     """Whether two flat arrays share any memory."""
+    if isinstance(a, DeviceArray):
+        return a.overlaps(b)
     return np.may_share_memory(a, b)  # compares bounds, which is exact for contiguous arrays
 
 
@@ -151,11 +173,7 @@ def clash(written: Sequence[npt.NDArray[Any]], read: Sequence[npt.NDArray[Any]] 
     if len(arrays) <= _FEW:
         pairs = ((i, j) for i in range(len(written)) for j in range(i + 1, len(arrays)))
         return next((pair for pair in pairs if overlaps(arrays[pair[0]], arrays[pair[1]])), None)
-    spans = sorted(
-        (array.__array_interface__["data"][0], array.nbytes, index)
-        for index, array in enumerate(arrays)
-        if array.nbytes
-    )
+    spans = sorted((_address(array), array.nbytes, index) for index, array in enumerate(arrays) if array.nbytes)
     # The array that reaches farthest so far, and the one written to that does.
     any_end, any_index, written_end, written_index = 0, -1, 0, -1
     for start, nbytes, index in spans:
@@ -169,6 +187,11 @@ def clash(written: Sequence[npt.NDArray[Any]], read: Sequence[npt.NDArray[Any]] 
         if is_written:
             written_end, written_index = end, index
     return None
+
+
+def _address(array: Any) -> int:
+    address: int = array.ptr if isinstance(array, DeviceArray) else array.__array_interface__["data"][0]
+    return address
 
 
 def byte_view(array: npt.NDArray[Any]) -> memoryview:
@@ -234,9 +257,9 @@ def _import_array(obj: Any, name: str) -> npt.NDArray[Any]:
     if hasattr(obj, "__array_interface__"):
         return np.asarray(obj)
     if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__"):
-        device = int(obj.__dlpack_device__()[0])
+        device = _dlpack_kind(obj)
         if device not in _DLPACK_HOST:
-            raise _needs_cuda(name)
+            raise TypeError(f"{name} is on a device of DLPack's type {device}: it must be on the CPU or on CUDA")
         try:
             return np.from_dlpack(obj)
         except (BufferError, RuntimeError, TypeError) as exc:
@@ -249,13 +272,13 @@ def _of_torch(torch: Any, tensor: Any, name: str, writable: bool) -> Buffer:
     if not tensor.is_cpu or tensor.layout is not torch.strided:
         device = tensor.device.type
         if device == "cuda":
-            raise _needs_cuda(name)
-        message = f"{name} must be a dense tensor on the CPU, not {tensor.layout} on {device}"
+            from aiocoll.elements.device_views import of_torch
+
+            array = of_torch(torch, tensor, _known(tensor, name)[0], name, writable)
+            return _on_device(array, tuple(tensor.shape), tensor)
+        message = f"{name} must be a dense tensor on the CPU or on CUDA, not {tensor.layout} on {device}"
         raise NotDense(message) if tensor.is_cpu else TypeError(message)
-    try:
-        dtype, carrier = _torch_dtype(tensor.dtype)
-    except TypeError as exc:
-        raise TypeError(f"{name}: {exc}") from None
+    dtype, carrier = _known(tensor, name)
     # Hardly any tensor needs these steps, of which each takes half a microsecond.
     plain = tensor.detach() if tensor.requires_grad else tensor
     resolved = plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
@@ -286,10 +309,40 @@ def _torch_dtype(dtype: Any) -> tuple[DType, str | None]:
     return found, None if found.name == storage else {"uint16": "int16", "uint8": "uint8"}[storage]
 
 
-def _needs_cuda(name: str) -> BackendUnavailableError:
-    return BackendUnavailableError(
-        f"{name} is a CUDA array, which needs GPU support: pip install aiocoll[cuda12] (or aiocoll[cuda13])"
-    )
+def _known(tensor: Any, name: str) -> tuple[DType, str | None]:
+    try:
+        return _torch_dtype(tensor.dtype)
+    except TypeError as exc:
+        raise TypeError(f"{name}: {exc}") from None
+
+
+def _on_device(array: DeviceArray, shape: tuple[int, ...], obj: Any) -> Buffer:
+    return Buffer(array, array.dtype, shape, obj, array.back)  # type: ignore[arg-type]
+
+
+def _dlpack_kind(obj: Any) -> int | None:
+    """Return DLPack's type of the device of an object; None if it has no DLPack."""
+    if not (hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__")):
+        return None
+    return int(obj.__dlpack_device__()[0])
+
+
+def _of_cupy(cupy: Any, obj: Any, name: str, writable: bool) -> Buffer:
+    from aiocoll.elements.device_views import of_cupy
+
+    return _on_device(of_cupy(cupy, obj, name, writable), tuple(obj.shape), obj)
+
+
+def _of_dlpack(obj: Any, name: str, writable: bool) -> Buffer:
+    """View an object that shows memory of a CUDA device by DLPack alone, with the help of a library that is loaded."""
+    from aiocoll.elements.device_views import of_dlpack
+
+    library: Any = sys.modules.get("cupy") or sys.modules.get("torch")
+    if library is None:
+        raise TypeError(f"{name} shows its memory by DLPack alone: pass cupy.from_dlpack({name}) or torch's")
+    buffer = view(of_dlpack(library.from_dlpack, obj, name), name=name, writable=writable)
+    buffer.result = obj
+    return buffer
 
 
 def _not_an_array(obj: Any, name: str) -> TypeError:

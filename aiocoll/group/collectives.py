@@ -7,10 +7,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from aiocoll.elements.alike import empty_like, same_place, spare
 from aiocoll.elements.buffers import Buffer, NotDense, clash, overlaps, view
-from aiocoll.elements.dtypes import array_dtype
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.engine.monitored import Monitored
 from aiocoll.group.launch import Launcher, Timeout
@@ -125,8 +123,8 @@ class Collectives(Launcher):
         """
         source = view(tensor, name="tensor", writable=False)
         if outputs is None:
-            outputs = [np.empty(source.shape, array_dtype(source.dtype)) for _ in range(self._size)]
-        buffers = self._blocks(outputs, "outputs", source)
+            outputs = [empty_like(source) for _ in range(self._size)]
+        buffers = self._blocks(outputs, "outputs", source, "tensor")
         self._same_count(buffers[self._rank], source, f"outputs[{self._rank}]", "tensor")
         return self._gathering(outputs if isinstance(outputs, list) else list(outputs), buffers, source, timeout, key)
 
@@ -135,7 +133,7 @@ class Collectives(Launcher):
     ) -> Work[Any]:
         """Gather every rank's tensor, all of the same count, into one array, in rank order."""
         source = view(tensor, name="tensor", writable=False)
-        target = self._whole(output, "output", source, source.count * self._size)
+        target = self._whole(output, "output", source, "tensor", source.count * self._size)
         blocks = _slices(target, [source.count] * self._size)
         return self._gathering(target.result, blocks, source, timeout, key, target)
 
@@ -165,8 +163,8 @@ class Collectives(Launcher):
         result = None
         if root == self._rank:
             if outputs is None:
-                outputs = [np.empty(source.shape, array_dtype(source.dtype)) for _ in range(self._size)]
-            blocks = self._blocks(outputs, "outputs", source)
+                outputs = [empty_like(source) for _ in range(self._size)]
+            blocks = self._blocks(outputs, "outputs", source, "tensor")
             self._same_count(blocks[root], source, f"outputs[{root}]", "tensor")
             self._check_spared(blocks, source)
             counts = [block.count for block in blocks if block is not None]
@@ -192,7 +190,7 @@ class Collectives(Launcher):
         counts = [0] * self._size
         counts[self._rank] = target.count
         if root == self._rank:
-            blocks = self._blocks(inputs, "inputs", target, writable=False)
+            blocks = self._blocks(inputs, "inputs", target, "output", writable=False)
             self._same_count(blocks[root], target, f"inputs[{root}]", "output")
             for rank, block in enumerate(blocks):
                 if rank != root and block is not None and overlaps(block.array, target.array):
@@ -217,7 +215,7 @@ class Collectives(Launcher):
         Cost: n (p-1)/p bytes sent per rank, where n are the bytes of all blocks: half of an allreduce.
         """
         target = view(output, name="output")
-        blocks = self._blocks(inputs, "inputs", target, writable=False)
+        blocks = self._blocks(inputs, "inputs", target, "output", writable=False)
         self._same_count(blocks[self._rank], target, f"inputs[{self._rank}]", "output")
         return self._reducing(target, blocks, op, timeout, key)
 
@@ -226,15 +224,15 @@ class Collectives(Launcher):
     ) -> Work[Any]:
         """Reduce all ranks' `input` and leave the r-th of p equal parts in rank r's `output`."""
         target = view(output, name="output")
-        source = self._whole(input, "input", target, target.count * self._size, writable=False)
+        source = self._whole(input, "input", target, "output", target.count * self._size, writable=False)
         return self._reducing(target, _slices(source, [target.count] * self._size), op, timeout, key)
 
     def alltoall(
         self, outputs: Sequence[Any], inputs: Sequence[Any], *, timeout: Timeout = None, key: str | None = None
     ) -> Work[list[Any]]:
         """Send `inputs[r]` to rank r and receive what rank r sends into `outputs[r]`; any counts."""
-        sources = self._blocks(inputs, "inputs", None, writable=False)
-        targets = self._blocks(outputs, "outputs", sources[0])
+        sources = self._blocks(inputs, "inputs", None, "inputs[0]", writable=False)
+        targets = self._blocks(outputs, "outputs", sources[0], "inputs[0]")
         found = clash([each.array for each in targets], [each.array for each in sources])
         if found is not None:
             first, second = found[0], found[1] - self._size
@@ -265,6 +263,7 @@ class Collectives(Launcher):
         target = view(output, name="output")
         if target.dtype is not source.dtype:
             raise TypeError(f"output has dtype {target.dtype.name}, input has {source.dtype.name}; they must be equal")
+        same_place(target, "output", source, "input")
         if overlaps(target.array, source.array):
             raise ValueError("output shares memory with input: alltoall_base needs separate arrays")
         into = _slices(target, self._splits(target, output_split_sizes, "output"))
@@ -295,8 +294,7 @@ class Collectives(Launcher):
         self, target: Buffer, blocks: Sequence[Buffer], op: ReduceOp, timeout: Timeout, key: str | None
     ) -> Work[Any]:
         if any(overlaps(block.array, target.array) for block in blocks):
-            target, given = _copy_of(target), target
-            target.writeback = _write_into(given, target)
+            target = spare(target)
         plan = self._plan("reduce_scatter", target.dtype, (tuple(block.count for block in blocks),), op=op)
         return self._start(plan, (*blocks, target), blocks[self._rank], target.result, timeout, key)
 
@@ -315,14 +313,15 @@ class Collectives(Launcher):
         plan = self._plan("alltoall", sources[0].dtype, counts, agreed=())
         return self._start(plan, (*sources, *targets), sources[0], result, timeout, key, wholes)
 
-    def _blocks(self, arrays: Any, name: str, like: Buffer | None, *, writable: bool = True) -> list[Any]:
-        """View one array per rank, all of the dtype of `like` (None: of the first); outputs must not overlap."""
+    def _blocks(self, arrays: Any, name: str, like: Buffer | None, of: str, *, writable: bool = True) -> list[Any]:
+        """View one array per rank, all like `like`, called `of` (None: the first); outputs must not overlap."""
         self._check_one_per_rank(arrays, name, "array")
         blocks = [view(each, name=f"{name}[{rank}]", writable=writable) for rank, each in enumerate(arrays)]
-        dtype = blocks[0].dtype if like is None else like.dtype
+        like = blocks[0] if like is None else like
         for rank, block in enumerate(blocks):
-            if block.dtype is not dtype:
-                raise TypeError(f"{name}[{rank}] has dtype {block.dtype.name}, expected {dtype.name}")
+            if block.dtype is not like.dtype:
+                raise TypeError(f"{name}[{rank}] has dtype {block.dtype.name}, expected {like.dtype.name}")
+            same_place(block, name, like, of, rank)
         if writable and (found := clash([block.array for block in blocks])) is not None:
             raise ValueError(f"{name}[{found[0]}] and {name}[{found[1]}] share memory: give every rank its own")
         return blocks
@@ -338,11 +337,12 @@ class Collectives(Launcher):
         if arrays is not None and (not hasattr(arrays, "__len__") or len(arrays)):
             raise ValueError(f"{name} must be None or [] on rank {self._rank}: only the root, rank {root}, has {name}")
 
-    def _whole(self, array: Any, name: str, like: Buffer, count: int, *, writable: bool = True) -> Buffer:
-        """View an array that holds `count` elements of the dtype of `like`."""
+    def _whole(self, array: Any, name: str, like: Buffer, of: str, count: int, *, writable: bool = True) -> Buffer:
+        """View an array that holds `count` elements like those of `like`, which is called `of`."""
         buffer = view(array, name=name, writable=writable)
         if buffer.dtype is not like.dtype:
             raise TypeError(f"{name} has dtype {buffer.dtype.name}, expected {like.dtype.name}")
+        same_place(buffer, name, like, of)
         if buffer.count != count:
             raise ValueError(f"{name} has {buffer.count} elements, expected {count}: world size times the part")
         return buffer
@@ -380,15 +380,3 @@ def _slices(whole: Buffer, counts: Sequence[int]) -> list[Buffer]:
         parts.append(Buffer(whole.array[start : start + count], whole.dtype, (count,), None))
         start += count
     return parts
-
-
-def _copy_of(buffer: Buffer) -> Buffer:
-    return Buffer(np.empty_like(buffer.array), buffer.dtype, buffer.shape, buffer.result)
-
-
-def _write_into(given: Buffer, copy: Buffer) -> Any:
-    def write() -> Any:
-        given.array[:] = copy.array
-        return given.finish()
-
-    return write

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import ctypes
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 from aiocoll.elements.buffers import Buffer, byte_view, is_scalar, overlaps, scalar, view
-from aiocoll.errors import BackendUnavailableError
 
 
 class Interface:
@@ -235,14 +233,6 @@ def test_refused_dtypes(obj: Any, message: str) -> None:
         view(obj, name="x")
 
 
-@pytest.mark.parametrize(
-    "obj", [SimpleNamespace(__cuda_array_interface__={}), Capsule(np.ones(1), device=2)], ids=["interface", "dlpack"]
-)
-def test_cuda_arrays_say_what_to_install(obj: Any) -> None:
-    with pytest.raises(BackendUnavailableError, match=r"^x is a CUDA array, .* pip install aiocoll\[cuda12\]"):
-        view(obj, name="x")
-
-
 def test_dlpack_that_numpy_cannot_take() -> None:
     class Odd(Capsule):
         def __dlpack__(self, **options: Any) -> object:
@@ -325,18 +315,6 @@ def test_byte_view(dtype: str, count: int) -> None:
     if count:
         memory[0] = 1
         assert x.any()
-
-
-def test_a_cuda_tensor_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Tensor:
-        is_cpu = False
-        device = SimpleNamespace(type="cuda")
-
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor))
-    with pytest.raises(
-        BackendUnavailableError, match=r"grad is a CUDA array, .*aiocoll\[cuda12\] \(or aiocoll\[cuda13\]"
-    ):
-        view(Tensor(), name="grad")
 
 
 def test_a_buffer_keeps_the_callers_object_alive() -> None:

@@ -1,0 +1,66 @@
+"""New memory like that of a buffer, and whether buffers lie in one place: on the host, or on one device."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from aiocoll.elements.buffers import Buffer
+from aiocoll.elements.device import DeviceArray, device_of, where
+from aiocoll.elements.dtypes import array_dtype
+
+__all__ = ["empty_like", "same_place", "spare"]
+
+
+def empty_like(buffer: Buffer) -> Any:
+    """Return a new array of the shape and dtype of `buffer`: NumPy's, or on its device by the library of that array.
+
+    Raises:
+        TypeError: it is on a device, and its library is not known.
+    """
+    if not isinstance(buffer.array, DeviceArray):
+        return np.empty(buffer.shape, array_dtype(buffer.dtype))
+    from aiocoll.elements.device_views import empty_like as on_device
+
+    return on_device(buffer.result, sys.modules.get("torch"), sys.modules.get("cupy"))
+
+
+def spare(buffer: Buffer) -> Buffer:
+    """Return a buffer of new memory in place of `buffer`, which it is copied to in the end.
+
+    Raises:
+        TypeError: it is on a device, and its library is not known.
+    """
+    if isinstance(buffer.array, DeviceArray):
+        from aiocoll.elements.device_views import spare as on_device
+
+        array = on_device(buffer.array, buffer.result, sys.modules.get("torch"), sys.modules.get("cupy"))
+        return Buffer(array, buffer.dtype, buffer.shape, buffer.result, array.back)
+    fresh = np.empty_like(buffer.array)
+
+    def writeback() -> Any:
+        buffer.array[:] = fresh
+        return buffer.finish()
+
+    return Buffer(fresh, buffer.dtype, buffer.shape, buffer.result, writeback)
+
+
+def same_place(a: Buffer, a_name: str, b: Buffer, b_name: str, rank: int | None = None) -> None:
+    """Refuse arrays of one call of which one is on the host and one on a device, or that are on two devices.
+
+    Args:
+        a: one of them.
+        a_name: what error messages call it.
+        b: another.
+        b_name: what error messages call that.
+        rank: where `a` is in the list `a_name`; None if it is in none.
+
+    Raises:
+        TypeError: they are in different places.
+    """
+    x, y = device_of(a.array), device_of(b.array)
+    if x != y:
+        name = a_name if rank is None else f"{a_name}[{rank}]"
+        raise TypeError(f"{name} is {where(x)}, {b_name} is {where(y)}: all arrays of a call must be in one place")

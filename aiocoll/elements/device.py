@@ -1,0 +1,106 @@
+"""`DeviceArray`: flat memory of a CUDA device, as plain integers; it needs no library, and nothing here reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from aiocoll.elements.dtypes import DType
+
+__all__ = ["UNKNOWN", "DeviceArray", "PutBack", "device_of", "where"]
+
+#: The device of an array whose owner does not say it; `Cuda.device_of` finds it by the address.
+UNKNOWN = -1
+
+
+class PutBack:
+    """Copies a contiguous copy back to where the caller's elements lie, once.
+
+    Args:
+        copy: enqueues the copy on the stream it is given.
+        stream: the caller's stream.
+        result: the caller's object.
+    """
+
+    __slots__ = ("_copy", "_result", "_stream")
+
+    def __init__(self, copy: Callable[[int], None], stream: int, result: Any) -> None:
+        self._copy: Callable[[int], None] | None = copy
+        self._stream = stream
+        self._result = result
+
+    def on(self, stream: int) -> None:
+        """Enqueue the copy on `stream`, from any thread; nothing if that has been done."""
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy(stream)
+
+    def __call__(self) -> Any:
+        """Enqueue the copy on the caller's stream, if it has not been, and return the caller's object."""
+        self.on(self._stream)
+        return self._result
+
+
+class DeviceArray:
+    """Contiguous elements on a CUDA device.
+
+    Attributes:
+        ptr: address; 0 if there are no elements.
+        size: number of elements.
+        nbytes: number of bytes.
+        dtype: of the elements.
+        device: ordinal, or `UNKNOWN`.
+        stream: the caller's current stream of that device at the call, after which the elements are there. 0 and 1 are
+            the default stream, 2 is that of the caller's thread.
+        keep: what has to live until the device is done with the memory.
+        back: copies the elements to where the caller's lie, after the call; None where these are the caller's.
+    """
+
+    __slots__ = ("back", "device", "dtype", "keep", "nbytes", "ptr", "size", "stream")
+
+    def __init__(
+        self, ptr: int, size: int, dtype: DType, device: int, stream: int, keep: Any, back: PutBack | None = None
+    ) -> None:
+        self.ptr = ptr
+        self.size = size
+        self.nbytes = size * dtype.itemsize
+        self.dtype = dtype
+        self.device = device
+        self.stream = stream
+        self.keep = keep
+        self.back = back
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> DeviceArray:
+        """Return consecutive elements, which share the memory."""
+        start, stop, step = part.indices(self.size)
+        if step != 1:
+            raise ValueError("parts of a device array are consecutive elements")
+        size = max(stop - start, 0)
+        ptr = self.ptr + start * self.dtype.itemsize if size else 0
+        return DeviceArray(ptr, size, self.dtype, self.device, self.stream, self.keep, self.back)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse what NumPy does by itself to any object: the memory cannot be read from here."""
+        raise TypeError("the memory of a CUDA device cannot be read as a NumPy array")
+
+    def __repr__(self) -> str:
+        return f"DeviceArray({self.size} of {self.dtype.name} at {self.ptr:#x} of device {self.device})"
+
+    def overlaps(self, other: Any) -> bool:
+        """Whether any memory is shared with `other`, an array of any kind."""
+        if not isinstance(other, DeviceArray) or not self.size or not other.size:
+            return False  # the addresses of devices are no one else's
+        return self.ptr < other.ptr + other.nbytes and other.ptr < self.ptr + self.nbytes
+
+
+def device_of(array: Any) -> int | None:
+    """Return the device of a flat array; None if it lies on the host."""
+    return array.device if isinstance(array, DeviceArray) else None
+
+
+def where(device: int | None) -> str:
+    """Return where an array lies, for messages."""
+    return "on the host" if device is None else "on a CUDA device" if device < 0 else f"on CUDA device {device}"

@@ -1,0 +1,178 @@
+"""CUDA arrays of CuPy, torch and others -> `DeviceArray`, without importing any of them.
+
+Only addresses are taken, so that bfloat16 and float8 need nothing that knows them. What is not contiguous is copied by
+the array's own library, on the caller's stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from aiocoll.elements.device import UNKNOWN, DeviceArray, PutBack
+from aiocoll.elements.dtypes import DType, of_numpy
+
+__all__ = ["empty_like", "of_cupy", "of_dlpack", "of_interface", "of_torch", "spare"]
+
+_DLPACK_CUDA = 2
+
+
+def of_cupy(cupy: Any, array: Any, name: str, writable: bool) -> DeviceArray:
+    """View a `cupy.ndarray`."""
+    dtype = _dtype(array.dtype, name)
+    device = array.device.id
+    stream = cupy.cuda.get_current_stream(device).ptr
+    if array.flags.c_contiguous:
+        return DeviceArray(array.data.ptr, array.size, dtype, device, stream, array)
+    if writable:
+        _check_apart(array.strides, array.shape, f"{name} is a broadcast array", f"{name}.copy()")
+    with cupy.cuda.Device(device):
+        dense = cupy.ascontiguousarray(array)
+    back = PutBack(_into_cupy(cupy, array, dense), stream, array) if writable else None
+    return DeviceArray(dense.data.ptr, dense.size, dtype, device, stream, (array, dense), back)
+
+
+def of_torch(torch: Any, tensor: Any, dtype: DType, name: str, writable: bool) -> DeviceArray:
+    """View a torch tensor on a CUDA device, of element type `dtype`; results never enter autograd.
+
+    Raises:
+        TypeError: it is sparse.
+        ValueError: it is expanded, but the operation writes to it.
+    """
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} is {tensor.layout} on a CUDA device: sparse tensors have to be on the CPU")
+    device = tensor.get_device()
+    stream = torch.cuda.current_stream(device).cuda_stream
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    dense = plain.resolve_conj().resolve_neg().contiguous()
+    back = None
+    if writable and dense.data_ptr() != plain.data_ptr():
+        _check_apart(plain.stride(), plain.shape, f"{name} is an expanded tensor", f"{name}.clone()")
+        back = PutBack(_into_torch(torch, plain, dense), stream, tensor)
+    return DeviceArray(dense.data_ptr(), dense.numel(), dtype, device, stream, (tensor, dense), back)
+
+
+def of_interface(obj: Any, name: str, writable: bool) -> DeviceArray:
+    """View an object with ``__cuda_array_interface__``, version 2 or 3, whose library is not known.
+
+    Raises:
+        TypeError: it is masked, not contiguous, or its dtype cannot be exchanged.
+        ValueError: it is read-only, but the operation writes to it.
+    """
+    about = obj.__cuda_array_interface__
+    try:
+        shape, (ptr, read_only), found = tuple(about["shape"]), about["data"], np.dtype(about["typestr"])
+        version, strides, stream = about["version"], about.get("strides"), about.get("stream")
+    except (KeyError, TypeError, ValueError) as exc:
+        raise TypeError(f"{name}: its __cuda_array_interface__ is not complete: {exc!r}") from exc
+    if version < 2 or stream == 0:
+        raise TypeError(f"{name}: its __cuda_array_interface__ has version {version} and stream {stream}: it must say")
+    dtype = _dtype(found, name)
+    if about.get("mask") is not None:
+        raise TypeError(f"{name} is a masked array; pass its data alone")
+    if read_only and writable:
+        raise ValueError(f"{name} is read-only, but the result is written to it; pass a writable copy")
+    if strides is not None and not _is_contiguous(strides, shape, dtype.itemsize):
+        raise TypeError(f"{name} is not contiguous, and its library is not known: pass a contiguous copy")
+    size = int(np.prod(shape, dtype=np.int64))
+    # Without a stream there is nothing to wait for; the default stream is one that there always is.
+    return DeviceArray(ptr if size else 0, size, dtype, _device_of(obj), stream or 0, obj)
+
+
+def of_dlpack(take: Callable[[Any], Any], obj: Any, name: str) -> Any:
+    """Return an array of CuPy's or torch's, which knows its stream, on the memory that `obj` shows by DLPack.
+
+    Raises:
+        TypeError: they cannot take it.
+    """
+    try:
+        return take(obj)
+    except (BufferError, RuntimeError, TypeError, NotImplementedError) as exc:
+        raise TypeError(f"{name}: DLPack of this {type(obj).__name__} cannot be taken: {exc}") from exc
+
+
+def empty_like(obj: Any, torch: Any, cupy: Any) -> Any:
+    """Return a new contiguous array like `obj`, a CUDA array, by the library that `obj` is of (None: not loaded).
+
+    Raises:
+        TypeError: it is of neither.
+    """
+    if torch is not None and isinstance(obj, torch.Tensor):
+        return torch.empty(obj.shape, dtype=obj.dtype, device=obj.device)
+    if cupy is not None and isinstance(obj, cupy.ndarray):
+        with obj.device:
+            return cupy.empty(obj.shape, obj.dtype)
+    raise TypeError(f"no array can be made like a {type(obj).__name__}: pass outputs that share no memory with inputs")
+
+
+def spare(array: DeviceArray, obj: Any, torch: Any, cupy: Any) -> DeviceArray:
+    """Return a new array in place of `array`, whose `back` copies it to `obj`, of which `array` is the view."""
+    fresh = empty_like(obj, torch, cupy)
+    if torch is not None and isinstance(obj, torch.Tensor):
+        ptr, copy = fresh.data_ptr(), _into_torch(torch, obj.detach(), fresh)
+    else:
+        ptr, copy = fresh.data.ptr, _into_cupy(cupy, obj, fresh)
+    back = PutBack(copy, array.stream, obj)
+    return DeviceArray(ptr, array.size, array.dtype, array.device, array.stream, (array.keep, fresh), back)
+
+
+def _into_cupy(cupy: Any, array: Any, dense: Any) -> Callable[[int], None]:
+    def copy(stream: int) -> None:
+        with array.device, cupy.cuda.Stream.from_external(_Stream(stream)):
+            array[...] = dense
+
+    return copy
+
+
+def _into_torch(torch: Any, plain: Any, dense: Any) -> Callable[[int], None]:
+    def copy(stream: int) -> None:
+        # The default stream has no handle that torch takes from outside.
+        on = torch.cuda.ExternalStream(stream, plain.device) if stream else torch.cuda.default_stream(plain.device)
+        with torch.cuda.stream(on):
+            plain.copy_(dense)
+
+    return copy
+
+
+class _Stream:
+    """A stream of another library, by the CUDA stream protocol."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self._address)
+
+
+def _dtype(dtype: np.dtype[Any], name: str) -> DType:
+    try:
+        return of_numpy(dtype)
+    except TypeError as exc:
+        raise TypeError(f"{name}: {exc}") from None
+
+
+def _device_of(obj: Any) -> int:
+    """Return the ordinal of the device of an object, or `UNKNOWN`."""
+    ask = getattr(obj, "__dlpack_device__", None)
+    if ask is None:
+        return UNKNOWN
+    kind, device = ask()
+    return int(device) if kind == _DLPACK_CUDA else UNKNOWN
+
+
+def _is_contiguous(strides: Sequence[int], shape: Sequence[int], itemsize: int) -> bool:
+    """Whether elements lie in C order without gaps; how far dimensions of one element stride does not matter."""
+    step = itemsize
+    for stride, length in zip(reversed(strides), reversed(shape), strict=True):
+        if length > 1 and stride != step:
+            return 0 in shape
+        step *= length
+    return True
+
+
+def _check_apart(strides: Sequence[int], shape: Sequence[int], what: str, instead: str) -> None:
+    """Refuse to write to an array of which several elements are one."""
+    if any(stride == 0 and length > 1 for stride, length in zip(strides, shape, strict=True)):
+        raise ValueError(f"{what} whose elements share memory; pass {instead}")
