@@ -1,0 +1,122 @@
+"""Calls of a fake NCCL, and what they calculate."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiocoll.elements.dtypes import DType, by_name
+from aiocoll.elements.ops import ReduceOp, kernel
+from aiocoll.testing.fake_memory import BadAddressError
+
+if TYPE_CHECKING:
+    from aiocoll.testing.fake_nccl import FakeCommunicator
+
+__all__ = ["DTYPES", "FLOAT8_SINCE", "OPS", "FakeCall", "compute"]
+
+#: NCCL's numbers of dtypes; see nccl.h.
+DTYPES: Mapping[int, DType] = MappingProxyType(dict(enumerate(map(by_name, (
+    "int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16",
+    "float8_e4m3fn", "float8_e5m2",
+)))))  # fmt: skip
+#: The version that brought the float8 types.
+FLOAT8_SINCE = 22400
+#: NCCL's numbers of operations.
+OPS: Mapping[int, ReduceOp] = MappingProxyType(
+    dict(enumerate((ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.AVG)))
+)
+#: What an aborted call leaves where it was to write.
+SPOILT = 0xA5
+
+
+class FakeCall:
+    """One call of one rank: it reads and writes so many elements."""
+
+    def __init__(
+        self,
+        communicator: FakeCommunicator,
+        name: str,
+        source: int,
+        read: int,
+        target: int,
+        written: int,
+        dtype: DType,
+        stream: int,
+        op: int | None,
+        root: int | None,
+        peer: int | None,
+    ) -> None:
+        self.communicator = communicator
+        self.name = name
+        self.source = source
+        self.target = target
+        self.dtype = dtype
+        self.stream = stream
+        self.op = op
+        self.root = root
+        self.peer = peer
+        self.read_bytes = read * dtype.itemsize
+        self.written_bytes = written * dtype.itemsize
+        self.ended = threading.Event()
+        #: What all ranks must agree on; the larger of both is the same everywhere.
+        self.terms = (name, max(read, written), dtype.name, op, root)
+
+    def overlaps(self, rank: int, world_size: int) -> bool:
+        """Whether it writes where it reads, in another way than in place."""
+        if not self.read_bytes or not self.written_bytes:
+            return False
+        place = self.source
+        if self.name == "reduce_scatter":
+            place += rank * self.written_bytes
+        elif self.name == "all_gather":
+            place -= rank * self.read_bytes
+        apart = self.source + self.read_bytes <= self.target or self.target + self.written_bytes <= self.source
+        return not apart and self.target != place
+
+    def read_from(self) -> NDArray[Any]:
+        """Return the bytes it reads."""
+        return self._at(self.source, self.read_bytes)
+
+    def written_to(self) -> NDArray[Any]:
+        """Return the bytes it writes."""
+        return self._at(self.target, self.written_bytes)
+
+    def spoil(self) -> None:
+        """It was aborted: anything may be where it was to write."""
+        try:
+            self.written_to().fill(SPOILT)
+        except BadAddressError:  # gone by now: the real one would not look
+            return
+
+    def _at(self, address: int, nbytes: int) -> NDArray[Any]:
+        return self.communicator.nccl.cuda.memory.at(address, nbytes, self.communicator.device)
+
+    def __str__(self) -> str:
+        return f"rank {self.communicator.rank} {self.terms}"
+
+
+def compute(calls: list[FakeCall]) -> None:
+    """Do one collective of all ranks, whose calls come in the order of ranks."""
+    first = calls[0]
+    inputs = [call.read_from().view(first.dtype.storage) for call in calls]
+    outputs = [call.written_to().view(first.dtype.storage) for call in calls]
+    if first.name == "broadcast":
+        assert first.root is not None
+        result = inputs[first.root].copy()
+    elif first.name == "all_gather":
+        result = np.concatenate(inputs)
+    else:
+        assert first.op is not None
+        result = np.empty_like(inputs[0])
+        with np.errstate(all="ignore"):
+            kernel(OPS[first.op], first.dtype, len(calls)).fold(inputs, result)
+    for rank, out in enumerate(outputs):
+        if first.name == "reduce_scatter":
+            out[:] = result[rank * len(out) : (rank + 1) * len(out)]
+        elif len(out):
+            out[:] = result

@@ -1,0 +1,337 @@
+"""A CUDA without devices, for tests: host memory plays device memory, and threads play streams.
+
+It is strict: what real CUDA refuses, or takes and then goes wrong without a word, is an error here. Copies need
+page-locked memory; addresses must belong to the device; handles must be of the right device and not given back; work
+that touches memory which is gone takes the device with it. As in the real one, an event that was never recorded counts
+as done, and a device that has failed stays so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiocoll.elements.dtypes import by_name
+from aiocoll.elements.ops import ReduceOp, kernel
+from aiocoll.gpu.api import DeviceError
+from aiocoll.testing.fake_memory import HOST, BadAddressError, FakeArray, FakeMemory
+from aiocoll.testing.fake_streams import Blocked, FakeDevice, FakeStream, Gate, Mark
+
+__all__ = ["FakeArray", "FakeCuda", "Gate"]
+
+#: Streams that nobody makes: the default one of the thread's device, by both its names, and the one of each thread.
+LEGACY = (0, 1)
+PER_THREAD = 2
+#: What CUDA says of what it refuses.
+INVALID_HANDLE = "invalid resource handle"
+INVALID_VALUE = "invalid argument"
+
+
+class _Event:
+    def __init__(self, device: FakeDevice) -> None:
+        self.device = device
+        self.mark: Mark | None = None
+
+
+class FakeCuda:
+    """A CUDA runtime, as `aiocoll.gpu.api.Cuda` wants it, and the hands to play with it.
+
+    Use it in a ``with`` block, or `close` it: its threads end there.
+
+    Args:
+        devices: how many there are.
+
+    Attributes:
+        bus_ids: of the devices; change one to play another GPU.
+        latency: seconds that every kernel and copy takes.
+        memory: of the devices and the page-locked one of the host.
+        calls: how often each function of the runtime was called.
+        blocked: where threads wait, for the end to let them go.
+    """
+
+    def __init__(self, devices: int = 1) -> None:
+        self.bus_ids = [f"00000000:{device:02X}:00.0" for device in range(devices)]
+        self.latency = 0.0
+        self.memory = FakeMemory()
+        self.calls: defaultdict[str, int] = defaultdict(int)
+        self.blocked = Blocked()
+        self._devices = [FakeDevice(device) for device in range(devices)]
+        self._lock = threading.Lock()
+        self._thread = threading.local()
+        self._handles = itertools.count(0x5500_0000, 16)
+        self._streams: dict[int, FakeStream] = {}
+        self._implicit: dict[tuple[int, int], FakeStream] = {}
+        self._ending: list[FakeStream] = []
+        self._events: dict[int, _Event] = {}
+        self._next: dict[str, list[DeviceError]] = {}
+
+    def __enter__(self) -> FakeCuda:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- the hands
+
+    def close(self) -> None:
+        """End all that runs, and the threads."""
+        self.blocked.end()
+        streams = [*self._streams.values(), *self._implicit.values(), *self._ending]
+        for stream in streams:
+            stream.close()
+        for stream in streams:
+            stream.join(10.0)
+
+    def live(self) -> dict[str, int]:
+        """Return how many events and streams, and how many bytes page-locked and of all devices, are in use."""
+        return {
+            "events": len(self._events),
+            "streams": len(self._streams),
+            "pinned": self.memory.live(HOST),
+            "memory": sum(self.memory.live(device) for device in range(len(self._devices))),
+        }
+
+    def fail(self, message: str = "unspecified launch failure", device: int = 0) -> None:
+        """Let `device` fail; all that waits for it learns of it at once."""
+        self._devices[device].fail(message)
+
+    def fail_next(self, call: str, message: str = INVALID_VALUE, *, fatal: bool = False) -> None:
+        """Let the next call of one function fail."""
+        self._next.setdefault(call, []).append(DeviceError(call, message, fatal=fatal))
+
+    def allocate(self, nbytes: int, device: int = 0) -> NDArray[Any]:
+        """Return memory of `device`, as bytes, which is in use as long as they live."""
+        return self.memory.new(nbytes, self._device(device, "malloc").ordinal)
+
+    def kernel(self, stream: int, work: Callable[[], None], device: int | None = None, seconds: float = 0.0) -> None:
+        """Do `work` in the order of `stream`; `device` is the one of stream 0, by default the thread's."""
+        self._stream(stream, "launch", device).kernel(work, seconds)
+
+    def gate(self, stream: int, device: int | None = None) -> Gate:
+        """Put a kernel on `stream` that runs until it is opened."""
+        gate = Gate()
+        self.kernel(stream, lambda: gate.run(self.blocked), device)
+        return gate
+
+    def step(self, stream: int, steps: int | None, device: int | None = None) -> None:
+        """Let `stream` do `steps` things more and then stop (0: stop at once); None lets it go on."""
+        self._stream(stream, "step", device).step(steps)
+
+    def capture(self, stream: int, on: bool, device: int | None = None) -> None:
+        """Begin to capture what comes on `stream` into a graph, or end it."""
+        self._stream(stream, "capture", device).capturing = on
+
+    def stream_synchronize(self, stream: int, device: int | None = None) -> None:
+        """Block this thread until all that is on `stream` now is done."""
+        mark = self._stream(stream, "streamSynchronize", device).mark()
+        self.blocked.wait(mark.passed)
+        mark.done("streamSynchronize")
+
+    # -- the runtime
+
+    def version(self) -> int:
+        """Return the version of the runtime, such as 12080."""
+        return 12080
+
+    def device_count(self) -> int:
+        """Return how many devices this process may use; 0 without a driver."""
+        return len(self._devices)
+
+    def bus_id(self, device: int) -> str:
+        """Return what tells the device from all others of this host."""
+        return self.bus_ids[self._device(device, "bus_id").ordinal]
+
+    def use(self, device: int) -> None:
+        """Make `device` the one that calls of this thread are for."""
+        self._thread.device = self._device(device, "use").ordinal
+
+    def current(self) -> int:
+        """Return the device that calls of this thread are for; the streams 0, 1 and 2 are those of this device."""
+        return int(getattr(self._thread, "device", 0))
+
+    def stream_create(self) -> int:
+        """Return a new stream of the thread's device that does not wait for the default stream."""
+        device = self._begin("stream_create")
+        stream = FakeStream(device, self.blocked)
+        with self._lock:
+            handle = next(self._handles)
+            self._streams[handle] = stream
+        return handle
+
+    def stream_destroy(self, stream: int) -> None:
+        """Give a stream back; what is on it still ends."""
+        self._begin("stream_destroy", check=False)
+        with self._lock:
+            found = self._streams.pop(stream, None)
+        if found is None:
+            raise DeviceError("stream_destroy", INVALID_HANDLE, fatal=False)
+        self._ending.append(found)
+        found.close()
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether work for `stream` is being captured into a graph."""
+        self._begin("is_capturing", check=False)
+        return self._stream(stream, "is_capturing").capturing
+
+    def event_create(self) -> int:
+        """Return a new event of the thread's device; who waits for it sleeps."""
+        device = self._begin("event_create")
+        with self._lock:
+            handle = next(self._handles)
+            self._events[handle] = _Event(device)
+        return handle
+
+    def event_destroy(self, event: int) -> None:
+        """Give an event back."""
+        self._begin("event_destroy", check=False)
+        with self._lock:
+            if self._events.pop(event, None) is None:
+                raise DeviceError("event_destroy", INVALID_HANDLE, fatal=False)
+
+    def event_record(self, event: int, stream: int) -> None:
+        """Let `event` be done when all that is on `stream` now is done."""
+        self._begin("event_record", check=False)
+        found, on = self._event(event, "event_record"), self._open(stream, "event_record")
+        if found.device is not on.device:
+            message = f"{INVALID_HANDLE}: event of device {found.device.ordinal}, stream of {on.device.ordinal}"
+            raise DeviceError("event_record", message, fatal=False)
+        found.mark = on.mark()
+
+    def event_done(self, event: int) -> bool:
+        """Whether what was before the event is done; raises if it has failed."""
+        self._begin("event_done", check=False)
+        mark = self._event(event, "event_done").mark
+        return mark is None or mark.done("event_done")
+
+    def event_synchronize(self, event: int) -> None:
+        """Block this thread, without the GIL, until the event is done; raises if what was before it has failed."""
+        self._begin("event_synchronize", check=False)
+        mark = self._event(event, "event_synchronize").mark
+        if mark is not None:
+            self.blocked.wait(mark.passed)
+            mark.done("event_synchronize")
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        """Let what comes on `stream` wait for `event`."""
+        self._begin("stream_wait", check=False)
+        mark = self._event(event, "stream_wait").mark
+        on = self._open(stream, "stream_wait")
+        if mark is not None:
+            on.wait(mark)
+
+    def pinned(self, nbytes: int) -> NDArray[Any]:
+        """Return `nbytes` of page-locked host memory as uint8, which is freed with the last reference."""
+        self._begin("pinned")
+        return self.memory.new(nbytes, HOST)
+
+    def copy_to_host(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy from the device to pinned memory, in the order of `stream`."""
+        device = self._open(stream, "copy_to_host").device.ordinal
+        self._copy("copy_to_host", (target, HOST), (source, device), nbytes, stream)
+
+    def copy_to_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy from pinned memory to the device, in the order of `stream`."""
+        device = self._open(stream, "copy_to_device").device.ordinal
+        self._copy("copy_to_device", (target, device), (source, HOST), nbytes, stream)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy on the device, in the order of `stream`."""
+        device = self._open(stream, "copy").device.ordinal
+        self._copy("copy", (target, device), (source, device), nbytes, stream)
+
+    def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
+        """Write the products of `count` elements and `factor`, in the order of `stream`; in place if both are one."""
+        on = self._open(stream, "scale")
+        if self._begin("scale") is not on.device:
+            raise DeviceError("scale", f"{INVALID_HANDLE}: the stream is not of the thread's device", fatal=False)
+        kind, where = by_name(dtype), on.device.ordinal
+        nbytes = count * kind.itemsize
+        for address in (target, source):
+            self.check("scale", address, nbytes, where)
+
+        def work() -> None:
+            given = self.memory.at(source, nbytes, where).view(kind.storage)
+            made = self.memory.at(target, nbytes, where).view(kind.storage)
+            prescale = kernel(ReduceOp.PREMUL_SUM(factor), kind, 1).prescale
+            assert prescale is not None
+            with np.errstate(all="ignore"):
+                prescale(given, made)
+
+        on.kernel(work, self.latency)
+
+    # -- what is looked at in every call
+
+    def check(self, call: str, address: int, nbytes: int, where: int) -> None:
+        """Refuse an address that is not in live memory of device `where`, or, if it is `HOST`, page-locked memory."""
+        try:
+            self.memory.at(address, nbytes, where)
+        except BadAddressError as exc:
+            raise DeviceError(call, f"{INVALID_VALUE}: {exc}", fatal=False) from None
+
+    def stream_of(self, stream: int, call: str, device: int) -> FakeStream:
+        """Return the stream to put something on, which must be of `device`."""
+        found = self._open(stream, call, device)
+        if found.device.ordinal != device:
+            raise DeviceError(call, f"{INVALID_HANDLE}: a stream of device {found.device.ordinal}", fatal=False)
+        return found
+
+    def _copy(self, call: str, target: tuple[int, int], source: tuple[int, int], nbytes: int, stream: int) -> None:
+        self._begin(call, check=False)
+        for address, where in (target, source):
+            self.check(call, address, nbytes, where)
+
+        def work() -> None:
+            self.memory.at(target[0], nbytes, target[1])[:] = self.memory.at(source[0], nbytes, source[1])
+
+        self._open(stream, call).kernel(work, self.latency)
+
+    def _begin(self, call: str, *, check: bool = True) -> FakeDevice:
+        """Count the call, let it fail if it has to, and return the thread's device."""
+        self.calls[call] += 1
+        if waiting := self._next.get(call):
+            error = waiting.pop(0)
+            if error.fatal:
+                self.fail(str(error), self.current())
+            raise error
+        device = self._device(self.current(), call)
+        if check:
+            device.check(call)
+        return device
+
+    def _device(self, device: int, call: str) -> FakeDevice:
+        if not 0 <= device < len(self._devices):
+            raise DeviceError(call, f"invalid device ordinal {device}", fatal=False)
+        return self._devices[device]
+
+    def _event(self, event: int, call: str) -> _Event:
+        found = self._events.get(event)
+        if found is None:
+            raise DeviceError(call, f"{INVALID_HANDLE}: no event {event:#x}", fatal=False)
+        return found
+
+    def _stream(self, stream: int, call: str, device: int | None = None) -> FakeStream:
+        if stream in LEGACY or stream == PER_THREAD:
+            found = self._device(self.current() if device is None else device, call)
+            key = (found.ordinal, threading.get_ident() if stream == PER_THREAD else 0)
+            with self._lock:
+                if key not in self._implicit:
+                    self._implicit[key] = FakeStream(found, self.blocked)
+                return self._implicit[key]
+        made = self._streams.get(stream)
+        if made is None:
+            raise DeviceError(call, f"{INVALID_HANDLE}: no stream {stream:#x}", fatal=False)
+        return made
+
+    def _open(self, stream: int, call: str, device: int | None = None) -> FakeStream:
+        """Return a stream to put something on, which the runtime does."""
+        found = self._stream(stream, call, device)
+        found.device.check(call)
+        if found.capturing:
+            raise DeviceError(call, "operation not permitted when stream is capturing", fatal=False)
+        return found

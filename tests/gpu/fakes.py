@@ -1,0 +1,34 @@
+"""What tests of the fakes share: ranks on threads, each with a device and a stream of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from aiocoll.testing.fake_cuda import FakeCuda
+from aiocoll.testing.fake_nccl import FakeCommunicator, FakeNccl
+
+
+class Rank:
+    """One rank, for the thread it is made in."""
+
+    def __init__(self, nccl: FakeNccl, unique_id: bytes, rank: int, world_size: int) -> None:
+        self.nccl, self.cuda, self.rank, self.world_size = nccl, nccl.cuda, rank, world_size
+        self.cuda.use(rank)
+        self.stream = self.cuda.stream_create()
+        self.communicator: FakeCommunicator = nccl.init(world_size, unique_id, rank)
+
+    def finish(self) -> None:
+        """Wait for all that is on the stream."""
+        self.cuda.stream_synchronize(self.stream)
+
+
+def on_ranks(cuda: FakeCuda, nccl: FakeNccl, world_size: int, fn: Callable[[Rank], Any]) -> list[Any]:
+    """Return what `fn` returns on every rank, each in a thread."""
+    unique_id = nccl.unique_id()
+    with ThreadPoolExecutor(world_size) as threads:
+        running = [
+            threads.submit(lambda rank=rank: fn(Rank(nccl, unique_id, rank, world_size))) for rank in range(world_size)
+        ]
+        return [each.result(60) for each in running]
