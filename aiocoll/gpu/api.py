@@ -47,6 +47,9 @@ class Cuda(Protocol):
     def current(self) -> int:
         """Return the device that calls of this thread are for; the streams 0, 1 and 2 are those of this device."""
 
+    def device_of(self, address: int) -> int:
+        """Return the device whose memory lies at `address`."""
+
     def stream_create(self) -> int:
         """Return a new stream of the thread's device that does not wait for the default stream."""
 
@@ -87,7 +90,10 @@ class Cuda(Protocol):
         """Copy on the device, in the order of `stream`."""
 
     def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
-        """Write the products of `count` elements and `factor`, in the order of `stream`; in place if both are one."""
+        """Write the products of `count` elements and `factor`, in the order of `stream`; in place if both are one.
+
+        `dtype` is a float of 16 bits or more, or complex; of any other it raises a `DeviceError` that is not fatal.
+        """
 
 
 class NcclCommunicator(Protocol):
