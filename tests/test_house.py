@@ -233,9 +233,19 @@ print(*(name for name in {LATER} if name in sys.modules and name not in before))
 
 
 def test_every_module_can_be_imported_alone() -> None:
-    names = [name for name in MODULES if name not in ("aiocoll", "__main__") and folder(name) != "testing"]
+    left = ("aiocoll", "__main__", "gpu.cupy_api")  # the last needs CuPy
+    names = [name for name in MODULES if name not in left and folder(name) != "testing"]
     code = "\n".join(["import importlib", *(f"importlib.import_module('aiocoll.{name}')" for name in names)])
     assert run(code) == ""
+
+
+def test_one_module_imports_cupy() -> None:
+    def is_cupy(node: ast.AST) -> bool:
+        if isinstance(node, ast.ImportFrom):
+            return (node.module or "").partition(".")[0] == "cupy"
+        return isinstance(node, ast.Import) and any(alias.name.partition(".")[0] == "cupy" for alias in node.names)
+
+    assert [name for name in MODULES if any(map(is_cupy, ast.walk(tree(name))))] == ["gpu.cupy_api"]
 
 
 def test_the_command_and_the_plugin_are_where_the_package_says() -> None:

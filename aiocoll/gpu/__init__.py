@@ -2,4 +2,5 @@
 
 api          what is needed of CUDA and of NCCL, as two protocols of plain integers
 cupy_api     both of them by CuPy: the only module that imports it
+provider     which of them there are: those by CuPy, or what a test provides
 """

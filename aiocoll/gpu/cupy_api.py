@@ -1,0 +1,323 @@
+"""CUDA and NCCL by CuPy: the only module that imports it, and does nothing but that and to name what fails.
+
+CuPy has its ways: importing its NCCL without the library warns and leaves an empty module; an NCCL status that it does
+not know is a KeyError; a communicator that is garbage-collected is destroyed, for which NCCL waits for other ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import warnings
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+from numpy.typing import NDArray
+
+from aiocoll.errors import BackendUnavailableError
+from aiocoll.gpu.api import Cuda, DeviceError, Nccl
+
+__all__ = ["cuda", "nccl"]
+
+_OLDEST = 14
+_SUCCESS, _NOT_READY = 0, 600
+#: What CUDA refuses without harm: arguments, too little memory, a device or a handle that is none, a capture.
+_HARMLESS = frozenset({1, 2, 101, 400, *range(900, 909)})
+_INVALID_ARGUMENT = 4
+#: What NCCL says that CuPy has no words for.
+_UNKNOWN = {7: "in progress: NCCL_COMM_BLOCKING=0 is not for CuPy", 8: "it took too long"}
+#: Lines of CUDA that multiply the floats that NumPy's arithmetic on a device would round otherwise or does not have.
+_SCALE = {
+    "float16": ("float16", "y = (float)x * f"),
+    "bfloat16": (
+        "uint16",
+        "float product = __uint_as_float((unsigned)x << 16) * f;"
+        "unsigned bits = __float_as_uint(product);"
+        "y = product != product ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16",
+    ),
+}
+_SCALED = ("float32", "float64", "complex64", "complex128")
+
+if int(cupy.__version__.partition(".")[0]) < _OLDEST:
+    raise ImportError(f"CuPy {cupy.__version__} is too old, it must be {_OLDEST} or later")
+
+
+class _Named:
+    """Turns what CuPy raises in its block into `DeviceError` of `call`."""
+
+    def __init__(self, call: str, *, fatal: bool = False) -> None:
+        self._call = call
+        self._fatal = fatal
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(error, runtime.CUDARuntimeError):
+            fatal = self._fatal or error.status not in _HARMLESS
+        elif isinstance(error, KeyError):
+            # Of an NCCL status that CuPy does not know, raising fails.
+            status = error.args[0]
+            raise DeviceError(self._call, _UNKNOWN.get(status, f"status {status}")) from error
+        elif isinstance(error, RuntimeError):
+            fatal = self._fatal or getattr(error, "status", None) != _INVALID_ARGUMENT
+        else:
+            return
+        raise DeviceError(self._call, str(error), fatal=fatal) from error
+
+
+class _Stream:
+    """A stream for CuPy, by the CUDA stream protocol."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self._address)
+
+
+class _Cuda:
+    """`Cuda` by `cupy.cuda.runtime`."""
+
+    def version(self) -> int:
+        with _Named("cudaRuntimeGetVersion"):
+            return int(runtime.runtimeGetVersion())
+
+    def device_count(self) -> int:
+        try:
+            return int(runtime.getDeviceCount())
+        except runtime.CUDARuntimeError:
+            return 0
+
+    def bus_id(self, device: int) -> str:
+        with _Named("cudaDeviceGetPCIBusId"):
+            return str(runtime.deviceGetPCIBusId(device))
+
+    def use(self, device: int) -> None:
+        with _Named("cudaSetDevice"):
+            runtime.setDevice(device)
+
+    def current(self) -> int:
+        with _Named("cudaGetDevice"):
+            return int(runtime.getDevice())
+
+    def device_of(self, address: int) -> int:
+        with _Named("cudaPointerGetAttributes"):
+            return int(runtime.pointerGetAttributes(address).device)
+
+    def stream_create(self) -> int:
+        with _Named("cudaStreamCreateWithFlags"):
+            return int(runtime.streamCreateWithFlags(runtime.streamNonBlocking))
+
+    def stream_destroy(self, stream: int) -> None:
+        with _Named("cudaStreamDestroy"):
+            runtime.streamDestroy(stream)
+
+    def is_capturing(self, stream: int) -> bool:
+        with _Named("cudaStreamIsCapturing"):
+            return bool(runtime.streamIsCapturing(stream))
+
+    def event_create(self) -> int:
+        with _Named("cudaEventCreateWithFlags"):
+            return int(runtime.eventCreateWithFlags(runtime.eventBlockingSync | runtime.eventDisableTiming))
+
+    def event_destroy(self, event: int) -> None:
+        with _Named("cudaEventDestroy"):
+            runtime.eventDestroy(event)
+
+    def event_record(self, event: int, stream: int) -> None:
+        with _Named("cudaEventRecord"):
+            runtime.eventRecord(event, stream)
+
+    def event_done(self, event: int) -> bool:
+        with _Named("cudaEventQuery"):
+            status = runtime.eventQuery(event)  # which it returns, whatever it is
+            if status in (_SUCCESS, _NOT_READY):
+                return bool(status == _SUCCESS)
+            raise runtime.CUDARuntimeError(status)
+
+    def event_synchronize(self, event: int) -> None:
+        with _Named("cudaEventSynchronize"):
+            runtime.eventSynchronize(event)
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        with _Named("cudaStreamWaitEvent"):
+            runtime.streamWaitEvent(stream, event)
+
+    def pinned(self, nbytes: int) -> NDArray[Any]:
+        with _Named("cudaHostAlloc"):
+            if not nbytes:
+                return np.empty(0, np.uint8)
+            # The pointer owns the memory, and the array the pointer. CuPy's pool would keep it for ever.
+            pointer = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(nbytes), 0)
+            return np.frombuffer(pointer, np.uint8, nbytes)
+
+    def copy_to_host(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        with _Named("cudaMemcpyAsync"):
+            runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDeviceToHost, stream)
+
+    def copy_to_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        with _Named("cudaMemcpyAsync"):
+            runtime.memcpyAsync(target, source, nbytes, runtime.memcpyHostToDevice, stream)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        with _Named("cudaMemcpyAsync"):
+            runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDeviceToDevice, stream)
+
+    def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
+        if dtype not in _SCALE and dtype not in _SCALED:
+            raise DeviceError("scale", f"{dtype} cannot be multiplied on a device", fatal=False)
+        try:
+            with cupy.cuda.Stream.from_external(_Stream(stream)):
+                _scaled(target, source, count, dtype, factor)
+        except Exception as error:  # compiling raises what it likes, such as ImportError without NVRTC
+            raise DeviceError("scale", str(error), fatal=False) from error
+
+
+class _Communicator:
+    """`NcclCommunicator` by CuPy."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+        self._ending = threading.Lock()
+        self._ended = False
+        # Freeing it would destroy it, and that may wait for ever: it lives until it is ended, and else to the end.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
+
+    def all_reduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
+        with _Named("ncclAllReduce"):
+            self._made.allReduce(source, target, count, dtype, op, stream)
+
+    def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
+        with _Named("ncclReduce"):
+            self._made.reduce(source, target, count, dtype, op, root, stream)
+
+    def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
+        with _Named("ncclBroadcast"):
+            self._made.broadcast(source, target, count, dtype, root, stream)
+
+    def all_gather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None:
+        with _Named("ncclAllGather"):
+            self._made.allGather(source, target, count, dtype, stream)
+
+    def reduce_scatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
+        with _Named("ncclReduceScatter"):
+            self._made.reduceScatter(source, target, count, dtype, op, stream)
+
+    def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        with _Named("ncclSend"):
+            self._made.send(source, count, dtype, peer, stream)
+
+    def recv(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        with _Named("ncclRecv"):
+            self._made.recv(target, count, dtype, peer, stream)
+
+    def async_error(self) -> str | None:
+        try:
+            self._made.check_async_error()
+        except KeyError as error:
+            return _UNKNOWN.get(error.args[0], f"status {error.args[0]}")
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    def abort(self) -> None:
+        self._end(self._made.abort, "ncclCommAbort")
+
+    def destroy(self) -> None:
+        self._end(self._made.destroy, "ncclCommDestroy")
+
+    def _end(self, end: Any, call: str) -> None:
+        """Call `end`, if neither this nor the other has been called: CuPy knows that only once they are through."""
+        with self._ending:
+            if self._ended:
+                return
+            self._ended = True
+        with _Named(call, fatal=True):
+            end()
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._made))
+
+
+class _Nccl:
+    """`Nccl` by `cupy.cuda.nccl`, which is `library`."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def version(self) -> int:
+        with _Named("ncclGetVersion"):
+            return int(self._library.get_version())
+
+    def unique_id(self) -> bytes:
+        with _Named("ncclGetUniqueId"):
+            return bytes(self._library.get_unique_id())
+
+    def init(self, world_size: int, unique_id: bytes, rank: int) -> _Communicator:
+        if os.environ.get("NCCL_COMM_BLOCKING") == "0":
+            raise DeviceError("ncclCommInitRank", "NCCL_COMM_BLOCKING=0 is set, which CuPy cannot do: unset it")
+        with _Named("ncclCommInitRank", fatal=True):
+            return _Communicator(self._library.NcclCommunicator(world_size, unique_id, rank))
+
+    def group_start(self) -> None:
+        with _Named("ncclGroupStart"):
+            self._library.groupStart()
+
+    def group_end(self) -> None:
+        # What fails here has failed in all communicators of the group.
+        with _Named("ncclGroupEnd", fatal=True):
+            self._library.groupEnd()
+
+
+@cache
+def cuda() -> Cuda:
+    """Return CUDA.
+
+    Raises:
+        BackendUnavailableError: there is no device; the message says why.
+    """
+    try:
+        runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        raise BackendUnavailableError(f"CuPy {cupy.__version__} finds no CUDA device: {error}") from error
+    return _Cuda()
+
+
+@cache
+def nccl() -> tuple[Nccl | None, str | None]:
+    """Return NCCL, or None and why there is none."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")  # its warning is what we return
+        try:
+            from cupy.cuda import nccl as library
+        except ImportError as error:
+            return None, f"CuPy {cupy.__version__} has no NCCL: {error}"
+    if not library.available:
+        return None, " ".join(" ".join(str(warning.message).split()) for warning in caught) or "NCCL is not there"
+    return _Nccl(library), None
+
+
+def _array(address: int, count: int, dtype: str) -> Any:
+    """Return CuPy's array on memory of the thread's device."""
+    kind = np.dtype(dtype)
+    memory = cupy.cuda.UnownedMemory(address, count * kind.itemsize, None, runtime.getDevice())
+    return cupy.ndarray((count,), kind, cupy.cuda.MemoryPointer(memory, 0))
+
+
+def _scaled(target: int, source: int, count: int, dtype: str, factor: complex) -> None:
+    if dtype not in _SCALE:
+        number = factor if dtype.startswith("complex") else factor.real
+        cupy.multiply(_array(source, count, dtype), number, _array(target, count, dtype))
+        return
+    shown = _SCALE[dtype][0]
+    _scaler(dtype)(_array(source, count, shown), np.float32(factor.real), _array(target, count, shown))
+
+
+@cache
+def _scaler(dtype: str) -> Any:
+    shown, code = _SCALE[dtype]
+    return cupy.ElementwiseKernel(f"{shown} x, float32 f", f"{shown} y", code, f"aiocoll_scale_{dtype}")
