@@ -67,8 +67,10 @@ def of_interface(obj: Any, name: str, writable: bool) -> DeviceArray:
         version, strides, stream = about["version"], about.get("strides"), about.get("stream")
     except (KeyError, TypeError, ValueError) as exc:
         raise TypeError(f"{name}: its __cuda_array_interface__ is not complete: {exc!r}") from exc
-    if version < 2 or stream == 0:
-        raise TypeError(f"{name}: its __cuda_array_interface__ has version {version} and stream {stream}: it must say")
+    if version < 2:
+        raise TypeError(f"{name}: its __cuda_array_interface__ has version {version}, it must be 2 or later")
+    if stream == 0:
+        raise TypeError(f"{name}: its __cuda_array_interface__ names stream 0, which the protocol forbids")
     dtype = _dtype(found, name)
     if about.get("mask") is not None:
         raise TypeError(f"{name} is a masked array; pass its data alone")
@@ -128,8 +130,8 @@ def _into_cupy(cupy: Any, array: Any, dense: Any) -> Callable[[int], None]:
 
 def _into_torch(torch: Any, plain: Any, dense: Any) -> Callable[[int], None]:
     def copy(stream: int) -> None:
-        # The default stream has no handle that torch takes from outside.
-        on = torch.cuda.ExternalStream(stream, plain.device) if stream else torch.cuda.default_stream(plain.device)
+        # Of the default stream, 0 or 1, torch takes no handle from outside.
+        on = torch.cuda.ExternalStream(stream, plain.device) if stream > 1 else torch.cuda.default_stream(plain.device)
         with torch.cuda.stream(on):
             plain.copy_(dense)
 

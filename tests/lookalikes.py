@@ -1,0 +1,235 @@
+"""Modules that look like CuPy and torch on CUDA, over host memory; they refuse what the real ones refuse.
+
+Put one into `sys.modules`. What they enqueue is done at once, or by `enqueue(stream, device, work)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+Enqueue = Callable[[int, int, Callable[[], None]], None]
+
+
+def at_once(stream: int, device: int, work: Callable[[], None]) -> None:
+    work()
+
+
+class Module:
+    """What both keep: the current device, the current stream of each device, and what was enqueued where."""
+
+    def __init__(self, enqueue: Enqueue = at_once) -> None:
+        self._enqueue = enqueue
+        self._current = 0
+        self._streams: dict[int, int] = {}
+        #: (what, device, stream) of everything enqueued.
+        self.enqueued: list[tuple[str, int, int]] = []
+
+    def put(self, what: str, device: int, work: Callable[[], None]) -> None:
+        self.enqueued.append((what, device, self._streams.get(device, 0)))
+        self._enqueue(self._streams.get(device, 0), device, work)
+
+    @contextmanager
+    def on_device(self, device: int) -> Iterator[None]:
+        before, self._current = self._current, device
+        try:
+            yield
+        finally:
+            self._current = before
+
+    @contextmanager
+    def on_stream(self, stream: int, device: int) -> Iterator[None]:
+        before, self._streams[device] = self._streams.get(device, 0), stream
+        try:
+            yield
+        finally:
+            self._streams[device] = before
+
+
+def _unreadable(*args: object, **kwargs: object) -> Any:
+    raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`")
+
+
+class Cupy(Module):
+    """CuPy 14."""
+
+    def __init__(self, enqueue: Enqueue = at_once) -> None:
+        super().__init__(enqueue)
+        outer = self
+
+        class Device:
+            def __init__(self, device: int) -> None:
+                self.id = device
+                self._blocks: list[Any] = []
+
+            def __enter__(self) -> Device:
+                self._blocks.append(outer.on_device(self.id))
+                self._blocks[-1].__enter__()
+                return self
+
+            def __exit__(self, *exc: Any) -> None:
+                self._blocks.pop().__exit__(*exc)
+
+        class Stream:
+            def __init__(self, ptr: int) -> None:
+                self.ptr = ptr
+
+            @classmethod
+            def from_external(cls, other: Any) -> Stream:
+                version, ptr = other.__cuda_stream__()
+                assert version == 0
+                return cls(ptr)
+
+            def __enter__(self) -> Stream:
+                self._block = outer.on_stream(self.ptr, outer._current)
+                self._block.__enter__()
+                return self
+
+            def __exit__(self, *exc: Any) -> None:
+                self._block.__exit__(*exc)
+
+        class ndarray:
+            """Elements of `host`, which plays memory of `device`."""
+
+            __array__ = _unreadable
+
+            def __init__(self, host: np.ndarray, device: int = 0) -> None:
+                self._host = host
+                self.device = Device(device)
+                self.shape, self.strides, self.size = host.shape, host.strides, host.size
+                self.dtype, self.nbytes = host.dtype, host.nbytes
+                self.data = SimpleNamespace(ptr=host.__array_interface__["data"][0] if host.size else 0)
+                self.flags = SimpleNamespace(c_contiguous=host.flags.c_contiguous, f_contiguous=host.flags.f_contiguous)
+
+            @property
+            def __cuda_array_interface__(self) -> dict[str, Any]:
+                raise AssertionError("for CuPy's own arrays nobody needs the interface, which looks at the stream")
+
+            def __setitem__(self, where: object, other: ndarray) -> None:
+                assert where is Ellipsis
+                assert self.device.id == other.device.id == outer._current, "Array device must be the current device"
+                outer.put("copy", outer._current, lambda: np.copyto(self._host, other._host.reshape(self.shape)))
+
+            def get(self) -> np.ndarray:
+                return self._host.copy()
+
+        self.ndarray = ndarray
+        self.cuda = SimpleNamespace(Device=Device, Stream=Stream, get_current_stream=self._stream)
+
+    def _stream(self, device_id: int = -1) -> Any:
+        return self.cuda.Stream(self._streams.get(self._current if device_id < 0 else device_id, 0))
+
+    def ascontiguousarray(self, array: Any) -> Any:
+        assert array.device.id == self._current, "Array device must be the current device"
+        dense = self.ndarray(np.empty(array.shape, array.dtype), array.device.id)
+        self.put("dense", self._current, lambda: np.copyto(dense._host, array._host))
+        return dense
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        return self.ndarray(np.full(shape, 77).astype(dtype), self._current)
+
+    def from_dlpack(self, other: Any) -> Any:
+        return self.ndarray(np.from_dlpack(other), self._current)
+
+
+class Torch(Module):
+    """torch 2."""
+
+    strided, sparse_coo = "torch.strided", "torch.sparse_coo"
+
+    def __init__(self, enqueue: Enqueue = at_once) -> None:
+        super().__init__(enqueue)
+        outer = self
+
+        class Tensor:
+            """Elements of `host`, whose dtype NumPy may not have, as memory of CUDA device `device`."""
+
+            is_cpu = False
+            __array__ = _unreadable
+
+            def __init__(self, host: np.ndarray, dtype: str, device: int = 0, **more: Any) -> None:
+                self._host = host
+                self.dtype = f"torch.{dtype}"
+                self.shape = host.shape
+                self.layout = more.get("layout", Torch.strided)
+                self.requires_grad = more.get("requires_grad", False)
+                self._conj = more.get("conj", False)
+                self.device = SimpleNamespace(type="cuda", index=device)
+
+            @property
+            def __cuda_array_interface__(self) -> dict[str, Any]:
+                raise AssertionError("of bfloat16 it says too little")
+
+            def numpy(self) -> Any:
+                raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu()")
+
+            def _like(self, host: np.ndarray, **more: Any) -> Tensor:
+                assert not self.requires_grad, "what is done to it is recorded by autograd"
+                return Tensor(host, self.dtype[6:], self.device.index, **more)
+
+            def get_device(self) -> int:
+                return int(self.device.index)
+
+            def detach(self) -> Tensor:
+                return Tensor(self._host, self.dtype[6:], self.device.index, conj=self._conj)
+
+            def resolve_conj(self) -> Tensor:
+                if not self._conj:
+                    return self
+                made = self._like(np.empty_like(self._host))
+                outer.put("conj", self.get_device(), lambda: np.copyto(made._host, self._host.conj()))
+                return made
+
+            def resolve_neg(self) -> Tensor:
+                return self
+
+            def contiguous(self) -> Tensor:
+                if self._host.flags.c_contiguous:
+                    return self
+                made = self._like(np.empty(self.shape, self._host.dtype))
+                outer.put("dense", self.get_device(), lambda: np.copyto(made._host, self._host))
+                return made
+
+            def data_ptr(self) -> int:
+                return int(self._host.__array_interface__["data"][0]) if self._host.size else 0
+
+            def numel(self) -> int:
+                return int(self._host.size)
+
+            def stride(self) -> tuple[int, ...]:
+                return tuple(each // self._host.itemsize for each in self._host.strides)
+
+            def copy_(self, other: Tensor) -> Tensor:
+                assert not self.requires_grad, (
+                    "a leaf Variable that requires grad is being used in an in-place operation"
+                )
+                host = other._host.conj() if self._conj else other._host
+                outer.put("copy", self.get_device(), lambda: np.copyto(self._host, host))
+                return self
+
+        class ExternalStream:
+            def __init__(self, stream_ptr: int, device: Any) -> None:
+                assert stream_ptr, "of 0 torch makes a new stream"
+                self.cuda_stream, self.device = stream_ptr, device
+
+        self.Tensor = Tensor
+        self.cuda = SimpleNamespace(
+            current_stream=lambda device: SimpleNamespace(cuda_stream=self._streams.get(device, 0)),
+            default_stream=lambda device: SimpleNamespace(cuda_stream=0, device=device),
+            ExternalStream=ExternalStream,
+            stream=lambda stream: self.on_stream(stream.cuda_stream, stream.device.index),
+        )
+        self.version = SimpleNamespace(cuda="12.8")
+
+    def empty(self, shape: Any, *, dtype: str, device: Any) -> Any:
+        name = dtype.removeprefix("torch.")
+        kind = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}.get(name, name)
+        return self.Tensor(np.full(shape, 77).astype(kind), name, device.index)
+
+    def from_dlpack(self, other: Any) -> Any:
+        host = np.from_dlpack(other)
+        return self.Tensor(host, host.dtype.name, self._current)
