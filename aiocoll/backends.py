@@ -1,11 +1,11 @@
 """Backends by name: which there are, which devices each serves, and what a string such as ``"cpu:aio,cuda:nccl"`` says.
 
     name     devices         what it is
-    aio      cpu             the library's own
-    nccl     cuda            GPUs; not part of this version
+    aio      cpu, cuda       the library's own; CUDA arrays by NCCL, or through the host where the ranks cannot use it
+    nccl     cuda            the library's own, which insists on NCCL for CUDA arrays
     fake     cpu, cuda       moves nothing; for dry runs, see `aiocoll.rendezvous.fake`
 
-More come by `register_backend`.
+CUDA arrays need the extra `cuda12` or `cuda13`, which is missed only when one is used. More come by `register_backend`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
-from aiocoll.errors import BackendUnavailableError
-
 __all__ = ["Backend", "BackendConfig", "factory_of", "refuse_device", "register_backend", "sole_backend"]
 
-#: What CUDA arrays need, for error messages.
-_EXTRA = "pip install aiocoll[cuda12] (or aiocoll[cuda13]) of a version that has it"
 _FORMAT = "write pairs of device and backend, such as 'cpu:aio,cuda:nccl'"
 
 #: Third-party factories by name of the backend.
@@ -49,7 +45,11 @@ class Backend(str):
 
     backend_list: ClassVar[list[str]] = [AIO, NCCL, FAKE]
     default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": AIO, "cuda": NCCL}
-    backend_capability: ClassVar[dict[str, tuple[str, ...]]] = {AIO: ("cpu",), NCCL: ("cuda",), FAKE: ("cpu", "cuda")}
+    backend_capability: ClassVar[dict[str, tuple[str, ...]]] = {
+        AIO: ("cpu", "cuda"),
+        NCCL: ("cuda",),
+        FAKE: ("cpu", "cuda"),
+    }
 
     def __new__(cls, name: str) -> Backend:
         """Return the name in small letters."""
@@ -155,16 +155,9 @@ def refuse_device(device: str, devices: Mapping[str, str]) -> None:
     """Refuse a device, such as "cpu" or "cuda:0", that a group with these backends does not serve.
 
     Raises:
-        BackendUnavailableError: a CUDA device, whose backend is not part of this version.
-        ValueError: any other.
+        ValueError: it has no backend.
     """
-    kind = device.partition(":")[0]
-    backend = devices.get(kind)
-    if backend == Backend.NCCL or (backend is None and kind == "cuda" and Backend.AIO in devices.values()):
-        raise BackendUnavailableError(
-            f"device={device!r} needs GPU support, which is not part of this version: {_EXTRA}"
-        )
-    if backend is None:
+    if device.partition(":")[0] not in devices:
         served = ", ".join(f"{name!r} ({serves})" for name, serves in devices.items())
         raise ValueError(f"device={device!r} has no backend; those with one are {served}")
 
@@ -172,17 +165,12 @@ def refuse_device(device: str, devices: Mapping[str, str]) -> None:
 def sole_backend(devices: Mapping[str, str]) -> str:
     """Return the one backend that makes a group for these devices.
 
-    The library's own goes along with "nccl", which is missed only when a CUDA array is used.
+    "nccl" is the library's own, with a demand on CUDA arrays.
 
     Raises:
-        BackendUnavailableError: it is not part of this version.
         ValueError: there would have to be several.
     """
-    names = list(dict.fromkeys(devices.values()))
-    if names == [Backend.NCCL]:
-        raise BackendUnavailableError(f"backend='nccl' needs GPU support, which is not part of this version: {_EXTRA}")
-    if set(names) == {Backend.AIO, Backend.NCCL}:
-        return Backend.AIO
+    names = list(dict.fromkeys(Backend.AIO if name == Backend.NCCL else name for name in devices.values()))
     if len(names) > 1:
         raise ValueError(
             f"backend={','.join(map(':'.join, devices.items()))!r}: a group has one backend for all its devices (only "

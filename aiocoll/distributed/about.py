@@ -9,6 +9,7 @@ from typing import Any, NewType
 from aiocoll.backends import Backend, BackendConfig
 from aiocoll.distributed.world import Group, found, inside
 from aiocoll.elements.ops import ReduceOp
+from aiocoll.errors import BackendUnavailableError
 from aiocoll.options import GroupOptions
 
 __all__ = [
@@ -42,13 +43,14 @@ def get_debug_level() -> DebugLevel:
 
 
 def get_backend(group: Group = None) -> Backend:
-    """Return the backend of a group, for arrays of the host's memory."""
-    return Backend(inside(group).backend_for("cpu"))
+    """Return the backend of a group: that for arrays of the host's memory, or of a CUDA device's if it has no other."""
+    devices = inside(group)._devices
+    return Backend(devices.get("cpu") or next(iter(devices.values())))
 
 
 def get_backend_config(group: Group = None) -> str:
-    """Return the backends of a group by device, such as ``"cpu:aio"``."""
-    return str(BackendConfig(inside(group).backend_for("cpu")))
+    """Return the backends of a group by device, such as ``"cpu:aio,cuda:nccl"``."""
+    return ",".join(f"{device}:{backend}" for device, backend in inside(group)._devices.items())
 
 
 def get_default_backend_for_device(device: Any) -> str:
@@ -65,12 +67,12 @@ def get_default_backend_for_device(device: Any) -> str:
 
 
 def is_backend_available(backend: str) -> bool:
-    """Whether groups can be made with a backend, or with pairs of device and backend such as ``"cpu:aio"``."""
+    """Whether a backend, or pairs of device and backend such as ``"cpu:aio"``, can be used here; "nccl" loads CuPy."""
     try:
         names = set(BackendConfig(backend).get_device_backend_map().values())
     except ValueError:
         return False
-    return Backend.NCCL not in names
+    return Backend.NCCL not in names or _has_nccl()
 
 
 def supports_complex(reduceOp: ReduceOp) -> bool:
@@ -82,3 +84,12 @@ def get_pg_count() -> int:
     """Return the number of open groups: the default one, and all that were split off from it."""
     pg = found()
     return 0 if pg is None else len(pg._open_groups())
+
+
+def _has_nccl() -> bool:
+    from aiocoll.gpu.provider import runtime  # loaded by whom it concerns
+
+    try:
+        return runtime()[1] is not None
+    except BackendUnavailableError:
+        return False

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from aiocoll.distributed.about import get_backend
 from aiocoll.distributed.changed import changed
 from aiocoll.distributed.world import Group, GroupMember, default_group, found, inside, replace
 from aiocoll.group.launch import Timeout
@@ -286,10 +287,11 @@ def _same_kind(pg: ProcessGroup, backend: str | None, options: Any, device: Any)
     """Refuse what a group that is split off from `pg` cannot have."""
     if options is not None:
         raise ValueError("pg_options must be None: a group has the options of the one it comes from")
-    if backend is not None and backend != (own := pg.backend_for("cpu")):
+    if backend is not None and backend != (own := get_backend(pg)):
         raise ValueError(f"backend={backend!r} must be None or {own!r}, that of group {pg.group_name!r}")
-    if device is not None and str(device) != "cpu":
-        raise ValueError(f"device_id={device!r} must be None or that of group {pg.group_name!r}, which is 'cpu'")
+    if device is not None and str(device).partition(":")[0] not in pg._devices:
+        served = ", ".join(map(repr, pg._devices))
+        raise ValueError(f"device_id={device!r} must be None or of a kind that {pg.group_name!r} serves: {served}")
 
 
 def _described(pg: Any, desc: str | None, outside: Any) -> Any:

@@ -64,7 +64,7 @@ class ProcessGroup(Coalescing, PointToPoint, Arrays, Estimates, Subgroups, Recor
     def backend_for(self, device: str) -> str:
         """Name what carries out collectives on arrays of `device`, a kind such as "cpu".
 
-        "nccl" is not part of this version: an array of a CUDA device raises `BackendUnavailableError`.
+        Of CUDA arrays "aio" uses NCCL where all ranks can, "nccl" nothing else; see `aiocoll.backends`.
         """
         if device not in self._devices:
             served = ", ".join(map(repr, self._devices))

@@ -50,7 +50,7 @@ class Recovery(Objects):
     completed_everywhere: Completed | None = None
     completed_somewhere: Completed | None = None
     _origin: Origin
-    _devices: Mapping[str, str] = MappingProxyType({"cpu": "aio"})
+    _devices: Mapping[str, str] = MappingProxyType({"cpu": "aio", "cuda": "aio"})
 
     def _derive(self, identity: int, name: str, ranks: Sequence[int], timeout: float, options: GroupOptions) -> Self:
         """Make a group of some of the ranks, which have agreed on it, with the same backends."""

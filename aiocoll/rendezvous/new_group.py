@@ -45,7 +45,6 @@ class new_group:
 
     Raises:
         ValueError, TypeError: an argument or a variable is missing or wrong.
-        BackendUnavailableError: the backend is not part of this version.
         RendezvousError: the ranks did not meet; names those that are missing.
         AuthenticationError: another process is not of this job, or addresses off this host are used without a key.
     """

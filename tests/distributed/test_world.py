@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import sys
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ import aiocoll
 import aiocoll.distributed as dist
 from aiocoll import HashStore, ProcessGroup
 from aiocoll.distributed.world import _first
+from aiocoll.gpu.provider import provide
 from aiocoll.testing import run_processes
 
 from ..ranks import run_ranks
@@ -130,8 +132,8 @@ async def test_init_refuses_what_new_group_refuses() -> None:
         await dist.init_process_group("gloo")
     with pytest.raises(ValueError, match="rank is missing"):
         await dist.init_process_group(store=HashStore(), world_size=2)
-    with pytest.raises(aiocoll.BackendUnavailableError, match="cuda:0"):
-        await dist.init_process_group(store=HashStore(), rank=0, world_size=1, device_id=0)
+    with pytest.raises(ValueError, match="cuda:0"):
+        await dist.init_process_group("cpu:aio", store=HashStore(), rank=0, world_size=1, device_id=0)
     with pytest.raises(TypeError, match="options"):
         await dist.init_process_group(store=HashStore(), rank=0, world_size=1, pg_options={})  # type: ignore[arg-type]
     assert not dist.is_initialized()
@@ -231,10 +233,10 @@ def test_launched_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dist.is_torchelastic_launched()
 
 
-async def test_backends() -> None:
+async def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup) -> None:
         assert dist.get_backend() == dist.get_backend(pg) == dist.Backend.AIO
-        assert dist.get_backend_config() == "cpu:aio"
+        assert dist.get_backend_config() == "cpu:aio,cuda:aio"
         assert dist.get_pg_count() == 1
 
     await run_ranks(2, body)
@@ -245,7 +247,13 @@ async def test_backends() -> None:
     assert dist.is_backend_available("aio")
     assert dist.is_backend_available("cpu:aio")
     assert not dist.is_backend_available("gloo")
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.delitem(sys.modules, "aiocoll.gpu.cupy_api", raising=False)
     assert not dist.is_backend_available("cpu:aio,cuda:nccl")
+    with provide(object(), object()):  # type: ignore[arg-type]
+        assert dist.is_backend_available("cpu:aio,cuda:nccl")
+    with provide(object()):  # type: ignore[arg-type]
+        assert not dist.is_backend_available("nccl")
 
 
 async def test_debug_level() -> None:

@@ -418,7 +418,7 @@ async def test_new_group_errors() -> None:
         (TypeError, r"ranks\[0\] must be a rank", {"ranks": ["0"]}),
         (ValueError, "backend='gloo' must be None or 'aio'", {"backend": "gloo"}),
         (ValueError, "pg_options must be None", {"pg_options": aiocoll.GroupOptions()}),
-        (ValueError, "device_id='cuda:0'", {"device_id": "cuda:0"}),
+        (ValueError, "device_id='tpu:0'", {"device_id": "tpu:0"}),
         (TypeError, "timeout", {"timeout": "soon"}),
     ]
 
@@ -568,8 +568,8 @@ def test_backend_names() -> None:
 
 def test_backend_config_errors() -> None:
     config = dist.BackendConfig(dist.Backend("aio"))
-    assert repr(config) == "cpu:aio"
-    assert config.get_device_backend_map() == {"cpu": "aio"}
+    assert repr(config) == "cpu:aio,cuda:aio"
+    assert config.get_device_backend_map() == {"cpu": "aio", "cuda": "aio"}
     wrong: list[Callable[[], object]] = [
         lambda: dist.BackendConfig("cpu:aio,cpu:aio"),
         lambda: dist.BackendConfig("cpu:aio:more"),
