@@ -147,6 +147,17 @@ class FakeCuda:
         """Return what tells the device from all others of this host."""
         return self.bus_ids[self._device(device, "bus_id").ordinal]
 
+    def device_of(self, address: int) -> int:
+        """Return the device whose memory lies at `address`."""
+        self._begin("device_of", check=False)
+        try:
+            found = self.memory.where(address)
+        except BadAddressError as exc:
+            raise DeviceError("device_of", f"{INVALID_VALUE}: {exc}", fatal=False) from None
+        if found == HOST:
+            raise DeviceError("device_of", f"{INVALID_VALUE}: {address:#x} is memory of the host", fatal=False)
+        return found
+
     def use(self, device: int) -> None:
         """Make `device` the one that calls of this thread are for."""
         self._thread.device = self._device(device, "use").ordinal
@@ -246,11 +257,16 @@ class FakeCuda:
         self._copy("copy", (target, device), (source, device), nbytes, stream)
 
     def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
-        """Write the products of `count` elements and `factor`, in the order of `stream`; in place if both are one."""
+        """Write the products of `count` elements and `factor`, in the order of `stream`; in place if both are one.
+
+        `dtype` is a float of 16 bits or more, or complex; of any other it raises a `DeviceError` that is not fatal.
+        """
         on = self._open(stream, "scale")
         if self._begin("scale") is not on.device:
             raise DeviceError("scale", f"{INVALID_HANDLE}: the stream is not of the thread's device", fatal=False)
         kind, where = by_name(dtype), on.device.ordinal
+        if kind.kind not in ("half", "float", "complex") or kind.itemsize == 1:
+            raise DeviceError("scale", f"{INVALID_VALUE}: dtype {dtype}", fatal=False)
         nbytes = count * kind.itemsize
         for address in (target, source):
             self.check("scale", address, nbytes, where)

@@ -77,6 +77,20 @@ class FakeMemory:
             raise BadAddressError(f"{address:#x} is memory of {_place(block.where)}, not of {_place(where)}")
         return found[address - base : address - base + nbytes]
 
+    def where(self, address: int) -> int:
+        """Return what the memory at `address` belongs to.
+
+        Raises:
+            BadAddressError: to nothing.
+        """
+        with self._lock:
+            place = bisect_right(self._bases, address) - 1
+            base = self._bases[place] if place >= 0 else 0
+            block = self._blocks.get(base)
+        if block is None or address >= base + block.nbytes:
+            raise BadAddressError(f"{address:#x} is in no live allocation")
+        return block.where
+
     def live(self, where: int) -> int:
         """Return the bytes that are in use there."""
         with self._lock:

@@ -254,6 +254,14 @@ def test_scale(cuda: FakeCuda, name: str) -> None:
     assert list(target.numpy()) == [one, one, 0]
 
 
+@pytest.mark.parametrize("name", ["int32", "bool", "float8_e5m2"])
+def test_scale_has_no_kernel_for_other_dtypes(cuda: FakeCuda, name: str) -> None:
+    array = FakeArray(cuda, np.zeros(1, by_name(name).storage), 0, name)
+    with pytest.raises(DeviceError, match=f"dtype {name}") as caught:
+        cuda.scale(array.ptr, array.ptr, 1, name, 2.0, 0)
+    assert not caught.value.fatal
+
+
 def test_scale_is_a_kernel_of_the_threads_device(cuda: FakeCuda) -> None:
     array, stream = FakeArray(cuda, np.ones(1, np.float32)), cuda.stream_create()
     cuda.use(1)
@@ -262,6 +270,15 @@ def test_scale_is_a_kernel_of_the_threads_device(cuda: FakeCuda) -> None:
     cuda.use(0)
     with pytest.raises(DeviceError, match="no live allocation"):
         cuda.scale(array.ptr, array.ptr, 2, "float32", 2.0, stream)
+
+
+def test_the_device_of_an_address(cuda: FakeCuda) -> None:
+    array, block = FakeArray(cuda, np.zeros(4), 1), cuda.pinned(8)
+    assert cuda.device_of(array.ptr) == cuda.device_of(array.ptr + 31) == 1
+    for address in (array.ptr + 32, 1, block.ctypes.data):
+        with pytest.raises(DeviceError, match="device_of: invalid argument") as caught:
+            cuda.device_of(address)
+        assert not caught.value.fatal
 
 
 # -- failures
