@@ -1,0 +1,192 @@
+"""The one thread of a device that starts work there, and `Launched`, a call that goes through it.
+
+NCCL may block whoever calls it, and lets only one thread of a process call it for a device: so the loop never does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from aiocoll.gpu.api import Cuda, DeviceError
+from aiocoll.gpu.events import Events
+
+if TYPE_CHECKING:
+    from aiocoll.gpu.waiter import Waiter
+
+__all__ = ["Launched", "Launcher"]
+
+
+class Launcher:
+    """A thread that does one call after the other, on its device; it never keeps the process from ending.
+
+    Args:
+        cuda: the runtime.
+        ordinal: of the device.
+
+    Raises:
+        RuntimeError: no more threads can be started.
+    """
+
+    def __init__(self, cuda: Cuda, ordinal: int) -> None:
+        self._cuda = cuda
+        self._ordinal = ordinal
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"aiocoll-launch-{ordinal}", daemon=True)
+        self._thread.start()
+
+    def put(self, call: Callable[[], None]) -> None:
+        """Let the thread call `call`, which must not raise, after all that came before; from any thread."""
+        self._queue.put(call)
+
+    def stop(self, seconds: float) -> bool:
+        """Let the thread end after all that came before; return whether it has within `seconds`."""
+        self._queue.put(None)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        with suppress(DeviceError):  # the calls will say it
+            self._cuda.use(self._ordinal)
+        while (call := self._queue.get()) is not None:
+            call()
+            del call  # nothing is kept while there is nothing to do
+
+
+class Launched:
+    """A call on its way: to the launcher, to the device, and back to the loop that made it.
+
+    Its references live until the loop has learned that the device is done with them, and end there, whoever waits or
+    no longer waits for it.
+
+    Attributes:
+        enqueued: the launcher has put it on its stream, or failed to.
+        error: what went wrong; set before `enqueued`, or at the end.
+        event: done when all that it put on its stream is; 0 before and after.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_before",
+        "_call",
+        "_done",
+        "_events",
+        "_keep",
+        "_stream",
+        "_waiter",
+        "_wanted",
+        "enqueued",
+        "error",
+        "event",
+        "loop",
+    )
+
+    def __init__(
+        self,
+        events: Events,
+        waiter: Waiter,
+        before: int,
+        stream: int,
+        call: Callable[[], None],
+        keep: object,
+        done: Callable[[DeviceError | None], None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.loop = loop
+        self.enqueued = False
+        self.error: DeviceError | None = None
+        self.event = 0
+        self._events = events
+        self._waiter = waiter
+        self._before = before
+        self._stream = stream
+        self._call: Callable[[], None] | None = call
+        self._keep: object = keep
+        self._done: Callable[[DeviceError | None], None] | None = done
+        self._wanted: list[asyncio.Future[None]] = []
+
+    def launch(self) -> None:
+        """Put it on its stream, behind what it has to wait for; in the launcher."""
+        try:
+            self._start()
+        except DeviceError as exc:
+            # Its frames would keep what they have seen.
+            self.error = exc.with_traceback(None)
+        except BaseException as exc:
+            self.error = DeviceError("launch", repr(exc), fatal=False)
+            self.error.__cause__ = exc
+        try:
+            # After an error too: what was on the stream before it, a half of the call perhaps, is not done yet.
+            self.event = self._events.record(self._stream)
+        except DeviceError as exc:
+            self.error = self.error or exc.with_traceback(None)
+        self.enqueued = True
+        # Whoever appends to it looks at `enqueued` afterwards: one of both sees the other.
+        if self._wanted:
+            with suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(self._tell)
+        # Not earlier: an event that was not recorded counts as done.
+        self._waiter.put(self)
+
+    def _start(self) -> None:
+        if self._before:
+            try:
+                self._events.cuda.stream_wait(self._stream, self._before)
+            finally:
+                self._events.give(self._before)
+                self._before = 0
+        assert self._call is not None
+        self._call()
+
+    async def on_stream(self, stream: int) -> None:
+        """Let what comes on `stream`, one of this thread and device, wait for the end; return once that is told.
+
+        The host does not wait for the device. In the loop.
+
+        Raises:
+            DeviceError: it was not launched, or has failed.
+        """
+        if not self.enqueued:
+            waiting = self.loop.create_future()
+            self._wanted.append(waiting)
+            if not self.enqueued:
+                await waiting
+        if self.error is not None:
+            raise self.error
+        if self.event:  # given back in this thread only
+            event = self.event
+            self._events.there(lambda: self._events.cuda.stream_wait(stream, event))
+
+    def _tell(self) -> None:
+        for waiting in self._wanted:
+            if not waiting.done():
+                waiting.set_result(None)
+
+    def end(self) -> None:
+        """Say that it is done, and let go of what it kept; in the loop."""
+        done, error = self._done, self.error
+        assert done is not None
+        try:
+            done(error)
+        except Exception as exc:
+            context = {"message": "a callback of a device call has failed", "exception": exc}
+            self.loop.call_exception_handler(context)
+        finally:
+            del done
+            self.drop()
+
+    def drop(self) -> None:
+        """Let go of what it kept; where the loop is closed, nobody learns of the end."""
+        self._call = self._done = self._keep = None
+        if self.event:
+            self._events.give(self.event)
+            self.event = 0
+
+    def __del__(self) -> None:
+        # Of what was handed to a loop that was closed before its turn came.
+        if self.event:
+            self._events.give(self.event)
