@@ -120,13 +120,45 @@ class Device:
         self._launcher.put(launched.launch)
         return launched
 
+    def mark(self, stream: int) -> int:
+        """Return an event that is done when all that is on the caller's `stream` now is; for `after` or `unmark`.
+
+        Raises:
+            DeviceError: the stream cannot be waited for.
+            RuntimeError: it is being captured into a graph; or after a fork.
+        """
+        self._check()
+        return self._events.there(partial(self._mark, stream))
+
+    def after(self, stream: int, mark: int) -> None:
+        """Let what comes on `stream` come after `mark`, which is not to be used again; in the launcher."""
+        try:
+            self.cuda.stream_wait(stream, mark)
+        finally:
+            self._events.give(mark)
+
+    def unmark(self, mark: int) -> None:
+        """Give back a mark that is not needed."""
+        self._events.give(mark)
+
+    def check_capture(self, stream: int) -> None:
+        """Refuse a stream that is being captured into a graph.
+
+        Raises:
+            RuntimeError: it is.
+        """
+        self._events.there(partial(self._check_capture, stream))
+
     def _mark(self, before: int) -> int:
-        if self.cuda.is_capturing(before):
+        self._check_capture(before)
+        return self._events.record(before)
+
+    def _check_capture(self, stream: int) -> None:
+        if self.cuda.is_capturing(stream):
             raise RuntimeError(
-                f"stream {before:#x} of CUDA device {self.ordinal} is being captured into a graph: collectives cannot "
+                f"stream {stream:#x} of CUDA device {self.ordinal} is being captured into a graph: collectives cannot "
                 "be part of one; call them before the capture begins or after it has ended"
             )
-        return self._events.record(before)
 
     def run(self, call: Callable[[], T], late: Callable[[T], object] | None = None) -> asyncio.Future[T]:
         """Let the launcher call `call`, which may block, in its turn; return its result in a future of this loop.
