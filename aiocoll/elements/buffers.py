@@ -160,6 +160,8 @@ def overlaps(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
     """Whether two flat arrays share any memory."""
     if isinstance(a, DeviceArray):
         return a.overlaps(b)
+    if isinstance(b, DeviceArray):
+        return False
     return np.may_share_memory(a, b)  # compares bounds, which is exact for contiguous arrays
 
 
