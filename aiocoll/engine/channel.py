@@ -168,6 +168,8 @@ class Channel:
         moved = message.moved
         nbytes = min(message.limit - moved, SEGMENT)
         if not nbytes and (message.total or moved):
+            if message.announces and self.peer not in operation.granted:
+                self._ask(link, message)
             return
         flags = 0
         if self.peer not in operation.granted:

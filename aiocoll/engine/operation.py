@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from aiocoll.engine.membership import Membership
     from aiocoll.engine.roll import Roll
 
-__all__ = ["KEYED", "NOBODY", "P2P", "Message", "Operation", "Terms", "description"]
+__all__ = ["KEYED", "NOBODY", "P2P", "Announced", "Message", "Operation", "Terms", "description"]
 
 #: The two top bits of an operation id say how it was named; ordered operations carry their number itself.
 KEYED = 1 << 62
@@ -26,8 +26,9 @@ class Terms(NamedTuple):
 
     `op` to `reduce` are the same on all of them. `sends` and `receives` are of collectives in which only the two ends
     of a message know its length: how many elements go to each rank and come from each; () where there are none.
-    `debug` is "detail" of an operation that is compared before data moves.
+    `debug` is "detail" of an operation that is compared before data moves, as "device" is of every one on CUDA arrays.
     `members` are those of a flush, which stands for many calls.
+    `device` is where the arrays are: "cpu" or "cuda".
     """
 
     op: str
@@ -39,10 +40,12 @@ class Terms(NamedTuple):
     receives: tuple[int, ...] = ()
     debug: str | None = None
     members: Roll | None = None
+    device: str = "cpu"
 
     def fingerprint(self) -> int:
         """Hash what is the same on all ranks to 32 bits, the same on every machine."""
-        return zlib.crc32(repr(self[:5]).encode())
+        agreed: tuple[object, ...] = self[:5]
+        return zlib.crc32(repr(agreed if self.device == "cpu" else (*agreed, self.device)).encode())
 
 
 def description(rank: int, terms: Terms, shape: tuple[int, ...], key: str | None, seq: int | None) -> dict[str, Any]:
@@ -52,7 +55,7 @@ def description(rank: int, terms: Terms, shape: tuple[int, ...], key: str | None
         "op": terms.op,
         "shape": list(shape),
         "dtype": terms.dtype,
-        "device": "cpu",
+        "device": terms.device,
         "counts": list(terms.counts),
         "sends": list(terms.sends) or None,
         "receives": list(terms.receives) or None,
@@ -76,7 +79,10 @@ class Message:
         moved: how many have been handed to the link.
         queued: it is in the channel's queue.
         blocked: it waits for a grant.
+        announces: if nothing of it may be sent yet, the receiver is told that it will come.
     """
+
+    announces = False
 
     __slots__ = ("blocked", "index", "limit", "moved", "operation", "queued", "step", "total", "view")
 
@@ -90,6 +96,14 @@ class Message:
         self.moved = 0
         self.queued = False
         self.blocked = False
+
+
+class Announced(Message):
+    """A message whose receiver hears of it before there is anything to send, so that none overtakes it."""
+
+    __slots__ = ()
+
+    announces = True
 
 
 class Operation:
