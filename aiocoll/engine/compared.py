@@ -24,15 +24,13 @@ from aiocoll.work import Work
 if TYPE_CHECKING:
     from aiocoll.engine.membership import Membership
 
-__all__ = ["Compared"]
+__all__ = ["Compared", "Inner"]
 
-#: The same for all calls, so that no frame is ever refused: what is called stands in the payload.
-FINGERPRINT = Terms("COMPARED", None, (), None, None).fingerprint()
 #: Bytes of a description: counts of thousands of ranks, many times over.
 LIMIT = 16 * 1024 * 1024
 
 
-class _Inner(Work[Any]):
+class Inner(Work[Any]):
     """The work of the operation proper; what comes of it goes to the one that was compared."""
 
     __slots__ = ("_outer",)
@@ -62,6 +60,10 @@ class Compared(Post):
         wrong: what is wrong with this rank's call, which all others shall hear; there is no operation then.
     """
 
+    MARK = "detail"
+    #: The same for all calls, so that no frame is ever refused: what is called stands in the payload.
+    FINGERPRINT = Terms("COMPARED", None, (), None, None).fingerprint()
+
     __slots__ = ("_inner", "_make", "_outcome", "_settled", "_wrong")
 
     def __init__(
@@ -77,8 +79,9 @@ class Compared(Post):
     ) -> None:
         sources = group.others if group.rank == 0 else (0,)
         # Marked: reports of it are not compared, and who does not compare is found out.
-        terms = terms._replace(debug="detail")
-        super().__init__(group, identity, FINGERPRINT, terms, shape, sources, LIMIT, work, timeout)
+        if terms.debug != self.MARK:
+            terms = terms._replace(debug=self.MARK)
+        super().__init__(group, identity, self.FINGERPRINT, terms, shape, sources, LIMIT, work, timeout)
         self._make = make
         self._wrong = wrong
         self._inner: Operation | None = None
@@ -87,7 +90,7 @@ class Compared(Post):
 
     def enter(self) -> None:
         """Say what this rank calls."""
-        mine = packed(self.describe(), None if self._wrong is None else str(self._wrong))
+        mine = self._says()
         if self.group.rank == 0:
             self._incoming[0] = memoryview(mine)
         else:
@@ -107,7 +110,7 @@ class Compared(Post):
         """The timeout has passed; of a monitored barrier its own words tell who has not come."""
         inner = self._inner
         if inner is None and self._make is not None and self.terms.op == Monitored.OP:
-            inner = self._make(self.id, _Inner(self))
+            inner = self._make(self.id, Inner(self))
         if isinstance(inner, Monitored):
             inner.blame(self)
         else:
@@ -124,6 +127,10 @@ class Compared(Post):
         super().fail(error)
         if inner is not None:
             inner.fail(error)
+
+    def _says(self) -> bytes:
+        """Return what rank 0 is told."""
+        return packed(self.describe(), None if self._wrong is None else str(self._wrong))
 
     def _settle(self) -> None:
         if self.done:
@@ -161,15 +168,20 @@ class Compared(Post):
     def _start(self, make: Callable[[int, Work[Any]], Operation]) -> None:
         """Start the operation proper, under an id that no key of the user's has: their hashes are of longer texts."""
         group = self.group
-        self._inner = inner = make(KEYED | group.endpoint.hash62(str(self.id)), _Inner(self))
+        self._inner = inner = make(KEYED | group.endpoint.hash62(str(self.id)), Inner(self))
         # Reports and warnings are of this one.
         inner.warned, inner.reported = True, inf
         group.enter(inner)
 
+    def refused(self) -> None:
+        """Note that it fails on all ranks without the group."""
+        work = self.work
+        if work.seq is not None:
+            self.group.refused.add(work.seq if work.key is None else (work.key, work.seq))
+
     def _refuse(self, found: Difference) -> None:
         group, work = self.group, self.work
-        if work.seq is not None:
-            group.refused.add(work.seq if work.key is None else (work.key, work.seq))
+        self.refused()
         error = CollectiveMismatchError(
             found.text, op=work.op, seq=work.key or work.seq, group=group.name, ranks=found.ranks
         )

@@ -83,9 +83,10 @@ class Disputes:
 
 def differences(one: Description, two: Description) -> list[str]:
     """Return the terms in which two ranks' calls of one operation differ; [] if they belong together."""
-    if one.get("debug") != two.get("debug"):
+    marks = {one.get("debug"), two.get("debug")}
+    if len(marks) > 1 and "detail" in marks:
         return ["debug"]
-    if one.get("debug"):
+    if len(marks) == 1 and None not in marks:
         return []  # they compare by themselves
     fields = [field for field in AGREED if one.get(field) != two.get(field)]
     if {one["op"], two["op"]} == HALVES:
@@ -146,7 +147,7 @@ def called(description: Description) -> str:
             ("key", "key"),
             ("debug", "debug"),
         )
-        if description.get(field) is not None
+        if description.get(field) is not None and (field, description[field]) != ("debug", "device")
     ]
     if description.get("members") is not None:
         return f"{description['op']}(members={_listed(description)}, {', '.join(details)})"

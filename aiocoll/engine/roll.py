@@ -45,7 +45,7 @@ class Roll:
                 told.append(run)
                 count += run["count"]
             # What is private need not be equal, and only its ranks could tell.
-            rest = crc32(repr([terms[:5] for terms in self._members[count:]]).encode())
+            rest = crc32(repr([(*terms[:5], terms.device) for terms in self._members[count:]]).encode())
             self._told = {"size": len(self._members), "runs": told, "told": count, "rest": rest}
         return self._told
 
@@ -97,6 +97,7 @@ def _contradicts(sender: Description, receiver: Description) -> bool:
 
 def _run(terms: Terms, count: int) -> Description:
     return {
+        **({} if terms.device == "cpu" else {"device": terms.device}),
         "count": count,
         "op": terms.op,
         "dtype": terms.dtype,
