@@ -7,12 +7,13 @@ import contextvars
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from aiocoll.elements.streams import stream_address
 from aiocoll.runtime import Runtime
 from aiocoll.threads import wait_in_thread
 from aiocoll.unseen import Call, Unseen
@@ -71,6 +72,7 @@ class Work(Generic[T]):
         "_done",
         "_exception",
         "_instruction",
+        "_ordered",
         "_progress",
         "_result",
         "_source",
@@ -83,6 +85,9 @@ class Work(Generic[T]):
         "op",
         "seq",
     )
+
+    #: Of a call on a device: lets a stream wait for it. Others do not have it, so that it costs them nothing.
+    _ordered: Callable[[int | None], Coroutine[Any, Any, T]] | None
 
     def __init__(
         self, progress: Progress, op: str, seq: int | None, key: str | None, group: Any, depth: int = 2
@@ -200,6 +205,24 @@ class Work(Generic[T]):
     async def join(self) -> T:
         """Await the work: a coroutine for `asyncio.create_task` and `TaskGroup`."""
         return await self
+
+    async def on_stream(self, stream: Any = None) -> T:
+        """Wait only until a CUDA device has all of it: what is put on `stream` after that comes after the operation.
+
+        An await of the work itself ends when the device is done, and any stream may use the data then. Of a call on
+        arrays of the host, or in a block, this is the same.
+
+        Args:
+            stream: of the device of the arrays: CuPy's, torch's, any object with ``__cuda_stream__``, or an address;
+                None is the one that was current at the call.
+
+        Returns:
+            The result; its data is there for `stream` only, and a failure from here on is only told by the work.
+        """
+        ordered: Callable[[int | None], Coroutine[Any, Any, T]] | None = getattr(self, "_ordered", None)
+        if self._done or ordered is None:
+            return await self
+        return await ordered(None if stream is None else stream_address(stream))
 
     def wait(self, timeout: float | timedelta | None = None) -> T:
         """Block *another thread* until the end; any number of threads may.

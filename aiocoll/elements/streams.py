@@ -1,0 +1,25 @@
+"""Streams of any library -> their addresses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["stream_address"]
+
+
+def stream_address(stream: Any) -> int:
+    """Return the address of a CUDA stream: of CuPy's, torch's, of any object with ``__cuda_stream__``, or given as one.
+
+    Raises:
+        TypeError: it is no stream.
+    """
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        return stream
+    if hasattr(stream, "__cuda_stream__"):
+        _, address = stream.__cuda_stream__()
+        return int(address)
+    for name in ("cuda_stream", "ptr"):  # torch's, CuPy's
+        address = getattr(stream, name, None)
+        if isinstance(address, int):
+            return address
+    raise TypeError(f"stream must be a CUDA stream, or the address of one, not {type(stream).__name__}")
