@@ -282,7 +282,11 @@ class _Collector(Recorder):
         """Record a call on arrays."""
         recording = self._recording
         work = Hidden(recording, plan.terms.op, None, None, self._group, 0)
-        work.plan = plan
+        if executor is None:
+            work.plan = plan
+        else:  # on a device
+            work.plan = None
+            work.call = self._group._call(plan, arrays, shape, result, timeout, key, None, executor)
         work.arrays = arrays
         work.outcome = result
         work._unwrap = unwrap

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from aiocoll.elements.buffers import view
+from aiocoll.elements.device import device_of
 from aiocoll.engine.bundle import Layout
 from aiocoll.engine.compared import Compared
 from aiocoll.engine.flush import Flush
@@ -103,12 +104,13 @@ class DetailedGroup(ProcessGroup):
         self._check()
         array = None if main is None else view(given[main], name=main, writable=False)
         dtype = "object" if kind.endswith("_object") else None if array is None else array.dtype.name
+        device = "cpu" if array is None or device_of(array.array) is None else "cuda"
         root = self._check_rank(given["root"], "root") if "root" in given else None
         reduce = given["op"].wire_name if "op" in given else None
         timeout = given["timeout"]
         return _compare(
             self,
-            Terms(kind.upper(), dtype, (), root, reduce),
+            Terms(kind.upper(), dtype, (), root, reduce, device=device),
             () if array is None else array.shape,
             None,
             self._member.timeout if timeout is None else seconds(timeout, "timeout"),

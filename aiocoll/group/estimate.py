@@ -99,6 +99,8 @@ class _Estimator:
 
     def take(self, call: Call) -> Work[Any]:
         """Note what the call would take."""
+        if call.terms is not None and call.terms.device != "cpu":
+            raise TypeError(f"{call.op} is on CUDA arrays, of which nothing has been measured: pass host arrays")
         member = self._group._member
         self._estimate.calls.append(_prediction(member, call))
         work: Work[Any] = Work(member.endpoint, call.op, None, call.key, self._group, 4)

@@ -23,7 +23,7 @@ from aiocoll.engine.plan import Plan
 from aiocoll.engine.roll import Roll
 from aiocoll.group.planning import Planner
 
-__all__ = ["LARGE", "Fuser"]
+__all__ = ["LARGE", "Fuser", "ends"]
 
 #: Bytes of the whole vector from which on a call is not fused: copying it takes longer than a message of its own.
 #: It is the same on all ranks, or they would fuse different calls. Counts that only the ends of a message know do not
@@ -81,7 +81,7 @@ class Fuser(Planner):
         if not plans:
             return Bucket(tuple(positions), None)
         terms = plans[0].terms
-        reads, writes, sources = _ends(terms, self._rank, self._size)
+        reads, writes, sources = ends(terms, self._rank, self._size)
         if len(positions) == 1:
             return Bucket(tuple(positions), copy.copy(plans[0]), reads=reads, writes=writes)
         counts = _columns([_counts(plan.terms, self._rank, self._size) for plan in plans])
@@ -172,7 +172,7 @@ def _counts(terms: Terms, rank: int, size: int) -> tuple[int | None, ...]:
     return terms.counts
 
 
-def _ends(terms: Terms, rank: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...], dict[int, int]]:
+def ends(terms: Terms, rank: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...], dict[int, int]]:
     """Return which buffers of a call are inputs, which are outputs, and whose data the latter begin with."""
     blocks, there = tuple(range(size)), rank == terms.root
     match terms.op:

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from aiocoll.group.planning import Known, Planner, keep
 from aiocoll.options import GroupOptions, seconds
 from aiocoll.unseen import Failures
 from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.group.device_side import DeviceSide
 
 __all__ = ["Launcher", "Miscount", "Timeout"]
 
@@ -41,7 +44,12 @@ class Launcher(Planner):
     Args:
         member: this rank's membership.
         options: the group's options, resolved.
+
+    Attributes:
+        _devices: backend by device.
     """
+
+    _devices: Mapping[str, str]
 
     def __init__(self, member: Membership, options: GroupOptions) -> None:
         super().__init__(member)
@@ -61,6 +69,8 @@ class Launcher(Planner):
         #: Calls do not go straight to the engine: the group is closed, or there are takers.
         self._diverts = False
         self._failures = Failures(member.name, member.rank)
+        #: What the group has on a CUDA device, from the first call on arrays there.
+        self._side: DeviceSide | None = None
         #: Plans by the kind of call and what a plain array is: dtype and shape.
         self._alike: dict[tuple[Any, ...], Known] = {}
 
@@ -158,6 +168,8 @@ class Launcher(Planner):
             arrays.append(None if buffer is None else buffer.array)
             if buffer is not None and buffer.writeback is not None:
                 staged.append(buffer)
+        if arrays and type(arrays[-1]) is not _ndarray:  # of none of them the last one is missing
+            executor = self._on_device(plan, arrays)
         shape = () if main is None else main.shape
         unwrap = _unstage(staged, result) if staged else None
         return self._launch(plan, arrays, shape, result, timeout, key, unwrap, executor)
@@ -200,6 +212,13 @@ class Launcher(Planner):
         self._run_quietly(self._enter, make(member, identity, plan, arrays, shape, result, work, limit))
         return work
 
+    def _on_device(self, plan: Plan, arrays: list[Any]) -> Executor:
+        """Return what carries out `plan` on CUDA arrays."""
+        self._check()
+        from aiocoll.group.on_device import on_device  # with all that a GPU needs
+
+        return on_device(self, plan, arrays)
+
     # -- takers
 
     def _call(
@@ -220,7 +239,8 @@ class Launcher(Planner):
             return make(self._member, identity, plan, arrays, shape, result, work, limit)
 
         known = plan if executor is None else None
-        return Call(plan.terms.op, operation, limit, plan.terms, key, shape, result, unwrap, 0, known, arrays)
+        terms = getattr(executor, "terms", plan.terms)
+        return Call(plan.terms.op, operation, limit, terms, key, shape, result, unwrap, 0, known, arrays)
 
     @contextlib.contextmanager
     def _scoped(self, taker: Taker) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from aiocoll.engine.recorded import Recorded
 from aiocoll.group.launch import Launcher, Timeout
 from aiocoll.options import seconds
 from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.group.device_messages import DeviceMessages
 
 __all__ = ["PointToPoint", "Recv", "Send", "all_of"]
 
@@ -53,8 +56,7 @@ class PointToPoint(Launcher):
     def send(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[Any]:
         """Send `tensor` to rank `dst`; done when the memory may be reused, not when it has been received."""
         dst = self._check_rank(dst, "dst", other=True)
-        buffer = view(tensor, writable=False)
-        return self._send("SEND", dst, tag, byte_view(buffer.array), buffer.dtype.code, buffer.result, timeout)
+        return self._send_array(dst, tag, view(tensor, writable=False), timeout)
 
     def recv(self, tensor: Any, src: int, tag: int = 0, *, timeout: Timeout = None) -> Work[Any]:
         """Receive a message of rank `src` into `tensor`."""
@@ -81,7 +83,7 @@ class PointToPoint(Launcher):
         self._limit(0, timeout)
         self._check()
         return [
-            self._send("SEND", each.dst, each.tag, byte_view(buffer.array), buffer.dtype.code, buffer.result, timeout)
+            self._send_array(each.dst, each.tag, buffer, timeout)
             if isinstance(each, Send)
             else self._recv(buffer, each.src, each.tag, timeout)
             for each, buffer in ready
@@ -131,6 +133,15 @@ class PointToPoint(Launcher):
             self._check_rank(each.src, f"{name}.src", other=True)
         return buffer
 
+    def _send_array(self, dst: int, tag: int, buffer: Buffer, timeout: Timeout) -> Work[Any]:
+        array, code = buffer.array, buffer.dtype.code
+        if type(array) is not np.ndarray:
+            _check_length(buffer.nbytes, "tensor")
+            limit = self._limit(tag, timeout)
+            make = self._messages(array).sending(dst, tag, code, buffer.result, limit)
+            return self._begin("SEND", make, limit, result=buffer.result, nbytes=buffer.nbytes)
+        return self._send("SEND", dst, tag, byte_view(array), code, buffer.result, timeout)
+
     def _send(
         self, op: str, dst: int, tag: int, data: memoryview, code: int, result: Any, timeout: Timeout
     ) -> Work[Any]:
@@ -145,14 +156,24 @@ class PointToPoint(Launcher):
 
     def _recv(self, buffer: Buffer, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
         limit = self._limit(tag, timeout)
-        data = byte_view(buffer.array)
-        code, shape, result = buffer.dtype.code, buffer.shape, buffer.result
+        array, code, shape, result = buffer.array, buffer.dtype.code, buffer.shape, buffer.result
+        op = "RECV" if src is not None else "RECV_ANYSOURCE"
+        if type(array) is not np.ndarray:
+            receiving = self._messages(array).receiving(src, tag, code, shape, result, limit)
+            return self._begin(op, receiving, limit, None, None, shape, result, buffer.writeback, buffer.nbytes)
+        data = byte_view(array)
 
         def make(_: int, work: Work[Any]) -> Posted:
             return Posted(self._member, src, tag, data, code, shape, 0, result, work, limit)
 
-        op = "RECV" if src is not None else "RECV_ANYSOURCE"
         return self._begin(op, make, limit, None, None, shape, result, buffer.writeback, data.nbytes)
+
+    def _messages(self, array: Any) -> DeviceMessages:
+        """Return what carries messages of CUDA arrays."""
+        self._check()
+        from aiocoll.group.device_messages import messages_of  # with all that a GPU needs
+
+        return messages_of(self, array)
 
     def _recv_object(self, src: int | None, tag: int, limit: float) -> Work[Any]:
         def make(_: int, work: Work[Any]) -> Posted:

@@ -168,6 +168,8 @@ class ProcessGroup(Coalescing, PointToPoint, Arrays, Estimates, Subgroups, Recor
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(None if self.timeout == float("inf") else self.timeout):
                         await self._settle()
+                if self._side is not None:
+                    await self._side.close()
         except asyncio.CancelledError:
             # The program is ending: no time to wait, but the peers shall hear a goodbye all the same.
             self._failures.expect(error)
@@ -180,6 +182,8 @@ class ProcessGroup(Coalescing, PointToPoint, Arrays, Estimates, Subgroups, Recor
             self._member.endpoint.leave(self._member)
             for tell in self._member.on_revoked:
                 tell()
+            if self._side is not None:
+                await self._side.release()
             await self._origin.release()
             await self.recorder._settle()
             self._failures.tell()

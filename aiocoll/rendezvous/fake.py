@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiocoll.algorithms.machine import Tuning
 from aiocoll.algorithms.schedule import Program
@@ -36,6 +36,7 @@ from aiocoll.engine.control import Control, Note
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.membership import Membership
 from aiocoll.engine.operation import P2P, Operation, Terms
+from aiocoll.engine.plan import Executor, Plan
 from aiocoll.engine.shrink import Agreement, Outcome
 from aiocoll.group.calls import Call
 from aiocoll.group.launch import Timeout
@@ -50,6 +51,9 @@ from aiocoll.transport.base import Card
 from aiocoll.transport.memory import Hub, MemoryTransport
 from aiocoll.tuning import load
 from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.group.device_messages import DeviceMessages
 
 __all__ = ["FakeGroup", "World"]
 
@@ -124,6 +128,16 @@ class FakeGroup(ProcessGroup):
         terms = Terms(call.op, None, (), None, None) if call.terms is None else call.terms
         member.enter(_Instant(member, identity, terms, call.shape, call.result, work, call.timeout))
         return work
+
+    def _on_device(self, plan: Plan, arrays: list[Any]) -> Executor:
+        """Return what is never called: no device is needed."""
+        return plan.executor
+
+    def _messages(self, array: Any) -> DeviceMessages:
+        """Return what makes operations that are never asked for."""
+        from aiocoll.group.device_messages import DeviceMessages
+
+        return DeviceMessages(None, array)
 
     def _program(
         self, kind: str, algorithm: str, sizes: tuple[Any, ...], root: int | None, made: Kernel | None

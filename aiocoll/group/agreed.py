@@ -1,0 +1,280 @@
+"""A collective on CUDA arrays: all ranks agree on it, then each puts it on its device.
+
+The agreement is that of `aiocoll.engine.compared`: every rank tells rank 0 what it calls, and its verdict refuses the
+call on all ranks or lets it begin. The verdict numbers what begins, in the order in which calls became complete at rank
+0, and all ranks begin in that order. NCCL needs that, and calls with keys, or of several tasks, have no other order.
+
+    rank 0     <- what rank 1 calls      -> verdict: number 5, by NCCL      launch number 5
+    rank 1     what it calls ->          <- verdict                         launch number 5
+
+Then either NCCL carries it out, or it is staged: inputs are copied to page-locked memory, a collective of the host
+carries out the same plan there, and outputs are copied back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from aiocoll.elements.device import DeviceArray
+from aiocoll.engine.compared import Compared
+from aiocoll.engine.comparison import Difference
+from aiocoll.engine.membership import Membership
+from aiocoll.engine.operation import Terms
+from aiocoll.engine.plan import Plan
+from aiocoll.errors import GroupError
+from aiocoll.gpu.api import DeviceError
+from aiocoll.group.cards import Decision
+from aiocoll.group.fuse import ends
+from aiocoll.group.native import STAGED, carry_out, way_of
+from aiocoll.group.staged import Staged, put_back
+from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.gpu.launcher import Launched
+    from aiocoll.group.device_side import DeviceSide
+
+__all__ = ["Agreed"]
+
+
+class Agreed(Compared):
+    """One rank's part in one collective on CUDA arrays.
+
+    Args:
+        side: what the group has on the device.
+        terms: those of the plan, marked.
+        plan: what to do.
+        arrays: on the device, numbered as the plan's buffers; None where this rank has none.
+        result: what the work yields.
+    """
+
+    MARK = "device"
+    FINGERPRINT = Terms("AGREED", None, (), None, None, device="cuda").fingerprint()
+
+    __slots__ = (
+        "_arrays",
+        "_called",
+        "_enqueued",
+        "_flying",
+        "_launched",
+        "_marks",
+        "_plan",
+        "_result",
+        "_side",
+        "_staged",
+    )
+
+    def __init__(
+        self,
+        side: DeviceSide,
+        terms: Terms,
+        group: Membership,
+        identity: int,
+        plan: Plan,
+        arrays: list[DeviceArray | None],
+        shape: tuple[int, ...],
+        result: Any,
+        work: Work[Any],
+        timeout: float,
+    ) -> None:
+        super().__init__(group, identity, terms, shape, None, work, timeout)
+        self._side = side
+        self._plan = plan
+        self._arrays = arrays
+        self._result = result
+        self._called = terms
+        self._marks: tuple[int, ...] = ()
+        self._staged: Staged | None = None
+        #: The device has something of it.
+        self._flying = False
+        #: The last thing put on the device, and who waits for that to happen.
+        self._launched: Launched | None = None
+        self._enqueued: list[asyncio.Future[None]] = []
+        work._ordered = self.order
+
+    # -- the agreement
+
+    def enter(self) -> None:
+        """Mark where the caller's streams are, and say what this rank calls."""
+        try:
+            self._marks = self._side.mark(self._arrays)
+        except DeviceError as error:
+            self._side.broke(self, error)
+        else:
+            super().enter()
+
+    def _says(self) -> bytes:
+        """Say what this rank calls, which way it can go, and what it has, if rank 0 may not know."""
+        side, work = self._side, self.work
+        way = way_of(self._plan, self._arrays, self.group.rank)
+        # Of a member of a block: its own terms, not those of the block.
+        described = side.described(self._plan, self._called, self.shape)
+        told: bytes = msgpack.packb((described, work.seq, work.key, way, side.card()))
+        return told
+
+    def is_private(self) -> bool:
+        """Whether only the ends of its messages know their lengths."""
+        return bool(self._called.sends or self._called.receives)
+
+    def _conclude(self) -> None:
+        """All have called, or rank 0 has decided."""
+        group = self.group
+        if self._refusal is not None:
+            group.revoke(GroupError(f"{self.work.op} was not compared: {self._refusal}", group=group.name))
+        elif group.rank == 0:
+            found = self._side.judge(self, [self._incoming[rank] for rank in range(len(group.ranks))])
+            if found is not None:
+                self._send(dict.fromkeys(group.others, msgpack.packb([found])))
+                self._refuse(found)
+        else:
+            verdict = msgpack.unpackb(self._incoming[0])
+            if len(verdict) == 1:
+                self._refuse(Difference(*verdict[0]))
+            else:
+                number, way, decision = verdict
+                self._side.decided(self, number, way, None if decision is None else Decision(*decision))
+
+    def pronounce(self, number: int, way: int, decision: Decision | None) -> None:
+        """As rank 0, let all begin it."""
+        self._send(dict.fromkeys(self.group.others, msgpack.packb([number, way, decision])))
+        self._side.decided(self, number, way, decision)
+
+    # -- carrying it out
+
+    def begin(self, way: int) -> None:
+        """Go on: all calls before it have begun."""
+        counts = self._plan.terms.counts
+        if counts and not any(counts):
+            self.ended(self._result, None)
+        elif way == STAGED:
+            self._stage()
+        else:
+            self._launch(way)
+
+    def give_up(self, error: Exception) -> None:
+        """Fail on all ranks alike; the group goes on."""
+        self.refused()
+        self.ended(None, error)
+
+    async def order(self, stream: int | None) -> Any:
+        """Let `stream` wait for the end, once that is on the device; for `Work.on_stream`."""
+        while self._launched is None and not self.work.done():
+            enqueued = asyncio.get_running_loop().create_future()
+            self._enqueued.append(enqueued)
+            await enqueued
+        if self._launched is None or self.work.done():
+            return await self.work
+        try:
+            await self._launched.on_stream(self._side.stream_of(self._arrays) if stream is None else stream)
+        except DeviceError:
+            return await self.work
+        return self._result if (unwrap := self.work._unwrap) is None else unwrap()
+
+    def awaited(self) -> list[int]:
+        """Return the ranks from which something has not arrived."""
+        return super().awaited() if not self._settled or self._inner is not None else []
+
+    def expire(self) -> None:
+        """The timeout has passed; once it is on the device, all ranks have called it."""
+        if self._flying:
+            self._side.hung(self)
+        else:
+            super().expire()
+
+    def succeed(self, result: Any) -> None:
+        """End well."""
+        self._leave()
+        super().succeed(result)
+
+    def fail(self, error: BaseException) -> None:
+        """End with `error`."""
+        if not self.done:
+            self._leave()
+        super().fail(error)
+
+    def _launch(self, way: int) -> None:
+        """Put it on the communicator's stream."""
+        plan, arrays, device, communicator = self._plan, self._arrays, self._side.device, self._side.communicator
+        assert communicator is not None
+        stream, marks = communicator.stream, self._marks
+
+        def call() -> None:
+            for mark in marks:
+                device.after(stream, mark)
+            carry_out(plan, arrays, way, communicator.tools())
+            put_back(arrays, stream)
+
+        def done(error: DeviceError | None) -> None:
+            communicator.ended()
+            self._ended(error)
+
+        communicator.started()
+        self._flies(device.launch(None, stream, call, arrays, done), last=True)
+
+    def _stage(self) -> None:
+        """Copy the inputs to the host."""
+        side = self._side
+        self._staged = Staged(side.device, side.stream, self._arrays, self._plan.storage)
+        self._flies(self._staged.copy_in(self._marks, self._ends()[0], self._copied))
+
+    def _copied(self, error: DeviceError | None) -> None:
+        """The inputs are on the host: carry out the same plan there."""
+        if self._is_sound(error):
+            assert self._staged is not None
+            arrays, plan, group = self._staged.arrays, self._plan, self.group
+            self._start(
+                lambda number, work: plan.executor(group, number, plan, arrays, self.shape, None, work, self.timeout)
+            )
+
+    def ended(self, result: Any, error: BaseException | None) -> None:
+        """The collective of the host has ended, or there is none: copy the outputs back."""
+        if self._inner is None or error is not None:
+            super().ended(result, error)
+            return
+        self._inner = None
+        assert self._staged is not None
+        self._flies(self._staged.copy_out((), self._ends()[1], self._ended), last=True)
+
+    def _ended(self, error: DeviceError | None) -> None:
+        """The device is done."""
+        if self._is_sound(error):
+            super().ended(self._result, None)
+
+    def _is_sound(self, error: DeviceError | None) -> bool:
+        """Take note that the device is done; whether to go on."""
+        self._flying = False
+        if self.done:
+            self._leave()
+        elif error is not None:
+            self._side.broke(self, error)
+        return not self.done
+
+    def _flies(self, launched: Launched, last: bool = False) -> None:
+        """The device has something of it, which nothing comes after if it is the `last`."""
+        self._flying, self._marks = True, ()
+        if last:
+            self._launched = launched
+            self._wake()
+
+    def _leave(self) -> None:
+        """Give back what was only for this call, once the device is done with it."""
+        self.work._ordered = None
+        self._wake()
+        self._side.unmark(self._marks)
+        self._marks = ()
+        if not self._flying and self._staged is not None:
+            self._staged.give_back()
+            self._staged = None
+
+    def _wake(self) -> None:
+        for waiter in self._enqueued:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._enqueued.clear()
+
+    def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return which arrays are inputs, and which are outputs."""
+        reads, writes, _ = ends(self._plan.terms, self.group.rank, len(self.group.ranks))
+        return reads, writes

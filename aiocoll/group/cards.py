@@ -1,0 +1,75 @@
+"""What each rank has for CUDA arrays, and whether that makes NCCL possible: found out with the first call on such."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from aiocoll.gpu.api import Cuda, Nccl
+
+__all__ = ["Decision", "card", "decide"]
+
+#: The setting that makes NCCL's calls return before they are done, which nobody waits for here.
+_BLOCKING = "NCCL_COMM_BLOCKING"
+
+Card = dict[str, Any]
+
+
+class Decision(NamedTuple):
+    """How the calls of a group on CUDA arrays are carried out, on all ranks.
+
+    Attributes:
+        native: by NCCL where it can; else staged through the host.
+        why: in words.
+        unique_id: of the communicator; b"" without one.
+    """
+
+    native: bool
+    why: str
+    unique_id: bytes
+
+
+def card(cuda: Cuda, nccl: Nccl | None, device: int, missing: str) -> Card:
+    """Return what this rank has.
+
+    Args:
+        cuda: the runtime.
+        nccl: the library; None if there is none.
+        device: ordinal of the device of the call.
+        missing: why there is none.
+
+    Returns:
+        The version of NCCL, 0 for none; why there is none; and what tells the device from others of the host.
+    """
+    version, why = (0, missing) if nccl is None else (nccl.version(), "")
+    if os.environ.get(_BLOCKING, "").strip() == "0":
+        version, why = 0, f"{_BLOCKING}=0 makes NCCL's calls return unfinished: unset it"
+    return {"nccl": version, "why": why, "bus": cuda.bus_id(device)}
+
+
+def decide(cards: Sequence[Card], hosts: Sequence[int]) -> tuple[bool, str]:
+    """Return whether NCCL is to be used, and why or why not.
+
+    Args:
+        cards: of all ranks, in order.
+        hosts: number of the host of each.
+    """
+    for rank, each in enumerate(cards):
+        if not each["nccl"]:
+            return False, f"rank {rank}: {each['why']}"
+    first = cards[0]["nccl"]
+    for rank, each in enumerate(cards):
+        if each["nccl"] != first:
+            return False, f"rank 0 has NCCL {_version(first)}, rank {rank} has {_version(each['nccl'])}"
+    owners: dict[tuple[int, str], int] = {}
+    for rank, (host, each) in enumerate(zip(hosts, cards, strict=True)):
+        other = owners.setdefault((host, each["bus"]), rank)
+        if other != rank:
+            return False, f"ranks {other} and {rank} use the same device, {each['bus']}, which NCCL refuses"
+    return True, f"all ranks have NCCL {_version(first)} and a device each"
+
+
+def _version(number: int) -> str:
+    """Write a version such as 22809 as 2.28.9."""
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

@@ -1,0 +1,241 @@
+"""This rank's end of the NCCL communicator of a group, from its start to its end.
+
+NCCL's calls may block until all ranks have made them, so only the launcher of the device makes them. What has been
+started ends by itself, or when the communicator is aborted: that may block too, and is done in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from math import inf
+
+from aiocoll.engine.membership import Membership
+from aiocoll.engine.operation import KEYED, Terms
+from aiocoll.engine.parcels import Post
+from aiocoll.errors import GroupError
+from aiocoll.gpu.api import DeviceError, Nccl, NcclCommunicator
+from aiocoll.gpu.device import Device
+from aiocoll.group.native import Tools
+from aiocoll.log import logger
+from aiocoll.work import Work
+
+__all__ = ["Communicator"]
+
+#: Seconds between two questions whether something has failed on the way, while anything is in flight.
+ASK_EVERY = 0.25
+#: Seconds that ranks which close wait for each other, at most: a communicator that is aborted is gone as well.
+PARTING = 5.0
+#: Seconds after which an abort that does not come back is left alone.
+ABORTING = 10.0
+
+
+class Communicator:
+    """One rank's end.
+
+    Args:
+        group: whose.
+        device: where.
+        nccl: the library.
+        unique_id: the name that rank 0 has made.
+        broken: called with what has failed on the way.
+
+    Attributes:
+        stream: where its calls go.
+        is_begun: NCCL has made it.
+    """
+
+    def __init__(
+        self,
+        group: Membership,
+        device: Device,
+        nccl: Nccl,
+        unique_id: bytes,
+        broken: Callable[[BaseException], None],
+    ) -> None:
+        self.stream = device.stream()
+        self._group = group
+        self._device = device
+        self._nccl = nccl
+        self._broken = broken
+        self._lock = threading.Lock()
+        self._end: NcclCommunicator | None = None
+        self.is_begun = False
+        self._failure: DeviceError | None = None
+        self._over = False
+        self._asking = False
+        self._in_flight = 0
+        self._timer: asyncio.TimerHandle | None = None
+        size, rank = len(group.ranks), group.rank
+
+        def init() -> None:
+            try:
+                end = nccl.init(size, unique_id, rank)
+            except DeviceError as error:
+                self._failure = error.with_traceback(None)
+                raise
+            with self._lock:
+                self._end, self.is_begun = end, True
+            if self._over:
+                self._give_up()
+
+        device.run(init).add_done_callback(self._begun)
+
+    def tools(self) -> Tools:
+        """Return what carries out a call; for the launcher.
+
+        Raises:
+            DeviceError: it has been aborted, or there never was one.
+        """
+        end = self._end
+        if end is None or self._over:
+            raise self._failure or DeviceError("communicator", "it has been given up", fatal=False)
+        return Tools(self._device.cuda, self._nccl, end, self._group.rank, self.stream)
+
+    # -- while something is in flight
+
+    def started(self) -> None:
+        """Something is in flight from now on."""
+        self._in_flight += 1
+        if self._timer is None:
+            self._timer = self._group.endpoint.runtime.call_later(ASK_EVERY, self._ask)
+
+    def ended(self) -> None:
+        """The device is done with it."""
+        self._in_flight -= 1
+
+    def _ask(self) -> None:
+        """Let the launcher ask whether something has failed on the way, unless it is busy with the last question."""
+        self._timer = None
+        if self._over or not self._in_flight:
+            return
+        self._timer = self._group.endpoint.runtime.call_later(ASK_EVERY, self._ask)
+        if not self._asking and self._end is not None:
+            self._asking = True
+            self._device.run(self._end.async_error).add_done_callback(self._answered)
+
+    def _answered(self, asked: asyncio.Future[str | None]) -> None:
+        self._asking = False
+        if self._over or asked.cancelled():
+            return
+        if (error := asked.exception()) is not None:
+            self._broken(error)
+        elif (text := asked.result()) is not None:
+            self._broken(DeviceError("NCCL", text))
+
+    def _begun(self, begun: asyncio.Future[None]) -> None:
+        error = None if begun.cancelled() else begun.exception()
+        if error is not None and not self._over:
+            self._broken(error)
+
+    # -- the end
+
+    def abort(self) -> None:
+        """Give up all that is in flight, without waiting for it."""
+        if not self._over:
+            self._stop()
+            aborted = self._device.aside(self._give_up)
+            timer = self._group.endpoint.runtime.call_later(ABORTING, self._tell_stuck)
+            aborted.add_done_callback(lambda _: timer.cancel())
+
+    async def close(self) -> None:
+        """End it together with the other ranks; if they do not come, abort it."""
+        if self._over:
+            return
+        if self._in_flight or not await self._parted():
+            self.abort()
+            return
+        self._stop()
+        with self._lock:
+            end, self._end = self._end, None
+        if end is not None:
+            with contextlib.suppress(TimeoutError, DeviceError):
+                async with asyncio.timeout(PARTING):
+                    await self._device.run(end.destroy)
+
+    async def _parted(self) -> bool:
+        """Wait until all ranks are about to end it; whether they are."""
+        group = self._group
+        parting = _Parting(group, _Quiet(group.endpoint, _Parting.OP, None, None, None), min(PARTING, group.timeout))
+        group.enter(parting)
+        await parting.work._ended()
+        return parting.work.is_success()
+
+    def _stop(self) -> None:
+        self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        """Abort, once; may block."""
+        with self._lock:
+            end, self._end = self._end, None
+        if end is not None:
+            try:
+                end.abort()
+            except DeviceError as error:
+                logger.warning(
+                    "group %r, rank %d: the NCCL communicator was not aborted: %s",
+                    self._group.name,
+                    self._group.rank,
+                    str(error),
+                    extra=self._group.whose,
+                )
+
+    def _tell_stuck(self) -> None:
+        logger.warning(
+            "group %r, rank %d: NCCL has not aborted the communicator within %g s; a thread and the memory of what was "
+            "in flight are left behind",
+            self._group.name,
+            self._group.rank,
+            ABORTING,
+            extra=self._group.whose,
+        )
+
+
+class _Quiet(Work[None]):
+    """A work whose failure is no news."""
+
+    __slots__ = ()
+
+    def _failed(self, error: BaseException) -> None:
+        pass
+
+
+class _Parting(Post):
+    """All ranks tell each other that nothing of theirs is in flight, before they end the communicator."""
+
+    OP = "PARTING"
+    TERMS = Terms(OP, None, (), None, None, device="cuda")
+
+    __slots__ = ()
+
+    def __init__(self, group: Membership, work: Work[None], timeout: float) -> None:
+        identity = KEYED | group.endpoint.hash62("parting")
+        super().__init__(group, identity, self.TERMS.fingerprint(), self.TERMS, (), group.others, 0, work, timeout)
+        # Who does not come is not waited for long, and nobody's fault.
+        self.warned, self.reported = True, inf
+
+    def enter(self) -> None:
+        """Tell the others."""
+        self._send(dict.fromkeys(self.group.others, b""))
+        self._settle()
+
+    def needs(self, peer: int) -> bool:
+        """No failure of the group comes of it that a peer has left; but it is not waited for."""
+        if peer in self._missing:
+            self.group.endpoint.runtime.call_soon(self.expire)
+        return False
+
+    def expire(self) -> None:
+        """Somebody does not come."""
+        self.fail(GroupError(f"ranks of group {self.group.name!r} do not end it together", group=self.group.name))
+        # What comes late is not of another operation.
+        self.group._ended.pop(self.id, None)
+
+    def _settle(self) -> None:
+        if not self.done and not self._missing and not self._unsent:
+            self.succeed(None)

@@ -1,0 +1,260 @@
+"""What a group has on the device of this rank: which way its calls go, in which order, and what fails with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import msgpack
+
+from aiocoll.elements.device import DeviceArray
+from aiocoll.engine.comparison import Difference, compare, packed
+from aiocoll.engine.disagreement import called
+from aiocoll.engine.membership import Membership
+from aiocoll.engine.operation import Operation, Terms, description
+from aiocoll.engine.plan import Plan
+from aiocoll.errors import BackendUnavailableError, CollectiveTimeoutError, GroupError
+from aiocoll.gpu.api import DeviceError, Nccl
+from aiocoll.gpu.device import Device
+from aiocoll.gpu.provider import why_no_nccl
+from aiocoll.group.cards import Card, Decision, card, decide
+from aiocoll.group.communicator import Communicator
+from aiocoll.group.native import STAGED
+from aiocoll.log import logger
+
+if TYPE_CHECKING:
+    from aiocoll.group.agreed import Agreed
+
+__all__ = ["DeviceSide"]
+
+#: Kinds of calls of which terms and descriptions are kept.
+KEPT = 256
+#: Seconds that the device has to end what was on it when the group ended.
+RELEASE = 5.0
+
+
+class DeviceSide:
+    """One per group that has been called with CUDA arrays.
+
+    Args:
+        member: this rank's membership.
+        device: where its arrays are.
+        nccl: the library; None if there is none.
+        forced: fail rather than do without NCCL.
+
+    Attributes:
+        device: where its arrays are.
+        stream: where they are copied to the host and back.
+        decision: whether NCCL is used; None before the first call is complete.
+        communicator: this rank's end of it, if it is.
+    """
+
+    def __init__(self, member: Membership, device: Device, nccl: Nccl | None, forced: bool) -> None:
+        self.member = member
+        self.device = device
+        self.nccl = nccl
+        self.stream = device.stream()
+        self.decision: Decision | None = None
+        self.communicator: Communicator | None = None
+        self._forced = forced
+        self._terms: dict[Plan, Terms] = {}
+        self._described: dict[tuple[Plan, tuple[int, ...]], bytes] = {}
+        #: As rank 0: what each rank has; calls that are complete and have no number yet, and the last number given.
+        self._cards: dict[int, Card] = {}
+        self._complete: list[tuple[Agreed, int]] = []
+        self._numbered = 0
+        self._decision: Decision | None = None
+        self._asking = False
+        #: Calls that have a number, and the next to begin.
+        self._held: dict[int, tuple[Agreed, int]] = {}
+        self._next = 1
+        member.on_revoked.append(self.end)
+
+    def terms(self, plan: Plan) -> Terms:
+        """Return the terms of a call on CUDA arrays."""
+        found = self._terms.get(plan)
+        if found is None:
+            if len(self._terms) >= KEPT:
+                self._terms.clear()
+            found = self._terms[plan] = plan.terms._replace(debug="device", device="cuda")
+        return found
+
+    def mark(self, arrays: Iterable[DeviceArray | None]) -> tuple[int, ...]:
+        """Mark where the caller's streams are now: what comes of the call comes after that."""
+        streams = dict.fromkeys(each.stream for each in arrays if each is not None)
+        return tuple(self.device.mark(stream) for stream in streams)
+
+    def unmark(self, marks: Iterable[int]) -> None:
+        """Give back marks that are not needed."""
+        for mark in marks:
+            self.device.unmark(mark)
+
+    # -- the agreement
+
+    def card(self) -> Card | None:
+        """Return what this rank has, unless all know that."""
+        if self.decision is not None:
+            return None
+        return card(self.device.cuda, self.nccl, self.device.ordinal, why_no_nccl() or "")
+
+    def described(self, plan: Plan, terms: Terms, shape: tuple[int, ...]) -> bytes:
+        """Return what a call is; calls alike are the same bytes, made once."""
+        found = self._described.get((plan, shape))
+        if found is None:
+            if len(self._described) >= KEPT:
+                self._described.clear()
+            found = packed(description(self.member.rank, terms, shape, None, None), None)
+            self._described[plan, shape] = found
+        return found
+
+    def judge(self, operation: Agreed, said: Sequence[memoryview]) -> Difference | None:
+        """As rank 0, hear what all ranks call; return how that differs, or let it begin when its turn has come."""
+        # Mostly they are the same bytes.
+        alike = all(each == said[0] for each in said)
+        told = [msgpack.unpackb(said[0])] * len(said) if alike else [msgpack.unpackb(each) for each in said]
+        found = None
+        if not alike or operation.is_private():
+            found = compare(self.member.name, [_whole(*each[:3]) for each in told])
+        self._cards.update((rank, each[4]) for rank, each in enumerate(told) if each[4] is not None)
+        if found is None:
+            self._complete.append((operation, min(each[3] for each in told)))
+            self._decide()
+        return found
+
+    def _decide(self) -> None:
+        """As rank 0, number what is complete, as soon as it is known which way all calls go."""
+        if self._decision is None and not self._asking:
+            self._asking = True
+            native, why = decide([self._cards[rank] for rank in range(len(self.member.ranks))], self.member.hosts)
+            if native:
+                self._ask(why)
+            else:
+                self._decision = Decision(False, why, b"")
+        if (decision := self._decision) is None:
+            return
+        complete, self._complete = self._complete, []
+        for operation, way in complete:
+            if not operation.done:
+                self._numbered += 1
+                operation.pronounce(self._numbered, way, decision if self.decision is None else None)
+
+    def _ask(self, why: str) -> None:
+        """Ask NCCL for the name of a communicator, which may take long."""
+        assert self.nccl is not None
+
+        def named(future: asyncio.Future[bytes]) -> None:
+            error = None if future.cancelled() else future.exception()
+            native = error is None and not future.cancelled()
+            self._decision = Decision(native, why if native else f"rank 0: {error}", future.result() if native else b"")
+            self._decide()
+
+        self.device.run(self.nccl.unique_id).add_done_callback(named)
+
+    def decided(self, operation: Agreed, number: int, way: int, decision: Decision | None) -> None:
+        """Take note of a verdict; begin all calls whose turn it is."""
+        if decision is not None:
+            try:
+                self._follow(decision)
+            except DeviceError as error:
+                self.broken(error, operation)
+        self._held[number] = operation, way
+        while (turn := self._held.pop(self._next, None)) is not None:
+            self._next += 1
+            operation, way = turn
+            if not operation.done:
+                self._begin(operation, way)
+
+    def _begin(self, operation: Agreed, way: int) -> None:
+        decision = self.decision
+        assert decision is not None
+        if self._forced and not decision.native:
+            operation.give_up(BackendUnavailableError(f"group {self.member.name!r} is to use NCCL, but {decision.why}"))
+        else:
+            operation.begin(way if decision.native else STAGED)
+
+    def _follow(self, decision: Decision) -> None:
+        """Do as rank 0 has decided."""
+        self.decision = decision
+        logger.info(
+            "group %r, rank %d: CUDA arrays go %s: %s",
+            self.member.name,
+            self.member.rank,
+            "by NCCL" if decision.native else "through the host",
+            decision.why,
+            extra=self.member.whose,
+        )
+        if decision.native:
+            assert self.nccl is not None
+            self.communicator = Communicator(self.member, self.device, self.nccl, decision.unique_id, self.broken)
+
+    # -- failing
+
+    def stream_of(self, arrays: Iterable[DeviceArray | None]) -> int:
+        """Return the stream that was the caller's at the call."""
+        return next(each.stream for each in arrays if each is not None)
+
+    def hung(self, operation: Agreed) -> None:
+        """All ranks have called `operation`, but the device has not done it in time."""
+        member, work = self.member, operation.work
+        name = work.key or work.seq
+        member.revoke(
+            CollectiveTimeoutError(
+                f"{work.op} (sequence {name!r}) of group {member.name!r} did not complete within "
+                f"{operation.timeout:g} s on rank {member.rank}, which called {called(operation.describe())}: all "
+                f"ranks have called it, but {self._what_hangs()}",
+                op=work.op,
+                seq=name,
+                group=member.name,
+            )
+        )
+
+    def _what_hangs(self) -> str:
+        if self.communicator is not None and not self.communicator.is_begun:
+            return f"NCCL has not made the communicator on device {self.device.ordinal}: restart the process"
+        return f"device {self.device.ordinal} is not done with it, or with what was on the caller's stream before"
+
+    def broke(self, operation: Operation, error: DeviceError) -> None:
+        """The device has failed in `operation`."""
+        self.broken(error, operation)
+
+    def broken(self, error: BaseException, operation: Operation | None = None) -> None:
+        """The device, or the communicator, has failed: so does the group."""
+        member = self.member
+        work = None if operation is None else operation.work
+        name = None if work is None else work.key or work.seq
+        what = "" if work is None else f"{work.op} of " if name is None else f"{work.op} (sequence {name!r}) of "
+        cause = GroupError(
+            f"{what}group {member.name!r} failed on rank {member.rank}, device {self.device.ordinal}: {error}",
+            op=None if work is None else work.op,
+            seq=name,
+            group=member.name,
+            ranks=[member.rank],
+        )
+        cause.__cause__ = error
+        member.revoke(cause)
+
+    def end(self) -> None:
+        """The group has failed, or was closed."""
+        self._held.clear()
+        self._complete.clear()
+        if self.communicator is not None:
+            self.communicator.abort()
+
+    async def close(self) -> None:
+        """End the communicator in order, if the other ranks do so too; else it is aborted when the group ends."""
+        if self.communicator is not None:
+            await self.communicator.close()
+
+    async def release(self) -> None:
+        """Give back what the group had; it has ended."""
+        ends = [self.device.close_stream(self.stream, RELEASE)]
+        if self.communicator is not None:
+            ends.append(self.device.close_stream(self.communicator.stream, RELEASE))
+        await asyncio.gather(*ends)
+
+
+def _whole(described: bytes, seq: int | None, key: str | None) -> bytes:
+    """Return the description of a call with what it was named by."""
+    whole: bytes = msgpack.packb({**msgpack.unpackb(described), "seq": seq, "key": key})
+    return whole

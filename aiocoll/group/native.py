@@ -1,0 +1,216 @@
+"""How NCCL carries out a collective: which it can, and by which of its calls.
+
+What only moves travels as bytes. Where NCCL has no call of its own, or counts differ from rank to rank, several calls
+are one group: none of them waits for another.
+
+    allreduce, reduce, broadcast    the call of that name
+    allgather, reduce_scatter       the call of that name; parts that differ or lie apart: p broadcasts, p reduces
+    gather, scatter, alltoall       sends and receives
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from aiocoll.elements.device import DeviceArray
+from aiocoll.engine.plan import Plan
+from aiocoll.gpu.api import Cuda, DeviceError, Nccl, NcclCommunicator
+
+__all__ = ["GROUPED", "PACKED", "STAGED", "Tools", "carry_out", "way_of"]
+
+#: Ways of a call; all ranks go the least of those that they can go.
+STAGED, GROUPED, PACKED = 0, 1, 2
+
+_BYTES = 1
+#: NCCL's numbers of dtypes that it reduces. It reduces float8 on some devices only.
+_TYPES = {
+    "bool": 1,
+    "int8": 0,
+    "uint8": 1,
+    "int32": 2,
+    "uint32": 3,
+    "int64": 4,
+    "uint64": 5,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "bfloat16": 9,
+    "complex64": 7,
+    "complex128": 8,
+}
+_SUM, _PRODUCT, _MAX, _MIN, _AVG = range(5)
+_NUMBERS = {"SUM": _SUM, "PRODUCT": _PRODUCT, "MAX": _MAX, "MIN": _MIN}
+#: Of what is 0 or 1.
+_LOGICAL = {"SUM": _MAX, "BOR": _MAX, "MAX": _MAX, "PRODUCT": _MIN, "BAND": _MIN, "MIN": _MIN}
+_FLOATS = {**_NUMBERS, "AVG": _AVG, "PREMUL_SUM": _SUM}
+#: Real and imaginary parts by themselves.
+_COMPLEX = {"SUM": _SUM, "AVG": _AVG, "PREMUL_SUM": _SUM}
+_FLOATING = ("float16", "float32", "float64", "bfloat16")
+_MOVING = frozenset({"BROADCAST", "ALLGATHER", "GATHER", "SCATTER", "ALLTOALL"})
+_REDUCING = frozenset({"ALLREDUCE", "REDUCE", "REDUCE_SCATTER"})
+
+
+class Tools(NamedTuple):
+    """What carries out a call.
+
+    Attributes:
+        cuda: the runtime.
+        nccl: the library.
+        end: this rank's end of the communicator.
+        rank: this rank.
+        stream: where its calls go.
+    """
+
+    cuda: Cuda
+    nccl: Nccl
+    end: NcclCommunicator
+    rank: int
+    stream: int
+
+
+def way_of(plan: Plan, arrays: Sequence[DeviceArray | None], rank: int) -> int:
+    """Return the best way in which this rank can go through a call; the terms decide alike for all ranks.
+
+    Args:
+        plan: the call's.
+        arrays: numbered as the plan's buffers.
+        rank: this one.
+    """
+    terms = plan.terms
+    if terms.op in _REDUCING:
+        if _reduction(plan) is None:
+            return STAGED
+    elif terms.op not in _MOVING:
+        return STAGED
+    if terms.op not in ("ALLGATHER", "REDUCE_SCATTER"):
+        return PACKED
+    *blocks, own = (each for each in arrays if each is not None)
+    if any(own.overlaps(block) and (r != rank or own.ptr != block.ptr) for r, block in enumerate(blocks)):
+        return STAGED
+    step = blocks[0].nbytes
+    packed = len(set(terms.counts)) == 1 and all(
+        block.ptr == blocks[0].ptr + r * step for r, block in enumerate(blocks)
+    )
+    # With equal parts side by side, NCCL takes an array for a part of them only where that part belongs.
+    return PACKED if packed else GROUPED
+
+
+def carry_out(plan: Plan, arrays: Sequence[DeviceArray | None], way: int, tools: Tools) -> None:
+    """Put a call on the stream; blocks, perhaps, until other ranks do.
+
+    Raises:
+        DeviceError: it cannot be done.
+    """
+    terms, stream, end, rank = plan.terms, tools.stream, tools.end, tools.rank
+    given = [each for each in arrays if each is not None]
+    match terms.op:
+        case "ALLREDUCE":
+            _all_reduce(plan, given[0], tools)
+        case "REDUCE":
+            count, dtype, number = _counted(plan, given[0])
+            if count:
+                end.reduce(given[0].ptr, given[0].ptr, count, dtype, number, terms.root or 0, stream)
+        case "BROADCAST":
+            if given[0].size:
+                end.broadcast(given[0].ptr, given[0].ptr, given[0].nbytes, _BYTES, terms.root or 0, stream)
+        case "ALLGATHER":
+            _all_gather(given[:-1], given[-1], way, tools)
+        case "REDUCE_SCATTER":
+            _reduce_scatter(plan, given[:-1], given[-1], way, tools)
+        case "GATHER":
+            root = terms.root or 0
+            _exchange({root: given[-1]}, dict(enumerate(given[:-1])) if rank == root else {}, tools)
+        case "SCATTER":
+            root = terms.root or 0
+            _exchange(dict(enumerate(given[:-1])) if rank == root else {}, {root: given[-1]}, tools)
+        case _:
+            size = len(given) // 2
+            _exchange(dict(enumerate(given[:size])), dict(enumerate(given[size:])), tools)
+
+
+def _reduction(plan: Plan) -> int | None:
+    """Return NCCL's number of the op of a plan; None if it has none."""
+    terms = plan.terms
+    dtype, reduce = terms.dtype or "", terms.reduce or ""
+    if dtype not in _TYPES:
+        return None
+    if reduce == "PREMUL_SUM" and terms.op != "ALLREDUCE":
+        return None  # the factor would have to be applied to what is not an output
+    if dtype.startswith("complex"):
+        return _COMPLEX.get(reduce)
+    return (_LOGICAL if dtype == "bool" else _FLOATS if dtype in _FLOATING else _NUMBERS).get(reduce)
+
+
+def _counted(plan: Plan, array: DeviceArray) -> tuple[int, int, int]:
+    """Return count, dtype and op of a reduction, as NCCL numbers them."""
+    dtype = plan.terms.dtype or ""
+    number = _reduction(plan)
+    assert number is not None
+    return array.size * (2 if dtype.startswith("complex") else 1), _TYPES[dtype], number
+
+
+def _all_reduce(plan: Plan, array: DeviceArray, tools: Tools) -> None:
+    count, dtype, number = _counted(plan, array)
+    if not count:
+        return
+    if plan.op is not None and plan.op.factor is not None:
+        tools.cuda.scale(array.ptr, array.ptr, array.size, array.dtype.name, plan.op.factor, tools.stream)
+    tools.end.all_reduce(array.ptr, array.ptr, count, dtype, number, tools.stream)
+
+
+def _all_gather(blocks: Sequence[DeviceArray], source: DeviceArray, way: int, tools: Tools) -> None:
+    if way == PACKED:
+        if source.size:
+            tools.end.all_gather(source.ptr, blocks[0].ptr, source.nbytes, _BYTES, tools.stream)
+        return
+    with _together(tools.nccl):
+        for rank, block in enumerate(blocks):
+            if block.size:
+                given = source if rank == tools.rank else block
+                tools.end.broadcast(given.ptr, block.ptr, block.nbytes, _BYTES, rank, tools.stream)
+
+
+def _reduce_scatter(plan: Plan, blocks: Sequence[DeviceArray], target: DeviceArray, way: int, tools: Tools) -> None:
+    count, dtype, number = _counted(plan, target)
+    if way == PACKED:
+        if count:
+            tools.end.reduce_scatter(blocks[0].ptr, target.ptr, count, dtype, number, tools.stream)
+        return
+    with _together(tools.nccl):
+        for rank, block in enumerate(blocks):
+            count = _counted(plan, block)[0]
+            if count:
+                into = target if rank == tools.rank else block
+                tools.end.reduce(block.ptr, into.ptr, count, dtype, number, rank, tools.stream)
+
+
+def _exchange(outgoing: dict[int, DeviceArray], incoming: dict[int, DeviceArray], tools: Tools) -> None:
+    """Send an array to each of some ranks, and receive one from each of some; what is its own, a rank copies."""
+    own, kept = outgoing.pop(tools.rank, None), incoming.pop(tools.rank, None)
+    if own is not None and kept is not None and own.size and own.ptr != kept.ptr:
+        tools.cuda.copy(kept.ptr, own.ptr, own.nbytes, tools.stream)
+    sends = [(peer, array) for peer, array in outgoing.items() if array.size]
+    receives = [(peer, array) for peer, array in incoming.items() if array.size]
+    if not sends and not receives:
+        return
+    with _together(tools.nccl):
+        for peer, array in sends:
+            tools.end.send(array.ptr, array.nbytes, _BYTES, peer, tools.stream)
+        for peer, array in receives:
+            tools.end.recv(array.ptr, array.nbytes, _BYTES, peer, tools.stream)
+
+
+@contextlib.contextmanager
+def _together(nccl: Nccl) -> Iterator[None]:
+    """Make the calls of the block one."""
+    nccl.group_start()
+    try:
+        yield
+    except BaseException:
+        # The group has to be ended all the same; what went wrong first is what is told.
+        with contextlib.suppress(DeviceError):
+            nccl.group_end()
+        raise
+    nccl.group_end()

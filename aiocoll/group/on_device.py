@@ -1,0 +1,92 @@
+"""Calls on CUDA arrays: what the group does with them in place of its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from aiocoll.elements.device import UNKNOWN, DeviceArray
+from aiocoll.engine.membership import Membership
+from aiocoll.engine.operation import Terms
+from aiocoll.engine.plan import Plan
+from aiocoll.gpu.api import Cuda
+from aiocoll.gpu.device import Device
+from aiocoll.gpu.provider import runtime
+from aiocoll.group.agreed import Agreed
+from aiocoll.group.device_side import DeviceSide
+from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.group.launch import Launcher
+
+__all__ = ["OnDevice", "on_device", "side_of"]
+
+
+class OnDevice:
+    """The executor of a plan on CUDA arrays.
+
+    Attributes:
+        terms: those of the call.
+    """
+
+    __slots__ = ("_side", "terms")
+
+    def __init__(self, side: DeviceSide, terms: Terms) -> None:
+        self._side = side
+        self.terms = terms
+
+    def __call__(
+        self,
+        group: Membership,
+        identity: int,
+        plan: Plan,
+        arrays: list[DeviceArray | None],
+        shape: tuple[int, ...],
+        result: Any,
+        work: Work[Any],
+        timeout: float,
+    ) -> Agreed:
+        """Make the operation; for the arguments, see `aiocoll.engine.plan.Executor`."""
+        return Agreed(self._side, self.terms, group, identity, plan, arrays, shape, result, work, timeout)
+
+
+def on_device(group: Launcher, plan: Plan, arrays: Sequence[DeviceArray | None]) -> OnDevice:
+    """Return what carries out a call on CUDA arrays.
+
+    Raises:
+        BackendUnavailableError: there is no GPU support; the message says what to install.
+        ValueError: the arrays are on another device than those of earlier calls.
+        RuntimeError: the caller's stream is being captured into a graph.
+    """
+    side = side_of(group, arrays)
+    return OnDevice(side, side.terms(plan))
+
+
+def side_of(group: Launcher, arrays: Sequence[DeviceArray | None]) -> DeviceSide:
+    """Return what the group has on the device of these arrays; raises as `on_device` does."""
+    cuda, nccl = runtime()
+    side = group._side
+    ordinal = _ordinal(cuda, arrays, None if side is None else side.device.ordinal)
+    if side is None:
+        forced = group._devices.get("cuda") == "nccl"
+        side = group._side = DeviceSide(group._member, Device.of(cuda, ordinal), nccl, forced)
+    elif side.device.ordinal != ordinal:
+        raise ValueError(
+            f"group {group._member.name!r} works on CUDA device {side.device.ordinal}, where the arrays of its first "
+            f"call were; these are on device {ordinal}: make a group for each device"
+        )
+    for stream in {each.stream for each in arrays if each is not None}:
+        side.device.check_capture(stream)
+    return side
+
+
+def _ordinal(cuda: Cuda, arrays: Sequence[DeviceArray | None], empty: int | None) -> int:
+    """Return the device of the arrays; `empty` if they have no elements, and nothing says where."""
+    found = {
+        cuda.device_of(each.ptr) if each.device == UNKNOWN else each.device
+        for each in arrays
+        if each is not None and (each.device != UNKNOWN or each.size)
+    }
+    if len(found) > 1:
+        raise TypeError(f"the arrays of a call must be on one CUDA device, not on devices {sorted(found)}")
+    return found.pop() if found else empty or 0

@@ -1,0 +1,109 @@
+"""Page-locked copies of the arrays of a call, so that the host can carry it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiocoll.elements.device import DeviceArray
+from aiocoll.gpu.api import DeviceError
+from aiocoll.gpu.device import Device
+from aiocoll.gpu.launcher import Launched
+
+__all__ = ["Staged", "put_back"]
+
+#: Copies begin at multiples of this: what a device, and the widest vector instructions, copy fastest.
+_ALIGN = 64
+
+Done = Callable[[DeviceError | None], None]
+
+
+class Staged:
+    """The host's copies of the arrays of one call.
+
+    Args:
+        device: where the arrays are.
+        stream: where they are copied.
+        originals: the arrays; None where this rank has none.
+        storage: dtype of the copies.
+
+    Attributes:
+        arrays: the copies, in the same order, from `allocate` on.
+    """
+
+    def __init__(
+        self, device: Device, stream: int, originals: Sequence[DeviceArray | None], storage: np.dtype[Any]
+    ) -> None:
+        self.arrays: list[NDArray[Any] | None] = []
+        self._device = device
+        self._stream = stream
+        self._originals = originals
+        self._storage = storage
+        self._block: NDArray[Any] | None = None
+
+    def allocate(self) -> None:
+        """Take the memory; it may take milliseconds to get some that nobody has used before.
+
+        Raises:
+            DeviceError: there is none that could be locked.
+        """
+        starts, nbytes = [], 0
+        for each in self._originals:
+            starts.append(nbytes)
+            nbytes += 0 if each is None else -(-each.nbytes // _ALIGN) * _ALIGN
+        block = self._block = self._device.staging.take(nbytes)
+        self.arrays = [
+            None if each is None else block[start : start + each.nbytes].view(self._storage)
+            for start, each in zip(starts, self._originals, strict=True)
+        ]
+
+    def copy_in(self, marks: Sequence[int], positions: Collection[int], done: Done) -> Launched:
+        """Copy arrays to the host, after `marks`; before that, `allocate` unless that has been done."""
+        device, stream = self._device, self._stream
+
+        def call() -> None:
+            for mark in marks:
+                device.after(stream, mark)
+            if self._block is None:
+                self.allocate()
+            for copy, original in self._pairs(positions):
+                device.cuda.copy_to_host(copy.ctypes.data, original.ptr, original.nbytes, stream)
+
+        return device.launch(None, stream, call, self, done)
+
+    def copy_out(self, marks: Sequence[int], positions: Collection[int], done: Done) -> Launched:
+        """Copy arrays back to the device, and from there to where the caller's elements lie."""
+        device, stream = self._device, self._stream
+
+        def call() -> None:
+            for mark in marks:
+                device.after(stream, mark)
+            pairs = self._pairs(positions)
+            for copy, original in pairs:
+                device.cuda.copy_to_device(original.ptr, copy.ctypes.data, original.nbytes, stream)
+            put_back([original for _, original in pairs], stream)
+
+        return device.launch(None, stream, call, self, done)
+
+    def give_back(self) -> None:
+        """Let others use the memory; neither device nor host uses it any more."""
+        block, self._block = self._block, None
+        if block is not None:
+            self._device.staging.give(block)
+
+    def _pairs(self, positions: Collection[int]) -> list[tuple[NDArray[Any], DeviceArray]]:
+        """Return copies and originals that have anything in them."""
+        pairs = [(self.arrays[each], self._originals[each]) for each in positions]
+        return [
+            (copy, original) for copy, original in pairs if copy is not None and original is not None and original.size
+        ]
+
+
+def put_back(arrays: Sequence[DeviceArray | None], stream: int) -> None:
+    """Copy what was made contiguous to where the caller's elements lie, on `stream`."""
+    for each in arrays:
+        if each is not None and each.back is not None:
+            each.back.on(stream)
