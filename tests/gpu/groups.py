@@ -1,0 +1,96 @@
+"""What tests of groups on fake devices share: CUDA, NCCL, a module that looks like torch, and tensors of it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiocoll.elements.dtypes import by_name
+from aiocoll.gpu.device import Device, close_devices
+from aiocoll.gpu.provider import provide
+from aiocoll.testing.fake_cuda import FakeCuda, Gate
+from aiocoll.testing.fake_nccl import FakeNccl
+
+from ..lookalikes import Torch
+
+#: How CUDA arrays go: by NCCL, or through the host.
+WAYS = ("nccl", "staged")
+
+
+class Gpus:
+    """One device for each rank, all in this process.
+
+    Attributes:
+        cuda: the fake runtime.
+        nccl: the fake library.
+        torch: what tensors are made of.
+    """
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.nccl = FakeNccl(cuda)
+        self.torch = Torch(lambda stream, device, work: cuda.kernel(stream, work, device))
+
+    def tensor(self, values: Any, device: int, dtype: str | None = None, margin: int = 0) -> Any:
+        """Return a tensor on a device, with `margin` ones around it; of what NumPy lacks, `values` are ml_dtypes'."""
+        array = np.asarray(values, dtype)
+        around = self.cuda.allocate((array.size + 2 * margin) * array.itemsize, device).view(array.dtype)
+        around[:] = 1
+        inner = around[margin : margin + array.size].reshape(array.shape)
+        inner[...] = array
+        tensor = self.torch.Tensor(inner.view(by_name(array.dtype.name).storage), array.dtype.name, device)
+        tensor.values, tensor.around = inner, around
+        return tensor
+
+    def stream(self, device: int) -> int:
+        """Make a new stream current on a device, and return it."""
+        before = self.cuda.current()
+        self.cuda.use(device)
+        stream = self.cuda.stream_create()
+        self.cuda.use(before)
+        self.torch._streams[device] = stream
+        return stream
+
+    def gate(self, device: int) -> Gate:
+        """Let nothing end that comes on the current stream of a device until the gate is opened."""
+        return self.cuda.gate(self.torch._streams.get(device, 0), device)
+
+    def engine(self, device: int) -> Device:
+        """Return what the groups share."""
+        return Device.of(self.cuda, device)
+
+
+@contextmanager
+def gpus(devices: int, way: str = "nccl") -> Iterator[Gpus]:
+    """Provide so many devices, and NCCL if that is the way."""
+    before = sys.modules.get("torch")
+    cuda = FakeCuda(devices)
+    made = Gpus(cuda)
+    sys.modules["torch"] = made.torch  # type: ignore[assignment]
+    try:
+        with cuda, provide(cuda, made.nccl if way == "nccl" else None):
+            yield made
+    finally:
+        if before is None:
+            del sys.modules["torch"]
+        else:
+            sys.modules["torch"] = before
+        assert close_devices(10.0), "a thread of a device is stuck"
+        for thread in threading.enumerate():
+            if thread.name.startswith(
+                ("aiocoll-launch", "aiocoll-wait", "aiocoll-aside")
+            ):  # of calls that a test has left stuck
+                thread.join(10.0)
+    assert made.nccl.complaints == []
+
+
+def host(tensor: Any) -> NDArray[Any]:
+    """Return what is in the tensor at this moment."""
+    values: NDArray[Any] = tensor.values
+    return values

@@ -1,0 +1,489 @@
+"""What calls on CUDA arrays promise besides their results: order, agreement, streams, and that nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import (
+    BackendUnavailableError,
+    CollectiveMismatchError,
+    GroupOptions,
+    ProcessGroup,
+    ReduceOp,
+    new_group,
+    testing,
+)
+from aiocoll.group import cards
+
+from ..ranks import run_ranks
+from .groups import WAYS, Gpus, gpus, host
+
+both = pytest.mark.parametrize("way", WAYS)
+
+
+async def allreduced(pg: ProcessGroup, gpu: Gpus, **more: Any) -> None:
+    """Allreduce something, and find it right."""
+    tensor = gpu.tensor(np.full(4, pg.rank() + 1.0), pg.rank())
+    assert await pg.allreduce(tensor, **more) is tensor
+    assert host(tensor).tolist() == [pg.size() * (pg.size() + 1) / 2] * 4
+
+
+# -- without a GPU
+
+
+async def test_without_gpu_support_the_call_says_what_to_install() -> None:
+    class Foreign:
+        __cuda_array_interface__ = {  # noqa: RUF012
+            "shape": (2,), "typestr": "<f4", "data": (4096, False), "strides": None, "version": 3,
+        }  # fmt: skip
+
+    async def body(pg: ProcessGroup) -> None:
+        for call in (
+            lambda: pg.allreduce(Foreign()),
+            lambda: pg.broadcast(Foreign(), 0),
+            lambda: pg.send(Foreign(), 1 - pg.rank()),
+            lambda: pg.recv(Foreign(), 1 - pg.rank()),
+        ):
+            with pytest.raises(BackendUnavailableError, match=r"CUDA arrays need CuPy: pip install aiocoll\[cuda1"):
+                call()
+        assert await pg.allreduce(1) == 2
+
+    await run_ranks(2, body)
+
+
+async def test_a_dry_run_needs_no_device() -> None:
+    with gpus(1) as gpu:
+        pg = await new_group("fake", rank=0, world_size=3)
+        tensor = gpu.tensor(np.ones(3), 0)
+        assert await pg.allreduce(tensor) is tensor
+        assert await pg.send(tensor, 1) is tensor
+        assert await pg.recv(tensor, 1) is tensor
+        assert gpu.cuda.calls["event_create"] == 0
+        await pg.shutdown()
+
+
+# -- which way
+
+
+async def decision(pg: ProcessGroup, gpu: Gpus, device: int | None = None) -> cards.Decision:
+    device = pg.rank() if device is None else device
+    await pg.allreduce(gpu.tensor(np.ones(3), device))
+    assert pg._side is not None
+    assert pg._side.decision is not None
+    return pg._side.decision
+
+
+async def test_ranks_with_a_device_each_use_nccl(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "aiocoll")
+    with gpus(2) as gpu:
+        first, second = await run_ranks(2, decision, gpu)
+    assert first == second
+    assert first.native
+    assert "rank 1: CUDA arrays go by NCCL: all ranks have NCCL 2.28.9 and a device each" in caplog.text
+
+
+async def test_without_nccl_all_goes_through_the_host(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "aiocoll")
+    with gpus(2, "staged") as gpu:
+        found = await run_ranks(2, decision, gpu)
+    assert found == [cards.Decision(False, "rank 0: it was left out", b"")] * 2
+    assert "rank 0: CUDA arrays go through the host: rank 0: it was left out" in caplog.text
+
+
+async def test_ranks_on_one_device_go_through_the_host() -> None:
+    with gpus(1) as gpu:
+        found = await run_ranks(2, decision, gpu, 0)
+    assert [each.native for each in found] == [False] * 2
+    assert found[0].why == "ranks 0 and 1 use the same device, 00000000:00:00.0, which NCCL refuses"
+
+
+async def test_a_setting_that_nccl_cannot_be_used_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
+    with gpus(1) as gpu:
+        (found,) = await run_ranks(1, decision, gpu)
+    assert not found.native
+    assert "NCCL_COMM_BLOCKING=0" in found.why
+
+
+def test_versions_that_differ_and_hosts() -> None:
+    def one(version: int = 22809, bus: str = "a") -> cards.Card:
+        return {"nccl": version, "why": "" if version else "gone", "bus": bus}
+
+    assert cards.decide([one(), one()], [0, 1]) == (True, "all ranks have NCCL 2.28.9 and a device each")
+    assert cards.decide([one(), one(23004)], [0, 1]) == (False, "rank 0 has NCCL 2.28.9, rank 1 has 2.30.4")
+    assert cards.decide([one(), one(0)], [0, 1]) == (False, "rank 1: gone")
+    assert cards.decide([one(), one(bus="b"), one()], [0, 0, 0])[0] is False
+
+
+async def test_nccl_alone_is_an_error_where_it_cannot_be_used() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        pg._devices = {"cpu": "aio", "cuda": "nccl"}
+        with pytest.raises(BackendUnavailableError, match=r"group .* is to use NCCL, but rank 0: it was left out"):
+            await pg.allreduce(gpu.tensor(np.ones(3), pg.rank()))
+        assert await pg.allreduce(1) == 2
+
+    with gpus(2, "staged") as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_a_communicator_that_nobody_can_name() -> None:
+    with gpus(2) as gpu:
+        gpu.nccl.fail_next("unique_id", "no network")
+        found = await run_ranks(2, decision, gpu)
+    assert [each.native for each in found] == [False] * 2
+    assert "rank 0: unique_id: no network" in found[0].why
+
+
+async def test_a_group_is_of_one_device() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        with pytest.raises(ValueError, match=r"works on CUDA device 0, where .* these are on device 1"):
+            pg.allreduce(gpu.tensor(np.ones(3), 1))
+        with pytest.raises(TypeError, match="one place"):
+            pg.alltoall([gpu.tensor(np.ones(1), 1)], [gpu.tensor(np.ones(1), 0)])
+        await allreduced(pg, gpu)
+
+    with gpus(2) as gpu:
+        await run_ranks(1, body, gpu)
+
+
+# -- agreement
+
+
+@both
+async def test_calls_with_keys_in_any_order(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        for round in range(5):
+            keys = [f"{(each + pg.rank() * round) % 4}" for each in range(4)]
+            works = {}
+            for key in keys:
+                works[key] = pg.allreduce(gpu.tensor(np.full(4, int(key) + pg.rank()), pg.rank()), key=key)
+            for key, work in works.items():
+                assert host(await work).tolist() == [3 * int(key) + 3] * 4
+
+    with gpus(3, way) as gpu:
+        await run_ranks(3, body, gpu)
+
+
+@both
+async def test_calls_that_differ_are_refused_everywhere_and_the_group_goes_on(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> str:
+        for _ in range(2):  # before the way is known, and after
+            tensor = gpu.tensor(np.ones(3 + pg.rank()), pg.rank())
+            with pytest.raises(CollectiveMismatchError) as caught:
+                await pg.allreduce(tensor)
+            assert (host(tensor) == 1).all()
+            await allreduced(pg, gpu)
+        return str(caught.value)
+
+    with gpus(3, way) as gpu:
+        texts = await run_ranks(3, body, gpu)
+    assert len(set(texts)) == 1
+    assert "Collectives differ in the following: counts, shape" in texts[0]
+    assert "ALLREDUCE(shape=[5], dtype=float64, device=cuda" in texts[0]
+    assert "debug" not in texts[0]
+
+
+@both
+async def test_arrays_of_the_host_and_of_a_device_do_not_meet(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> str:
+        work = pg.allreduce(gpu.tensor(np.ones(3), 1)) if pg.rank() else pg.broadcast(np.ones(300_000), 0)
+        error = await pg.wait_revoked()
+        assert isinstance(error, CollectiveMismatchError)
+        assert isinstance(work.exception(), CollectiveMismatchError)
+        return str(error)
+
+    with gpus(2, way) as gpu:
+        for text in await run_ranks(2, body, gpu):
+            assert "device=cpu" in text
+            assert "device=cuda" in text
+
+
+@both
+async def test_groups_and_parts_of_groups_on_one_device(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        other = await pg.split_group([0, 1, 2])
+        half = await pg.split_group([pg.rank()] if pg.rank() == 2 else [0, 1])
+        assert other is not None
+        assert half is not None
+        works = [group.allreduce(gpu.tensor(np.ones(3), pg.rank())) for group in (pg, other, half, other, pg)]
+        for work, group in zip(works, (pg, other, half, other, pg), strict=True):
+            assert host(await work).tolist() == [group.size()] * 3
+        await half.shutdown()
+        await allreduced(other, gpu)
+
+    with gpus(3, way) as gpu:
+        await run_ranks(3, body, gpu)
+
+
+@both
+async def test_ranks_on_sockets(way: str) -> None:
+    with gpus(3, way) as gpu:
+        await run_ranks(3, allreduced, gpu, transport="unix")
+
+
+# -- streams
+
+
+@both
+async def test_a_call_comes_after_what_is_on_the_callers_stream(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        stream = gpu.stream(pg.rank())
+        tensor = gpu.tensor(np.zeros(3), pg.rank())
+        gate = gpu.gate(pg.rank())
+        gpu.cuda.kernel(stream, lambda: tensor.values.fill(1), pg.rank())
+        work = pg.allreduce(tensor)
+        gpu.cuda.kernel(stream, lambda: None, pg.rank())
+        await asyncio.sleep(0)
+        assert not work.done()
+        gate.open()
+        assert host(await work).tolist() == [2] * 3
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@both
+async def test_on_stream_waits_for_nothing_but_the_launch(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        stream = gpu.stream(rank)
+        tensor = gpu.tensor(np.ones(3), rank)
+        await allreduced(pg, gpu)
+        gpu.cuda.latency = 0.01
+        seen: list[Any] = []
+        work = pg.allreduce(tensor)
+        assert await work.on_stream() is tensor
+        gpu.cuda.kernel(stream, lambda: seen.append(tensor.values.copy()), rank)
+        await work
+        gpu.cuda.stream_synchronize(stream, rank)
+        assert seen[0].tolist() == [2] * 3
+        assert await work.on_stream(stream) is tensor
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_on_stream_by_nccl_does_not_wait_for_the_data() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        stream = gpu.stream(rank)
+        await allreduced(pg, gpu)
+        gate = gpu.gate(rank)
+        tensor = gpu.tensor(np.ones(3), rank)
+        work = pg.allreduce(tensor)
+        await work.on_stream()
+        assert not work.done()
+        seen: list[Any] = []
+        gpu.cuda.kernel(stream, lambda: seen.append(tensor.values.copy()), rank)
+        gate.open()
+        await work
+        gpu.cuda.stream_synchronize(stream, rank)
+        assert seen[0].tolist() == [2] * 3
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_on_stream_of_other_works_is_an_await() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        assert await pg.allreduce(1).on_stream() == 2
+
+    await run_ranks(2, body)
+
+
+@both
+async def test_streams_of_any_library_will_do(way: str) -> None:
+    class Stream:
+        def __init__(self, name: str, value: Any) -> None:
+            setattr(self, name, value)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        address = gpu.stream(0)
+        for stream in (address, Stream("cuda_stream", address), Stream("ptr", address)):
+            await pg.allreduce(gpu.tensor(np.ones(3), 0)).on_stream(stream)
+        work = pg.allreduce(gpu.tensor(np.ones(3), 0))
+        for wrong in ("a", 1.0, True, Stream("ptr", None)):
+            with pytest.raises(TypeError, match="stream must be a CUDA stream, or the address of one"):
+                await work.on_stream(wrong)
+        await work
+
+    with gpus(1, way) as gpu:
+        await run_ranks(1, body, gpu)
+
+
+@both
+async def test_a_stream_that_is_being_captured_is_refused(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        stream = gpu.stream(0)
+        gpu.cuda.capture(stream, True, 0)
+        with pytest.raises(RuntimeError, match="being captured into a graph"):
+            pg.allreduce(gpu.tensor(np.ones(3), 0))
+        gpu.cuda.capture(stream, False, 0)
+        await allreduced(pg, gpu)
+
+    with gpus(1, way) as gpu:
+        await run_ranks(1, body, gpu)
+
+
+# -- memory
+
+
+@both
+async def test_arrays_live_until_the_device_is_done_with_them(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        tensor = gpu.tensor(np.ones(3), pg.rank())
+        memory, tensor_gone = weakref.ref(tensor.around.base), weakref.ref(tensor)
+        gate = gpu.gate(pg.rank())
+        work = pg.allreduce(tensor)
+        del tensor
+        waiting = asyncio.ensure_future(work.join())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        gc.collect()
+        assert memory() is not None
+        gate.open()
+        await work
+        del work, waiting
+        await asyncio.sleep(0)
+        gc.collect()
+        assert tensor_gone() is None
+        assert memory() is None
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@both
+async def test_arrays_that_are_not_contiguous_are_written_back(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        tensor = gpu.tensor(np.arange(12.0).reshape(3, 4), pg.rank())
+        turned = gpu.torch.Tensor(tensor.values.T, "float64", pg.rank())
+        turned.contiguous = lambda: gpu.tensor(tensor.values.T, pg.rank())
+        assert await pg.allreduce(turned) is turned
+        gpu.cuda.stream_synchronize(0, pg.rank())
+        assert host(tensor).tolist() == (2 * np.arange(12.0).reshape(3, 4)).tolist()
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@both
+async def test_whole_arrays(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank, size = pg.rank(), pg.size()
+        whole, part = gpu.tensor(np.zeros((size, 2)), rank), gpu.tensor(np.full(2, rank), rank, "float64")
+        assert await pg.allgather_into_tensor(whole, part) is whole
+        assert host(whole).tolist() == [[each] * 2 for each in range(size)]
+        assert await pg.reduce_scatter_tensor(part, whole) is part
+        assert host(part).tolist() == [rank * size] * 2
+        out = gpu.tensor(np.zeros((size, 2)), rank)
+        assert await pg.alltoall_base(out, whole) is out
+        assert host(out).tolist() == [[rank] * 2] * size
+
+    with gpus(3, way) as gpu:
+        await run_ranks(3, body, gpu)
+
+
+@both
+async def test_whole_arrays_go_natively(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        whole = gpu.tensor(np.zeros((2, 2)), pg.rank())
+        await pg.allgather_into_tensor(whole, gpu.torch.Tensor(whole.values[pg.rank()], "float64", pg.rank()))
+        assert host(whole).tolist() == [[0] * 2] * 2
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+# -- blocks, lists, comparing groups, estimates
+
+
+@both
+async def test_blocks_and_lists(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        ones = [gpu.tensor(np.full(3, each + 1.0), rank) for each in range(3)]
+        array, number = np.ones(2), gpu.tensor(np.arange(4), rank)
+        async with pg.coalescing():
+            works = [pg.allreduce(each) for each in ones]
+            pg.allreduce(array)
+            pg.broadcast(number, 1)
+            sent = pg.send(ones[0], (rank + 1) % 2, tag=4)
+            taken = gpu.tensor(np.zeros(3), rank)
+            pg.recv(taken, (rank + 1) % 2, tag=4)
+            keyed = pg.allreduce(gpu.tensor(np.ones(1), rank), key="k")
+        assert [host(work.result()).tolist() for work in works] == [[2.0] * 3, [4.0] * 3, [6.0] * 3]
+        assert array.tolist() == [2, 2]
+        assert host(keyed.result()).tolist() == [2]
+        assert sent.done()
+        again = await pg.allreduce_coalesced([*ones, array])
+        assert again[0] is ones[0]
+        assert [host(each)[0] for each in ones] == [4, 8, 12]
+        assert array.tolist() == [4, 4]
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@both
+async def test_blocks_that_differ_only_in_the_device(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        async def block() -> None:
+            async with pg.coalescing():
+                pg.allreduce(np.ones(2))
+                pg.allreduce(gpu.tensor(np.ones(2), 1) if pg.rank() else np.ones(2))
+
+        with pytest.raises(CollectiveMismatchError, match=r"member 1 is .*device=cuda"):
+            await block()
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@both
+async def test_groups_that_compare_every_call(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        for tensor in (gpu.tensor(np.ones(2 + pg.rank()), pg.rank()), gpu.tensor(np.ones(2), 1) if pg.rank() else 1.0):
+            with pytest.raises(CollectiveMismatchError):
+                await pg.allreduce(tensor)
+        outputs = [gpu.tensor(np.ones(1), pg.rank()) for _ in range(1 + pg.rank())]
+        with pytest.raises(CollectiveMismatchError):
+            await pg.allgather(outputs, gpu.tensor(np.ones(1), pg.rank()))
+        await allreduced(pg, gpu)
+        async with pg.coalescing():
+            work = pg.allreduce(gpu.tensor(np.ones(1), pg.rank()))
+        assert host(work.result()).tolist() == [2]
+
+    with gpus(2, way) as gpu:
+        await testing.run_ranks(2, body, gpu, options=GroupOptions(debug="detail"))
+
+
+async def test_estimates_are_of_arrays_of_the_host() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        with pg.time_estimator() as estimate:
+            with pytest.raises(TypeError, match="ALLREDUCE is on CUDA arrays"):
+                pg.allreduce(gpu.tensor(np.ones(2), 0))
+            pg.allreduce(1)
+        assert len(estimate.calls) == 1
+
+    with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)
+
+
+async def test_a_factor_is_applied_in_place() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        tensor = gpu.tensor(np.ones(2, np.float32), pg.rank())
+        await pg.allreduce(tensor, ReduceOp.PREMUL_SUM(pg.rank() + 2.0))
+        assert host(tensor).tolist() == [5, 5]
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+        assert gpu.cuda.calls["scale"] == 2

@@ -1,0 +1,92 @@
+"""Every collective on CUDA arrays, by NCCL and staged: a pairwise cover, and in `make matrix` all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup
+
+from ..group.test_collectives import MARGIN, MOVING, REDUCING, ROOTED, Call, label, valid
+from ..pairwise import Case, cover
+from ..ranks import run_ranks
+from ..reductions import DTYPES, OPS, equal, numpy_dtype
+from .groups import WAYS, Gpus, gpus
+
+SIZES = (1, 2, 3, 4, 7)
+COUNTS = ("0", "1", "p-1", "p+1", "1000")
+SPACE = {"dtype": DTYPES, "count": COUNTS, "root": range(max(SIZES)), "world_size": SIZES, "way": WAYS}
+
+
+class DeviceCall(Call):
+    """One case on one rank, on its device."""
+
+    def __init__(self, case: Case, rank: int, gpu: Gpus) -> None:
+        super().__init__(case, rank)
+        self.gpu = gpu
+        self.tensors: list[Any] = []
+
+    def mine(self, values: Any) -> Any:
+        tensor = self.gpu.tensor(values, self.rank, self.dtype if self.dtype not in NARROW else None, MARGIN)
+        self.margins.append(tensor.around)
+        return tensor
+
+    def room(self, count: int) -> Any:
+        return self.mine(np.zeros(count, numpy_dtype(self.dtype)))
+
+
+NARROW = tuple(name for name in DTYPES if not hasattr(np, name) and name != "bool")
+
+
+def pairs() -> Iterator[Case]:
+    yield from cover({"kind": REDUCING, "op": OPS, **SPACE}, valid)
+    yield from cover({"kind": MOVING, **SPACE}, valid)
+
+
+def name(case: Case) -> str:
+    return f"{case['way']}-{label({**case, 'transport': 'memory'})}"
+
+
+async def check(pg: ProcessGroup, cases: list[Case], gpu: Gpus) -> list[bytes]:
+    """Run cases one after the other; return the bytes of the allreduced tensors."""
+    seen = []
+    for case in cases:
+        call = DeviceCall(case, pg.rank(), gpu)
+        arrays, expected = await call.run(pg), call.expected()
+        for array, right in zip(arrays, expected, strict=True):
+            assert equal(array.values, right), f"{name(case)} on rank {pg.rank()}: {array.values} instead of {right}"
+        if case["kind"] == "allreduce":
+            seen.append(arrays[0].values.tobytes())
+    return seen
+
+
+async def run(world_size: int, way: str, cases: list[Case]) -> None:
+    with gpus(world_size, way) as gpu:
+        first, *others = await run_ranks(world_size, check, cases, gpu, timeout=120.0)
+    assert all(each == first for each in others), "the ranks differ in their bits"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world_size", SIZES)
+async def test_pairwise_cover(world_size: int, way: str) -> None:
+    await run(world_size, way, [case for case in pairs() if (case["world_size"], case["way"]) == (world_size, way)])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", REDUCING + MOVING)
+async def test_full_product(kind: str, dtype: str, world_size: int, way: str) -> None:
+    ops = [op for op in OPS if valid({"kind": kind, "op": op, "dtype": dtype})] if kind in REDUCING else [None]
+    roots = range(world_size) if kind in ROOTED else range(1)
+    cases = [
+        {"kind": kind, "dtype": dtype, "count": count, "root": root, "world_size": world_size, "way": way}
+        | ({} if op is None else {"op": op})
+        for op, count, root in product(ops, COUNTS, roots)
+    ]
+    await run(world_size, way, cases)

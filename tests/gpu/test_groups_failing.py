@@ -1,0 +1,289 @@
+"""Failures of groups with CUDA arrays: each is told, with its reason, on every rank, and nothing hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import (
+    CollectiveTimeoutError,
+    GroupClosedError,
+    GroupError,
+    GroupRevokedError,
+    PeerLostError,
+    ProcessGroup,
+    ReduceOp,
+)
+from aiocoll.group import communicator, device_side
+
+from ..ranks import hub, run_ranks
+from .groups import WAYS, Gpus, gpus
+from .test_groups import allreduced
+
+both = pytest.mark.parametrize("way", WAYS)
+
+
+def ones(pg: ProcessGroup, gpu: Gpus) -> Any:
+    return gpu.tensor(np.ones(3), pg.rank())
+
+
+async def fails(pg: ProcessGroup, work: Any, match: str, kind: type[GroupError] = GroupError) -> None:
+    """The group fails for this reason, and so does the work if it has not ended before this rank heard of it."""
+    cause = await pg.wait_revoked()
+    assert isinstance(cause, kind)
+    assert re.search(match, str(cause))
+    if work is not None:
+        await asyncio.wait([work.get_future()])
+        assert work.exception() is None or str(work.exception()) == str(cause)
+    with pytest.raises(GroupRevokedError, match=match):
+        pg.barrier()
+
+
+def called(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
+    """Call it, unless another rank has told before that the group has failed."""
+    with contextlib.suppress(GroupRevokedError):
+        return pg.allreduce(ones(pg, gpu), **more)
+    return None
+
+
+@both
+async def test_a_rank_that_does_not_call(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        if pg.rank() == 2:
+            await pg.wait_revoked()
+        else:
+            work = pg.allreduce(ones(pg, gpu), timeout=0.1)
+            await fails(pg, work, "did not complete within 0.1 s.*it waits for rank 2", CollectiveTimeoutError)
+
+    with gpus(3, way) as gpu:
+        await run_ranks(3, body, gpu)
+
+
+@both
+async def test_a_device_that_does_not_end(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        gate = gpu.gate(pg.rank()) if pg.rank() == 1 else None
+        work = pg.allreduce(ones(pg, gpu), timeout=0.1 if pg.rank() == 1 else 10)
+        match = "rank 1, which called ALLREDUCE.*all ranks have called it, but device 1 is not done with it"
+        await fails(pg, work, match, CollectiveTimeoutError)
+        if gate is not None:
+            gate.open()
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@both
+async def test_a_rank_that_is_lost(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        if pg.rank() == 0:
+            await pg.recv_object(1)
+            gate = gpu.gate(0)
+            work = pg.allreduce(ones(pg, gpu))
+            await asyncio.sleep(0)
+            hub(pg).cut(0, 1)
+            await fails(pg, work, "rank . .* is gone", PeerLostError)
+            gate.open()
+        else:
+            await pg.send_object("ready", 0)
+            await fails(pg, called(pg, gpu), "rank . .* is gone", PeerLostError)
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@both
+@pytest.mark.parametrize("end", ["abort", "shutdown"])
+async def test_a_group_that_ends_while_the_device_is_busy(way: str, end: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        gate = gpu.gate(pg.rank())
+        works = [pg.allreduce(ones(pg, gpu)) for _ in range(3)]
+        ordered = asyncio.ensure_future(works[2].on_stream())
+        await pg.barrier()
+        pg.timeout = 0.01
+        if end == "abort":
+            pg.abort("enough")
+        asyncio.get_running_loop().call_later(0.1, gate.open)
+        await pg.shutdown()
+        for work in works:
+            assert isinstance(work.exception(), GroupError)
+        await asyncio.wait([ordered])
+        ordered.exception()
+        with pytest.raises(GroupClosedError):
+            pg.allreduce(ones(pg, gpu))
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@pytest.mark.parametrize("call", ["copy_to_host", "copy_to_device", "pinned"])
+async def test_a_copy_that_fails(call: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        if pg.rank() == 1:
+            gpu.cuda.fail_next(call)
+        await fails(pg, called(pg, gpu), f"ALLREDUCE .* failed on rank ., device .: {call}: invalid")
+
+    with gpus(2, "staged") as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@both
+async def test_a_device_that_is_lost(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        if pg.rank() == 1:
+            await pg.recv_object(0)
+            gpu.cuda.fail("unspecified launch failure", 1)
+        else:
+            await pg.send_object("ready", 1)
+        await fails(pg, called(pg, gpu), "ALLREDUCE .* failed on rank 1, device 1: .*launch failure")
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+# -- NCCL
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "init"])
+async def test_nccl_refuses(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_side, "RELEASE", 0.05)  # the others wait for one whose start has failed
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        if pg.rank() == 1:
+            gpu.nccl.fail_next(call, "unhandled cuda error")
+        await fails(pg, called(pg, gpu), f"failed on rank ., device .: {call}: unhandled cuda error")
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_a_group_of_nccl_calls_that_fails_is_ended() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        if pg.rank() == 0:
+            gpu.nccl.fail_next("send", "invalid usage")
+        outputs, inputs = ([gpu.tensor(np.ones(2), pg.rank()) for _ in range(2)] for _ in range(2))
+        await fails(pg, pg.alltoall(outputs, inputs), "ALLTOALL .* failed on rank ., device .: send: invalid usage")
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_what_fails_on_the_way_is_asked_for() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        assert pg._side is not None
+        assert pg._side.communicator is not None
+        if pg.rank() == 0:
+            pg._side.communicator._end.fail("remote process exited")  # type: ignore[union-attr]
+        await pg.barrier()
+        await fails(pg, called(pg, gpu), "failed on rank 0, device 0: NCCL: remote process exited")
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_a_communicator_that_is_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_side, "RELEASE", 0.05)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        gpu.nccl.init_hangs = True
+        work = pg.allreduce(ones(pg, gpu), timeout=0.2)
+        await fails(pg, work, "NCCL has not made the communicator on device .: restart", CollectiveTimeoutError)
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_an_abort_that_does_not_come_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(device_side, "RELEASE", 0.1)
+    monkeypatch.setattr(communicator, "ABORTING", 0.05)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        gpu.nccl.abort_hangs = True
+        gate = gpu.gate(pg.rank())
+        work = pg.allreduce(ones(pg, gpu))
+        await work.on_stream()
+        await pg.barrier()
+        if pg.rank() == 0:
+            pg.abort("enough")
+        await fails(pg, work, "enough")
+        await pg.shutdown()
+        gate.open()
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+    assert "NCCL has not aborted the communicator within 0.05 s" in caplog.text
+
+
+async def test_an_abort_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        await pg.barrier()
+        if pg.rank() == 0:
+            gpu.nccl.fail_next("abort", "no")
+        pg.abort("enough")
+        await pg.shutdown()
+
+    with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)
+        await asyncio.sleep(0)
+    assert "rank 0: the NCCL communicator was not aborted: abort: no" in caplog.text
+
+
+async def test_the_end_of_a_group_is_that_of_its_communicator() -> None:
+    ends: list[Any] = []
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        ends.append(pg._side.communicator._end)  # type: ignore[union-attr]
+        await pg.shutdown()
+
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu)
+    assert [(end.destroyed, end.aborted) for end in ends] == [(True, False)] * 3
+
+
+async def test_who_closes_alone_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "PARTING", 0.05)
+    ends: list[Any] = []
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        other = await pg.split_group([0, 1])
+        assert other is not None
+        await allreduced(other, gpu)
+        ends.append(other._side.communicator._end)  # type: ignore[union-attr]
+        if pg.rank() == 0:
+            await other.shutdown()
+        await pg.barrier()
+        await other.shutdown()
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+    assert [end.destroyed or end.aborted for end in ends] == [True] * 2
+
+
+async def test_bit_ops_are_staged_where_nccl_is_used() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        before = gpu.cuda.calls["copy_to_host"]
+        await pg.barrier()
+        await pg.allreduce(gpu.tensor(np.ones(2, int), pg.rank()), ReduceOp.BXOR)
+        await pg.barrier()
+        assert gpu.cuda.calls["copy_to_host"] == before + pg.size()
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+        assert gpu.cuda.calls["copy_to_host"] == 2

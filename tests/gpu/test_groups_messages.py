@@ -1,0 +1,175 @@
+"""Messages of CUDA arrays: what those of the host promise, they do too."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import CollectiveMismatchError, CollectiveTimeoutError, GroupError, ProcessGroup, Recv, Send
+
+from ..ranks import TRANSPORTS, run_ranks
+from ..reductions import DTYPES, data
+from .groups import Gpus, gpus, host
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_messages_of_any_length_and_dtype(transport: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        for dtype in DTYPES:
+            for count in (0, 1, 5):
+                await exchange(pg, gpu, data(dtype, "SUM", 0, 0, count))
+        await exchange(pg, gpu, np.arange(300_000))
+        assert rank == pg.rank()
+
+    async def exchange(pg: ProcessGroup, gpu: Gpus, values: Any) -> None:
+        if pg.rank() == 0:
+            tensor = gpu.tensor(values, 0)
+            assert await pg.send(tensor, 1, tag=7) is tensor
+        else:
+            tensor = gpu.tensor(np.zeros_like(values), 1)
+            work = pg.recv(tensor, 0, tag=7)
+            assert await work is tensor
+            assert work.source_rank() == 0
+        assert host(tensor).tobytes() == values.tobytes()
+
+    with gpus(2, "staged") as gpu:
+        await run_ranks(2, body, gpu, transport=transport)
+
+
+async def test_a_message_does_not_overtake_one_that_is_still_being_copied() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        if pg.rank() == 0:
+            gate = gpu.gate(0)
+            works = [pg.send(gpu.tensor(np.full(2, 1.0), 0), 1), pg.send(np.full(2, 2.0), 1)]
+            works.append(pg.send(gpu.tensor(np.full(200_000, 3.0), 0), 1))
+            await works[1]
+            assert not works[0].done()
+            gate.open()
+            await asyncio.gather(*(work.join() for work in works))
+        else:
+            first, second, third = np.zeros(2), gpu.tensor(np.zeros(2), 1), np.zeros(200_000)
+            for each in (first, second, third):
+                await pg.recv(each, 0)
+            assert first.tolist() == [1, 1]
+            assert host(second).tolist() == [2, 2]
+            assert (third == 3).all()
+
+    with gpus(2, "staged") as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_receives_that_are_there_first_get_what_was_announced_first() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        if pg.rank() == 0:
+            first, second = np.zeros(2), np.zeros(2)
+            works = [pg.recv(first, 1), pg.recv(second, 1)]
+            await pg.barrier()
+            await asyncio.gather(*(work.join() for work in works))
+            assert (first[0], second[0]) == (1, 2)
+        else:
+            await pg.barrier()
+            gate = gpu.gate(1)
+            works = [pg.send(gpu.tensor(np.full(2, 1.0), 1), 0), pg.send(np.full(2, 2.0), 0)]
+            await works[1]
+            gate.open()
+            await works[0]
+
+    with gpus(2, "staged") as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_receives_from_any_rank_and_batches() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank, size = pg.rank(), pg.size()
+        if rank == 0:
+            found = {}
+            for _ in range(size - 1):
+                work = pg.recv_anysource(gpu.tensor(np.zeros(1), 0))
+                found[work] = host(await work)[0]
+            assert {work.source_rank(): value for work, value in found.items()} == {1: 1, 2: 2}
+        else:
+            await pg.send(gpu.tensor(np.full(1, float(rank)), rank), 0)
+        right, left = (rank + 1) % size, (rank - 1) % size
+        out, into = gpu.tensor(np.full(3, rank), rank), gpu.tensor(np.zeros(3, int), rank)
+        there, here = np.full(2, rank), np.zeros(2, int)
+        result = await pg.batch([Send(out, right), Recv(into, left), Recv(here, left, 1), Send(there, right, 1)])
+        assert result[1] is into
+        assert host(into).tolist() == [left] * 3
+        assert here.tolist() == [left] * 2
+        with pytest.raises(ValueError, match="share memory"):
+            pg.batch([Recv(into, left), Recv(into, right)])
+
+    with gpus(3, "staged") as gpu:
+        await run_ranks(3, body, gpu)
+
+
+async def test_a_receive_that_nobody_waits_for_is_withdrawn() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        tensor = gpu.tensor(np.zeros(1), pg.rank())
+        if pg.rank() == 0:
+            waiting = asyncio.ensure_future(pg.recv(tensor, 1).join())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.sleep(0)
+            with pytest.raises(CollectiveTimeoutError, match="received no message with tag 0 from rank 1"):
+                await pg.recv(tensor, 1, timeout=0.01)
+            await pg.barrier()
+            assert host(await pg.recv(tensor, 1)).tolist() == [4]
+        else:
+            await pg.barrier()
+            await pg.send(gpu.tensor(np.full(1, 4.0), 1), 0)
+
+    with gpus(2, "staged") as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_messages_of_other_lengths_are_told() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        tensor = gpu.tensor(np.zeros(2 + pg.rank()), pg.rank())
+        work = pg.recv(tensor, 0) if pg.rank() else pg.send(tensor, 1)
+        error = await pg.wait_revoked()
+        assert isinstance(error, CollectiveMismatchError)
+        assert re.search(r"shape=\[2\].*shape=\[3\]", str(error))
+        await asyncio.wait([work.get_future()])
+
+    with gpus(2, "staged") as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+async def test_a_copy_that_fails_ends_the_group(sender: int) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        tensor = gpu.tensor(np.zeros(2), pg.rank())
+        if pg.rank() == 0:
+            gpu.cuda.fail_next("copy_to_host" if sender == 0 else "copy_to_device")
+        work = pg.send(tensor, 1 - sender) if pg.rank() == sender else pg.recv(tensor, sender)
+        error = await pg.wait_revoked()
+        assert re.match(r"(SEND|RECV) of .* failed on rank 0, device 0: copy_to_(host|device): invalid", str(error))
+        await asyncio.wait([work.get_future()])
+
+    with gpus(2, "staged") as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@pytest.mark.parametrize("end", ["abort", "shutdown"])
+async def test_a_group_that_ends_while_messages_are_copied(end: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        gate = gpu.gate(pg.rank())
+        other = 1 - pg.rank()
+        works = [pg.send(gpu.tensor(np.ones(9), pg.rank()), other), pg.recv(gpu.tensor(np.ones(9), pg.rank()), other)]
+        await pg.barrier()
+        pg.timeout = 0.01
+        if end == "abort":
+            pg.abort("enough")
+        asyncio.get_running_loop().call_later(0.1, gate.open)
+        await pg.shutdown()
+        for work in works:
+            assert isinstance(work.exception(), GroupError)
+
+    with gpus(2, "staged") as gpu:
+        await run_ranks(2, body, gpu)

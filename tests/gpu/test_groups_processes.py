@@ -1,0 +1,45 @@
+"""CUDA arrays of ranks in processes of their own, each with a fake device of its own: they are staged."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupOptions, ProcessGroup, ReduceOp, testing
+
+from .groups import gpus, host
+
+
+async def every_call(pg: ProcessGroup) -> str:
+    rank, size = pg.rank(), pg.size()
+    with gpus(1) as gpu:
+        for count in (0, 1, 1000, 300_000):
+            tensor = gpu.tensor(np.arange(count) + rank, 0)
+            await pg.allreduce(tensor)
+            assert np.array_equal(host(tensor), size * np.arange(count) + size * (size - 1) // 2)
+            await pg.broadcast(tensor, size - 1)
+            await pg.reduce(tensor, 0, ReduceOp.MAX)
+            await pg.scan(tensor)
+            assert np.array_equal(host(tensor), (rank + 1) * (size * np.arange(count) + size * (size - 1) // 2))
+        parts = [gpu.tensor(np.full(3, rank * size + peer), 0) for peer in range(size)]
+        into = [gpu.tensor(np.zeros(3, int), 0) for _ in range(size)]
+        await pg.alltoall(into, parts)
+        assert [host(each)[0] for each in into] == [peer * size + rank for peer in range(size)]
+        right, left = (rank + 1) % size, (rank - 1) % size
+        sent = pg.send(gpu.tensor(np.full(100_000, rank), 0), right, tag=2)
+        tensor = gpu.tensor(np.zeros(100_000, int), 0)
+        assert await pg.recv_anysource(tensor, tag=2) is tensor
+        assert (host(tensor) == left).all()
+        await sent
+        assert pg._side is not None
+        assert pg._side.decision is not None
+        why = pg._side.decision.why
+        await pg.shutdown()
+    return why
+
+
+@pytest.mark.parametrize("transport", ["shm", "unix"])
+async def test_ranks_in_processes(transport: str) -> None:
+    options = GroupOptions(transport=transport)  # type: ignore[arg-type]
+    whys = await testing.run_processes(3, every_call, options=options)
+    assert whys == ["ranks 0 and 1 use the same device, 00000000:00:00.0, which NCCL refuses"] * 3
