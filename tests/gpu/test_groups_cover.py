@@ -19,7 +19,7 @@ from .groups import WAYS, Gpus, gpus
 
 SIZES = (1, 2, 3, 4, 7)
 COUNTS = ("0", "1", "p-1", "p+1", "1000")
-SPACE = {"dtype": DTYPES, "count": COUNTS, "root": range(max(SIZES)), "world_size": SIZES, "way": WAYS}
+SPACE = {"dtype": DTYPES, "count": COUNTS, "root": range(max(SIZES)), "world_size": SIZES}
 
 
 class DeviceCall(Call):
@@ -47,10 +47,6 @@ def pairs() -> Iterator[Case]:
     yield from cover({"kind": MOVING, **SPACE}, valid)
 
 
-def name(case: Case) -> str:
-    return f"{case['way']}-{label({**case, 'transport': 'memory'})}"
-
-
 async def check(pg: ProcessGroup, cases: list[Case], gpu: Gpus) -> list[bytes]:
     """Run cases one after the other; return the bytes of the allreduced tensors."""
     seen = []
@@ -58,7 +54,7 @@ async def check(pg: ProcessGroup, cases: list[Case], gpu: Gpus) -> list[bytes]:
         call = DeviceCall(case, pg.rank(), gpu)
         arrays, expected = await call.run(pg), call.expected()
         for array, right in zip(arrays, expected, strict=True):
-            assert equal(array.values, right), f"{name(case)} on rank {pg.rank()}: {array.values} instead of {right}"
+            assert equal(array.values, right), f"{label(case)} on rank {pg.rank()}: {array.values} instead of {right}"
         if case["kind"] == "allreduce":
             seen.append(arrays[0].values.tobytes())
     return seen
@@ -73,7 +69,7 @@ async def run(world_size: int, way: str, cases: list[Case]) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world_size", SIZES)
 async def test_pairwise_cover(world_size: int, way: str) -> None:
-    await run(world_size, way, [case for case in pairs() if (case["world_size"], case["way"]) == (world_size, way)])
+    await run(world_size, way, [case for case in pairs() if case["world_size"] == world_size])
 
 
 @pytest.mark.matrix
@@ -85,7 +81,7 @@ async def test_full_product(kind: str, dtype: str, world_size: int, way: str) ->
     ops = [op for op in OPS if valid({"kind": kind, "op": op, "dtype": dtype})] if kind in REDUCING else [None]
     roots = range(world_size) if kind in ROOTED else range(1)
     cases = [
-        {"kind": kind, "dtype": dtype, "count": count, "root": root, "world_size": world_size, "way": way}
+        {"kind": kind, "dtype": dtype, "count": count, "root": root, "world_size": world_size}
         | ({} if op is None else {"op": op})
         for op, count, root in product(ops, COUNTS, roots)
     ]
