@@ -43,7 +43,9 @@ class Device:
         self.staging = Staging(cuda)
         self.forked = False
         self._events = Events(cuda, ordinal)
+        # By stream; and of those that are closed and have not ended yet.
         self._waiters: dict[int, Waiter] = {}
+        self._leaving: dict[int, Waiter] = {}
         self._launcher = Launcher(cuda, ordinal)
 
     @staticmethod
@@ -72,6 +74,8 @@ class Device:
 
     def stream(self) -> int:
         """Return a new stream, and start the thread that waits for it.
+
+        The first thing that a process does on a device takes CUDA long: call it by `run`.
 
         Raises:
             DeviceError: CUDA refuses.
@@ -189,7 +193,7 @@ class Device:
         """
         self._check()
         loop = asyncio.get_running_loop()
-        waiter = self._waiters.pop(stream)
+        waiter = self._leaving[stream] = self._waiters.pop(stream)
         ended = loop.create_future()
         self._launcher.put(partial(waiter.stop, partial(_tell, loop, _settle, ended, None, None, None)))
         try:
@@ -203,6 +207,7 @@ class Device:
                 seconds,
             )
             return False
+        del self._leaving[stream]
         with suppress(DeviceError):
             self._events.there(partial(self.cuda.stream_destroy, stream))
         return True
@@ -213,19 +218,21 @@ class Device:
         Returns:
             False if they have not ended within `seconds` each.
         """
-        waiters, self._waiters = self._waiters, {}
-        for waiter in waiters.values():
+        for waiter in self._waiters.values():
             self._launcher.put(partial(waiter.stop, _nothing))
-        over = self._launcher.stop(seconds)
-        for waiter in waiters.values() if over else ():
-            over &= waiter.join(seconds)
-        if over:
-            with suppress(DeviceError):
-                for stream in waiters:
-                    self.cuda.stream_destroy(stream)
-                self._events.destroy()
+        self._leaving |= self._waiters
+        self._waiters = {}
         self.staging.clear()
-        return over
+        if not self._launcher.stop(seconds) or not all(w.join(seconds) for w in self._leaving.values()):
+            return False
+        with suppress(DeviceError):
+            self._events.there(self._give_back)
+        return True
+
+    def _give_back(self) -> None:
+        while self._leaving:
+            self.cuda.stream_destroy(self._leaving.popitem()[0])
+        self._events.destroy()
 
 
 def close_devices(seconds: float = 10.0) -> bool:

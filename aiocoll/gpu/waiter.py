@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Final
+from weakref import WeakValueDictionary
 
 from aiocoll.gpu.api import Cuda, DeviceError
 from aiocoll.gpu.launcher import Launched
@@ -41,6 +42,9 @@ class Waiter:
         self._cuda = cuda
         self._ordinal = ordinal
         self._queue: SimpleQueue[Launched | None] = SimpleQueue()
+        # Batches whose turn has come for a part, by the identity of their loop, in which alone they are looked at. What
+        # that loop is to call keeps them: with it they go.
+        self._left: WeakValueDictionary[int, deque[Launched]] = WeakValueDictionary()
         self._ended: Callable[[], object] | None = None
         self._thread = threading.Thread(target=self._run, name=f"aiocoll-wait-{ordinal}", daemon=True)
         self._thread.start()
@@ -71,7 +75,7 @@ class Waiter:
             self._wait(launched)
             batch = deque([launched])
             launched = self._drain(batch)
-            _deliver(batch)
+            self._deliver(batch)
             del batch  # nothing is kept while it sleeps
         assert self._ended is not None
         self._ended()
@@ -101,22 +105,33 @@ class Waiter:
             launched.error = launched.error or exc.with_traceback(None)
             return True
 
+    def _deliver(self, batch: deque[Launched]) -> None:
+        """Tell each loop of the calls it has made that have ended, once."""
+        while batch:
+            loop = batch[0].loop
+            mine = deque(launched for launched in batch if launched.loop is loop)
+            batch = deque(launched for launched in batch if launched.loop is not loop)
+            try:
+                loop.call_soon_threadsafe(self._end, loop, mine)
+            except RuntimeError:  # it is closed
+                while mine:
+                    mine.popleft().drop()
 
-def _deliver(batch: deque[Launched]) -> None:
-    """Tell each loop of the calls it has made that have ended, once."""
-    while batch:
-        loop = batch[0].loop
-        mine = deque(launched for launched in batch if launched.loop is loop)
-        batch = deque(launched for launched in batch if launched.loop is not loop)
+    def _end(self, loop: asyncio.AbstractEventLoop, batch: deque[Launched]) -> None:
+        """Tell of a batch, behind what is left of those before it; in the loop."""
+        earlier = self._left.get(id(loop))
+        if earlier is None:
+            self._go_on(loop, batch)
+        else:
+            earlier.extend(batch)
+
+    def _go_on(self, loop: asyncio.AbstractEventLoop, batch: deque[Launched]) -> None:
         try:
-            loop.call_soon_threadsafe(_end, loop, mine)
-        except RuntimeError:  # it is closed
-            while mine:
-                mine.popleft().drop()
-
-
-def _end(loop: asyncio.AbstractEventLoop, batch: deque[Launched]) -> None:
-    for _ in range(min(len(batch), AT_ONCE)):
-        batch.popleft().end()
-    if batch:
-        loop.call_soon(_end, loop, batch)
+            for _ in range(min(len(batch), AT_ONCE)):
+                batch.popleft().end()
+        finally:
+            if batch:
+                self._left[id(loop)] = batch
+                loop.call_soon(self._go_on, loop, batch)
+            else:
+                self._left.pop(id(loop), None)

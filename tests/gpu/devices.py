@@ -1,0 +1,82 @@
+"""What tests of devices share: calls on a device of a fake, and what they keep."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from aiocoll.gpu.api import DeviceError
+from aiocoll.gpu.device import Device, close_devices
+from aiocoll.gpu.launcher import Launched
+from aiocoll.testing.fake_cuda import FakeCuda, Gate
+
+
+@contextmanager
+def faked(devices: int = 2) -> Iterator[FakeCuda]:
+    """Give a fake CUDA; at the end let go all that waits there, and end the devices that used it."""
+    with FakeCuda(devices) as cuda:
+        yield cuda
+    assert close_devices()
+    for thread in threading.enumerate():
+        if thread.name.startswith("aiocoll-"):  # of devices that a test has closed before they could end
+            thread.join(10)
+
+
+def nothing() -> None:
+    """Put nothing on the stream."""
+
+
+class Kept:
+    """What a call keeps.
+
+    Attributes:
+        gone: the thread in which each ended.
+    """
+
+    gone: list[int]
+
+    def __init__(self) -> None:
+        self.gone = []
+
+    def new(self) -> object:
+        made = type("Array", (), {})()
+        weakref.finalize(made, lambda: self.gone.append(threading.get_ident()))
+        return made
+
+
+def begin(
+    device: Device,
+    stream: int,
+    call: Callable[[], None] = nothing,
+    keep: object = None,
+    before: int | None = 0,
+) -> tuple[Launched, asyncio.Future[None]]:
+    """Launch a call; return it and the future of its end."""
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def done(error: DeviceError | None) -> None:
+        if ended.done():  # cancelled
+            return
+        if error is None:
+            ended.set_result(None)
+        else:
+            ended.set_exception(error)
+
+    return device.launch(before, stream, call, keep, done), ended
+
+
+class Gated:
+    """A call that puts a gate on a stream."""
+
+    def __init__(self, cuda: FakeCuda, stream: int) -> None:
+        self._cuda, self._stream = cuda, stream
+        self.gate: Gate
+
+    def __call__(self) -> None:
+        self.gate = self._cuda.gate(self._stream)
+
+    def open(self) -> None:
+        self.gate.open()

@@ -1,0 +1,431 @@
+"""What is launched on a device: its order, who waits for whom, and how long references live."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll.gpu.api import DeviceError
+from aiocoll.gpu.device import Device
+from aiocoll.gpu.launcher import Launched
+from aiocoll.testing.fake_cuda import FakeArray, FakeCuda
+
+from ..ranks import until
+from .devices import Gated, Kept, begin, faked, nothing
+
+
+@pytest.fixture
+def cuda() -> Iterator[FakeCuda]:
+    with faked() as made:
+        yield made
+
+
+@pytest.fixture
+def device(cuda: FakeCuda) -> Device:
+    return Device.of(cuda, 0)
+
+
+async def test_calls_are_launched_done_and_told_in_their_order(cuda: FakeCuda, device: Device) -> None:
+    launched: list[int] = []
+    ran: list[int] = []
+    told: list[int] = []
+    threads: set[int] = set()
+    stream = device.stream()
+
+    def call(number: int) -> None:
+        threads.add(threading.get_ident())
+        assert cuda.current() == 0
+        launched.append(number)
+        cuda.kernel(stream, partial(ran.append, number))
+
+    for number in range(300):
+        device.launch(0, stream, partial(call, number), None, lambda error, number=number: told.append(number))
+    _, last = begin(device, stream)
+    await last
+    assert launched == ran == told == list(range(300))
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+
+
+async def test_the_end_is_told_when_the_device_is_done_and_on_stream_when_it_is_enqueued(
+    cuda: FakeCuda, device: Device
+) -> None:
+    comm, user = device.stream(), cuda.stream_create()
+    held = Gated(cuda, comm)
+    launched, ended = begin(device, comm, held, before=user)
+    await launched.on_stream(user)
+    assert launched.enqueued
+    after = cuda.event_create()
+    ran: list[int] = []
+    cuda.kernel(user, lambda: ran.append(1))
+    cuda.event_record(after, user)
+    await asyncio.sleep(0.01)
+    assert not ended.done()
+    assert not cuda.event_done(after)
+    held.open()
+    await ended
+    cuda.event_synchronize(after)
+    assert ran == [1]
+    await launched.on_stream(user)  # it has ended: nothing to wait for
+    cuda.stream_synchronize(user)
+
+
+async def test_what_is_on_the_callers_stream_at_the_call_comes_first(cuda: FakeCuda, device: Device) -> None:
+    comm, user = device.stream(), cuda.stream_create()
+    ran: list[str] = []
+    before = cuda.gate(user)
+    cuda.kernel(user, lambda: ran.append("before"))
+    launched, ended = begin(device, comm, lambda: cuda.kernel(comm, lambda: ran.append("call")), before=user)
+    after = cuda.gate(user)
+    await until(lambda: launched.enqueued)
+    assert ran == []
+    before.open()
+    await ended
+    assert ran == ["before", "call"]
+    after.open()
+
+
+async def test_a_call_may_wait_for_nothing(cuda: FakeCuda, device: Device) -> None:
+    user = cuda.gate(0)
+    _, ended = begin(device, device.stream(), before=None)
+    await ended
+    user.open()
+
+
+async def test_the_callers_thread_stays_on_its_device(cuda: FakeCuda) -> None:
+    """The default stream is one of each device; an event of one device cannot be recorded on another's."""
+    ordinal, other = 1, Device.of(cuda, 1)
+    stream = other.stream()
+    gate = cuda.gate(0, device=ordinal)
+    ran: list[int] = []
+    launched, ended = begin(other, stream, lambda: cuda.kernel(stream, lambda: ran.append(cuda.calls["use"])))
+    assert cuda.current() == 0
+    await launched.on_stream(0)
+    assert cuda.current() == 0
+    assert ran == []
+    gate.open()
+    await ended
+    assert len(ran) == 1
+    cuda.fail("broken", device=ordinal)
+    with pytest.raises(DeviceError, match="broken"):
+        begin(other, stream)
+    assert cuda.current() == 0
+
+
+async def test_a_call_that_is_launched_later_comes_after_a_mark(cuda: FakeCuda, device: Device) -> None:
+    stream = device.stream()
+    ran: list[str] = []
+    first = cuda.gate(0)
+    mark, unused = device.mark(0), device.mark(0)
+    second = cuda.gate(0)
+
+    def call() -> None:
+        device.after(stream, mark)
+        cuda.kernel(stream, lambda: ran.append("call"))
+
+    launched, ended = begin(device, stream, call, before=None)
+    await until(lambda: launched.enqueued)
+    assert ran == []
+    first.open()
+    await ended
+    assert ran == ["call"]
+    second.open()
+    device.unmark(unused)
+    events = cuda.live()["events"]
+    for _ in range(10):
+        device.unmark(device.mark(0))
+    assert cuda.live()["events"] == events
+
+
+async def test_a_mark_that_cannot_be_waited_for_is_given_back(cuda: FakeCuda, device: Device) -> None:
+    stream = device.stream()
+    for _ in range(3):
+        mark = device.mark(0)
+        cuda.fail_next("stream_wait", "busy")
+        _, ended = begin(device, stream, partial(device.after, stream, mark), before=None)
+        with pytest.raises(DeviceError, match="busy"):
+            await ended
+    assert cuda.live()["events"] <= 2
+
+
+async def test_nothing_is_launched_behind_a_stream_that_is_captured(cuda: FakeCuda, device: Device) -> None:
+    stream = device.stream()
+    cuda.capture(0, True)
+    for call in (partial(begin, device, stream), partial(device.mark, 0), partial(device.check_capture, 0)):
+        with pytest.raises(RuntimeError, match="call them before the capture begins"):
+            call()
+    cuda.capture(0, False)
+    device.check_capture(0)
+    await begin(device, stream)[1]
+
+
+def test_without_a_loop_nothing_is_launched(cuda: FakeCuda, device: Device) -> None:
+    stream = device.stream()
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        device.launch(0, stream, nothing, None, lambda error: None)
+    assert cuda.live()["events"] == 0
+
+
+# -- on_stream
+
+
+async def test_on_stream_waits_for_a_launcher_that_is_busy(cuda: FakeCuda, device: Device) -> None:
+    stream = device.stream()
+    busy = threading.Event()
+    begin(device, stream, lambda: busy.wait(10) and None)
+    launched, ended = begin(device, stream)
+    waiting = [asyncio.ensure_future(launched.on_stream(0)) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[1].cancel()
+    await asyncio.sleep(0)
+    assert [each.done() for each in waiting] == [False, True, False]
+    busy.set()
+    await waiting[0]
+    await waiting[2]
+    await ended
+
+
+async def test_on_stream_sees_a_launch_between_its_two_looks(cuda: FakeCuda, device: Device) -> None:
+    stream = device.stream()
+    busy = threading.Event()
+    begin(device, stream, lambda: busy.wait(10) and None)
+    launched, ended = begin(device, stream)
+
+    class Wanted(list[Any]):
+        """Lets the launcher go, and goes on only when it has looked."""
+
+        def append(self, waiting: Any) -> None:
+            busy.set()
+            while not launched.enqueued:
+                time.sleep(0)
+
+    launched._wanted = Wanted()
+    await launched.on_stream(0)
+    await ended
+
+
+# -- references
+
+
+async def test_references_live_until_the_device_is_done_though_nobody_waits(cuda: FakeCuda, device: Device) -> None:
+    kept = Kept()
+    stream = device.stream()
+    held = Gated(cuda, stream)
+
+    async def wait() -> None:
+        first, second = kept.new(), kept.new()
+        begin(device, stream, held)
+        _, ended = begin(device, stream, partial(id, first), keep=(first, second))
+        del first, second
+        await ended
+
+    waiting = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    del waiting
+    gc.collect()
+    assert kept.gone == []
+    await until(lambda: hasattr(held, "gate"))
+    held.open()
+    await until(lambda: len(kept.gone) == 2)
+    await begin(device, stream)[1]
+
+
+async def test_the_last_reference_ends_in_the_loop(cuda: FakeCuda, device: Device) -> None:
+    kept = Kept()
+    stream = device.stream()
+    for _ in range(50):
+        array = kept.new()
+        _, ended = begin(device, stream, partial(id, array), keep=array)
+        del array
+        await ended
+    assert set(kept.gone) == {threading.get_ident()}
+    assert len(kept.gone) == 50
+
+
+async def test_the_memory_of_an_array_is_there_until_the_device_is_done(cuda: FakeCuda, device: Device) -> None:
+    """The fake says so: work on memory that is gone takes the device with it."""
+    stream = device.stream()
+    array, target = FakeArray(cuda, np.arange(4)), FakeArray(cuda, np.zeros(4, int))
+    gate = cuda.gate(0)
+    _, ended = begin(device, stream, partial(cuda.copy, target.ptr, array.ptr, 32, stream), keep=array)
+    del array
+    gc.collect()
+    gate.open()
+    await ended
+    assert list(target.numpy(stream)) == [0, 1, 2, 3]
+    assert cuda.live()["memory"] == 32
+
+
+# -- many
+
+
+class Counting:
+    """A loop that counts how it is called."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.told = 0
+        self.turns = 0
+
+    def call_soon_threadsafe(self, call: Callable[..., None], *args: Any) -> None:
+        self.told += 1
+        self._loop.call_soon_threadsafe(call, *args)
+
+    def call_soon(self, call: Callable[..., None], *args: Any) -> None:
+        self.turns += 1
+        self._loop.call_soon(call, *args)
+
+
+async def test_a_batch_wakes_the_loop_once_and_is_told_in_several_turns(
+    cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = device.stream()
+    loop = Counting(asyncio.get_running_loop())
+    done = threading.Event()
+    synchronize = cuda.event_synchronize
+    # The waiter looks at the first one until all are done.
+    monkeypatch.setattr(cuda, "event_synchronize", lambda event: (done.wait(10), synchronize(event)))
+    calls = []
+    for _ in range(100):
+        launched, ended = begin(device, stream)
+        launched.loop = loop  # type: ignore[assignment]
+        calls.append(ended)
+    await until(lambda: device._waiters[stream]._queue.qsize() == 99)
+    cuda.stream_synchronize(stream)
+    done.set()
+    await asyncio.gather(*calls)
+    assert (loop.told, loop.turns) == (1, 6)
+
+
+async def test_a_batch_that_is_told_in_several_turns_keeps_its_place(
+    cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = device.stream()
+    done, told = threading.Event(), list[int]()
+    synchronize = cuda.event_synchronize
+    monkeypatch.setattr(cuda, "event_synchronize", lambda event: (done.wait(10), synchronize(event)))
+    more: list[asyncio.Future[None]] = []
+
+    def first(error: object) -> None:
+        """Let another batch come before the rest of this one."""
+        told.append(0)
+        ran = threading.Event()
+        device.launch(None, stream, nothing, None, lambda error: told.append(100))
+        more.append(begin(device, stream)[1])
+        # Behind the handle of the batch in the loop's queue, as the waiter does one after the other.
+        device._launcher.put(lambda: device._waiters[stream].stop(ran.set))
+        assert ran.wait(10)
+
+    device.launch(None, stream, nothing, None, first)
+    for number in range(1, 100):
+        device.launch(None, stream, nothing, None, lambda error, number=number: told.append(number))
+    await until(lambda: device._waiters[stream]._queue.qsize() == 99)
+    cuda.stream_synchronize(stream)
+    done.set()
+    await until(lambda: more)
+    await more[0]
+    assert told == list(range(101))
+
+
+async def test_thousands_of_calls_leave_nothing(cuda: FakeCuda, device: Device) -> None:
+    stream = device.stream()
+    alive: weakref.WeakSet[Launched] = weakref.WeakSet()
+
+    async def several(number: int) -> None:
+        calls = []
+        for _ in range(number):
+            block = device.staging.take(100)
+            launched, ended = begin(device, stream, nothing, keep=block)
+            alive.add(launched)
+            ended.add_done_callback(lambda _, block=block: device.staging.give(block))
+            calls.append(ended)
+        await asyncio.gather(*calls)
+        await asyncio.sleep(0)
+
+    await several(50)
+    threads, live = threading.active_count(), cuda.live()
+    del live["events"]
+    for _ in range(100):
+        await several(50)
+    assert threading.active_count() == threads
+    after = cuda.live()
+    assert after.pop("events") <= 2 * 50 + 1
+    assert after == live
+    await begin(device, stream)[1]  # the threads hold on to the last one they have seen
+    assert len(alive) <= 2
+
+
+async def test_the_loop_turns_while_a_kernel_runs(cuda: FakeCuda, device: Device) -> None:
+    stream = device.stream()
+    held: list[float] = []
+    turns = 0
+    gc.disable()  # the garbage of other tests
+    try:
+        _, ended = begin(device, stream, lambda: cuda.kernel(stream, nothing, seconds=0.2))
+        while not ended.done():
+            # The time of this thread: that of other processes is not ours.
+            began = time.thread_time()
+            await asyncio.sleep(0)
+            held.append(time.thread_time() - began)
+            turns += 1
+        await ended
+    finally:
+        gc.enable()
+    assert turns > 200
+    assert max(held) <= 1e-3
+
+
+# -- several loops and threads
+
+
+def test_loops_of_several_threads_share_a_device(cuda: FakeCuda, device: Device) -> None:
+    streams = [device.stream(), device.stream()]
+    before = threading.active_count()
+    told: list[list[int]] = [[] for _ in range(4)]
+
+    async def loop(mine: list[int], stream: int) -> None:
+        me = threading.get_ident()
+        assert Device.of(cuda, 0) is device
+        for number in range(100):
+            ended = asyncio.get_running_loop().create_future()
+
+            def done(error: object, number: int = number, ended: asyncio.Future[None] = ended) -> None:
+                assert threading.get_ident() == me
+                mine.append(number)
+                ended.set_result(None)
+
+            device.launch(2, stream, nothing, None, done)
+            if number % 10 == 9:
+                await ended
+        assert threading.active_count() <= before + 4 + 6  # the loops, and what the fake plays streams with
+
+    threads = [
+        threading.Thread(target=lambda n=n: asyncio.run(loop(told[n], streams[n % 2]))) for n in range(4)
+    ]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert told == [list(range(100))] * 4
+
+
+async def test_streams_do_not_hide_the_ends_of_each_other(cuda: FakeCuda, device: Device) -> None:
+    """Else a collective that waits for another rank could wait for ever: that rank may wait for the other stream."""
+    first, second = device.stream(), device.stream()
+    held = Gated(cuda, first)
+    _, later = begin(device, first, held)
+    await begin(device, second)[1]
+    assert not later.done()
+    held.open()
+    await later

@@ -1,0 +1,500 @@
+"""How calls of a device fail, and how devices end: closed loops, stuck streams, forks, interpreters that exit."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll.gpu import device as module
+from aiocoll.gpu.api import DeviceError
+from aiocoll.gpu.device import Device, close_devices
+from aiocoll.testing.fake_cuda import FakeArray, FakeCuda
+from aiocoll.testing.fake_nccl import FakeNccl
+
+from ..ranks import until
+from .devices import Gated, Kept, begin, faked, nothing
+
+FLOAT32, SUM = 7, 0
+
+
+@pytest.fixture
+def cuda() -> Iterator[FakeCuda]:
+    with faked() as made:
+        yield made
+
+
+@pytest.fixture
+def device(cuda: FakeCuda) -> Device:
+    return Device.of(cuda, 0)
+
+
+# -- errors
+
+
+@pytest.mark.parametrize("error", [DeviceError("ncclAllReduce", "no", fatal=False), ValueError("no"), SystemExit("no")])
+async def test_a_call_that_fails_fails_alone(cuda: FakeCuda, device: Device, error: BaseException) -> None:
+    stream = device.stream()
+
+    def fail() -> None:
+        raise error
+
+    _, first = begin(device, stream)
+    launched, second = begin(device, stream, fail)
+    _, third = begin(device, stream)
+    await first
+    with pytest.raises(DeviceError, match="no") as caught:
+        await second
+    assert not caught.value.fatal
+    assert caught.value is error or caught.value.__cause__ is error
+    await third
+    with pytest.raises(DeviceError, match="no"):
+        await launched.on_stream(0)
+
+
+async def test_a_call_that_fails_keeps_what_it_has_put_on_the_stream_by_then(cuda: FakeCuda, device: Device) -> None:
+    kept = Kept()
+    stream = device.stream()
+    held = Gated(cuda, stream)
+
+    def half() -> None:
+        held()
+        raise DeviceError("ncclGroupEnd", "no")
+
+    launched, ended = begin(device, stream, half, keep=kept.new())
+    with pytest.raises(DeviceError, match="no"):
+        await launched.on_stream(0)
+    gc.collect()
+    assert kept.gone == []
+    assert not ended.done()
+    held.open()
+    with pytest.raises(DeviceError, match="no"):
+        await ended
+    assert kept.gone == [threading.get_ident()]
+
+
+@pytest.mark.parametrize("call", ["stream_wait", "event_record"])
+async def test_a_launch_that_cuda_refuses(cuda: FakeCuda, device: Device, call: str) -> None:
+    stream = device.stream()
+    ran: list[int] = []
+    before = 0 if call == "stream_wait" else None
+    cuda.fail_next(call, "busy")
+    _, ended = begin(device, stream, lambda: ran.append(1), before=before)
+    with pytest.raises(DeviceError, match=f"{call}: busy"):
+        await ended
+    assert ran == ([] if before == 0 else [1])
+    await begin(device, stream)[1]
+
+
+async def test_the_first_of_two_errors_is_told(cuda: FakeCuda, device: Device) -> None:
+    stream = device.stream()
+
+    def fail() -> None:
+        cuda.fail_next("event_record", "second")
+        raise DeviceError("call", "first")
+
+    _, ended = begin(device, stream, fail)
+    with pytest.raises(DeviceError, match="first"):
+        await ended
+
+
+async def test_a_callers_stream_that_cannot_be_waited_for_is_told_at_the_call(cuda: FakeCuda, device: Device) -> None:
+    stream = device.stream()
+    for _ in range(3):
+        cuda.fail_next("event_record", "busy")
+        with pytest.raises(DeviceError, match="event_record: busy"):
+            begin(device, stream)
+    assert cuda.live()["events"] == 1, "the event is used again"
+    await begin(device, stream)[1]
+
+
+async def test_a_device_that_fails_fails_all_that_is_pending(cuda: FakeCuda, device: Device) -> None:
+    stream = device.stream()
+    held = Gated(cuda, stream)
+    calls = [begin(device, stream, held)] + [begin(device, stream) for _ in range(9)]
+    await until(lambda: calls[-1][0].enqueued)
+    cuda.fail("unspecified launch failure")
+    for _, ended in calls:
+        with pytest.raises(DeviceError, match="unspecified launch failure") as caught:
+            await ended
+        assert caught.value.fatal
+    with pytest.raises(DeviceError, match="unspecified launch failure"):
+        begin(device, stream)
+    _, ended = begin(device, stream, before=None)
+    with pytest.raises(DeviceError, match="unspecified launch failure"):
+        await ended
+    held.open()
+    assert await device.close_stream(stream, 10)
+
+
+async def test_an_error_of_one_look_is_of_one_call(
+    cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = device.stream()
+    done = threading.Event()
+    synchronize = cuda.event_synchronize
+    monkeypatch.setattr(cuda, "event_synchronize", lambda event: (done.wait(10), synchronize(event)))
+    calls = [begin(device, stream) for _ in range(3)]
+    await until(lambda: calls[-1][0].enqueued)
+    cuda.stream_synchronize(stream)
+    cuda.fail_next("event_done", "what")
+    done.set()
+    errors = await asyncio.gather(*(ended for _, ended in calls), return_exceptions=True)
+    assert [type(error) for error in errors] == [type(None), DeviceError, type(None)]
+
+
+async def test_a_callback_that_fails_does_not_stop_the_others(cuda: FakeCuda, device: Device) -> None:
+    stream = device.stream()
+    seen: list[Any] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: seen.append(context["exception"]))
+
+    def fail(error: DeviceError | None) -> None:
+        raise ZeroDivisionError
+
+    device.launch(0, stream, nothing, None, fail)
+    await begin(device, stream)[1]
+    loop.set_exception_handler(None)
+    assert [type(each) for each in seen] == [ZeroDivisionError]
+
+
+# -- closed loops
+
+
+def test_a_loop_that_is_closed_is_forgotten(cuda: FakeCuda, device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    kept = Kept()
+    stream = device.stream()
+    held = Gated(cuda, stream)
+    busy = threading.Event()
+
+    async def main() -> None:
+        await begin(device, stream, held, keep=kept.new())[0].on_stream(0)
+        begin(device, stream, lambda: busy.wait(10) and None, keep=kept.new())
+        launched, _ = begin(device, stream, keep=kept.new())
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await launched.on_stream(0)
+
+    asyncio.run(main())
+    busy.set()
+    gc.collect()
+    assert kept.gone == []
+    held.open()
+    assert device.close(10)
+    assert len(kept.gone) == 3
+    assert cuda.live()["events"] == 0
+    assert caplog.records == []
+
+
+def test_a_loop_that_is_closed_before_the_ends_have_their_turn(cuda: FakeCuda, device: Device) -> None:
+    kept = Kept()
+    stream = device.stream()
+    loop = asyncio.new_event_loop()
+    busy = threading.Event()
+
+    async def main() -> weakref.ref[Any]:
+        return weakref.ref(begin(device, stream, lambda: busy.wait(10) and None, keep=kept.new())[0])
+
+    launched = loop.run_until_complete(main())
+    busy.set()
+    stopped = threading.Event()
+    device._launcher.put(lambda: device._waiters[stream].stop(stopped.set))
+    assert stopped.wait(10)
+    loop.close()
+    gc.collect()
+    assert launched() is None
+    assert len(kept.gone) == 1
+    assert device.close(10)
+    assert cuda.live()["events"] == 0
+
+
+def test_a_loop_that_is_closed_in_the_midst_of_a_batch(
+    cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept()
+    stream = device.stream()
+    loop = asyncio.new_event_loop()
+    done = threading.Event()
+    synchronize = cuda.event_synchronize
+    monkeypatch.setattr(cuda, "event_synchronize", lambda event: (done.wait(10), synchronize(event)))
+
+    async def main() -> None:
+        device.launch(None, stream, nothing, None, lambda error: loop.stop())
+        for _ in range(99):
+            begin(device, stream, keep=kept.new())
+        await until(lambda: device._waiters[stream]._queue.qsize() == 99)
+
+    loop.run_until_complete(main())
+    cuda.stream_synchronize(stream)
+    done.set()
+    loop.run_forever()
+    assert 0 < len(kept.gone) < 99
+    loop.close()
+    gc.collect()
+    assert len(kept.gone) == 99
+    assert not device._waiters[stream]._left
+    assert device.close(10)
+    assert cuda.live()["events"] == 0
+
+
+# -- calls of the launcher
+
+
+async def test_the_launcher_calls_in_its_turn_and_aside_at_once(cuda: FakeCuda, device: Device) -> None:
+    busy = threading.Event()
+    first = device.run(lambda: busy.wait(10))
+    second = device.run(cuda.current)
+    assert await device.aside(threading.get_ident) != threading.get_ident()
+    assert not second.done()
+    busy.set()
+    assert await first
+    assert await second == 0
+
+
+@pytest.mark.parametrize("error", [DeviceError("init", "no"), SystemExit("no")])
+async def test_what_the_launcher_calls_may_fail(device: Device, error: BaseException) -> None:
+    def fail() -> None:
+        raise error
+
+    for run in (device.run, device.aside):
+        future = run(fail)
+        await asyncio.wait([future])
+        assert future.exception() is error
+    cancelled = device.run(fail)
+    cancelled.cancel()
+    assert await device.run(lambda: 1) == 1
+
+
+async def test_a_result_that_nobody_waits_for_is_undone(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    busy = threading.Event()
+    undone: list[tuple[int, bool]] = []
+    loop = threading.get_ident()
+
+    def late(result: int) -> None:
+        undone.append((result, threading.get_ident() != loop))
+        raise DeviceError("abort", "no")
+
+    device.run(lambda: busy.wait(10))
+    for call in (device.run(lambda: 7, late), device.run(lambda: 8)):
+        call.cancel()
+    busy.set()
+    await until(lambda: caplog.records)
+    assert undone == [(7, True)]
+    assert "undoing it has failed: DeviceError('abort: no')" in caplog.text
+
+
+def test_a_result_for_a_closed_loop_is_undone(device: Device) -> None:
+    busy = threading.Event()
+    undone: list[int] = []
+
+    async def main() -> None:
+        device.run(lambda: busy.wait(10) and 7, undone.append)  # type: ignore[arg-type]
+
+    asyncio.run(main())
+    busy.set()
+    assert device.close(10)
+    assert undone == [7]
+
+
+# -- streams that end, and that do not
+
+
+async def test_a_stream_is_closed_behind_what_is_on_it(cuda: FakeCuda, device: Device) -> None:
+    stream = device.stream()
+    assert cuda.live()["streams"] == 1
+    held = Gated(cuda, stream)
+    _, ended = begin(device, stream, held)
+    closing = asyncio.create_task(device.close_stream(stream, 10))
+    await until(lambda: hasattr(held, "gate"))
+    assert not closing.done()
+    with pytest.raises(ValueError, match=f"stream {stream:#x} of CUDA device 0 is closed"):
+        begin(device, stream)
+    held.open()
+    assert await closing
+    assert ended.done()
+    assert cuda.live()["streams"] == 0
+    before = threading.active_count()
+    assert await device.close_stream(device.stream(), 10)
+    await until(lambda: threading.active_count() <= before)
+
+
+async def test_a_stream_that_does_not_end_is_left_behind(
+    cuda: FakeCuda, device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = Kept()
+    stream = device.stream()
+    held = Gated(cuda, stream)
+    _, ended = begin(device, stream, held, keep=kept.new())
+    with caplog.at_level(logging.WARNING):
+        assert not await device.close_stream(stream, 0.02)
+    assert "CUDA device 0: what was launched on a stream has not ended within 0.02 s" in caplog.text
+    assert kept.gone == []
+    await begin(device, other := device.stream())[1]
+    assert await device.close_stream(other, 10)
+    held.open()
+    await ended
+    assert len(kept.gone) == 1
+
+
+async def test_a_stream_that_cannot_be_made_leaves_no_thread(cuda: FakeCuda, device: Device) -> None:
+    before = threading.active_count()
+    cuda.fail_next("stream_create", "out of memory")
+    with pytest.raises(DeviceError, match="out of memory"):
+        device.stream()
+    await until(lambda: threading.active_count() == before)
+
+
+async def test_abort_frees_who_waits(cuda: FakeCuda) -> None:
+    nccl = FakeNccl(cuda)
+    devices = [Device.of(cuda, ordinal) for ordinal in range(2)]
+    unique_id = nccl.unique_id()
+    ends = await asyncio.gather(
+        *(device.run(lambda rank=rank: nccl.init(2, unique_id, rank)) for rank, device in enumerate(devices))
+    )
+    array, stream = FakeArray(cuda, np.ones(4, np.float32)), devices[0].stream()
+    launched, ended = begin(
+        devices[0], stream, lambda: ends[0].all_reduce(array.ptr, array.ptr, 4, FLOAT32, SUM, stream), keep=array
+    )
+    await launched.on_stream(0)
+    assert not ended.done()
+    await devices[0].aside(ends[0].abort)
+    await ended
+    assert await devices[0].close_stream(stream, 10)
+
+
+async def test_an_abort_that_hangs_holds_nothing_up(cuda: FakeCuda, device: Device) -> None:
+    nccl = FakeNccl(cuda)
+    end = await device.run(lambda: nccl.init(1, nccl.unique_id(), 0))
+    end.fail("network is gone")
+    array, stream = FakeArray(cuda, np.ones(4, np.float32)), device.stream()
+    _, ended = begin(device, stream, lambda: end.all_reduce(array.ptr, array.ptr, 4, FLOAT32, SUM, stream), keep=array)
+    nccl.abort_hangs = True
+    aborting = device.aside(end.abort)
+    assert not await device.close_stream(stream, 0.02)
+    assert not aborting.done()
+    assert not ended.done()
+
+
+async def test_a_launcher_that_is_stuck_holds_nothing_up(cuda: FakeCuda, device: Device) -> None:
+    stream = device.stream()
+    stuck = threading.Event()
+    _, ended = begin(device, stream, lambda: stuck.wait(10) and None)
+    assert not await device.close_stream(stream, 0.02)
+    stuck.set()
+    await ended
+
+
+async def test_closing_a_device_is_bounded(cuda: FakeCuda, device: Device) -> None:
+    streams = [device.stream(), device.stream()]
+    held = Gated(cuda, streams[0])
+    _, ended = begin(device, streams[0], held)
+    assert not close_devices(0.02)
+    with pytest.raises(ValueError, match="is closed"):
+        begin(device, streams[0])
+    held.open()
+    await ended
+    assert device.close(10)
+
+
+async def test_closing_a_device_whose_launcher_is_stuck_is_bounded(cuda: FakeCuda, device: Device) -> None:
+    stream = device.stream()
+    stuck = threading.Event()
+    _, ended = begin(device, stream, lambda: stuck.wait(10) and None)
+    assert not device.close(0.02)
+    stuck.set()
+    await ended
+
+
+async def test_closing_devices_gives_all_back(cuda: FakeCuda) -> None:
+    devices = [Device.of(cuda, ordinal) for ordinal in range(2)]
+    for device in devices:
+        stream = device.stream()
+        await asyncio.gather(*(begin(device, stream)[1] for _ in range(20)))
+        device.staging.give(device.staging.take(10))
+    assert close_devices()
+    assert set(cuda.live().values()) == {0}
+    assert close_devices()
+    assert Device.of(cuda, 0) is not devices[0]
+
+
+# -- forks and exits
+
+
+def test_a_forked_child_is_told(cuda: FakeCuda, device: Device) -> None:
+    stream = device.stream()
+    out, into = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads is what this is about
+        child = os.fork()
+    if child == 0:
+        try:
+            for call in (lambda: Device.of(cuda, 0), lambda: Device.of(cuda, 1), device.stream,
+                         lambda: device.launch(0, stream, nothing, None, print)):  # fmt: skip
+                try:
+                    call()
+                except RuntimeError as error:
+                    os.write(into, str(error)[:39].encode())
+        finally:
+            os._exit(0)
+    os.close(into)
+    with os.fdopen(out, "rb") as pipe:
+        assert pipe.read().decode() == "this process was forked from one that u" * 4
+    os.waitpid(child, 0)
+    assert device.stream() != stream, "the parent goes on"
+
+
+def test_a_device_from_before_a_fork_cannot_be_used(cuda: FakeCuda, device: Device) -> None:
+    module._forked()
+    for ordinal in range(2):
+        with pytest.raises(RuntimeError, match=r"get_context\('spawn'\)"):
+            Device.of(cuda, ordinal)
+    device.forked = False
+
+
+EXIT = """
+import asyncio, sys, threading
+import numpy as np
+from aiocoll.gpu.device import Device
+from aiocoll.testing.fake_cuda import FakeArray, FakeCuda
+
+cuda = FakeCuda()
+device = Device.of(cuda, 0)
+stream = device.stream()
+
+async def main():
+    array = FakeArray(cuda, np.zeros(4))
+    device.launch(0, stream, lambda: cuda.gate(stream), array, print)
+    launched = device.launch(0, stream, lambda: None, array, print)
+    await launched.on_stream(0)
+    if sys.argv[1] == "stuck":
+        device.launch(0, stream, lambda: threading.Event().wait(), array, print)
+    asyncio.get_running_loop().create_task(launched.on_stream(0))
+
+asyncio.run(main())
+print("end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["waiting", "stuck"])
+def test_an_interpreter_exits_quietly_though_work_is_pending(how: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "error", "-c", EXIT, how],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
