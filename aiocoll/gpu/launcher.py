@@ -113,17 +113,13 @@ class Launched:
         """Put it on its stream, behind what it has to wait for; in the launcher."""
         try:
             self._start()
-        except DeviceError as exc:
-            # Its frames would keep what they have seen.
-            self.error = exc.with_traceback(None)
         except BaseException as exc:
-            self.error = DeviceError("launch", repr(exc), fatal=False)
-            self.error.__cause__ = exc
+            self.failed(exc)
         try:
             # After an error too: what was on the stream before it, a half of the call perhaps, is not done yet.
             self.event = self._events.record(self._stream)
-        except DeviceError as exc:
-            self.error = self.error or exc.with_traceback(None)
+        except BaseException as exc:
+            self.failed(exc)
         self.enqueued = True
         # Whoever appends to it looks at `enqueued` afterwards: one of both sees the other.
         if self._wanted:
@@ -141,6 +137,14 @@ class Launched:
                 self._before = 0
         assert self._call is not None
         self._call()
+
+    def failed(self, error: BaseException) -> None:
+        """Take note of what went wrong, unless something has before: no error may end the thread it comes up in."""
+        if self.error is None and isinstance(error, DeviceError):
+            self.error = error.with_traceback(None)  # its frames would keep what they have seen
+        elif self.error is None:
+            self.error = DeviceError("launch", repr(error), fatal=False)
+            self.error.__cause__ = error
 
     async def on_stream(self, stream: int) -> None:
         """Let what comes on `stream`, one of this thread and device, wait for the end; return once that is told.

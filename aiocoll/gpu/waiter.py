@@ -84,8 +84,8 @@ class Waiter:
         if launched.event:
             try:
                 self._cuda.event_synchronize(launched.event)
-            except DeviceError as exc:
-                launched.error = launched.error or exc.with_traceback(None)
+            except BaseException as exc:
+                launched.failed(exc)
 
     def _drain(self, batch: deque[Launched]) -> object:
         """Add what has ended as well; return the next one, which has not."""
@@ -101,8 +101,8 @@ class Waiter:
     def _is_done(self, launched: Launched) -> bool:
         try:
             return not launched.event or self._cuda.event_done(launched.event)
-        except DeviceError as exc:
-            launched.error = launched.error or exc.with_traceback(None)
+        except BaseException as exc:
+            launched.failed(exc)
             return True
 
     def _deliver(self, batch: deque[Launched]) -> None:

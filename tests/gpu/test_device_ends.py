@@ -110,6 +110,23 @@ async def test_the_first_of_two_errors_is_told(cuda: FakeCuda, device: Device) -
         await ended
 
 
+@pytest.mark.parametrize("call", ["event_record", "event_synchronize"])
+async def test_no_error_ends_a_thread(
+    cuda: FakeCuda, device: Device, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = device.stream()
+
+    def fail(*args: int) -> None:
+        raise KeyError(7)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda, call, fail)
+        _, ended = begin(device, stream, before=None)
+        with pytest.raises(DeviceError, match=r"KeyError\(7\)"):
+            await ended
+    await begin(device, stream)[1]
+
+
 async def test_a_callers_stream_that_cannot_be_waited_for_is_told_at_the_call(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     for _ in range(3):
