@@ -40,13 +40,13 @@ class Device:
     def __init__(self, cuda: Cuda, ordinal: int) -> None:
         self.cuda = cuda
         self.ordinal = ordinal
-        self.staging = Staging(cuda)
         self.forked = False
         self._events = Events(cuda, ordinal)
         # By stream; and of those that are closed and have not ended yet.
         self._waiters: dict[int, Waiter] = {}
         self._leaving: dict[int, Waiter] = {}
         self._launcher = Launcher(cuda, ordinal)
+        self.staging = Staging(cuda, self._launcher.put)
 
     @staticmethod
     def of(cuda: Cuda, ordinal: int) -> Device:

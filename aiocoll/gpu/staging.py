@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from numpy.typing import NDArray
@@ -14,8 +14,8 @@ __all__ = ["Staging"]
 
 #: A block is no smaller, in bytes: CUDA locks whole pages.
 SMALLEST = 4096
-#: Bytes that are kept though nobody uses them; what comes back beyond is freed.
-KEPT = 256 << 20
+#: Bytes that are kept though nobody uses them; beyond, what has not been used for longest is freed.
+KEPT = 1 << 30
 
 
 class Staging:
@@ -23,13 +23,16 @@ class Staging:
 
     Args:
         cuda: the runtime.
+        elsewhere: lets a thread that may be held up call what it is given: freeing a block waits for the device.
     """
 
-    def __init__(self, cuda: Cuda) -> None:
+    def __init__(self, cuda: Cuda, elsewhere: Callable[[Callable[[], None]], object]) -> None:
         self._cuda = cuda
+        self._elsewhere = elsewhere
         self._lock = threading.Lock()
-        # By size, a power of two; what was used last, and is in the caches, goes out first.
-        self._free: defaultdict[int, list[NDArray[Any]]] = defaultdict(list)
+        # By size, the one that came back last at the end; of each size, what came back last, and is in the caches, goes
+        # out first.
+        self._free: dict[int, list[NDArray[Any]]] = {}
         self._kept = 0
 
     @property
@@ -38,28 +41,40 @@ class Staging:
         return self._kept
 
     def take(self, nbytes: int) -> NDArray[Any]:
-        """Return a block of uint8, of `nbytes` or up to twice as many.
+        """Return a block of uint8, of `nbytes` or a little more: at most a quarter, or one page.
 
         Raises:
             DeviceError: there is no memory left that could be locked.
         """
-        size = max(SMALLEST, 1 << (nbytes - 1).bit_length())
+        step = max(SMALLEST, 1 << (nbytes - 1).bit_length() >> 3)
+        size = max(-(-nbytes // step), 1) * step
         with self._lock:
-            free = self._free[size]
-            if free:
+            if free := self._free.get(size):
                 self._kept -= size
                 return free.pop()
         return self._cuda.pinned(size)
 
     def give(self, block: NDArray[Any]) -> None:
         """Take back a block that `take` has returned, which neither host nor device uses any more."""
+        freed: list[NDArray[Any]] = []
         with self._lock:
-            if self._kept + block.nbytes <= KEPT:
-                self._kept += block.nbytes
-                self._free[block.nbytes].append(block)
+            size = block.nbytes
+            self._free[size] = [*self._free.pop(size, ()), block]
+            self._kept += size
+            while self._kept > KEPT:
+                oldest = next(iter(self._free))
+                if blocks := self._free[oldest]:
+                    freed.append(blocks.pop(0))
+                    self._kept -= oldest
+                else:
+                    del self._free[oldest]
+        if freed:
+            del block
+            self._elsewhere(freed.clear)
 
     def clear(self) -> None:
         """Free what nobody uses."""
         with self._lock:
-            self._free.clear()
+            freed, self._free = self._free, {}
             self._kept = 0
+        self._elsewhere(freed.clear)

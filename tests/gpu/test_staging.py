@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -12,51 +12,79 @@ from aiocoll.gpu.staging import SMALLEST, Staging
 from aiocoll.testing.fake_cuda import FakeCuda
 
 
+def at_once(call: Callable[[], None]) -> None:
+    call()
+
+
 @pytest.fixture
 def cuda() -> Iterator[FakeCuda]:
     with FakeCuda() as made:
         yield made
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "size"),
-    [(0, SMALLEST), (1, SMALLEST), (SMALLEST, SMALLEST), (SMALLEST + 1, 2 * SMALLEST), (100_000, 131_072)],
-)
-def test_blocks_are_powers_of_two(cuda: FakeCuda, nbytes: int, size: int) -> None:
-    pool = Staging(cuda)
-    block = pool.take(nbytes)
-    assert block.nbytes == size == cuda.live()["pinned"]
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 40_000, 65_537, 100_000, 131_072, 1_000_001])
+def test_blocks_are_a_little_larger(cuda: FakeCuda, nbytes: int) -> None:
+    block = Staging(cuda, at_once).take(nbytes)
+    assert nbytes <= block.nbytes <= max(nbytes * 1.25, nbytes + SMALLEST)
+    assert block.nbytes % SMALLEST == 0
+    assert block.nbytes == cuda.live()["pinned"]
     assert block.dtype.name == "uint8"
 
 
 def test_what_comes_back_is_used_again_the_last_first(cuda: FakeCuda) -> None:
-    pool = Staging(cuda)
+    pool = Staging(cuda, at_once)
     first, second, larger = pool.take(10), pool.take(10), pool.take(10_000)
     for block in (first, second, larger):
         pool.give(block)
     assert pool.kept == first.nbytes + second.nbytes + larger.nbytes
     assert pool.take(100) is second
     assert pool.take(4096) is first
-    assert pool.take(16_000) is larger
+    assert pool.take(9_000) is larger
     assert pool.kept == 0
     assert cuda.calls["pinned"] == 3
 
 
-def test_no_more_is_kept_than_may_be(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_used_for_longest_is_freed_beyond_the_limit(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(staging, "KEPT", 3 * SMALLEST)
-    pool = Staging(cuda)
-    blocks = [pool.take(1) for _ in range(5)]
-    while blocks:
-        pool.give(blocks.pop())
+    pool = Staging(cuda, at_once)
+    small, large = [pool.take(1) for _ in range(3)], pool.take(2 * SMALLEST)
+    while small:
+        pool.give(small.pop())
+    assert pool.kept == cuda.live()["pinned"] - 2 * SMALLEST == 3 * SMALLEST
+    pool.give(large)
     assert pool.kept == cuda.live()["pinned"] == 3 * SMALLEST
+    assert pool.take(2 * SMALLEST) is large
+    assert pool.kept == SMALLEST
+    pool.give(pool.take(4 * SMALLEST))
+    assert pool.kept == 0, "what is larger than the limit is not kept"
+    pool.give(large)
     pool.clear()
-    assert pool.kept == cuda.live()["pinned"] == 0
+    assert pool.kept == 0
+    del large
+    assert cuda.live()["pinned"] == 0
 
 
 def test_what_cuda_refuses_is_told(cuda: FakeCuda) -> None:
-    pool = Staging(cuda)
+    pool = Staging(cuda, at_once)
     cuda.fail_next("pinned", "out of memory")
     with pytest.raises(DeviceError, match="out of memory"):
         pool.take(1)
     pool.give(pool.take(1))
     assert pool.kept == SMALLEST
+
+
+def test_memory_is_freed_elsewhere(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeing waits for the device, and who gives a block back may be the loop."""
+    monkeypatch.setattr(staging, "KEPT", SMALLEST)
+    calls: list[Callable[[], None]] = []
+    pool = Staging(cuda, calls.append)
+    blocks = [pool.take(1), pool.take(1)]
+    while blocks:
+        pool.give(blocks.pop())
+    pool.clear()
+    assert cuda.live()["pinned"] == 2 * SMALLEST
+    for left in (SMALLEST, 0):
+        calls.pop(0)()
+        assert cuda.live()["pinned"] == left
