@@ -29,8 +29,9 @@ _SUCCESS, _NOT_READY = 0, 600
 #: What CUDA refuses without harm: arguments, too little memory, a device or a handle that is none, a capture.
 _HARMLESS = frozenset({1, 2, 101, 400, *range(900, 909)})
 _INVALID_ARGUMENT = 4
+_IN_PROGRESS = 7
 #: What NCCL says that CuPy has no words for.
-_UNKNOWN = {7: "in progress: NCCL_COMM_BLOCKING=0 is not for CuPy", 8: "it took too long"}
+_UNKNOWN = {_IN_PROGRESS: "in progress: NCCL_COMM_BLOCKING=0 is not for CuPy", 8: "it took too long"}
 #: Lines of CUDA that multiply the floats that NumPy's arithmetic on a device would round otherwise or does not have.
 _SCALE = {
     "float16": ("float16", "y = (float)x * f"),
@@ -221,7 +222,8 @@ class _Communicator:
         try:
             self._made.check_async_error()
         except KeyError as error:
-            return _UNKNOWN.get(error.args[0], f"status {error.args[0]}")
+            status = error.args[0]
+            return None if status == _IN_PROGRESS else _UNKNOWN.get(status, f"status {status}")
         except RuntimeError as error:
             return str(error)
         return None

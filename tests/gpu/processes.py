@@ -1,0 +1,19 @@
+"""Code in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(code: str) -> str:
+    """Run `code` in a process where warnings are errors; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    return done.stdout.strip()

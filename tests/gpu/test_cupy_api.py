@@ -1,0 +1,356 @@
+"""CUDA and NCCL by CuPy: how it is called, what is made of its errors, and whether the real one is still as it was."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll.errors import BackendUnavailableError
+from aiocoll.gpu.api import Cuda, DeviceError, NcclCommunicator
+
+from .cupy_signatures import CONSTANTS, INSPECTED, NCCL_NUMBERS, SIGNATURES
+from .processes import run
+from .stub_cupy import CUDARuntimeError, Log, NcclError, forget, loaded, stub
+
+real = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+@pytest.fixture
+def api(log: Log, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`cupy_api` on a stub."""
+    for name, module in stub(log).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield loaded()
+    forget()
+
+
+@pytest.fixture
+def cuda(api: Any, log: Log) -> Cuda:
+    made: Cuda = api.cuda()
+    log.calls.clear()
+    return made
+
+
+@pytest.fixture
+def communicator(api: Any, log: Log) -> NcclCommunicator:
+    made: NcclCommunicator = api.nccl()[0].init(2, bytes(128), 1)
+    log.calls.clear()
+    return made
+
+
+# -- CUDA
+
+
+@pytest.mark.parametrize(
+    ("call", "logged", "returned"),
+    [
+        (lambda c: c.version(), ("runtimeGetVersion", ()), 12090),
+        (lambda c: c.device_count(), ("getDeviceCount", ()), 2),
+        (lambda c: c.bus_id(1), ("deviceGetPCIBusId", (1,)), "0000:01:00.0"),
+        (lambda c: c.use(1), ("setDevice", (1,)), None),
+        (lambda c: c.current(), ("getDevice", ()), 1),
+        (lambda c: c.device_of(0x99), ("pointerGetAttributes", (0x99,)), 1),
+        (lambda c: c.stream_create(), ("streamCreateWithFlags", (1,)), 0x70),
+        (lambda c: c.stream_destroy(0x70), ("streamDestroy", (0x70,)), None),
+        (lambda c: c.is_capturing(0x70), ("streamIsCapturing", (0x70,)), False),
+        (lambda c: c.event_create(), ("eventCreateWithFlags", (3,)), 0xE0),
+        (lambda c: c.event_destroy(0xE0), ("eventDestroy", (0xE0,)), None),
+        (lambda c: c.event_record(0xE0, 0x70), ("eventRecord", (0xE0, 0x70)), None),
+        (lambda c: c.event_done(0xE0), ("eventQuery", (0xE0,)), True),
+        (lambda c: c.event_synchronize(0xE0), ("eventSynchronize", (0xE0,)), None),
+        (lambda c: c.stream_wait(0x70, 0xE0), ("streamWaitEvent", (0x70, 0xE0)), None),
+        (lambda c: c.copy_to_host(1, 2, 3, 4), ("memcpyAsync", (1, 2, 3, 2, 4)), None),
+        (lambda c: c.copy_to_device(1, 2, 3, 4), ("memcpyAsync", (1, 2, 3, 1, 4)), None),
+        (lambda c: c.copy(1, 2, 3, 4), ("memcpyAsync", (1, 2, 3, 3, 4)), None),
+    ],
+)
+def test_calls_of_cuda(cuda: Cuda, log: Log, call: Callable[[Cuda], Any], logged: Any, returned: Any) -> None:
+    assert call(cuda) == returned
+    assert log.calls == [logged]
+    assert inspect.isfunction(getattr(Cuda, call.__code__.co_names[0]))
+
+
+def test_events_that_are_not_done(cuda: Cuda, log: Log) -> None:
+    log.returns["eventQuery"] = 600
+    assert cuda.event_done(0xE0) is False
+    log.returns["eventQuery"] = 700
+    with pytest.raises(DeviceError, match="cudaEventQuery: cudaError700") as error:
+        cuda.event_done(0xE0)
+    assert (error.value.call, error.value.fatal) == ("cudaEventQuery", True)
+
+
+@pytest.mark.parametrize(("status", "fatal"), [(1, False), (2, False), (400, False), (906, False), (700, True)])
+def test_errors_of_cuda(cuda: Cuda, log: Log, status: int, fatal: bool) -> None:
+    log.errors["eventSynchronize"] = lambda: CUDARuntimeError(status)
+    with pytest.raises(DeviceError, match=f"cudaEventSynchronize: cudaError{status}") as error:
+        cuda.event_synchronize(0xE0)
+    assert error.value.fatal is fatal
+    log.errors["eventSynchronize"] = lambda: ZeroDivisionError("ours")
+    with pytest.raises(ZeroDivisionError):
+        cuda.event_synchronize(0xE0)
+
+
+def test_pinned_memory_ends_with_its_last_view(cuda: Cuda, log: Log) -> None:
+    memory = cuda.pinned(100)
+    assert (memory.dtype, memory.shape) == (np.uint8, (100,))
+    part = memory[10:20].view("uint16")
+    part[...] = 3
+    del memory
+    gc.collect()
+    assert log.calls == [("PinnedMemory", (100,))]
+    assert part.tolist() == [3] * 5
+    del part
+    gc.collect()
+    assert log.calls[1:] == [("freeHost", ())]
+    assert cuda.pinned(0).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor", "shown"),
+    [
+        ("float32", 2.5, "float32"),
+        ("float64", 2, "float64"),
+        ("complex64", 1 + 2j, "complex64"),
+        ("float16", 2.5, "float16"),
+        ("bfloat16", 2.5, "uint16"),
+    ],
+)
+def test_scaling(cuda: Cuda, log: Log, dtype: str, factor: complex, shown: str) -> None:
+    cuda.scale(0x200, 0x100, 5, dtype, factor, 0x70)
+    assert log.calls[0] == ("from_external", ((0, 0x70),))
+    name, args = log.calls[-1]
+    assert name == ("multiply" if shown == dtype != "float16" else "kernel")
+    source, number, target = args
+    assert number == factor
+    for array, address in ((source, 0x100), (target, 0x200)):
+        shape, kind, ((ptr, nbytes, _, device), offset) = array
+        assert (shape, kind, ptr, nbytes, device, offset) == ((5,), shown, address, 5 * kind.itemsize, 1, 0)
+
+
+def test_scaling_that_cannot_be(cuda: Cuda, log: Log) -> None:
+    for dtype in ("float8_e4m3fn", "int32"):
+        with pytest.raises(DeviceError, match=f"scale: {dtype} cannot be multiplied on a device") as error:
+            cuda.scale(1, 2, 3, dtype, 2.0, 0)
+        assert not error.value.fatal
+    log.errors["multiply"] = lambda: ImportError("no NVRTC")
+    with pytest.raises(DeviceError, match="scale: no NVRTC") as error:
+        cuda.scale(1, 2, 3, "float32", 2.0, 0)
+    assert not error.value.fatal
+
+
+def test_a_machine_without_devices(api: Any, log: Log) -> None:
+    cuda = api.cuda()
+    log.errors["getDeviceCount"] = lambda: CUDARuntimeError(35)
+    assert cuda.device_count() == 0
+    api.cuda.cache_clear()
+    with pytest.raises(BackendUnavailableError, match=r"CuPy 14.2.0 finds no CUDA device: cudaError35"):
+        api.cuda()
+
+
+def test_a_cupy_that_is_too_old(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in stub(log, version="13.6.0").items():
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(ImportError, match=r"CuPy 13.6.0 is too old, it must be 14 or later"):
+        loaded()
+    forget()
+
+
+# -- NCCL
+
+
+@pytest.mark.parametrize(
+    ("call", "logged"),
+    [
+        (lambda c: c.all_reduce(1, 2, 3, 7, 0, 0x70), ("allReduce", (1, 2, 3, 7, 0, 0x70))),
+        (lambda c: c.reduce(1, 2, 3, 7, 0, 1, 0x70), ("reduce", (1, 2, 3, 7, 0, 1, 0x70))),
+        (lambda c: c.broadcast(1, 2, 3, 7, 1, 0x70), ("broadcast", (1, 2, 3, 7, 1, 0x70))),
+        (lambda c: c.all_gather(1, 2, 3, 7, 0x70), ("allGather", (1, 2, 3, 7, 0x70))),
+        (lambda c: c.reduce_scatter(1, 2, 3, 7, 0, 0x70), ("reduceScatter", (1, 2, 3, 7, 0, 0x70))),
+        (lambda c: c.send(1, 3, 7, 1, 0x70), ("send", (1, 3, 7, 1, 0x70))),
+        (lambda c: c.recv(2, 3, 7, 1, 0x70), ("recv", (2, 3, 7, 1, 0x70))),
+        (lambda c: c.async_error(), ("check_async_error", ())),
+        (lambda c: c.abort(), ("abort", ())),
+        (lambda c: c.destroy(), ("destroy", ())),
+    ],
+)
+def test_calls_of_a_communicator(
+    communicator: NcclCommunicator, log: Log, call: Callable[[NcclCommunicator], Any], logged: Any
+) -> None:
+    assert call(communicator) is None
+    assert log.calls == [logged]
+
+
+def test_calls_of_nccl(api: Any, log: Log) -> None:
+    nccl, why = api.nccl()
+    assert why is None
+    assert api.nccl()[0] is nccl
+    assert nccl.version() == 22809
+    assert nccl.unique_id() == bytes(128)
+    nccl.group_start()
+    nccl.group_end()
+    nccl.init(2, bytes(128), 1)
+    names = ["get_version", "get_unique_id", "groupStart", "groupEnd", "NcclCommunicator"]
+    assert [name for name, _ in log.calls] == names
+    assert log.calls[-1][1] == (2, bytes(128), 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "fatal", "message"),
+    [
+        (4, False, "ncclAllReduce: NCCL_ERROR_4"),
+        (3, True, "ncclAllReduce: NCCL_ERROR_3"),
+        (7, True, "ncclAllReduce: in progress: NCCL_COMM_BLOCKING=0 is not for CuPy"),
+        (8, True, "ncclAllReduce: it took too long"),
+        (9, True, "ncclAllReduce: status 9"),
+    ],
+)
+def test_errors_of_nccl(communicator: NcclCommunicator, log: Log, status: int, fatal: bool, message: str) -> None:
+    log.errors["allReduce"] = log.errors["check_async_error"] = lambda: NcclError(status)
+    with pytest.raises(DeviceError, match=f"^{message}$") as error:
+        communicator.all_reduce(1, 2, 3, 7, 0, 0)
+    assert error.value.fatal is fatal
+    assert communicator.async_error() == (None if status == 7 else message.removeprefix("ncclAllReduce: "))
+
+
+def test_what_fails_in_a_group_has_failed_for_all(api: Any, log: Log) -> None:
+    nccl = api.nccl()[0]
+    log.errors["groupEnd"] = log.errors["NcclCommunicator"] = lambda: NcclError(4)
+    with pytest.raises(DeviceError, match="ncclGroupEnd: NCCL_ERROR_4") as error:
+        nccl.group_end()
+    assert error.value.fatal
+    with pytest.raises(DeviceError, match="ncclCommInitRank: NCCL_ERROR_4") as error:
+        nccl.init(2, bytes(128), 0)
+    assert error.value.fatal
+
+
+@pytest.mark.parametrize("end", ["abort", "destroy"])
+def test_a_communicator_ends_once(communicator: NcclCommunicator, log: Log, end: str) -> None:
+    for name in (end, "abort", "destroy"):
+        getattr(communicator, name)()
+    assert log.calls == [(end, ())]
+    del communicator
+
+
+def test_a_communicator_is_not_freed_before_it_ends(api: Any, log: Log) -> None:
+    nccl = api.nccl()[0]
+    nccl.init(2, bytes(128), 0)
+    gc.collect()
+    assert "freed" not in [name for name, _ in log.calls]
+    nccl.init(2, bytes(128), 0).abort()
+    gc.collect()
+    assert [name for name, _ in log.calls][-2:] == ["abort", "freed"]
+
+
+def test_communicators_that_do_not_block_are_refused(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
+    with pytest.raises(DeviceError, match="NCCL_COMM_BLOCKING=0 is set, which CuPy cannot do: unset it"):
+        api.nccl()[0].init(1, bytes(128), 0)
+
+
+def test_a_cupy_without_nccl(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = stub(log, nccl=False)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    api = loaded()
+    assert api.nccl() == (None, "NCCL is not there")
+
+    def missing(name: str) -> Any:
+        if name != "nccl":
+            raise AttributeError(name)
+        # As the real one does it: a warning while it is being imported.
+        warnings.warn("\nnccl library could not be loaded.\n  pip install it", stacklevel=1)
+        return modules["cupy.cuda.nccl"]
+
+    modules["cupy.cuda"].__getattr__ = missing  # type: ignore[method-assign]
+    api.nccl.cache_clear()
+    assert api.nccl() == (None, "nccl library could not be loaded. pip install it")
+
+    def broken(name: str) -> Any:
+        raise ImportError("no symbol")
+
+    modules["cupy.cuda"].__getattr__ = broken  # type: ignore[method-assign]
+    api.nccl.cache_clear()
+    assert api.nccl() == (None, "CuPy 14.2.0 has no NCCL: no symbol")
+    forget()
+
+
+# -- the real one
+
+
+def resolve(path: str) -> Any:
+    import cupy
+
+    if path.startswith("cuda.nccl"):
+        from cupy.cuda import nccl
+
+        if not nccl.available:
+            pytest.skip("libnccl is not installed")
+    return reduce(getattr, path.split("."), cupy)
+
+
+@real
+@pytest.mark.filterwarnings("ignore:\nnccl library could not be loaded")
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_signatures_of_cupy(path: str) -> None:
+    assert (resolve(path).__doc__ or "").strip().split("\n")[0] == SIGNATURES[path]
+
+
+@real
+@pytest.mark.filterwarnings("ignore:\nnccl library could not be loaded")
+def test_constants_of_cupy() -> None:
+    assert {path: resolve(path) for path in CONSTANTS} == CONSTANTS
+    assert {path: list(inspect.signature(resolve(path)).parameters) for path in INSPECTED} == INSPECTED
+    nccl = resolve("cuda.nccl")
+    assert {name: getattr(nccl, name) for name in NCCL_NUMBERS} == NCCL_NUMBERS
+
+
+@real
+@pytest.mark.filterwarnings("ignore:\nnccl library could not be loaded")
+def test_what_cupy_does_its_own_way() -> None:
+    nccl, runtime = resolve("cuda.nccl"), resolve("cuda.runtime")
+    assert nccl.NcclError(4).status == 4
+    for status in (7, 8):
+        with pytest.raises(KeyError):
+            nccl.NcclError(status)
+    assert issubclass(runtime.CUDARuntimeError, RuntimeError)
+    assert runtime.CUDARuntimeError(600).status == 600
+    assert isinstance(runtime.eventQuery(0), int)
+
+
+@real
+def test_nccl_of_the_real_cupy() -> None:
+    resolve("cuda.nccl")
+    # In a process of its own, since NCCL listens for ever on what it has named.
+    code = "from aiocoll.gpu.cupy_api import nccl; print(nccl()[0].version(), len(nccl()[0].unique_id()))"
+    version, length = run(code).split()
+    assert int(version) >= 21800
+    assert length == "128"
+
+
+@real
+def test_the_real_cupy_with_or_without_a_device() -> None:
+    from aiocoll.gpu import cupy_api
+
+    cuda = cupy_api._Cuda()
+    assert cuda.version() >= 12000
+    if not cuda.device_count():
+        with pytest.raises(BackendUnavailableError, match="finds no CUDA device"):
+            cupy_api.cuda()
+        with pytest.raises(DeviceError, match="cudaSetDevice: "):
+            cuda.use(0)
+    else:
+        assert cupy_api.cuda().bus_id(0)

@@ -1,0 +1,123 @@
+"""What is loaded when, and what is said where CuPy is missing."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from aiocoll.errors import BackendUnavailableError
+from aiocoll.gpu.provider import needed, provide, runtime, why_no_nccl
+
+from .processes import run
+from .stub_cupy import Log, forget, loaded, stub
+
+#: Makes CuPy a module that cannot be imported.
+BLOCK = """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("cupy", "torch"):
+            raise ImportError(f"{name} is not for this test")
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_importing_it_loads_no_gpu() -> None:
+    code = """
+import sys, aiocoll, aiocoll.distributed
+print(*(name for name in sys.modules if name.startswith(("cupy", "torch", "aiocoll.gpu", "aiocoll.elements.device_"))))
+"""
+    assert run(code) == ""
+
+
+def test_a_missing_cupy_is_missed_when_it_is_used() -> None:
+    code = f"""{BLOCK}
+import aiocoll, aiocoll.gpu.provider as provider
+try:
+    provider.runtime()
+except aiocoll.BackendUnavailableError as error:
+    print(error)
+"""
+    said = run(code)
+    assert said.startswith("CUDA arrays need CuPy: ")
+    assert "pip install aiocoll[cuda1" in said
+    assert said.endswith("(cupy is not for this test)")
+
+
+# -- what to install
+
+
+class Driver:
+    """libcuda, for ctypes."""
+
+    def __init__(self, version: int, status: int = 0) -> None:
+        self.version, self.status = version, status
+
+    def cuDriverGetVersion(self, where: Any) -> int:
+        where._obj.value = self.version
+        return self.status
+
+
+def no_library(name: str) -> Any:
+    raise OSError(f"{name}: cannot open shared object file")
+
+
+@pytest.mark.parametrize(
+    ("torch", "driver", "message"),
+    [
+        ("12.8", None, r"pip install aiocoll\[cuda12\]"),
+        ("13.0", 12040, r"pip install aiocoll\[cuda13\]"),
+        (None, 12040, r"pip install aiocoll\[cuda12\]"),
+        (None, 13010, r"pip install aiocoll\[cuda13\]"),
+        (None, 15000, r"pip install aiocoll\[cuda13\]"),
+        (None, 11080, r"pip install aiocoll\[cuda12\], and a newer driver than that of CUDA 11, which is too old"),
+        (None, None, r"pip install aiocoll\[cuda12\] \(or aiocoll\[cuda13\]; which CUDA there is could not be found\)"),
+    ],
+)
+def test_what_to_install(torch: str | None, driver: int | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=SimpleNamespace(cuda=torch)))  # type: ignore[arg-type]
+    monkeypatch.setattr(ctypes, "CDLL", no_library if driver is None else lambda name: Driver(driver))
+    monkeypatch.setitem(sys.modules, "cupy", None)  # type: ignore[arg-type]
+    forget()
+    with pytest.raises(BackendUnavailableError, match=rf"^CUDA arrays need CuPy: {message} \(.*cupy.*\)$"):
+        runtime()
+
+
+def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(0, 3))
+    assert "could not be found" in needed()
+
+
+# -- what there is
+
+
+def test_what_a_test_provides() -> None:
+    cuda: Any = object()
+    nccl: Any = object()
+    with provide(cuda, nccl):
+        assert runtime() == (cuda, nccl)
+        assert why_no_nccl() is None
+        with provide(cuda, missing="it rains"):
+            assert runtime() == (cuda, None)
+            assert why_no_nccl() == "it rains"
+        assert runtime() == (cuda, nccl)
+    with pytest.raises(ZeroDivisionError), provide(cuda):
+        raise ZeroDivisionError
+    with provide(cuda):
+        assert why_no_nccl() == "it was left out"
+
+
+@pytest.mark.parametrize("nccl", [True, False])
+def test_what_cupy_has(nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in stub(Log(), nccl=nccl).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    api = loaded()
+    assert runtime() == (api.cuda(), api.nccl()[0])
+    assert runtime()[0] is api.cuda()
+    assert (why_no_nccl() is None) is nccl is (runtime()[1] is not None)
+    forget()
