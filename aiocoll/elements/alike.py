@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from aiocoll.elements.buffers import Buffer
-from aiocoll.elements.device import DeviceArray, device_of, where
+from aiocoll.elements.device import UNKNOWN, DeviceArray, device_of, where
 from aiocoll.elements.dtypes import array_dtype
 
 __all__ = ["empty_like", "same_place", "spare"]
@@ -61,6 +61,7 @@ def same_place(a: Buffer, a_name: str, b: Buffer, b_name: str, rank: int | None 
         TypeError: they are in different places.
     """
     x, y = device_of(a.array), device_of(b.array)
-    if x != y:
+    # A device that is not known yet may be any.
+    if x != y and (x is None or y is None or UNKNOWN not in (x, y)):
         name = a_name if rank is None else f"{a_name}[{rank}]"
         raise TypeError(f"{name} is {where(x)}, {b_name} is {where(y)}: all arrays of a call must be in one place")

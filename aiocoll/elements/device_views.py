@@ -7,12 +7,13 @@ the array's own library, on the caller's stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from aiocoll.elements.device import UNKNOWN, DeviceArray, PutBack
-from aiocoll.elements.dtypes import DType, of_numpy
+from aiocoll.elements.dtypes import DType, by_name, of_numpy
 
 __all__ = ["empty_like", "of_cupy", "of_dlpack", "of_interface", "of_torch", "spare"]
 
@@ -71,7 +72,7 @@ def of_interface(obj: Any, name: str, writable: bool) -> DeviceArray:
         raise TypeError(f"{name}: its __cuda_array_interface__ has version {version}, it must be 2 or later")
     if stream == 0:
         raise TypeError(f"{name}: its __cuda_array_interface__ names stream 0, which the protocol forbids")
-    dtype = _dtype(found, name)
+    dtype = _named(obj, found) or _dtype(found, name)
     if about.get("mask") is not None:
         raise TypeError(f"{name} is a masked array; pass its data alone")
     if read_only and writable:
@@ -153,6 +154,16 @@ def _dtype(dtype: np.dtype[Any], name: str) -> DType:
         return of_numpy(dtype)
     except TypeError as exc:
         raise TypeError(f"{name}: {exc}") from None
+
+
+def _named(obj: Any, found: np.dtype[Any]) -> DType | None:
+    """Return the type of bfloat16 and float8 elements, of which an interface tells no more than the width."""
+    name = getattr(getattr(obj, "dtype", None), "name", None)
+    if found.kind == "V" and isinstance(name, str):
+        with suppress(TypeError):
+            known = by_name(name)
+            return known if known.itemsize == found.itemsize else None
+    return None
 
 
 def _device_of(obj: Any) -> int:

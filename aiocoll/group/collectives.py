@@ -9,6 +9,7 @@ from typing import Any
 
 from aiocoll.elements.alike import empty_like, same_place, spare
 from aiocoll.elements.buffers import Buffer, NotDense, clash, overlaps, view
+from aiocoll.elements.device import DeviceArray
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.engine.monitored import Monitored
 from aiocoll.group.launch import Launcher, Timeout
@@ -318,10 +319,12 @@ class Collectives(Launcher):
         self._check_one_per_rank(arrays, name, "array")
         blocks = [view(each, name=f"{name}[{rank}]", writable=writable) for rank, each in enumerate(arrays)]
         like = blocks[0] if like is None else like
+        place: Any = type(like.array)
         for rank, block in enumerate(blocks):
             if block.dtype is not like.dtype:
                 raise TypeError(f"{name}[{rank}] has dtype {block.dtype.name}, expected {like.dtype.name}")
-            same_place(block, name, like, of, rank)
+            if type(block.array) is not place or place is DeviceArray:
+                same_place(block, name, like, of, rank)
         if writable and (found := clash([block.array for block in blocks])) is not None:
             raise ValueError(f"{name}[{found[0]}] and {name}[{found[1]}] share memory: give every rank its own")
         return blocks

@@ -80,9 +80,9 @@ def test_expanded_tensors(torch: Any) -> None:
 
 
 def test_refused_tensors(torch: Any) -> None:
-    with pytest.raises(TypeError, match=r"x must be a dense tensor on the CPU, not torch.strided on meta"):
+    with pytest.raises(TypeError, match=r"x must be a dense tensor on the CPU or on CUDA, not torch.strided on meta"):
         view(torch.ones(2, device="meta"), name="x")
-    with pytest.raises(TypeError, match=r"x must be a dense tensor on the CPU, not torch.sparse_coo on cpu"):
+    with pytest.raises(TypeError, match=r"x must be a dense tensor on the CPU or on CUDA, not torch.sparse_coo on cpu"):
         view(torch.eye(2).to_sparse(), name="x")
     with pytest.raises(TypeError, match="x: dtype 'float8_e8m0fnu' is not supported"):
         view(torch.zeros(2, dtype=torch.float8_e8m0fnu), name="x")

@@ -227,6 +227,19 @@ def test_arrays_by_their_interface(version: int, said: Any, stream: int) -> None
     assert buffer.finish() is x
 
 
+@pytest.mark.parametrize("name", CARRIERS)
+def test_an_interface_that_knows_only_the_width(name: str) -> None:
+    host = np.ones(3, CARRIERS[name])
+    x = Interface(host, typestr=f"<V{host.itemsize}")
+    x.dtype = SimpleNamespace(name=name)
+    buffer = view(x)
+    assert (buffer.dtype.name, buffer.array.ptr, buffer.nbytes) == (name, address(host), host.nbytes)
+    for wrong in ("float64", "complex32", None):
+        x.dtype = SimpleNamespace(name=wrong)
+        with pytest.raises(TypeError, match=r"x: dtype .*V\d.* is not supported"):
+            view(x, name="x")
+
+
 def test_an_interface_that_says_no_device() -> None:
     assert view(Interface(np.ones(2), None)).array.device == UNKNOWN
     x = Interface(np.ones(2))
@@ -359,6 +372,8 @@ def test_places(cupy: Cupy) -> None:
     second, somewhere = view(cupy.ndarray(np.ones(2), 1)), view(Interface(np.ones(2), None))
     same_place(host, "a", host, "b")
     same_place(second, "a", second, "b", 3)
+    same_place(second, "a", somewhere, "b")  # which may be there
+    same_place(somewhere, "a", second, "b")
     for a, b, rank, message in (
         (host, first, None, "a is on the host, b is on CUDA device 0"),
         (first, host, 2, r"a\[2\] is on CUDA device 0, b is on the host"),

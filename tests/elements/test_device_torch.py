@@ -1,0 +1,121 @@
+"""Real torch tensors looked at as if they lay on a CUDA device: what can be seen without one."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from aiocoll.elements.device_views import empty_like, of_torch, spare
+from aiocoll.elements.dtypes import by_code, by_name
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed"),
+]
+NAMES = [by_code(code).name for code in range(1, 20)]
+
+
+@pytest.fixture
+def streams() -> list[int]:
+    """The streams on which copies went back."""
+    return []
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch, streams: list[int]) -> Any:
+    torch = pytest.importorskip("torch")
+
+    @contextmanager
+    def on(stream: Any) -> Any:
+        streams.append(stream.cuda_stream)
+        yield
+
+    def external(stream_ptr: int, device: Any) -> Any:
+        assert isinstance(device, torch.device)
+        return SimpleNamespace(cuda_stream=stream_ptr)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0x70))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", external)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    return torch
+
+
+def look(torch: Any, tensor: Any, writable: bool = True) -> Any:
+    return of_torch(torch, tensor, by_name(str(tensor.dtype)[6:]), "x", writable)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_are_shared(torch: Any, name: str, shape: tuple[int, ...]) -> None:
+    tensor = torch.ones(shape).to(getattr(torch, name))
+    array = look(torch, tensor)
+    assert (array.ptr, array.size, array.nbytes) == (tensor.data_ptr(), tensor.numel(), tensor.nbytes)
+    assert (array.stream, array.keep[0], array.back) == (0x70, tensor, None)
+
+
+def test_parameters_are_detached(torch: Any, streams: list[int]) -> None:
+    leaf = torch.zeros(2, 3, requires_grad=True)
+    assert look(torch, leaf).ptr == leaf.data_ptr()
+    turned = torch.zeros(3, 2, requires_grad=True)
+    array = look(torch, turned.detach().T.requires_grad_())
+    array.keep[1].fill_(3)
+    array.back.on(0x90)
+    assert (turned == 3).all()
+    assert turned.is_leaf
+    assert streams == [0x90]
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "bool", "int16", "complex64", "float8_e5m2"])
+def test_other_layouts_go_back(torch: Any, streams: list[int], name: str) -> None:
+    whole = torch.zeros(4, 6).to(getattr(torch, name))
+    part = whole[:, ::2]
+    array = look(torch, part)
+    assert array.ptr == array.keep[1].data_ptr() != part.data_ptr()
+    array.keep[1].view(torch.uint8).fill_(1)
+    assert array.back() is part
+    assert (part.contiguous().view(torch.uint8) == 1).all()
+    assert not whole[:, 1::2].contiguous().view(torch.uint8).any()
+    assert streams == [0x70]
+    assert look(torch, part, writable=False).back is None
+
+
+@pytest.mark.parametrize("turn", ["conj", "neg"])
+def test_lazy_signs_are_resolved(torch: Any, turn: str) -> None:
+    base = torch.tensor([1 + 2j, 3 - 4j])
+    tensor = base.conj() if turn == "conj" else base.conj().imag
+    array = look(torch, tensor)
+    dense = array.keep[1]
+    assert torch.equal(dense, tensor.resolve_conj().resolve_neg())
+    assert not dense.is_conj()
+    assert not dense.is_neg()
+    dense *= 2
+    array.back.on(0)
+    assert torch.equal(base, torch.tensor([2 + 4j, 6 - 8j] if turn == "conj" else [1 + 4j, 3 - 8j]))
+
+
+def test_expanded_tensors_are_only_read(torch: Any) -> None:
+    tensor = torch.ones(1, 3).expand(2, 3)
+    assert look(torch, tensor, writable=False).size == 6
+    with pytest.raises(ValueError, match=r"x is an expanded tensor whose elements share memory; pass x.clone\(\)"):
+        look(torch, tensor)
+
+
+def test_sparse_tensors_are_refused(torch: Any) -> None:
+    with pytest.raises(TypeError, match=r"x is torch.sparse_coo on a CUDA device"):
+        look(torch, torch.eye(3).to_sparse())
+
+
+def test_new_tensors_like_others(torch: Any) -> None:
+    tensor = torch.zeros(3, 2, dtype=torch.bfloat16, requires_grad=True).detach().T.requires_grad_()
+    made = empty_like(tensor, torch, None)
+    assert (made.shape, made.dtype, made.is_contiguous(), made.requires_grad) == ((2, 3), torch.bfloat16, True, False)
+    array = spare(look(torch, tensor), tensor, torch, None)
+    array.keep[1].fill_(2)
+    assert array.ptr == array.keep[1].data_ptr()
+    array.back.on(0x90)
+    assert (tensor == 2).all()
