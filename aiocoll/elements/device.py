@@ -61,7 +61,7 @@ class DeviceArray:
     def __init__(
         self, ptr: int, size: int, dtype: DType, device: int, stream: int, keep: Any, back: PutBack | None = None
     ) -> None:
-        self.ptr = ptr
+        self.ptr = ptr if size else 0  # CuPy's empty parts point anywhere
         self.size = size
         self.nbytes = size * dtype.itemsize
         self.dtype = dtype
@@ -79,7 +79,7 @@ class DeviceArray:
         if step != 1:
             raise ValueError("parts of a device array are consecutive elements")
         size = max(stop - start, 0)
-        ptr = self.ptr + start * self.dtype.itemsize if size else 0
+        ptr = self.ptr + start * self.dtype.itemsize
         return DeviceArray(ptr, size, self.dtype, self.device, self.stream, self.keep, self.back)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:

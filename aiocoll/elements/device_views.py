@@ -81,7 +81,7 @@ def of_interface(obj: Any, name: str, writable: bool) -> DeviceArray:
         raise TypeError(f"{name} is not contiguous, and its library is not known: pass a contiguous copy")
     size = int(np.prod(shape, dtype=np.int64))
     # Without a stream there is nothing to wait for; the default stream is one that there always is.
-    return DeviceArray(ptr if size else 0, size, dtype, _device_of(obj), stream or 0, obj)
+    return DeviceArray(ptr, size, dtype, _device_of(obj), stream or 0, obj)
 
 
 def of_dlpack(take: Callable[[Any], Any], obj: Any, name: str) -> Any:

@@ -309,7 +309,10 @@ class Capsule:
 
 
 @pytest.mark.parametrize("library", ["cupy", "torch"])
-def test_dlpack_is_taken_by_a_library_that_is_loaded(library: str, request: pytest.FixtureRequest) -> None:
+def test_dlpack_is_taken_by_a_library_that_is_loaded(
+    library: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
     request.getfixturevalue(library)
     x = Capsule(np.ones((2, 2), "float32"))
     buffer = view(x)
