@@ -342,7 +342,7 @@ def _of_dlpack(obj: Any, name: str, writable: bool) -> Buffer:
     library: Any = sys.modules.get("cupy") or sys.modules.get("torch")
     if library is None:
         raise TypeError(f"{name} shows its memory by DLPack alone: pass cupy.from_dlpack({name}) or torch's")
-    buffer = view(of_dlpack(library.from_dlpack, obj, name), name=name, writable=writable)
+    buffer = view(of_dlpack(library.from_dlpack, obj, name, writable), name=name, writable=writable)
     buffer.result = obj
     return buffer
 

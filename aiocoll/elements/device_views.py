@@ -75,7 +75,7 @@ def of_interface(obj: Any, name: str, writable: bool) -> DeviceArray:
     dtype = _named(obj, found) or _dtype(found, name)
     if about.get("mask") is not None:
         raise TypeError(f"{name} is a masked array; pass its data alone")
-    if read_only and writable:
+    if writable and (read_only or _is_immutable(obj)):
         raise ValueError(f"{name} is read-only, but the result is written to it; pass a writable copy")
     if strides is not None and not _is_contiguous(strides, shape, dtype.itemsize):
         raise TypeError(f"{name} is not contiguous, and its library is not known: pass a contiguous copy")
@@ -84,12 +84,15 @@ def of_interface(obj: Any, name: str, writable: bool) -> DeviceArray:
     return DeviceArray(ptr, size, dtype, _device_of(obj), stream or 0, obj)
 
 
-def of_dlpack(take: Callable[[Any], Any], obj: Any, name: str) -> Any:
+def of_dlpack(take: Callable[[Any], Any], obj: Any, name: str, writable: bool) -> Any:
     """Return an array of CuPy's or torch's, which knows its stream, on the memory that `obj` shows by DLPack.
 
     Raises:
         TypeError: they cannot take it.
+        ValueError: it is read-only, but the operation writes to it.
     """
+    if writable and _is_immutable(obj):
+        raise ValueError(f"{name} is read-only, but the result is written to it; pass a writable copy")
     try:
         return take(obj)
     except (BufferError, RuntimeError, TypeError, NotImplementedError) as exc:
@@ -164,6 +167,11 @@ def _named(obj: Any, found: np.dtype[Any]) -> DType | None:
             known = by_name(name)
             return known if known.itemsize == found.itemsize else None
     return None
+
+
+def _is_immutable(obj: Any) -> bool:
+    """Whether it is an array of JAX, which never change, whatever a protocol may say of their memory."""
+    return type(obj).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 def _device_of(obj: Any) -> int:

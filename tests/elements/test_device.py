@@ -331,6 +331,14 @@ def test_dlpack_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
         view(SimpleNamespace(__dlpack__=None, __dlpack_device__=lambda: (10, 0)), name="x")
 
 
+@pytest.mark.parametrize("make", [Interface, Capsule])
+def test_arrays_of_jax_are_only_read(make: Any, cupy: Cupy) -> None:
+    kind = type("ArrayImpl", (make,), {"__module__": "jaxlib._jax"})
+    assert view(kind(np.ones(2)), writable=False).count == 2
+    with pytest.raises(ValueError, match="x is read-only, but the result is written to it; pass a writable copy"):
+        view(kind(np.ones(2)), name="x")
+
+
 # -- parts and places
 
 
