@@ -1,10 +1,12 @@
 """Modules that look like CuPy and torch on CUDA, over host memory; they refuse what the real ones refuse.
 
-Put one into `sys.modules`. What they enqueue is done at once, or by `enqueue(stream, device, work)`.
+Put one into `sys.modules`. What they enqueue is done at once, or by `enqueue(stream, device, work)`; new memory is the
+host's, or comes from `allocate(nbytes, device)`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -13,21 +15,33 @@ from typing import Any
 import numpy as np
 
 Enqueue = Callable[[int, int, Callable[[], None]], None]
+Allocate = Callable[[int, int], np.ndarray]
 
 
 def at_once(stream: int, device: int, work: Callable[[], None]) -> None:
     work()
 
 
+def on_host(nbytes: int, device: int) -> np.ndarray:
+    return np.empty(nbytes, np.uint8)
+
+
 class Module:
     """What both keep: the current device, the current stream of each device, and what was enqueued where."""
 
-    def __init__(self, enqueue: Enqueue = at_once) -> None:
-        self._enqueue = enqueue
+    def __init__(self, enqueue: Enqueue = at_once, allocate: Allocate = on_host) -> None:
+        self._enqueue, self._allocate = enqueue, allocate
         self._current = 0
         self._streams: dict[int, int] = {}
         #: (what, device, stream) of everything enqueued.
         self.enqueued: list[tuple[str, int, int]] = []
+
+    def new(self, shape: tuple[int, ...], dtype: Any, device: int) -> np.ndarray:
+        """Return new memory of a device, which holds 77 and the like."""
+        kind = np.dtype(dtype)
+        made = self._allocate(math.prod(shape) * kind.itemsize, device)
+        made[:] = 77
+        return made.view(kind).reshape(shape)
 
     def put(self, what: str, device: int, work: Callable[[], None]) -> None:
         self.enqueued.append((what, device, self._streams.get(device, 0)))
@@ -57,8 +71,8 @@ def _unreadable(*args: object, **kwargs: object) -> Any:
 class Cupy(Module):
     """CuPy 14."""
 
-    def __init__(self, enqueue: Enqueue = at_once) -> None:
-        super().__init__(enqueue)
+    def __init__(self, enqueue: Enqueue = at_once, allocate: Allocate = on_host) -> None:
+        super().__init__(enqueue, allocate)
         outer = self
 
         class Device:
@@ -125,12 +139,12 @@ class Cupy(Module):
 
     def ascontiguousarray(self, array: Any) -> Any:
         assert array.device.id == self._current, "Array device must be the current device"
-        dense = self.ndarray(np.empty(array.shape, array.dtype), array.device.id)
+        dense = self.ndarray(self.new(array.shape, array.dtype, self._current), self._current)
         self.put("dense", self._current, lambda: np.copyto(dense._host, array._host))
         return dense
 
     def empty(self, shape: Any, dtype: Any) -> Any:
-        return self.ndarray(np.full(shape, 77).astype(dtype), self._current)
+        return self.ndarray(self.new(shape, dtype, self._current), self._current)
 
     def from_dlpack(self, other: Any) -> Any:
         return self.ndarray(np.from_dlpack(other), self._current)
@@ -141,8 +155,8 @@ class Torch(Module):
 
     strided, sparse_coo = "torch.strided", "torch.sparse_coo"
 
-    def __init__(self, enqueue: Enqueue = at_once) -> None:
-        super().__init__(enqueue)
+    def __init__(self, enqueue: Enqueue = at_once, allocate: Allocate = on_host) -> None:
+        super().__init__(enqueue, allocate)
         outer = self
 
         class Tensor:
@@ -180,7 +194,7 @@ class Torch(Module):
             def resolve_conj(self) -> Tensor:
                 if not self._conj:
                     return self
-                made = self._like(np.empty_like(self._host))
+                made = self._like(outer.new(self.shape, self._host.dtype, self.get_device()))
                 outer.put("conj", self.get_device(), lambda: np.copyto(made._host, self._host.conj()))
                 return made
 
@@ -190,7 +204,7 @@ class Torch(Module):
             def contiguous(self) -> Tensor:
                 if self._host.flags.c_contiguous:
                     return self
-                made = self._like(np.empty(self.shape, self._host.dtype))
+                made = self._like(outer.new(self.shape, self._host.dtype, self.get_device()))
                 outer.put("dense", self.get_device(), lambda: np.copyto(made._host, self._host))
                 return made
 
@@ -228,7 +242,7 @@ class Torch(Module):
     def empty(self, shape: Any, *, dtype: str, device: Any) -> Any:
         name = dtype.removeprefix("torch.")
         kind = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}.get(name, name)
-        return self.Tensor(np.full(shape, 77).astype(kind), name, device.index)
+        return self.Tensor(self.new(shape, kind, device.index), name, device.index)
 
     def from_dlpack(self, other: Any) -> Any:
         host = np.from_dlpack(other)
