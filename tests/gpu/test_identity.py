@@ -1,0 +1,135 @@
+"""Arrays of CuPy and torch in groups: NCCL gets the caller's own addresses, and a copy only where it has to."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup
+from aiocoll.elements.dtypes import by_name
+from aiocoll.testing.fake_nccl import FakeCommunicator
+
+from ..lookalikes import Cupy, Torch
+from ..ranks import run_ranks
+from .groups import Gpus, gpus
+
+CASES = [
+    ("cupy", "float32"), ("cupy", "float16"), ("cupy", "bfloat16"), ("cupy", "complex64"), ("cupy", "bool"),
+    ("torch", "float32"), ("torch", "bfloat16"), ("torch", "float8_e4m3fn"), ("torch", "int16"), ("torch", "complex64"),
+]  # fmt: skip
+#: What NCCL has no type for, or reduces on some devices only.
+STAGED = ("float8_e4m3fn", "int16")
+
+
+class Libraries:
+    """Modules that look like CuPy and torch, on the fake devices; what they make looks at `host`."""
+
+    def __init__(self, gpu: Gpus) -> None:
+        self.gpu = gpu
+        self.enqueue = lambda stream, device, work: gpu.cuda.kernel(stream, work, device)
+        self.cupy, self.torch = Cupy(self.enqueue, gpu.cuda.allocate), Torch(self.enqueue, gpu.cuda.allocate)
+        #: (source, target) of all that NCCL was asked to reduce, by device.
+        self.reduced: dict[int, list[tuple[int, int]]] = {}
+
+    def host(self, shape: tuple[int, ...], name: str, device: int) -> np.ndarray:
+        """Return memory of a device, as NumPy sees its elements."""
+        dtype = np.dtype(getattr(pytest.importorskip("ml_dtypes"), name, name))
+        return self.gpu.cuda.allocate(int(np.prod(shape)) * dtype.itemsize, device).view(dtype).reshape(shape)
+
+    def array(self, library: str, host: np.ndarray, name: str, device: int, **more: Any) -> Any:
+        if library == "cupy":
+            return self.cupy.ndarray(host, device)
+        return self.torch.Tensor(host.view(by_name(name).storage), name, device, **more)
+
+
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[Libraries]:
+    with gpus(2) as gpu:
+        made = Libraries(gpu)
+        monkeypatch.setitem(sys.modules, "cupy", made.cupy)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "torch", made.torch)  # type: ignore[arg-type]
+        reduce = FakeCommunicator.all_reduce
+
+        def spied(self: FakeCommunicator, source: int, target: int, *args: Any) -> None:
+            made.reduced.setdefault(gpu.cuda.current(), []).append((source, target))
+            reduce(self, source, target, *args)
+
+        monkeypatch.setattr(FakeCommunicator, "all_reduce", spied)
+        yield made
+
+
+@pytest.mark.parametrize(("library", "name"), CASES)
+async def test_the_callers_own_memory_is_reduced(libraries: Libraries, library: str, name: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        device = pg.rank()
+        host = libraries.host((2, 3), name, device)
+        host[...] = 1
+        x = libraries.array(library, host, name, device)
+        assert await pg.allreduce(x) is x
+        assert (host.astype("complex64") == (1 if name == "bool" else 2)).all()
+        address = host.__array_interface__["data"][0]
+        assert libraries.reduced.get(device, []) == ([] if name in STAGED else [(address, address)])
+
+    await run_ranks(2, rank)
+    assert libraries.cupy.enqueued == libraries.torch.enqueued == []
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(("library", "name"), CASES)
+async def test_what_is_not_contiguous_is_copied_where_it_lies(
+    libraries: Libraries, library: str, name: str, requires_grad: bool
+) -> None:
+    module: Any = getattr(libraries, library)
+
+    async def rank(pg: ProcessGroup) -> None:
+        device = pg.rank()
+        whole = libraries.host((4, 6), name, device)
+        whole[...] = 1
+        part = whole[:, ::2]
+        more = {"requires_grad": requires_grad} if library == "torch" else {}
+        x = libraries.array(library, part, name, device, **more)
+        stream = libraries.gpu.stream(device)
+        with module.on_stream(stream, device):
+            work = pg.allreduce(x)
+        assert await work is x
+        assert (part.astype("complex64") == (1 if name == "bool" else 2)).all()
+        assert (whole[:, 1::2].astype("complex64") == 1).all()
+        mine = [each for each in module.enqueued if each[1] == device]
+        assert mine[0] == ("dense", device, stream)
+        # It goes back in the order of what reduced it, before the work is done.
+        assert [what for what, *_ in mine] == ["dense", "copy"]
+        assert mine[1][2] not in (0, stream)
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+async def test_gathered_arrays_are_made_by_the_library_of_the_first(libraries: Libraries, library: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        device = pg.rank()
+        host = libraries.host((2,), "float32", device)
+        host[...] = device + 1
+        made = await pg.allgather(None, libraries.array(library, host, "float32", device))
+        assert [type(each) for each in made] == [type(libraries.array(library, host, "float32", device))] * 2
+        assert [each._host.tolist() for each in made] == [[1, 1], [2, 2]]
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+async def test_outputs_inside_of_inputs(libraries: Libraries, library: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        device = pg.rank()
+        host = libraries.host((4,), "float32", device)
+        host[...] = [1, 2, 3, 4]
+        whole = libraries.array(library, host, "float32", device)
+        # Of rank 0 the part of the other rank, which is overwritten last.
+        part = libraries.array(library, host[2:], "float32", device)
+        assert await pg.reduce_scatter_tensor(part, whole) is part
+        assert host.tolist() == ([1, 2, 2, 4] if device == 0 else [1, 2, 6, 8])
+
+    await run_ranks(2, rank)
