@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import weakref
 from typing import Any
 
@@ -23,6 +24,7 @@ from aiocoll.group import cards
 
 from ..ranks import run_ranks
 from .groups import WAYS, Gpus, gpus, host
+from .stub_cupy import forget
 
 both = pytest.mark.parametrize("way", WAYS)
 
@@ -37,7 +39,10 @@ async def allreduced(pg: ProcessGroup, gpu: Gpus, **more: Any) -> None:
 # -- without a GPU
 
 
-async def test_without_gpu_support_the_call_says_what_to_install() -> None:
+async def test_without_gpu_support_the_call_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)  # type: ignore[arg-type]
+    forget()
+
     class Foreign:
         __cuda_array_interface__ = {  # noqa: RUF012
             "shape": (2,), "typestr": "<f4", "data": (4096, False), "strides": None, "version": 3,
