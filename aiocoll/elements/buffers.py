@@ -158,11 +158,10 @@ def scalar(value: Any) -> Buffer:
 
 def overlaps(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
     """Whether two flat arrays share any memory."""
-    if isinstance(a, DeviceArray):
-        return a.overlaps(b)
-    if isinstance(b, DeviceArray):
-        return False
-    return np.may_share_memory(a, b)  # compares bounds, which is exact for contiguous arrays
+    try:
+        return np.may_share_memory(a, b)  # compares bounds, which is exact for contiguous arrays
+    except TypeError:  # one of them is on a device; found out only here, where no other call pays for it
+        return isinstance(a, DeviceArray) and a.overlaps(b)
 
 
 def clash(written: Sequence[npt.NDArray[Any]], read: Sequence[npt.NDArray[Any]] = ()) -> tuple[int, int] | None:

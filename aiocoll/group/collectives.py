@@ -28,6 +28,15 @@ class Collectives(Launcher):
     dtype must be the same on every rank. A wrong argument raises `TypeError` or `ValueError` at the call, and nothing
     is sent; the await raises `CollectiveMismatchError`, `CollectiveTimeoutError` or `PeerLostError`, and the group is
     revoked.
+
+    Arrays on a CUDA device go by NCCL if all ranks have the same version of it and a device each. If not, they are
+    staged: copied to the host, where the collective is carried out, and back. So is what NCCL lacks: scans, bit and
+    custom ops, and reductions of 16-bit integers and float8, AVG of integers, PRODUCT of complex, and PREMUL_SUM but of
+    `allreduce`. What NCCL reduces, it rounds in its own way: floats of 16 bits at each step; and of a NaN, MIN and MAX
+    may lose sight. All ranks agree on each call before it begins, in two steps over the host: where they differ,
+    `CollectiveMismatchError` leaves arrays and group as they are. A group is of one device; ranks that share several
+    groups call them in the same order, and await each group's first call before the next group's.
+
     Below, p is the world size and n the bytes of one rank's tensor.
     """
 
@@ -345,7 +354,9 @@ class Collectives(Launcher):
         buffer = view(array, name=name, writable=writable)
         if buffer.dtype is not like.dtype:
             raise TypeError(f"{name} has dtype {buffer.dtype.name}, expected {like.dtype.name}")
-        same_place(buffer, name, like, of)
+        place: Any = type(like.array)
+        if type(buffer.array) is not place or place is DeviceArray:
+            same_place(buffer, name, like, of)
         if buffer.count != count:
             raise ValueError(f"{name} has {buffer.count} elements, expected {count}: world size times the part")
         return buffer

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PointToPoint", "Recv", "Send", "all_of"]
 
+_ndarray = np.ndarray
 #: Bytes of the longest message: its frames carry its length in 32 bits.
 LONGEST = 2**32 - 1
 
@@ -50,13 +51,18 @@ class Recv:
 class PointToPoint(Launcher):
     """Calls of a sender and a receiver. Messages of one sender with one tag are received in the order sent.
 
-    A tag is a number from 0 to 2**30 - 1. Length and dtype of a message must be those of the receive.
+    A tag is a number from 0 to 2**30 - 1. Length and dtype of a message must be those of the receive. Arrays on a CUDA
+    device are copied to the host and sent from there; the other end of a message may be an array of the host.
     """
 
     def send(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[Any]:
         """Send `tensor` to rank `dst`; done when the memory may be reused, not when it has been received."""
         dst = self._check_rank(dst, "dst", other=True)
-        return self._send_array(dst, tag, view(tensor, writable=False), timeout)
+        buffer = view(tensor, writable=False)
+        array = buffer.array
+        if type(array) is not _ndarray:
+            return self._send_staged(dst, tag, buffer, timeout)
+        return self._send("SEND", dst, tag, byte_view(array), buffer.dtype.code, buffer.result, timeout)
 
     def recv(self, tensor: Any, src: int, tag: int = 0, *, timeout: Timeout = None) -> Work[Any]:
         """Receive a message of rank `src` into `tensor`."""
@@ -83,7 +89,7 @@ class PointToPoint(Launcher):
         self._limit(0, timeout)
         self._check()
         return [
-            self._send_array(each.dst, each.tag, buffer, timeout)
+            self._send_viewed(each.dst, each.tag, buffer, timeout)
             if isinstance(each, Send)
             else self._recv(buffer, each.src, each.tag, timeout)
             for each, buffer in ready
@@ -133,14 +139,16 @@ class PointToPoint(Launcher):
             self._check_rank(each.src, f"{name}.src", other=True)
         return buffer
 
-    def _send_array(self, dst: int, tag: int, buffer: Buffer, timeout: Timeout) -> Work[Any]:
-        array, code = buffer.array, buffer.dtype.code
-        if type(array) is not np.ndarray:
-            _check_length(buffer.nbytes, "tensor")
-            limit = self._limit(tag, timeout)
-            make = self._messages(array).sending(dst, tag, code, buffer.result, limit)
-            return self._begin("SEND", make, limit, result=buffer.result, nbytes=buffer.nbytes)
-        return self._send("SEND", dst, tag, byte_view(array), code, buffer.result, timeout)
+    def _send_viewed(self, dst: int, tag: int, buffer: Buffer, timeout: Timeout) -> Work[Any]:
+        if type(buffer.array) is not _ndarray:
+            return self._send_staged(dst, tag, buffer, timeout)
+        return self._send("SEND", dst, tag, byte_view(buffer.array), buffer.dtype.code, buffer.result, timeout)
+
+    def _send_staged(self, dst: int, tag: int, buffer: Buffer, timeout: Timeout) -> Work[Any]:
+        _check_length(buffer.nbytes, "tensor")
+        limit = self._limit(tag, timeout)
+        make = self._messages(buffer.array).sending(dst, tag, buffer.dtype.code, buffer.result, limit)
+        return self._begin("SEND", make, limit, result=buffer.result, nbytes=buffer.nbytes)
 
     def _send(
         self, op: str, dst: int, tag: int, data: memoryview, code: int, result: Any, timeout: Timeout
@@ -158,7 +166,7 @@ class PointToPoint(Launcher):
         limit = self._limit(tag, timeout)
         array, code, shape, result = buffer.array, buffer.dtype.code, buffer.shape, buffer.result
         op = "RECV" if src is not None else "RECV_ANYSOURCE"
-        if type(array) is not np.ndarray:
+        if type(array) is not _ndarray:
             receiving = self._messages(array).receiving(src, tag, code, shape, result, limit)
             return self._begin(op, receiving, limit, None, None, shape, result, buffer.writeback, buffer.nbytes)
         data = byte_view(array)

@@ -23,6 +23,7 @@ from aiocoll import (
 from aiocoll.group import cards
 
 from ..ranks import run_ranks
+from ..reductions import numpy_dtype
 from .groups import WAYS, Gpus, gpus, host
 from .stub_cupy import forget
 
@@ -492,3 +493,50 @@ async def test_a_factor_is_applied_in_place() -> None:
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
         assert gpu.cuda.calls["scale"] == 2
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int64", "float16", "bfloat16", "float64", "complex64"])
+async def test_what_nccl_can_do_is_not_copied_to_the_host(dtype: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank, size = pg.rank(), pg.size()
+
+        def new(count: int = 3) -> Any:
+            return gpu.tensor(np.ones(count, numpy_dtype(dtype)), rank)
+
+        uneven = [new(1 + each) for each in range(size)]
+        works = [
+            pg.allreduce(new()),
+            pg.reduce(new(), 1, ReduceOp.SUM),
+            pg.broadcast(new(), 1),
+            pg.allgather([new() for _ in range(size)], new()),
+            pg.allgather(uneven, new(1 + rank)),
+            pg.gather([new() for _ in range(size)] if rank == 1 else None, new(), 1),
+            pg.scatter(new(), [new() for _ in range(size)] if rank == 1 else None, 1),
+            pg.reduce_scatter(new(1 + rank), [new(1 + each) for each in range(size)]),
+            pg.reduce_scatter_tensor(new(), new(3 * size)),
+            pg.alltoall([new() for _ in range(size)], [new() for _ in range(size)]),
+        ]
+        if "int" not in dtype and dtype != "bool":
+            works += [pg.allreduce(new(), ReduceOp.AVG), pg.allreduce(new(), ReduceOp.PREMUL_SUM(2.0))]
+        for work in works:
+            await work
+
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu)
+        assert gpu.cuda.calls["copy_to_host"] == gpu.cuda.calls["copy_to_device"] == 0
+
+
+async def test_without_elements_nothing_is_launched() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        await pg.barrier()
+        before = gpu.cuda.calls["event_synchronize"]
+        await pg.barrier()
+        for _ in range(3):
+            await pg.allreduce(gpu.tensor(np.ones(0), pg.rank()))
+            await pg.allreduce(gpu.tensor(np.ones(0, int), pg.rank()), ReduceOp.BXOR)
+        await pg.barrier()
+        assert gpu.cuda.calls["event_synchronize"] == before
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)

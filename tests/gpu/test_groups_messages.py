@@ -108,6 +108,26 @@ async def test_receives_from_any_rank_and_batches() -> None:
         await run_ranks(3, body, gpu)
 
 
+async def test_messages_that_no_receive_has_asked_for() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        if pg.rank() == 0:
+            gate = gpu.gate(0)
+            works = [pg.send(gpu.tensor(np.full(count, 1.0), 0), 1) for count in (2, 200_000)]
+            await pg.barrier()
+            gate.open()
+            for work in works:
+                await work
+        else:
+            incoming = pg.incoming()
+            first = asyncio.ensure_future(anext(incoming))
+            await pg.barrier()
+            assert (await first)[1].tolist() == [1, 1]
+            assert (await anext(incoming))[1].sum() == 200_000
+
+    with gpus(2, "staged") as gpu:
+        await run_ranks(2, body, gpu)
+
+
 async def test_a_receive_that_nobody_waits_for_is_withdrawn() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = gpu.tensor(np.zeros(1), pg.rank())

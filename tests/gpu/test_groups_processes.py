@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from aiocoll import GroupOptions, ProcessGroup, ReduceOp, testing
+from aiocoll import GroupOptions, PeerLostError, ProcessGroup, ReduceOp, testing
 
 from .groups import gpus, host
 
@@ -36,6 +40,30 @@ async def every_call(pg: ProcessGroup) -> str:
         why = pg._side.decision.why
         await pg.shutdown()
     return why
+
+
+async def one_dies(pg: ProcessGroup, heard: Path) -> None:
+    with gpus(1) as gpu:
+        await pg.allreduce(gpu.tensor(np.ones(3), 0))
+        if pg.rank() == 1:
+            for other in (0, 2):
+                await pg.recv_object(other)
+            os.kill(os.getpid(), signal.SIGKILL)
+        await pg.send_object("ready", 1)
+        work = pg.allreduce(gpu.tensor(np.ones(3), 0))
+        error = await pg.wait_revoked()
+        assert isinstance(error, PeerLostError)
+        assert error.ranks == (1,)
+        with pytest.raises(PeerLostError):
+            await work
+        (heard / str(pg.rank())).touch()
+        await pg.shutdown()
+
+
+async def test_a_process_that_dies(tmp_path: Path) -> None:
+    with pytest.raises(ChildProcessError, match="rank 1"):
+        await testing.run_processes(3, one_dies, tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["0", "2"]
 
 
 @pytest.mark.parametrize("transport", ["shm", "unix"])
