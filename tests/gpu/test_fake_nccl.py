@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -212,7 +213,9 @@ def test_what_does_not_belong_together_hangs_until_abort(cuda: FakeCuda, nccl: F
         start(me, what, array)
         event = cuda.event_create()
         cuda.event_record(event, me.stream)
-        # The kernels of both are there, or will never be: after this nothing changes any more.
+        # What differs has met by then, and it is said why nothing ends.
+        while what not in ("missing", "sends", "broken") and not nccl.complaints:
+            time.sleep(0)
         started.wait(10)
         if hangs:
             assert not cuda.event_done(event)
@@ -236,7 +239,7 @@ def test_it_says_why_it_hangs(cuda: FakeCuda, nccl: FakeNccl) -> None:
         array = FakeArray(cuda, np.ones(4, np.float32), me.rank)
         start(me, "op", array)
         while not nccl.complaints:
-            pass
+            time.sleep(0)
         me.communicator.abort()
 
     on_ranks(cuda, nccl, 2, rank)
@@ -297,7 +300,7 @@ def test_wrong_ranks_are_refused(cuda: FakeCuda, nccl: FakeNccl) -> None:
     hanging = threading.Thread(target=nccl.init, args=(2, unique_id := nccl.unique_id(), 0))
     hanging.start()
     while unique_id not in FakeNccl._worlds or not FakeNccl._worlds[unique_id].members:
-        pass
+        time.sleep(0)
     with pytest.raises(DeviceError, match="rank 0 of 2"):
         nccl.init(2, unique_id, 0)
     cuda.use(1)
