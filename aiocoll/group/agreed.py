@@ -172,10 +172,6 @@ class Agreed(Compared):
             return await self.work
         return self._result if (unwrap := self.work._unwrap) is None else unwrap()
 
-    def awaited(self) -> list[int]:
-        """Return the ranks from which something has not arrived."""
-        return super().awaited() if not self._settled or self._inner is not None else []
-
     def expire(self) -> None:
         """The timeout has passed; once it is on the device, all ranks have called it."""
         if self._flying:
@@ -190,8 +186,7 @@ class Agreed(Compared):
 
     def fail(self, error: BaseException) -> None:
         """End with `error`."""
-        if not self.done:
-            self._leave()
+        self._leave()
         super().fail(error)
 
     def _launch(self, way: int) -> None:

@@ -116,9 +116,8 @@ class _StagedSend(Outgoing):
 
     def fail(self, error: BaseException) -> None:
         """End with `error`."""
-        if not self.done:
-            super().fail(error)
-            self._leave()
+        super().fail(error)
+        self._leave()
 
     def _copied(self, error: DeviceError | None) -> None:
         self._flying = False
@@ -175,9 +174,8 @@ class _StagedRecv(Posted):
 
     def fail(self, error: BaseException) -> None:
         """End with `error`."""
-        if not self.done:
-            super().fail(error)
-            self._leave()
+        super().fail(error)
+        self._leave()
 
     def _copied(self, error: DeviceError | None) -> None:
         self._flying = False

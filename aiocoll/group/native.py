@@ -98,7 +98,7 @@ def way_of(plan: Plan, arrays: Sequence[DeviceArray | None], rank: int) -> int:
 
 
 def carry_out(plan: Plan, arrays: Sequence[DeviceArray | None], way: int, tools: Tools) -> None:
-    """Put a call on the stream; blocks, perhaps, until other ranks do.
+    """Put a call on the stream, which has elements at some rank; blocks, perhaps, until other ranks do.
 
     Raises:
         DeviceError: it cannot be done.
@@ -110,11 +110,9 @@ def carry_out(plan: Plan, arrays: Sequence[DeviceArray | None], way: int, tools:
             _all_reduce(plan, given[0], tools)
         case "REDUCE":
             count, dtype, number = _counted(plan, given[0])
-            if count:
-                end.reduce(given[0].ptr, given[0].ptr, count, dtype, number, terms.root or 0, stream)
+            end.reduce(given[0].ptr, given[0].ptr, count, dtype, number, terms.root or 0, stream)
         case "BROADCAST":
-            if given[0].size:
-                end.broadcast(given[0].ptr, given[0].ptr, given[0].nbytes, _BYTES, terms.root or 0, stream)
+            end.broadcast(given[0].ptr, given[0].ptr, given[0].nbytes, _BYTES, terms.root or 0, stream)
         case "ALLGATHER":
             _all_gather(given[:-1], given[-1], way, tools)
         case "REDUCE_SCATTER":
@@ -153,8 +151,6 @@ def _counted(plan: Plan, array: DeviceArray) -> tuple[int, int, int]:
 
 def _all_reduce(plan: Plan, array: DeviceArray, tools: Tools) -> None:
     count, dtype, number = _counted(plan, array)
-    if not count:
-        return
     if plan.op is not None and plan.op.factor is not None:
         tools.cuda.scale(array.ptr, array.ptr, array.size, array.dtype.name, plan.op.factor, tools.stream)
     tools.end.all_reduce(array.ptr, array.ptr, count, dtype, number, tools.stream)
@@ -162,8 +158,7 @@ def _all_reduce(plan: Plan, array: DeviceArray, tools: Tools) -> None:
 
 def _all_gather(blocks: Sequence[DeviceArray], source: DeviceArray, way: int, tools: Tools) -> None:
     if way == PACKED:
-        if source.size:
-            tools.end.all_gather(source.ptr, blocks[0].ptr, source.nbytes, _BYTES, tools.stream)
+        tools.end.all_gather(source.ptr, blocks[0].ptr, source.nbytes, _BYTES, tools.stream)
         return
     with _together(tools.nccl):
         for rank, block in enumerate(blocks):
@@ -175,8 +170,7 @@ def _all_gather(blocks: Sequence[DeviceArray], source: DeviceArray, way: int, to
 def _reduce_scatter(plan: Plan, blocks: Sequence[DeviceArray], target: DeviceArray, way: int, tools: Tools) -> None:
     count, dtype, number = _counted(plan, target)
     if way == PACKED:
-        if count:
-            tools.end.reduce_scatter(blocks[0].ptr, target.ptr, count, dtype, number, tools.stream)
+        tools.end.reduce_scatter(blocks[0].ptr, target.ptr, count, dtype, number, tools.stream)
         return
     with _together(tools.nccl):
         for rank, block in enumerate(blocks):

@@ -20,7 +20,7 @@ from aiocoll import (
     new_group,
     testing,
 )
-from aiocoll.group import cards
+from aiocoll.group import cards, device_side
 
 from ..ranks import run_ranks
 from ..reductions import numpy_dtype
@@ -540,3 +540,47 @@ async def test_without_elements_nothing_is_launched() -> None:
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
+
+
+@both
+async def test_a_source_that_lies_across_its_own_output(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        memory = gpu.tensor(np.arange(3.0) + 10 * rank, rank)
+        source, own = (gpu.torch.Tensor(memory.values[start : start + 2], "float64", rank) for start in (1, 0))
+        other = gpu.tensor(np.zeros(2), rank)
+        await pg.allgather([own, other] if rank == 0 else [other, own], source)
+        assert memory.values[:2].tolist() == [10 * rank + 1, 10 * rank + 2]
+        assert host(other).tolist() == [10 * (1 - rank) + 1, 10 * (1 - rank) + 2]
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_of_many_kinds_of_calls_few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_side, "KEPT", 1)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        for count in (1, 2, 1, 2):
+            await pg.allreduce(gpu.tensor(np.ones(count), 0))
+
+    with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)
+
+
+async def test_streams_by_the_protocol_of_cuda() -> None:
+    class Stream:
+        def __init__(self, address: int) -> None:
+            self.address = address
+
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, self.address
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        stream = Stream(gpu.stream(0))
+        work = pg.allreduce(gpu.tensor(np.ones(3), 0))
+        await work.on_stream(stream)
+        await work
+
+    with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)

@@ -19,9 +19,11 @@ from aiocoll import (
     ProcessGroup,
     ReduceOp,
 )
+from aiocoll.engine import compared
+from aiocoll.gpu.api import DeviceError
 from aiocoll.group import communicator, device_side
 
-from ..ranks import hub, run_ranks
+from ..ranks import hub, run_ranks, until
 from .groups import WAYS, Gpus, gpus
 from .test_groups import allreduced
 
@@ -287,3 +289,87 @@ async def test_bit_ops_are_staged_where_nccl_is_used() -> None:
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
         assert gpu.cuda.calls["copy_to_host"] == 2
+
+
+async def test_who_comes_late_finds_that_the_others_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "PARTING", 60)
+    ends: list[Any] = []
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        mine = pg._side.communicator  # type: ignore[union-attr]
+        ends.append(mine._end)  # type: ignore[union-attr]
+        await pg.barrier()
+        if pg.rank() == 0:
+            mine.abort()  # type: ignore[union-attr]
+        else:
+            await until(lambda: 0 in pg._member.left)
+        await pg.shutdown()
+        assert pg._member.cause is None
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+    assert [end.aborted for end in ends] == [True] * 2
+
+
+@both
+async def test_on_stream_of_a_call_that_never_begins(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        if pg.rank() == 1:
+            await pg.recv_object(0)
+            pg.abort("enough")
+            return
+        ordered = asyncio.ensure_future(pg.allreduce(ones(pg, gpu)).on_stream())
+        await pg.send_object("called", 1)
+        with pytest.raises(GroupError, match="enough"):
+            await ordered
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_on_stream_tells_what_has_failed() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        gpu.nccl.fail_next("all_reduce", "no memory")
+        with pytest.raises(GroupError, match=r"ALLREDUCE .* failed on rank 0, device 0: all_reduce: no memory"):
+            await pg.allreduce(ones(pg, gpu)).on_stream()
+
+    with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)
+
+
+async def test_a_question_that_fails() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        end: Any = pg._side.communicator._end  # type: ignore[union-attr]
+
+        def fail() -> None:
+            raise DeviceError("async_error", "no answer")
+
+        end.async_error = fail
+        gate = gpu.gate(0)
+        await fails(pg, called(pg, gpu), "failed on rank 0, device 0: async_error: no answer")
+        gate.open()
+
+    with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)
+
+
+async def test_a_stream_that_cannot_be_made() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        work = pg.allreduce(ones(pg, gpu))
+        gpu.cuda.fail_next("stream_create", "out of memory")
+        await fails(pg, work, "ALLREDUCE .* failed on rank 0, device 0: stream_create: out of memory")
+
+    with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)
+
+
+async def test_a_description_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compared, "LIMIT", 8)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await fails(pg, called(pg, gpu), "ALLREDUCE was not compared: rank 1 sent an object of .* bytes")
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
