@@ -64,13 +64,13 @@ def on_device(group: Launcher, plan: Plan, arrays: Sequence[DeviceArray | None])
 
 def side_of(group: Launcher, arrays: Sequence[DeviceArray | None]) -> DeviceSide:
     """Return what the group has on the device of these arrays; raises as `on_device` does."""
-    cuda, nccl = runtime()
     side = group._side
-    ordinal = _ordinal(cuda, arrays, None if side is None else side.device.ordinal)
     if side is None:
+        cuda, nccl = runtime()
         forced = group._devices.get("cuda") == "nccl"
-        side = group._side = DeviceSide(group._member, Device.of(cuda, ordinal), nccl, forced)
-    elif side.device.ordinal != ordinal:
+        device = Device.of(cuda, _ordinal(cuda, arrays, 0))
+        side = group._side = DeviceSide(group._member, device, nccl, forced)
+    elif (ordinal := _ordinal(side.device.cuda, arrays, side.device.ordinal)) != side.device.ordinal:
         raise ValueError(
             f"group {group._member.name!r} works on CUDA device {side.device.ordinal}, where the arrays of its first "
             f"call were; these are on device {ordinal}: make a group for each device"
@@ -80,7 +80,7 @@ def side_of(group: Launcher, arrays: Sequence[DeviceArray | None]) -> DeviceSide
     return side
 
 
-def _ordinal(cuda: Cuda, arrays: Sequence[DeviceArray | None], empty: int | None) -> int:
+def _ordinal(cuda: Cuda, arrays: Sequence[DeviceArray | None], empty: int) -> int:
     """Return the device of the arrays; `empty` if they have no elements, and nothing says where."""
     found = {
         cuda.device_of(each.ptr) if each.device == UNKNOWN else each.device
@@ -89,4 +89,4 @@ def _ordinal(cuda: Cuda, arrays: Sequence[DeviceArray | None], empty: int | None
     }
     if len(found) > 1:
         raise TypeError(f"the arrays of a call must be on one CUDA device, not on devices {sorted(found)}")
-    return found.pop() if found else empty or 0
+    return found.pop() if found else empty

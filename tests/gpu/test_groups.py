@@ -21,6 +21,7 @@ from aiocoll import (
     testing,
 )
 from aiocoll.group import cards, device_side
+from aiocoll.testing.fake_cuda import FakeArray
 
 from ..ranks import run_ranks
 from ..reductions import numpy_dtype
@@ -583,4 +584,19 @@ async def test_streams_by_the_protocol_of_cuda() -> None:
         await work
 
     with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)
+
+
+async def test_arrays_that_do_not_say_where_they_are() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        parts = [FakeArray(gpu.cuda, np.ones(2), device) for device in (0, 1)]
+        with pytest.raises(TypeError, match=r"must be on one CUDA device, not on devices \[0, 1\]"):
+            pg.reduce_scatter(parts[1], parts[:1])
+        with pytest.raises(TypeError, match="must be on one CUDA device"):
+            pg.allgather([parts[1]], parts[0])
+        empty = FakeArray(gpu.cuda, np.ones(0), 1)
+        assert await pg.allreduce(empty) is empty
+        assert await pg.allreduce(parts[0]) is parts[0]
+
+    with gpus(2) as gpu:
         await run_ranks(1, body, gpu)
