@@ -112,6 +112,8 @@ class _StagedSend(Outgoing):
     def succeed(self, result: Any) -> None:
         """End well."""
         super().succeed(result)
+        # It may have left before the receiver has answered that it was announced.
+        self.group.channels[self.peer].drop(self)
         self._leave()
 
     def fail(self, error: BaseException) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
+import weakref
 from typing import Any
 
 import numpy as np
@@ -123,6 +125,28 @@ async def test_messages_that_no_receive_has_asked_for() -> None:
             await pg.barrier()
             assert (await first)[1].tolist() == [1, 1]
             assert (await anext(incoming))[1].sum() == 200_000
+
+    with gpus(2, "staged") as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_an_announced_message_is_forgotten_when_it_has_left() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        if pg.rank() == 0:
+            await pg.barrier()
+            gate = gpu.gate(0)
+            sent = weakref.ref(work := pg.send(gpu.tensor(np.ones(2), 0), 1))
+            gate.open()
+            await work
+            del work
+            assert not pg._member.channels[1]._blocked
+            await pg.barrier()
+            gc.collect()
+            assert sent() is None
+        else:
+            await pg.barrier()
+            await pg.barrier()
+            await pg.recv(np.zeros(2), 0)
 
     with gpus(2, "staged") as gpu:
         await run_ranks(2, body, gpu)
