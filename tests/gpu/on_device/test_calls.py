@@ -1,0 +1,101 @@
+"""Every collective, op and dtype on a device, by NCCL and staged, against NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup
+
+from ...group.test_collectives import MARGIN, MOVING, REDUCING, Call, label, valid
+from ...pairwise import Case, cover
+from ...ranks import run_ranks
+from ...reductions import DTYPES, OPS, equal, numpy_dtype
+from ..groups import WAYS
+from .worlds import World, ranks, world
+
+COUNTS = ("0", "1", "1000")
+
+
+class Around:
+    """A tensor with its margins, as the host sees it."""
+
+    def __init__(self, made: World, tensor: Any, count: int) -> None:
+        self._world, self._tensor, self._count = made, tensor, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, part: slice) -> Any:
+        return self._world.host(self._tensor)[part]
+
+
+class DeviceCall(Call):
+    """One case on one rank, on its device."""
+
+    def __init__(self, case: Case, rank: int, made: World) -> None:
+        super().__init__(case, rank)
+        self.world = made
+
+    def mine(self, values: Any) -> Any:
+        count = len(values) + 2 * MARGIN
+        around = np.ones(count, numpy_dtype(self.dtype))
+        around[MARGIN : count - MARGIN] = values
+        tensor = self.world.tensor(around, self.rank % self.world.devices)
+        self.margins.append(Around(self.world, tensor, count))
+        return self.world.part(tensor, MARGIN, count - MARGIN)
+
+
+async def check(pg: ProcessGroup, cases: list[Case], made: World) -> None:
+    for case in cases:
+        call = DeviceCall(case, pg.rank(), made)
+        arrays, expected = await call.run(pg), call.expected()
+        for array, right in zip(arrays, expected, strict=True):
+            found = made.host(array)
+            assert equal(found, right), f"{label(case)} on rank {pg.rank()}: {found} instead of {right}"
+
+
+def pairs() -> Iterator[Case]:
+    """A pairwise cover: what the fake does in all combinations elsewhere."""
+    yield from cover({"kind": REDUCING, "op": OPS, "dtype": DTYPES, "count": COUNTS}, valid)
+    yield from cover({"kind": MOVING, "dtype": DTYPES, "count": COUNTS}, valid)
+
+
+def everything() -> Iterator[Case]:
+    for kind, op, dtype, count in product(REDUCING, OPS, DTYPES, COUNTS):
+        if valid({"kind": kind, "op": op, "dtype": dtype}):
+            yield {"kind": kind, "op": op, "dtype": dtype, "count": count}
+    for kind, dtype, count in product(MOVING, DTYPES, COUNTS):
+        yield {"kind": kind, "dtype": dtype, "count": count}
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_every_op_and_dtype(kind: str, way: str) -> None:
+    with world(kind, way, 2) as made:
+        size = ranks(made, way, 2)
+        found = pairs() if kind == "fake" else everything()
+        cases = [
+            case | {"root": number % size if case["kind"] in ("broadcast", "reduce") else 0, "world_size": size}
+            for number, case in enumerate(found)
+            if case["dtype"] in made.dtypes
+        ]
+        await run_ranks(size, check, cases, made, timeout=100.0)
+        made.figure(f"cases of calls, {way}, {size} ranks", len(cases))
+
+
+async def test_which_way_is_gone(kind: str) -> None:
+    async def body(pg: ProcessGroup, made: World) -> str:
+        await pg.allreduce(made.tensor(np.ones(3), pg.rank() % made.devices))
+        assert pg._side is not None
+        assert pg._side.decision is not None
+        assert pg._side.decision.native, pg._side.decision.why
+        return pg._side.decision.why
+
+    with world(kind, "nccl", 2) as made:
+        found = await run_ranks(ranks(made, "nccl", 2), body, made)
+        assert "a device each" in found[0]
+        made.figure("the way, and why", found[0])

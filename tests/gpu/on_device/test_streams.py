@@ -1,0 +1,98 @@
+"""Order on streams: what was before a call comes before it, what is after `on_stream` after it, and memory lives."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup
+
+from ...ranks import run_ranks
+from ..groups import WAYS
+from .worlds import World, ranks, world
+
+both = pytest.mark.parametrize("way", WAYS)
+
+
+@both
+async def test_a_call_comes_after_a_long_kernel_on_the_callers_stream(kind: str, way: str) -> None:
+    async def body(pg: ProcessGroup, made: World) -> None:
+        device = pg.rank() % made.devices
+        tensor = made.tensor(np.zeros(1000), device)
+        made.delay(made.slow / 3, device)
+        made.add(tensor, pg.rank() + 1.0)
+        await pg.allreduce(tensor)
+        made.add(tensor, 10.0)
+        assert set(made.host(tensor)) == {pg.size() * (pg.size() + 1) / 2 + 10}
+
+    with world(kind, way, 2) as made:
+        for device in range(made.devices):
+            made.stream(device)
+        await run_ranks(ranks(made, way, 2), body, made)
+
+
+async def test_a_stream_is_ordered_without_the_host_waiting(kind: str) -> None:
+    async def body(pg: ProcessGroup, made: World) -> None:
+        device = pg.rank() % made.devices
+        tensor, other = (made.tensor(np.zeros(1000), device) for _ in range(2))
+        await pg.allreduce(other)  # makes the communicator, for which CUDA may wait for the device
+        gate = made.gate(device)
+        made.add(tensor, pg.rank() + 1.0)
+        work = pg.allreduce(tensor)
+        assert await work.on_stream() is tensor
+        made.add(tensor, 10.0)
+        again = pg.allreduce(tensor)
+        await again.on_stream()
+        assert not work.done()
+        assert not again.done()
+        gate.open()
+        await again
+        total = pg.size() * (pg.size() + 1) / 2
+        assert set(made.host(tensor)) == {pg.size() * (total + 10)}
+
+    with world(kind, "nccl", 2) as made:
+        for device in range(made.devices):
+            made.stream(device)
+        await run_ranks(ranks(made, "nccl", 2), body, made)
+
+
+async def test_another_stream_can_be_ordered(kind: str) -> None:
+    async def body(pg: ProcessGroup, made: World) -> None:
+        device = pg.rank() % made.devices
+        tensor = made.tensor(np.ones(1000), device)
+        await pg.allreduce(tensor)
+        gate = made.gate(device)
+        work = pg.allreduce(tensor)
+        other = made.stream(device)
+        await work.on_stream(other)
+        made.add(tensor, 1.0)
+        gate.open()
+        await work
+        assert set(made.host(tensor)) == {pg.size() ** 2 + 1}
+
+    with world(kind, "nccl", 2) as made:
+        for device in range(made.devices):
+            made.stream(device)
+        await run_ranks(ranks(made, "nccl", 2), body, made)
+
+
+@both
+async def test_arrays_may_be_dropped_while_they_are_in_flight(kind: str, way: str) -> None:
+    turns = 30 if kind == "fake" else 500
+
+    async def body(pg: ProcessGroup, made: World) -> None:
+        device = pg.rank() % made.devices
+        for turn in range(turns):
+            tensor = made.tensor(np.full(5000, turn + pg.rank()), device)
+            work = pg.allreduce(tensor)
+            del tensor
+            junk = [made.tensor(np.full(5000, -1), device) for _ in range(3)]  # would get memory that was let go
+            await asyncio.sleep(0)
+            found = made.host(await work)
+            assert set(found) == {pg.size() * turn + pg.size() * (pg.size() - 1) // 2}
+            assert all((made.host(each) == -1).all() for each in junk)
+
+    with world(kind, way, 2) as made:
+        await run_ranks(ranks(made, way, 2), body, made)
