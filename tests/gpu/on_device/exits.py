@@ -1,0 +1,62 @@
+"""A process that must end by itself: ``python -m tests.gpu.on_device.exits HOW KIND``. It prints what it has heard.
+
+lonely      its communicator waits for a rank that never comes
+unclosed    it does not shut its group down
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import numpy as np
+
+from aiocoll import CollectiveTimeoutError, new_group
+from aiocoll.gpu.provider import provide, runtime
+from aiocoll.group import device_side
+from aiocoll.store import HashStore
+
+from .worlds import World, world
+
+#: Seconds after which a call has hung: on a real device, and on the fake.
+LIMIT = (5.0, 0.3)
+
+
+class Lonely:
+    """NCCL whose communicators have a rank more than anybody knows of."""
+
+    def __init__(self, nccl: Any) -> None:
+        self._nccl = nccl
+
+    def init(self, world_size: int, unique_id: bytes, rank: int) -> Any:
+        return self._nccl.init(world_size + 1, unique_id, rank)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._nccl, name)
+
+
+async def lonely(made: World) -> None:
+    cuda, nccl = runtime()
+    with provide(cuda, Lonely(nccl)):  # type: ignore[arg-type]
+        async with new_group(store=HashStore(), rank=0, world_size=1, timeout=LIMIT[made.kind == "fake"]) as pg:
+            try:
+                await pg.allreduce(made.tensor(np.ones(3)))
+            except CollectiveTimeoutError as error:
+                print(error, flush=True)
+
+
+async def unclosed(made: World) -> None:
+    pg = await new_group(store=HashStore(), rank=0, world_size=1)
+    print(made.host(await pg.allreduce(made.tensor(np.ones(3)))).tolist(), flush=True)
+
+
+def main(how: str, kind: str) -> None:
+    if kind == "fake":
+        device_side.RELEASE = 0.1  # it is known what hangs, and that it does so for ever
+    with world(kind, stuck=how == "lonely") as made:
+        asyncio.run({"lonely": lonely, "unclosed": unclosed}[how](made))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,90 @@
+"""What fails on a device is told, nothing hangs, and processes end."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupClosedError, GroupError, ProcessGroup, new_group
+from aiocoll.store import HashStore
+
+from ...ranks import run_ranks
+from ..groups import WAYS
+from .worlds import World, ranks, world
+
+both = pytest.mark.parametrize("way", WAYS)
+ROOT = Path(__file__).parents[3]
+#: Seconds after which a process has hung; most of it is the start of CUDA.
+HUNG = 60.0
+
+
+@both
+async def test_a_group_is_aborted_while_a_long_kernel_holds_up_its_call(kind: str, way: str) -> None:
+    async def body(pg: ProcessGroup, made: World) -> None:
+        device = pg.rank() % made.devices
+        tensor = made.tensor(np.ones(1000), device)
+        await pg.allreduce(tensor)
+        gate = made.gate(device)
+        works = [pg.allreduce(tensor) for _ in range(3)]
+        await pg.barrier()
+        start = perf_counter()
+        pg.abort("enough")
+        for work in works:
+            with pytest.raises(GroupError, match="enough"):
+                await work
+        made.figure(
+            f"from abort to the failure of what was pending, {way}: ms", round((perf_counter() - start) * 1e3, 3)
+        )
+        gate.open()
+        start = perf_counter()
+        await pg.shutdown()
+        made.figure(f"shutdown after abort, {way}: ms", round((perf_counter() - start) * 1e3, 3))
+
+    with world(kind, way, 2) as made:
+        for device in range(made.devices):
+            made.stream(device)
+        await run_ranks(ranks(made, way, 2), body, made)
+
+
+@both
+async def test_after_an_abort_a_new_group_works(kind: str, way: str) -> None:
+    with world(kind, way, 1) as made:
+        for number in range(3):
+            pg = await new_group(store=HashStore(), rank=0, world_size=1)
+            tensor = made.tensor(np.ones(3))
+            await pg.allreduce(tensor)
+            if number < 2:
+                pg.abort("again")
+            await pg.shutdown()
+            await pg.shutdown()
+            with pytest.raises(GroupClosedError):
+                pg.allreduce(tensor)
+            await asyncio.sleep(0)
+
+
+def ends(how: str, kind: str) -> str:
+    """Return what a process says that has to end by itself."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.on_device.exits", how, kind],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HUNG,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_communicator_that_waits_for_a_rank_that_never_comes(kind: str) -> None:
+    assert "NCCL has not made the communicator on device 0: restart the process" in ends("lonely", kind)
+
+
+def test_a_process_ends_that_has_not_shut_its_group_down(kind: str) -> None:
+    assert ends("unclosed", kind).strip() == "[1.0, 1.0, 1.0]"

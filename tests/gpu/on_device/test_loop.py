@@ -1,0 +1,122 @@
+"""The event loop goes on while the device works, and other threads may use it too; what was measured is noted."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup
+
+from ...ranks import run_ranks
+from ..groups import WAYS
+from .worlds import World, world
+
+both = pytest.mark.parametrize("way", WAYS)
+#: Seconds that a task sleeps, again and again, to see how late it wakes.
+NAP = 0.001
+
+
+async def naps(late: list[float]) -> None:
+    while True:
+        start = perf_counter()
+        await asyncio.sleep(NAP)
+        late.append(perf_counter() - start - NAP)
+
+
+@both
+async def test_the_loop_goes_on_while_a_long_kernel_is_before_a_call(kind: str, way: str) -> None:
+    async def body(pg: ProcessGroup, made: World) -> None:
+        device = pg.rank() % made.devices
+        tensor = made.tensor(np.ones(1000), device)
+        await pg.allreduce(tensor)
+        late: list[float] = []
+        napping = asyncio.create_task(naps(late))
+        await asyncio.sleep(0)
+        made.delay(made.slow, device)
+        start = perf_counter()
+        work = pg.allreduce(tensor)
+        called = perf_counter() - start
+        await work
+        took = perf_counter() - start
+        napping.cancel()
+        await asyncio.wait([napping])
+        assert took > made.slow * 0.9
+        # One callback that waits for the device would be late by all of it.
+        assert max(called, *late) < made.slow / 2
+        ms = np.percentile(late, (50, 99, 100)) * 1e3
+        made.figure(f"loop lag under a kernel of {made.slow:g} s, {way}: ms p50, p99, max", ms.round(3).tolist())
+        made.figure(f"the call itself, {way}: us", round(called * 1e6, 1))
+
+    with world(kind, way, 1) as made:
+        made.stream(0)
+        await run_ranks(1, body, made)
+
+
+async def test_how_soon_an_await_ends(kind: str) -> None:
+    turns = 20 if kind == "fake" else 200
+
+    async def body(pg: ProcessGroup, made: World) -> None:
+        tensor = made.tensor(np.zeros(1), 0)
+        await pg.allreduce(tensor)
+        whole, after = [], []
+        for _ in range(turns):
+            start = perf_counter()
+            await pg.allreduce(tensor)
+            whole.append(perf_counter() - start)
+            gate = made.gate(0)
+            work = pg.allreduce(tensor)
+            await work.on_stream()
+            assert not work.done()
+            gate.open()
+            start = perf_counter()
+            await work
+            after.append(perf_counter() - start)
+        made.figure("allreduce of one element, awaited: us p50", round(median(whole) * 1e6, 1))
+        made.figure("from the end on the device to the end of the await: us p50", round(median(after) * 1e6, 1))
+
+    with world(kind, "nccl", 1) as made:
+        made.stream(0)
+        await run_ranks(1, body, made)
+
+
+@both
+async def test_other_threads_may_use_the_device(kind: str, way: str) -> None:
+    """What waits for a lock of CUDA with the GIL, and for the GIL with a lock of CUDA, would stop here for ever."""
+    seconds = 0.2 if kind == "fake" else 8.0
+    over = threading.Event()
+    pokes = [0] * 4
+
+    async def body(pg: ProcessGroup, made: World) -> int:
+        device = pg.rank() % made.devices
+        tensor = made.tensor(np.zeros(1000), device)
+        calls, end = 0, perf_counter() + seconds
+        while calls < 5 or perf_counter() < end:
+            for work in [pg.allreduce(tensor, key=f"{calls}/{number}") for number in range(4)]:
+                await work
+            calls += 1
+            if calls % 5 == 0 and await pg.allreduce(int(perf_counter() >= end)):
+                break
+        return calls * 4
+
+    def poke(number: int, made: World) -> None:
+        while not over.is_set():
+            made.poke(number % made.devices)
+            pokes[number] += 1
+
+    with world(kind, way, 1) as made:
+        threads = [threading.Thread(target=poke, args=(number, made)) for number in range(len(pokes))]
+        for thread in threads:
+            thread.start()
+        try:
+            (calls,) = await run_ranks(1, body, made)
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join(10.0)
+        assert all(pokes)
+        made.figure(f"{len(pokes)} threads poking for {seconds:g} s, {way}: calls, pokes", [calls, sum(pokes)])

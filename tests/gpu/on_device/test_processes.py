@@ -1,0 +1,150 @@
+"""Processes that share one device: staged, against NumPy, and by NCCL where it can be talked into that."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import AiocollError, GroupRevokedError, PeerLostError, ProcessGroup, ReduceOp, testing
+from aiocoll.gpu.provider import provide, runtime
+
+from ...ranks import run_ranks
+from .worlds import World, world
+
+#: What makes two processes on one device look like two hosts to NCCL, which talk by sockets: this is for tests only.
+TWO_HOSTS = {
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "NCCL_RAS_ENABLE": "0",
+    "NCCL_CUMEM_ENABLE": "0",
+}
+#: From this version on, NCCL has a setting for several ranks on one device.
+MULTI_RANK = 23000
+
+
+async def talk(pg: ProcessGroup, made: World) -> str:
+    """Make calls of all kinds, and compare them with NumPy; return which way they have gone."""
+    rank, size, device = pg.rank(), pg.size(), pg.rank() % made.devices
+    for count in (0, 1, 1000, 300_000):
+        values = [np.arange(count) * 1.0 + each for each in range(size)]
+        tensor = made.tensor(values[rank], device)
+        await pg.allreduce(tensor)
+        assert np.array_equal(made.host(tensor), sum(values))
+        await pg.broadcast(tensor, size - 1)
+        await pg.reduce(tensor, 0, ReduceOp.MAX)
+        assert np.array_equal(made.host(tensor), sum(values))
+    parts = [made.tensor(np.full(3, rank * size + peer), device) for peer in range(size)]
+    into = [made.tensor(np.zeros(3, int), device) for _ in range(size)]
+    await pg.alltoall(into, parts)
+    assert [made.host(each)[0] for each in into] == [peer * size + rank for peer in range(size)]
+    await pg.allgather(into, parts[0])
+    assert [made.host(each)[0] for each in into] == [peer * size for peer in range(size)]
+    right, left = (rank + 1) % size, (rank - 1) % size
+    sent = pg.send(made.tensor(np.full(100_000, rank), device), right, tag=2)
+    tensor = made.tensor(np.zeros(100_000, int), device)
+    await pg.recv(tensor, left, tag=2)
+    assert (made.host(tensor) == left).all()
+    await sent
+    assert pg._side is not None
+    assert pg._side.decision is not None
+    return "nccl" if pg._side.decision.native else "staged"
+
+
+async def staged(pg: ProcessGroup, kind: str) -> str:
+    with world(kind) as made:
+        found = await talk(pg, made)
+        tensor = made.tensor(np.ones(4 << 20))
+        start = perf_counter()
+        for _ in range(3):
+            await pg.allreduce(tensor)
+        if pg.rank() == 0:
+            ms = round((perf_counter() - start) / 3 * 1e3, 2)
+            made.figure(f"staged allreduce of 32 MiB, {pg.size()} processes: ms", ms)
+        await pg.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+async def test_processes_on_one_device(kind: str, world_size: int) -> None:
+    if kind == "fake" and world_size > 2:
+        pytest.skip("on the fake, two processes show it; more only take longer")
+    assert await testing.run_processes(world_size, staged, kind, timeout=100.0) == ["staged"] * world_size
+
+
+async def one_dies(pg: ProcessGroup, kind: str, heard: Path) -> None:
+    with world(kind) as made:
+        await pg.allreduce(made.tensor(np.ones(3)))
+        if pg.rank() == 1:
+            await pg.recv_object(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        await pg.send_object("ready", 1)
+        error = await pg.wait_revoked()
+        assert isinstance(error, PeerLostError)
+        assert error.ranks == (1,)
+        with pytest.raises(GroupRevokedError, match="rank 1"):
+            pg.allreduce(made.tensor(np.ones(3)))
+        (heard / str(pg.rank())).touch()
+        with contextlib.suppress(AiocollError):
+            await pg.shutdown()
+
+
+async def test_a_process_that_dies(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ChildProcessError, match="rank 1"):
+        await testing.run_processes(2, one_dies, kind, tmp_path)
+    assert os.listdir(tmp_path) == ["0"]
+
+
+class Posing:
+    """CUDA whose device says that it is another."""
+
+    def __init__(self, cuda: Any, rank: int) -> None:
+        self._cuda, self._rank = cuda, rank
+
+    def bus_id(self, device: int) -> str:
+        return f"{self._cuda.bus_id(device)}/{self._rank}"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cuda, name)
+
+
+async def posing(pg: ProcessGroup, kind: str) -> str:
+    os.environ.update(TWO_HOSTS, NCCL_HOSTID=f"rank{pg.rank()}")
+    with world(kind) as made:
+        cuda, nccl = runtime()
+        assert nccl is not None
+        if nccl.version() >= MULTI_RANK:
+            del os.environ["NCCL_HOSTID"]
+            os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        pg.timeout = 20.0
+        with provide(Posing(cuda, pg.rank()), nccl):  # type: ignore[arg-type]
+            found = await talk(pg, made)
+            await pg.shutdown()
+    return found
+
+
+@pytest.mark.gpu
+async def test_two_ranks_on_one_device_by_nccl(kind: str) -> None:
+    if kind == "fake":
+        pytest.skip("the ranks of a fake NCCL are in one process: see the next test")
+    try:
+        assert await testing.run_processes(2, posing, kind, timeout=60.0) == ["nccl"] * 2
+    except (AiocollError, TimeoutError, ChildProcessError) as error:
+        pytest.skip(f"NCCL cannot be talked into two ranks on one device: {str(error).splitlines()[0]}")
+
+
+async def test_ranks_of_one_process_by_nccl(kind: str) -> None:
+    with world(kind, "nccl", 2) as made:
+        assert set(await run_ranks(min(2, made.devices), talk, made)) == {"nccl"}
