@@ -4,7 +4,7 @@ PYTHON ?= python3
 # What pytest or the benchmark gets besides: make test ARGS="tests/store -x"
 ARGS ?=
 
-.PHONY: help demo test check matrix soak bench clean
+.PHONY: help demo test check matrix soak bench gpu clean
 .DELETE_ON_ERROR:
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo 'make matrix   the full matrices, Pythons 3.11 to 3.13, asyncio and uvloop'
 	@echo 'make soak     what takes long: many operations, a slow receiver, chaos'
 	@echo 'make bench    against Gloo, MPICH and Open MPI (installs them); ARGS=--quick: a glance'
+	@echo 'make gpu      what needs a GPU, in under 8 minutes; PYTHON= one with CuPy, NCCL and the dev packages'
 	@echo 'make clean    remove the environments and caches'
 
 .venv/installed: pyproject.toml
@@ -62,5 +63,9 @@ soak: .venv/installed
 bench: .venv-bench/installed
 	.venv-bench/bin/python bench/main.py $(ARGS)
 
+# In the Python that is named: the packages of CUDA are large, and most machines that have a GPU have them.
+gpu:
+	$(PYTHON) tests/gpu/run.py $(ARGS)
+
 clean:
-	rm -rf .venv .venv-* bench/.venvs .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv-* bench/.venvs .mypy_cache .pytest_cache .ruff_cache build dist gpu-figures

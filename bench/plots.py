@@ -31,14 +31,16 @@ def plot(results: Results, ours: str, folder: Path) -> Path | None:
         style: dict[str, Any] = {"label": system, "marker": "s" if system in THEM else "o", "markersize": 4}
         style |= {"linestyle": "--" if system in THEM else "-", "color": f"C{number}"}
         times.plot(sizes, [each.figures.p50 * 1e6 for _, each in found], **style)
-        bandwidths.plot(sizes, [each.figures.busbw / 1e9 for _, each in found], **style)
+        # A rank that is alone has no bus.
+        speeds = [(each.figures.busbw if results.world_size > 1 else each.figures.algbw) / 1e9 for _, each in found]
+        bandwidths.plot(sizes, speeds, **style)
         if system in THEM:
             compared = [(case.nbytes, ratio.median) for case in cases if (ratio := results.ratio(case, ours, system))]
             ratios.plot(*zip(*compared, strict=True), **style) if compared else None
     ratios.axhline(1, color="black", linewidth=0.8)
     for axes, title in (
         (times, "time, µs"),
-        (bandwidths, "bus bandwidth, GB/s"),
+        (bandwidths, f"{'bus ' if results.world_size > 1 else ''}bandwidth, GB/s"),
         (ratios, f"times faster: {ours} than each"),
     ):
         _finish(axes, title, cases)
@@ -56,4 +58,5 @@ def _finish(axes: Any, title: str, cases: list[Case]) -> None:
     axes.set_yscale("log")
     axes.set_xticks([case.nbytes for case in cases], [size_of(case.nbytes) for case in cases], rotation=60)
     axes.grid(True, which="major", alpha=0.4)
-    axes.legend(fontsize=8)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)

@@ -1,0 +1,258 @@
+"""What calls on CUDA arrays take: ``python bench/gpu.py [--kind torch] [--quick]``, in 2 minutes at most.
+
+One process, its group alone on one device, by NCCL: the time of a bare call of NCCL that is waited for with an event;
+of the same behind what is on the caller's stream; as an awaited collective; until `on_stream` lets the caller go on; of each of many in flight. One after the
+other in every round, float32. What is above the bare call is ours. Several processes on one device, staged: the same
+sizes, beside arrays of the host. And the agreement that precedes every call, alone: an array without elements needs
+nothing else.
+
+``--fake`` measures the same on the fake device, where the device's own time is nothing like a real one's; what is ours
+is the same code, but for CuPy's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import uvloop
+from machine import machine
+from markdown import micros, size_of, table
+
+from aiocoll import GroupOptions, ProcessGroup, new_group, testing
+from aiocoll.cli.measure import Timing
+from aiocoll.cli.workload import Case
+from aiocoll.elements import buffers
+from aiocoll.elements.streams import stream_address
+from aiocoll.gpu.provider import runtime
+from aiocoll.store import HashStore
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.gpu.on_device.worlds import World, missing, world
+
+SIZES = (4, 1 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
+#: Sizes and iterations of a glance.
+QUICK = (4, 64 << 10, 4 << 20)
+#: Microseconds that we may add to a call of NCCL that is awaited, the agreement left aside.
+LIMIT = 60
+#: Calls in flight at a time.
+IN_FLIGHT = 16
+#: NCCL's numbers of float32 and of sum.
+FLOAT32, SUM = 7, 0
+#: By the name of a way, seconds of each iteration.
+Times = dict[str, list[float]]
+
+
+async def timed(ways: dict[str, Callable[[], Awaitable[None]]], rounds: int) -> Times:
+    """Take turns; the first tenth only warms up."""
+    times: Times = {name: [] for name in ways}
+    for number in range(rounds + rounds // 10 + 1):
+        for name, way in ways.items():
+            start = perf_counter()
+            await way()
+            if number > rounds // 10:
+                times[name].append(perf_counter() - start)
+    return times
+
+
+async def native(made: World, nbytes: int, rounds: int) -> Times:
+    """Measure by NCCL, alone on the device."""
+    cuda, nccl = runtime()
+    assert nccl is not None
+    count = nbytes // 4
+    tensors = [made.tensor(np.zeros(count, np.float32)) for _ in range(IN_FLIGHT)]
+    ptr = buffers.view(tensors[0]).array.ptr
+    communicator = nccl.init(1, nccl.unique_id(), 0)
+    stream, event = cuda.stream_create(), cuda.event_create()
+
+    async def bare() -> None:
+        communicator.all_reduce(ptr, ptr, count, FLOAT32, SUM, stream)
+        cuda.event_record(event, stream)
+        cuda.event_synchronize(event)
+
+    behind = made.stream(0)
+    before, mark = stream_address(behind), cuda.event_create()
+
+    async def in_order() -> None:
+        cuda.event_record(mark, before)
+        cuda.stream_wait(stream, mark)
+        await bare()
+
+    async with new_group(store=HashStore(), rank=0, world_size=1) as pg:
+
+        async def awaited() -> None:
+            await pg.allreduce(tensors[0])
+
+        async def ordered() -> None:
+            await pg.allreduce(tensors[0]).on_stream()
+
+        async def in_flight() -> None:
+            for work in [pg.allreduce(tensor) for tensor in tensors]:
+                await work
+
+        await awaited()
+        assert pg._side is not None
+        assert pg._side.decision is not None
+        assert pg._side.decision.native, pg._side.decision.why
+        ways = {
+            "bare": bare,
+            "bare, in order": in_order,
+            "awaited": awaited,
+            "on_stream": ordered,
+            "in flight": in_flight,
+        }
+        times = await timed(ways, rounds)
+    communicator.destroy()
+    times["in flight"] = [each / IN_FLIGHT for each in times["in flight"]]
+    return times
+
+
+async def staged(pg: ProcessGroup, kind: str, sizes: Sequence[int], most: int) -> dict[int, Times]:
+    """Measure on one of several ranks that share a device."""
+    found = {}
+    with world(kind) as made:
+        for nbytes in sizes:
+            array = np.zeros(nbytes // 4, np.float32)
+            tensor = made.tensor(array)
+
+            async def on_device(tensor: Any = tensor) -> None:
+                await pg.allreduce(tensor)
+
+            async def on_host(array: Any = array) -> None:
+                await pg.allreduce(array)
+
+            found[nbytes] = await timed({"staged": on_device, "host": on_host}, rounds_of(nbytes, most))
+        empty = made.tensor(np.zeros(0, np.float32))
+
+        async def agree() -> None:
+            await pg.allreduce(empty)
+
+        one = np.zeros(1, np.float32)
+
+        async def small() -> None:
+            await pg.allreduce(one)
+
+        found[0] = await timed({"agreement": agree, "host": small}, most)
+        await pg.shutdown()
+    return found
+
+
+def rounds_of(nbytes: int, most: int) -> int:
+    """Return how many iterations are enough."""
+    return max(5, min(most, (1 << 30) // max(nbytes, 1)))
+
+
+def native_table(found: dict[int, Times]) -> str:
+    rows = []
+    for nbytes, times in found.items():
+        p50 = {name: median(each) for name, each in times.items()}
+        least = {name: min(each) for name, each in times.items()}
+        ours, fewest = p50["awaited"] - p50["bare"], least["awaited"] - least["bare"]
+        rows.append((size_of(nbytes), *(micros(each) for each in p50.values()), micros(ours), micros(fewest)))
+    head = (
+        "size",
+        "bare",
+        "bare, in order",
+        "awaited",
+        "on_stream",
+        "in flight, each",
+        "awaited - bare",
+        "of the least",
+    )
+    return f"### By NCCL, 1 rank, µs p50\n\n{table(head, rows)}"
+
+
+def verdict(found: dict[int, Times]) -> str:
+    """Say whether what we add is within the limit, where the device takes least."""
+    times = found[min(found)]
+    ours = (median(times["awaited"]) - median(times["bare"])) * 1e6
+    return f"Above the bare call, {size_of(min(found))}: {ours:.1f} µs; the limit is {LIMIT}: " + (
+        "met." if ours <= LIMIT else "**missed**."
+    )
+
+
+def staged_table(world_size: int, transport: str, found: dict[int, Times]) -> str:
+    rows = [
+        (size_of(nbytes), micros(median(times["host"])), micros(median(times["staged"])))
+        for nbytes, times in found.items()
+        if nbytes
+    ]
+    shown = table(("size", "host", "staged"), rows)
+    alone, small = (median(found[0][name]) * 1e6 for name in ("agreement", "host"))
+    return (
+        f"### Staged, {world_size} processes on one device, {transport}, µs p50\n\n{shown}\n\n"
+        f"The agreement alone (no elements): {alone:.1f} µs; an allreduce of one element on the host: {small:.1f} µs."
+    )
+
+
+def draw(folder: Path, by_nccl: dict[int, Times], by_host: dict[int, Times], world_size: int) -> None:
+    """Draw both."""
+    from launch import Launch
+    from plots import plot
+    from results import Results
+
+    for size, found, ours in ((1, by_nccl, "awaited"), (world_size, by_host, "staged")):
+        names = [name for name in next(iter(found.values())) if name != "agreement"]
+        results = Results(size, names)
+        launches = {}
+        for name in names:
+            cases = {
+                Case("allreduce", nbytes): Timing([int(each * 1e9) for each in times[name]], 0.0, 0)
+                for nbytes, times in found.items()
+                if nbytes
+            }
+            launches[name] = Launch(cases, None, 0.0)
+        results.rounds.append(launches)
+        plot(results, ours, folder)
+
+
+async def staged_of(kind: str, world_size: int, transport: str, sizes: Sequence[int], most: int) -> dict[int, Times]:
+    """Return what rank 0 has found."""
+    options = GroupOptions(transport=transport)  # type: ignore[arg-type]
+    found = await testing.run_processes(
+        world_size, staged, kind, sizes, most, options=options, loop="uvloop", timeout=120.0
+    )
+    return found[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What calls on CUDA arrays take.")
+    parser.add_argument("--fake", action="store_true", help="measure on the fake device")
+    parser.add_argument("--kind", choices=("cupy", "torch"), default="cupy", help="what arrays are of (default: cupy)")
+    parser.add_argument("--quick", action="store_true", help="a glance: few sizes and iterations")
+    parser.add_argument("--output", type=Path, help="write the results there too")
+    parser.add_argument("--plots", type=Path, help="draw pictures into this folder")
+    args = parser.parse_args()
+    kind = "fake" if args.fake else args.kind
+    if reason := missing(kind):
+        parser.exit(2, f"{reason}: nothing was measured. On the fake device: --fake\n")
+    sizes, most = (QUICK, 100) if args.quick else (SIZES, 1000)
+    with world(kind) as made:
+        by_nccl = {nbytes: uvloop.run(native(made, nbytes, rounds_of(nbytes, most))) for nbytes in sizes}
+    texts = ["# Calls on CUDA arrays", machine()]
+    if args.fake:
+        texts.append(
+            "**There was no GPU.** All of this was measured on the fake device, where memory of the host plays that "
+            "of a device and threads play streams: it says what our own code takes, nothing of CUDA, of NCCL, or of "
+            "copies."
+        )
+    texts += [native_table(by_nccl), verdict(by_nccl)]
+    for world_size, transport in ((2, "shm"), (2, "tcp"), (4, "shm")):
+        found = uvloop.run(staged_of(kind, world_size, transport, sizes, most))
+        texts.append(staged_table(world_size, transport, found))
+        if args.plots and (world_size, transport) == (2, "shm"):
+            draw(args.plots, by_nccl, found, world_size)
+    text = "\n\n".join(texts) + "\n"
+    print(text)
+    if args.output:
+        args.output.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
