@@ -118,7 +118,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     figures = folder / "figures.jsonl"
     figures.unlink(missing_ok=True)
-    environment = os.environ | ENVIRONMENT | {"AIOCOLL_GPU_FIGURES": str(figures), "PYTHONPATH": str(ROOT)}
+    environment = os.environ | ENVIRONMENT | {"GPU_FIGURES": str(figures), "PYTHONPATH": str(ROOT)}
     print("The fake device: nothing here says anything of a real one." if args.fake else versions(), flush=True)
     ended = {}
     for part in parts(args.fake, folder):

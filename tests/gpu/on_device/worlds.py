@@ -27,7 +27,7 @@ KINDS = ("fake", "cupy", "torch")
 #: Dtypes that CuPy has no arrays of.
 NARROW = frozenset(name for name in DTYPES if not hasattr(np, name) and name != "bool")
 #: Where figures are written, one JSON object a line.
-FIGURES = "AIOCOLL_GPU_FIGURES"
+FIGURES = "GPU_FIGURES"
 #: Seconds after which a kernel that waits for its gate gives up: a test that fails must not hold the device for ever.
 SHUT = 20.0
 #: Waits for a flag in host memory, or so long; and adds a number. Both are compiled before anything may be held up.
