@@ -1,0 +1,85 @@
+"""The examples of docs/cuda-tensors.md, on a fake device."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import BackendUnavailableError, ProcessGroup
+from aiocoll.store import HashStore
+
+from ..ranks import run_ranks
+from .groups import WAYS, Gpus, gpus, host
+
+DOCS = Path(__file__).parents[2] / "docs/cuda-tensors.md"
+
+
+@pytest.fixture
+def examples() -> dict[str, Any]:
+    """Return the functions of the page, by name; each block has the imports it needs."""
+    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    found: dict[str, Any] = {}
+    for block in blocks:
+        space: dict[str, Any] = {"__name__": DOCS.name}
+        exec(compile(block, DOCS.name, "exec"), space)
+        found |= {name: each for name, each in space.items() if getattr(each, "__module__", None) == DOCS.name}
+    assert set(found) >= {"average", "scaled", "show_the_way", "insisting", "guarded"}
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_the_examples_run(way: str, examples: dict[str, Any]) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        tensor = gpu.tensor(np.full(4, rank), rank, "float32")
+        assert host(await examples["average"](pg, tensor)).tolist() == [0.5] * 4
+
+        def kernel(gradient: Any) -> None:
+            values = gradient.values
+
+            def work() -> None:
+                values[...] *= 10
+
+            gpu.cuda.kernel(0, work, rank)
+
+        await examples["scaled"](pg, tensor, kernel)
+        gpu.cuda.stream_synchronize(0, rank)
+        assert host(tensor).tolist() == [10.0] * 4
+        assert await examples["guarded"](pg, tensor) == "done"
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_the_log_says_which_way(examples: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("aiocoll")
+    before = logger.level
+    examples["show_the_way"]()
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await pg.allreduce(gpu.tensor(np.ones(2), pg.rank()))
+
+    try:
+        with gpus(2) as gpu:
+            await run_ranks(2, body, gpu)
+    finally:
+        logger.setLevel(before)
+    assert "CUDA arrays go by NCCL: all ranks have NCCL 2.28.9 and a device each" in caplog.text
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_group_that_insists_on_nccl(way: str, examples: dict[str, Any]) -> None:
+    with gpus(1, way) as gpu:
+        pg = await examples["insisting"](store=HashStore(), rank=0, world_size=1)
+        tensor = gpu.tensor(np.ones(2), 0)
+        if way == "nccl":
+            await pg.allreduce(tensor)
+        else:
+            with pytest.raises(BackendUnavailableError, match="is to use NCCL, but rank 0: it was left out"):
+                await pg.allreduce(tensor)
+        await pg.shutdown()
