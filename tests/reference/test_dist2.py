@@ -32,7 +32,7 @@ COVERS = {
     },
 }
 LEFT_OUT = {
-    name.replace("Gloo", "NCCL"): "the same test between two GPUs, which this version does not serve"
+    name.replace("Gloo", "NCCL"): "the same test between two GPUs: tests/gpu has it on fake ones"
     for name in COVERS
     if "Gloo" in name
 }
