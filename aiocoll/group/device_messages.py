@@ -1,18 +1,20 @@
 """Messages of CUDA arrays: staged, so that tags, receives from any rank, and ranks that do not use NCCL are possible.
 
 A send copies to page-locked memory first. Its receiver is told of it at once, so that a later message does not overtake
-it. A receive takes its message there, and then copies it to the device.
+it. A receive takes its message there, and then copies it to the device. The launcher gets the memory, which may take
+long: a receive has its place among all receives before, and what comes for it meanwhile waits as if nobody had asked.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiocoll.elements.buffers import byte_view
 from aiocoll.elements.device import DeviceArray
+from aiocoll.engine.arrival import Arrival
 from aiocoll.engine.mailbox import Outgoing, Posted
 from aiocoll.engine.membership import Membership
 from aiocoll.engine.operation import Announced, Operation
@@ -91,10 +93,7 @@ class _StagedSend(Outgoing):
     ) -> None:
         self._side = side
         self._staged = Staged(side.device, side.stream, [array], _BYTES)
-        self._staged.allocate()
-        copy = self._staged.arrays[0]
-        assert copy is not None
-        super().__init__(group, identity, code, peer, byte_view(copy), result, work, timeout)
+        super().__init__(group, identity, code, peer, _to_come(array.nbytes), result, work, timeout)
         self._marks = side.mark([array])
         self._flying = False
 
@@ -128,6 +127,7 @@ class _StagedSend(Outgoing):
         elif error is not None:
             self._side.broke(self, error)
         else:
+            self._message.view = self._staged.bytes_of(0)
             self._message.limit = self._message.total
             self.group.channels[self.peer].kick(self._message)
 
@@ -141,7 +141,7 @@ class _StagedSend(Outgoing):
 class _StagedRecv(Posted):
     """A receive: done when the message is on the device."""
 
-    __slots__ = ("_flying", "_marks", "_side", "_staged")
+    __slots__ = ("_flying", "_is_there", "_marks", "_side", "_staged")
 
     def __init__(
         self,
@@ -158,16 +158,29 @@ class _StagedRecv(Posted):
     ) -> None:
         self._side = side
         self._staged = Staged(side.device, side.stream, [array], _BYTES)
-        self._staged.allocate()
-        copy = self._staged.arrays[0]
-        assert copy is not None
-        super().__init__(group, peer, tag, byte_view(copy), code, shape, 0, result, work, timeout)
+        super().__init__(group, peer, tag, _to_come(array.nbytes), code, shape, 0, result, work, timeout)
         self._marks = side.mark([array])
         self._flying = False
+        #: The page-locked memory.
+        self._is_there = False
+
+    def enter(self) -> None:
+        """Take a message that is waiting, or wait for one; its bytes as soon as there is memory for them."""
+        self._side.device.run(self._staged.allocate).add_done_callback(self._allocated)
+        super().enter()
+
+    def match(self, arrival: Arrival) -> None:
+        """Become the receiver of `arrival`."""
+        if self._is_there:
+            super().match(arrival)
+        else:
+            self.work._withdraw = None
+            self.arrival = arrival
 
     def needs(self, peer: int) -> bool:
         """Whether only `peer` could complete it: nobody once the message is here."""
-        return not self._flying and super().needs(peer)
+        is_here = self.arrival is not None and self.arrival.complete
+        return not is_here and super().needs(peer)
 
     def succeed(self, result: Any) -> None:
         """All bytes are here: copy them to the device."""
@@ -178,6 +191,18 @@ class _StagedRecv(Posted):
         """End with `error`."""
         super().fail(error)
         self._leave()
+
+    def _allocated(self, allocated: asyncio.Future[None]) -> None:
+        self._is_there = True
+        error = allocated.exception()
+        if self.done:
+            self._leave()
+        elif error is not None:
+            self._side.broken(error, self)
+        else:
+            self.view = self._staged.bytes_of(0)
+            if self.arrival is not None:
+                super().match(self.arrival)
 
     def _copied(self, error: DeviceError | None) -> None:
         self._flying = False
@@ -192,5 +217,10 @@ class _StagedRecv(Posted):
     def _leave(self) -> None:
         self._side.unmark(self._marks)
         self._marks = ()
-        if not self._flying:
+        if self._is_there and not self._flying:
             self._staged.give_back()
+
+
+def _to_come(nbytes: int) -> memoryview:
+    """Return a view of so many bytes, all of them one, in place of memory that is not there yet."""
+    return np.broadcast_to(np.uint8(0), nbytes).data

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aiocoll.elements.buffers import byte_view
 from aiocoll.elements.device import DeviceArray
 from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.device import Device
@@ -45,7 +46,7 @@ class Staged:
         self._block: NDArray[Any] | None = None
 
     def allocate(self) -> None:
-        """Take the memory; it may take milliseconds to get some that nobody has used before.
+        """Take the memory; it may take milliseconds to get some that nobody has used before, so not in the loop.
 
         Raises:
             DeviceError: there is none that could be locked.
@@ -61,14 +62,13 @@ class Staged:
         ]
 
     def copy_in(self, marks: Sequence[int], positions: Collection[int], done: Done) -> Launched:
-        """Copy arrays to the host, after `marks`; before that, `allocate` unless that has been done."""
+        """Take the memory, and copy arrays to the host, after `marks`."""
         device, stream = self._device, self._stream
 
         def call() -> None:
             for mark in marks:
                 device.after(stream, mark)
-            if self._block is None:
-                self.allocate()
+            self.allocate()
             for copy, original in self._pairs(positions):
                 device.cuda.copy_to_host(copy.ctypes.data, original.ptr, original.nbytes, stream)
 
@@ -87,6 +87,12 @@ class Staged:
             put_back([original for _, original in pairs], stream)
 
         return device.launch(None, stream, call, self, done)
+
+    def bytes_of(self, position: int) -> memoryview:
+        """Return the bytes of a copy."""
+        copy = self.arrays[position]
+        assert copy is not None
+        return byte_view(copy)
 
     def give_back(self) -> None:
         """Let others use the memory; neither device nor host uses it any more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import threading
 import weakref
 from typing import Any
 
@@ -180,6 +181,124 @@ async def test_messages_of_other_lengths_are_told() -> None:
         assert isinstance(error, CollectiveMismatchError)
         assert re.search(r"shape=\[2\].*shape=\[3\]", str(error))
         await asyncio.wait([work.get_future()])
+
+    with gpus(2, "staged") as gpu:
+        await run_ranks(2, body, gpu)
+
+
+class Locking:
+    """Takes the place of `FakeCuda.pinned`: notes which threads call it, and lets them wait until `go` is set."""
+
+    def __init__(self, gpu: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.threads: list[int] = []
+        self.go = threading.Event()
+        self._pinned = gpu.cuda.pinned
+        monkeypatch.setattr(gpu.cuda, "pinned", self)
+
+    def __call__(self, nbytes: int) -> Any:
+        self.threads.append(threading.get_ident())
+        assert self.go.wait(10)
+        return self._pinned(nbytes)
+
+
+async def test_the_loop_never_waits_for_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        for count in (1, 3000, 300_000):
+            tensor = gpu.tensor(np.full(count, float(rank)), rank)
+            await (pg.recv(tensor, 0) if rank else pg.send(tensor, 1))
+            assert not host(tensor).any()
+            await pg.allreduce(tensor)
+
+    with gpus(2, "staged") as gpu:
+        locking = Locking(gpu, monkeypatch)
+        locking.go.set()
+        await run_ranks(2, body, gpu)
+    assert len(locking.threads) >= 6
+    assert threading.get_ident() not in locking.threads
+
+
+async def test_receives_keep_their_order_while_there_is_no_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = (1, 300_000, 0)  # eager, granted, and empty
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        if pg.rank() == 0:
+            await asyncio.gather(*(pg.send(np.full(count, count), 1).join() for count in (*counts, 2, *counts)))
+        else:
+            early = [pg.recv(gpu.tensor(np.zeros(count, int), 1), 0) for count in counts]
+            last = np.zeros(2, int)
+            await pg.recv(last, 0)
+            assert last.tolist() == [2, 2]
+            late = [pg.recv(gpu.tensor(np.zeros(count, int), 1), 0) for count in counts]
+            await asyncio.sleep(0)
+            assert not any(work.done() for work in early + late)
+            locking.go.set()
+            for work, count in zip(early + late, counts * 2, strict=True):
+                assert host(await work).tolist() == [count] * count
+                assert work.source_rank() == 0
+
+    with gpus(2, "staged") as gpu:
+        locking = Locking(gpu, monkeypatch)
+        await run_ranks(2, body, gpu)
+
+
+async def test_a_matched_receive_without_memory_cannot_be_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        if pg.rank() == 0:
+            await pg.send(np.full(1, 1.0), 1)
+            await pg.send(np.full(1, 2.0), 1)
+            await pg.barrier()
+        else:
+            tensor, after = gpu.tensor(np.zeros(1), 1), np.zeros(1)
+            waiting = asyncio.ensure_future((work := pg.recv(tensor, 0)).join())
+            await pg.recv(after, 0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            assert not work.done()
+            locking.go.set()
+            await work
+            assert (host(tensor).tolist(), after.tolist()) == ([1], [2])
+            await pg.barrier()
+
+    with gpus(2, "staged") as gpu:
+        locking = Locking(gpu, monkeypatch)
+        await run_ranks(2, body, gpu)
+
+
+async def test_a_group_that_ends_while_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        if pg.rank() == 1:
+            works = [pg.recv(gpu.tensor(np.ones(9), 1), 0) for _ in range(2)]
+            await pg.recv(np.ones(1), 0)
+            pg.abort("enough")
+            locking.go.set()
+            for work in works:
+                with pytest.raises(GroupError, match="enough"):
+                    await work
+        else:
+            await pg.send(np.ones(9), 1)
+            await pg.send(np.ones(9), 1)
+            await pg.send(np.ones(1), 1)
+            await pg.wait_revoked()
+
+    with gpus(2, "staged") as gpu:
+        locking = Locking(gpu, monkeypatch)
+        await run_ranks(2, body, gpu)
+        assert gpu.engine(1).close(10.0)
+        assert gpu.cuda.live()["pinned"] == 0
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+async def test_no_memory_ends_the_group(sender: int) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        works = []
+        if pg.rank() == 0:
+            gpu.cuda.fail_next("pinned", "out of memory")
+            tensor = gpu.tensor(np.zeros(2), 0)
+            works.append(pg.send(tensor, 1) if sender == 0 else pg.recv(tensor, 1))
+        error = await pg.wait_revoked()
+        assert re.match(r"(SEND|RECV) of .* failed on rank 0, device 0: pinned: out of memory", str(error))
+        await asyncio.gather(*(work.get_future() for work in works), return_exceptions=True)
 
     with gpus(2, "staged") as gpu:
         await run_ranks(2, body, gpu)
