@@ -4,18 +4,19 @@ PYTHON ?= python3
 # What pytest or the benchmark gets besides: make test ARGS="tests/store -x"
 ARGS ?=
 
-.PHONY: help demo test check matrix soak bench gpu clean
+.PHONY: help demo test check coverage-gpu matrix soak bench gpu clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make demo     4 processes reduce real arrays, in .venv'
-	@echo 'make test     every test that needs no GPU'
-	@echo 'make check    format, lint and types'
-	@echo 'make matrix   the full matrices, Pythons 3.11 to 3.13, asyncio and uvloop'
-	@echo 'make soak     what takes long: many operations, a slow receiver, chaos'
-	@echo 'make bench    against Gloo, MPICH and Open MPI (installs them); ARGS=--quick: a glance'
-	@echo 'make gpu      what needs a GPU, in under 8 minutes; PYTHON= one with CuPy, NCCL and the dev packages'
-	@echo 'make clean    remove the environments and caches'
+	@echo 'make demo          4 processes reduce real arrays, in .venv'
+	@echo 'make test          every test that needs no GPU'
+	@echo 'make check         format, lint and types'
+	@echo 'make coverage-gpu  whether tests on fake devices reach all that is for GPUs'
+	@echo 'make matrix        the full matrices, Pythons 3.11 to 3.13, asyncio and uvloop'
+	@echo 'make soak          what takes long: many operations, a slow receiver, chaos'
+	@echo 'make bench         against Gloo, MPICH and Open MPI (installs them); ARGS=--quick: a glance'
+	@echo 'make gpu           what needs a GPU, in under 8 minutes; PYTHON= one with CuPy, NCCL and the dev packages'
+	@echo 'make clean         remove the environments and caches'
 
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -34,6 +35,10 @@ check: .venv/installed
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
+
+coverage-gpu: .venv/installed
+	.venv/bin/python -m coverage run -m pytest -q -m 'not matrix and not soak' tests/gpu tests/elements/test_device*.py $(ARGS)
+	.venv/bin/python -m coverage report
 
 matrix: matrix-3.11 matrix-3.12 matrix-3.13
 
@@ -68,4 +73,4 @@ gpu:
 	$(PYTHON) tests/gpu/run.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-* bench/.venvs .mypy_cache .pytest_cache .ruff_cache build dist gpu-figures
+	rm -rf .coverage .venv .venv-* bench/.venvs .mypy_cache .pytest_cache .ruff_cache build dist gpu-figures

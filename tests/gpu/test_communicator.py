@@ -1,0 +1,168 @@
+"""The communicator of a group: what it is asked while it works, and how it ends when not all goes together."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup
+from aiocoll.group import communicator, device_side
+from aiocoll.group.communicator import Communicator
+
+from ..ranks import run_ranks, until
+from .groups import Gpus, gpus
+from .test_groups import allreduced
+from .test_groups_failing import called, fails, ones
+
+
+def of(pg: ProcessGroup) -> Communicator:
+    """Return the communicator of a group, which has been called."""
+    assert pg._side is not None
+    assert pg._side.communicator is not None
+    return pg._side.communicator
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let it be asked all the time what has failed; return a list that gets an entry each time."""
+    asked: list[int] = []
+    ask = Communicator._ask
+
+    def count(self: Communicator) -> None:
+        asked.append(1)
+        ask(self)
+
+    monkeypatch.setattr(communicator, "ASK_EVERY", 0.001)
+    monkeypatch.setattr(Communicator, "_ask", count)
+    return asked
+
+
+async def test_one_question_at_a_time_and_late_answers_are_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = counted(monkeypatch)
+    answer = threading.Event()
+    questions: list[int] = []
+
+    def slow() -> str:
+        questions.append(1)
+        assert answer.wait(10)
+        return "too late"
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        of(pg)._end.async_error = slow  # type: ignore[union-attr, method-assign]
+        gate = gpu.gate(0)
+        work = called(pg, gpu)
+        await until(lambda: questions)
+        so_far = len(asked)
+        await until(lambda: len(asked) > so_far + 3)
+        assert len(questions) == 1
+        pg.abort("enough")
+        answer.set()
+        await pg._side.device.run(lambda: None)  # type: ignore[union-attr]
+        await fails(pg, work, "enough")
+        gate.open()
+
+    with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)
+
+
+async def test_nothing_is_asked_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = counted(monkeypatch)
+    make = threading.Event()
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        work = pg.allreduce(tensor := ones(pg, gpu))
+        await until(lambda: len(asked) > 3)
+        assert not of(pg).is_begun
+        make.set()
+        assert await work is tensor
+
+    with gpus(1) as gpu:
+        init = gpu.nccl.init
+        monkeypatch.setattr(gpu.nccl, "init", lambda *given: make.wait(10) and init(*given))
+        await run_ranks(1, body, gpu)
+
+
+async def test_a_group_that_ends_before_its_communicator_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_side, "RELEASE", 0.05)
+    make = threading.Event()
+    made: list[Any] = []
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await pg.allreduce(gpu.tensor(np.ones(0), 0))
+        await pg.shutdown()
+        make.set()
+        await until(lambda: made)
+        await until(lambda: made[0].aborted)
+
+    with gpus(1) as gpu:
+        init = gpu.nccl.init
+
+        def late(*given: Any) -> Any:
+            assert make.wait(10)
+            made.append(init(*given))
+            return made[0]
+
+        monkeypatch.setattr(gpu.nccl, "init", late)
+        await run_ranks(1, body, gpu)
+
+
+async def test_who_has_said_that_he_ends_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "PARTING", 60)
+    ends: dict[int, Any] = {}
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        ends[pg.rank()] = of(pg)._end
+        await pg.barrier()
+        if pg.rank() == 0:
+            pg._member.timeout = 0.05
+        elif pg.rank() == 1:
+            closing = asyncio.ensure_future(of(pg).close())
+            await until(lambda: 0 in pg._member.left)
+            assert not closing.done()
+            await pg.send_object("all ready", 2)
+            await closing
+        else:
+            await pg.recv_object(1)
+        await pg.shutdown()
+
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu)
+    assert [(ends[rank].destroyed, ends[rank].aborted) for rank in range(3)] == [
+        (False, True),
+        (True, False),
+        (True, False),
+    ]
+
+
+async def test_an_error_in_the_first_of_several_verdicts_ends_the_others() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        works = [called(pg, gpu), called(pg, gpu)]
+        gpu.cuda.fail_next("stream_create", "out of memory")
+        for work in works:
+            await fails(pg, work, "ALLREDUCE .* failed on rank 0, device 0: stream_create: out of memory")
+
+    with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)
+
+
+async def test_who_no_longer_waits_for_the_order_of_a_stream() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        if pg.rank() == 0:
+            tensor = ones(pg, gpu)
+            gone, stays = (asyncio.ensure_future(each.on_stream()) for each in [pg.allreduce(tensor)] * 2)
+            await asyncio.sleep(0)
+            gone.cancel()
+            await pg.send_object("called", 1)
+            assert await stays is tensor
+            assert gone.cancelled()
+        else:
+            await pg.recv_object(0)
+            await pg.allreduce(ones(pg, gpu))
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
