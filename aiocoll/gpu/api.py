@@ -41,6 +41,9 @@ class Cuda(Protocol):
     def bus_id(self, device: int) -> str:
         """Return what tells the device from all others of this host."""
 
+    def capability(self, device: int) -> tuple[int, int]:
+        """Return the compute capability of the device, such as (9, 0): what its generation can do."""
+
     def use(self, device: int) -> None:
         """Make `device` the one that calls of this thread are for."""
 

@@ -29,6 +29,8 @@ _SUCCESS, _NOT_READY = 0, 600
 #: What CUDA refuses without harm: arguments, too little memory, a device or a handle that is none, a capture.
 _HARMLESS = frozenset({1, 2, 101, 400, *range(900, 909)})
 _INVALID_ARGUMENT = 4
+#: The attributes of a device that are its compute capability, for which CuPy has no names.
+_CAPABILITY = (75, 76)
 _IN_PROGRESS = 7
 #: What NCCL says that CuPy has no words for.
 _UNKNOWN = {_IN_PROGRESS: "in progress: NCCL_COMM_BLOCKING=0 is not for CuPy", 8: "it took too long"}
@@ -98,6 +100,11 @@ class _Cuda:
     def bus_id(self, device: int) -> str:
         with _Named("cudaDeviceGetPCIBusId"):
             return str(runtime.deviceGetPCIBusId(device))
+
+    def capability(self, device: int) -> tuple[int, int]:
+        with _Named("cudaDeviceGetAttribute"):
+            major, minor = (int(runtime.deviceGetAttribute(attribute, device)) for attribute in _CAPABILITY)
+            return major, minor
 
     def use(self, device: int) -> None:
         with _Named("cudaSetDevice"):

@@ -49,6 +49,7 @@ class FakeCuda:
 
     Attributes:
         bus_ids: of the devices; change one to play another GPU.
+        capabilities: of the devices; change one to play an older GPU.
         latency: seconds that every kernel and copy takes.
         memory: of the devices and the page-locked one of the host.
         calls: how often each function of the runtime was called.
@@ -57,6 +58,7 @@ class FakeCuda:
 
     def __init__(self, devices: int = 1) -> None:
         self.bus_ids = [f"00000000:{device:02X}:00.0" for device in range(devices)]
+        self.capabilities = [(9, 0)] * devices
         self.latency = 0.0
         self.memory = FakeMemory()
         self.calls: defaultdict[str, int] = defaultdict(int)
@@ -146,6 +148,10 @@ class FakeCuda:
     def bus_id(self, device: int) -> str:
         """Return what tells the device from all others of this host."""
         return self.bus_ids[self._device(device, "bus_id").ordinal]
+
+    def capability(self, device: int) -> tuple[int, int]:
+        """Return the compute capability of the device, such as (9, 0): what its generation can do."""
+        return self.capabilities[self._device(device, "capability").ordinal]
 
     def device_of(self, address: int) -> int:
         """Return the device whose memory lies at `address`."""

@@ -5,6 +5,7 @@ SIGNATURES = {
     "cuda.runtime.runtimeGetVersion": "runtimeGetVersion() -> int",
     "cuda.runtime.getDeviceCount": "getDeviceCount() -> int",
     "cuda.runtime.deviceGetPCIBusId": "deviceGetPCIBusId(int device) -> str",
+    "cuda.runtime.deviceGetAttribute": "deviceGetAttribute(int attrib, int device) -> int",
     "cuda.runtime.setDevice": "setDevice(int device)",
     "cuda.runtime.getDevice": "getDevice() -> int",
     "cuda.runtime.pointerGetAttributes": "pointerGetAttributes(intptr_t ptr) -> PointerAttributes",

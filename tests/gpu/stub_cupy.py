@@ -18,6 +18,7 @@ RETURNS: dict[str, Any] = {
     "runtimeGetVersion": 12090,
     "getDeviceCount": 2,
     "deviceGetPCIBusId": "0000:01:00.0",
+    "deviceGetAttribute": 9,
     "getDevice": 1,
     "pointerGetAttributes": SimpleNamespace(device=1),
     "streamCreateWithFlags": 0x70,

@@ -84,6 +84,14 @@ def test_calls_of_cuda(cuda: Cuda, log: Log, call: Callable[[Cuda], Any], logged
     assert inspect.isfunction(getattr(Cuda, call.__code__.co_names[0]))
 
 
+def test_the_capability_of_a_device(cuda: Cuda, log: Log) -> None:
+    assert cuda.capability(1) == (9, 9)
+    assert log.calls == [("deviceGetAttribute", (75, 1)), ("deviceGetAttribute", (76, 1))]
+    log.errors["deviceGetAttribute"] = lambda: CUDARuntimeError(101)
+    with pytest.raises(DeviceError, match="cudaDeviceGetAttribute: cudaError101"):
+        cuda.capability(7)
+
+
 def test_events_that_are_not_done(cuda: Cuda, log: Log) -> None:
     log.returns["eventQuery"] = 600
     assert cuda.event_done(0xE0) is False
