@@ -108,7 +108,7 @@ class Agreed(Compared):
     def _says(self) -> bytes:
         """Say what this rank calls, which way it can go, and what it has, if rank 0 may not know."""
         side, work = self._side, self.work
-        way = way_of(self._plan, self._arrays, self.group.rank)
+        way = way_of(self._plan, self._arrays, self.group.rank, side.float8)
         # Of a member of a block: its own terms, not those of the block.
         described = side.described(self._plan, self._called, self.shape)
         told: bytes = msgpack.packb((described, work.seq, work.key, way, side.card()))

@@ -8,10 +8,13 @@ from typing import Any, NamedTuple
 
 from aiocoll.gpu.api import Cuda, Nccl
 
-__all__ = ["Decision", "card", "decide"]
+__all__ = ["Decision", "card", "decide", "reduces_float8"]
 
 #: The setting that makes NCCL's calls return before they are done, which nobody waits for here.
 _BLOCKING = "NCCL_COMM_BLOCKING"
+
+#: What NCCL needs to reduce float8: its version, and the compute capability of all devices of the communicator.
+_FLOAT8_VERSION, _FLOAT8_CAPABILITY = 22400, (9, 0)
 
 Card = dict[str, Any]
 
@@ -46,6 +49,11 @@ def card(cuda: Cuda, nccl: Nccl | None, device: int, missing: str) -> Card:
     if os.environ.get(_BLOCKING, "").strip() == "0":
         version, why = 0, f"{_BLOCKING}=0 makes NCCL's calls return unfinished: unset it"
     return {"nccl": version, "why": why, "bus": cuda.bus_id(device)}
+
+
+def reduces_float8(cuda: Cuda, nccl: Nccl | None, device: int) -> bool:
+    """Return whether NCCL can reduce float8, as far as this rank's device and library are concerned."""
+    return nccl is not None and nccl.version() >= _FLOAT8_VERSION and cuda.capability(device) >= _FLOAT8_CAPABILITY
 
 
 def decide(cards: Sequence[Card], hosts: Sequence[int]) -> tuple[bool, str]:

@@ -31,9 +31,10 @@ class Collectives(Launcher):
 
     Arrays on a CUDA device go by NCCL if all ranks have the same version of it and a device each. If not, they are
     staged: copied to the host, where the collective is carried out, and back. So is what NCCL lacks: scans, bit and
-    custom ops, and reductions of 16-bit integers and float8, AVG of integers, PRODUCT of complex, and PREMUL_SUM but of
-    `allreduce`. What NCCL reduces, it rounds in its own way: floats of 16 bits at each step; and of a NaN, MIN and MAX
-    may lose sight. All ranks agree on each call before it begins, in two steps over the host: where they differ,
+    custom ops, reductions of 16-bit integers, AVG of integers and float8, PRODUCT of complex, and PREMUL_SUM but of
+    `allreduce`; and all reductions of float8, unless NCCL is 2.24 or later and all devices have compute capability 9.0.
+    What NCCL reduces, it rounds in its own way: floats of 16 bits and less at each step; and of a NaN, MIN and MAX may
+    lose sight. All ranks agree on each call before it begins, in two steps over the host: where they differ,
     `CollectiveMismatchError` leaves arrays and group as they are. A group is of one device; ranks that share several
     groups call them in the same order, and await each group's first call before the next group's.
 

@@ -18,7 +18,7 @@ from aiocoll.errors import BackendUnavailableError, CollectiveTimeoutError, Grou
 from aiocoll.gpu.api import DeviceError, Nccl
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.provider import why_no_nccl
-from aiocoll.group.cards import Card, Decision, card, decide
+from aiocoll.group.cards import Card, Decision, card, decide, reduces_float8
 from aiocoll.group.communicator import Communicator
 from aiocoll.group.native import STAGED
 from aiocoll.log import logger
@@ -48,6 +48,7 @@ class DeviceSide:
         stream: where they are copied to the host and back.
         decision: whether NCCL is used; None before the first call is complete.
         communicator: this rank's end of it, if it is.
+        float8: this rank has what it takes that NCCL reduces float8.
     """
 
     def __init__(self, member: Membership, device: Device, nccl: Nccl | None, forced: bool) -> None:
@@ -55,6 +56,7 @@ class DeviceSide:
         self.device = device
         self.nccl = nccl
         self.stream = device.stream()
+        self.float8 = reduces_float8(device.cuda, nccl, device.ordinal)
         self.decision: Decision | None = None
         self.communicator: Communicator | None = None
         self._forced = forced

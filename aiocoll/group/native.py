@@ -24,7 +24,7 @@ __all__ = ["GROUPED", "PACKED", "STAGED", "Tools", "carry_out", "way_of"]
 STAGED, GROUPED, PACKED = 0, 1, 2
 
 _BYTES = 1
-#: NCCL's numbers of dtypes that it reduces. It reduces float8 on some devices only.
+#: NCCL's numbers of dtypes that it reduces.
 _TYPES = {
     "bool": 1,
     "int8": 0,
@@ -39,7 +39,12 @@ _TYPES = {
     "bfloat16": 9,
     "complex64": 7,
     "complex128": 8,
+    "float8_e4m3fn": 10,
+    "float8_e5m2": 11,
 }
+#: Of which NCCL reduces only where all devices can. Its AVG of them multiplies by 1/p, which it rounds as coarsely
+#: before: not that, thus.
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _SUM, _PRODUCT, _MAX, _MIN, _AVG = range(5)
 _NUMBERS = {"SUM": _SUM, "PRODUCT": _PRODUCT, "MAX": _MAX, "MIN": _MIN}
 #: Of what is 0 or 1.
@@ -70,17 +75,18 @@ class Tools(NamedTuple):
     stream: int
 
 
-def way_of(plan: Plan, arrays: Sequence[DeviceArray | None], rank: int) -> int:
-    """Return the best way in which this rank can go through a call; the terms decide alike for all ranks.
+def way_of(plan: Plan, arrays: Sequence[DeviceArray | None], rank: int, float8: bool = False) -> int:
+    """Return the best way in which this rank can go through a call; all ranks then go the least of their ways.
 
     Args:
         plan: the call's.
         arrays: numbered as the plan's buffers.
         rank: this one.
+        float8: NCCL and the device of this rank can reduce float8.
     """
     terms = plan.terms
     if terms.op in _REDUCING:
-        if _reduction(plan) is None:
+        if _reduction(plan) is None or (terms.dtype in _FLOAT8 and not float8):
             return STAGED
     elif terms.op not in _MOVING:
         return STAGED

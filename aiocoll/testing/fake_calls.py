@@ -17,7 +17,7 @@ from aiocoll.testing.fake_memory import BadAddressError
 if TYPE_CHECKING:
     from aiocoll.testing.fake_nccl import FakeCommunicator
 
-__all__ = ["DTYPES", "FLOAT8_SINCE", "OPS", "FakeCall", "compute"]
+__all__ = ["DTYPES", "FLOAT8_CAPABILITY", "FLOAT8_SINCE", "OPS", "FakeCall", "compute"]
 
 #: NCCL's numbers of dtypes; see nccl.h.
 DTYPES: Mapping[int, DType] = MappingProxyType(dict(enumerate(map(by_name, (
@@ -26,6 +26,8 @@ DTYPES: Mapping[int, DType] = MappingProxyType(dict(enumerate(map(by_name, (
 )))))  # fmt: skip
 #: The version that brought the float8 types.
 FLOAT8_SINCE = 22400
+#: What a device needs to reduce them; NCCL refuses if one of the communicator has less.
+FLOAT8_CAPABILITY = (9, 0)
 #: NCCL's numbers of operations.
 OPS: Mapping[int, ReduceOp] = MappingProxyType(
     dict(enumerate((ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.AVG)))

@@ -14,7 +14,7 @@ from collections import defaultdict
 from typing import Any
 
 from aiocoll.gpu.api import DeviceError
-from aiocoll.testing.fake_calls import DTYPES, FLOAT8_SINCE, OPS, FakeCall, compute
+from aiocoll.testing.fake_calls import DTYPES, FLOAT8_CAPABILITY, FLOAT8_SINCE, OPS, FakeCall, compute
 from aiocoll.testing.fake_cuda import FakeCuda
 
 __all__ = ["FakeCommunicator", "FakeNccl"]
@@ -287,6 +287,10 @@ class FakeCommunicator:
         known = dtype in DTYPES and (self.nccl.version() >= FLOAT8_SINCE or DTYPES[dtype].itemsize > 1 or dtype < 2)
         if not known or op not in (*OPS, None):
             raise DeviceError(name, f"invalid argument: dtype {dtype}, op {op}", fatal=False)
+        if op is not None and DTYPES[dtype].kind == "half" and DTYPES[dtype].itemsize == 1:
+            for member in self._world.members.values():
+                if member.nccl.cuda.capability(member.device) < FLOAT8_CAPABILITY:
+                    raise DeviceError(name, f"invalid argument: rank {member.rank} cannot reduce float8", fatal=False)
         for rank in (root, peer):
             if rank is not None and not 0 <= rank < self._world.size:
                 raise DeviceError(name, f"invalid argument: rank {rank} of {self._world.size}", fatal=False)
