@@ -75,7 +75,8 @@ class Device:
     def stream(self) -> int:
         """Return a new stream, and start the thread that waits for it.
 
-        The first thing that a process does on a device takes CUDA long: call it by `run`.
+        The first thing that a process does on a device takes CUDA long, since it makes a context there. Where there
+        are arrays on the device, whatever made them has had that done; without, call it by `run`.
 
         Raises:
             DeviceError: CUDA refuses.

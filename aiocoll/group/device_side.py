@@ -55,6 +55,7 @@ class DeviceSide:
         self.member = member
         self.device = device
         self.nccl = nccl
+        # In the loop, though it is CUDA's: the arrays of the call are on the device, so its context is there already.
         self.stream = device.stream()
         self.float8 = reduces_float8(device.cuda, nccl, device.ordinal)
         self.decision: Decision | None = None
