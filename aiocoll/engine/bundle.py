@@ -41,11 +41,13 @@ class Layout:
 class Bucket:
     """Members that are one operation.
 
+    Several without a plan are on a device: all take part in one operation, which no memory is packed for.
+
     Each buffer of the operation holds those of all members, one after the other, behind a stamp if there is one.
 
     Attributes:
         members: their positions in the list.
-        plan: of the operation; None of a single member that has none.
+        plan: of the operation; None if its members have none.
         counts: by buffer, how many elements each member has; None where this rank has no such buffer.
         reads: the buffers that are inputs.
         writes: the buffers that are outputs.

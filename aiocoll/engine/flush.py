@@ -154,7 +154,7 @@ class Fusion:
             if not self.done:
                 self._bucket_ended(bucket, members, own, part, result, error)
 
-        name = members[0].op if plan is None else plan.terms.op
+        name = plan.terms.op if plan is not None else members[0].op if len(members) == 1 else "COALESCED"
         part = Part(self._group.endpoint, name, None, None, members[0].group, tuple, ended)
         self._start(number, bucket, arrays, part)
         yield
@@ -168,14 +168,17 @@ class Fusion:
         result: Any,
         error: BaseException | None,
     ) -> None:
-        if error is None and len(members) > 1:
+        if error is None and len(members) > 1 and bucket.plan is not None:
             self._jobs.append(self._unpacking(bucket, members, arrays, part))
         else:
             self._left -= 1
             if error is not None:
                 fail(members, error)
-            else:
+            elif len(members) == 1:
                 members[0]._finish(result if bucket.plan is None else members[0].outcome)
+            else:
+                for member, outcome in zip(members, result, strict=True):
+                    member._finish(outcome)
         self.advance()
 
     def _unpacking(

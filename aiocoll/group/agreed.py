@@ -14,6 +14,7 @@ carries out the same plan there, and outputs are copied back.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -28,7 +29,7 @@ from aiocoll.errors import GroupError
 from aiocoll.gpu.api import DeviceError
 from aiocoll.group.cards import Decision
 from aiocoll.group.fuse import ends
-from aiocoll.group.native import STAGED, carry_out, way_of
+from aiocoll.group.native import STAGED, Native, carry_out, way_of
 from aiocoll.group.staged import Staged, put_back
 from aiocoll.work import Work
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from aiocoll.gpu.launcher import Launched
     from aiocoll.group.device_side import DeviceSide
 
-__all__ = ["Agreed"]
+__all__ = ["Agreed", "is_empty"]
 
 
 class Agreed(Compared):
@@ -111,7 +112,7 @@ class Agreed(Compared):
         way = way_of(self._plan, self._arrays, self.group.rank, side.float8)
         # Of a member of a block: its own terms, not those of the block.
         described = side.described(self._plan, self._called, self.shape)
-        told: bytes = msgpack.packb((described, work.seq, work.key, way, side.card()))
+        told: bytes = msgpack.packb((described, work.seq, work.key, (way,), side.card()))
         return told
 
     def is_private(self) -> bool:
@@ -133,25 +134,25 @@ class Agreed(Compared):
             if len(verdict) == 1:
                 self._refuse(Difference(*verdict[0]))
             else:
-                number, way, decision = verdict
-                self._side.decided(self, number, way, None if decision is None else Decision(*decision))
+                number, ways, decision = verdict
+                self._side.decided(self, number, ways, None if decision is None else Decision(*decision))
 
-    def pronounce(self, number: int, way: int, decision: Decision | None) -> None:
+    def pronounce(self, number: int, ways: Sequence[int], decision: Decision | None) -> None:
         """As rank 0, let all begin it."""
-        self._send(dict.fromkeys(self.group.others, msgpack.packb([number, way, decision])))
-        self._side.decided(self, number, way, decision)
+        self._send(dict.fromkeys(self.group.others, msgpack.packb([number, ways, decision])))
+        self._side.decided(self, number, ways, decision)
 
     # -- carrying it out
 
-    def begin(self, way: int) -> None:
-        """Go on: all calls before it have begun."""
-        counts = self._plan.terms.counts
-        if counts and not any(counts):
+    def begin(self, ways: Sequence[int]) -> None:
+        """Go on, each call of it on its way: all calls before it have begun."""
+        (way,) = ways
+        if is_empty(self._plan):
             self.ended(self._result, None)
         elif way == STAGED:
             self._stage()
         else:
-            self._launch(way)
+            self._launch([Native(self._plan, self._arrays, way)])
 
     def give_up(self, error: Exception) -> None:
         """Fail on all ranks alike; the group goes on."""
@@ -189,24 +190,27 @@ class Agreed(Compared):
         self._leave()
         super().fail(error)
 
-    def _launch(self, way: int) -> None:
-        """Put it on the communicator's stream."""
-        plan, arrays, device, communicator = self._plan, self._arrays, self._side.device, self._side.communicator
+    def _launch(self, calls: Sequence[Native], others: Sequence[int] = ()) -> None:
+        """Put calls on the communicator's stream; let what comes on `others` come after the caller's, too."""
+        device, communicator = self._side.device, self._side.communicator
         assert communicator is not None
         stream, marks = communicator.stream, self._marks
 
         def call() -> None:
             for mark in marks:
+                for other in others:
+                    device.cuda.stream_wait(other, mark)
                 device.after(stream, mark)
-            carry_out(plan, arrays, way, communicator.tools())
-            put_back(arrays, stream)
+            carry_out(calls, communicator.tools())
+            for each in calls:
+                put_back(each.arrays, stream)
 
         def done(error: DeviceError | None) -> None:
             communicator.ended()
             self._ended(error)
 
         communicator.started()
-        self._flies(device.launch(None, stream, call, arrays, done), last=True)
+        self._flies(device.launch(None, stream, call, calls, done), last=True)
 
     def _stage(self) -> None:
         """Copy the inputs to the host."""
@@ -273,3 +277,9 @@ class Agreed(Compared):
         """Return which arrays are inputs, and which are outputs."""
         reads, writes, _ = ends(self._plan.terms, self.group.rank, len(self.group.ranks))
         return reads, writes
+
+
+def is_empty(plan: Plan) -> bool:
+    """Whether no rank has any elements."""
+    counts = plan.terms.counts
+    return bool(counts) and not any(counts)

@@ -35,6 +35,7 @@ class Call(NamedTuple):
         nbytes: of a message between two ranks, or all that this rank sends of objects.
         plan: of a collective on arrays that its plan's executor carries out.
         arrays: flat, numbered as the plan's buffers; None where this rank has none.
+        on_device: the plan of a collective on CUDA arrays, in place of `plan`.
     """
 
     op: str
@@ -48,6 +49,7 @@ class Call(NamedTuple):
     nbytes: int = 0
     plan: Plan | None = None
     arrays: list[Any] | None = None
+    on_device: Plan | None = None
 
 
 class Taker(Protocol):

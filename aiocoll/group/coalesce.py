@@ -174,7 +174,7 @@ class Coalescing(Collectives, Flushing):
         in the same order; they take one number together. Leaving the block sends them, and waits for all; awaiting one
         of them inside sends what is recorded at the end of this turn of the loop. The order in which the calls of a
         block are carried out is not defined: none may write where another one reads or writes. Calls on CUDA arrays are
-        part of it, but each travels by itself.
+        one group of NCCL calls; what NCCL cannot do is staged, each call by itself.
 
         If the block is left by an exception, nothing more is sent, and what was not raises from that exception.
 

@@ -62,15 +62,15 @@ class DeviceSide:
         self.communicator: Communicator | None = None
         self._forced = forced
         self._terms: dict[Plan, Terms] = {}
-        self._described: dict[tuple[Plan, tuple[int, ...]], bytes] = {}
+        self._described: dict[tuple[Plan | Terms, tuple[int, ...]], bytes] = {}
         #: As rank 0: what each rank has; calls that are complete and have no number yet, and the last number given.
         self._cards: dict[int, Card] = {}
-        self._complete: list[tuple[Agreed, int]] = []
+        self._complete: list[tuple[Agreed, Sequence[int]]] = []
         self._numbered = 0
         self._decision: Decision | None = None
         self._asking = False
         #: Calls that have a number, and the next to begin.
-        self._held: dict[int, tuple[Agreed, int]] = {}
+        self._held: dict[int, tuple[Agreed, Sequence[int]]] = {}
         self._next = 1
         member.on_revoked.append(self.end)
 
@@ -101,14 +101,14 @@ class DeviceSide:
             return None
         return card(self.device.cuda, self.nccl, self.device.ordinal, why_no_nccl() or "")
 
-    def described(self, plan: Plan, terms: Terms, shape: tuple[int, ...]) -> bytes:
+    def described(self, call: Plan | Terms, terms: Terms, shape: tuple[int, ...]) -> bytes:
         """Return what a call is; calls alike are the same bytes, made once."""
-        found = self._described.get((plan, shape))
+        found = self._described.get((call, shape))
         if found is None:
             if len(self._described) >= KEPT:
                 self._described.clear()
             found = packed(description(self.member.rank, terms, shape, None, None), None)
-            self._described[plan, shape] = found
+            self._described[call, shape] = found
         return found
 
     def judge(self, operation: Agreed, said: Sequence[memoryview]) -> Difference | None:
@@ -121,7 +121,7 @@ class DeviceSide:
             found = compare(self.member.name, [_whole(*each[:3]) for each in told])
         self._cards.update((rank, each[4]) for rank, each in enumerate(told) if each[4] is not None)
         if found is None:
-            self._complete.append((operation, min(each[3] for each in told)))
+            self._complete.append((operation, [min(ways) for ways in zip(*(each[3] for each in told), strict=True)]))
             self._decide()
         return found
 
@@ -137,10 +137,10 @@ class DeviceSide:
         if (decision := self._decision) is None:
             return
         complete, self._complete = self._complete, []
-        for operation, way in complete:
+        for operation, ways in complete:
             if not operation.done:
                 self._numbered += 1
-                operation.pronounce(self._numbered, way, decision if self.decision is None else None)
+                operation.pronounce(self._numbered, ways, decision if self.decision is None else None)
 
     def _ask(self, why: str) -> None:
         """Ask NCCL for the name of a communicator, which may take long."""
@@ -154,27 +154,27 @@ class DeviceSide:
 
         self.device.run(self.nccl.unique_id).add_done_callback(named)
 
-    def decided(self, operation: Agreed, number: int, way: int, decision: Decision | None) -> None:
+    def decided(self, operation: Agreed, number: int, ways: Sequence[int], decision: Decision | None) -> None:
         """Take note of a verdict; begin all calls whose turn it is."""
         if decision is not None:
             try:
                 self._follow(decision)
             except DeviceError as error:
                 self.broken(error, operation)
-        self._held[number] = operation, way
+        self._held[number] = operation, ways
         while (turn := self._held.pop(self._next, None)) is not None:
             self._next += 1
-            operation, way = turn
+            operation, ways = turn
             if not operation.done:
-                self._begin(operation, way)
+                self._begin(operation, ways)
 
-    def _begin(self, operation: Agreed, way: int) -> None:
+    def _begin(self, operation: Agreed, ways: Sequence[int]) -> None:
         decision = self.decision
         assert decision is not None
         if self._forced and not decision.native:
             operation.give_up(BackendUnavailableError(f"group {self.member.name!r} is to use NCCL, but {decision.why}"))
         else:
-            operation.begin(way if decision.native else STAGED)
+            operation.begin(ways if decision.native else [STAGED] * len(ways))
 
     def _follow(self, decision: Decision) -> None:
         """Do as rank 0 has decided."""

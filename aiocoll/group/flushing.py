@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import Any
 
 from numpy.typing import NDArray
 
-from aiocoll.engine.apart import check_apart
+from aiocoll.engine.apart import Span, check_apart, check_spans
 from aiocoll.engine.bundle import Bucket, Layout
 from aiocoll.engine.flush import Flush, Fusion, Start, fail
 from aiocoll.engine.membership import Membership
 from aiocoll.engine.monitored import Monitored
-from aiocoll.engine.operation import KEYED, P2P
+from aiocoll.engine.operation import KEYED, P2P, Terms
 from aiocoll.engine.recorded import Part, Recorded
 from aiocoll.group.calls import Call, Taker
-from aiocoll.group.fuse import Fuser
+from aiocoll.group.fuse import Fuser, ends
 from aiocoll.group.launch import Launcher
 from aiocoll.options import GroupOptions
 from aiocoll.work import Work
@@ -108,13 +108,15 @@ class Recording:
         self.settle(error)
 
     def settle(self, error: BaseException | None) -> None:
-        """End the works of lists: their members have ended, with `error` if they have failed."""
+        """End the works of lists: their members have ended, all with `error`, or each by itself."""
         for work, members in self.lists:
             if not work.done():
-                if error is None:
+                # One may have failed without the group.
+                wrong = error or next(filter(None, (member.exception() for member in members)), None)
+                if wrong is None:
                     work._finish([member.result() for member in members])
                 else:
-                    fail([work], error)
+                    fail([work], wrong)
 
     def _withdraw(self, work: Recorded) -> None:
         """Nobody waits for a receive any more that has not started."""
@@ -145,8 +147,11 @@ class Flushing(Launcher, Fuser):
         members = recording.members
         try:
             self._check()
-            layout = self._layout(tuple([member.plan or member.call.terms for member in members]))
+            calls = tuple([member.plan or member.call.terms for member in members])
+            layout = self._layout(calls, outer is None)
             check_apart(layout, members)
+            if self._side is not None:
+                check_spans(_device_spans(members, self._rank, self._size), members)
         except Exception as error:
             self._failures.expect(error)
             recording.fail(error)
@@ -166,7 +171,8 @@ class Flushing(Launcher, Fuser):
         def start(number: int, bucket: Bucket, arrays: list[NDArray[Any] | None], part: Part) -> None:
             part.seq, part.key = seq, key
             if bucket.plan is None:
-                call = members[bucket.members[0]].call
+                own = [members[position].call for position in bucket.members]
+                call = own[0] if len(own) == 1 else self._as_one(own, layout.terms, limit)
             else:
                 call = self._call(bucket.plan, arrays, (), None, limit, key, None, None)
             if outer is None:
@@ -217,6 +223,18 @@ class Flushing(Launcher, Fuser):
             fusion.advance()
         return part
 
+    def _as_one(self, calls: Sequence[Call], terms: Terms, limit: float) -> Call:
+        """Return one call that stands for several on CUDA arrays."""
+        from aiocoll.group.together import Together  # with all that a GPU needs
+
+        side = self._side
+        assert side is not None
+
+        def make(identity: int, work: Work[Any]) -> Together:
+            return Together(side, calls, self._member, identity, work, limit)
+
+        return Call(terms.op, make, limit, terms)
+
     def _start_flush(
         self, layout: Layout, identity: int, part: Part, limit: float, make: Callable[[int, Work[Any]], Flush]
     ) -> None:
@@ -250,6 +268,17 @@ class Flushing(Launcher, Fuser):
             operation.timeout = limit
         part.operation = operation
         self._enter(operation)
+
+
+def _device_spans(members: Sequence[Recorded], rank: int, size: int) -> Iterator[Span]:
+    """Return where the CUDA arrays of members are."""
+    for position, member in enumerate(members):
+        call = None if member.plan is not None else member.call
+        if call is not None and call.on_device is not None:
+            _, writes, _ = ends(call.on_device.terms, rank, size)
+            for buffer, array in enumerate(call.arrays):
+                if array is not None and array.size:
+                    yield array.ptr, array.ptr + array.nbytes, position, buffer in writes
 
 
 def _follow(work: Work[Any], follower: Recorded | Part) -> None:

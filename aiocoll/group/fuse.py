@@ -48,19 +48,20 @@ class Fuser(Planner):
 
     def __init__(self, member: Membership) -> None:
         super().__init__(member)
-        self._layouts: dict[tuple[Called, ...], Layout] = {}
+        self._layouts: dict[tuple[Called | None, ...], Layout] = {}
 
-    def _layout(self, calls: tuple[Called, ...]) -> Layout:
-        """Return the layout of a list of calls."""
+    def _layout(self, calls: tuple[Called, ...], together: bool = True) -> Layout:
+        """Return the layout of a list of calls, those on a device `together` or each by itself."""
         layouts = self._layouts
-        found = layouts.get(calls)
+        key = calls if together else (None, *calls)
+        found = layouts.get(key)
         if found is None:
             if len(layouts) >= LAYOUTS:
                 del layouts[next(iter(layouts))]
-            found = layouts[calls] = self._lay_out(calls)
+            found = layouts[key] = self._lay_out(calls, together)
         return found
 
-    def _lay_out(self, calls: tuple[Called, ...]) -> Layout:
+    def _lay_out(self, calls: tuple[Called, ...], together: bool) -> Layout:
         names = _Names()
         entries = [names.entry(call) for call in calls]
         roll = Roll([entry.terms for entry in entries])
@@ -68,7 +69,12 @@ class Fuser(Planner):
         members: dict[Any, list[int]] = {}
         for position, (call, entry) in enumerate(zip(calls, entries, strict=True)):
             # Those that stay alone have a bucket of their own.
-            bucket = position if isinstance(call, Terms) or _is_large(call) else entry.terms[:2] + entry.terms[3:5]
+            bucket: object = position
+            if isinstance(call, Terms):
+                if together and call.device != "cpu":
+                    bucket = call.device
+            elif not _is_large(call):
+                bucket = entry.terms[:2] + entry.terms[3:5]
             members.setdefault(bucket, []).append(position)
         buckets = [self._bucket(calls, positions) for positions in members.values()]
         for plan in (bucket.plan for bucket in buckets):

@@ -239,8 +239,9 @@ class Launcher(Planner):
             return make(self._member, identity, plan, arrays, shape, result, work, limit)
 
         known = plan if executor is None else None
-        terms = getattr(executor, "terms", plan.terms)
-        return Call(plan.terms.op, operation, limit, terms, key, shape, result, unwrap, 0, known, arrays)
+        terms = plan.terms if isinstance(executor, type) else getattr(executor, "terms", plan.terms)
+        on_device = None if terms.device == "cpu" else plan
+        return Call(plan.terms.op, operation, limit, terms, key, shape, result, unwrap, 0, known, arrays, on_device)
 
     @contextlib.contextmanager
     def _scoped(self, taker: Taker) -> Iterator[None]:

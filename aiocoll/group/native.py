@@ -18,7 +18,7 @@ from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.plan import Plan
 from aiocoll.gpu.api import Cuda, DeviceError, Nccl, NcclCommunicator
 
-__all__ = ["GROUPED", "PACKED", "STAGED", "Tools", "carry_out", "way_of"]
+__all__ = ["GROUPED", "PACKED", "STAGED", "Native", "Tools", "carry_out", "way_of"]
 
 #: Ways of a call; all ranks go the least of those that they can go.
 STAGED, GROUPED, PACKED = 0, 1, 2
@@ -66,6 +66,7 @@ class Tools(NamedTuple):
         end: this rank's end of the communicator.
         rank: this rank.
         stream: where its calls go.
+        grouped: they are part of a group already.
     """
 
     cuda: Cuda
@@ -73,6 +74,21 @@ class Tools(NamedTuple):
     end: NcclCommunicator
     rank: int
     stream: int
+    grouped: bool = False
+
+
+class Native(NamedTuple):
+    """A call that NCCL carries out.
+
+    Attributes:
+        plan: the call's.
+        arrays: numbered as the plan's buffers.
+        way: which way all ranks go.
+    """
+
+    plan: Plan
+    arrays: Sequence[DeviceArray | None]
+    way: int
 
 
 def way_of(plan: Plan, arrays: Sequence[DeviceArray | None], rank: int, float8: bool = False) -> int:
@@ -103,12 +119,23 @@ def way_of(plan: Plan, arrays: Sequence[DeviceArray | None], rank: int, float8: 
     return PACKED if packed else GROUPED
 
 
-def carry_out(plan: Plan, arrays: Sequence[DeviceArray | None], way: int, tools: Tools) -> None:
-    """Put a call on the stream, which has elements at some rank; blocks, perhaps, until other ranks do.
+def carry_out(calls: Sequence[Native], tools: Tools) -> None:
+    """Put calls on the stream, each with elements at some rank; blocks, perhaps, until other ranks do.
+
+    Several are one group, and one kernel if NCCL can: none may write where another one reads or writes.
 
     Raises:
         DeviceError: it cannot be done.
     """
+    if len(calls) == 1:
+        _carry_out(*calls[0], tools)
+        return
+    with _together(tools):
+        for call in calls:
+            _carry_out(*call, tools._replace(grouped=True))
+
+
+def _carry_out(plan: Plan, arrays: Sequence[DeviceArray | None], way: int, tools: Tools) -> None:
     terms, stream, end, rank = plan.terms, tools.stream, tools.end, tools.rank
     given = [each for each in arrays if each is not None]
     match terms.op:
@@ -166,7 +193,7 @@ def _all_gather(blocks: Sequence[DeviceArray], source: DeviceArray, way: int, to
     if way == PACKED:
         tools.end.all_gather(source.ptr, blocks[0].ptr, source.nbytes, _BYTES, tools.stream)
         return
-    with _together(tools.nccl):
+    with _together(tools):
         for rank, block in enumerate(blocks):
             if block.size:
                 given = source if rank == tools.rank else block
@@ -178,7 +205,7 @@ def _reduce_scatter(plan: Plan, blocks: Sequence[DeviceArray], target: DeviceArr
     if way == PACKED:
         tools.end.reduce_scatter(blocks[0].ptr, target.ptr, count, dtype, number, tools.stream)
         return
-    with _together(tools.nccl):
+    with _together(tools):
         for rank, block in enumerate(blocks):
             count = _counted(plan, block)[0]
             if count:
@@ -195,7 +222,7 @@ def _exchange(outgoing: dict[int, DeviceArray], incoming: dict[int, DeviceArray]
     receives = [(peer, array) for peer, array in incoming.items() if array.size]
     if not sends and not receives:
         return
-    with _together(tools.nccl):
+    with _together(tools):
         for peer, array in sends:
             tools.end.send(array.ptr, array.nbytes, _BYTES, peer, tools.stream)
         for peer, array in receives:
@@ -203,8 +230,12 @@ def _exchange(outgoing: dict[int, DeviceArray], incoming: dict[int, DeviceArray]
 
 
 @contextlib.contextmanager
-def _together(nccl: Nccl) -> Iterator[None]:
-    """Make the calls of the block one."""
+def _together(tools: Tools) -> Iterator[None]:
+    """Make the calls of the block one, unless they are part of one already."""
+    if tools.grouped:
+        yield
+        return
+    nccl = tools.nccl
     nccl.group_start()
     try:
         yield

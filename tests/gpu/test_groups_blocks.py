@@ -1,0 +1,484 @@
+"""Blocks and lists of calls on CUDA arrays: one agreement, one group of NCCL calls, one launch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import (
+    BackendUnavailableError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupError,
+    GroupOptions,
+    GroupRevokedError,
+    PeerLostError,
+    ProcessGroup,
+    ReduceOp,
+    testing,
+)
+from aiocoll.gpu.device import Device
+from aiocoll.group import device_side
+
+from ..ranks import hub, run_ranks
+from .groups import WAYS, Gpus, gpus, host
+from .test_groups import allreduced
+
+both = pytest.mark.parametrize("way", WAYS)
+sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+
+SUM, MAX = ReduceOp.SUM, ReduceOp.MAX
+
+
+class Counts:
+    """What has been called since `reset`, on all ranks."""
+
+    def __init__(self, gpu: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.nccl: Counter[str] = Counter()
+        self.launches = 0
+        self.agreements = 0
+        begin, launch, judge = gpu.nccl.begin, Device.launch, device_side.DeviceSide.judge
+
+        def counted(call: str) -> None:
+            self.nccl[call] += 1
+            begin(call)
+
+        def launched(device: Device, *args: Any) -> Any:
+            self.launches += 1
+            return launch(device, *args)
+
+        def judged(side: Any, *args: Any) -> Any:
+            self.agreements += 1
+            return judge(side, *args)
+
+        monkeypatch.setattr(gpu.nccl, "begin", counted)
+        monkeypatch.setattr(Device, "launch", launched)
+        monkeypatch.setattr(device_side.DeviceSide, "judge", judged)
+
+    def reset(self) -> None:
+        self.nccl.clear()
+        self.launches = self.agreements = 0
+
+
+async def every_kind(pg: ProcessGroup, gpu: Gpus) -> None:
+    """Call nearly everything in one block, and find it right."""
+    rank, size = pg.rank(), pg.size()
+
+    def full(count: int, value: float, dtype: str = "float32") -> Any:
+        return gpu.tensor(np.full(count, value), rank, dtype)
+
+    total = size * (size + 1) // 2
+    summed, scaled, whole = full(5, rank + 1), full(3, 1), full(2, rank + 1, "int64")
+    sent, reduced, gathered = full(4, rank), full(3, rank + 1, "float64"), full(2 * size, 0)
+    parts, part = gpu.tensor(np.arange(2.0 * size) + rank, rank), gpu.tensor(np.zeros(2), rank)
+    exchanged, outgoing = full(size, 0, "int32"), gpu.tensor(np.arange(size) + 10 * rank, rank, "int32")
+    uneven = [full(peer, 0) for peer in range(size)]
+    collected = [full(1, 0) for _ in range(size)] if rank == size - 1 else None
+    empty, array = full(0, 0), np.full(3, rank + 1)
+    async with pg.coalescing() as block:
+        works = [
+            pg.allreduce(summed),
+            pg.allreduce(scaled, ReduceOp.PREMUL_SUM(rank + 1.0)),
+            pg.allreduce(array),
+            pg.allreduce(whole, MAX),
+            pg.broadcast(sent, size - 1),
+            pg.reduce(reduced, 0),
+            pg.allgather_into_tensor(gathered, full(2, rank + 1)),
+            pg.reduce_scatter_tensor(part, parts),
+            pg.alltoall_base(exchanged, outgoing),
+            pg.allgather(uneven, full(rank, rank + 1)),
+            pg.gather(collected, full(1, rank), size - 1),
+            pg.allreduce(empty),
+            pg.barrier(),
+        ]
+    assert block.seq is not None
+    assert works[0].result() is summed
+    assert works[2].result() is array
+    assert host(summed).tolist() == [total] * 5
+    assert host(scaled).tolist() == [total] * 3
+    assert array.tolist() == [total] * 3
+    assert host(whole).tolist() == [size] * 2
+    assert host(sent).tolist() == [size - 1] * 4
+    if rank == 0:
+        assert host(reduced).tolist() == [total] * 3
+    assert host(gathered).tolist() == [peer + 1 for peer in range(size) for _ in range(2)]
+    assert host(part).tolist() == [size * (2 * rank + at) + size * (size - 1) / 2 for at in range(2)]
+    assert host(exchanged).tolist() == [10 * peer + rank for peer in range(size)]
+    assert [host(each).tolist() for each in uneven] == [[peer + 1] * peer for peer in range(size)]
+    if collected is not None:
+        assert [host(each).tolist() for each in collected] == [[peer] for peer in range(size)]
+
+
+@both
+@sizes
+async def test_every_kind_in_one_block(way: str, world_size: int) -> None:
+    with gpus(world_size, way) as gpu:
+        await run_ranks(world_size, every_kind, gpu)
+
+
+@sizes
+async def test_a_block_is_one_group_and_one_launch(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
+        await allreduced(pg, gpu)
+        await pg.barrier()
+        counts.reset()
+        await pg.barrier()
+        await every_kind(pg, gpu)
+        await pg.barrier()
+        assert counts.nccl["group_start"] == counts.nccl["group_end"] == pg.size()
+        assert counts.nccl["all_reduce"] == 3 * pg.size()
+        assert (counts.launches, counts.agreements) == (pg.size(), 1)
+
+    with gpus(world_size) as gpu:
+        await run_ranks(world_size, body, gpu, Counts(gpu, monkeypatch))
+
+
+async def test_lists_are_one_group_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
+        rank, size = pg.rank(), pg.size()
+        await allreduced(pg, gpu)
+        await pg.barrier()
+        counts.reset()
+        await pg.barrier()
+        ones = [gpu.tensor(np.full(each, each + 1.0), rank) for each in range(5)]
+        assert await pg.allreduce_coalesced(ones) == ones
+        assert [host(each).tolist() for each in ones] == [[size * (each + 1)] * each for each in range(5)]
+        wholes = [gpu.tensor(np.zeros(2 * size), rank) for _ in range(2)]
+        own = [gpu.tensor(np.full(2, rank + 10.0 * each), rank) for each in range(2)]
+        await pg.allgather_into_tensor_coalesced(wholes, own, key="gathered")
+        for at, each in enumerate(wholes):
+            assert host(each).tolist() == [peer + 10 * at for peer in range(size) for _ in range(2)]
+        await pg.reduce_scatter_tensor_coalesced(own, wholes, MAX)
+        assert [host(each).tolist() for each in own] == [[rank + 10 * at] * 2 for at in range(2)]
+        await pg.barrier()
+        assert counts.nccl["group_start"] == counts.nccl["group_end"] == 3 * size
+        assert (counts.launches, counts.agreements) == (3 * size, 3)
+
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu, Counts(gpu, monkeypatch))
+
+
+@sizes
+async def test_what_nccl_cannot_do_is_staged_beside_the_group(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
+        rank, size = pg.rank(), pg.size()
+        await allreduced(pg, gpu)
+        await pg.barrier()
+        counts.reset()
+        await pg.barrier()
+        stream = gpu.stream(rank)
+        gate = gpu.cuda.gate(stream, rank)
+        first, last = (gpu.tensor(np.full(3, rank + 1.0), rank) for _ in range(2))
+        bits, scanned = gpu.tensor(np.full(2, 1 << rank), rank), gpu.tensor(np.ones(4), rank)
+        gpu.cuda.kernel(stream, lambda: [np.add(host(each), 1, out=host(each)) for each in (bits, last)], rank)
+        async with pg.coalescing():
+            works = [pg.allreduce(first), pg.allreduce(bits, ReduceOp.BXOR), pg.scan(scanned), pg.allreduce(last)]
+            asyncio.get_running_loop().call_later(0.01, gate.open)
+        assert all(work.done() for work in works)
+        total = size * (size + 1) // 2
+        assert host(first).tolist() == [total] * 3
+        assert host(last).tolist() == [total + size] * 3
+        assert host(bits).tolist() == [np.bitwise_xor.reduce([(1 << peer) + 1 for peer in range(size)])] * 2
+        assert host(scanned).tolist() == [rank + 1] * 4
+        await pg.barrier()
+        assert counts.nccl["group_start"] == counts.nccl["group_end"] == size
+        assert (counts.launches, counts.agreements) == (5 * size, 1)
+
+    with gpus(world_size) as gpu:
+        await run_ranks(world_size, body, gpu, Counts(gpu, monkeypatch))
+
+
+@both
+async def test_only_what_is_staged(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        tensors = [gpu.tensor(np.full(2, 1 << pg.rank()), pg.rank()) for _ in range(3)]
+        await pg.allreduce_coalesced([*tensors, gpu.tensor(np.zeros(0, int), pg.rank())], ReduceOp.BOR)
+        assert [host(each).tolist() for each in tensors] == [[7, 7]] * 3
+
+    with gpus(3, way) as gpu:
+        await run_ranks(3, body, gpu)
+
+
+@both
+async def test_only_empty_arrays(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        empty = [gpu.tensor(np.zeros(0), pg.rank()) for _ in range(3)]
+        assert await pg.allreduce_coalesced(empty) == empty
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_blocks_and_single_calls_of_several_tasks() -> None:
+    """The order in which they meet decides, and is the same on all ranks."""
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        async def one(name: int) -> None:
+            for turn in range(5):
+                tensors = [gpu.tensor(np.full(2, pg.rank() + name + turn), pg.rank()) for _ in range(3)]
+                await pg.allreduce_coalesced(tensors[:2], key=f"list {name}")
+                await pg.allreduce(tensors[2], key=f"one {name}")
+                assert [host(each)[0] for each in tensors] == [3 * (name + turn) + 3] * 3
+
+        names = range(3) if pg.rank() != 1 else reversed(range(3))
+        await asyncio.gather(*(one(name) for name in names))
+
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu)
+
+
+# -- what is refused
+
+
+@both
+async def test_members_that_share_memory(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        whole = gpu.tensor(np.ones(6), rank)
+
+        def part(start: int, stop: int) -> Any:
+            return gpu.torch.Tensor(whole.values[start:stop], "float64", rank)
+
+        async def block() -> None:
+            async with pg.coalescing():
+                pg.allreduce(np.ones(2))
+                pg.allreduce(part(0, 3))
+                pg.broadcast(part(2, 5), 0)
+
+        with pytest.raises(ValueError, match=r"members 1 \(ALLREDUCE\) and 2 \(BROADCAST\) .* share memory"):
+            await block()
+        with pytest.raises(ValueError, match=r"members 0 .* and 1 .* share memory"):
+            pg.allreduce_coalesced([whole, whole])
+        # Two may read the same, and neighbours do not share.
+        out = [gpu.tensor(np.zeros(12), rank) for _ in range(2)]
+        await pg.allgather_into_tensor_coalesced(out, [whole, whole])
+        await pg.allreduce_coalesced([part(0, 3), part(3, 6)])
+        assert host(whole).tolist() == [2] * 6
+        assert [host(each).tolist() for each in out] == [[1] * 12] * 2
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@both
+@pytest.mark.parametrize("what", ["count", "op", "length", "order"])
+async def test_blocks_that_differ(way: str, what: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        last = pg.rank() == 2
+        tensors = [gpu.tensor(np.ones(3 + each), pg.rank()) for each in range(3)]
+
+        async def block() -> None:
+            async with pg.coalescing():
+                pg.allreduce(tensors[0])
+                if last and what == "count":
+                    pg.allreduce(gpu.tensor(np.ones(7), pg.rank()))
+                elif last and what == "order":
+                    pg.allreduce(tensors[2])
+                    pg.allreduce(tensors[1])
+                    return
+                elif last and what == "op":
+                    pg.allreduce(tensors[1], MAX)
+                elif not (last and what == "length"):
+                    pg.allreduce(tensors[1])
+                pg.allreduce(tensors[2])
+
+        with pytest.raises(CollectiveMismatchError, match=r"member 1 is ALLREDUCE\(.* on rank \d, ALLREDUCE"):
+            await block()
+        assert [host(each).max() for each in tensors] == [1] * 3
+
+    with gpus(3, way) as gpu:
+        await run_ranks(3, body, gpu)
+
+
+@both
+async def test_blocks_that_differ_in_what_two_ranks_exchange(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        inputs = [gpu.tensor(np.ones(2 + (rank == 1 and peer == 0)), rank) for peer in range(2)]
+        outputs = [gpu.tensor(np.zeros(2), rank) for _ in range(2)]
+        one = gpu.tensor(np.ones(3), rank)
+
+        async def block() -> None:
+            async with pg.coalescing():
+                pg.allreduce(one)
+                pg.alltoall(outputs, inputs)
+
+        with pytest.raises(CollectiveMismatchError, match=r"member 1 is ALLTOALL"):
+            await block()
+        assert host(one).tolist() == [1] * 3
+        # It has been compared before anything began: the group goes on.
+        await allreduced(pg, gpu)
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_a_group_that_is_to_use_nccl() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        pg._devices = {"cpu": "aio", "cuda": "nccl"}
+        with pytest.raises(BackendUnavailableError, match="is to use NCCL, but rank 0"):
+            await pg.allreduce_coalesced([gpu.tensor(np.ones(2), pg.rank()) for _ in range(2)])
+
+    with gpus(2, "staged") as gpu:
+        await run_ranks(2, body, gpu)
+
+
+# -- failures
+
+
+def block_of(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
+    """Call a list of which one is staged, unless the group has failed before."""
+    tensors = [gpu.tensor(np.ones(3, int), pg.rank()) for _ in range(3)]
+    with contextlib.suppress(GroupRevokedError):
+        return pg.allreduce_coalesced([*tensors, gpu.tensor(np.ones(2, np.int16), pg.rank())], **more)
+    return None
+
+
+async def fails(pg: ProcessGroup, work: Any, match: str, kind: type[GroupError] = GroupError) -> None:
+    """The group fails for this reason, and so does the work if it has not ended before."""
+    cause = await pg.wait_revoked()
+    assert isinstance(cause, kind)
+    assert re.search(match, str(cause)), cause
+    if work is not None:
+        await asyncio.wait([work.get_future()])
+        error = work.exception()
+        assert error is None or re.search(match, str(error)), error
+
+
+@both
+async def test_a_rank_that_does_not_flush(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        work = block_of(pg, gpu, timeout=0.1) if pg.rank() != 2 else None
+        await fails(pg, work, "COALESCED.* did not complete within 0.1 s.*it waits for rank 2", CollectiveTimeoutError)
+
+    with gpus(3, way) as gpu:
+        await run_ranks(3, body, gpu)
+
+
+@both
+async def test_a_device_that_does_not_end(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        gate = gpu.gate(pg.rank()) if pg.rank() == 1 else None
+        work = block_of(pg, gpu, timeout=0.1 if pg.rank() == 1 else 10)
+        await fails(pg, work, "COALESCED.* did not complete within 0.1 s on rank 1", CollectiveTimeoutError)
+        if gate is not None:
+            gate.open()
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@both
+async def test_a_rank_that_is_lost(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        if pg.rank() == 0:
+            await pg.recv_object(1)
+            gate = gpu.gate(0)
+            work = block_of(pg, gpu)
+            await asyncio.sleep(0)
+            hub(pg).cut(0, 1)
+            await fails(pg, work, "rank . .* is gone", PeerLostError)
+            gate.open()
+        else:
+            await pg.send_object("ready", 0)
+            await fails(pg, block_of(pg, gpu), "rank . .* is gone", PeerLostError)
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@both
+@pytest.mark.parametrize("end", ["abort", "shutdown"])
+async def test_a_group_that_ends_while_the_device_is_busy(way: str, end: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        gate = gpu.gate(pg.rank())
+        works = [block_of(pg, gpu), block_of(pg, gpu)]
+        await pg.barrier()
+        pg.timeout = 0.01
+        if end == "abort":
+            pg.abort("enough")
+        asyncio.get_running_loop().call_later(0.1, gate.open)
+        await pg.shutdown()
+        for work in works:
+            assert isinstance(work.exception(), GroupError)
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "group_start", "group_end"])
+async def test_nccl_refuses(call: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        await pg.barrier()
+        if pg.rank() == 1:
+            gpu.nccl.fail_next(call, "unhandled cuda error")
+        await fails(pg, block_of(pg, gpu), f"failed on rank ., device .: {call}: unhandled cuda error")
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_a_wait_that_is_cancelled_leaves_the_block_going() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        gate = gpu.gate(pg.rank())
+        tensors = [gpu.tensor(np.ones(3), pg.rank()) for _ in range(2)]
+        work = pg.allreduce_coalesced(tensors)
+        waiting = asyncio.ensure_future(work.join())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+        assert not work.done()
+        gate.open()
+        assert await work == tensors
+        assert host(tensors[1]).tolist() == [2] * 3
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@both
+async def test_a_block_that_is_left_sends_nothing(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        tensors = [gpu.tensor(np.ones(3), pg.rank()) for _ in range(2)]
+        works: list[Any] = []
+
+        async def block() -> None:
+            async with pg.coalescing():
+                works.extend(pg.allreduce(each) for each in tensors)
+                raise KeyError("no")
+
+        with pytest.raises(KeyError):
+            await block()
+        for work in works:
+            assert isinstance(work.exception(), GroupError)
+        await allreduced(pg, gpu)
+        assert host(tensors[0]).tolist() == [1] * 3
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_groups_that_compare_every_call() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await every_kind(pg, gpu)
+        with pytest.raises(CollectiveMismatchError, match="member 1"):
+            await pg.allreduce_coalesced(
+                [gpu.tensor(np.ones(2), pg.rank()), gpu.tensor(np.ones(2 + pg.rank()), pg.rank())]
+            )
+        await every_kind(pg, gpu)
+
+    with gpus(2) as gpu:
+        await testing.run_ranks(2, body, gpu, options=GroupOptions(debug="detail"))
