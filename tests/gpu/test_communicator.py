@@ -110,6 +110,16 @@ async def test_a_group_that_ends_before_its_communicator_is_made(monkeypatch: py
         await run_ranks(1, body, gpu)
 
 
+async def test_a_communicator_that_cannot_be_made_ends_a_group_of_which_nothing_waits_for_it() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        gpu.nccl.fail_next("init", "unhandled cuda error")
+        await pg.allreduce(gpu.tensor(np.ones(0), 0))
+        await fails(pg, None, "group .* failed on rank 0, device 0: init: unhandled cuda error")
+
+    with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)
+
+
 async def test_who_has_said_that_he_ends_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(communicator, "PARTING", 60)
     ends: dict[int, Any] = {}
