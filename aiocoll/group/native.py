@@ -91,7 +91,7 @@ class Native(NamedTuple):
     way: int
 
 
-def way_of(plan: Plan, arrays: Sequence[DeviceArray | None], rank: int, float8: bool = False) -> int:
+def way_of(plan: Plan, arrays: Sequence[DeviceArray | None], rank: int, float8: bool) -> int:
     """Return the best way in which this rank can go through a call; all ranks then go the least of their ways.
 
     Args:

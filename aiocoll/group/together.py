@@ -105,7 +105,7 @@ class Together(Agreed):
     def _says(self) -> bytes:
         """Say what this rank calls, and which way each of it can go."""
         side, work = self._side, self.work
-        ways = [way_of(_plan(call), call.arrays or (), self.group.rank) for call in self._calls]
+        ways = [way_of(_plan(call), call.arrays or (), self.group.rank, side.float8) for call in self._calls]
         described = side.described(self.terms, self.terms, ())
         told: bytes = msgpack.packb((described, work.seq, work.key, ways, side.card()))
         return told

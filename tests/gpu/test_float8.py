@@ -46,6 +46,9 @@ async def test_who_reduces(dtype: str, version: int, capabilities: list[tuple[in
         part = tensor(0, 0)
         await pg.reduce_scatter_tensor(part, tensor(1, 2, 3, 4))
         assert host(part).tolist() == [[2, 4], [6, 8]][rank]
+        async with pg.coalescing():
+            first, second = pg.allreduce(tensor(1)), pg.allreduce(tensor(2 + rank), ReduceOp.MAX)
+        assert [host(await each).tolist() for each in (first, second)] == [[2], [3]]
         uneven = tensor(*[0.0] * (1 + rank))
         await pg.reduce_scatter(uneven, [tensor(1), tensor(2, 3)])
         assert host(uneven).tolist() == [[2], [4, 6]][rank]
