@@ -309,6 +309,7 @@ class FakeCommunicator:
         number = self._called
         self._called += calls[0].peer is None
         with self._world.lock:
+            self._check(calls[0].name)  # it may have been aborted since it was called, in a group
             self._in_flight.update(calls)
         cuda = self.nccl.cuda
         on = cuda.stream_of(stream, calls[0].name, self.device)

@@ -268,6 +268,19 @@ def test_two_communicators_on_one_stream_in_different_order_hang(cuda: FakeCuda,
     on_ranks(cuda, nccl, 2, rank)
 
 
+def test_a_group_that_is_aborted_before_its_end_is_not_started(cuda: FakeCuda, nccl: FakeNccl) -> None:
+    def body(me: Rank) -> None:
+        array = FakeArray(cuda, np.ones(2, np.float32), me.rank)
+        nccl.group_start()
+        me.communicator.all_reduce(array.ptr, array.ptr, 2, FLOAT32, SUM, me.stream)
+        me.communicator.abort()
+        with pytest.raises(DeviceError, match="aborted"):
+            nccl.group_end()
+        me.finish()
+
+    on_ranks(cuda, nccl, 2, body)
+
+
 # -- init, abort, destroy
 
 
