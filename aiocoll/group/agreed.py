@@ -201,7 +201,8 @@ class Agreed(Compared):
                 for other in others:
                     device.cuda.stream_wait(other, mark)
                 device.after(stream, mark)
-            carry_out(calls, communicator.tools())
+            with communicator.in_use() as tools:
+                carry_out(calls, tools)
             for each in calls:
                 put_back(each.arrays, stream)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import inf
 
 from aiocoll.engine.membership import Membership
@@ -28,6 +28,8 @@ __all__ = ["Communicator"]
 ASK_EVERY = 0.25
 #: Seconds that ranks which close wait for each other, at most: a communicator that is aborted is gone as well.
 PARTING = 5.0
+#: Seconds that the launcher has to finish the calls it is making, before these are given up.
+FINISHING = 0.5
 #: Seconds after which an abort that does not come back is left alone.
 ABORTING = 10.0
 
@@ -61,6 +63,8 @@ class Communicator:
         self._nccl = nccl
         self._broken = broken
         self._lock = threading.Lock()
+        #: Held while the launcher makes calls.
+        self._calling = threading.Lock()
         self._end: NcclCommunicator | None = None
         self.is_begun = False
         self._failure: DeviceError | None = None
@@ -83,16 +87,18 @@ class Communicator:
 
         device.run(init).add_done_callback(self._begun)
 
-    def tools(self) -> Tools:
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[Tools]:
         """Return what carries out a call; for the launcher.
 
         Raises:
             DeviceError: it has been aborted, or there never was one.
         """
-        end = self._end
-        if end is None or self._over:
-            raise self._failure or DeviceError("communicator", "it has been given up", fatal=False)
-        return Tools(self._device.cuda, self._nccl, end, self._group.rank, self.stream)
+        with self._calling:
+            end = self._end
+            if end is None or self._over:
+                raise self._failure or DeviceError("communicator", "it has been given up", fatal=False)
+            yield Tools(self._device.cuda, self._nccl, end, self._group.rank, self.stream)
 
     # -- while something is in flight
 
@@ -171,8 +177,12 @@ class Communicator:
 
     def _give_up(self) -> None:
         """Abort, once; may block."""
+        # Not in the midst of a group of calls, which would go on with what is freed; but a call may be stuck.
+        finished = self._calling.acquire(timeout=FINISHING)
         with self._lock:
             end, self._end = self._end, None
+        if finished:
+            self._calling.release()
         if end is not None:
             try:
                 end.abort()

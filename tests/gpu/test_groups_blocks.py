@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import threading
 from collections import Counter
 from typing import Any
 
@@ -24,9 +25,9 @@ from aiocoll import (
     testing,
 )
 from aiocoll.gpu.device import Device
-from aiocoll.group import device_side
+from aiocoll.group import communicator, device_side
 
-from ..ranks import hub, run_ranks
+from ..ranks import hub, run_ranks, until
 from .groups import WAYS, Gpus, gpus, host
 from .test_groups import allreduced
 
@@ -482,3 +483,35 @@ async def test_groups_that_compare_every_call() -> None:
 
     with gpus(2) as gpu:
         await testing.run_ranks(2, body, gpu, options=GroupOptions(debug="detail"))
+
+
+@pytest.mark.parametrize("patience", [60.0, 0.01])
+async def test_an_abort_lets_the_launcher_finish_its_calls(patience: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "FINISHING", patience)
+    calling, go_on = threading.Event(), threading.Event()
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        end: Any = pg._side.communicator._end  # type: ignore[union-attr]
+        begin = gpu.nccl.begin
+
+        def slow(call: str) -> None:
+            begin(call)
+            if call == "group_end":
+                calling.set()
+                assert go_on.wait(10)
+
+        monkeypatch.setattr(gpu.nccl, "begin", slow)
+        work = block_of(pg, gpu)
+        await until(calling.is_set)
+        pg.abort("enough")
+        await fails(pg, work, "enough")
+        if patience < 1:
+            await until(lambda: end.aborted)
+        else:
+            assert not end.aborted
+        go_on.set()
+        await until(lambda: end.aborted)
+
+    with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)
