@@ -11,7 +11,22 @@ import pytest
 
 from aiocoll import GroupOptions, PeerLostError, ProcessGroup, ReduceOp, testing
 
-from .groups import gpus, host
+from .groups import Gpus, gpus, host
+
+
+async def blocks(pg: ProcessGroup, gpu: Gpus) -> None:
+    rank, size = pg.rank(), pg.size()
+    tensors = [gpu.tensor(np.full(count, rank + 1), 0) for count in (0, 3, 100_000)]
+    array, root = np.ones(4), gpu.tensor(np.full(2, rank), 0)
+    async with pg.coalescing():
+        for each in (*tensors, array):
+            pg.allreduce(each)
+        pg.broadcast(root, size - 1)
+    assert all((host(each) == size * (size + 1) // 2).all() for each in tensors)
+    assert array.tolist() == [size] * 4
+    assert host(root).tolist() == [size - 1] * 2
+    await pg.allreduce_coalesced(tensors, ReduceOp.MAX, key="list")
+    assert all((host(each) == size * (size + 1) // 2).all() for each in tensors)
 
 
 async def every_call(pg: ProcessGroup) -> str:
@@ -25,6 +40,7 @@ async def every_call(pg: ProcessGroup) -> str:
             await pg.reduce(tensor, 0, ReduceOp.MAX)
             await pg.scan(tensor)
             assert np.array_equal(host(tensor), (rank + 1) * (size * np.arange(count) + size * (size - 1) // 2))
+        await blocks(pg, gpu)
         parts = [gpu.tensor(np.full(3, rank * size + peer), 0) for peer in range(size)]
         into = [gpu.tensor(np.zeros(3, int), 0) for _ in range(size)]
         await pg.alltoall(into, parts)
