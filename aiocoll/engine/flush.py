@@ -61,6 +61,7 @@ class Fusion:
         self._ended = ended
         self._foreign = foreign
         self._left = len(layout.buckets)
+        self._running: dict[Part, None] = {}
         self._jobs: deque[Iterator[None]] = deque(
             self._packing(number, bucket) for number, bucket in enumerate(layout.buckets)
         )
@@ -103,6 +104,11 @@ class Fusion:
     def pending(self) -> list[Work[Any]]:
         """Return the works of the user's that have not ended."""
         return list(dict.fromkeys(member.visible() for member in self._members if not member.done()))
+
+    def hanging(self) -> Operation | None:
+        """Return a bucket's operation that hangs on this rank, if one does."""
+        started = (part.operation for part in self._running)
+        return next((each for each in started if each is not None and each.hangs_here()), None)
 
     def _rest(self) -> None:
         """Let the next turn, or an await that polls, go on if there is more to do."""
@@ -151,11 +157,13 @@ class Fusion:
         own = tuple(arrays)
 
         def ended(result: Any, error: BaseException | None) -> None:
+            del self._running[part]
             if not self.done:
                 self._bucket_ended(bucket, members, own, part, result, error)
 
         name = plan.terms.op if plan is not None else members[0].op if len(members) == 1 else "COALESCED"
         part = Part(self._group.endpoint, name, None, None, members[0].group, tuple, ended)
+        self._running[part] = None
         self._start(number, bucket, arrays, part)
         yield
 
@@ -212,6 +220,14 @@ class Flush(Operation):
     def needs(self, peer: int) -> bool:
         """It is for the buckets to say."""
         return False
+
+    def expire(self) -> None:
+        """The timeout has passed: a bucket may know better why."""
+        hanging = self.fusion.hanging()
+        if hanging is None:
+            super().expire()
+        else:
+            hanging.expire()
 
 
 def fail(members: Sequence[Recorded], error: BaseException) -> None:

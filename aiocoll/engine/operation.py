@@ -226,6 +226,10 @@ class Operation:
         """Say what a message waits for; None of a collective, of which the ranks are asked."""
         return None if self.peer is None else f"rank {self.peer} has not taken all of it"
 
+    def hangs_here(self) -> bool:
+        """Whether it waits for nothing but a device of this rank."""
+        return False
+
     def expire(self) -> None:
         """The timeout has passed."""
         self.group.timed_out(self)

@@ -173,9 +173,13 @@ class Agreed(Compared):
             return await self.work
         return self._result if (unwrap := self.work._unwrap) is None else unwrap()
 
+    def hangs_here(self) -> bool:
+        """Whether the device has something of it: then all ranks have called it."""
+        return self._flying
+
     def expire(self) -> None:
-        """The timeout has passed; once it is on the device, all ranks have called it."""
-        if self._flying:
+        """The timeout has passed."""
+        if self.hangs_here():
             self._side.hung(self)
         else:
             super().expire()

@@ -84,16 +84,9 @@ class Together(Agreed):
         elif not self._left:
             super().ended(self._result, None)
 
-    def awaited(self) -> list[int]:
-        """Return the ranks from which something has not arrived."""
-        return sorted({*super().awaited(), *(rank for part in self._parts for rank in part.awaited())})
-
-    def expire(self) -> None:
-        """The timeout has passed; once it is on the device, all ranks have called it."""
-        if any(part._flying for part in self._parts):
-            self._side.hung(self)
-        else:
-            super().expire()
+    def hangs_here(self) -> bool:
+        """Whether the device has something of it: then all ranks have called it."""
+        return self._flying or any(part.hangs_here() for part in self._parts)
 
     def fail(self, error: BaseException) -> None:
         """End with `error`, and all that is staged too."""

@@ -333,9 +333,9 @@ async def test_a_group_that_is_to_use_nccl() -> None:
 # -- failures
 
 
-def block_of(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
+def block_of(pg: ProcessGroup, gpu: Gpus, count: int = 3, **more: Any) -> Any:
     """Call a list of which one is staged, unless the group has failed before."""
-    tensors = [gpu.tensor(np.ones(3, int), pg.rank()) for _ in range(3)]
+    tensors = [gpu.tensor(np.ones(3, int), pg.rank()) for _ in range(count)]
     with contextlib.suppress(GroupRevokedError):
         return pg.allreduce_coalesced([*tensors, gpu.tensor(np.ones(2, np.int16), pg.rank())], **more)
     return None
@@ -364,12 +364,15 @@ async def test_a_rank_that_does_not_flush(way: str) -> None:
 
 
 @both
-async def test_a_device_that_does_not_end(way: str) -> None:
+@pytest.mark.parametrize("count", [0, 3])
+async def test_a_device_that_does_not_end(way: str, count: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
         gate = gpu.gate(pg.rank()) if pg.rank() == 1 else None
-        work = block_of(pg, gpu, timeout=0.1 if pg.rank() == 1 else 10)
-        await fails(pg, work, "COALESCED.* did not complete within 0.1 s on rank 1", CollectiveTimeoutError)
+        # A list of one is no block of device calls.
+        work = block_of(pg, gpu, count, timeout=0.1 if pg.rank() == 1 else 10)
+        match = r"(COALESCED|ALLREDUCE) \(sequence \d\) .* all ranks have called it, but device 1 is not done with it"
+        await fails(pg, work, match, CollectiveTimeoutError)
         if gate is not None:
             gate.open()
 
