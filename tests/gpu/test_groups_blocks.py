@@ -518,3 +518,67 @@ async def test_an_abort_lets_the_launcher_finish_its_calls(patience: float, monk
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)
+
+
+async def test_all_ranks_go_the_way_that_each_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
+        rank, size = pg.rank(), pg.size()
+        await allreduced(pg, gpu)
+        await pg.barrier()
+        counts.reset()
+        await pg.barrier()
+        whole, one = gpu.tensor(np.zeros((size, 2)), rank), gpu.tensor(np.ones(2), rank)
+        # Only on rank 0 do the parts lie apart.
+        parts = [gpu.torch.Tensor(row, "float64", rank) for row in whole.values]
+        apart = [gpu.tensor(np.zeros(2), rank) for _ in range(size)]
+        async with pg.coalescing():
+            pg.allgather(parts if rank else apart, gpu.tensor(np.full(2, rank + 1.0), rank))
+            pg.allreduce(one)
+        there = host(whole) if rank else np.stack([host(each) for each in apart])
+        assert there.tolist() == [[peer + 1] * 2 for peer in range(size)]
+        assert host(one).tolist() == [size] * 2
+        await pg.barrier()
+        assert (counts.nccl["all_gather"], counts.nccl["broadcast"]) == (0, size * size)
+        assert counts.nccl["group_start"] == counts.launches == size
+
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu, Counts(gpu, monkeypatch))
+
+
+@both
+async def test_members_whose_elements_lie_apart(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank, size = pg.rank(), pg.size()
+        whole = gpu.tensor(np.full((4, 4), rank + 1), rank)
+        columns = []
+        for values in whole.values.T[:3]:
+            columns.append(gpu.torch.Tensor(values, "int64", rank))
+            columns[-1].contiguous = lambda values=values: gpu.tensor(values, rank)
+        async with pg.coalescing():
+            pg.allreduce(columns[0])
+            pg.allreduce(columns[1], ReduceOp.BOR)
+            work = pg.broadcast(columns[2], 0)
+        assert work.result() is columns[2]
+        gpu.cuda.stream_synchronize(0, rank)
+        assert host(whole).tolist() == [[size * (size + 1) // 2, 3, 1, rank + 1]] * 4
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_many_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
+        rank, size = pg.rank(), pg.size()
+        await allreduced(pg, gpu)
+        await pg.barrier()
+        counts.reset()
+        await pg.barrier()
+        whole = gpu.tensor(np.full((500, 3), rank + 1), rank)
+        rows = [gpu.torch.Tensor(row, "int64", rank) for row in whole.values]
+        assert await pg.allreduce_coalesced(rows) == rows
+        assert (host(whole) == size * (size + 1) // 2).all()
+        await pg.barrier()
+        assert counts.nccl["group_start"] == counts.launches == size
+
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu, Counts(gpu, monkeypatch))
