@@ -112,7 +112,7 @@ class Recording:
         for work, members in self.lists:
             if not work.done():
                 # One may have failed without the group.
-                wrong = error or next(filter(None, (member.exception() for member in members)), None)
+                wrong = error or next((each._exception for each in members if each._exception is not None), None)
                 if wrong is None:
                     work._finish([member.result() for member in members])
                 else:
