@@ -33,7 +33,7 @@ def name_of(case: Case) -> str:
 
 def ranks_of(world_size: int) -> str:
     cores = len(os.sched_getaffinity(0))
-    return f"{world_size} ranks" + (f" on {cores} cores" if world_size > cores else "")
+    return f"{world_size} rank{'s' if world_size > 1 else ''}" + (f" on {cores} cores" if world_size > cores else "")
 
 
 def micros(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Pictures of the allreduce: time, bus bandwidth, and how many times faster than each peer, by size."""
+"""Pictures of the allreduce by size: time, bus bandwidth, and how many times faster than its peers, if it has any."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ SIZE, DPI = (18, 5.5), 110
 
 
 def plot(results: Results, ours: str, folder: Path) -> Path | None:
-    """Write one picture of three panels; return its path, None if there is nothing to show."""
+    """Write one picture; return its path, None if there is nothing to show."""
     cases = results.cases(lambda case: case.kind == "allreduce" and case.inflight == 1)
     if not cases:
         return None
-    figure, (times, bandwidths, ratios) = plt.subplots(1, 3, figsize=SIZE, layout="constrained")
+    panels = 3 if set(THEM) & set(results.systems) else 2
+    figure, (times, bandwidths, *ratios) = plt.subplots(1, panels, figsize=SIZE, layout="constrained")
     for number, system in enumerate(results.systems):
         found = [(case, summary) for case in cases if (summary := results.summary(system, case)) is not None]
         sizes = [case.nbytes for case, _ in found]
@@ -36,14 +37,12 @@ def plot(results: Results, ours: str, folder: Path) -> Path | None:
         bandwidths.plot(sizes, speeds, **style)
         if system in THEM:
             compared = [(case.nbytes, ratio.median) for case in cases if (ratio := results.ratio(case, ours, system))]
-            ratios.plot(*zip(*compared, strict=True), **style) if compared else None
-    ratios.axhline(1, color="black", linewidth=0.8)
-    for axes, title in (
-        (times, "time, µs"),
-        (bandwidths, f"{'bus ' if results.world_size > 1 else ''}bandwidth, GB/s"),
-        (ratios, f"times faster: {ours} than each"),
-    ):
-        _finish(axes, title, cases)
+            ratios[0].plot(*zip(*compared, strict=True), **style) if compared else None
+    _finish(times, "time, µs", cases)
+    _finish(bandwidths, f"{'bus ' if results.world_size > 1 else ''}bandwidth, GB/s", cases)
+    for axes in ratios:
+        axes.axhline(1, color="black", linewidth=0.8)
+        _finish(axes, f"times faster: {ours} than each", cases)
     figure.suptitle(f"allreduce of float32, {ranks_of(results.world_size)}")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"allreduce-{results.world_size}-ranks.png"

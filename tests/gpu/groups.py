@@ -82,12 +82,15 @@ def gpus(devices: int, way: str = "nccl") -> Iterator[Gpus]:
         else:
             sys.modules["torch"] = before
         assert close_devices(10.0), "a thread of a device is stuck"
-        for thread in threading.enumerate():
-            if thread.name.startswith(
-                ("aiocoll-launch", "aiocoll-wait", "aiocoll-aside")
-            ):  # of calls that a test has left stuck
-                thread.join(10.0)
+        join_threads()
     assert made.nccl.complaints == []
+
+
+def join_threads() -> None:
+    """Wait for threads of devices that a test has left stuck, and that have been let go."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(("aiocoll-launch", "aiocoll-wait", "aiocoll-aside")):
+            thread.join(10.0)
 
 
 def host(tensor: Any) -> NDArray[Any]:

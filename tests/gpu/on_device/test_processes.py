@@ -122,7 +122,7 @@ class Posing:
 
 async def posing(pg: ProcessGroup, kind: str) -> str:
     os.environ.update(TWO_HOSTS, NCCL_HOSTID=f"rank{pg.rank()}")
-    with world(kind) as made:
+    with world(kind, stuck=True) as made:  # perhaps: NCCL may refuse it, or hang
         cuda, nccl = runtime()
         assert nccl is not None
         if nccl.version() >= MULTI_RANK:
