@@ -208,10 +208,10 @@ class Real(World):
         array = np.ascontiguousarray(values).reshape(-1)
         name = array.dtype.name
         if self.kind == "torch":
-            made = self.library.empty(array.size, dtype=getattr(self.library, name), device=f"cuda:{device}")
+            made = self.library.empty((array.size,), dtype=getattr(self.library, name), device=f"cuda:{device}")
         else:
             with self.cupy.cuda.Device(device):
-                made = self.library.empty(array.size, name)
+                made = self.library.empty((array.size,), name)
         if array.size:
             stream = self._current(device)
             with self.cupy.cuda.Device(device):
