@@ -47,8 +47,8 @@ class Libraries:
 
 
 @pytest.fixture
-def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[Libraries]:
-    with gpus(2) as gpu:
+def libraries() -> Iterator[Libraries]:
+    with gpus(2) as gpu, pytest.MonkeyPatch.context() as monkeypatch:
         made = Libraries(gpu)
         monkeypatch.setitem(sys.modules, "cupy", made.cupy)  # type: ignore[arg-type]
         monkeypatch.setitem(sys.modules, "torch", made.torch)  # type: ignore[arg-type]

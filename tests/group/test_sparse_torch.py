@@ -185,7 +185,7 @@ async def test_what_is_refused_at_the_call() -> None:
             lambda: pg.reduce(tensor, 0),
             lambda: pg.send(tensor, 1 - pg.rank()),
         ):
-            with pytest.raises(TypeError, match=r"tensor must be a dense tensor on the CPU, not torch.sparse_coo"):
+            with pytest.raises(TypeError, match=r"must be a dense tensor on the CPU or on CUDA, not torch.sparse_coo"):
                 start()
         work = pg.allreduce(tensor)
         assert work.seq == 1
