@@ -18,9 +18,27 @@ TAG_LIMIT = 1 << 30
 
 
 class Arrival:
-    """A message on its way in, matched or not."""
+    """A message on its way in, matched or not.
 
-    __slots__ = ("channel", "code", "discard", "held", "op", "parts", "peer", "posted", "ready", "received", "total")
+    Attributes:
+        offer: number and size of the batch it is part of at its sender, which could send it from device to device;
+            None of any other message.
+    """
+
+    __slots__ = (
+        "channel",
+        "code",
+        "discard",
+        "held",
+        "offer",
+        "op",
+        "parts",
+        "peer",
+        "posted",
+        "ready",
+        "received",
+        "total",
+    )
 
     def __init__(self, channel: Channel, peer: int, header: Header) -> None:
         self.channel = channel
@@ -33,7 +51,8 @@ class Arrival:
         self.held = 0
         self.posted: Posted | None = None
         self.discard = False
-        self.ready = False
+        self.ready = header[0] == FrameKind.READY
+        self.offer = (header[6], header[2]) if self.ready and header[2] else None
 
     @property
     def withheld(self) -> bool:

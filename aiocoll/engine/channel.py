@@ -217,7 +217,7 @@ class Channel:
                     operation.group.id,
                     operation.id,
                     operation.fingerprint,
-                    0,
+                    message.batch,
                     0,
                     message.total & 0xFFFFFFFF,
                 )

@@ -24,9 +24,12 @@ from aiocoll.transport.frame import HEADER, FrameKind, Header
 if TYPE_CHECKING:
     from aiocoll.engine.endpoint import Endpoint
 
-__all__ = ["Control", "Note", "how_lost", "send_note"]
+__all__ = ["DEVICE", "Control", "Note", "how_lost", "send_note"]
 
 Note = dict[str, Any]
+
+#: The kind of notes about messages from device to device.
+DEVICE = "device"
 
 #: Errors of a connection whose other end has not answered, while the end of a process resets or closes it.
 NO_WAY = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN})
@@ -217,6 +220,10 @@ class Control:
             endpoint.liveness.needed()
         elif kind == "revoke":
             endpoint.revoked(note["g"], note["cause"])
+        elif kind == DEVICE:
+            group = endpoint.groups.get(note["g"])
+            if group is not None and group.heard_on_device is not None:
+                group.heard_on_device(group.position[peer], note)
         elif kind == "shrink":
             endpoint.agreement(note["g"], note["ranks"]).heard(peer, note)
         elif (group := endpoint.groups.get(note["g"])) is not None:

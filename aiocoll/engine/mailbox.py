@@ -1,20 +1,19 @@
 """Point-to-point messages: matched by source and tag, in the order in which they were sent.
 
 A message that meets no receive waits here, at most an eager window of it; the rest stays with its sender until a
-receive matches. `Posted` is a receive, `Outgoing` a send.
+receive matches. `Posted` is a receive; for a send, see `aiocoll.engine.outgoing`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from aiocoll.elements.dtypes import by_code
 from aiocoll.engine.arrival import Arrival
-from aiocoll.engine.operation import P2P, Message, Operation, Terms, description
-from aiocoll.engine.recorder import PEER, STARTED
+from aiocoll.engine.operation import P2P, Operation, description
+from aiocoll.engine.outgoing import OBJECT, Outgoing, begun, message_terms
+from aiocoll.engine.recorder import PEER
 from aiocoll.errors import CollectiveTimeoutError, ProtocolError, SerializationError
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 from aiocoll.work import Work
@@ -23,67 +22,9 @@ if TYPE_CHECKING:
     from aiocoll.engine.channel import Channel
     from aiocoll.engine.membership import Membership
 
-__all__ = ["OBJECT", "Mailbox", "Outgoing", "Posted"]
+__all__ = ["Mailbox", "Posted"]
 
 K = TypeVar("K")
-
-#: The dtype code of a message that is a serialised object.
-OBJECT = 255
-
-
-class Outgoing(Operation):
-    """A send: done when its bytes have left."""
-
-    peer: int
-
-    __slots__ = ("_nbytes", "_result", "_view", "peer")
-
-    def __init__(
-        self,
-        group: Membership,
-        identity: int,
-        code: int,
-        peer: int,
-        view: memoryview,
-        result: Any,
-        work: Work[Any],
-        timeout: float,
-    ) -> None:
-        terms = _terms("SEND", code, view.nbytes)
-        # As its receiver names it, who knows no more than the count.
-        super().__init__(group, identity, code, terms, terms.counts, work, timeout)
-        self.peer = peer
-        self._view = view
-        self._nbytes = 0
-        self._result = result
-
-    def enter(self) -> None:
-        """Send what the windows allow."""
-        self.group.mailbox.outgoing[self.peer, self.id] = self
-        message = Message(self, 0, 0, self._view, self._view.nbytes)
-        self.group.channels[self.peer].kick(message)
-
-    def sent(self, message: Message, nbytes: int) -> None:
-        """Bytes have left."""
-        self._nbytes += nbytes
-        if self._nbytes == message.total and not self.done:
-            self.group.mailbox.outgoing.pop((self.peer, self.id), None)
-            self.succeed(self._result)
-        else:
-            _begun(self)
-
-    def fail(self, error: BaseException) -> None:
-        """End with `error`."""
-        self.group.mailbox.outgoing.pop((self.peer, self.id), None)
-        super().fail(error)
-
-    def describe(self) -> dict[str, Any]:
-        """Say what is sent, and where to."""
-        return {**super().describe(), "tag": (self.id ^ P2P) >> 32, "dst": self.peer}
-
-    def needs(self, peer: int) -> bool:
-        """Whether `peer` is the destination."""
-        return peer == self.peer
 
 
 class Posted(Operation):
@@ -112,7 +53,7 @@ class Posted(Operation):
         work: Work[Any],
         timeout: float,
     ) -> None:
-        terms = _terms("RECV", code, 0 if view is None else view.nbytes)
+        terms = message_terms("RECV", code, 0 if view is None else view.nbytes)
         super().__init__(group, P2P | tag << 32, code, terms, shape, work, timeout)
         self.peer = peer
         self.tag = tag
@@ -158,7 +99,7 @@ class Posted(Operation):
         elif self.view is None or arrival.code != self.code or arrival.total != self.view.nbytes:
             arrival.discard = True
             number = arrival.op & 0xFFFFFFFF
-            terms = _terms("SEND", arrival.code, arrival.total)
+            terms = message_terms("SEND", arrival.code, arrival.total)
             theirs = description(arrival.peer, terms, terms.counts, None, number)
             theirs.update(tag=self.tag, dst=self.group.rank)
             self.group.disputes.differ({**self.describe(), "seq": number}, theirs)
@@ -169,7 +110,7 @@ class Posted(Operation):
             self.complete()
             return
         if arrival.received:
-            _begun(self)
+            begun(self)
         if arrival.withheld:
             arrival.ask(self.group.id)
 
@@ -269,12 +210,14 @@ class Mailbox:
         kind, flags, _, _, op, _, _, length, _ = header
         if kind == FrameKind.GRANT:
             if (outgoing := self.outgoing.get((peer, op))) is not None:
-                channel.grant(outgoing)
+                outgoing.asked()
             return True
         arrival = self._active.get((peer, op))
         if arrival is None:
             arrival = self._active[peer, op] = Arrival(channel, peer, header)
             self._meet(arrival)
+            if kind == FrameKind.READY:
+                return True
         if arrival.received + length > arrival.total:
             raise ProtocolError(f"rank {peer} sent more than the {arrival.total} bytes of its message")
         if kind == FrameKind.READY:
@@ -369,7 +312,7 @@ class Mailbox:
             else:
                 posted.complete()
         else:
-            _begun(posted)
+            begun(posted)
 
     def _announce(self, tag: int) -> None:
         for listener in self._listeners.pop(tag, ()):
@@ -384,17 +327,3 @@ def _drop(table: dict[int, dict[K, None]], tag: int, entry: K) -> None:
         entries.pop(entry, None)
         if not entries:
             table.pop(tag, None)
-
-
-def _begun(operation: Outgoing | Posted) -> None:
-    """Some of the bytes, but not all, have moved."""
-    if operation.entry[STARTED] is None and not operation.done:
-        operation.entry[STARTED] = operation.group.stamp()
-
-
-@lru_cache(maxsize=256)  # of messages that are alike, which most are; making them costs 5 times as much
-def _terms(op: str, code: int, nbytes: int) -> Terms:
-    if code == OBJECT:
-        return Terms(op, "object", (), None, None)
-    dtype = by_code(code)
-    return Terms(op, dtype.name, (nbytes // dtype.itemsize,), None, None)

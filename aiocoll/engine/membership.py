@@ -89,6 +89,8 @@ class Membership:
         self.lineage: tuple[Split, ...] = ()
         self.splits: list[Split] = []
         self.on_revoked: list[Callable[[], None]] = []
+        #: Hears notes about messages from device to device, and whose they are, once there is a device.
+        self.heard_on_device: Callable[[int, dict[str, Any]], None] | None = None
         self.left: set[int] = set()
         self.mailbox = Mailbox(self)
         self.diagnosis = Diagnosis(self)

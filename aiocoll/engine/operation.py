@@ -80,9 +80,11 @@ class Message:
         queued: it is in the channel's queue.
         blocked: it waits for a grant.
         announces: if nothing of it may be sent yet, the receiver is told that it will come.
+        batch: what the receiver is told then of the batch it is part of.
     """
 
     announces = False
+    batch = 0
 
     __slots__ = ("blocked", "index", "limit", "moved", "operation", "queued", "step", "total", "view")
 
@@ -101,9 +103,13 @@ class Message:
 class Announced(Message):
     """A message whose receiver hears of it before there is anything to send, so that none overtakes it."""
 
-    __slots__ = ()
+    __slots__ = ("batch",)
 
     announces = True
+
+    def __init__(self, operation: Operation, step: int, view: memoryview, batch: int) -> None:
+        super().__init__(operation, 0, step, view, 0)
+        self.batch = batch
 
 
 class Operation:

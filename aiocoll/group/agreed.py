@@ -13,8 +13,7 @@ carries out the same plan there, and outputs are copied back.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -28,6 +27,7 @@ from aiocoll.engine.plan import Plan
 from aiocoll.errors import GroupError
 from aiocoll.gpu.api import DeviceError
 from aiocoll.group.cards import Decision
+from aiocoll.group.enqueued import Enqueued
 from aiocoll.group.fuse import ends
 from aiocoll.group.native import STAGED, Native, carry_out, way_of
 from aiocoll.group.staged import Staged, put_back
@@ -59,7 +59,6 @@ class Agreed(Compared):
         "_called",
         "_enqueued",
         "_flying",
-        "_launched",
         "_marks",
         "_plan",
         "_result",
@@ -90,10 +89,7 @@ class Agreed(Compared):
         self._staged: Staged | None = None
         #: The device has something of it.
         self._flying = False
-        #: The last thing put on the device, and who waits for that to happen.
-        self._launched: Launched | None = None
-        self._enqueued: list[asyncio.Future[None]] = []
-        work._ordered = self.order
+        self._enqueued = Enqueued(work, arrays, result)
 
     # -- the agreement
 
@@ -137,10 +133,11 @@ class Agreed(Compared):
                 number, ways, decision = verdict
                 self._side.decided(self, number, ways, None if decision is None else Decision(*decision))
 
-    def pronounce(self, number: int, ways: Sequence[int], decision: Decision | None) -> None:
-        """As rank 0, let all begin it."""
-        self._send(dict.fromkeys(self.group.others, msgpack.packb([number, ways, decision])))
-        self._side.decided(self, number, ways, decision)
+    def pronounce(self, numbers: Mapping[int, int], ways: Sequence[int], decision: Decision | None) -> None:
+        """As rank 0, let all begin it, each by a number of its own."""
+        said = {number: msgpack.packb([number, ways, decision]) for number in set(numbers.values())}
+        self._send({rank: said[numbers[rank]] for rank in self.group.others})
+        self._side.decided(self, numbers[0], ways, decision)
 
     # -- carrying it out
 
@@ -158,20 +155,6 @@ class Agreed(Compared):
         """Fail on all ranks alike; the group goes on."""
         self.refused()
         self.ended(None, error)
-
-    async def order(self, stream: int | None) -> Any:
-        """Let `stream` wait for the end, once that is on the device; for `Work.on_stream`."""
-        while self._launched is None and not self.work.done():
-            enqueued = asyncio.get_running_loop().create_future()
-            self._enqueued.append(enqueued)
-            await enqueued
-        if self._launched is None or self.work.done():
-            return await self.work
-        try:
-            await self._launched.on_stream(self._side.stream_of(self._arrays) if stream is None else stream)
-        except DeviceError:
-            return await self.work
-        return self._result if (unwrap := self.work._unwrap) is None else unwrap()
 
     def hangs_here(self) -> bool:
         """Whether the device has something of it: then all ranks have called it."""
@@ -259,24 +242,16 @@ class Agreed(Compared):
         """The device has something of it, which nothing comes after if it is the `last`."""
         self._flying, self._marks = True, ()
         if last:
-            self._launched = launched
-            self._wake()
+            self._enqueued.put(launched)
 
     def _leave(self) -> None:
         """Give back what was only for this call, once the device is done with it."""
-        self.work._ordered = None
-        self._wake()
+        self._enqueued.over()
         self._side.unmark(self._marks)
         self._marks = ()
         if not self._flying and self._staged is not None:
             self._staged.give_back()
             self._staged = None
-
-    def _wake(self) -> None:
-        for waiter in self._enqueued:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._enqueued.clear()
 
     def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return which arrays are inputs, and which are outputs."""

@@ -34,7 +34,7 @@ class Call(NamedTuple):
         unwrap: makes the result in the end, if it is not `result`.
         nbytes: of a message between two ranks, or all that this rank sends of objects.
         plan: of a collective on arrays that its plan's executor carries out.
-        arrays: flat, numbered as the plan's buffers; None where this rank has none.
+        arrays: flat, numbered as the plan's buffers; None where this rank has none. Of a message, its CUDA array.
         on_device: the plan of a collective on CUDA arrays, in place of `plan`.
     """
 

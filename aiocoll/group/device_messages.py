@@ -1,8 +1,9 @@
-"""Messages of CUDA arrays: staged, so that tags, receives from any rank, and ranks that do not use NCCL are possible.
+"""Messages of CUDA arrays: by NCCL, or staged, so that all that messages of the host promise is possible.
 
-A send copies to page-locked memory first. Its receiver is told of it at once, so that a later message does not overtake
-it. A receive takes its message there, and then copies it to the device. The launcher gets the memory, which may take
-long: a receive has its place among all receives before, and what comes for it meanwhile waits as if nobody had asked.
+Those that go by NCCL: see `aiocoll.group.native_messages`. Any other send copies to page-locked memory first. Its
+receiver is told of it at once, so that a later message does not overtake it. A receive takes its message there, and
+then copies it to the device. The launcher gets the memory, which may take long: a receive has its place among all
+receives before, and what comes for it meanwhile waits as if nobody had asked.
 """
 
 from __future__ import annotations
@@ -15,19 +16,23 @@ import numpy as np
 
 from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.arrival import Arrival
-from aiocoll.engine.mailbox import Outgoing, Posted
+from aiocoll.engine.mailbox import Posted
 from aiocoll.engine.membership import Membership
 from aiocoll.engine.operation import Announced, Operation
+from aiocoll.engine.outgoing import Outgoing
+from aiocoll.errors import PeerLostError
 from aiocoll.gpu.api import DeviceError
 from aiocoll.group.device_side import DeviceSide
+from aiocoll.group.enqueued import Enqueued
 from aiocoll.group.on_device import side_of
 from aiocoll.group.staged import Staged
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
+    from aiocoll.gpu.launcher import Launched
     from aiocoll.group.launch import Launcher
 
-__all__ = ["DeviceMessages", "messages_of"]
+__all__ = ["DeviceMessages", "DeviceRecv", "DeviceSend", "messages_of"]
 
 Make = Callable[[int, Work[Any]], Operation]
 _BYTES = np.dtype(np.uint8)
@@ -46,13 +51,13 @@ class DeviceMessages:
         self._array = array
 
     def sending(self, dst: int, tag: int, code: int, result: Any, limit: float) -> Make:
-        """Return what makes a send; the arguments are those of `aiocoll.engine.mailbox.Outgoing`."""
+        """Return what makes a send; the arguments are those of `aiocoll.engine.outgoing.Outgoing`."""
 
-        def make(_: int, work: Work[Any]) -> _StagedSend:
+        def make(_: int, work: Work[Any]) -> DeviceSend:
             assert self._side is not None
             member = self._side.member
             identity = member.mailbox.next_id(tag)
-            return _StagedSend(self._side, self._array, member, identity, code, dst, result, work, limit)
+            return DeviceSend(self._side, self._array, member, identity, code, dst, result, work, limit)
 
         return make
 
@@ -61,10 +66,10 @@ class DeviceMessages:
     ) -> Make:
         """Return what makes a receive; the arguments are those of `aiocoll.engine.mailbox.Posted`."""
 
-        def make(_: int, work: Work[Any]) -> _StagedRecv:
+        def make(_: int, work: Work[Any]) -> DeviceRecv:
             assert self._side is not None
             member = self._side.member
-            return _StagedRecv(self._side, self._array, member, src, tag, code, shape, result, work, limit)
+            return DeviceRecv(self._side, self._array, member, src, tag, code, shape, result, work, limit)
 
         return make
 
@@ -74,10 +79,103 @@ def messages_of(group: Launcher, array: DeviceArray) -> DeviceMessages:
     return DeviceMessages(side_of(group, [array]), array)
 
 
-class _StagedSend(Outgoing):
-    """A send: done when its bytes have left."""
+class _OneEnd(Operation):
+    """What both ends of a message have: it is on the device as a copy to or from the host, or by NCCL.
 
-    __slots__ = ("_flying", "_marks", "_message", "_side", "_staged")
+    Attributes:
+        array: what is sent, or received into.
+        batch: number and size of the batch it is part of.
+    """
+
+    array: DeviceArray
+    batch: tuple[int, int]
+    _enqueued: Enqueued
+    #: The device has something of it; NCCL has it.
+    _flying: bool
+    _by_nccl: bool
+    #: It may go by NCCL, and rank 0 does not know of this end.
+    _open: bool
+    _marks: tuple[int, ...]
+    _side: DeviceSide
+    _staged: Staged
+
+    def _prepare(self, side: DeviceSide, array: DeviceArray, result: Any) -> None:
+        self.array = array
+        self.batch = side.messages.batch
+        self._side = side
+        self._staged = Staged(side.device, side.stream, [array], _BYTES)
+        self._flying = self._by_nccl = self._open = False
+        self._marks = side.mark([array])
+        self._enqueued = Enqueued(self.work, [array], result)
+
+    def taken_marks(self) -> tuple[int, ...]:
+        """Return where the caller's streams were at the call, for what begins after that."""
+        marks, self._marks = self._marks, ()
+        return marks
+
+    def launched(self, launched: Launched) -> None:
+        """NCCL has it."""
+        self._open, self._by_nccl = False, True
+        self._flies(launched)
+
+    def landed(self, error: DeviceError | None) -> None:
+        """NCCL is done with it."""
+        if self._is_sound(error):
+            self.complete()
+
+    def complete(self) -> None:
+        """All of it has left or is here."""
+        raise NotImplementedError
+
+    def hangs_here(self) -> bool:
+        """Whether the device has something of it."""
+        return self._flying
+
+    def expire(self) -> None:
+        """The timeout has passed."""
+        if self._flying:
+            self._side.hung(self)
+        else:
+            super().expire()
+
+    def fail(self, error: BaseException) -> None:
+        """End with `error`."""
+        super().fail(error)
+        self._close()
+        self._leave()
+        if self._flying and self._by_nccl and isinstance(error, PeerLostError):
+            # All that comes on the stream after it would wait for it.
+            self.group.revoke(error)
+
+    def _close(self) -> None:
+        """It does not go by NCCL, if rank 0 does not know otherwise."""
+        if self._open:
+            self._open = False
+            self._side.messages.without(self.batch)
+
+    def _flies(self, launched: Launched) -> None:
+        self._flying = True
+        self._enqueued.put(launched)
+
+    def _is_sound(self, error: DeviceError | None) -> bool:
+        """Take note that the device is done; whether to go on."""
+        self._flying = False
+        if self.done:
+            self._leave()
+        elif error is not None:
+            self._side.broke(self, error)
+        return not self.done
+
+    def _leave(self) -> None:
+        """Give back what was only for this message, once the device is done with it."""
+        self._enqueued.over()
+        self._side.unmark(self.taken_marks())
+        if not self._flying:
+            self._staged.give_back()
+
+
+class DeviceSend(Outgoing, _OneEnd):
+    """A send: done when its bytes have left the array."""
 
     def __init__(
         self,
@@ -91,22 +189,33 @@ class _StagedSend(Outgoing):
         work: Work[Any],
         timeout: float,
     ) -> None:
-        self._side = side
-        self._staged = Staged(side.device, side.stream, [array], _BYTES)
         super().__init__(group, identity, code, peer, _to_come(array.nbytes), result, work, timeout)
-        self._marks = side.mark([array])
-        self._flying = False
+        self._prepare(side, array, result)
 
     def enter(self) -> None:
-        """Announce it, and copy."""
+        """Announce it, and copy it to the host unless it may go by NCCL."""
         if not self._view.nbytes:
             super().enter()
             return
-        self._staged.copy_in(self._marks, (0,), self._copied)
-        self._flying, self._marks = True, ()
+        self._open = self._side.messages.carries(self._view.nbytes)
+        number, size = self.batch if self._open else (0, 0)
+        if not self._open:
+            self._stage()
         self.group.mailbox.outgoing[self.peer, self.id] = self
-        self._message = Announced(self, 0, 0, self._view, 0)
+        self._message = Announced(self, size, self._view, number)
         self.group.channels[self.peer].kick(self._message)
+
+    def complete(self) -> None:
+        """NCCL has sent it."""
+        self.group.mailbox.outgoing.pop((self.peer, self.id), None)
+        self.succeed(self._result)
+
+    def asked(self) -> None:
+        """Its receiver takes it from the host."""
+        super().asked()
+        if self._open:
+            self._close()
+            self._stage()
 
     def succeed(self, result: Any) -> None:
         """End well."""
@@ -115,33 +224,18 @@ class _StagedSend(Outgoing):
         self.group.channels[self.peer].drop(self)
         self._leave()
 
-    def fail(self, error: BaseException) -> None:
-        """End with `error`."""
-        super().fail(error)
-        self._leave()
+    def _stage(self) -> None:
+        self._flies(self._staged.copy_in(self.taken_marks(), (0,), self._copied))
 
     def _copied(self, error: DeviceError | None) -> None:
-        self._flying = False
-        if self.done:
-            self._leave()
-        elif error is not None:
-            self._side.broke(self, error)
-        else:
+        if self._is_sound(error):
             self._message.view = self._staged.bytes_of(0)
             self._message.limit = self._message.total
             self.group.channels[self.peer].kick(self._message)
 
-    def _leave(self) -> None:
-        self._side.unmark(self._marks)
-        self._marks = ()
-        if not self._flying:
-            self._staged.give_back()
 
-
-class _StagedRecv(Posted):
+class DeviceRecv(Posted, _OneEnd):
     """A receive: done when the message is on the device."""
-
-    __slots__ = ("_flying", "_is_there", "_marks", "_side", "_staged")
 
     def __init__(
         self,
@@ -156,41 +250,60 @@ class _StagedRecv(Posted):
         work: Work[Any],
         timeout: float,
     ) -> None:
-        self._side = side
-        self._staged = Staged(side.device, side.stream, [array], _BYTES)
         super().__init__(group, peer, tag, _to_come(array.nbytes), code, shape, 0, result, work, timeout)
-        self._marks = side.mark([array])
-        self._flying = False
+        self._prepare(side, array, result)
         #: The page-locked memory.
         self._is_there = False
 
+    @property
+    def source(self) -> int:
+        """The rank whose message it has met."""
+        assert self.arrival is not None
+        return self.arrival.peer
+
     def enter(self) -> None:
         """Take a message that is waiting, or wait for one; its bytes as soon as there is memory for them."""
-        self._side.device.run(self._staged.allocate).add_done_callback(self._allocated)
+        self._open = self._side.messages.carries(self.array.nbytes)
+        if not self._open:
+            self._allocate()
         super().enter()
 
     def match(self, arrival: Arrival) -> None:
         """Become the receiver of `arrival`."""
-        if self._is_there:
+        offer = arrival.offer if arrival.code == self.code and arrival.total == self.array.nbytes else None
+        if self._open and offer is not None and self._side.messages.carries(arrival.total):
+            self.work._withdraw = None
+            self.arrival = arrival
+            arrival.posted = self
+            self._open = False
+            self._side.messages.matched(self, arrival.peer, arrival.op, offer)
+        elif self._is_there:
             super().match(arrival)
         else:
             self.work._withdraw = None
             self.arrival = arrival
+            if self._open:
+                self._close()
+                self._allocate()
 
     def needs(self, peer: int) -> bool:
         """Whether only `peer` could complete it: nobody once the message is here."""
-        is_here = self.arrival is not None and self.arrival.complete
+        arrival = self.arrival
+        if arrival is not None and peer == 0 and self._side.messages.unmatched(arrival.peer, arrival.op):
+            # Nobody lets it go by NCCL any more: take it from the host.
+            self._allocate()
+        is_here = arrival is not None and arrival.complete
         return not is_here and super().needs(peer)
 
     def succeed(self, result: Any) -> None:
-        """All bytes are here: copy them to the device."""
-        self._staged.copy_out(self._marks, (0,), self._copied)
-        self._flying, self._marks = True, ()
+        """All bytes are here: copy them to the device, unless NCCL has brought them there."""
+        if self._by_nccl:
+            self._end()
+        else:
+            self._flies(self._staged.copy_out(self.taken_marks(), (0,), self._copied))
 
-    def fail(self, error: BaseException) -> None:
-        """End with `error`."""
-        super().fail(error)
-        self._leave()
+    def _allocate(self) -> None:
+        self._side.device.run(self._staged.allocate).add_done_callback(self._allocated)
 
     def _allocated(self, allocated: asyncio.Future[None]) -> None:
         self._is_there = True
@@ -205,20 +318,12 @@ class _StagedRecv(Posted):
                 super().match(self.arrival)
 
     def _copied(self, error: DeviceError | None) -> None:
-        self._flying = False
-        if self.done:
-            self._leave()
-        elif error is not None:
-            self._side.broke(self, error)
-        else:
-            super().succeed(self._result)
-            self._leave()
+        if self._is_sound(error):
+            self._end()
 
-    def _leave(self) -> None:
-        self._side.unmark(self._marks)
-        self._marks = ()
-        if self._is_there and not self._flying:
-            self._staged.give_back()
+    def _end(self) -> None:
+        super().succeed(self._result)
+        self._leave()
 
 
 def _to_come(nbytes: int) -> memoryview:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgpack
@@ -21,6 +22,7 @@ from aiocoll.gpu.provider import why_no_nccl
 from aiocoll.group.cards import Card, Decision, card, decide, reduces_float8
 from aiocoll.group.communicator import Communicator
 from aiocoll.group.native import STAGED
+from aiocoll.group.native_messages import NativeMessages
 from aiocoll.log import logger
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class DeviceSide:
         decision: whether NCCL is used; None before the first call is complete.
         communicator: this rank's end of it, if it is.
         float8: this rank has what it takes that NCCL reduces float8.
+        messages: those between two ranks that go by NCCL.
     """
 
     def __init__(self, member: Membership, device: Device, nccl: Nccl | None, forced: bool) -> None:
@@ -63,14 +66,15 @@ class DeviceSide:
         self._forced = forced
         self._terms: dict[Plan, Terms] = {}
         self._described: dict[tuple[Plan | Terms, tuple[int, ...]], bytes] = {}
-        #: As rank 0: what each rank has; calls that are complete and have no number yet, and the last number given.
+        self.messages = NativeMessages(self)
+        #: As rank 0: what each rank has; calls that are complete and have no number yet; the last number of each rank.
         self._cards: dict[int, Card] = {}
         self._complete: list[tuple[Agreed, Sequence[int]]] = []
-        self._numbered = 0
+        self._numbered = [0] * len(member.ranks)
         self._decision: Decision | None = None
         self._asking = False
-        #: Calls that have a number, and the next to begin.
-        self._held: dict[int, tuple[Agreed, Sequence[int]]] = {}
+        #: What begins those that have a number, and the next number.
+        self._held: dict[int, Callable[[], None]] = {}
         self._next = 1
         member.on_revoked.append(self.end)
 
@@ -139,8 +143,14 @@ class DeviceSide:
         complete, self._complete = self._complete, []
         for operation, ways in complete:
             if not operation.done:
-                self._numbered += 1
-                operation.pronounce(self._numbered, ways, decision if self.decision is None else None)
+                numbers = self.number(range(len(self.member.ranks)))
+                operation.pronounce(numbers, ways, decision if self.decision is None else None)
+
+    def number(self, ranks: Iterable[int]) -> dict[int, int]:
+        """As rank 0, give the next number on each of some ranks to what begins there."""
+        for rank in ranks:
+            self._numbered[rank] += 1
+        return {rank: self._numbered[rank] for rank in ranks}
 
     def _ask(self, why: str) -> None:
         """Ask NCCL for the name of a communicator, which may take long."""
@@ -155,20 +165,24 @@ class DeviceSide:
         self.device.run(self.nccl.unique_id).add_done_callback(named)
 
     def decided(self, operation: Agreed, number: int, ways: Sequence[int], decision: Decision | None) -> None:
-        """Take note of a verdict; begin all calls whose turn it is."""
+        """Take note of a verdict, and begin the call when it is its turn."""
         if decision is not None:
             try:
                 self._follow(decision)
             except DeviceError as error:
                 self.broken(error, operation)
-        self._held[number] = operation, ways
+        self.hold(number, partial(self._begin, operation, ways))
+
+    def hold(self, number: int, begin: Callable[[], None]) -> None:
+        """Begin what has this number when all before it have begun."""
+        self._held[number] = begin
         while (turn := self._held.pop(self._next, None)) is not None:
             self._next += 1
-            operation, ways = turn
-            if not operation.done:
-                self._begin(operation, ways)
+            turn()
 
     def _begin(self, operation: Agreed, ways: Sequence[int]) -> None:
+        if operation.done:
+            return
         decision = self.decision
         assert decision is not None
         if self._forced and not decision.native:
@@ -193,21 +207,17 @@ class DeviceSide:
 
     # -- failing
 
-    def stream_of(self, arrays: Iterable[DeviceArray | None]) -> int:
-        """Return the stream that was the caller's at the call."""
-        return next(each.stream for each in arrays if each is not None)
-
-    def hung(self, operation: Agreed) -> None:
-        """All ranks have called `operation`, but the device has not done it in time."""
+    def hung(self, operation: Operation) -> None:
+        """All ranks of `operation` have called it, but the device has not done it in time."""
         member, work = self.member, operation.work
-        name = work.key or work.seq
+        callers = "all ranks have" if operation.peer is None else f"rank {operation.peer} has"
         member.revoke(
             CollectiveTimeoutError(
-                f"{work.op} (sequence {name!r}) of group {member.name!r} did not complete within "
-                f"{operation.timeout:g} s on rank {member.rank}, which called {called(operation.describe())}: all "
-                f"ranks have called it, but {self._what_hangs()}",
+                f"{operation.title()} of group {member.name!r} did not complete within {operation.timeout:g} s on rank "
+                f"{member.rank}, which called {called(operation.describe())}: {callers} called it, but "
+                f"{self._what_hangs()}",
                 op=work.op,
-                seq=name,
+                seq=work.key or work.seq,
                 group=member.name,
             )
         )
@@ -226,7 +236,7 @@ class DeviceSide:
         member = self.member
         work = None if operation is None else operation.work
         name = None if work is None else work.key or work.seq
-        what = "" if work is None else f"{work.op} of " if name is None else f"{work.op} (sequence {name!r}) of "
+        what = "" if operation is None else f"{operation.title()} of "
         cause = GroupError(
             f"{what}group {member.name!r} failed on rank {member.rank}, device {self.device.ordinal}: {error}",
             op=None if work is None else work.op,
@@ -241,6 +251,7 @@ class DeviceSide:
         """The group has failed, or was closed."""
         self._held.clear()
         self._complete.clear()
+        self.messages.end()
         if self.communicator is not None:
             self.communicator.abort()
 

@@ -156,12 +156,8 @@ class Flushing(Launcher, Fuser):
             self._failures.expect(error)
             recording.fail(error)
             raise
-        for work, call in recording.loose:
-            if outer is None:
-                self._run_quietly(self._start_loose, work, call)
-            else:
-                work._unwrap = None
-                _follow(outer.take(call), work)
+        if recording.loose:
+            self._start_all_loose(recording.loose, outer)
         recording.members = []
         if not members and not recording.lists:
             return None
@@ -240,6 +236,16 @@ class Flushing(Launcher, Fuser):
     ) -> None:
         """Start a flush that has taken its number."""
         self._enter(make(identity, part))
+
+    def _start_all_loose(self, calls: Sequence[tuple[Recorded, Call]], outer: Taker | None) -> None:
+        """Start messages, and collectives with a key."""
+        with self._batched(array for _, call in calls if call.terms is None for array in call.arrays or ()):
+            for work, call in calls:
+                if outer is None:
+                    self._run_quietly(self._start_loose, work, call)
+                else:
+                    work._unwrap = None
+                    _follow(outer.take(call), work)
 
     def _start_loose(self, work: Recorded, call: Call) -> None:
         """Start a message, or a collective with a key."""

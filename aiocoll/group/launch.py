@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -269,11 +269,12 @@ class Launcher(Planner):
         result: Any = None,
         unwrap: Callable[[], Any] | None = None,
         nbytes: int = 0,
+        arrays: list[Any] | None = None,
     ) -> Work[Any]:
         """Start a call, or leave it to who takes it here; for the arguments, see `aiocoll.group.calls.Call`."""
         self._check()
         if self._diverts and (taker := self._taker_here()) is not None:
-            return taker.take(Call(op, make, limit, terms, key, shape, result, unwrap, nbytes))
+            return taker.take(Call(op, make, limit, terms, key, shape, result, unwrap, nbytes, None, arrays))
         # Of a message: its operation has an id of its own.
         identity, seq = (P2P, None) if terms is None else self._numbered(key)
         # The user's call is four frames away: the call of the group and what it goes through.
@@ -282,6 +283,10 @@ class Launcher(Planner):
             work._unwrap = unwrap
         self._enter(make(identity, work))
         return work
+
+    def _batched(self, arrays: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
+        """Let messages of these CUDA arrays, which start in the block, be one group of NCCL calls."""
+        return contextlib.nullcontext() if self._side is None else self._side.messages.together(arrays)
 
     def _numbered(self, key: str | None) -> tuple[int, int]:
         """Take a number, or a count of `key`; return the operation id and that."""

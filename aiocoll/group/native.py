@@ -1,4 +1,4 @@
-"""How NCCL carries out a collective: which it can, and by which of its calls.
+"""How NCCL carries out a call: which it can, and by which of its own.
 
 What only moves travels as bytes. Where NCCL has no call of its own, or counts differ from rank to rank, several calls
 are one group: none of them waits for another.
@@ -6,6 +6,7 @@ are one group: none of them waits for another.
     allreduce, reduce, broadcast    the call of that name
     allgather, reduce_scatter       the call of that name; parts that differ or lie apart: p broadcasts, p reduces
     gather, scatter, alltoall       sends and receives
+    messages between two ranks      a send, a receive
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.plan import Plan
 from aiocoll.gpu.api import Cuda, DeviceError, Nccl, NcclCommunicator
 
-__all__ = ["GROUPED", "PACKED", "STAGED", "Native", "Tools", "carry_out", "way_of"]
+__all__ = ["GROUPED", "PACKED", "STAGED", "Native", "Tools", "carry_out", "exchange", "way_of"]
 
 #: Ways of a call; all ranks go the least of those that they can go.
 STAGED, GROUPED, PACKED = 0, 1, 2
@@ -220,8 +221,23 @@ def _exchange(outgoing: dict[int, DeviceArray], incoming: dict[int, DeviceArray]
         tools.cuda.copy(kept.ptr, own.ptr, own.nbytes, tools.stream)
     sends = [(peer, array) for peer, array in outgoing.items() if array.size]
     receives = [(peer, array) for peer, array in incoming.items() if array.size]
-    if not sends and not receives:
-        return
+    if sends or receives:
+        exchange(sends, receives, tools)
+
+
+def exchange(
+    sends: Sequence[tuple[int, DeviceArray]], receives: Sequence[tuple[int, DeviceArray]], tools: Tools
+) -> None:
+    """Put messages on the stream, as one group; those of two ranks are matched in their order.
+
+    Args:
+        sends: rank that each goes to, and the array.
+        receives: rank that each comes from, and the array.
+        tools: what carries them out.
+
+    Raises:
+        DeviceError: it cannot be done.
+    """
     with _together(tools):
         for peer, array in sends:
             tools.end.send(array.ptr, array.nbytes, _BYTES, peer, tools.stream)

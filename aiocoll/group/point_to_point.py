@@ -13,8 +13,9 @@ from aiocoll.codec import MAX_BYTES, dumps, loads
 from aiocoll.elements.buffers import Buffer, byte_view, clash, view
 from aiocoll.elements.dtypes import array_dtype, by_code
 from aiocoll.engine.arrival import TAG_LIMIT, Arrival
-from aiocoll.engine.mailbox import OBJECT, Outgoing, Posted
+from aiocoll.engine.mailbox import Posted
 from aiocoll.engine.membership import Membership
+from aiocoll.engine.outgoing import OBJECT, Outgoing
 from aiocoll.engine.recorded import Recorded
 from aiocoll.group.launch import Launcher, Timeout
 from aiocoll.options import seconds
@@ -52,7 +53,8 @@ class PointToPoint(Launcher):
     """Calls of a sender and a receiver. Messages of one sender with one tag are received in the order sent.
 
     A tag is a number from 0 to 2**30 - 1. Length and dtype of a message must be those of the receive. Arrays on a CUDA
-    device are copied to the host and sent from there; the other end of a message may be an array of the host.
+    device go by NCCL if the group uses it and the message has more than 256 KiB, else through the host; the other end
+    of a message may be an array of the host.
     """
 
     def send(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[Any]:
@@ -88,12 +90,13 @@ class PointToPoint(Launcher):
         _check_apart(ready)
         self._limit(0, timeout)
         self._check()
-        return [
-            self._send_viewed(each.dst, each.tag, buffer, timeout)
-            if isinstance(each, Send)
-            else self._recv(buffer, each.src, each.tag, timeout)
-            for each, buffer in ready
-        ]
+        with self._batched(buffer.array for _, buffer in ready if type(buffer.array) is not _ndarray):
+            return [
+                self._send_viewed(each.dst, each.tag, buffer, timeout)
+                if isinstance(each, Send)
+                else self._recv(buffer, each.src, each.tag, timeout)
+                for each, buffer in ready
+            ]
 
     def send_object(self, obj: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[None]:
         """Send an object, by msgpack; see `aiocoll.codec` for what travels."""
@@ -148,7 +151,7 @@ class PointToPoint(Launcher):
         _check_length(buffer.nbytes, "tensor")
         limit = self._limit(tag, timeout)
         make = self._messages(buffer.array).sending(dst, tag, buffer.dtype.code, buffer.result, limit)
-        return self._begin("SEND", make, limit, result=buffer.result, nbytes=buffer.nbytes)
+        return self._begin("SEND", make, limit, result=buffer.result, nbytes=buffer.nbytes, arrays=[buffer.array])
 
     def _send(
         self, op: str, dst: int, tag: int, data: memoryview, code: int, result: Any, timeout: Timeout
@@ -168,7 +171,9 @@ class PointToPoint(Launcher):
         op = "RECV" if src is not None else "RECV_ANYSOURCE"
         if type(array) is not _ndarray:
             receiving = self._messages(array).receiving(src, tag, code, shape, result, limit)
-            return self._begin(op, receiving, limit, None, None, shape, result, buffer.writeback, buffer.nbytes)
+            return self._begin(
+                op, receiving, limit, None, None, shape, result, buffer.writeback, buffer.nbytes, [array]
+            )
         data = byte_view(array)
 
         def make(_: int, work: Work[Any]) -> Posted:

@@ -41,7 +41,8 @@ class FrameKind(IntEnum):
     DATA = 1
     """A segment of a message of an operation."""
     READY = 2
-    """No payload: the message is ready, but its bytes wait for a GRANT."""
+    """No payload: the message is ready, but its bytes wait for a GRANT. With a `step`, a point-to-point message could
+    also go from device to device: it is one of `step` such messages of batch number `offset` of its sender."""
     GRANT = 3
     """No payload: the receiver has entered the operation; send without regard to windows."""
     WINDOW = 4

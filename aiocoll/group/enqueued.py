@@ -1,0 +1,68 @@
+"""When a CUDA device has all of a call: what `Work.on_stream` waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from aiocoll.elements.device import DeviceArray
+from aiocoll.gpu.api import DeviceError
+from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.gpu.launcher import Launched
+
+__all__ = ["Enqueued"]
+
+
+class Enqueued:
+    """One call's.
+
+    Args:
+        work: the call's.
+        arrays: the call's; the stream that was current at the call is that of the first.
+        result: what the work yields.
+    """
+
+    __slots__ = ("_arrays", "_launched", "_result", "_waiting", "_work")
+
+    def __init__(self, work: Work[Any], arrays: Sequence[DeviceArray | None], result: Any) -> None:
+        self._work = work
+        self._arrays = arrays
+        self._result = result
+        self._launched: Launched | None = None
+        self._waiting: list[asyncio.Future[None]] = []
+        work._ordered = self.order
+
+    async def order(self, stream: int | None) -> Any:
+        """Let `stream` wait for the end, once that is on the device."""
+        while self._launched is None and not self._work.done():
+            enqueued = asyncio.get_running_loop().create_future()
+            self._waiting.append(enqueued)
+            await enqueued
+        if self._launched is None or self._work.done():
+            return await self._work
+        if stream is None:
+            stream = next(each.stream for each in self._arrays if each is not None)
+        try:
+            await self._launched.on_stream(stream)
+        except DeviceError:
+            return await self._work
+        return self._result if (unwrap := self._work._unwrap) is None else unwrap()
+
+    def put(self, launched: Launched) -> None:
+        """The last of it is on its way to the device."""
+        self._launched = launched
+        self._wake()
+
+    def over(self) -> None:
+        """The call has ended."""
+        self._work._ordered = None
+        self._wake()
+
+    def _wake(self) -> None:
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiting.clear()

@@ -1,0 +1,174 @@
+"""Messages from device to device by NCCL, which blocks a send until it is received, and a stream with it.
+
+So nothing begins before both its ends have been called. Only what would wait for its receiver anyway goes this way,
+that is more than `EAGER_WINDOW`; the host matches it, as any message, by source, tag and order:
+
+    rank 1  send     READY, with the offer to send from device to device ->
+    rank 2  receive                                         matched: tells rank 0 ->
+    rank 0           gives it a number on both ends, in one order with collectives (`aiocoll.group.matching`)
+    ranks 1 and 2    begin it when its number's turn has come
+
+A receiver that cannot go this way answers with GRANT, as that of any message does, and the message is staged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from aiocoll.elements.device import DeviceArray
+from aiocoll.engine.control import DEVICE
+from aiocoll.engine.plan import EAGER_WINDOW
+from aiocoll.gpu.api import DeviceError
+from aiocoll.group.matching import Batch, Match, Matching
+from aiocoll.group.native import exchange
+from aiocoll.group.staged import put_back
+
+if TYPE_CHECKING:
+    from aiocoll.group.device_messages import DeviceRecv, DeviceSend
+    from aiocoll.group.device_side import DeviceSide
+
+__all__ = ["NativeMessages"]
+
+#: Batches of more than this are as many batches of one: a READY frame has 16 bits for their size.
+LARGEST = 0xFFFF
+
+
+class NativeMessages:
+    """Those of one group.
+
+    Args:
+        side: what the group has on the device.
+
+    Attributes:
+        batch: what is called now is part of it: its number and size.
+    """
+
+    def __init__(self, side: DeviceSide) -> None:
+        self.batch = (0, 1)
+        self._side = side
+        self._batches = 0
+        #: Receives that are matched and have not begun.
+        self._matched: dict[tuple[int, int], DeviceRecv] = {}
+        self._matching = Matching(self._number, side.member.endpoint.runtime.call_later)
+        side.member.heard_on_device = self._heard
+
+    @contextlib.contextmanager
+    def together(self, arrays: Iterable[DeviceArray]) -> Iterator[None]:
+        """Make the messages of these arrays, which start in this block, one batch."""
+        size = sum(self.carries(array.nbytes) for array in arrays)
+        if 1 < size <= LARGEST:
+            self._batches = self._batches + 1 & 0xFFFFFFFF
+            self.batch = self._batches, size
+        try:
+            yield
+        finally:
+            self.batch = 0, 1
+
+    def carries(self, nbytes: int) -> bool:
+        """Whether this rank can send or receive so many bytes by NCCL."""
+        side = self._side
+        return nbytes > EAGER_WINDOW and side.communicator is not None and 0 not in side.member.left
+
+    def matched(self, receive: DeviceRecv, src: int, number: int, theirs: tuple[int, int]) -> None:
+        """A receive has met a message that can go by NCCL, of a batch at its sender."""
+        rank = self._side.member.rank
+        self._matched[src, number] = receive
+        self._tell(Match(src, rank, number), [Batch(src, *theirs), Batch(rank, *receive.batch)])
+
+    def unmatched(self, src: int, number: int) -> bool:
+        """Take it back, there being no rank 0 any more; return whether it had not begun."""
+        return self._matched.pop((src, number), None) is not None
+
+    def without(self, batch: tuple[int, int]) -> None:
+        """A message that is part of a batch here goes another way."""
+        if batch[1] > 1:
+            self._tell(None, [Batch(self._side.member.rank, *batch)])
+
+    def end(self) -> None:
+        """The group has ended."""
+        self._matched.clear()
+        self._matching.clear()
+
+    def _tell(self, match: Match | None, batches: Sequence[Batch]) -> None:
+        """Let rank 0 know: all ranks have links to it from the first agreement on."""
+        member = self._side.member
+        if member.rank == 0:
+            self._take(match, batches)
+        else:
+            member.channels[0].say({"t": DEVICE, "g": member.id, "match": match, "batches": batches})
+
+    def _heard(self, peer: int, note: dict[str, Any]) -> None:
+        """Take a note."""
+        if (begin := note.get("begin")) is not None:
+            self._side.hold(note["number"], lambda: self._begin(begin))
+        else:
+            match = note["match"]
+            self._take(None if match is None else Match(*match), [Batch(*batch) for batch in note["batches"]])
+
+    # -- as rank 0
+
+    def _take(self, match: Match | None, batches: Sequence[Batch]) -> None:
+        if match is None:
+            self._matching.without(*batches)
+        else:
+            self._matching.matched(match, batches)
+
+    def _number(self, matches: Sequence[Match]) -> None:
+        """Let messages begin, as one, on both ends of each."""
+        side, member = self._side, self._side.member
+        own: dict[int, list[Match]] = {}
+        for match in matches:
+            # Of a rank that has left, neither end is there any more, or waits for it.
+            if member.left.isdisjoint(match[:2]):
+                own.setdefault(match.src, []).append(match)
+                own.setdefault(match.dst, []).append(match)
+        numbers = side.number(own)
+        for rank, begin in own.items():
+            if rank != 0:
+                note = {"t": DEVICE, "g": member.id, "number": numbers[rank], "begin": begin}
+                member.channels[rank].say(note)
+        if 0 in own:
+            side.hold(numbers[0], lambda: self._begin(own[0]))
+
+    # -- carrying them out
+
+    def _begin(self, matches: Sequence[Sequence[int]]) -> None:
+        """Put messages on the device; their other ends do so, too."""
+        side, member = self._side, self._side.member
+        rank = member.rank
+        sends: list[DeviceSend] = []
+        receives: list[DeviceRecv] = []
+        for src, dst, number in matches:
+            if src == rank:
+                if (send := member.mailbox.outgoing.get((dst, number))) is not None:
+                    sends.append(send)  # type: ignore[arg-type]
+            elif (receive := self._matched.pop((src, number), None)) is not None and not receive.done:
+                receives.append(receive)
+        if not sends and not receives:
+            return
+        operations = [*sends, *receives]
+        outgoing = [(each.peer, each.array) for each in sends]
+        incoming = [(each.source, each.array) for each in receives]
+        marks = [mark for each in operations for mark in each.taken_marks()]
+        device, communicator = side.device, side.communicator
+        assert communicator is not None
+        stream = communicator.stream
+
+        def call() -> None:
+            for mark in marks:
+                device.after(stream, mark)
+            with communicator.in_use() as tools:
+                exchange(outgoing, incoming, tools)
+            put_back([array for _, array in incoming], stream)
+
+        def done(error: DeviceError | None) -> None:
+            communicator.ended()
+            for each in operations:
+                each.landed(error)
+
+        communicator.started()
+        launched = device.launch(None, stream, call, operations, done)
+        for each in operations:
+            each.launched(launched)
