@@ -6,11 +6,12 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from aiocoll.engine.comparison import SHOWN
 from aiocoll.gpu.api import Cuda, Nccl
 
 __all__ = ["Decision", "card", "decide", "reduces_float8"]
 
-#: The setting that makes NCCL's calls return before they are done, which nobody waits for here.
+#: The setting that lets NCCL's calls return unfinished, which CuPy cannot finish: it is refused, not worked around.
 _BLOCKING = "NCCL_COMM_BLOCKING"
 
 #: What NCCL needs to reduce float8: its version, and the compute capability of all devices of the communicator.
@@ -26,11 +27,29 @@ class Decision(NamedTuple):
         native: by NCCL where it can; else staged through the host.
         why: in words.
         unique_id: of the communicator; b"" without one.
+        refused: in no way, until what `why` says has changed.
     """
 
     native: bool
     why: str
-    unique_id: bytes
+    unique_id: bytes = b""
+    refused: bool = False
+
+    @property
+    def way(self) -> str:
+        """What becomes of the calls, in words."""
+        return "are refused" if self.refused else "go by NCCL" if self.native else "go through the host"
+
+    def refusal(self, group: str, forced: bool) -> str | None:
+        """Return why the calls of a group fail, in words; None if they do not.
+
+        Args:
+            group: its name.
+            forced: it is to use NCCL, or fail.
+        """
+        if self.refused:
+            return f"group {group!r} takes no CUDA arrays: {self.why}"
+        return f"group {group!r} is to use NCCL, but {self.why}" if forced and not self.native else None
 
 
 def card(cuda: Cuda, nccl: Nccl | None, device: int, missing: str) -> Card:
@@ -43,12 +62,12 @@ def card(cuda: Cuda, nccl: Nccl | None, device: int, missing: str) -> Card:
         missing: why there is none.
 
     Returns:
-        The version of NCCL, 0 for none; why there is none; and what tells the device from others of the host.
+        The version of NCCL, 0 for none; why there is none; what tells the device from others of the host; and whether
+        NCCL's calls would return unfinished.
     """
     version, why = (0, missing) if nccl is None else (nccl.version(), "")
-    if os.environ.get(_BLOCKING, "").strip() == "0":
-        version, why = 0, f"{_BLOCKING}=0 makes NCCL's calls return unfinished: unset it"
-    return {"nccl": version, "why": why, "bus": cuda.bus_id(device)}
+    unfinished = os.environ.get(_BLOCKING, "").strip() == "0"
+    return {"nccl": version, "why": why, "bus": cuda.bus_id(device), "unfinished": unfinished}
 
 
 def reduces_float8(cuda: Cuda, nccl: Nccl | None, device: int) -> bool:
@@ -56,26 +75,40 @@ def reduces_float8(cuda: Cuda, nccl: Nccl | None, device: int) -> bool:
     return nccl is not None and nccl.version() >= _FLOAT8_VERSION and cuda.capability(device) >= _FLOAT8_CAPABILITY
 
 
-def decide(cards: Sequence[Card], hosts: Sequence[int]) -> tuple[bool, str]:
-    """Return whether NCCL is to be used, and why or why not.
+def decide(cards: Sequence[Card], hosts: Sequence[int]) -> Decision:
+    """Return how calls are to be carried out, as yet without a communicator.
 
     Args:
         cards: of all ranks, in order.
         hosts: number of the host of each.
     """
+    if setting := [rank for rank, each in enumerate(cards) if each["unfinished"]]:
+        return Decision(
+            False,
+            f"{_have(setting)} {_BLOCKING}=0, with which NCCL's calls return unfinished: unset it and make a new group",
+            refused=True,
+        )
     for rank, each in enumerate(cards):
         if not each["nccl"]:
-            return False, f"rank {rank}: {each['why']}"
+            return Decision(False, f"rank {rank}: {each['why']}")
     first = cards[0]["nccl"]
     for rank, each in enumerate(cards):
         if each["nccl"] != first:
-            return False, f"rank 0 has NCCL {_version(first)}, rank {rank} has {_version(each['nccl'])}"
+            return Decision(False, f"rank 0 has NCCL {_version(first)}, rank {rank} has {_version(each['nccl'])}")
     owners: dict[tuple[int, str], int] = {}
     for rank, (host, each) in enumerate(zip(hosts, cards, strict=True)):
         other = owners.setdefault((host, each["bus"]), rank)
         if other != rank:
-            return False, f"ranks {other} and {rank} use the same device, {each['bus']}, which NCCL refuses"
-    return True, f"all ranks have NCCL {_version(first)} and a device each"
+            return Decision(False, f"ranks {other} and {rank} use the same device, {each['bus']}, which NCCL refuses")
+    return Decision(True, f"all ranks have NCCL {_version(first)} and a device each")
+
+
+def _have(ranks: Sequence[int]) -> str:
+    """Name ranks that have something; of many, the first."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} has"
+    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+    return f"ranks {', '.join(map(str, ranks[:SHOWN]))}{more} have"
 
 
 def _version(number: int) -> str:

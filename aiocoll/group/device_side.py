@@ -133,11 +133,11 @@ class DeviceSide:
         """As rank 0, number what is complete, as soon as it is known which way all calls go."""
         if self._decision is None and not self._asking:
             self._asking = True
-            native, why = decide([self._cards[rank] for rank in range(len(self.member.ranks))], self.member.hosts)
-            if native:
-                self._ask(why)
+            found = decide([self._cards[rank] for rank in range(len(self.member.ranks))], self.member.hosts)
+            if found.native:
+                self._ask(found.why)
             else:
-                self._decision = Decision(False, why, b"")
+                self._decision = found
         if (decision := self._decision) is None:
             return
         complete, self._complete = self._complete, []
@@ -185,8 +185,8 @@ class DeviceSide:
             return
         decision = self.decision
         assert decision is not None
-        if self._forced and not decision.native:
-            operation.give_up(BackendUnavailableError(f"group {self.member.name!r} is to use NCCL, but {decision.why}"))
+        if (refusal := decision.refusal(self.member.name, self._forced)) is not None:
+            operation.give_up(BackendUnavailableError(refusal))
         else:
             operation.begin(ways if decision.native else [STAGED] * len(ways))
 
@@ -194,10 +194,10 @@ class DeviceSide:
         """Do as rank 0 has decided."""
         self.decision = decision
         logger.info(
-            "group %r, rank %d: CUDA arrays go %s: %s",
+            "group %r, rank %d: CUDA arrays %s: %s",
             self.member.name,
             self.member.rank,
-            "by NCCL" if decision.native else "through the host",
+            decision.way,
             decision.why,
             extra=self.member.whose,
         )

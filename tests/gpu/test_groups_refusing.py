@@ -1,0 +1,130 @@
+"""A setting with which NCCL's calls return unfinished: all ranks refuse CUDA arrays, and the group goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import BackendUnavailableError, GroupOptions, ProcessGroup, ReduceOp, Work, testing
+from aiocoll.group import cards
+
+from ..ranks import run_ranks
+from .groups import WAYS, Gpus, gpus, host
+from .test_groups import allreduced
+
+both = pytest.mark.parametrize("way", WAYS)
+SETTING = "NCCL_COMM_BLOCKING"
+
+
+async def refused(work: Work[Any]) -> str:
+    """Wait for the end, which is a refusal; return its words."""
+    with pytest.raises(BackendUnavailableError) as caught:
+        await work
+    return str(caught.value)
+
+
+async def first_call(pg: ProcessGroup, tensor: Any, setting: tuple[int, ...]) -> str:
+    """Make the call that decides, with the setting on some ranks; return why it fails."""
+    with pytest.MonkeyPatch.context() as patch:  # each rank tells what it has when it calls
+        if pg.rank() in setting:
+            patch.setenv(SETTING, "0")
+        work = pg.allreduce(tensor)
+    return await refused(work)
+
+
+@both
+@pytest.mark.parametrize(
+    ("world_size", "setting", "named"),
+    [(1, (0,), "rank 0 has"), (2, (1,), "rank 1 has"), (3, (0,), "rank 0 has"), (3, (0, 2), "ranks 0, 2 have")],
+)
+async def test_all_ranks_refuse_it(
+    way: str, world_size: int, setting: tuple[int, ...], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "aiocoll")
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> str:
+        rank = pg.rank()
+        tensors = [gpu.tensor(np.full(3, rank), rank) for _ in range(2)]
+        text = await first_call(pg, tensors[0], setting)
+        # It stays so, for what NCCL could not do and for blocks too, until there is a new group.
+        assert await refused(pg.allreduce(tensors[0], ReduceOp.BXOR, key="key")) == text
+        assert await refused(pg.allreduce_coalesced(tensors)) == text
+        assert [host(each).tolist() for each in tensors] == [[rank] * 3] * 2
+        assert await pg.allreduce(1) == world_size
+        other = await pg.split_group(range(world_size))
+        assert other is not None
+        await allreduced(other, gpu)
+        return text
+
+    with gpus(world_size, way) as gpu:
+        texts = await run_ranks(world_size, body, gpu)
+        assert gpu.cuda.calls["copy_to_host"] == (0 if way == "nccl" else world_size)
+    assert len(set(texts)) == 1
+    assert f" takes no CUDA arrays: {named} {SETTING}=0, with which NCCL's calls return" in texts[0]
+    assert texts[0].endswith(": unset it and make a new group")
+    assert f"CUDA arrays are refused: {named} {SETTING}=0" in caplog.text
+
+
+@pytest.mark.parametrize("backends", [{"cpu": "aio", "cuda": "aio"}, {"cpu": "aio", "cuda": "nccl"}])
+async def test_groups_of_any_backend_refuse_it(backends: dict[str, str]) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        pg._devices = backends
+        assert "takes no CUDA arrays: rank 1 has" in await first_call(pg, gpu.tensor(np.ones(2), pg.rank()), (1,))
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_groups_that_compare_every_call_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTING, "0")
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        assert "ranks 0, 1 have" in await refused(pg.allreduce(gpu.tensor(np.ones(2), pg.rank())))
+        assert await pg.allreduce(1) == 2
+
+    with gpus(2) as gpu:
+        await testing.run_ranks(2, body, gpu, options=GroupOptions(debug="detail"))
+
+
+async def test_a_call_without_elements_is_refused_as_well() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        assert "rank 0 has" in await first_call(pg, gpu.tensor(np.ones(0), pg.rank()), (0,))
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_messages_need_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTING, "0")
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        for _ in range(2):  # before anything was refused, and after
+            out, into = gpu.tensor(np.full(3, rank), rank), gpu.tensor(np.zeros(3, int), rank)
+            await asyncio.gather(pg.send(out, 1 - rank).join(), pg.recv(into, 1 - rank).join())
+            assert host(into).tolist() == [1 - rank] * 3
+            assert "ranks 0, 1 have" in await refused(pg.allreduce(out))
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@pytest.mark.parametrize(
+    ("value", "unfinished"), [(None, False), ("", False), ("1", False), ("0", True), (" 0 ", True)]
+)
+def test_what_is_a_setting(value: str | None, unfinished: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SETTING, raising=False)
+    if value is not None:
+        monkeypatch.setenv(SETTING, value)
+    with gpus(1) as gpu:
+        assert cards.card(gpu.cuda, gpu.nccl, 0, "")["unfinished"] is unfinished
+
+
+def test_of_many_ranks_the_first_are_named() -> None:
+    card = {"nccl": 22809, "why": "", "bus": "a", "unfinished": True}
+    found = cards.decide([card] * 100, [0] * 100)
+    assert found.refused
+    assert found.why.startswith(f"ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more have {SETTING}=0, with")
