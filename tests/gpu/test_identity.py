@@ -1,9 +1,16 @@
-"""Arrays of CuPy and torch in groups: NCCL gets the caller's own addresses, and a copy only where it has to."""
+"""Arrays of CuPy and torch in groups: NCCL gets the caller's own addresses, and a copy only where it has to.
+
+So it does with tensors that require gradients, which know nothing of it; and default streams are streams like others.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import sys
+import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +22,7 @@ from aiocoll.testing.fake_nccl import FakeCommunicator
 
 from ..lookalikes import Cupy, Torch
 from ..ranks import run_ranks
-from .groups import Gpus, gpus
+from .groups import WAYS, Gpus, gpus
 
 CASES = [
     ("cupy", "float32"), ("cupy", "float16"), ("cupy", "bfloat16"), ("cupy", "complex64"), ("cupy", "bool"),
@@ -23,6 +30,7 @@ CASES = [
 ]  # fmt: skip
 #: What NCCL has no type for.
 STAGED = ("int16",)
+both = pytest.mark.parametrize("libraries", WAYS, indirect=True)
 
 
 class Libraries:
@@ -47,8 +55,8 @@ class Libraries:
 
 
 @pytest.fixture
-def libraries() -> Iterator[Libraries]:
-    with gpus(2) as gpu, pytest.MonkeyPatch.context() as monkeypatch:
+def libraries(request: pytest.FixtureRequest) -> Iterator[Libraries]:
+    with gpus(2, getattr(request, "param", "nccl")) as gpu, pytest.MonkeyPatch.context() as monkeypatch:
         made = Libraries(gpu)
         monkeypatch.setitem(sys.modules, "cupy", made.cupy)  # type: ignore[arg-type]
         monkeypatch.setitem(sys.modules, "torch", made.torch)  # type: ignore[arg-type]
@@ -62,13 +70,17 @@ def libraries() -> Iterator[Libraries]:
         yield made
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize(("library", "name"), CASES)
-async def test_the_callers_own_memory_is_reduced(libraries: Libraries, library: str, name: str) -> None:
+async def test_the_callers_own_memory_is_reduced(
+    libraries: Libraries, library: str, name: str, requires_grad: bool
+) -> None:
     async def rank(pg: ProcessGroup) -> None:
         device = pg.rank()
         host = libraries.host((2, 3), name, device)
         host[...] = 1
-        x = libraries.array(library, host, name, device)
+        more = {"requires_grad": requires_grad} if library == "torch" else {}
+        x = libraries.array(library, host, name, device, **more)
         assert await pg.allreduce(x) is x
         assert (host.astype("complex64") == (1 if name == "bool" else 2)).all()
         address = host.__array_interface__["data"][0]
@@ -133,3 +145,110 @@ async def test_outputs_inside_of_inputs(libraries: Libraries, library: str) -> N
         assert host.tolist() == ([1, 2, 2, 4] if device == 0 else [1, 2, 6, 8])
 
     await run_ranks(2, rank)
+
+
+# -- gradients
+
+
+@both
+async def test_tensors_that_require_gradients_are_written_in_place(libraries: Libraries) -> None:
+    """The module refuses what autograd would record: for it, nothing has been done to them."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        device, other = pg.rank(), 1 - pg.rank()
+
+        def leaf(*values: float) -> Any:
+            host = libraries.host((len(values),), "float32", device)
+            host[...] = values
+            return libraries.array("torch", host, "float32", device, requires_grad=True)
+
+        x, outputs, part = leaf(device, 1), [leaf(0, 0), leaf(0, 0)], leaf(0)
+        assert await pg.broadcast(x, 1) is x
+        assert await pg.allgather(outputs, leaf(device, 2)) == outputs
+        assert await pg.reduce_scatter(part, [leaf(1), leaf(2)]) is part
+        into = leaf(0, 0)
+        sent, received = pg.send(x, other), pg.recv(into, other)
+        assert await received is into
+        assert await sent is x
+        made = await pg.allgather(None, x)
+        for each, expected in ((x, [1, 1]), (into, [1, 1]), (outputs[0], [0, 2]), (outputs[1], [1, 2])):
+            assert each._host.tolist() == expected
+            assert each.requires_grad
+        assert part._host.tolist() == [2 + 2 * device]
+        assert [each.requires_grad for each in made] == [False] * 2
+
+    await run_ranks(2, rank)
+
+
+# -- the streams that every device has
+
+
+class Interface:
+    """An array of which only ``__cuda_array_interface__`` is known."""
+
+    def __init__(self, host: np.ndarray, device: int, stream: int) -> None:
+        self.__cuda_array_interface__ = host.__array_interface__ | {"version": 3, "stream": stream or None}
+        self._device = device
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self._device
+
+
+def taken(library: str, libraries: Libraries, host: np.ndarray, device: int, stream: int) -> tuple[Any, Any]:
+    """Return an array of a library on memory of a device, and what makes a stream current for the call."""
+    if library == "interface":
+        return Interface(host, device, stream), contextlib.nullcontext
+    module: Any = getattr(libraries, library)
+    return libraries.array(library, host, host.dtype.name, device), partial(module.on_stream, stream, device)
+
+
+@both
+@pytest.mark.parametrize("stream", [0, 1, 2], ids=["null", "legacy", "per_thread"])
+@pytest.mark.parametrize("library", ["cupy", "torch", "interface"])
+async def test_default_streams_are_those_of_the_call(
+    libraries: Libraries, library: str, stream: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda, me = libraries.gpu.cuda, threading.get_ident()
+    used: list[tuple[str, int]] = []
+
+    def spy(name: str) -> None:
+        real = getattr(cuda, name)
+
+        def spied(*args: int) -> None:
+            if threading.get_ident() == me:
+                used.append((name, args[name == "event_record"]))
+            real(*args)
+
+        monkeypatch.setattr(cuda, name, spied)
+
+    async def rank(pg: ProcessGroup) -> None:
+        device = pg.rank()
+        host = libraries.host((3,), "float32", device)
+        host[...] = 0
+        x, on_stream = taken(library, libraries, host, device, stream)
+        # Of every thread, the stream with this number is another one.
+        elsewhere = await asyncio.to_thread(cuda.gate, 2, device)
+        gate = cuda.gate(stream, device)
+        cuda.kernel(stream, lambda: host.fill(device + 1), device)
+        with on_stream():
+            work = pg.allreduce(x)
+        await pg.barrier()
+        assert not work.done()
+        gate.open()
+        assert await work is x
+        assert host.tolist() == [3] * 3
+        with on_stream():
+            work = pg.allreduce(x)
+        await work.on_stream()
+        seen: list[Any] = []
+        cuda.kernel(stream, lambda: seen.append(host.tolist()), device)
+        cuda.stream_synchronize(stream, device)
+        assert seen == [[6] * 3]
+        await work
+        elsewhere.open()
+
+    spy("event_record")
+    spy("stream_wait")
+    cuda.latency = 0.002
+    await run_ranks(2, rank)
+    assert set(used) == {("event_record", stream), ("stream_wait", stream)}
