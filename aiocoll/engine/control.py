@@ -28,7 +28,7 @@ __all__ = ["DEVICE", "Control", "Note", "how_lost", "send_note"]
 
 Note = dict[str, Any]
 
-#: The kind of notes about messages from device to device.
+#: The kind of notes about CUDA devices.
 DEVICE = "device"
 
 #: Errors of a connection whose other end has not answered, while the end of a process resets or closes it.
@@ -222,7 +222,7 @@ class Control:
             endpoint.revoked(note["g"], note["cause"])
         elif kind == DEVICE:
             group = endpoint.groups.get(note["g"])
-            if group is not None and group.heard_on_device is not None:
+            if group is not None:
                 group.heard_on_device(group.position[peer], note)
         elif kind == "shrink":
             endpoint.agreement(note["g"], note["ranks"]).heard(peer, note)

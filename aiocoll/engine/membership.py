@@ -89,8 +89,9 @@ class Membership:
         self.lineage: tuple[Split, ...] = ()
         self.splits: list[Split] = []
         self.on_revoked: list[Callable[[], None]] = []
-        #: Hears notes about messages from device to device, and whose they are, once there is a device.
-        self.heard_on_device: Callable[[int, dict[str, Any]], None] | None = None
+        #: Hears a note about CUDA devices, and whose it is; until something here does, those that have come are kept.
+        self.heard_on_device: Callable[[int, dict[str, Any]], None] = self._keep_device_note
+        self._device_notes: list[tuple[int, dict[str, Any]]] = []
         self.left: set[int] = set()
         self.mailbox = Mailbox(self)
         self.diagnosis = Diagnosis(self)
@@ -206,6 +207,16 @@ class Membership:
             return True
         self._early.setdefault(op, []).append((channel, header, b"" if payload is None else bytes(payload)))
         return False
+
+    def hear_device_notes(self, hear: Callable[[int, dict[str, Any]], None]) -> None:
+        """Let `hear` take notes about CUDA devices, those that have come first."""
+        self.heard_on_device = hear
+        notes, self._device_notes = self._device_notes, []
+        for each in notes:
+            hear(*each)
+
+    def _keep_device_note(self, peer: int, note: dict[str, Any]) -> None:
+        self._device_notes.append((peer, note))
 
     def _drop_early(self) -> None:
         """Give its senders back the part of their windows that nobody will ask for any more."""

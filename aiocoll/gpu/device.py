@@ -14,6 +14,7 @@ from aiocoll.gpu.api import Cuda, DeviceError
 from aiocoll.gpu.events import Events
 from aiocoll.gpu.launcher import Launched, Launcher
 from aiocoll.gpu.staging import Staging
+from aiocoll.gpu.turns import Turns
 from aiocoll.gpu.waiter import Waiter
 from aiocoll.log import logger
 
@@ -35,6 +36,7 @@ class Device:
         cuda: the runtime.
         ordinal: of the device.
         staging: its page-locked blocks.
+        turns: who may make a communicator on it.
     """
 
     def __init__(self, cuda: Cuda, ordinal: int) -> None:
@@ -47,6 +49,7 @@ class Device:
         self._leaving: dict[int, Waiter] = {}
         self._launcher = Launcher(cuda, ordinal)
         self.staging = Staging(cuda, self._launcher.put)
+        self.turns = Turns()
 
     @staticmethod
     def of(cuda: Cuda, ordinal: int) -> Device:

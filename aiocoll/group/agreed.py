@@ -26,7 +26,6 @@ from aiocoll.engine.operation import Terms
 from aiocoll.engine.plan import Plan
 from aiocoll.errors import GroupError
 from aiocoll.gpu.api import DeviceError
-from aiocoll.group.cards import Decision
 from aiocoll.group.enqueued import Enqueued
 from aiocoll.group.fuse import ends
 from aiocoll.group.native import STAGED, Native, carry_out, way_of
@@ -103,12 +102,12 @@ class Agreed(Compared):
             super().enter()
 
     def _says(self) -> bytes:
-        """Say what this rank calls, which way it can go, and what it has, if rank 0 may not know."""
+        """Say what this rank calls, and which way it can go."""
         side, work = self._side, self.work
         way = way_of(self._plan, self._arrays, self.group.rank, side.float8)
         # Of a member of a block: its own terms, not those of the block.
         described = side.described(self._plan, self._called, self.shape)
-        told: bytes = msgpack.packb((described, work.seq, work.key, (way,), side.card()))
+        told: bytes = msgpack.packb((described, work.seq, work.key, (way,)))
         return told
 
     def is_private(self) -> bool:
@@ -130,14 +129,13 @@ class Agreed(Compared):
             if len(verdict) == 1:
                 self._refuse(Difference(*verdict[0]))
             else:
-                number, ways, decision = verdict
-                self._side.decided(self, number, ways, None if decision is None else Decision(*decision))
+                self._side.decided(self, *verdict)
 
-    def pronounce(self, numbers: Mapping[int, int], ways: Sequence[int], decision: Decision | None) -> None:
+    def pronounce(self, numbers: Mapping[int, int], ways: Sequence[int]) -> None:
         """As rank 0, let all begin it, each by a number of its own."""
-        said = {number: msgpack.packb([number, ways, decision]) for number in set(numbers.values())}
+        said = {number: msgpack.packb([number, ways]) for number in set(numbers.values())}
         self._send({rank: said[numbers[rank]] for rank in self.group.others})
-        self._side.decided(self, numbers[0], ways, decision)
+        self._side.decided(self, numbers[0], ways)
 
     # -- carrying it out
 

@@ -1,4 +1,4 @@
-"""What each rank has for CUDA arrays, and whether that makes NCCL possible: found out with the first call on such."""
+"""What each rank has for CUDA arrays, and whether that makes NCCL possible."""
 
 from __future__ import annotations
 

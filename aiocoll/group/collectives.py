@@ -36,7 +36,7 @@ class Collectives(Launcher):
     What NCCL reduces, it rounds in its own way: floats of 16 bits and less at each step; and of a NaN, MIN and MAX may
     lose sight. All ranks agree on each call before it begins, in two steps over the host: where they differ,
     `CollectiveMismatchError` leaves arrays and group as they are. A group is of one device; ranks that share several
-    groups call them in the same order, and await each group's first call before the next group's.
+    groups call them in the same order, as NCCL asks of communicators.
 
     Below, p is the world size and n the bytes of one rank's tensor.
     """

@@ -42,6 +42,7 @@ class Communicator:
         device: where.
         nccl: the library.
         unique_id: the name that rank 0 has made.
+        made: called when NCCL has made it, or has failed to.
         broken: called with what has failed on the way.
 
     Attributes:
@@ -55,12 +56,14 @@ class Communicator:
         device: Device,
         nccl: Nccl,
         unique_id: bytes,
+        made: Callable[[], None],
         broken: Callable[[BaseException], None],
     ) -> None:
         self.stream = device.stream()
         self._group = group
         self._device = device
         self._nccl = nccl
+        self._made = made
         self._broken = broken
         self._lock = threading.Lock()
         #: Held while the launcher makes calls.
@@ -132,6 +135,7 @@ class Communicator:
             self._broken(DeviceError("NCCL", text))
 
     def _begun(self, begun: asyncio.Future[None]) -> None:
+        self._made()
         error = None if begun.cancelled() else begun.exception()
         if error is not None and not self._over:
             self._broken(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
@@ -18,9 +18,9 @@ from aiocoll.engine.plan import Plan
 from aiocoll.errors import BackendUnavailableError, CollectiveTimeoutError, GroupError
 from aiocoll.gpu.api import DeviceError, Nccl
 from aiocoll.gpu.device import Device
-from aiocoll.gpu.provider import why_no_nccl
-from aiocoll.group.cards import Card, Decision, card, decide, reduces_float8
+from aiocoll.group.cards import Decision, reduces_float8
 from aiocoll.group.communicator import Communicator
+from aiocoll.group.deciding import Deciding
 from aiocoll.group.native import STAGED
 from aiocoll.group.native_messages import NativeMessages
 from aiocoll.log import logger
@@ -48,7 +48,7 @@ class DeviceSide:
     Attributes:
         device: where its arrays are.
         stream: where they are copied to the host and back.
-        decision: whether NCCL is used; None before the first call is complete.
+        decision: whether NCCL is used; None before all ranks have been called with CUDA arrays.
         communicator: this rank's end of it, if it is.
         float8: this rank has what it takes that NCCL reduces float8.
         messages: those between two ranks that go by NCCL.
@@ -67,16 +67,18 @@ class DeviceSide:
         self._terms: dict[Plan, Terms] = {}
         self._described: dict[tuple[Plan | Terms, tuple[int, ...]], bytes] = {}
         self.messages = NativeMessages(self)
-        #: As rank 0: what each rank has; calls that are complete and have no number yet; the last number of each rank.
-        self._cards: dict[int, Card] = {}
+        #: As rank 0: calls that are complete and have no number yet; the last number of each rank.
         self._complete: list[tuple[Agreed, Sequence[int]]] = []
         self._numbered = [0] * len(member.ranks)
-        self._decision: Decision | None = None
-        self._asking = False
         #: What begins those that have a number, and the next number.
         self._held: dict[int, Callable[[], None]] = {}
         self._next = 1
+        everyone = range(len(member.ranks))
+        self._deciding = Deciding(member, device, nccl, lambda: self.number(everyone), self._decided)
         member.on_revoked.append(self.end)
+        self._is_over = False
+        self._deciding.start()
+        member.hear_device_notes(self._heard)
 
     def terms(self, plan: Plan) -> Terms:
         """Return the terms of a call on CUDA arrays."""
@@ -99,12 +101,6 @@ class DeviceSide:
 
     # -- the agreement
 
-    def card(self) -> Card | None:
-        """Return what this rank has, unless all know that."""
-        if self.decision is not None:
-            return None
-        return card(self.device.cuda, self.nccl, self.device.ordinal, why_no_nccl() or "")
-
     def described(self, call: Plan | Terms, terms: Terms, shape: tuple[int, ...]) -> bytes:
         """Return what a call is; calls alike are the same bytes, made once."""
         found = self._described.get((call, shape))
@@ -123,28 +119,19 @@ class DeviceSide:
         found = None
         if not alike or operation.is_private():
             found = compare(self.member.name, [_whole(*each[:3]) for each in told])
-        self._cards.update((rank, each[4]) for rank, each in enumerate(told) if each[4] is not None)
         if found is None:
             self._complete.append((operation, [min(ways) for ways in zip(*(each[3] for each in told), strict=True)]))
-            self._decide()
+            self._begin_complete()
         return found
 
-    def _decide(self) -> None:
+    def _begin_complete(self) -> None:
         """As rank 0, number what is complete, as soon as it is known which way all calls go."""
-        if self._decision is None and not self._asking:
-            self._asking = True
-            found = decide([self._cards[rank] for rank in range(len(self.member.ranks))], self.member.hosts)
-            if found.native:
-                self._ask(found.why)
-            else:
-                self._decision = found
-        if (decision := self._decision) is None:
+        if self.decision is None:
             return
         complete, self._complete = self._complete, []
         for operation, ways in complete:
             if not operation.done:
-                numbers = self.number(range(len(self.member.ranks)))
-                operation.pronounce(numbers, ways, decision if self.decision is None else None)
+                operation.pronounce(self.number(range(len(self.member.ranks))), ways)
 
     def number(self, ranks: Iterable[int]) -> dict[int, int]:
         """As rank 0, give the next number on each of some ranks to what begins there."""
@@ -152,25 +139,8 @@ class DeviceSide:
             self._numbered[rank] += 1
         return {rank: self._numbered[rank] for rank in ranks}
 
-    def _ask(self, why: str) -> None:
-        """Ask NCCL for the name of a communicator, which may take long."""
-        assert self.nccl is not None
-
-        def named(future: asyncio.Future[bytes]) -> None:
-            error = None if future.cancelled() else future.exception()
-            native = error is None and not future.cancelled()
-            self._decision = Decision(native, why if native else f"rank 0: {error}", future.result() if native else b"")
-            self._decide()
-
-        self.device.run(self.nccl.unique_id).add_done_callback(named)
-
-    def decided(self, operation: Agreed, number: int, ways: Sequence[int], decision: Decision | None) -> None:
+    def decided(self, operation: Agreed, number: int, ways: Sequence[int]) -> None:
         """Take note of a verdict, and begin the call when it is its turn."""
-        if decision is not None:
-            try:
-                self._follow(decision)
-            except DeviceError as error:
-                self.broken(error, operation)
         self.hold(number, partial(self._begin, operation, ways))
 
     def hold(self, number: int, begin: Callable[[], None]) -> None:
@@ -190,6 +160,19 @@ class DeviceSide:
         else:
             operation.begin(ways if decision.native else [STAGED] * len(ways))
 
+    def _heard(self, peer: int, note: dict[str, Any]) -> None:
+        """Take a note of another rank's device."""
+        if self._is_over:
+            return
+        if "match" in note or "begin" in note:
+            self.messages.heard(note)
+        else:
+            self._deciding.heard(peer, note)
+
+    def _decided(self, number: int, decision: Decision) -> None:
+        """Take note of the decision, which has the first number."""
+        self.hold(number, partial(self._follow, decision))
+
     def _follow(self, decision: Decision) -> None:
         """Do as rank 0 has decided."""
         self.decision = decision
@@ -203,7 +186,14 @@ class DeviceSide:
         )
         if decision.native:
             assert self.nccl is not None
-            self.communicator = Communicator(self.member, self.device, self.nccl, decision.unique_id, self.broken)
+            try:
+                self.communicator = Communicator(
+                    self.member, self.device, self.nccl, decision.unique_id, self._deciding.made, self.broken
+                )
+            except DeviceError as error:
+                self.broken(error)
+                return
+        self._begin_complete()
 
     # -- failing
 
@@ -249,6 +239,8 @@ class DeviceSide:
 
     def end(self) -> None:
         """The group has failed, or was closed."""
+        self._is_over = True
+        self._deciding.end()
         self._held.clear()
         self._complete.clear()
         self.messages.end()

@@ -52,7 +52,6 @@ class NativeMessages:
         #: Receives that are matched and have not begun.
         self._matched: dict[tuple[int, int], DeviceRecv] = {}
         self._matching = Matching(self._number, side.member.endpoint.runtime.call_later)
-        side.member.heard_on_device = self._heard
 
     @contextlib.contextmanager
     def together(self, arrays: Iterable[DeviceArray]) -> Iterator[None]:
@@ -99,8 +98,8 @@ class NativeMessages:
         else:
             member.channels[0].say({"t": DEVICE, "g": member.id, "match": match, "batches": batches})
 
-    def _heard(self, peer: int, note: dict[str, Any]) -> None:
-        """Take a note."""
+    def heard(self, note: dict[str, Any]) -> None:
+        """Take a note of another rank."""
         if (begin := note.get("begin")) is not None:
             self._side.hold(note["number"], lambda: self._begin(begin))
         else:

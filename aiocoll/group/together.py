@@ -100,7 +100,7 @@ class Together(Agreed):
         side, work = self._side, self.work
         ways = [way_of(_plan(call), call.arrays or (), self.group.rank, side.float8) for call in self._calls]
         described = side.described(self.terms, self.terms, ())
-        told: bytes = msgpack.packb((described, work.seq, work.key, ways, side.card()))
+        told: bytes = msgpack.packb((described, work.seq, work.key, ways))
         return told
 
     def _ended(self, error: Any) -> None:

@@ -154,7 +154,7 @@ async def test_an_error_in_the_first_of_several_verdicts_ends_the_others() -> No
         works = [called(pg, gpu), called(pg, gpu)]
         gpu.cuda.fail_next("stream_create", "out of memory")
         for work in works:
-            await fails(pg, work, "ALLREDUCE .* failed on rank 0, device 0: stream_create: out of memory")
+            await fails(pg, work, "group .* failed on rank 0, device 0: stream_create: out of memory")
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)

@@ -1,0 +1,65 @@
+"""One after the other: what may only be done once at a time on a device, and takes several ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["Turn", "Turns"]
+
+
+class Turns:
+    """Those of one device; groups of several loops and threads may take them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: The first has its turn.
+        self._row: deque[Turn] = deque()
+
+    def take(self, call: Callable[[], None]) -> Turn:
+        """Call `call` in this loop when all turns taken before have ended; not if this one has, too."""
+        turn = Turn(self, call)
+        with self._lock:
+            self._row.append(turn)
+            is_first = len(self._row) == 1
+        if is_first:
+            turn.begin()
+        return turn
+
+    def end(self, turn: Turn) -> None:
+        """Let the next one begin if it was its turn."""
+        with self._lock:
+            if turn not in self._row:
+                return
+            had_it = self._row[0] is turn
+            self._row.remove(turn)
+            following = self._row[0] if had_it and self._row else None
+        if following is not None:
+            following.begin()
+
+
+class Turn:
+    """One turn, until its end."""
+
+    def __init__(self, turns: Turns, call: Callable[[], None]) -> None:
+        self._turns = turns
+        self._call: Callable[[], None] | None = call
+        self._loop = asyncio.get_running_loop()
+
+    def begin(self) -> None:
+        """Let its owner know."""
+        try:
+            self._loop.call_soon_threadsafe(self._begun)
+        except RuntimeError:  # the loop is closed, and its groups with it
+            self.end()
+
+    def end(self) -> None:
+        """Let the next one begin; idempotent."""
+        self._call = None
+        self._turns.end(self)
+
+    def _begun(self) -> None:
+        if self._call is not None:
+            self._call()

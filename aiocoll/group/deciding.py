@@ -1,0 +1,126 @@
+"""How the ranks of a group come to one way for CUDA arrays: by NCCL, or through the host.
+
+    each rank     says what it has, when it is first called with a CUDA array ->
+    rank 0        decides when all have, asks NCCL for the name of a communicator, and each rank for its turn
+    all ranks                                                                 <- the decision, before all calls
+
+To make a communicator blocks the launcher of a device until all ranks make it. Groups that have ranks in common must
+not make theirs in different orders, then: a device makes one at a time, and rank 0 asks for turns in the order of the
+ranks in the job, so that no two groups wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from aiocoll.engine.control import DEVICE
+from aiocoll.engine.membership import Membership
+from aiocoll.gpu.api import Nccl
+from aiocoll.gpu.device import Device
+from aiocoll.gpu.provider import why_no_nccl
+from aiocoll.gpu.turns import Turn
+from aiocoll.group.cards import Card, Decision, card, decide
+
+__all__ = ["Deciding"]
+
+
+class Deciding:
+    """One rank's part in it.
+
+    Args:
+        member: this rank's membership.
+        device: where its arrays are.
+        nccl: the library; None if there is none.
+        number: as rank 0, gives the decision its numbers.
+        follow: does as was decided, given the number it has here.
+    """
+
+    def __init__(
+        self,
+        member: Membership,
+        device: Device,
+        nccl: Nccl | None,
+        number: Callable[[], dict[int, int]],
+        follow: Callable[[int, Decision], None],
+    ) -> None:
+        self._member = member
+        self._device = device
+        self._nccl = nccl
+        self._number = number
+        self._follow = follow
+        self._turn: Turn | None = None
+        #: As rank 0: what each rank has, and whose turns are still to be asked for, the next one last.
+        self._cards: dict[int, Card] = {}
+        self._turns = sorted(range(len(member.ranks)), key=member.ranks.__getitem__, reverse=True)
+        self._decision: Decision | None = None
+        self._is_over = False
+
+    def start(self) -> None:
+        """Say what this rank has."""
+        self._tell(0, {"card": card(self._device.cuda, self._nccl, self._device.ordinal, why_no_nccl() or "")})
+
+    def heard(self, peer: int, note: dict[str, Any]) -> None:
+        """Take a note of a rank."""
+        if "card" in note:
+            self._cards[peer] = note["card"]
+            if len(self._cards) == len(self._member.ranks):
+                self._decide()
+        elif "turn" in note:
+            self._turn = self._device.turns.take(lambda: self._tell(0, {"ready": True}))
+        elif "ready" in note:
+            self._go_on()
+        else:
+            self._follow(note["number"], Decision(*note["decision"]))
+
+    def made(self) -> None:
+        """The communicator has been made, or will not be."""
+        if self._turn is not None:
+            self._turn.end()
+            self._turn = None
+
+    def end(self) -> None:
+        """The group has ended."""
+        self._is_over = True
+        self.made()
+
+    def _tell(self, rank: int, note: dict[str, Any]) -> None:
+        member = self._member
+        if rank == member.rank:
+            self.heard(rank, note)
+        else:
+            member.endpoint.control.tell(member.ranks[rank], {"t": DEVICE, "g": member.id, **note})
+
+    # -- as rank 0
+
+    def _decide(self) -> None:
+        """All have said what they have."""
+        self._decision = decide([self._cards[rank] for rank in range(len(self._cards))], self._member.hosts)
+        if self._decision.native:
+            assert self._nccl is not None
+            self._device.run(self._nccl.unique_id).add_done_callback(self._named)
+        else:
+            self._conclude(self._decision)
+
+    def _named(self, named: asyncio.Future[bytes]) -> None:
+        if self._is_over or named.cancelled():
+            return
+        assert self._decision is not None
+        if (error := named.exception()) is not None:
+            self._conclude(Decision(False, f"rank 0: {error}"))
+        else:
+            self._decision = self._decision._replace(unique_id=named.result())
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Ask for the next turn; if there is none, let all make the communicator."""
+        assert self._decision is not None
+        if self._turns:
+            self._tell(self._turns.pop(), {"turn": True})
+        else:
+            self._conclude(self._decision)
+
+    def _conclude(self, decision: Decision) -> None:
+        for rank, number in self._number().items():
+            self._tell(rank, {"number": number, "decision": decision})

@@ -1,0 +1,120 @@
+"""How the ranks of groups come to one way for CUDA arrays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from aiocoll import CollectiveTimeoutError, ProcessGroup
+from aiocoll.engine.plan import EAGER_WINDOW
+from aiocoll.gpu.turns import Turn, Turns
+from aiocoll.group.cards import Decision
+from aiocoll.group.device_side import DeviceSide
+
+from ..ranks import run_ranks, until
+from .groups import Gpus, gpus, host
+
+LARGE = EAGER_WINDOW + 1
+
+
+def is_native(pg: ProcessGroup) -> bool:
+    return pg._side is not None and pg._side.communicator is not None and pg._side.communicator.is_begun
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+async def test_messages_alone_are_enough(late: int) -> None:
+    """All ranks have sent or received something; rank 0 may be the last that has."""
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        tensor = gpu.tensor(np.full(LARGE, rank, np.uint8), rank)
+        others = [each for each in range(3) if each != late]
+        if rank != late:
+            peer = others[1 - others.index(rank)]
+            await (pg.send(tensor, peer) if rank == others[0] else pg.recv(tensor, peer))
+            assert not is_native(pg)
+        await pg.barrier()
+        if rank == late:
+            work = pg.send(gpu.tensor(np.zeros(1), rank), others[0])
+        await until(lambda: is_native(pg))
+        if rank == late:
+            await work
+            await pg.send(tensor, others[1])
+        elif rank == others[0]:
+            await pg.recv(gpu.tensor(np.ones(1), rank), late)
+        else:
+            await pg.recv(tensor, late)
+            assert (host(tensor) == late).all()
+
+    with gpus(3) as gpu:
+        calls: list[str] = []
+        begin = gpu.nccl.begin
+
+        def begun(call: str) -> None:
+            calls.append(call)
+            begin(call)
+
+        gpu.nccl.begin = begun  # type: ignore[method-assign]
+        await run_ranks(3, body, gpu)
+        assert (calls.count("send"), calls.count("recv")) == (1, 1)
+
+
+async def test_groups_with_ranks_in_common_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks begin with groups of each two of them at once, each with another group first."""
+    decided, firsts = DeviceSide._decided, []
+
+    def delayed(side: DeviceSide, number: int, decision: Decision) -> None:
+        wait = 0.0 if side.member in firsts else 0.05
+        asyncio.get_running_loop().call_later(wait, decided, side, number, decision)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        groups = [await pg.split_group([pair]) for pair in ([0, 1], [1, 2], [2, 0])]
+        first, second = groups[rank], groups[rank - 1]
+        assert first is not None
+        assert second is not None
+        firsts.append(first._member)
+        await pg.barrier()
+        one, two = (gpu.tensor(np.full(3, rank), rank, "float32") for _ in range(2))
+        await asyncio.gather(first.allreduce(one).join(), second.allreduce(two).join())
+        assert is_native(first)
+        assert is_native(second)
+        assert host(one).tolist() == [rank + (rank + 1) % 3] * 3
+        assert host(two).tolist() == [rank + (rank - 1) % 3] * 3
+
+    monkeypatch.setattr(DeviceSide, "_decided", delayed)
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu)
+
+
+async def test_a_group_that_fails_lets_others_have_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of one group does not hear that its turn has come."""
+    take, deaf = Turns.take, []
+
+    def taken(turns: Turns, call: Callable[[], None]) -> Turn:
+        if not deaf:
+            deaf.append(turns)
+            return take(turns, lambda: None)
+        return take(turns, call)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        stuck, other = await pg.split_group([[0, 1]]), await pg.split_group([[0, 1]], group_name="other")
+        assert stuck is not None
+        assert other is not None
+        lost = stuck.allreduce(gpu.tensor(np.ones(1), rank), timeout=0.1)
+        if rank == 0:
+            await until(lambda: bool(deaf))
+        work = other.allreduce(tensor := gpu.tensor(np.ones(1), rank))
+        with pytest.raises(CollectiveTimeoutError):
+            await lost
+        await work
+        assert is_native(other)
+        assert host(tensor).tolist() == [2]
+
+    monkeypatch.setattr(Turns, "take", taken)
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)

@@ -1,0 +1,63 @@
+"""Turns that are taken one after the other, by whoever uses a device."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from functools import partial
+
+import pytest
+
+from aiocoll.gpu.turns import Turns
+
+
+async def test_each_begins_when_the_one_before_has_ended() -> None:
+    turns, begun = Turns(), [asyncio.Event() for _ in range(3)]
+    taken = [turns.take(each.set) for each in begun]
+    for index, turn in enumerate(taken):
+        await begun[index].wait()
+        assert not any(each.is_set() for each in begun[index + 1 :])
+        turn.end()
+        turn.end()
+
+
+async def test_one_that_ends_before_it_begins_never_does() -> None:
+    turns, order = Turns(), []
+    first, second, third = (turns.take(partial(order.append, number)) for number in range(3))
+    second.end()
+    await asyncio.sleep(0)
+    first.end()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert order == [0, 2]
+    third.end()
+    last = turns.take(partial(order.append, 3))
+    last.end()
+    await asyncio.sleep(0)
+    assert order == [0, 2]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_turn_of_a_loop_that_is_closed_is_passed_on(waits: bool) -> None:
+    turns = Turns()
+
+    async def leave_one() -> None:
+        turns.take(lambda: None)
+
+    def in_a_thread() -> None:
+        asyncio.run(leave_one())
+
+    async def main() -> None:
+        first = turns.take(lambda: None)
+        other = threading.Thread(target=in_a_thread)
+        other.start()
+        other.join()
+        begun = asyncio.Event()
+        if not waits:
+            first.end()
+        turns.take(begun.set)
+        if waits:
+            first.end()
+        await asyncio.wait_for(begun.wait(), 10)
+
+    asyncio.run(main())
