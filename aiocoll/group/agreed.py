@@ -161,7 +161,7 @@ class Agreed(Compared):
     def expire(self) -> None:
         """The timeout has passed."""
         if self.hangs_here():
-            self._side.hung(self)
+            self._side.hung(self, "all ranks have called it, but ")
         else:
             super().expire()
 

@@ -9,6 +9,7 @@ receives before, and what comes for it meanwhile waits as if nobody had asked.
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -118,14 +119,14 @@ class _OneEnd(Operation):
         self._open, self._by_nccl = False, True
         self._flies(launched)
 
+    @abstractmethod
+    def complete(self) -> None:
+        """End well: all of it has left, or is here."""
+
     def landed(self, error: DeviceError | None) -> None:
         """NCCL is done with it."""
         if self._is_sound(error):
             self.complete()
-
-    def complete(self) -> None:
-        """All of it has left or is here."""
-        raise NotImplementedError
 
     def hangs_here(self) -> bool:
         """Whether the device has something of it."""
@@ -133,10 +134,12 @@ class _OneEnd(Operation):
 
     def expire(self) -> None:
         """The timeout has passed."""
-        if self._flying:
-            self._side.hung(self)
-        else:
+        if not self._flying:
             super().expire()
+        elif self._by_nccl:
+            self._side.hung(self, "both of its ranks have called it, but ")
+        else:
+            self._side.hung(self)
 
     def fail(self, error: BaseException) -> None:
         """End with `error`."""
@@ -285,6 +288,13 @@ class DeviceRecv(Posted, _OneEnd):
             if self._open:
                 self._close()
                 self._allocate()
+
+    def standing(self) -> str:
+        """Say what it waits for."""
+        arrival = self.arrival
+        if arrival is not None and self._side.messages.is_held(arrival.peer, arrival.op):
+            return "rank 0 has not let it begin"
+        return super().standing()
 
     def needs(self, peer: int) -> bool:
         """Whether only `peer` could complete it: nobody once the message is here."""

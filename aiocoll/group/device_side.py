@@ -197,15 +197,13 @@ class DeviceSide:
 
     # -- failing
 
-    def hung(self, operation: Operation) -> None:
-        """All ranks of `operation` have called it, but the device has not done it in time."""
+    def hung(self, operation: Operation, others: str = "") -> None:
+        """The device has not done `operation` in time; what is known of `others`."""
         member, work = self.member, operation.work
-        callers = "all ranks have" if operation.peer is None else f"rank {operation.peer} has"
         member.revoke(
             CollectiveTimeoutError(
                 f"{operation.title()} of group {member.name!r} did not complete within {operation.timeout:g} s on rank "
-                f"{member.rank}, which called {called(operation.describe())}: {callers} called it, but "
-                f"{self._what_hangs()}",
+                f"{member.rank}, which called {called(operation.describe())}: {others}{self._what_hangs()}",
                 op=work.op,
                 seq=work.key or work.seq,
                 group=member.name,

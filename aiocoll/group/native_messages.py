@@ -76,6 +76,10 @@ class NativeMessages:
         self._matched[src, number] = receive
         self._tell(Match(src, rank, number), [Batch(src, *theirs), Batch(rank, *receive.batch)])
 
+    def is_held(self, src: int, number: int) -> bool:
+        """Whether a message is matched and has not begun."""
+        return (src, number) in self._matched
+
     def unmatched(self, src: int, number: int) -> bool:
         """Take it back, there being no rank 0 any more; return whether it had not begun."""
         return self._matched.pop((src, number), None) is not None

@@ -23,6 +23,7 @@ from aiocoll import (
 )
 from aiocoll.engine.plan import EAGER_WINDOW
 from aiocoll.group import communicator, matching
+from aiocoll.group.matching import Matching
 
 from ..ranks import TRANSPORTS, run_ranks, until
 from ..reductions import DTYPES
@@ -356,6 +357,37 @@ async def test_a_send_that_nobody_receives_says_whom_it_waits_for() -> None:
         await run_ranks(2, body, gpu)
 
 
+async def test_a_short_message_that_its_device_holds_up_says_so() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        if pg.rank() == 0:
+            gate = gpu.gate(0)
+            work = pg.send(full(gpu, 0, 0, 1), 1, timeout=0.05)
+            with pytest.raises(CollectiveTimeoutError, match=r"which called SEND\(.*\): device 0 is not done with it"):
+                await work
+            gate.open()
+        await pg.wait_revoked()
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_rank_0_is_named_if_it_does_not_let_a_message_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Matching, "matched", lambda *_: None)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        await begun(pg, gpu)
+        tensor = full(gpu, rank, 0)
+        work = pg.recv(tensor, 0, timeout=0.05) if rank else pg.send(tensor, 1)
+        error = await pg.wait_revoked()
+        assert re.search(r"RECV of group .* on rank 1, .*: rank 0 has not let it begin", str(error))
+        with pytest.raises(CollectiveTimeoutError):
+            await work
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
 @pytest.mark.parametrize("stuck", [0, 1])
 async def test_a_device_that_is_not_done_in_time_is_named(stuck: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -367,11 +399,9 @@ async def test_a_device_that_is_not_done_in_time_is_named(stuck: int) -> None:
         error = await pg.wait_revoked()
         assert isinstance(error, CollectiveTimeoutError)
         what = (
-            r"(SEND|RECV) of group .* on rank ([01]), which called .*: rank ([01]) has called it, but device [01] is "
+            r"(SEND|RECV) of group .* on rank [01], which called .*: both of its ranks have called it, but device [01] "
         )
-        found = re.search(what + "not done with it, or with what was on the caller's stream before", str(error))
-        assert found is not None
-        assert found[2] != found[3]
+        assert re.search(what + "is not done with it, or with what was on the caller's stream before", str(error))
         if gate is not None:
             gate.open()
         with pytest.raises(GroupError):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll import AiocollError, GroupRevokedError, PeerLostError, ProcessGroup, ReduceOp, testing
+from aiocoll import AiocollError, GroupRevokedError, PeerLostError, ProcessGroup, Recv, ReduceOp, Send, testing
 from aiocoll.gpu.provider import provide, runtime
 
 from ...ranks import run_ranks
@@ -59,6 +59,9 @@ async def talk(pg: ProcessGroup, made: World) -> str:
         await pg.recv(tensor, left, tag=2)
         assert (made.host(tensor) == left).all()
         await sent
+        into = made.tensor(np.zeros(100_000, int), device)
+        await pg.batch([Send(tensor, right), Recv(into, left)])
+        assert (made.host(into) == (left - 1) % size).all()
     assert pg._side is not None
     assert pg._side.decision is not None
     return "nccl" if pg._side.decision.native else "staged"
