@@ -87,6 +87,32 @@ async def test_every_op_and_dtype(kind: str, way: str) -> None:
         made.figure(f"cases of calls, {way}, {size} ranks", len(cases))
 
 
+@pytest.mark.parametrize("way", WAYS)
+async def test_tensors_that_require_gradients(kind: str, way: str) -> None:
+    """They are written in place, as those of the host are, and autograd knows nothing of it."""
+    if kind == "cupy":
+        pytest.skip("arrays of CuPy have no gradients")
+
+    async def body(pg: ProcessGroup, made: World) -> None:
+        rank, size, device = pg.rank(), pg.size(), pg.rank() % made.devices
+        tensors = [made.tensor(np.full(4, rank + 1.0), device) for _ in range(3 + size)]
+        for each in tensors:
+            each.requires_grad = True
+        x, sent, part, *parts = tensors
+        assert await pg.allreduce(x) is x
+        assert await pg.broadcast(sent, 0) is sent
+        assert await pg.reduce_scatter(part, parts) is part
+        assert await pg.allgather(parts, sent) == parts
+        total = size * (size + 1) / 2
+        for each, value in zip(tensors, [total, 1, total, *[1] * size], strict=True):
+            assert each.requires_grad
+            assert getattr(each, "grad_fn", None) is None
+            assert made.host(each).tolist() == [value] * 4
+
+    with world(kind, way, 2) as made:
+        await run_ranks(ranks(made, way, 2), body, made)
+
+
 async def test_which_way_is_gone(kind: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> str:
         await pg.allreduce(made.tensor(np.ones(3), pg.rank() % made.devices))

@@ -79,6 +79,59 @@ async def test_another_stream_can_be_ordered(kind: str) -> None:
 
 
 @both
+@pytest.mark.parametrize("per_thread", [False, True])
+async def test_default_streams_have_an_order_as_well(kind: str, way: str, per_thread: bool) -> None:
+    if kind == "torch" and per_thread:
+        pytest.skip("torch makes no use of the default streams of threads")
+
+    async def body(pg: ProcessGroup, made: World) -> None:
+        device = pg.rank() % made.devices
+        tensor = made.tensor(np.zeros(1000), device)
+        await pg.allreduce(tensor)  # takes the memory that a staged call needs, for which CUDA may wait for the device
+        gate = made.gate(device)
+        made.add(tensor, pg.rank() + 1.0)
+        work = pg.allreduce(tensor)
+        await pg.barrier()
+        assert not work.done()
+        gate.open()
+        await work.on_stream()
+        made.add(tensor, 10.0)
+        await work  # the next line blocks the loop, which all ranks have in common
+        assert set(made.host(tensor)) == {pg.size() * (pg.size() + 1) / 2 + 10}
+
+    with world(kind, way, 2) as made:
+        for device in range(made.devices):
+            made.default_stream(device, per_thread)
+        await run_ranks(ranks(made, way, 2), body, made)
+
+
+@both
+async def test_freed_memory_is_given_to_nobody_while_calls_read_it(kind: str, way: str) -> None:
+    turns, together, count = (32 if kind == "fake" else 2000), 8, 5000
+
+    async def body(pg: ProcessGroup, made: World) -> None:
+        rank, size, device = pg.rank(), pg.size(), pg.rank() % made.devices
+        for start in range(0, turns, together):
+            outputs = [made.tensor(np.zeros(size * count), device) for _ in range(together)]
+            works = []
+            for turn, output in enumerate(outputs, start):
+                # Nobody keeps the source; what is made next would get its memory.
+                source = made.tensor(np.full(count, turn * size + rank, float), device)
+                works.append(pg.allgather_into_tensor(output, source))
+                del source
+                junk = [made.tensor(np.full(count, -1.0), device) for _ in range(3)]
+            for work in works:
+                await work
+            assert all((made.host(each) == -1).all() for each in junk)
+            for turn, output in enumerate(outputs, start):
+                found = made.host(output).reshape(size, count)
+                assert (found == turn * size + np.arange(size)[:, None]).all()
+
+    with world(kind, way, 2) as made:
+        await run_ranks(ranks(made, way, 2), body, made)
+
+
+@both
 async def test_arrays_may_be_dropped_while_they_are_in_flight(kind: str, way: str) -> None:
     turns = 30 if kind == "fake" else 500
 

@@ -83,6 +83,10 @@ class World:
         """Make a new stream current on a device, and return it."""
         raise NotImplementedError
 
+    def default_stream(self, device: int, per_thread: bool) -> None:
+        """Make the default stream of the device, or that of the calling thread, current on it."""
+        raise NotImplementedError
+
     def add(self, tensor: Any, number: float) -> None:
         """Add to float64s, in the order of the current stream."""
         raise NotImplementedError
@@ -130,6 +134,9 @@ class Fake(World):
 
     def stream(self, device: int) -> Any:
         return self.gpu.stream(device)
+
+    def default_stream(self, device: int, per_thread: bool) -> None:
+        self.gpu.torch._streams[device] = 2 if per_thread else 0
 
     def add(self, tensor: Any, number: float) -> None:
         device, values = tensor.get_device(), tensor.values
@@ -249,6 +256,14 @@ class Real(World):
         self._streams.append(made)
         return made
 
+    def default_stream(self, device: int, per_thread: bool) -> None:
+        if self.kind == "torch":
+            assert not per_thread, "torch makes no use of it"
+            self.library.cuda.set_stream(self.library.cuda.default_stream(device))
+        else:
+            with self.cupy.cuda.Device(device):
+                (self.cupy.cuda.Stream.ptds if per_thread else self.cupy.cuda.Stream.null).use()
+
     def add(self, tensor: Any, number: float) -> None:
         count = tensor.numel() if self.kind == "torch" else tensor.size
         with self._on(self._device(tensor)):
@@ -302,7 +317,7 @@ class Real(World):
             with self.cupy.cuda.Device(device):
                 self.cupy.cuda.Stream.null.use()
             if self.kind == "torch":
-                self.library.cuda.set_stream(self.library.cuda.default_stream(device))
+                self.default_stream(device, False)
 
 
 def missing(kind: str) -> str | None:
