@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -150,32 +150,52 @@ async def test_outputs_inside_of_inputs(libraries: Libraries, library: str) -> N
 # -- gradients
 
 
+async def gradients(pg: ProcessGroup, leaf: Callable[..., Any], values: Callable[[Any], list[float]]) -> None:
+    """Let calls of all kinds write to tensors that require gradients."""
+    rank, other = pg.rank(), 1 - pg.rank()
+    x, outputs, part, into = leaf(rank, 1), [leaf(0, 0), leaf(0, 0)], leaf(0), leaf(0, 0)
+    assert await pg.broadcast(x, 1) is x
+    assert await pg.allgather(outputs, leaf(rank, 2)) == outputs
+    assert await pg.reduce_scatter(part, [leaf(1), leaf(2)]) is part
+    sent, received = pg.send(x, other), pg.recv(into, other)
+    assert await received is into
+    assert await sent is x
+    for each, expected in (
+        (x, [1, 1]),
+        (into, [1, 1]),
+        (outputs[0], [0, 2]),
+        (outputs[1], [1, 2]),
+        (part, [2 + 2 * rank]),
+    ):
+        assert values(each) == expected
+        assert each.requires_grad
+    # Of the host, new arrays are NumPy's.
+    assert not any(getattr(each, "requires_grad", False) for each in await pg.allgather(None, x))
+
+
 @both
 async def test_tensors_that_require_gradients_are_written_in_place(libraries: Libraries) -> None:
     """The module refuses what autograd would record: for it, nothing has been done to them."""
 
     async def rank(pg: ProcessGroup) -> None:
-        device, other = pg.rank(), 1 - pg.rank()
-
         def leaf(*values: float) -> Any:
-            host = libraries.host((len(values),), "float32", device)
+            host = libraries.host((len(values),), "float32", pg.rank())
             host[...] = values
-            return libraries.array("torch", host, "float32", device, requires_grad=True)
+            return libraries.array("torch", host, "float32", pg.rank(), requires_grad=True)
 
-        x, outputs, part = leaf(device, 1), [leaf(0, 0), leaf(0, 0)], leaf(0)
-        assert await pg.broadcast(x, 1) is x
-        assert await pg.allgather(outputs, leaf(device, 2)) == outputs
-        assert await pg.reduce_scatter(part, [leaf(1), leaf(2)]) is part
-        into = leaf(0, 0)
-        sent, received = pg.send(x, other), pg.recv(into, other)
-        assert await received is into
-        assert await sent is x
-        made = await pg.allgather(None, x)
-        for each, expected in ((x, [1, 1]), (into, [1, 1]), (outputs[0], [0, 2]), (outputs[1], [1, 2])):
-            assert each._host.tolist() == expected
-            assert each.requires_grad
-        assert part._host.tolist() == [2 + 2 * device]
-        assert [each.requires_grad for each in made] == [False] * 2
+        await gradients(pg, leaf, lambda tensor: tensor._host.tolist())
+
+    await run_ranks(2, rank)
+
+
+async def test_tensors_of_the_host_that_require_gradients_are_too() -> None:
+    torch: Any = pytest.importorskip("torch")
+
+    async def rank(pg: ProcessGroup) -> None:
+        def leaf(*values: float) -> Any:
+            return torch.tensor(values, dtype=torch.float32, requires_grad=True)
+
+        await gradients(pg, leaf, lambda tensor: tensor.tolist() if tensor.is_leaf else [])
 
     await run_ranks(2, rank)
 
