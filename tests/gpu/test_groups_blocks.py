@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import re
 import threading
 from collections import Counter
 from typing import Any
@@ -15,11 +13,8 @@ import pytest
 from aiocoll import (
     BackendUnavailableError,
     CollectiveMismatchError,
-    CollectiveTimeoutError,
     GroupError,
     GroupOptions,
-    GroupRevokedError,
-    PeerLostError,
     ProcessGroup,
     ReduceOp,
     testing,
@@ -27,9 +22,10 @@ from aiocoll import (
 from aiocoll.gpu.device import Device
 from aiocoll.group import communicator, device_side
 
-from ..ranks import hub, run_ranks, until
+from ..ranks import run_ranks, until
 from .groups import WAYS, Gpus, gpus, host
 from .test_groups import allreduced
+from .test_groups_failing import fails, several
 
 both = pytest.mark.parametrize("way", WAYS)
 sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -330,107 +326,7 @@ async def test_a_group_that_is_to_use_nccl() -> None:
         await run_ranks(2, body, gpu)
 
 
-# -- failures
-
-
-def block_of(pg: ProcessGroup, gpu: Gpus, count: int = 3, **more: Any) -> Any:
-    """Call a list of which one is staged, unless the group has failed before."""
-    tensors = [gpu.tensor(np.ones(3, int), pg.rank()) for _ in range(count)]
-    with contextlib.suppress(GroupRevokedError):
-        return pg.allreduce_coalesced([*tensors, gpu.tensor(np.ones(2, np.int16), pg.rank())], **more)
-    return None
-
-
-async def fails(pg: ProcessGroup, work: Any, match: str, kind: type[GroupError] = GroupError) -> None:
-    """The group fails for this reason, and so does the work if it has not ended before."""
-    cause = await pg.wait_revoked()
-    assert isinstance(cause, kind)
-    assert re.search(match, str(cause)), cause
-    if work is not None:
-        await asyncio.wait([work.get_future()])
-        error = work.exception()
-        assert error is None or re.search(match, str(error)), error
-
-
-@both
-async def test_a_rank_that_does_not_flush(way: str) -> None:
-    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
-        work = block_of(pg, gpu, timeout=0.1) if pg.rank() != 2 else None
-        await fails(pg, work, "COALESCED.* did not complete within 0.1 s.*it waits for rank 2", CollectiveTimeoutError)
-
-    with gpus(3, way) as gpu:
-        await run_ranks(3, body, gpu)
-
-
-@both
-@pytest.mark.parametrize("count", [0, 3])
-async def test_a_device_that_does_not_end(way: str, count: int) -> None:
-    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
-        gate = gpu.gate(pg.rank()) if pg.rank() == 1 else None
-        # A list of one is no block of device calls.
-        work = block_of(pg, gpu, count, timeout=0.1 if pg.rank() == 1 else 10)
-        match = r"(COALESCED|ALLREDUCE) \(sequence \d\) .* all ranks have called it, but device 1 is not done with it"
-        await fails(pg, work, match, CollectiveTimeoutError)
-        if gate is not None:
-            gate.open()
-
-    with gpus(2, way) as gpu:
-        await run_ranks(2, body, gpu)
-
-
-@both
-async def test_a_rank_that_is_lost(way: str) -> None:
-    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
-        if pg.rank() == 0:
-            await pg.recv_object(1)
-            gate = gpu.gate(0)
-            work = block_of(pg, gpu)
-            await asyncio.sleep(0)
-            hub(pg).cut(0, 1)
-            await fails(pg, work, "rank . .* is gone", PeerLostError)
-            gate.open()
-        else:
-            await pg.send_object("ready", 0)
-            await fails(pg, block_of(pg, gpu), "rank . .* is gone", PeerLostError)
-
-    with gpus(2, way) as gpu:
-        await run_ranks(2, body, gpu)
-
-
-@both
-@pytest.mark.parametrize("end", ["abort", "shutdown"])
-async def test_a_group_that_ends_while_the_device_is_busy(way: str, end: str) -> None:
-    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
-        gate = gpu.gate(pg.rank())
-        works = [block_of(pg, gpu), block_of(pg, gpu)]
-        await pg.barrier()
-        pg.timeout = 0.01
-        if end == "abort":
-            pg.abort("enough")
-        asyncio.get_running_loop().call_later(0.1, gate.open)
-        await pg.shutdown()
-        for work in works:
-            assert isinstance(work.exception(), GroupError)
-
-    with gpus(2, way) as gpu:
-        await run_ranks(2, body, gpu)
-
-
-@pytest.mark.parametrize("call", ["all_reduce", "group_start", "group_end"])
-async def test_nccl_refuses(call: str) -> None:
-    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
-        await pg.barrier()
-        if pg.rank() == 1:
-            gpu.nccl.fail_next(call, "unhandled cuda error")
-        await fails(pg, block_of(pg, gpu), f"failed on rank ., device .: {call}: unhandled cuda error")
-
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+# -- those that do not go on; what fails is in `test_groups_failing`
 
 
 async def test_a_wait_that_is_cancelled_leaves_the_block_going() -> None:
@@ -505,7 +401,7 @@ async def test_an_abort_lets_the_launcher_finish_its_calls(patience: float, monk
                 assert go_on.wait(10)
 
         monkeypatch.setattr(gpu.nccl, "begin", slow)
-        work = block_of(pg, gpu)
+        work = several(pg, gpu)
         await until(calling.is_set)
         pg.abort("enough")
         await fails(pg, work, "enough")

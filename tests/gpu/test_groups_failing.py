@@ -22,6 +22,7 @@ from aiocoll import (
 from aiocoll.engine import compared
 from aiocoll.gpu.api import DeviceError
 from aiocoll.group import communicator, device_side
+from aiocoll.testing.fake_cuda import Gate
 
 from ..ranks import hub, run_ranks, until
 from .groups import WAYS, Gpus, gpus
@@ -46,34 +47,55 @@ async def fails(pg: ProcessGroup, work: Any, match: str, kind: type[GroupError] 
         pg.barrier()
 
 
-def called(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
+def one(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
+    return pg.allreduce(ones(pg, gpu), **more)
+
+
+def several(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
+    """Call a list of which one is staged."""
+    tensors = [gpu.tensor(np.ones(3, int), pg.rank()) for _ in range(3)]
+    return pg.allreduce_coalesced([*tensors, gpu.tensor(np.ones(2, np.int16), pg.rank())], **more)
+
+
+def one_in_a_list(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
+    """Call a list that is no block of device calls."""
+    return pg.allreduce_coalesced([gpu.tensor(np.ones(2, np.int16), pg.rank())], **more)
+
+
+calls = pytest.mark.parametrize("call", [one, several])
+
+
+def called(pg: ProcessGroup, gpu: Gpus, call: Any = one, **more: Any) -> Any:
     """Call it, unless another rank has told before that the group has failed."""
     with contextlib.suppress(GroupRevokedError):
-        return pg.allreduce(ones(pg, gpu), **more)
+        return call(pg, gpu, **more)
     return None
 
 
 @both
-async def test_a_rank_that_does_not_call(way: str) -> None:
+@calls
+async def test_a_rank_that_does_not_call(way: str, call: Any) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
-        if pg.rank() == 2:
-            await pg.wait_revoked()
-        else:
-            work = pg.allreduce(ones(pg, gpu), timeout=0.1)
-            await fails(pg, work, "did not complete within 0.1 s.*it waits for rank 2", CollectiveTimeoutError)
+        work = called(pg, gpu, call, timeout=0.1) if pg.rank() != 2 else None
+        match = "(ALLREDUCE|COALESCED) .* did not complete within 0.1 s.*it waits for rank 2"
+        await fails(pg, work, match, CollectiveTimeoutError)
 
     with gpus(3, way) as gpu:
         await run_ranks(3, body, gpu)
 
 
 @both
-async def test_a_device_that_does_not_end(way: str) -> None:
+@pytest.mark.parametrize("call", [one, one_in_a_list, several])
+async def test_a_device_that_does_not_end(way: str, call: Any) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
         gate = gpu.gate(pg.rank()) if pg.rank() == 1 else None
-        work = pg.allreduce(ones(pg, gpu), timeout=0.1 if pg.rank() == 1 else 10)
-        match = "rank 1, which called ALLREDUCE.*all ranks have called it, but device 1 is not done with it"
+        work = called(pg, gpu, call, timeout=0.1 if pg.rank() == 1 else 10)
+        match = (
+            r"(ALLREDUCE|COALESCED) \(sequence \d\) .* rank 1, which called (ALLREDUCE|COALESCED).*"
+            "all ranks have called it, but device 1 is not done with it"
+        )
         await fails(pg, work, match, CollectiveTimeoutError)
         if gate is not None:
             gate.open()
@@ -83,48 +105,58 @@ async def test_a_device_that_does_not_end(way: str) -> None:
 
 
 @both
-async def test_a_rank_that_is_lost(way: str) -> None:
+@calls
+async def test_a_rank_that_is_lost(way: str, call: Any) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
         if pg.rank() == 0:
             await pg.recv_object(1)
             gate = gpu.gate(0)
-            work = pg.allreduce(ones(pg, gpu))
+            work = call(pg, gpu)
             await asyncio.sleep(0)
             hub(pg).cut(0, 1)
             await fails(pg, work, "rank . .* is gone", PeerLostError)
             gate.open()
         else:
             await pg.send_object("ready", 0)
-            await fails(pg, called(pg, gpu), "rank . .* is gone", PeerLostError)
+            await fails(pg, called(pg, gpu, call), "rank . .* is gone", PeerLostError)
 
     with gpus(2, way) as gpu:
         await run_ranks(2, body, gpu)
 
 
 @both
+@calls
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
-async def test_a_group_that_ends_while_the_device_is_busy(way: str, end: str) -> None:
+async def test_a_group_that_ends_while_the_device_is_busy(way: str, call: Any, end: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
         gate = gpu.gate(pg.rank())
-        works = [pg.allreduce(ones(pg, gpu)) for _ in range(3)]
+        works = [call(pg, gpu) for _ in range(3)]
         ordered = asyncio.ensure_future(works[2].on_stream())
         await pg.barrier()
-        pg.timeout = 0.01
-        if end == "abort":
-            pg.abort("enough")
-        asyncio.get_running_loop().call_later(0.1, gate.open)
-        await pg.shutdown()
-        for work in works:
-            assert isinstance(work.exception(), GroupError)
+        await ended(pg, works, end, gate)
         await asyncio.wait([ordered])
         ordered.exception()
         with pytest.raises(GroupClosedError):
-            pg.allreduce(ones(pg, gpu))
+            call(pg, gpu)
 
     with gpus(2, way) as gpu:
         await run_ranks(2, body, gpu)
+
+
+async def ended(pg: ProcessGroup, works: list[Any], end: str, gate: Gate) -> None:
+    """End the group; all works fail for that reason, though the gate is not opened before they have."""
+    pg.timeout = 0.01  # for so long shutdown waits for them
+    if end == "abort":
+        pg.abort("enough")
+    ending = asyncio.ensure_future(pg.shutdown())
+    await asyncio.wait([work.get_future() for work in works])
+    gate.open()
+    await ending
+    for work in works:
+        with pytest.raises(GroupError, match="enough" if end == "abort" else "closed"):
+            await work
 
 
 @pytest.mark.parametrize("call", ["copy_to_host", "copy_to_device", "pinned"])
@@ -156,14 +188,17 @@ async def test_a_device_that_is_lost(way: str) -> None:
 # -- NCCL
 
 
-@pytest.mark.parametrize("call", ["all_reduce", "init"])
-async def test_nccl_refuses(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("failing", "call"),
+    [("all_reduce", one), ("init", one), ("all_reduce", several), ("group_start", several), ("group_end", several)],
+)
+async def test_nccl_refuses(failing: str, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_side, "RELEASE", 0.05)  # the others wait for one whose start has failed
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 1:
-            gpu.nccl.fail_next(call, "unhandled cuda error")
-        await fails(pg, called(pg, gpu), f"failed on rank ., device .: {call}: unhandled cuda error")
+            gpu.nccl.fail_next(failing, "unhandled cuda error")
+        await fails(pg, called(pg, gpu, call), f"failed on rank ., device .: {failing}: unhandled cuda error")
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)

@@ -17,6 +17,7 @@ from aiocoll import CollectiveMismatchError, CollectiveTimeoutError, GroupError,
 from ..ranks import TRANSPORTS, run_ranks
 from ..reductions import DTYPES, data
 from .groups import Gpus, gpus, host
+from .test_groups_failing import ended
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -326,13 +327,7 @@ async def test_a_group_that_ends_while_messages_are_copied(end: str) -> None:
         other = 1 - pg.rank()
         works = [pg.send(gpu.tensor(np.ones(9), pg.rank()), other), pg.recv(gpu.tensor(np.ones(9), pg.rank()), other)]
         await pg.barrier()
-        pg.timeout = 0.01
-        if end == "abort":
-            pg.abort("enough")
-        asyncio.get_running_loop().call_later(0.1, gate.open)
-        await pg.shutdown()
-        for work in works:
-            assert isinstance(work.exception(), GroupError)
+        await ended(pg, works, end, gate)
 
     with gpus(2, "staged") as gpu:
         await run_ranks(2, body, gpu)
