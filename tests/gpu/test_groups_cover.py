@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from aiocoll import ProcessGroup
+from aiocoll.group.agreed import Agreed
 
 from ..group.test_collectives import MARGIN, MOVING, REDUCING, ROOTED, Call, label, valid
 from ..pairwise import Case, cover
@@ -70,6 +71,46 @@ async def run(world_size: int, way: str, cases: list[Case]) -> None:
 @pytest.mark.parametrize("world_size", SIZES)
 async def test_pairwise_cover(world_size: int, way: str) -> None:
     await run(world_size, way, [case for case in pairs() if case["world_size"] == world_size])
+
+
+def is_native(kind: str, op: str, dtype: str) -> bool:
+    """Whether NCCL can carry out a reduction."""
+    if kind in ("scan", "exscan") or dtype.endswith(("int16", "fnuz")):
+        return False
+    if op == "PREMUL_SUM" and kind != "allreduce":
+        return False
+    if dtype == "bool":
+        return op not in ("BXOR", "larger")
+    if "int" in dtype or "float8" in dtype:
+        return op in ("SUM", "PRODUCT", "MIN", "MAX")
+    if dtype.startswith("complex"):
+        return op in ("SUM", "AVG", "PREMUL_SUM")
+    return op in ("SUM", "PRODUCT", "MIN", "MAX", "AVG", "PREMUL_SUM")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+async def test_what_nccl_cannot_reduce_is_staged_and_nothing_else(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All reductions in one group, each compared with NumPy."""
+    staged = [0] * world_size
+    stage = Agreed._stage
+
+    def counted(operation: Agreed) -> None:
+        staged[operation.group.rank] += 1
+        stage(operation)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        for kind, op, dtype in product(REDUCING, OPS, DTYPES):
+            case: Case = {"kind": kind, "op": op, "dtype": dtype, "count": "p+1", "root": 0, "world_size": world_size}
+            if valid(case):
+                before = staged[pg.rank()]
+                await check(pg, [case], gpu)
+                assert staged[pg.rank()] - before == (not is_native(kind, op, dtype)), label(case)
+
+    monkeypatch.setattr(Agreed, "_stage", counted)
+    with gpus(world_size) as gpu:
+        await run_ranks(world_size, body, gpu)
 
 
 @pytest.mark.matrix
