@@ -83,6 +83,10 @@ class World:
         """Make a new stream current on a device, and return it."""
         raise NotImplementedError
 
+    def current(self, device: int) -> int:
+        """Return the current stream of a device."""
+        raise NotImplementedError
+
     def default_stream(self, device: int, per_thread: bool) -> None:
         """Make the default stream of the device, or that of the calling thread, current on it."""
         raise NotImplementedError
@@ -129,7 +133,7 @@ class Fake(World):
 
     def host(self, tensor: Any) -> NDArray[Any]:
         device = tensor.get_device()
-        self.gpu.cuda.stream_synchronize(self._current(device), device)
+        self.gpu.cuda.stream_synchronize(self.current(device), device)
         return host(tensor).copy()
 
     def stream(self, device: int) -> Any:
@@ -144,10 +148,10 @@ class Fake(World):
         def work() -> None:
             values[...] += number
 
-        self.gpu.cuda.kernel(self._current(device), work, device)
+        self.gpu.cuda.kernel(self.current(device), work, device)
 
     def delay(self, seconds: float, device: int) -> None:
-        self.gpu.cuda.kernel(self._current(device), lambda: None, device, seconds)
+        self.gpu.cuda.kernel(self.current(device), lambda: None, device, seconds)
 
     def gate(self, device: int) -> Gate:
         return self.gpu.gate(device)
@@ -160,7 +164,7 @@ class Fake(World):
         cuda.event_done(event)
         cuda.event_destroy(event)
 
-    def _current(self, device: int) -> int:
+    def current(self, device: int) -> int:
         return int(self.gpu.torch._streams.get(device, 0))
 
 
@@ -220,7 +224,7 @@ class Real(World):
             with self.cupy.cuda.Device(device):
                 made = self.library.empty((array.size,), name)
         if array.size:
-            stream = self._current(device)
+            stream = self.current(device)
             with self.cupy.cuda.Device(device):
                 self.cuda.memcpyAsync(
                     self._address(made), array.ctypes.data, array.nbytes, self.cuda.memcpyHostToDevice, stream
@@ -236,7 +240,7 @@ class Real(World):
         device = self._device(tensor)
         made = np.empty(count, numpy_dtype(str(tensor.dtype).removeprefix("torch.")))
         with self.cupy.cuda.Device(device):
-            stream = self._current(device)
+            stream = self.current(device)
             self.cuda.streamSynchronize(stream)
             if count:
                 self.cuda.memcpyAsync(
@@ -294,14 +298,14 @@ class Real(World):
             address = self._flags.ctypes.data + place * self._flags.itemsize
             self._until((1,), (1,), (np.uint64(address), np.uint64(seconds * 1e9)))
 
-    def _current(self, device: int) -> int:
+    def current(self, device: int) -> int:
         if self.kind == "torch":
             return int(self.library.cuda.current_stream(device).cuda_stream)
         return int(self.cupy.cuda.get_current_stream(device).ptr)
 
     @contextmanager
     def _on(self, device: int) -> Iterator[None]:
-        address, streams = self._current(device), self.cupy.cuda.Stream
+        address, streams = self.current(device), self.cupy.cuda.Stream
         with self.cupy.cuda.Device(device), streams.from_external(_Address(address)) if address else streams.null:
             yield
 
