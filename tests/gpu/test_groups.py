@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
+import threading
 import weakref
 from typing import Any
 
@@ -21,6 +22,7 @@ from aiocoll import (
     testing,
 )
 from aiocoll.group import cards, device_side
+from aiocoll.group.agreed import Agreed
 from aiocoll.testing.fake_cuda import FakeArray
 
 from ..ranks import run_ranks
@@ -354,6 +356,39 @@ async def test_arrays_live_until_the_device_is_done_with_them(way: str) -> None:
         gc.collect()
         assert tensor_gone() is None
         assert memory() is None
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@both
+async def test_many_calls_leave_nothing(way: str) -> None:
+    async def call(pg: ProcessGroup, gpu: Gpus, turn: int) -> None:
+        tensors = [gpu.tensor(np.ones(1 + turn % 3), pg.rank()) for _ in range(3)]
+        works = [pg.allreduce(tensor, key=key) for tensor, key in zip(tensors, (None, "a", "b"), strict=True)]
+        for work in (*works, pg.allreduce_coalesced(tensors)):
+            await work
+        sent = pg.send(tensors[0], 1 - pg.rank())
+        await pg.recv(tensors[1], 1 - pg.rank())
+        await sent
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        async def left(turns: int) -> tuple[int, int, int]:
+            for turn in range(turns):
+                await call(pg, gpu, turn)
+            await pg.barrier()
+            gc.collect()
+            live = gpu.cuda.live()
+            # The threads hold on to the last that they have seen.
+            assert sum(isinstance(each, Agreed) for each in gc.get_objects()) <= 2 * pg.size()
+            assert live["events"] < 50
+            assert live["memory"] < 500
+            await pg.barrier()
+            return live["streams"], live["pinned"], threading.active_count()
+
+        first = await left(5)
+        for before, after in zip(first, await left(50), strict=True):
+            assert after <= before
 
     with gpus(2, way) as gpu:
         await run_ranks(2, body, gpu)
