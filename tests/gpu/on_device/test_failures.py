@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -88,3 +89,16 @@ def test_a_communicator_that_waits_for_a_rank_that_never_comes(kind: str) -> Non
 
 def test_a_process_ends_that_has_not_shut_its_group_down(kind: str) -> None:
     assert ends("unclosed", kind).strip() == "[1.0, 1.0, 1.0]"
+
+
+def test_a_group_that_is_forgotten_may_be_followed_by_another(kind: str) -> None:
+    """The end of a communicator waits for other ranks: no garbage collection may be what does that."""
+
+    async def forget(made: World) -> None:
+        pg = await new_group(store=HashStore(), rank=0, world_size=1)
+        assert made.host(await pg.allreduce(made.tensor(np.ones(3)))).tolist() == [1] * 3
+
+    with world(kind) as made:
+        for _ in range(3):
+            asyncio.run(forget(made))
+            gc.collect()
