@@ -130,8 +130,7 @@ class DeviceSide:
             return
         complete, self._complete = self._complete, []
         for operation, ways in complete:
-            if not operation.done:
-                operation.pronounce(self.number(range(len(self.member.ranks))), ways)
+            operation.pronounce(self.number(range(len(self.member.ranks))), ways)
 
     def number(self, ranks: Iterable[int]) -> dict[int, int]:
         """As rank 0, give the next number on each of some ranks to what begins there."""
@@ -151,8 +150,6 @@ class DeviceSide:
             turn()
 
     def _begin(self, operation: Agreed, ways: Sequence[int]) -> None:
-        if operation.done:
-            return
         decision = self.decision
         assert decision is not None
         if (refusal := decision.refusal(self.member.name, self._forced)) is not None:

@@ -378,8 +378,13 @@ async def test_rank_0_is_named_if_it_does_not_let_a_message_begin(monkeypatch: p
         rank = pg.rank()
         await begun(pg, gpu)
         tensor = full(gpu, rank, 0)
+        if rank:
+            other = pg.recv(full(gpu, 1, 0), 0, tag=1)
+            assert [each.standing() for each in pg._member.pending] == ["no message with tag 1 has come from rank 0"]
         work = pg.recv(tensor, 0, timeout=0.05) if rank else pg.send(tensor, 1)
         error = await pg.wait_revoked()
+        if rank:
+            assert isinstance(other.exception(), CollectiveTimeoutError)
         assert re.search(r"RECV of group .* on rank 1, .*: rank 0 has not let it begin", str(error))
         with pytest.raises(CollectiveTimeoutError):
             await work
