@@ -33,7 +33,7 @@ from aiocoll.cli.workload import Case
 from aiocoll.elements import buffers
 from aiocoll.elements.streams import stream_address
 from aiocoll.gpu.provider import runtime
-from aiocoll.group.on_device import side_of
+from aiocoll.group.cuda.on_device import side_of
 from aiocoll.store import HashStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

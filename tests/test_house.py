@@ -47,8 +47,8 @@ MAX_FUNCTION = 70
 HEAVY = ("torch", "cupy", "ml_dtypes", "jax", "scipy", "pytest", "uvloop")
 
 #: What takes a millisecond or more to import, with all that it brings along, and few programs need.
-LATER = ("aiocoll.cli", "aiocoll.codec.records", "aiocoll.elements.sparse", "aiocoll.group.sparse_reduce",
-         "aiocoll.testing", "argparse", "decimal", "email", "fractions", "http",
+LATER = ("aiocoll.cli", "aiocoll.codec.records", "aiocoll.elements.sparse", "aiocoll.gpu", "aiocoll.group.cuda",
+         "aiocoll.group.sparse_reduce", "aiocoll.testing", "argparse", "decimal", "email", "fractions", "http",
          "json", "multiprocessing", "tempfile", "urllib.request", "uuid", "xml", "zoneinfo")  # fmt: skip
 
 

@@ -221,7 +221,7 @@ class Flushing(Launcher, Fuser):
 
     def _as_one(self, calls: Sequence[Call], terms: Terms, limit: float) -> Call:
         """Return one call that stands for several on CUDA arrays."""
-        from aiocoll.group.together import Together  # with all that a GPU needs
+        from aiocoll.group.cuda.together import Together  # with all that a GPU needs
 
         side = self._side
         assert side is not None

@@ -25,7 +25,7 @@ from aiocoll.unseen import Failures
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
-    from aiocoll.group.device_side import DeviceSide
+    from aiocoll.group.cuda.side import DeviceSide
 
 __all__ = ["Launcher", "Miscount", "Timeout"]
 
@@ -215,7 +215,7 @@ class Launcher(Planner):
     def _on_device(self, plan: Plan, arrays: list[Any]) -> Executor:
         """Return what carries out `plan` on CUDA arrays."""
         self._check()
-        from aiocoll.group.on_device import on_device  # with all that a GPU needs
+        from aiocoll.group.cuda.on_device import on_device  # with all that a GPU needs
 
         return on_device(self, plan, arrays)
 

@@ -22,7 +22,7 @@ from aiocoll.options import seconds
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
-    from aiocoll.group.device_messages import DeviceMessages
+    from aiocoll.group.cuda.messages import DeviceMessages
 
 __all__ = ["PointToPoint", "Recv", "Send", "all_of"]
 
@@ -184,7 +184,7 @@ class PointToPoint(Launcher):
     def _messages(self, array: Any) -> DeviceMessages:
         """Return what carries messages of CUDA arrays."""
         self._check()
-        from aiocoll.group.device_messages import messages_of  # with all that a GPU needs
+        from aiocoll.group.cuda.messages import messages_of  # with all that a GPU needs
 
         return messages_of(self, array)
 

@@ -53,7 +53,7 @@ from aiocoll.tuning import load
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
-    from aiocoll.group.device_messages import DeviceMessages
+    from aiocoll.group.cuda.messages import DeviceMessages
 
 __all__ = ["FakeGroup", "World"]
 
@@ -135,7 +135,7 @@ class FakeGroup(ProcessGroup):
 
     def _messages(self, array: Any) -> DeviceMessages:
         """Return what makes operations that are never asked for."""
-        from aiocoll.group.device_messages import DeviceMessages
+        from aiocoll.group.cuda.messages import DeviceMessages
 
         return DeviceMessages(None, array)
 

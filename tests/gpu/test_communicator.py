@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from aiocoll import ProcessGroup
-from aiocoll.group import communicator, device_side
-from aiocoll.group.communicator import Communicator
+from aiocoll.group.cuda import communicator
+from aiocoll.group.cuda import side as side_module
+from aiocoll.group.cuda.communicator import Communicator
 
 from ..ranks import run_ranks, until
 from .groups import Gpus, gpus
@@ -87,7 +88,7 @@ async def test_nothing_is_asked_before_it_is_made(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_group_that_ends_before_its_communicator_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_side, "RELEASE", 0.05)
+    monkeypatch.setattr(side_module, "RELEASE", 0.05)
     make = threading.Event()
     made: list[Any] = []
 

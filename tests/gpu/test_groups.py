@@ -21,8 +21,9 @@ from aiocoll import (
     new_group,
     testing,
 )
-from aiocoll.group import cards, device_side
-from aiocoll.group.agreed import Agreed
+from aiocoll.group.cuda import cards
+from aiocoll.group.cuda import side as side_module
+from aiocoll.group.cuda.agreed import Agreed
 from aiocoll.testing.fake_cuda import FakeArray
 
 from ..ranks import run_ranks
@@ -586,7 +587,7 @@ async def test_a_source_that_lies_across_its_own_output(way: str) -> None:
 
 
 async def test_of_many_kinds_of_calls_few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_side, "KEPT", 1)
+    monkeypatch.setattr(side_module, "KEPT", 1)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         for count in (1, 2, 1, 2):

@@ -20,7 +20,8 @@ from aiocoll import (
     testing,
 )
 from aiocoll.gpu.device import Device
-from aiocoll.group import communicator, device_side
+from aiocoll.group.cuda import communicator
+from aiocoll.group.cuda import side as side_module
 
 from ..ranks import run_ranks, until
 from .groups import WAYS, Gpus, gpus, host
@@ -40,7 +41,7 @@ class Counts:
         self.nccl: Counter[str] = Counter()
         self.launches = 0
         self.agreements = 0
-        begin, launch, judge = gpu.nccl.begin, Device.launch, device_side.DeviceSide.judge
+        begin, launch, judge = gpu.nccl.begin, Device.launch, side_module.DeviceSide.judge
 
         def counted(call: str) -> None:
             self.nccl[call] += 1
@@ -56,7 +57,7 @@ class Counts:
 
         monkeypatch.setattr(gpu.nccl, "begin", counted)
         monkeypatch.setattr(Device, "launch", launched)
-        monkeypatch.setattr(device_side.DeviceSide, "judge", judged)
+        monkeypatch.setattr(side_module.DeviceSide, "judge", judged)
 
     def reset(self) -> None:
         self.nccl.clear()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from aiocoll import ProcessGroup
-from aiocoll.group.agreed import Agreed
+from aiocoll.group.cuda.agreed import Agreed
 
 from ..group.test_collectives import MARGIN, MOVING, REDUCING, ROOTED, Call, label, valid
 from ..pairwise import Case, cover

@@ -11,8 +11,8 @@ import pytest
 from aiocoll import CollectiveTimeoutError, ProcessGroup
 from aiocoll.engine.plan import EAGER_WINDOW
 from aiocoll.gpu.turns import Turn, Turns
-from aiocoll.group.cards import Decision
-from aiocoll.group.device_side import DeviceSide
+from aiocoll.group.cuda.cards import Decision
+from aiocoll.group.cuda.side import DeviceSide
 
 from ..ranks import run_ranks, until
 from .groups import Gpus, gpus, host

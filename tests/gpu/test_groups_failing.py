@@ -21,7 +21,8 @@ from aiocoll import (
 )
 from aiocoll.engine import compared
 from aiocoll.gpu.api import DeviceError
-from aiocoll.group import communicator, device_side
+from aiocoll.group.cuda import communicator
+from aiocoll.group.cuda import side as side_module
 from aiocoll.testing.fake_cuda import Gate
 
 from ..ranks import hub, run_ranks, until
@@ -193,7 +194,7 @@ async def test_a_device_that_is_lost(way: str) -> None:
     [("all_reduce", one), ("init", one), ("all_reduce", several), ("group_start", several), ("group_end", several)],
 )
 async def test_nccl_refuses(failing: str, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_side, "RELEASE", 0.05)  # the others wait for one whose start has failed
+    monkeypatch.setattr(side_module, "RELEASE", 0.05)  # the others wait for one whose start has failed
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 1:
@@ -230,7 +231,7 @@ async def test_what_fails_on_the_way_is_asked_for() -> None:
 
 
 async def test_a_communicator_that_is_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_side, "RELEASE", 0.05)
+    monkeypatch.setattr(side_module, "RELEASE", 0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         gpu.nccl.init_hangs = True
@@ -244,7 +245,7 @@ async def test_a_communicator_that_is_never_made(monkeypatch: pytest.MonkeyPatch
 async def test_an_abort_that_does_not_come_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(device_side, "RELEASE", 0.1)
+    monkeypatch.setattr(side_module, "RELEASE", 0.1)
     monkeypatch.setattr(communicator, "ABORTING", 0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

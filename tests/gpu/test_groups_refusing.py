@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aiocoll import BackendUnavailableError, GroupOptions, ProcessGroup, ReduceOp, Work, testing
-from aiocoll.group import cards
+from aiocoll.group.cuda import cards
 
 from ..ranks import run_ranks
 from .groups import WAYS, Gpus, gpus, host

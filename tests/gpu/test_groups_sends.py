@@ -22,8 +22,8 @@ from aiocoll import (
     Send,
 )
 from aiocoll.engine.plan import EAGER_WINDOW
-from aiocoll.group import communicator, matching
-from aiocoll.group.matching import Matching
+from aiocoll.group.cuda import communicator, matching
+from aiocoll.group.cuda.matching import Matching
 
 from ..ranks import TRANSPORTS, run_ranks, until
 from ..reductions import DTYPES
@@ -520,6 +520,68 @@ async def test_a_rank_that_leaves_while_a_message_flies_ends_the_group() -> None
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
+
+
+async def test_once_a_rank_has_left_messages_are_staged(monkeypatch: pytest.MonkeyPatch, counts: Counts) -> None:
+    """NCCL needs all ranks of a communicator; so does what is matched and has not begun."""
+    monkeypatch.setattr(matching, "PATIENCE", 1e6)
+    monkeypatch.setattr(communicator, "PARTING", 0.05)
+    held = asyncio.Event()
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        await begun(pg, gpu)
+        if rank == 0:
+            side = pg._side
+            assert side is not None
+            await until(lambda: len(side.messages._matching._units) == 2)
+            counted.clear()
+            held.set()
+            await until(lambda: 3 in pg._member.left)
+            for unit in list(side.messages._matching._units.values()):
+                side.messages._matching._lose_patience(unit)
+            assert holds(await pg.recv(full(gpu, 0, -1), 1), 5)
+        elif rank == 1:
+            work = pg.batch([Send(full(gpu, 1, 3), 2), Send(full(gpu, 1, 4), 3, tag=1), Send(full(gpu, 1, 5), 0)])
+            with pytest.raises(PeerLostError, match="needs rank 3, which has left"):
+                await work
+        elif rank == 2:
+            into = [full(gpu, 2, -1), full(gpu, 2, -1)]
+            works = [pg.batch([Recv(into[0], 1), Recv(into[1], 3, tag=2)])]
+            with pytest.raises(PeerLostError, match="needs rank 3, which has left"):
+                await works[0]
+            assert holds(into[0], 3)
+        else:
+            work = pg.recv(full(gpu, 3, -1), 1, tag=1)
+            await held.wait()
+            pg.timeout = 0.01
+            await pg.shutdown()
+            assert isinstance(work.exception(), GroupError)
+
+    with gpus(4) as gpu:
+        counted = counts(gpu)
+        await run_ranks(4, body, gpu)
+        assert not counted["send"] + counted["recv"]
+        assert counted["pinned"]
+
+
+async def test_ends_that_are_gone_do_not_begin() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        await begun(pg, gpu)
+        assert pg._side is not None
+        if rank == 0:
+            pg._side.messages._number([matching.Match(1, 2, 999)])
+        await pg.barrier()
+        tensor = full(gpu, rank, rank)
+        if rank:
+            await (pg.send(tensor, 2) if rank == 1 else pg.recv(tensor, 1))
+            assert holds(tensor, 1)
+        await pg.allreduce(tensor)
+        assert holds(tensor, 2)
+
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu)
 
 
 async def test_a_group_of_some_of_the_ranks() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from aiocoll.group.matching import PATIENCE, Batch, Match, Matching
+from aiocoll.group.cuda.matching import PATIENCE, Batch, Match, Matching
 
 
 class Timers:

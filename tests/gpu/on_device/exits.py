@@ -14,7 +14,7 @@ import numpy as np
 
 from aiocoll import CollectiveTimeoutError, new_group
 from aiocoll.gpu.provider import provide, runtime
-from aiocoll.group import device_side
+from aiocoll.group.cuda import side as side_module
 from aiocoll.store import HashStore
 
 from .worlds import World, world
@@ -53,7 +53,7 @@ async def unclosed(made: World) -> None:
 
 def main(how: str, kind: str) -> None:
     if kind == "fake":
-        device_side.RELEASE = 0.1  # it is known what hangs, and that it does so for ever
+        side_module.RELEASE = 0.1  # it is known what hangs, and that it does so for ever
     with world(kind, stuck=how == "lonely") as made:
         asyncio.run({"lonely": lonely, "unclosed": unclosed}[how](made))
 

@@ -26,15 +26,15 @@ from aiocoll.engine.operation import Terms
 from aiocoll.engine.plan import Plan
 from aiocoll.errors import GroupError
 from aiocoll.gpu.api import DeviceError
-from aiocoll.group.enqueued import Enqueued
+from aiocoll.group.cuda.enqueued import Enqueued
+from aiocoll.group.cuda.native import STAGED, Native, carry_out, way_of
+from aiocoll.group.cuda.staged import Staged, put_back
 from aiocoll.group.fuse import ends
-from aiocoll.group.native import STAGED, Native, carry_out, way_of
-from aiocoll.group.staged import Staged, put_back
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.gpu.launcher import Launched
-    from aiocoll.group.device_side import DeviceSide
+    from aiocoll.group.cuda.side import DeviceSide
 
 __all__ = ["Agreed", "is_empty"]
 

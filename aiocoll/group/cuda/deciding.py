@@ -21,7 +21,7 @@ from aiocoll.gpu.api import Nccl
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.provider import why_no_nccl
 from aiocoll.gpu.turns import Turn
-from aiocoll.group.cards import Card, Decision, card, decide
+from aiocoll.group.cuda.cards import Card, Decision, card, decide
 
 __all__ = ["Deciding"]
 

@@ -14,13 +14,13 @@ import msgpack
 from aiocoll.engine.compared import Inner
 from aiocoll.engine.membership import Membership
 from aiocoll.engine.operation import KEYED
-from aiocoll.group.agreed import Agreed, is_empty
 from aiocoll.group.calls import Call
-from aiocoll.group.native import STAGED, Native, way_of
+from aiocoll.group.cuda.agreed import Agreed, is_empty
+from aiocoll.group.cuda.native import STAGED, Native, way_of
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
-    from aiocoll.group.device_side import DeviceSide
+    from aiocoll.group.cuda.side import DeviceSide
 
 __all__ = ["Together"]
 

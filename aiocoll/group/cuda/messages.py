@@ -1,6 +1,6 @@
 """Messages of CUDA arrays: by NCCL, or staged, so that all that messages of the host promise is possible.
 
-Those that go by NCCL: see `aiocoll.group.native_messages`. Any other send copies to page-locked memory first. Its
+Those that go by NCCL: see `aiocoll.group.cuda.native_messages`. Any other send copies to page-locked memory first. Its
 receiver is told of it at once, so that a later message does not overtake it. A receive takes its message there, and
 then copies it to the device. The launcher gets the memory, which may take long: a receive has its place among all
 receives before, and what comes for it meanwhile waits as if nobody had asked.
@@ -23,10 +23,10 @@ from aiocoll.engine.operation import Announced, Operation
 from aiocoll.engine.outgoing import Outgoing
 from aiocoll.errors import PeerLostError
 from aiocoll.gpu.api import DeviceError
-from aiocoll.group.device_side import DeviceSide
-from aiocoll.group.enqueued import Enqueued
-from aiocoll.group.on_device import side_of
-from aiocoll.group.staged import Staged
+from aiocoll.group.cuda.enqueued import Enqueued
+from aiocoll.group.cuda.on_device import side_of
+from aiocoll.group.cuda.side import DeviceSide
+from aiocoll.group.cuda.staged import Staged
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class DeviceMessages:
 
 
 def messages_of(group: Launcher, array: DeviceArray) -> DeviceMessages:
-    """Return what carries messages of `array`; raises as `aiocoll.group.on_device.on_device` does."""
+    """Return what carries messages of `array`; raises as `aiocoll.group.cuda.on_device.on_device` does."""
     return DeviceMessages(side_of(group, [array]), array)
 
 
@@ -268,7 +268,7 @@ class DeviceRecv(Posted, _OneEnd):
         """Take a message that is waiting, or wait for one; its bytes as soon as there is memory for them."""
         self._open = self._side.messages.carries(self.array.nbytes)
         if not self._open:
-            self._allocate()
+            self.stage()
         super().enter()
 
     def match(self, arrival: Arrival) -> None:
@@ -287,7 +287,7 @@ class DeviceRecv(Posted, _OneEnd):
             self.arrival = arrival
             if self._open:
                 self._close()
-                self._allocate()
+                self.stage()
 
     def standing(self) -> str:
         """Say what it waits for."""
@@ -299,9 +299,8 @@ class DeviceRecv(Posted, _OneEnd):
     def needs(self, peer: int) -> bool:
         """Whether only `peer` could complete it: nobody once the message is here."""
         arrival = self.arrival
-        if arrival is not None and peer == 0 and self._side.messages.unmatched(arrival.peer, arrival.op):
-            # Nobody lets it go by NCCL any more: take it from the host.
-            self._allocate()
+        if arrival is not None and peer == 0:
+            self._side.messages.leaderless(arrival.peer, arrival.op)
         is_here = arrival is not None and arrival.complete
         return not is_here and super().needs(peer)
 
@@ -312,7 +311,8 @@ class DeviceRecv(Posted, _OneEnd):
         else:
             self._flies(self._staged.copy_out(self.taken_marks(), (0,), self._copied))
 
-    def _allocate(self) -> None:
+    def stage(self) -> None:
+        """Receive it from the host."""
         self._side.device.run(self._staged.allocate).add_done_callback(self._allocated)
 
     def _allocated(self, allocated: asyncio.Future[None]) -> None:

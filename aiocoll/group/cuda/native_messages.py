@@ -5,7 +5,7 @@ that is more than `EAGER_WINDOW`; the host matches it, as any message, by source
 
     rank 1  send     READY, with the offer to send from device to device ->
     rank 2  receive                                         matched: tells rank 0 ->
-    rank 0           gives it a number on both ends, in one order with collectives (`aiocoll.group.matching`)
+    rank 0           gives it a number on both ends, in one order with collectives (`aiocoll.group.cuda.matching`)
     ranks 1 and 2    begin it when its number's turn has come
 
 A receiver that cannot go this way answers with GRANT, as that of any message does, and the message is staged.
@@ -21,13 +21,13 @@ from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.control import DEVICE
 from aiocoll.engine.plan import EAGER_WINDOW
 from aiocoll.gpu.api import DeviceError
-from aiocoll.group.matching import Batch, Match, Matching
-from aiocoll.group.native import exchange
-from aiocoll.group.staged import put_back
+from aiocoll.group.cuda.matching import Batch, Match, Matching
+from aiocoll.group.cuda.native import exchange
+from aiocoll.group.cuda.staged import put_back
 
 if TYPE_CHECKING:
-    from aiocoll.group.device_messages import DeviceRecv, DeviceSend
-    from aiocoll.group.device_side import DeviceSide
+    from aiocoll.group.cuda.messages import DeviceRecv, DeviceSend
+    from aiocoll.group.cuda.side import DeviceSide
 
 __all__ = ["NativeMessages"]
 
@@ -66,9 +66,8 @@ class NativeMessages:
             self.batch = 0, 1
 
     def carries(self, nbytes: int) -> bool:
-        """Whether this rank can send or receive so many bytes by NCCL."""
-        side = self._side
-        return nbytes > EAGER_WINDOW and side.communicator is not None and 0 not in side.member.left
+        """Whether this rank can send or receive so many bytes by NCCL: not once a rank has left, and ended its part."""
+        return nbytes > EAGER_WINDOW and self._side.communicator is not None and not self._side.member.left
 
     def matched(self, receive: DeviceRecv, src: int, number: int, theirs: tuple[int, int]) -> None:
         """A receive has met a message that can go by NCCL, of a batch at its sender."""
@@ -80,13 +79,13 @@ class NativeMessages:
         """Whether a message is matched and has not begun."""
         return (src, number) in self._matched
 
-    def unmatched(self, src: int, number: int) -> bool:
-        """Take it back, there being no rank 0 any more; return whether it had not begun."""
-        return self._matched.pop((src, number), None) is not None
+    def leaderless(self, src: int, number: int) -> None:
+        """Receive a message from the host if it waits for rank 0, which has left."""
+        self._give_back([(src, 0, number)])
 
     def without(self, batch: tuple[int, int]) -> None:
         """A message that is part of a batch here goes another way."""
-        if batch[1] > 1:
+        if batch[1] > 1 and not self._side.member.left:
             self._tell(None, [Batch(self._side.member.rank, *batch)])
 
     def end(self) -> None:
@@ -104,11 +103,13 @@ class NativeMessages:
 
     def heard(self, note: dict[str, Any]) -> None:
         """Take a note of another rank."""
-        if (begin := note.get("begin")) is not None:
-            self._side.hold(note["number"], lambda: self._begin(begin))
-        else:
+        if (begin := note.get("begin")) is None:
             match = note["match"]
             self._take(None if match is None else Match(*match), [Batch(*batch) for batch in note["batches"]])
+        elif note["number"]:
+            self._side.hold(note["number"], lambda: self._begin(begin))
+        else:
+            self._give_back(begin)
 
     # -- as rank 0
 
@@ -119,23 +120,27 @@ class NativeMessages:
             self._matching.matched(match, batches)
 
     def _number(self, matches: Sequence[Match]) -> None:
-        """Let messages begin, as one, on both ends of each."""
+        """Let messages begin, as one, on both ends of each; or staged, by their receivers, if a rank has left."""
         side, member = self._side, self._side.member
         own: dict[int, list[Match]] = {}
         for match in matches:
-            # Of a rank that has left, neither end is there any more, or waits for it.
-            if member.left.isdisjoint(match[:2]):
-                own.setdefault(match.src, []).append(match)
-                own.setdefault(match.dst, []).append(match)
-        numbers = side.number(own)
+            for rank in match[1:2] if member.left else match[:2]:
+                own.setdefault(rank, []).append(match)
+        numbers = dict.fromkeys(own, 0) if member.left else side.number(own)
         for rank, begin in own.items():
-            if rank != 0:
-                note = {"t": DEVICE, "g": member.id, "number": numbers[rank], "begin": begin}
+            note = {"t": DEVICE, "g": member.id, "number": numbers[rank], "begin": begin}
+            if rank == 0:
+                self.heard(note)
+            else:
                 member.channels[rank].say(note)
-        if 0 in own:
-            side.hold(numbers[0], lambda: self._begin(own[0]))
 
     # -- carrying them out
+
+    def _give_back(self, matches: Sequence[Sequence[int]]) -> None:
+        """Receive messages from the host after all."""
+        for src, _, number in matches:
+            if (receive := self._matched.pop((src, number), None)) is not None:
+                receive.stage()
 
     def _begin(self, matches: Sequence[Sequence[int]]) -> None:
         """Put messages on the device; their other ends do so, too."""

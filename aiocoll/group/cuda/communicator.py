@@ -18,7 +18,7 @@ from aiocoll.engine.parcels import Post
 from aiocoll.errors import GroupError
 from aiocoll.gpu.api import DeviceError, Nccl, NcclCommunicator
 from aiocoll.gpu.device import Device
-from aiocoll.group.native import Tools
+from aiocoll.group.cuda.native import Tools
 from aiocoll.log import logger
 from aiocoll.work import Work
 

@@ -12,8 +12,8 @@ from aiocoll.engine.plan import Plan
 from aiocoll.gpu.api import Cuda
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.provider import runtime
-from aiocoll.group.agreed import Agreed
-from aiocoll.group.device_side import DeviceSide
+from aiocoll.group.cuda.agreed import Agreed
+from aiocoll.group.cuda.side import DeviceSide
 from aiocoll.work import Work
 
 if TYPE_CHECKING:

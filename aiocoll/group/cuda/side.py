@@ -18,15 +18,15 @@ from aiocoll.engine.plan import Plan
 from aiocoll.errors import BackendUnavailableError, CollectiveTimeoutError, GroupError
 from aiocoll.gpu.api import DeviceError, Nccl
 from aiocoll.gpu.device import Device
-from aiocoll.group.cards import Decision, reduces_float8
-from aiocoll.group.communicator import Communicator
-from aiocoll.group.deciding import Deciding
-from aiocoll.group.native import STAGED
-from aiocoll.group.native_messages import NativeMessages
+from aiocoll.group.cuda.cards import Decision, reduces_float8
+from aiocoll.group.cuda.communicator import Communicator
+from aiocoll.group.cuda.deciding import Deciding
+from aiocoll.group.cuda.native import STAGED
+from aiocoll.group.cuda.native_messages import NativeMessages
 from aiocoll.log import logger
 
 if TYPE_CHECKING:
-    from aiocoll.group.agreed import Agreed
+    from aiocoll.group.cuda.agreed import Agreed
 
 __all__ = ["DeviceSide"]
 
