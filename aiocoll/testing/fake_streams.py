@@ -81,6 +81,9 @@ class FakeDevice:
         self.ordinal = ordinal
         self.error: str | None = None
         self.marks: set[Mark] = set()
+        #: A place that is behind all.
+        self.past = Mark(self)
+        self.past.reached()
 
     def fail(self, message: str) -> None:
         """Nothing can be done on the device any more."""
@@ -111,6 +114,7 @@ class FakeStream:
         self._thread: threading.Thread | None = None
         self._wake = threading.Condition(self._lock)
         self._steps: int | None = None
+        self._is_busy = False
         # At the end of the fake, none takes anything any more.
         self._over = blocked.over
 
@@ -153,18 +157,27 @@ class FakeStream:
 
     def _next(self) -> Callable[[], None] | None:
         with self._lock:
+            self._is_busy = False
             while not (self._items and self._steps != 0):
                 if self._over:
                     return None
                 self._wake.wait()
             if self._steps is not None:
                 self._steps -= 1
+            self._is_busy = True
             return self._items.popleft()
+
+    def _is_idle(self) -> bool:
+        """Whether all that was put on it is done; then its thread need not be woken for what takes no time."""
+        with self._lock:
+            return not (self._items or self._is_busy or self._over) and self._steps is None
 
     # -- what is put on it
 
     def mark(self) -> Mark:
-        """Return a place behind all that is there now."""
+        """Return a place behind all that is there now; one that is passed, if there is nothing, as on a real device."""
+        if self._is_idle():
+            return self.device.past
         mark = Mark(self.device)
         if self.device.error is not None:
             mark.reached()
@@ -173,7 +186,8 @@ class FakeStream:
 
     def wait(self, mark: Mark) -> None:
         """Let what comes wait for a place in another stream."""
-        self.put(lambda: self._blocked.wait(mark.passed))
+        if not (self._is_idle() and mark.passed.is_set()):
+            self.put(lambda: self._blocked.wait(mark.passed))
 
     def kernel(self, work: Callable[[], None], seconds: float) -> None:
         """Do `work`, which takes so long, unless the device has failed by then."""

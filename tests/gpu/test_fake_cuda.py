@@ -108,6 +108,21 @@ def test_who_waits_waits_for_the_record_there_was_then(cuda: FakeCuda) -> None:
     gate.open()
 
 
+def test_what_takes_no_time_on_an_idle_stream_is_done_at_once(cuda: FakeCuda) -> None:
+    """Not by the thread of the stream, which would hold up others."""
+    stream, other, event = cuda.stream_create(), cuda.stream_create(), cuda.event_create()
+    before = threading.active_count()
+    cuda.event_record(event, stream)
+    cuda.stream_wait(other, event)
+    assert cuda.event_done(event)
+    assert threading.active_count() == before
+    gate = cuda.gate(stream)
+    cuda.event_record(event, stream)
+    assert not cuda.event_done(event)
+    gate.open()
+    cuda.event_synchronize(event)
+
+
 def test_a_stream_can_be_stepped(cuda: FakeCuda) -> None:
     stream = cuda.stream_create()
     cuda.step(stream, 0)
