@@ -96,26 +96,24 @@ class Device:
 
     def launch(
         self,
-        before: int | None,
         stream: int,
         call: Callable[[], None],
         keep: object,
         done: Callable[[DeviceError | None], None],
     ) -> Launched:
-        """Do something on a stream, behind what is on another one now; in a running loop, which is not held up.
+        """Do something on a stream; in a running loop, which is not held up.
 
         What several threads launch on one device goes through one launcher, in the order of the calls.
 
         Args:
-            before: the caller's stream; what is on it at this moment comes first. None: there is nothing.
             stream: one of `stream`.
-            call: puts work on the stream; in the launcher's thread, where it may block.
+            call: puts work on the stream, after what it has to come after (see `mark`); in the launcher's thread,
+                where it may block.
             keep: what has to live until the work is done.
             done: called in this loop when it is, with what went wrong; not if the loop is closed by then.
 
         Raises:
-            DeviceError: the caller's stream cannot be waited for.
-            RuntimeError: it is being captured into a graph; or no loop runs in this thread; or after a fork.
+            RuntimeError: no loop runs in this thread; or after a fork.
             ValueError: `stream` is closed.
         """
         self._check()
@@ -123,8 +121,7 @@ class Device:
         if waiter is None:
             raise ValueError(f"stream {stream:#x} of CUDA device {self.ordinal} is closed, or was not made by it")
         loop = asyncio.get_running_loop()
-        event = 0 if before is None else self._events.there(partial(self._mark, before))
-        launched = Launched(self._events, waiter, event, stream, call, keep, done, loop)
+        launched = Launched(self._events, waiter, stream, call, keep, done, loop)
         self._launcher.put(launched.launch)
         return launched
 

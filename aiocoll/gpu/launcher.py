@@ -71,7 +71,6 @@ class Launched:
 
     __slots__ = (
         "__weakref__",
-        "_before",
         "_call",
         "_done",
         "_events",
@@ -89,7 +88,6 @@ class Launched:
         self,
         events: Events,
         waiter: Waiter,
-        before: int,
         stream: int,
         call: Callable[[], None],
         keep: object,
@@ -102,7 +100,6 @@ class Launched:
         self.event = 0
         self._events = events
         self._waiter = waiter
-        self._before = before
         self._stream = stream
         self._call: Callable[[], None] | None = call
         self._keep: object = keep
@@ -110,9 +107,10 @@ class Launched:
         self._wanted: list[asyncio.Future[None]] = []
 
     def launch(self) -> None:
-        """Put it on its stream, behind what it has to wait for; in the launcher."""
+        """Put it on its stream; in the launcher."""
+        assert self._call is not None
         try:
-            self._start()
+            self._call()
         except BaseException as exc:
             self.failed(exc)
         try:
@@ -127,16 +125,6 @@ class Launched:
                 self.loop.call_soon_threadsafe(self._tell)
         # Not earlier: an event that was not recorded counts as done.
         self._waiter.put(self)
-
-    def _start(self) -> None:
-        if self._before:
-            try:
-                self._events.cuda.stream_wait(self._stream, self._before)
-            finally:
-                self._events.give(self._before)
-                self._before = 0
-        assert self._call is not None
-        self._call()
 
     def failed(self, error: BaseException) -> None:
         """Take note of what went wrong, unless something has before: no error may end the thread it comes up in."""

@@ -54,7 +54,8 @@ def begin(
     keep: object = None,
     before: int | None = 0,
 ) -> tuple[Launched, asyncio.Future[None]]:
-    """Launch a call; return it and the future of its end."""
+    """Launch a call, behind what is on another stream now; return it and the future of its end."""
+    mark = None if before is None else device.mark(before)
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def done(error: DeviceError | None) -> None:
@@ -65,7 +66,12 @@ def begin(
         else:
             ended.set_exception(error)
 
-    return device.launch(before, stream, call, keep, done), ended
+    def ordered() -> None:
+        if mark is not None:
+            device.after(stream, mark)
+        call()
+
+    return device.launch(stream, ordered, keep, done), ended
 
 
 class Gated:

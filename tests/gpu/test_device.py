@@ -48,7 +48,7 @@ async def test_calls_are_launched_done_and_told_in_their_order(cuda: FakeCuda, d
         cuda.kernel(stream, partial(ran.append, number))
 
     for number in range(300):
-        device.launch(0, stream, partial(call, number), None, lambda error, number=number: told.append(number))
+        device.launch(stream, partial(call, number), None, lambda error, number=number: told.append(number))
     _, last = begin(device, stream)
     await last
     assert launched == ran == told == list(range(300))
@@ -171,7 +171,7 @@ async def test_nothing_is_launched_behind_a_stream_that_is_captured(cuda: FakeCu
 def test_without_a_loop_nothing_is_launched(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     with pytest.raises(RuntimeError, match="no running event loop"):
-        device.launch(0, stream, nothing, None, lambda error: None)
+        device.launch(stream, nothing, None, lambda error: None)
     assert cuda.live()["events"] == 0
 
 
@@ -321,15 +321,15 @@ async def test_a_batch_that_is_told_in_several_turns_keeps_its_place(
         """Let another batch come before the rest of this one."""
         told.append(0)
         ran = threading.Event()
-        device.launch(None, stream, nothing, None, lambda error: told.append(100))
+        device.launch(stream, nothing, None, lambda error: told.append(100))
         more.append(begin(device, stream)[1])
         # Behind the handle of the batch in the loop's queue, as the waiter does one after the other.
         device._launcher.put(lambda: device._waiters[stream].stop(ran.set))
         assert ran.wait(10)
 
-    device.launch(None, stream, nothing, None, first)
+    device.launch(stream, nothing, None, first)
     for number in range(1, 100):
-        device.launch(None, stream, nothing, None, lambda error, number=number: told.append(number))
+        device.launch(stream, nothing, None, lambda error, number=number: told.append(number))
     await until(lambda: device._waiters[stream]._queue.qsize() == 99)
     cuda.stream_synchronize(stream)
     done.set()
@@ -405,7 +405,7 @@ def test_loops_of_several_threads_share_a_device(cuda: FakeCuda, device: Device)
                 mine.append(number)
                 ended.set_result(None)
 
-            device.launch(2, stream, nothing, None, done)
+            device.launch(stream, partial(device.after, stream, device.mark(2)), None, done)
             if number % 10 == 9:
                 await ended
         assert threading.active_count() <= before + 4 + 6  # the loops, and what the fake plays streams with

@@ -181,7 +181,7 @@ async def test_a_callback_that_fails_does_not_stop_the_others(cuda: FakeCuda, de
     def fail(error: DeviceError | None) -> None:
         raise ZeroDivisionError
 
-    device.launch(0, stream, nothing, None, fail)
+    device.launch(stream, nothing, None, fail)
     await begin(device, stream)[1]
     loop.set_exception_handler(None)
     assert [type(each) for each in seen] == [ZeroDivisionError]
@@ -248,7 +248,7 @@ def test_a_loop_that_is_closed_in_the_midst_of_a_batch(
     monkeypatch.setattr(cuda, "event_synchronize", lambda event: (done.wait(10), synchronize(event)))
 
     async def main() -> None:
-        device.launch(None, stream, nothing, None, lambda error: loop.stop())
+        device.launch(stream, nothing, None, lambda error: loop.stop())
         for _ in range(99):
             begin(device, stream, keep=kept.new())
         await until(lambda: device._waiters[stream]._queue.qsize() == 99)
@@ -459,7 +459,7 @@ def test_a_forked_child_is_told(cuda: FakeCuda, device: Device) -> None:
     if child == 0:
         try:
             for call in (lambda: Device.of(cuda, 0), lambda: Device.of(cuda, 1), device.stream,
-                         lambda: device.launch(0, stream, nothing, None, print)):  # fmt: skip
+                         lambda: device.launch(stream, nothing, None, print)):  # fmt: skip
                 try:
                     call()
                 except RuntimeError as error:
@@ -493,11 +493,11 @@ stream = device.stream()
 
 async def main():
     array = FakeArray(cuda, np.zeros(4))
-    device.launch(0, stream, lambda: cuda.gate(stream), array, print)
-    launched = device.launch(0, stream, lambda: None, array, print)
+    device.launch(stream, lambda: cuda.gate(stream), array, print)
+    launched = device.launch(stream, lambda: None, array, print)
     await launched.on_stream(0)
     if sys.argv[1] == "stuck":
-        device.launch(0, stream, lambda: threading.Event().wait(), array, print)
+        device.launch(stream, lambda: threading.Event().wait(), array, print)
     asyncio.get_running_loop().create_task(launched.on_stream(0))
 
 asyncio.run(main())

@@ -196,7 +196,7 @@ class Agreed(Compared):
             self._ended(error)
 
         communicator.started()
-        self._flies(device.launch(None, stream, call, calls, done), last=True)
+        self._flies(device.launch(stream, call, calls, done), last=True)
 
     def _stage(self) -> None:
         """Copy the inputs to the host."""

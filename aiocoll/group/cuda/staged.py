@@ -72,7 +72,7 @@ class Staged:
             for copy, original in self._pairs(positions):
                 device.cuda.copy_to_host(copy.ctypes.data, original.ptr, original.nbytes, stream)
 
-        return device.launch(None, stream, call, self, done)
+        return device.launch(stream, call, self, done)
 
     def copy_out(self, marks: Sequence[int], positions: Collection[int], done: Done) -> Launched:
         """Copy arrays back to the device, and from there to where the caller's elements lie."""
@@ -86,7 +86,7 @@ class Staged:
                 device.cuda.copy_to_device(original.ptr, copy.ctypes.data, original.nbytes, stream)
             put_back([original for _, original in pairs], stream)
 
-        return device.launch(None, stream, call, self, done)
+        return device.launch(stream, call, self, done)
 
     def bytes_of(self, position: int) -> memoryview:
         """Return the bytes of a copy."""
