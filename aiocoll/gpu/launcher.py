@@ -119,10 +119,6 @@ class Launched:
         except BaseException as exc:
             self.failed(exc)
         self.enqueued = True
-        # Whoever appends to it looks at `enqueued` afterwards: one of both sees the other.
-        if self._wanted:
-            with suppress(RuntimeError):  # the loop is closed
-                self.loop.call_soon_threadsafe(self._tell)
         # Not earlier: an event that was not recorded counts as done.
         self._waiter.put(self)
 
@@ -145,15 +141,15 @@ class Launched:
         if not self.enqueued:
             waiting = self.loop.create_future()
             self._wanted.append(waiting)
-            if not self.enqueued:
-                await waiting
+            await waiting
         if self.error is not None:
             raise self.error
         if self.event:  # given back in this thread only
             event = self.event
             self._events.there(lambda: self._events.cuda.stream_wait(stream, event))
 
-    def _tell(self) -> None:
+    def tell_enqueued(self) -> None:
+        """Let those go on who wait in `on_stream`; in the loop."""
         for waiting in self._wanted:
             if not waiting.done():
                 waiting.set_result(None)

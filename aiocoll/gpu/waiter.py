@@ -1,4 +1,12 @@
-"""The thread that waits for what is on one stream, and tells the loops.
+"""Who finds out that what is on one stream has ended: the loop, or else a thread, which tells it.
+
+To wake a thread takes tens of microseconds, as long as a short collective. So the launcher wakes the loop at once, and
+not a thread that waits, which would have to wake the loop in its turn. The loop looks once: a short one has ended by
+then. What has not is left to the thread.
+
+    launcher    puts it on the stream, wakes the loop
+    loop        has it ended?  yes: that is the end  no: wakes the thread
+    thread                                                sleeps until it has ended, wakes the loop
 
 There is one for each stream: waiting for a collective, which waits for other ranks, must not hide the end of something
 else that those ranks may be waiting for.
@@ -11,8 +19,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from queue import Empty, SimpleQueue
-from typing import Final
 from weakref import WeakValueDictionary
 
 from aiocoll.gpu.api import Cuda, DeviceError
@@ -23,12 +29,9 @@ __all__ = ["Waiter"]
 #: Ends that one callback in a loop tells: of some microseconds each, so that others have their turn.
 AT_ONCE = 16
 
-#: In place of a call: there is none at this moment.
-NOTHING: Final = object()
-
 
 class Waiter:
-    """A thread that sleeps until the calls of one stream have ended, in their order; it never keeps the process.
+    """The calls of one stream that have not ended, in their order, and a thread that never keeps the process.
 
     Args:
         cuda: the runtime.
@@ -41,7 +44,10 @@ class Waiter:
     def __init__(self, cuda: Cuda, ordinal: int) -> None:
         self._cuda = cuda
         self._ordinal = ordinal
-        self._queue: SimpleQueue[Launched | None] = SimpleQueue()
+        # Who takes any out: the thread if it is awake, else a loop, with the lock.
+        self._calls: deque[Launched] = deque()
+        self._wake = threading.Condition(threading.Lock())
+        self._is_awake = False
         # Batches whose turn has come for a part, by the identity of their loop, in which alone they are looked at. What
         # that loop is to call keeps them: with it they go.
         self._left: WeakValueDictionary[int, deque[Launched]] = WeakValueDictionary()
@@ -50,53 +56,104 @@ class Waiter:
         self._thread.start()
 
     def put(self, launched: Launched) -> None:
-        """Wait for `launched`, which is on the stream, and tell its loop."""
-        self._queue.put(launched)
+        """Tell the loop of `launched` that it is on the stream, and when it has ended; in the launcher."""
+        self._calls.append(launched)  # which keeps it, whatever becomes of the loop
+        try:
+            launched.loop.call_soon_threadsafe(self._look, launched)
+        except RuntimeError:  # it is closed
+            self._leave()
 
     def stop(self, ended: Callable[[], object]) -> None:
-        """End after all that came before, and call `ended` then, in the thread."""
+        """End after all that came before, and call `ended` then, in the thread; in the launcher."""
         self._ended = ended
-        self._queue.put(None)
+        self._leave()
 
     def join(self, seconds: float) -> bool:
         """Return whether the stopped thread has ended within `seconds`."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
+    # -- in the loop
+
+    def _look(self, launched: Launched) -> None:
+        """Tell that it is on the stream, and that it has ended, if it has; else leave it to the thread."""
+        launched.tell_enqueued()
+        with self._wake:
+            if self._is_awake or not self._calls:
+                return  # the thread sees to it, or has done so
+            # The first may be of another loop, which may be held up.
+            if self._calls[0] is not launched or not self._is_done(launched):
+                self._is_awake = True
+                self._wake.notify()
+                return
+            self._calls.popleft()
+        left = self._left.get(id(launched.loop))
+        if left is None:
+            launched.end()
+        else:
+            left.append(launched)
+
+    def _end(self, loop: asyncio.AbstractEventLoop, batch: deque[Launched]) -> None:
+        """Tell of a batch, behind what is left of those before it."""
+        earlier = self._left.get(id(loop))
+        if earlier is None:
+            self._go_on(loop, batch)
+        else:
+            earlier.extend(batch)
+
+    def _go_on(self, loop: asyncio.AbstractEventLoop, batch: deque[Launched]) -> None:
+        try:
+            for _ in range(min(len(batch), AT_ONCE)):
+                batch.popleft().end()
+        finally:
+            if batch:
+                self._left[id(loop)] = batch
+                loop.call_soon(self._go_on, loop, batch)
+            else:
+                self._left.pop(id(loop), None)
+
+    # -- the thread
+
+    def _leave(self) -> None:
+        """Let the thread see to what is there."""
+        with self._wake:
+            self._is_awake = True
+            self._wake.notify()
+
     def _run(self) -> None:
         with suppress(DeviceError):  # the waiting will say it
             self._cuda.use(self._ordinal)
-        launched: object = NOTHING
-        while True:
-            if launched is NOTHING:
-                launched = self._queue.get()
-            if not isinstance(launched, Launched):
-                break
-            self._wait(launched)
-            batch = deque([launched])
-            launched = self._drain(batch)
-            self._deliver(batch)
-            del batch  # nothing is kept while it sleeps
+        while self._sleep():
+            first = self._calls[0]
+            if not self._is_done(first):
+                self._wait(first)
+            del first  # nothing is kept while it sleeps
+            self._deliver(self._drain())
         assert self._ended is not None
         self._ended()
 
-    def _wait(self, launched: Launched) -> None:
-        if launched.event:
-            try:
-                self._cuda.event_synchronize(launched.event)
-            except BaseException as exc:
-                launched.failed(exc)
+    def _sleep(self) -> bool:
+        """Sleep until there is something to wait for; return False if that was all."""
+        with self._wake:
+            while not (self._is_awake and self._calls):
+                if self._ended is not None:
+                    return False
+                self._is_awake = False
+                self._wake.wait()
+        return True
 
-    def _drain(self, batch: deque[Launched]) -> object:
-        """Add what has ended as well; return the next one, which has not."""
-        while True:
-            try:
-                launched = self._queue.get_nowait()
-            except Empty:
-                return NOTHING
-            if launched is None or not self._is_done(launched):
-                return launched
-            batch.append(launched)
+    def _wait(self, launched: Launched) -> None:
+        try:
+            self._cuda.event_synchronize(launched.event)
+        except BaseException as exc:
+            launched.failed(exc)
+
+    def _drain(self) -> deque[Launched]:
+        """Take the first, and what has ended as well."""
+        batch = deque([self._calls.popleft()])
+        while self._calls and self._is_done(self._calls[0]):
+            batch.append(self._calls.popleft())
+        return batch
 
     def _is_done(self, launched: Launched) -> bool:
         try:
@@ -116,22 +173,3 @@ class Waiter:
             except RuntimeError:  # it is closed
                 while mine:
                     mine.popleft().drop()
-
-    def _end(self, loop: asyncio.AbstractEventLoop, batch: deque[Launched]) -> None:
-        """Tell of a batch, behind what is left of those before it; in the loop."""
-        earlier = self._left.get(id(loop))
-        if earlier is None:
-            self._go_on(loop, batch)
-        else:
-            earlier.extend(batch)
-
-    def _go_on(self, loop: asyncio.AbstractEventLoop, batch: deque[Launched]) -> None:
-        try:
-            for _ in range(min(len(batch), AT_ONCE)):
-                batch.popleft().end()
-        finally:
-            if batch:
-                self._left[id(loop)] = batch
-                loop.call_soon(self._go_on, loop, batch)
-            else:
-                self._left.pop(id(loop), None)

@@ -8,10 +8,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.device import Device, close_devices
 from aiocoll.gpu.launcher import Launched
 from aiocoll.testing.fake_cuda import FakeCuda, Gate
+
+from ..ranks import until
 
 
 @contextmanager
@@ -74,6 +78,13 @@ def begin(
     return device.launch(stream, ordered, keep, done), ended
 
 
+def hold_up(device: Device) -> None:
+    """Hold the loop up until all that was put into the launcher is launched."""
+    through = threading.Event()
+    device._launcher.put(through.set)
+    assert through.wait(10)
+
+
 class Gated:
     """A call that puts a gate on a stream."""
 
@@ -86,3 +97,29 @@ class Gated:
 
     def open(self) -> None:
         self.gate.open()
+
+
+class Batch(Gated):
+    """The first of some calls, which the thread that waits sees only when all of them have ended."""
+
+    def __init__(self, cuda: FakeCuda, device: Device, stream: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(cuda, stream)
+        self._waiter = device._waiters[stream]
+        self._waits, self._seen = threading.Event(), threading.Event()
+        synchronize = cuda.event_synchronize
+
+        def wait(event: int) -> None:
+            self._waits.set()
+            self._seen.wait(10)
+            synchronize(event)
+
+        monkeypatch.setattr(cuda, "event_synchronize", wait)
+
+    async def waited_for(self, calls: int) -> None:
+        """Wait until so many are on the stream, and the thread waits for the first."""
+        await until(lambda: self._waits.is_set() and len(self._waiter._calls) == calls)
+
+    def open(self) -> None:
+        super().open()
+        self._cuda.stream_synchronize(self._stream)
+        self._seen.set()

@@ -20,7 +20,7 @@ from aiocoll.gpu.launcher import Launched
 from aiocoll.testing.fake_cuda import FakeArray, FakeCuda
 
 from ..ranks import until
-from .devices import Gated, Kept, begin, faked, nothing
+from .devices import Batch, Gated, Kept, begin, faked, hold_up, nothing
 
 
 @pytest.fixture
@@ -194,23 +194,79 @@ async def test_on_stream_waits_for_a_launcher_that_is_busy(cuda: FakeCuda, devic
     await ended
 
 
-async def test_on_stream_sees_a_launch_between_its_two_looks(cuda: FakeCuda, device: Device) -> None:
+async def test_on_stream_hears_of_a_launch_in_its_midst(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     busy = threading.Event()
     begin(device, stream, lambda: busy.wait(10) and None)
     launched, ended = begin(device, stream)
 
     class Wanted(list[Any]):
-        """Lets the launcher go, and goes on only when it has looked."""
+        """Lets the launcher go, and goes on only when it is through."""
 
         def append(self, waiting: Any) -> None:
             busy.set()
             while not launched.enqueued:
                 time.sleep(0)
+            super().append(waiting)
 
     launched._wanted = Wanted()
     await launched.on_stream(0)
     await ended
+
+
+# -- who finds out
+
+
+async def test_a_short_call_ends_without_a_thread_that_waits(cuda: FakeCuda, device: Device) -> None:
+    stream = device.stream()
+    for _ in range(10):
+        await begin(device, stream)[1]
+    assert cuda.calls["event_done"] == 10
+    assert cuda.calls["event_synchronize"] == 0
+
+
+async def test_what_comes_while_the_thread_waits_is_left_to_it(cuda: FakeCuda, device: Device) -> None:
+    stream = device.stream()
+    held = Gated(cuda, stream)
+    first, second = begin(device, stream, held)[1], begin(device, stream)[1]
+    await until(lambda: cuda.calls["event_synchronize"])
+    looks = cuda.calls["event_done"]
+    third = begin(device, stream)[1]
+    await begin(device, device.stream())[1]
+    assert cuda.calls["event_done"] == looks + 1, "at that of another stream"
+    held.open()
+    await third
+    assert first.done()
+    assert second.done()
+    waiter = device._waiters[stream]
+    await until(lambda: not waiter._is_awake)
+    waits = cuda.calls["event_synchronize"]
+    await begin(device, stream)[1]
+    assert cuda.calls["event_synchronize"] == waits
+
+
+def test_a_loop_that_is_held_up_does_not_hide_the_ends_of_another(cuda: FakeCuda, device: Device) -> None:
+    stream = device.stream()
+    go_on = threading.Event()
+    told: list[str] = []
+
+    async def held_up() -> None:
+        _, ended = begin(device, stream)
+        hold_up(device)
+        other.start()
+        assert go_on.wait(10)
+        await ended
+        told.append("held up")
+
+    async def loop() -> None:
+        await begin(device, stream)[1]
+        told.append("other")
+        go_on.set()
+
+    other = threading.Thread(target=lambda: asyncio.run(loop()))
+    asyncio.run(held_up())
+    other.join(10)
+    assert told == ["other", "held up"]
 
 
 # -- references
@@ -292,47 +348,45 @@ async def test_a_batch_wakes_the_loop_once_and_is_told_in_several_turns(
 ) -> None:
     stream = device.stream()
     loop = Counting(asyncio.get_running_loop())
-    done = threading.Event()
-    synchronize = cuda.event_synchronize
-    # The waiter looks at the first one until all are done.
-    monkeypatch.setattr(cuda, "event_synchronize", lambda event: (done.wait(10), synchronize(event)))
-    calls = []
-    for _ in range(100):
-        launched, ended = begin(device, stream)
+    batch = Batch(cuda, device, stream, monkeypatch)
+    calls = [begin(device, stream, call) for call in [batch, *[nothing] * 99]]
+    await batch.waited_for(100)
+    for launched, _ in calls:
         launched.loop = loop  # type: ignore[assignment]
-        calls.append(ended)
-    await until(lambda: device._waiters[stream]._queue.qsize() == 99)
-    cuda.stream_synchronize(stream)
-    done.set()
-    await asyncio.gather(*calls)
+    batch.open()
+    await asyncio.gather(*(ended for _, ended in calls))
     assert (loop.told, loop.turns) == (1, 6)
 
 
+@pytest.mark.parametrize("by", ["thread", "loop"])
 async def test_a_batch_that_is_told_in_several_turns_keeps_its_place(
-    cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     stream = device.stream()
-    done, told = threading.Event(), list[int]()
-    synchronize = cuda.event_synchronize
-    monkeypatch.setattr(cuda, "event_synchronize", lambda event: (done.wait(10), synchronize(event)))
+    waiter, told = device._waiters[stream], list[int]()
+    batch = Batch(cuda, device, stream, monkeypatch)
     more: list[asyncio.Future[None]] = []
 
     def first(error: object) -> None:
-        """Let another batch come before the rest of this one."""
+        """Let more come before the rest of this batch, which the thread or the loop finds has ended."""
         told.append(0)
-        ran = threading.Event()
+        while waiter._is_awake:
+            time.sleep(0)
         device.launch(stream, nothing, None, lambda error: told.append(100))
         more.append(begin(device, stream)[1])
-        # Behind the handle of the batch in the loop's queue, as the waiter does one after the other.
-        device._launcher.put(lambda: device._waiters[stream].stop(ran.set))
-        assert ran.wait(10)
+        # What tells of it comes in the loop's queue before the rest does.
+        if by == "loop":
+            hold_up(device)
+        else:
+            ran = threading.Event()
+            device._launcher.put(lambda: waiter.stop(ran.set))
+            assert ran.wait(10)
 
-    device.launch(stream, nothing, None, first)
+    device.launch(stream, batch, None, first)
     for number in range(1, 100):
         device.launch(stream, nothing, None, lambda error, number=number: told.append(number))
-    await until(lambda: device._waiters[stream]._queue.qsize() == 99)
-    cuda.stream_synchronize(stream)
-    done.set()
+    await batch.waited_for(100)
+    batch.open()
     await until(lambda: more)
     await more[0]
     assert told == list(range(101))

@@ -25,7 +25,7 @@ from aiocoll.testing.fake_cuda import FakeArray, FakeCuda
 from aiocoll.testing.fake_nccl import FakeNccl
 
 from ..ranks import until
-from .devices import Gated, Kept, begin, faked, nothing
+from .devices import Batch, Gated, Kept, begin, faked, hold_up, nothing
 
 FLOAT32, SUM = 7, 0
 
@@ -110,20 +110,22 @@ async def test_the_first_of_two_errors_is_told(cuda: FakeCuda, device: Device) -
         await ended
 
 
-@pytest.mark.parametrize("call", ["event_record", "event_synchronize"])
+@pytest.mark.parametrize("call", ["event_record", "event_done", "event_synchronize"])
 async def test_no_error_ends_a_thread(
     cuda: FakeCuda, device: Device, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = device.stream()
+    held = Gated(cuda, stream)
 
     def fail(*args: int) -> None:
         raise KeyError(7)
 
     with monkeypatch.context() as patch:
         patch.setattr(cuda, call, fail)
-        _, ended = begin(device, stream, before=None)
+        _, ended = begin(device, stream, held, before=None)
         with pytest.raises(DeviceError, match=r"KeyError\(7\)"):
             await ended
+    held.open()
     await begin(device, stream)[1]
 
 
@@ -160,14 +162,11 @@ async def test_an_error_of_one_look_is_of_one_call(
     cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = device.stream()
-    done = threading.Event()
-    synchronize = cuda.event_synchronize
-    monkeypatch.setattr(cuda, "event_synchronize", lambda event: (done.wait(10), synchronize(event)))
-    calls = [begin(device, stream) for _ in range(3)]
-    await until(lambda: calls[-1][0].enqueued)
-    cuda.stream_synchronize(stream)
+    batch = Batch(cuda, device, stream, monkeypatch)
+    calls = [begin(device, stream, call) for call in (batch, nothing, nothing)]
+    await batch.waited_for(3)
     cuda.fail_next("event_done", "what")
-    done.set()
+    batch.open()
     errors = await asyncio.gather(*(ended for _, ended in calls), return_exceptions=True)
     assert [type(error) for error in errors] == [type(None), DeviceError, type(None)]
 
@@ -243,19 +242,16 @@ def test_a_loop_that_is_closed_in_the_midst_of_a_batch(
     kept = Kept()
     stream = device.stream()
     loop = asyncio.new_event_loop()
-    done = threading.Event()
-    synchronize = cuda.event_synchronize
-    monkeypatch.setattr(cuda, "event_synchronize", lambda event: (done.wait(10), synchronize(event)))
+    batch = Batch(cuda, device, stream, monkeypatch)
 
     async def main() -> None:
-        device.launch(stream, nothing, None, lambda error: loop.stop())
+        device.launch(stream, batch, None, lambda error: loop.stop())
         for _ in range(99):
             begin(device, stream, keep=kept.new())
-        await until(lambda: device._waiters[stream]._queue.qsize() == 99)
+        await batch.waited_for(100)
 
     loop.run_until_complete(main())
-    cuda.stream_synchronize(stream)
-    done.set()
+    batch.open()
     loop.run_forever()
     assert 0 < len(kept.gone) < 99
     loop.close()
@@ -424,6 +420,14 @@ async def test_closing_a_device_is_bounded(cuda: FakeCuda, device: Device) -> No
     held.open()
     await ended
     assert device.close(10)
+
+
+async def test_closing_a_device_does_not_need_the_loop(cuda: FakeCuda, device: Device) -> None:
+    _, ended = begin(device, device.stream())
+    hold_up(device)
+    assert device.close(10)
+    assert not ended.done()
+    await ended
 
 
 async def test_closing_a_device_whose_launcher_is_stuck_is_bounded(cuda: FakeCuda, device: Device) -> None:
