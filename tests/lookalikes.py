@@ -167,6 +167,7 @@ class Torch(Module):
 
             def __init__(self, host: np.ndarray, dtype: str, device: int = 0, **more: Any) -> None:
                 self._host = host
+                self._ptr = int(host.__array_interface__["data"][0]) if host.size else 0
                 self.dtype = f"torch.{dtype}"
                 self.shape = host.shape
                 self.layout = more.get("layout", Torch.strided)
@@ -209,7 +210,7 @@ class Torch(Module):
                 return made
 
             def data_ptr(self) -> int:
-                return int(self._host.__array_interface__["data"][0]) if self._host.size else 0
+                return self._ptr
 
             def numel(self) -> int:
                 return int(self._host.size)

@@ -33,6 +33,12 @@ INVALID_HANDLE = "invalid resource handle"
 INVALID_VALUE = "invalid argument"
 
 
+class _Thread(threading.local):
+    """What CUDA knows of a thread."""
+
+    device = 0
+
+
 class _Event:
     def __init__(self, device: FakeDevice) -> None:
         self.device = device
@@ -65,7 +71,7 @@ class FakeCuda:
         self.blocked = Blocked()
         self._devices = [FakeDevice(device) for device in range(devices)]
         self._lock = threading.Lock()
-        self._thread = threading.local()
+        self._thread = _Thread()
         self._handles = itertools.count(0x5500_0000, 16)
         self._streams: dict[int, FakeStream] = {}
         self._implicit: dict[tuple[int, int], FakeStream] = {}
@@ -170,7 +176,7 @@ class FakeCuda:
 
     def current(self) -> int:
         """Return the device that calls of this thread are for; the streams 0, 1 and 2 are those of this device."""
-        return int(getattr(self._thread, "device", 0))
+        return self._thread.device
 
     def stream_create(self) -> int:
         """Return a new stream of the thread's device that does not wait for the default stream."""
@@ -321,7 +327,7 @@ class FakeCuda:
             if error.fatal:
                 self.fail(str(error), self.current())
             raise error
-        device = self._device(self.current(), call)
+        device = self._devices[self._thread.device]
         if check:
             device.check(call)
         return device

@@ -324,7 +324,8 @@ class FakeCommunicator:
                 else:
                     self._post(call, call.peer)
         for call in calls:
-            self.nccl.cuda.blocked.wait(call.ended)
+            if not call.ended.is_set():
+                self.nccl.cuda.blocked.wait(call.ended)
         with self._world.lock:
             self._in_flight.difference_update(calls)
 
