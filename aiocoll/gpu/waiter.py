@@ -46,7 +46,8 @@ class Waiter:
         self._ordinal = ordinal
         # Who takes any out: the thread if it is awake, else a loop, with the lock.
         self._calls: deque[Launched] = deque()
-        self._wake = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
         self._is_awake = False
         # Batches whose turn has come for a part, by the identity of their loop, in which alone they are looked at. What
         # that loop is to call keeps them: with it they go.
@@ -78,7 +79,7 @@ class Waiter:
     def _look(self, launched: Launched) -> None:
         """Tell that it is on the stream, and that it has ended, if it has; else leave it to the thread."""
         launched.tell_enqueued()
-        with self._wake:
+        with self._lock:
             if self._is_awake or not self._calls:
                 return  # the thread sees to it, or has done so
             # The first may be of another loop, which may be held up.
@@ -116,7 +117,7 @@ class Waiter:
 
     def _leave(self) -> None:
         """Let the thread see to what is there."""
-        with self._wake:
+        with self._lock:
             self._is_awake = True
             self._wake.notify()
 
@@ -134,7 +135,7 @@ class Waiter:
 
     def _sleep(self) -> bool:
         """Sleep until there is something to wait for; return False if that was all."""
-        with self._wake:
+        with self._lock:
             while not (self._is_awake and self._calls):
                 if self._ended is not None:
                     return False
