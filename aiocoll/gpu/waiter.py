@@ -62,12 +62,14 @@ class Waiter:
         try:
             launched.loop.call_soon_threadsafe(self._look, launched)
         except RuntimeError:  # it is closed
-            self._leave()
+            with self._lock:
+                self._awaken()
 
     def stop(self, ended: Callable[[], object]) -> None:
         """End after all that came before, and call `ended` then, in the thread; in the launcher."""
-        self._ended = ended
-        self._leave()
+        with self._lock:
+            self._ended = ended
+            self._awaken()
 
     def join(self, seconds: float) -> bool:
         """Return whether the stopped thread has ended within `seconds`."""
@@ -84,8 +86,7 @@ class Waiter:
                 return  # the thread sees to it, or has done so
             # The first may be of another loop, which may be held up.
             if self._calls[0] is not launched or not self._is_done(launched):
-                self._is_awake = True
-                self._wake.notify()
+                self._awaken()
                 return
             self._calls.popleft()
         left = self._left.get(id(launched.loop))
@@ -115,11 +116,10 @@ class Waiter:
 
     # -- the thread
 
-    def _leave(self) -> None:
-        """Let the thread see to what is there."""
-        with self._lock:
-            self._is_awake = True
-            self._wake.notify()
+    def _awaken(self) -> None:
+        """Let the thread see to what is there; with the lock."""
+        self._is_awake = True
+        self._wake.notify()
 
     def _run(self) -> None:
         with suppress(DeviceError):  # the waiting will say it
