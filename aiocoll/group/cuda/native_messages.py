@@ -177,6 +177,6 @@ class NativeMessages:
                 each.landed(error)
 
         communicator.started()
-        launched = device.launch(None, stream, call, operations, done)
+        launched = device.launch(stream, call, operations, done)
         for each in operations:
             each.launched(launched)
