@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_right, insort
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -37,9 +38,11 @@ class FakeMemory:
     """All memory of a fake CUDA, by address."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finalizer may run anywhere, here too
+        self._lock = threading.Lock()
         self._bases: list[int] = []
         self._blocks: dict[int, _Block] = {}
+        # Blocks that are gone. A finalizer may run anywhere, also where the lock is held: it does no more than note it.
+        self._gone: deque[int] = deque()
 
     def new(self, nbytes: int, where: int) -> NDArray[Any]:
         """Return `nbytes` of uint8 that belong to device `where`, or to the host, as long as the array lives."""
@@ -47,16 +50,29 @@ class FakeMemory:
         if nbytes:
             base = made.ctypes.data
             with self._lock:
+                self._sweep()
                 self._blocks[base] = _Block(nbytes, where, weakref.ref(made))
                 insort(self._bases, base)
-            # Registered before the memory can be given to anybody else: the array calls it while it still has it.
-            weakref.finalize(made, self._gone, base).atexit = False
+            # Noted before the memory can be given to anybody else: the array calls it while it still has it.
+            weakref.finalize(made, self._gone.append, base).atexit = False
         return made
 
-    def _gone(self, base: int) -> None:
-        with self._lock:
+    def _sweep(self) -> None:
+        """Forget the blocks that are gone; with the lock."""
+        while self._gone:
+            base = self._gone.popleft()
             del self._blocks[base]
             self._bases.remove(base)
+
+    def _found(self, address: int) -> tuple[int, _Block | None]:
+        """Return where the block begins that may hold `address`, and the block."""
+        with self._lock:
+            self._sweep()
+            place = bisect_right(self._bases, address) - 1
+            if place < 0:
+                return 0, None
+            base = self._bases[place]
+            return base, self._blocks[base]
 
     def at(self, address: int, nbytes: int, where: int) -> NDArray[Any]:
         """Return the bytes at `address`.
@@ -66,11 +82,8 @@ class FakeMemory:
         """
         if not nbytes:
             return np.empty(0, np.uint8)
-        with self._lock:
-            place = bisect_right(self._bases, address) - 1
-            base = self._bases[place] if place >= 0 else 0
-            block = self._blocks.get(base)
-            found = block.bytes() if block is not None else None
+        base, block = self._found(address)
+        found = block.bytes() if block is not None else None
         if block is None or found is None or address + nbytes > base + block.nbytes:
             raise BadAddressError(f"{nbytes} bytes at {address:#x} are in no live allocation")
         if block.where != where:
@@ -83,10 +96,7 @@ class FakeMemory:
         Raises:
             BadAddressError: to nothing.
         """
-        with self._lock:
-            place = bisect_right(self._bases, address) - 1
-            base = self._bases[place] if place >= 0 else 0
-            block = self._blocks.get(base)
+        base, block = self._found(address)
         if block is None or address >= base + block.nbytes:
             raise BadAddressError(f"{address:#x} is in no live allocation")
         return block.where
@@ -94,6 +104,7 @@ class FakeMemory:
     def live(self, where: int) -> int:
         """Return the bytes that are in use there."""
         with self._lock:
+            self._sweep()
             return sum(block.nbytes for block in self._blocks.values() if block.where == where)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from aiocoll.elements.dtypes import by_name
 from aiocoll.gpu.api import Cuda, DeviceError, Nccl, NcclCommunicator
+from aiocoll.testing import fake_memory
 from aiocoll.testing.fake_cuda import FakeArray, FakeCuda
 from aiocoll.testing.fake_nccl import FakeNccl
 
@@ -402,3 +403,28 @@ def test_memory_of_an_array_goes_with_it(cuda: FakeCuda) -> None:
     del array
     gc.collect()
     assert set(held.tolist()) == {0xDD}
+
+
+@pytest.mark.parametrize("look", ["at", "where"])
+def test_memory_may_go_while_other_memory_is_looked_for(look: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector may run anywhere, so arrays may end in the midst of a search: that is about others still."""
+    memory = fake_memory.FakeMemory()
+    arrays = sorted((memory.new(8, device) for device in (0, 1, 2)), key=lambda each: each.ctypes.data)
+    wheres = [memory.where(each.ctypes.data) for each in arrays]
+    bisect_right = fake_memory.bisect_right
+
+    def collecting(bases: list[int], address: int) -> int:
+        found: int = bisect_right(bases, address)
+        arrays[0] = None
+        return found
+
+    monkeypatch.setattr(fake_memory, "bisect_right", collecting)
+    address = arrays[1].ctypes.data
+    if look == "where":
+        assert memory.where(address) == wheres[1]
+    else:
+        assert memory.at(address, 8, wheres[1]).ctypes.data == address
+    monkeypatch.undo()
+    with pytest.raises(fake_memory.BadAddressError, match="in no live allocation"):
+        memory.where(1)
+    assert sum(memory.live(device) for device in (0, 1, 2)) == 16
