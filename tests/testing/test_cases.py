@@ -45,7 +45,8 @@ def test_every_rank_goes_through_all_steps() -> None:
 @pytest.mark.parametrize("cls", [samples.InProcess, samples.MultiProcess])
 def test_every_outcome_of_a_test_is_that_of_its_ranks(cls: type[unittest.TestCase]) -> None:
     result = run_all(cls)
-    assert result.testsRun == 9
+    # This one release does not count what a decorator skips.
+    assert result.testsRun == (8 if sys.version_info[:3] == (3, 12, 1) else 9)
     assert words(result.skipped) == {
         "test_skip": "not here",
         "test_too_small": "needs at least 4 ranks, the world has 3",
