@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from aiocoll.group.cuda.matching import PATIENCE, Batch, Match, Matching
 
 
+class Timer:
+    """What cancels a call."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call: Callable[[], None] | None = call
+
+    def cancel(self) -> None:
+        self.call = None
+
+
 class Timers:
     """Timers that go off by hand."""
 
     def __init__(self) -> None:
-        self.due: list[asyncio.TimerHandle] = []
+        self.due: list[Timer] = []
 
-    def call_later(self, seconds: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+    def call_later(self, seconds: float, call: Callable[[], None]) -> Any:
         assert seconds == PATIENCE
-        self.due.append(asyncio.TimerHandle(0.0, call, (), asyncio.get_running_loop()))
+        self.due.append(Timer(call))
         return self.due[-1]
 
     def go_off(self) -> int:
         """Let all go off that were not cancelled; return how many."""
-        due, self.due = [each for each in self.due if not each.cancelled()], []
-        for each in due:
-            each._run()
+        due, self.due = [each.call for each in self.due if each.call is not None], []
+        for call in due:
+            call()
         return len(due)
 
 
@@ -43,7 +53,7 @@ class World:
 
 
 @pytest.fixture
-async def world() -> World:
+def world() -> World:
     return World()
 
 
@@ -54,7 +64,7 @@ def ring(size: int, number: int = 1) -> Iterator[tuple[Match, list[Batch]]]:
         yield Match(rank, other, rank), [Batch(rank, number, 2), Batch(other, number, 2)]
 
 
-async def test_a_message_by_itself_begins_at_once(world: World) -> None:
+def test_a_message_by_itself_begins_at_once(world: World) -> None:
     for number in range(3):
         world.matching.matched(Match(1, 2, number), [Batch(1, 0, 1), Batch(2, 0, 1)])
     assert world.begun == [[Match(1, 2, number)] for number in range(3)]
@@ -62,7 +72,7 @@ async def test_a_message_by_itself_begins_at_once(world: World) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
-async def test_a_ring_begins_as_one(world: World, size: int) -> None:
+def test_a_ring_begins_as_one(world: World, size: int) -> None:
     messages = list(ring(size))
     for match, batches in messages:
         assert not world.begun
@@ -71,7 +81,7 @@ async def test_a_ring_begins_as_one(world: World, size: int) -> None:
     assert world.is_empty()
 
 
-async def test_a_batch_begins_with_messages_of_no_batch(world: World) -> None:
+def test_a_batch_begins_with_messages_of_no_batch(world: World) -> None:
     world.matching.matched(Match(0, 1, 1), [Batch(0, 5, 2), Batch(1, 0, 1)])
     assert not world.begun
     world.matching.matched(Match(0, 2, 2), [Batch(0, 5, 2), Batch(2, 0, 1)])
@@ -79,7 +89,7 @@ async def test_a_batch_begins_with_messages_of_no_batch(world: World) -> None:
     assert world.is_empty()
 
 
-async def test_a_message_that_goes_another_way_is_not_waited_for(world: World) -> None:
+def test_a_message_that_goes_another_way_is_not_waited_for(world: World) -> None:
     world.matching.matched(Match(0, 1, 1), [Batch(0, 5, 3), Batch(1, 0, 1)])
     world.matching.without(Batch(0, 5, 3))
     assert not world.begun
@@ -92,7 +102,7 @@ async def test_a_message_that_goes_another_way_is_not_waited_for(world: World) -
     assert world.is_empty()
 
 
-async def test_what_is_matched_does_not_wait_for_ever(world: World) -> None:
+def test_what_is_matched_does_not_wait_for_ever(world: World) -> None:
     messages = list(ring(4))
     for match, batches in messages[:2]:
         world.matching.matched(match, batches)
@@ -106,7 +116,7 @@ async def test_what_is_matched_does_not_wait_for_ever(world: World) -> None:
     assert world.is_empty()
 
 
-async def test_the_end_of_a_group_is_the_end_of_all_that_waits(world: World) -> None:
+def test_the_end_of_a_group_is_the_end_of_all_that_waits(world: World) -> None:
     world.matching.matched(*next(ring(3)))
     world.matching.clear()
     assert world.is_empty()
@@ -114,7 +124,7 @@ async def test_the_end_of_a_group_is_the_end_of_all_that_waits(world: World) -> 
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_any_order_of_any_batches_begins_each_message_once(world: World, seed: int) -> None:
+def test_any_order_of_any_batches_begins_each_message_once(world: World, seed: int) -> None:
     choose = random.Random(seed)
     ends: dict[tuple[int, int], int] = {}
     messages = []
@@ -133,7 +143,7 @@ async def test_any_order_of_any_batches_begins_each_message_once(world: World, s
     assert world.is_empty()
 
 
-async def test_many_messages_of_large_batches_cost_little_each(world: World) -> None:
+def test_many_messages_of_large_batches_cost_little_each(world: World) -> None:
     """Each of 40 ranks exchanges with all others: 1,560 messages that begin as one, in well under a second."""
     size = 40
     moves = 0
