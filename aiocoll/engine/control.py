@@ -56,6 +56,8 @@ class Control:
         self._parting: asyncio.Future[None] | None = None
         self._patient = True
         self._told: int | None = None
+        #: Notes about CUDA devices for groups that this rank has not made yet, and whose they are.
+        self._early: dict[int, list[tuple[int, Note]]] = {}
 
     @property
     def links(self) -> list[Link]:
@@ -221,15 +223,20 @@ class Control:
         elif kind == "revoke":
             endpoint.revoked(note["g"], note["cause"])
         elif kind == DEVICE:
-            group = endpoint.groups.get(note["g"])
-            if group is not None:
+            if (group := endpoint.groups.get(note["g"])) is not None:
                 group.heard_on_device(group.position[peer], note)
+            elif not endpoint.has_left(note["g"]):
+                self._early.setdefault(note["g"], []).append((peer, note))
         elif kind == "shrink":
             endpoint.agreement(note["g"], note["ranks"]).heard(peer, note)
         elif (group := endpoint.groups.get(note["g"])) is not None:
             group.diagnosis.heard(group.position[peer], note)
         elif (last := stranger(endpoint, peer, note)) is not None and kind == "query":
             self.tell(peer, {"t": "absent", "g": note["g"], "op": note["op"], "last": last, "age": None, "asked": True})
+
+    def early(self, identity: int) -> list[tuple[int, Note]]:
+        """Take the notes about CUDA devices that came for a group before this rank had made it, and whose they are."""
+        return self._early.pop(identity, [])
 
     # -- hubs come and go
 

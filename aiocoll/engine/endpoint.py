@@ -114,6 +114,8 @@ class Endpoint:
         self.groups[group.id] = group
         if (cause := self._doomed.pop(group.id, None)) is not None:
             group.revoke(error_from(cause), tell=False)
+        for rank, note in self.control.early(group.id):
+            group.heard_on_device(group.position[rank], note)
         for rank in self._departed.pop(group.id, ()):
             group.departed(rank)
         for channel, header, payload in self._orphans.pop(group.id, ()):
@@ -159,6 +161,7 @@ class Endpoint:
     def disown(self, identity: int) -> None:
         """Hear nothing of a group that this rank will never be in."""
         self._gone_groups.add(identity)
+        self.control.early(identity)
         for channel, header, payload in self._orphans.pop(identity, ()):
             if header[1]:
                 channel.consume(len(payload))

@@ -118,3 +118,41 @@ async def test_a_group_that_fails_lets_others_have_its_turn(monkeypatch: pytest.
     monkeypatch.setattr(Turns, "take", taken)
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+async def test_a_rank_may_make_its_group_after_others_have_called(late: int) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        if rank == late:
+            control = pg._member.endpoint.control
+            await until(lambda: control._early) if rank == 0 else await pg.recv_object(0)
+        elif rank == 0:
+            pg.send_object(None, late)
+        part = await pg.split_group([[0, 1], [2]])
+        assert part is not None
+        tensor = gpu.tensor(np.ones(3), rank)
+        await part.allreduce(tensor)
+        assert host(tensor).tolist() == [part.size()] * 3
+        assert is_native(part)
+        assert not pg._member.endpoint.control._early
+
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu)
+
+
+async def test_notes_for_groups_that_are_over_or_of_others_are_not_kept() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        endpoint = pg._member.endpoint
+        part = await pg.split_group([[0, 1]])
+        assert part is not None
+        await part.shutdown()
+        for identity in (part._member.id, 7):
+            endpoint.control.tell(1 - pg.rank(), {"t": "device", "g": identity, "ready": True})
+        await until(lambda: endpoint.control._early)
+        assert list(endpoint.control._early) == [7]
+        endpoint.disown(7)
+        assert not endpoint.control._early
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
