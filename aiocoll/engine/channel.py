@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from aiocoll.engine.control import Note, send_note
+from aiocoll.engine.control import Note, frame_of, send_note
 from aiocoll.engine.operation import Message, Operation
 from aiocoll.engine.plan import EAGER_WINDOW
 from aiocoll.errors import ProtocolError
@@ -66,7 +66,8 @@ class Channel:
         self._endpoint = endpoint
         self._queue: deque[Message] = deque()
         self._inflight: tuple[Message, int] | None = None
-        self._held: list[bytes] = []
+        #: Frames that wait for the link: headers and payloads.
+        self._held: list[tuple[bytes, memoryview | None]] = []
         self._blocked: dict[Operation, list[Message]] = {}
         self._unasked = 0
         self._consumed = 0
@@ -81,7 +82,7 @@ class Channel:
         link.sink = self
         link.start()
         for frame in self._held:
-            link.write(frame)
+            link.write(*frame)
         self._held.clear()
         self.pump()
 
@@ -121,17 +122,24 @@ class Channel:
 
     def control(self, kind: FrameKind, group: int, op: int, amount: int = 0) -> None:
         """Send a frame without payload, ahead of the queue."""
-        frame = _pack(kind, 0, 0, group, op, 0, amount, 0, 0)
-        if self.link is not None:
-            self.link.write(frame)
-        else:
-            self._held.append(frame)
-            self._dial()
+        self._write(_pack(kind, 0, 0, group, op, 0, amount, 0, 0))
 
     def say(self, note: Note) -> None:
         """Send a control message behind all data, if there is a link: without one there is no data to be behind."""
         if self.link is not None:
             send_note(self.link, note)
+
+    def note(self, note: Note) -> None:
+        """Send a control message behind all data, on a link that is opened for it if there is none."""
+        self._write(*frame_of(note))
+
+    def _write(self, header: bytes, payload: memoryview | None = None) -> None:
+        """Send a frame ahead of the queue."""
+        if self.link is not None:
+            self.link.write(header, payload)
+        else:
+            self._held.append((header, payload))
+            self._dial()
 
     def pump(self) -> None:
         """Send what may be sent, a segment of each message in turn."""

@@ -24,7 +24,7 @@ from aiocoll.transport.frame import HEADER, FrameKind, Header
 if TYPE_CHECKING:
     from aiocoll.engine.endpoint import Endpoint
 
-__all__ = ["DEVICE", "Control", "Note", "how_lost", "send_note"]
+__all__ = ["DEVICE", "Control", "Note", "frame_of", "how_lost", "send_note"]
 
 Note = dict[str, Any]
 
@@ -331,5 +331,10 @@ def how_lost(error: Exception | None) -> str:
 
 def send_note(link: Link, note: Note) -> None:
     """Send a control message on any link."""
+    link.write(*frame_of(note))
+
+
+def frame_of(note: Note) -> tuple[bytes, memoryview]:
+    """Return header and payload of a control message."""
     body: bytes = msgpack.packb(note)
-    link.write(HEADER.pack(FrameKind.CONTROL, 0, 0, 0, 0, 0, 0, len(body), len(body)), memoryview(body))
+    return HEADER.pack(FrameKind.CONTROL, 0, 0, 0, 0, 0, 0, len(body), len(body)), memoryview(body)

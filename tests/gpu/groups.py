@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aiocoll import ProcessGroup
 from aiocoll.elements.dtypes import by_name
 from aiocoll.gpu.device import Device, close_devices
 from aiocoll.gpu.provider import provide
@@ -97,3 +98,8 @@ def host(tensor: Any) -> NDArray[Any]:
     """Return what is in the tensor at this moment."""
     values: NDArray[Any] = tensor.values
     return values
+
+
+def is_native(pg: ProcessGroup) -> bool:
+    """Whether the group has a communicator of NCCL."""
+    return pg._side is not None and pg._side.communicator is not None and pg._side.communicator.is_begun

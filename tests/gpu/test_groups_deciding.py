@@ -15,13 +15,9 @@ from aiocoll.group.cuda.cards import Decision
 from aiocoll.group.cuda.side import DeviceSide
 
 from ..ranks import run_ranks, until
-from .groups import Gpus, gpus, host
+from .groups import Gpus, gpus, host, is_native
 
 LARGE = EAGER_WINDOW + 1
-
-
-def is_native(pg: ProcessGroup) -> bool:
-    return pg._side is not None and pg._side.communicator is not None and pg._side.communicator.is_begun
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])

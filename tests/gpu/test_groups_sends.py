@@ -27,7 +27,7 @@ from aiocoll.group.cuda.matching import Matching
 
 from ..ranks import TRANSPORTS, run_ranks, until
 from ..reductions import DTYPES
-from .groups import Gpus, gpus, host
+from .groups import Gpus, gpus, host, is_native
 from .test_groups import allreduced
 
 #: Elements of 8 bytes that go by NCCL, and the most that do not.
@@ -638,3 +638,23 @@ async def test_any_program_that_would_end_on_the_host_ends(seed: int) -> None:
 
     with gpus(world_size) as gpu:
         await run_ranks(world_size, body, gpu)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_ranks_that_rank_0_has_no_link_to(transport: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        short = full(gpu, rank, 0, 1)
+        # No collective: nothing but messages from rank to rank.
+        if rank:
+            await pg.recv(short, rank - 1)
+        if rank < 2:
+            await pg.send(short, rank + 1)
+        await until(lambda: is_native(pg))
+        long = full(gpu, rank, rank)
+        if rank:
+            await (pg.send(long, 2) if rank == 1 else pg.recv(long, 1))
+            assert holds(long, 1)
+
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu, transport=transport)

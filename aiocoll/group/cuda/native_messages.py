@@ -94,12 +94,12 @@ class NativeMessages:
         self._matching.clear()
 
     def _tell(self, match: Match | None, batches: Sequence[Batch]) -> None:
-        """Let rank 0 know: all ranks have links to it from the first agreement on."""
+        """Let rank 0 know."""
         member = self._side.member
         if member.rank == 0:
             self._take(match, batches)
         else:
-            member.channels[0].say({"t": DEVICE, "g": member.id, "match": match, "batches": batches})
+            member.channels[0].note({"t": DEVICE, "g": member.id, "match": match, "batches": batches})
 
     def heard(self, note: dict[str, Any]) -> None:
         """Take a note of another rank."""
@@ -132,7 +132,7 @@ class NativeMessages:
             if rank == 0:
                 self.heard(note)
             else:
-                member.channels[rank].say(note)
+                member.channels[rank].note(note)
 
     # -- carrying them out
 
