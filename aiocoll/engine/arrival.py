@@ -22,7 +22,7 @@ class Arrival:
 
     Attributes:
         offer: number and size of the batch it is part of at its sender, which could send it from device to device;
-            None of any other message.
+            None of any other message, and once it has been asked for.
     """
 
     __slots__ = (
@@ -70,7 +70,8 @@ class Arrival:
         return self.received == self.total
 
     def ask(self, group: int) -> None:
-        """Let the sender send all of it."""
+        """Let the sender send all of it: from its host, then."""
+        self.offer = None
         self.channel.control(FrameKind.GRANT, group, self.op)
 
     def data(self) -> bytes:

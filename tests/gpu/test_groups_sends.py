@@ -264,6 +264,29 @@ async def test_a_message_that_nobody_asks_for_is_taken_by_incoming() -> None:
         await run_ranks(2, body, gpu)
 
 
+async def test_what_incoming_has_asked_for_comes_from_the_host(counts: Counts) -> None:
+    """A message that an iterator has asked for, and that a receive takes then."""
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await begun(pg, gpu)
+        await pg.barrier()
+        if pg.rank() == 0:
+            counted.clear()
+            await pg.send(full(gpu, 0, 5), 1, tag=3)
+        else:
+            await until(lambda: pg._member.mailbox._waiting)
+            step = asyncio.ensure_future(anext(pg.incoming(3)))
+            await asyncio.sleep(0)
+            step.cancel()
+            assert holds(await pg.recv(full(gpu, 1, 0), 0, tag=3), 5)
+        await pg.barrier()
+        assert not counted["send"] + counted["recv"]
+
+    with gpus(2) as gpu:
+        counted = counts(gpu)
+        await run_ranks(2, body, gpu)
+
+
 async def test_from_any_rank_and_in_the_order_sent() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
