@@ -89,6 +89,8 @@ class Membership:
         self.lineage: tuple[Split, ...] = ()
         self.splits: list[Split] = []
         self.on_revoked: list[Callable[[], None]] = []
+        #: Called with each rank that leaves.
+        self.on_departed: list[Callable[[int], None]] = []
         #: Hears a note about CUDA devices, and whose it is; until something here does, those that have come are kept.
         self.heard_on_device: Callable[[int, dict[str, Any]], None] = self._keep_device_note
         self._device_notes: list[tuple[int, dict[str, Any]]] = []
@@ -285,6 +287,8 @@ class Membership:
         """A rank of the group (numbered as in the job) has left in order: whatever needs it fails."""
         peer = self.position[rank]
         self.left.add(peer)
+        for callback in self.on_departed:
+            callback(peer)
         for operation in list(self.pending):
             operation.reported = 0.0  # it was the one who collects the reports, perhaps
             self._missed(operation)

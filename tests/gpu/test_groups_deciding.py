@@ -11,6 +11,7 @@ import pytest
 from aiocoll import CollectiveTimeoutError, ProcessGroup
 from aiocoll.engine.plan import EAGER_WINDOW
 from aiocoll.gpu.turns import Turn, Turns
+from aiocoll.group.cuda import communicator, deciding
 from aiocoll.group.cuda.cards import Decision
 from aiocoll.group.cuda.side import DeviceSide
 
@@ -152,3 +153,120 @@ async def test_notes_for_groups_that_are_over_or_of_others_are_not_kept() -> Non
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
+
+
+class Stuck:
+    """Turns of which one is not heard of by who has taken it, until it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[Callable[[], None]] = []
+        self.device = -1
+        take = Turns.take
+
+        def taken(turns: Turns, call: Callable[[], None]) -> Turn:
+            if not self.calls and turns is self.turns:
+                self.calls.append(call)
+                return take(turns, lambda: None)
+            return take(turns, call)
+
+        monkeypatch.setattr(Turns, "take", taken)
+
+    def on(self, gpu: Gpus, device: int) -> None:
+        self.turns = gpu.engine(device).turns
+
+
+async def around(pg: ProcessGroup, gpu: Gpus) -> None:
+    """Send short messages from device to device, so that all ranks have been called with CUDA arrays."""
+    rank, size = pg.rank(), pg.size()
+    device = pg._member.endpoint.rank
+    sent = pg.send(gpu.tensor(np.full(2, rank), device), (rank + 1) % size)
+    into = gpu.tensor(np.zeros(2, int), device)
+    await pg.recv(into, (rank - 1) % size)
+    await sent
+    assert host(into).tolist() == [(rank - 1) % size] * 2
+
+
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+@pytest.mark.parametrize("stuck", [1, 2])
+async def test_a_rank_that_leaves_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, stuck: int, leaver: int) -> None:
+    """It leaves before it had its turn, or before others had theirs: their devices are free for other groups."""
+    turns = Stuck(monkeypatch)
+    monkeypatch.setattr(deciding, "PARTING", 0.05)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        part, other = await pg.split_group([[0, 1, 2]]), await pg.split_group([[0, 1, 2]], group_name="other")
+        assert part is not None
+        assert other is not None
+        await around(part, gpu)
+        if rank == stuck:
+            await until(lambda: turns.calls)
+        await pg.barrier()
+        if rank == leaver:
+            await part.shutdown()
+        else:
+            await until(lambda: leaver in part._member.left)
+        await other.allreduce(gpu.tensor(np.ones(2), rank))
+        assert is_native(other)
+        if rank != leaver:
+            long = gpu.tensor(np.full(LARGE, rank, np.uint8), rank)
+            peer = (3 - leaver) - rank
+            await (part.send(long, peer) if rank < peer else part.recv(long, peer))
+            assert (host(long) == min(rank, peer)).all()
+            assert not is_native(part)
+
+    with gpus(3) as gpu:
+        turns.on(gpu, stuck)
+        await run_ranks(3, body, gpu)
+
+
+async def test_a_rank_that_leaves_makes_the_communicator_that_others_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = Stuck(monkeypatch)
+    monkeypatch.setattr(communicator, "PARTING", 0.05)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        part = await pg.split_group([[0, 1, 2]])
+        assert part is not None
+        await around(part, gpu)
+        if rank == 1:
+            ending = asyncio.ensure_future(part.shutdown())
+            await asyncio.sleep(0)
+        elif rank == 2:
+            await until(lambda: turns.calls)
+        await pg.barrier()
+        if rank == 2:
+            turns.calls[0]()
+        if rank == 1:
+            await ending
+        else:
+            await until(lambda: is_native(part))
+
+    with gpus(3) as gpu:
+        turns.on(gpu, 2)
+        await run_ranks(3, body, gpu)
+
+
+async def test_a_rank_that_left_before_all_were_called() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        part = await pg.split_group([[0, 1, 2]])
+        assert part is not None
+        short = gpu.tensor(np.full(2, rank), rank)
+        if rank == 1:
+            await part.send(short, 0)
+            await part.shutdown()
+        elif rank == 0:
+            await part.recv(short, 1)
+            await until(lambda: 1 in part._member.left)
+            await part.send(short, 2)
+        else:
+            await part.recv(short, 0)
+            assert host(short).tolist() == [1, 1]
+        if rank != 1:
+            await until(lambda: part._side is not None and part._side.decision is not None)
+            assert part._side is not None
+            assert part._side.decision == Decision(False, "rank 1 has left")
+
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu)

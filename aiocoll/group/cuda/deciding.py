@@ -7,6 +7,9 @@
 To make a communicator blocks the launcher of a device until all ranks make it. Groups that have ranks in common must
 not make theirs in different orders, then: a device makes one at a time, and rank 0 asks for turns in the order of the
 ranks in the job, so that no two groups wait for each other.
+
+A rank that leaves before it had its turn is not waited for: the others do without NCCL. One that had it waits for the
+decision, since they may have begun to make the communicator.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from aiocoll.gpu.turns import Turn
 from aiocoll.group.cuda.cards import Card, Decision, card, decide
 
 __all__ = ["Deciding"]
+
+#: Seconds that a rank which leaves waits for the decision, at most.
+PARTING = 5.0
 
 
 class Deciding:
@@ -51,11 +57,14 @@ class Deciding:
         self._number = number
         self._follow = follow
         self._turn: Turn | None = None
+        #: Ends when it is decided, or will not be; None before this rank has said that it has its turn.
+        self._settled: asyncio.Future[None] | None = None
+        #: It is decided, or will not be.
+        self._is_decided = False
         #: As rank 0: what each rank has, and whose turns are still to be asked for, the next one last.
         self._cards: dict[int, Card] = {}
         self._turns = sorted(range(len(member.ranks)), key=member.ranks.__getitem__, reverse=True)
         self._decision: Decision | None = None
-        self._is_over = False
 
     def start(self) -> None:
         """Say what this rank has."""
@@ -68,11 +77,31 @@ class Deciding:
             if len(self._cards) == len(self._member.ranks):
                 self._decide()
         elif "turn" in note:
-            self._turn = self._device.turns.take(lambda: self._tell(0, {"ready": True}))
+            if not self._is_decided:
+                self._turn = self._device.turns.take(self._begun)
         elif "ready" in note:
-            self._go_on()
+            if not self._is_decided:
+                self._go_on()
         else:
-            self._follow(note["number"], Decision(*note["decision"]))
+            decision = Decision(*note["decision"])
+            self._settle()
+            if not decision.native:
+                self.made()
+            self._follow(note["number"], decision)
+
+    def departed(self, rank: int) -> None:
+        """A rank has left, perhaps before it was decided."""
+        if self._is_decided:
+            return
+        if rank == 0:
+            self.end()
+        elif self._decision is not None:
+            self._conclude(_without(rank))
+
+    async def settle(self) -> None:
+        """Wait until it is decided, if the others count on this rank; without rank 0 it is not."""
+        if self._settled is not None and self._member.rank:
+            await asyncio.wait([self._settled], timeout=PARTING)
 
     def made(self) -> None:
         """The communicator has been made, or will not be."""
@@ -81,9 +110,19 @@ class Deciding:
             self._turn = None
 
     def end(self) -> None:
-        """The group has ended."""
-        self._is_over = True
+        """The group has ended, or nobody decides any more."""
+        self._settle()
         self.made()
+
+    def _begun(self) -> None:
+        """This rank has its turn."""
+        self._settled = asyncio.get_running_loop().create_future()
+        self._tell(0, {"ready": True})
+
+    def _settle(self) -> None:
+        self._is_decided = True
+        if self._settled is not None and not self._settled.done():
+            self._settled.set_result(None)
 
     def _tell(self, rank: int, note: dict[str, Any]) -> None:
         member = self._member
@@ -97,14 +136,16 @@ class Deciding:
     def _decide(self) -> None:
         """All have said what they have."""
         self._decision = decide([self._cards[rank] for rank in range(len(self._cards))], self._member.hosts)
-        if self._decision.native:
+        if self._decision.native and self._member.left:
+            self._conclude(_without(min(self._member.left)))
+        elif self._decision.native:
             assert self._nccl is not None
             self._device.run(self._nccl.unique_id).add_done_callback(self._named)
         else:
             self._conclude(self._decision)
 
     def _named(self, named: asyncio.Future[bytes]) -> None:
-        if self._is_over or named.cancelled():
+        if self._is_decided or named.cancelled():
             return
         assert self._decision is not None
         if (error := named.exception()) is not None:
@@ -124,3 +165,7 @@ class Deciding:
     def _conclude(self, decision: Decision) -> None:
         for rank, number in self._number().items():
             self._tell(rank, {"number": number, "decision": decision})
+
+
+def _without(rank: int) -> Decision:
+    return Decision(False, f"rank {rank} has left")

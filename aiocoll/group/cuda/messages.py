@@ -298,10 +298,7 @@ class DeviceRecv(Posted, _OneEnd):
 
     def needs(self, peer: int) -> bool:
         """Whether only `peer` could complete it: nobody once the message is here."""
-        arrival = self.arrival
-        if arrival is not None and peer == 0:
-            self._side.messages.leaderless(arrival.peer, arrival.op)
-        is_here = arrival is not None and arrival.complete
+        is_here = self.arrival is not None and self.arrival.complete
         return not is_here and super().needs(peer)
 
     def succeed(self, result: Any) -> None:

@@ -79,9 +79,10 @@ class NativeMessages:
         """Whether a message is matched and has not begun."""
         return (src, number) in self._matched
 
-    def leaderless(self, src: int, number: int) -> None:
-        """Receive a message from the host if it waits for rank 0, which has left."""
-        self._give_back([(src, 0, number)])
+    def departed(self, rank: int) -> None:
+        """A rank has left: if it is rank 0, receive what waits for it from the host."""
+        if rank == 0:
+            self._give_back([(src, self._side.member.rank, number) for src, number in self._matched])
 
     def without(self, batch: tuple[int, int]) -> None:
         """A message that is part of a batch here goes another way."""

@@ -76,6 +76,7 @@ class DeviceSide:
         everyone = range(len(member.ranks))
         self._deciding = Deciding(member, device, nccl, lambda: self.number(everyone), self._decided)
         member.on_revoked.append(self.end)
+        member.on_departed.append(self._departed)
         self._is_over = False
         self._deciding.start()
         member.hear_device_notes(self._heard)
@@ -166,6 +167,11 @@ class DeviceSide:
         else:
             self._deciding.heard(peer, note)
 
+    def _departed(self, rank: int) -> None:
+        """A rank has left."""
+        self._deciding.departed(rank)
+        self.messages.departed(rank)
+
     def _decided(self, number: int, decision: Decision) -> None:
         """Take note of the decision, which has the first number."""
         self.hold(number, partial(self._follow, decision))
@@ -244,6 +250,7 @@ class DeviceSide:
 
     async def close(self) -> None:
         """End the communicator in order, if the other ranks do so too; else it is aborted when the group ends."""
+        await self._deciding.settle()
         if self.communicator is not None:
             await self.communicator.close()
 
