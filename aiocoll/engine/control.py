@@ -24,12 +24,15 @@ from aiocoll.transport.frame import HEADER, FrameKind, Header
 if TYPE_CHECKING:
     from aiocoll.engine.endpoint import Endpoint
 
-__all__ = ["DEVICE", "Control", "Note", "frame_of", "how_lost", "send_note"]
+__all__ = ["DEVICE", "UNREADABLE", "Control", "Note", "frame_of", "how_lost", "send_note"]
 
 Note = dict[str, Any]
 
 #: The kind of notes about CUDA devices.
 DEVICE = "device"
+
+#: What a note raises that makes no sense.
+UNREADABLE = (ValueError, KeyError, TypeError)
 
 #: Errors of a connection whose other end has not answered, while the end of a process resets or closes it.
 NO_WAY = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN})
@@ -184,7 +187,7 @@ class Control:
         try:
             note = msgpack.unpackb(payload or b"")
             self._handle(peer, note, direct)
-        except (ValueError, KeyError, TypeError) as error:
+        except UNREADABLE as error:
             raise ProtocolError(f"rank {peer} sent a control message that cannot be read: {error!r}") from error
 
     def _handle(self, peer: int, note: Note, direct: bool) -> None:

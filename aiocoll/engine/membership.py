@@ -10,6 +10,7 @@ from aiocoll.algorithms.hosts import host_numbers
 from aiocoll.algorithms.machine import Tuning
 from aiocoll.engine.channel import Channel
 from aiocoll.engine.channels import channels
+from aiocoll.engine.control import UNREADABLE
 from aiocoll.engine.diagnosis import Diagnosis, cause_of, error_from
 from aiocoll.engine.disagreement import Disputes, called, mismatch
 from aiocoll.engine.mailbox import Mailbox
@@ -211,11 +212,17 @@ class Membership:
         return False
 
     def hear_device_notes(self, hear: Callable[[int, dict[str, Any]], None]) -> None:
-        """Let `hear` take notes about CUDA devices, those that have come first."""
+        """Let `hear` take notes about CUDA devices, those that have come first.
+
+        One that cannot be read is as if its link had broken for it.
+        """
         self.heard_on_device = hear
         notes, self._device_notes = self._device_notes, []
-        for each in notes:
-            hear(*each)
+        for peer, note in notes:
+            try:
+                hear(peer, note)
+            except UNREADABLE as error:
+                self.endpoint.died(self.ranks[peer], f"it sent a control message that cannot be read: {error!r}")
 
     def _keep_device_note(self, peer: int, note: dict[str, Any]) -> None:
         self._device_notes.append((peer, note))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from aiocoll import CollectiveTimeoutError, ProcessGroup
+from aiocoll import CollectiveTimeoutError, GroupRevokedError, PeerLostError, ProcessGroup
 from aiocoll.engine.plan import EAGER_WINDOW
 from aiocoll.gpu.turns import Turn, Turns
 from aiocoll.group.cuda import communicator, deciding
@@ -259,10 +260,11 @@ async def test_a_rank_that_left_before_all_were_called() -> None:
         elif rank == 0:
             await part.recv(short, 1)
             await until(lambda: 1 in part._member.left)
-            await part.send(short, 2)
+            await pg.send_object(None, 2)
+            await part.recv(short, 2)
         else:
-            await part.recv(short, 0)
-            assert host(short).tolist() == [1, 1]
+            await pg.recv_object(0)
+            await part.send(short, 0)
         if rank != 1:
             await until(lambda: part._side is not None and part._side.decision is not None)
             assert part._side is not None
@@ -270,3 +272,60 @@ async def test_a_rank_that_left_before_all_were_called() -> None:
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
+
+
+CARD = {"nccl": 22809, "why": "", "bus": "", "unfinished": False}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("sender", "note"),
+    [
+        (1, {}),
+        (1, {"card": None}),
+        (1, {"card": {}}),
+        (1, {"card": {**CARD, "nccl": "2"}}),
+        (0, {"card": CARD}),
+        (0, {"ready": True}),
+        (1, {"turn": True}),
+        (1, {"number": 1, "decision": [False, "", b"", False]}),
+        (0, {"number": "1", "decision": [False, "", b"", False]}),
+        (0, {"number": 1, "decision": [False, "", b""]}),
+        (0, {"number": 1, "decision": [True, "", "", False]}),
+        (1, {"match": None}),
+        (1, {"match": None, "batches": [[1, 1]]}),
+        (1, {"match": None, "batches": [[1, 1, 2], [0, 1, 2]]}),
+        (1, {"match": [1, 0], "batches": []}),
+        (1, {"match": [1, 2, 1], "batches": []}),
+        (1, {"match": [-1, 0, 1], "batches": []}),
+        (1, {"match": [1, 0, []], "batches": []}),
+        (0, {"match": [1, 0, 1], "batches": []}),
+        (0, {"begin": [[1, 0, 1]]}),
+        (0, {"begin": 1, "number": 5}),
+        (0, {"begin": [[1, 2, 5]], "number": 5}),
+        (0, {"begin": [[1, 0, 5]], "number": None}),
+        (1, {"begin": [[1, 0, 5]], "number": 5}),
+    ],
+    ids=str,
+)
+async def test_notes_that_make_no_sense_end_the_link(sender: int, note: dict[str, Any], when: str) -> None:
+    """They come before the group has a device there, or after."""
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank, member = pg.rank(), pg._member
+        if when == "after":
+            await pg.allreduce(gpu.tensor(np.ones(1), rank))
+        await pg.barrier()
+        if rank == sender:
+            member.endpoint.control.tell(1 - rank, {"t": "device", "g": member.id, **note})
+        elif when == "before":
+            await until(lambda: member._device_notes)
+            with pytest.raises(GroupRevokedError):
+                pg.send(gpu.tensor(np.ones(1), rank), sender)
+        error = await pg.wait_revoked()
+        assert isinstance(error, PeerLostError)
+        if rank != sender:
+            assert "sent a control message that cannot be read" in str(error)
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from aiocoll.engine.comparison import SHOWN
 from aiocoll.gpu.api import Cuda, Nccl
 
-__all__ = ["Decision", "card", "decide", "reduces_float8"]
+__all__ = ["Decision", "card", "decide", "read_card", "read_decision", "reduces_float8"]
 
 #: The setting that lets NCCL's calls return unfinished, which CuPy cannot finish: it is refused, not worked around.
 _BLOCKING = "NCCL_COMM_BLOCKING"
@@ -18,6 +18,9 @@ _BLOCKING = "NCCL_COMM_BLOCKING"
 _FLOAT8_VERSION, _FLOAT8_CAPABILITY = 22400, (9, 0)
 
 Card = dict[str, Any]
+_KINDS: dict[str, type[Any]] = {"nccl": int, "why": str, "bus": str, "unfinished": bool}
+
+T = TypeVar("T")
 
 
 class Decision(NamedTuple):
@@ -68,6 +71,31 @@ def card(cuda: Cuda, nccl: Nccl | None, device: int, missing: str) -> Card:
     version, why = (0, missing) if nccl is None else (nccl.version(), "")
     unfinished = os.environ.get(_BLOCKING, "").strip() == "0"
     return {"nccl": version, "why": why, "bus": cuda.bus_id(device), "unfinished": unfinished}
+
+
+def read_card(given: Any) -> Card:
+    """Return what another rank has, as it was sent.
+
+    Raises:
+        TypeError, KeyError: it is no card.
+    """
+    return {name: _checked(given[name], kind) for name, kind in _KINDS.items()}
+
+
+def read_decision(given: Any) -> Decision:
+    """Return a decision, as it was sent.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    native, why, unique_id, refused = given
+    return Decision(_checked(native, bool), _checked(why, str), _checked(unique_id, bytes), _checked(refused, bool))
+
+
+def _checked(given: Any, kind: type[T]) -> T:
+    if not isinstance(given, kind):
+        raise TypeError(f"{given!r} is not of type {kind.__name__}")
+    return given
 
 
 def reduces_float8(cuda: Cuda, nccl: Nccl | None, device: int) -> bool:

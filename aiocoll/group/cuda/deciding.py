@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from operator import index
 from typing import Any
 
 from aiocoll.engine.control import DEVICE
@@ -24,7 +25,7 @@ from aiocoll.gpu.api import Nccl
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.provider import why_no_nccl
 from aiocoll.gpu.turns import Turn
-from aiocoll.group.cuda.cards import Card, Decision, card, decide
+from aiocoll.group.cuda.cards import Card, Decision, card, decide, read_card, read_decision
 
 __all__ = ["Deciding"]
 
@@ -61,9 +62,11 @@ class Deciding:
         self._settled: asyncio.Future[None] | None = None
         #: It is decided, or will not be.
         self._is_decided = False
-        #: As rank 0: what each rank has, and whose turns are still to be asked for, the next one last.
+        #: As rank 0: what each rank has, and whose turns are still to be asked for, the next one last; and
+        #: whose was asked for.
         self._cards: dict[int, Card] = {}
         self._turns = sorted(range(len(member.ranks)), key=member.ranks.__getitem__, reverse=True)
+        self._asked: int | None = None
         self._decision: Decision | None = None
 
     def start(self) -> None:
@@ -71,23 +74,29 @@ class Deciding:
         self._tell(0, {"card": card(self._device.cuda, self._nccl, self._device.ordinal, why_no_nccl() or "")})
 
     def heard(self, peer: int, note: dict[str, Any]) -> None:
-        """Take a note of a rank."""
+        """Take a note of a rank.
+
+        Raises:
+            ValueError: it cannot be one of this rank's, or for this rank; as do TypeError and KeyError.
+        """
+        if self._member.rank if "card" in note or "ready" in note else peer:
+            raise ValueError("only rank 0 decides")
         if "card" in note:
-            self._cards[peer] = note["card"]
+            self._cards[peer] = read_card(note["card"])
             if len(self._cards) == len(self._member.ranks):
                 self._decide()
         elif "turn" in note:
             if not self._is_decided:
                 self._turn = self._device.turns.take(self._begun)
         elif "ready" in note:
-            if not self._is_decided:
+            if not self._is_decided and peer == self._asked:
                 self._go_on()
         else:
-            decision = Decision(*note["decision"])
+            number, decision = index(note["number"]), read_decision(note["decision"])
             self._settle()
             if not decision.native:
                 self.made()
-            self._follow(note["number"], decision)
+            self._follow(number, decision)
 
     def departed(self, rank: int) -> None:
         """A rank has left, perhaps before it was decided."""
@@ -158,7 +167,8 @@ class Deciding:
         """Ask for the next turn; if there is none, let all make the communicator."""
         assert self._decision is not None
         if self._turns:
-            self._tell(self._turns.pop(), {"turn": True})
+            self._asked = self._turns.pop()
+            self._tell(self._asked, {"turn": True})
         else:
             self._conclude(self._decision)
 

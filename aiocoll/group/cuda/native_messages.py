@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.elements.device import DeviceArray
@@ -102,19 +103,35 @@ class NativeMessages:
         else:
             member.channels[0].note({"t": DEVICE, "g": member.id, "match": match, "batches": batches})
 
-    def heard(self, note: dict[str, Any]) -> None:
-        """Take a note of another rank."""
-        if (begin := note.get("begin")) is None:
+    def heard(self, peer: int, note: dict[str, Any]) -> None:
+        """Take a note of a rank.
+
+        Raises:
+            ValueError: it cannot be one of this rank's, or for this rank; as do TypeError and KeyError.
+        """
+        if "begin" not in note:
             match = note["match"]
-            self._take(None if match is None else Match(*match), [Batch(*batch) for batch in note["batches"]])
-        elif note["number"]:
-            self._side.hold(note["number"], lambda: self._begin(begin))
+            self._take(None if match is None else self._read(match), [Batch(*map(index, b)) for b in note["batches"]])
+            return
+        if peer:
+            raise ValueError("only rank 0 lets messages begin")
+        number, begin = index(note["number"]), [self._read(match) for match in note["begin"]]
+        if number:
+            self._side.hold(number, lambda: self._begin(begin))
         else:
             self._give_back(begin)
+
+    def _read(self, given: Iterable[Any]) -> Match:
+        match = Match(*map(index, given))
+        if not all(0 <= rank < len(self._side.member.ranks) for rank in match[:2]):
+            raise ValueError(f"there is no message {match}")
+        return match
 
     # -- as rank 0
 
     def _take(self, match: Match | None, batches: Sequence[Batch]) -> None:
+        if self._side.member.rank:
+            raise ValueError("it is rank 0 that lets messages begin")
         if match is None:
             self._matching.without(*batches)
         else:
@@ -131,7 +148,7 @@ class NativeMessages:
         for rank, begin in own.items():
             note = {"t": DEVICE, "g": member.id, "number": numbers[rank], "begin": begin}
             if rank == 0:
-                self.heard(note)
+                self.heard(0, note)
             else:
                 member.channels[rank].note(note)
 

@@ -163,7 +163,7 @@ class DeviceSide:
         if self._is_over:
             return
         if "match" in note or "begin" in note:
-            self.messages.heard(note)
+            self.messages.heard(peer, note)
         else:
             self._deciding.heard(peer, note)
 
