@@ -152,12 +152,14 @@ class Flushing(Launcher, Fuser):
             check_apart(layout, members)
             if self._side is not None:
                 check_spans(_device_spans(members, self._rank, self._size), members)
+            if recording.loose:
+                self._start_all_loose(recording.loose, outer)
+                # One of them may have been what ends the group.
+                self._member.raise_if_revoked()
         except Exception as error:
             self._failures.expect(error)
             recording.fail(error)
             raise
-        if recording.loose:
-            self._start_all_loose(recording.loose, outer)
         recording.members = []
         if not members and not recording.lists:
             return None
@@ -238,11 +240,15 @@ class Flushing(Launcher, Fuser):
         self._enter(make(identity, part))
 
     def _start_all_loose(self, calls: Sequence[tuple[Recorded, Call]], outer: Taker | None) -> None:
-        """Start messages, and collectives with a key."""
+        """Start messages, and collectives with a key; what cannot start fails by itself."""
         with self._batched(array for _, call in calls if call.terms is None for array in call.arrays or ()):
             for work, call in calls:
                 if outer is None:
-                    self._run_quietly(self._start_loose, work, call)
+                    try:
+                        self._member.raise_if_revoked()
+                        self._run_quietly(self._start_loose, work, call)
+                    except Exception as error:
+                        fail([work], error)
                 else:
                     work._unwrap = None
                     _follow(outer.take(call), work)

@@ -846,3 +846,27 @@ async def test_a_taker_that_moves_nothing_leaves_arrays_as_they_are() -> None:
         assert all((array == -1).all() for each in outputs for array in each)
 
     await run_ranks(2, faked)
+
+
+async def test_a_message_of_the_block_that_ends_the_group_ends_all_of_it() -> None:
+    """A receive meets a message of another dtype, which is there already, before anything else has started."""
+
+    async def body(pg: ProcessGroup) -> None:
+        if pg.rank() == 1:
+            pg.send(np.zeros(3, np.int32), 0)
+            await pg.wait_revoked()
+            return
+        await until(lambda: pg._member.mailbox._waiting)
+        works: list[Work[Any]] = []
+
+        async def block() -> None:
+            async with pg.coalescing():
+                works.extend([pg.recv(ones(3), 1), pg.recv(ones(3), 1, tag=4)])
+                works.extend([pg.allreduce(ones(3)), pg.allreduce(ones(3), key="x")])
+
+        with pytest.raises(GroupError):
+            await block()
+        assert all(isinstance(work.exception(), GroupError) for work in works)
+        assert not pg._member.pending
+
+    await run_ranks(2, body)
