@@ -17,6 +17,7 @@ from aiocoll import (
     GroupRevokedError,
     PeerLostError,
     ProcessGroup,
+    Recv,
     ReduceOp,
 )
 from aiocoll.engine import compared
@@ -168,6 +169,55 @@ async def test_a_copy_that_fails(call: str) -> None:
         await fails(pg, called(pg, gpu), f"ALLREDUCE .* failed on rank ., device .: {call}: invalid")
 
     with gpus(2, "staged") as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@both
+@pytest.mark.parametrize("how", ["call", "batch", "block"])
+async def test_a_message_that_a_device_refuses(how: str, way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        await pg.barrier()
+        works = []
+        if pg.rank() == 1:
+            gpu.cuda.fail_next("event_record")
+            with contextlib.suppress(GroupError):
+                if how == "call":
+                    works.append(pg.recv(ones(pg, gpu), 0))
+                elif how == "batch":
+                    works.append(pg.batch([Recv(ones(pg, gpu), 0, tag) for tag in range(2)]))
+                else:
+                    async with pg.coalescing():
+                        works.extend([pg.recv(ones(pg, gpu), 0), pg.send(ones(pg, gpu), 0)])
+        await fails(pg, None, "(RECV|SEND) .*failed on rank 1, device 1: event_record: invalid")
+        assert not pg._member.pending
+        for work in works:
+            with pytest.raises(GroupError):
+                await work
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_a_message_whose_stream_is_captured_before_its_block_ends() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        await allreduced(pg, gpu)
+        stream, into = gpu.stream(rank), gpu.tensor(np.zeros(3), rank)
+        with contextlib.suppress(RuntimeError):
+            async with pg.coalescing():
+                works = [pg.recv(ones(pg, gpu), 1 - rank, tag=1)]
+                gpu.torch._streams.pop(rank)
+                works += [pg.recv(into, 1 - rank), pg.send(ones(pg, gpu), 1 - rank)]
+                gpu.cuda.capture(stream, True, rank)
+        gpu.cuda.capture(stream, False, rank)
+        with pytest.raises(RuntimeError, match="is being captured into a graph"):
+            await works[0]
+        await works[1]
+        await works[2]
+        assert into.values.tolist() == [1] * 3
+
+    with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
 
 

@@ -106,8 +106,18 @@ class _OneEnd(Operation):
         self._side = side
         self._staged = Staged(side.device, side.stream, [array], _BYTES)
         self._flying = self._by_nccl = self._open = False
-        self._marks = side.mark([array])
+        self._marks = ()
         self._enqueued = Enqueued(self.work, [array], result)
+
+    def _mark(self) -> bool:
+        """Mark where the caller's stream is; whether that is possible."""
+        try:
+            self._marks = self._side.mark([self.array])
+        except DeviceError as error:
+            self._side.broke(self, error)
+        except RuntimeError as error:  # after the call, which was in a block, a capture of the stream has begun
+            self.fail(error)
+        return not self.done
 
     def taken_marks(self) -> tuple[int, ...]:
         """Return where the caller's streams were at the call, for what begins after that."""
@@ -197,6 +207,8 @@ class DeviceSend(Outgoing, _OneEnd):
 
     def enter(self) -> None:
         """Announce it, and copy it to the host unless it may go by NCCL."""
+        if not self._mark():
+            return
         if not self._view.nbytes:
             super().enter()
             return
@@ -266,6 +278,8 @@ class DeviceRecv(Posted, _OneEnd):
 
     def enter(self) -> None:
         """Take a message that is waiting, or wait for one; its bytes as soon as there is memory for them."""
+        if not self._mark():
+            return
         self._open = self._side.messages.carries(self.array.nbytes)
         if not self._open:
             self.stage()
