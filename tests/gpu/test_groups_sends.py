@@ -588,6 +588,50 @@ async def test_once_a_rank_has_left_messages_are_staged(monkeypatch: pytest.Monk
         assert counted["pinned"]
 
 
+@pytest.mark.parametrize("end", ["abort", "shutdown"])
+async def test_nothing_begins_because_the_rest_of_its_batch_has_failed(
+    end: str, monkeypatch: pytest.MonkeyPatch, counts: Counts
+) -> None:
+    monkeypatch.setattr(matching, "PATIENCE", 1e6)
+    monkeypatch.setattr(communicator, "PARTING", 0.05)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        await begun(pg, gpu)
+        await pg.barrier()
+        if rank == 0:
+            counted.clear()
+        await pg.barrier()
+        tensors = [full(gpu, rank, 0) for _ in range(2)]
+        if rank == 1:
+            pg.batch([Send(tensors[0], 0), Recv(tensors[1], 0, tag=1)])
+            await pg.recv_object(0)
+            if end == "shutdown":
+                pg.timeout = 0.01
+                await pg.shutdown()
+        else:
+            work = pg.recv(tensors[0], 1)
+            side = pg._side
+            assert side is not None
+            await until(lambda: side.messages._matching._units)
+            await pg.send_object(None, 1)
+            if end == "abort":
+                pg.abort("enough")
+                with pytest.raises(GroupError, match="enough"):
+                    await work
+            else:
+                with pytest.raises(PeerLostError, match="needs rank 1, which has left"):
+                    await work
+                assert pg._member.cause is None
+        if end == "abort":
+            await pg.wait_revoked()
+
+    with gpus(2) as gpu:
+        counted = counts(gpu)
+        await run_ranks(2, body, gpu)
+        assert not counted["send"] + counted["recv"]
+
+
 async def test_ends_that_are_gone_do_not_begin() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()

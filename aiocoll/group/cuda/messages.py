@@ -21,7 +21,7 @@ from aiocoll.engine.mailbox import Posted
 from aiocoll.engine.membership import Membership
 from aiocoll.engine.operation import Announced, Operation
 from aiocoll.engine.outgoing import Outgoing
-from aiocoll.errors import PeerLostError
+from aiocoll.errors import GroupClosedError, PeerLostError
 from aiocoll.gpu.api import DeviceError
 from aiocoll.group.cuda.enqueued import Enqueued
 from aiocoll.group.cuda.on_device import side_of
@@ -154,14 +154,13 @@ class _OneEnd(Operation):
     def fail(self, error: BaseException) -> None:
         """End with `error`."""
         super().fail(error)
-        self._close()
         self._leave()
         if self._flying and self._by_nccl and isinstance(error, PeerLostError):
             # All that comes on the stream after it would wait for it.
             self.group.revoke(error)
 
     def _close(self) -> None:
-        """It does not go by NCCL, if rank 0 does not know otherwise."""
+        """It does not go by NCCL, though rank 0 may wait for it."""
         if self._open:
             self._open = False
             self._side.messages.without(self.batch)
@@ -321,6 +320,12 @@ class DeviceRecv(Posted, _OneEnd):
             self._end()
         else:
             self._flies(self._staged.copy_out(self.taken_marks(), (0,), self._copied))
+
+    def fail(self, error: BaseException) -> None:
+        """End with `error`; if this rank ends its part in the group, nothing begins because of it."""
+        super().fail(error)
+        if not isinstance(error, GroupClosedError):
+            self._close()
 
     def stage(self) -> None:
         """Receive it from the host."""

@@ -86,9 +86,10 @@ class NativeMessages:
             self._give_back([(src, self._side.member.rank, number) for src, number in self._matched])
 
     def without(self, batch: tuple[int, int]) -> None:
-        """A message that is part of a batch here goes another way."""
-        if batch[1] > 1 and not self._side.member.left:
-            self._tell(None, [Batch(self._side.member.rank, *batch)])
+        """A message that is part of a batch here goes another way; of a group that has failed, none goes any."""
+        member = self._side.member
+        if batch[1] > 1 and not member.left and member.cause is None:
+            self._tell(None, [Batch(member.rank, *batch)])
 
     def end(self) -> None:
         """The group has ended."""
