@@ -88,6 +88,31 @@ async def test_groups_with_ranks_in_common_do_not_wait_for_each_other(monkeypatc
         await run_ranks(3, body, gpu)
 
 
+async def test_jobs_that_number_the_same_devices_differently_do_not_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    take = Turns.take
+
+    def held(turns: Turns, call: Callable[[], None]) -> Turn:
+        """Let all first turns be taken before any second one is asked for."""
+
+        def later() -> None:
+            asyncio.get_running_loop().call_later(0.02, call)
+
+        return take(turns, later)
+
+    monkeypatch.setattr(Turns, "take", held)
+
+    async def body(pg: ProcessGroup, gpu: Gpus, devices: list[int]) -> None:
+        tensor = gpu.tensor(np.ones(3), devices[pg.rank()])
+        await pg.allreduce(tensor, timeout=1)
+        assert is_native(pg)
+        assert host(tensor).tolist() == [2] * 3
+
+    with gpus(2) as gpu:
+        await asyncio.gather(run_ranks(2, body, gpu, [0, 1]), run_ranks(2, body, gpu, [1, 0]))
+
+
 async def test_a_group_that_fails_lets_others_have_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of one group does not hear that its turn has come."""
     take, deaf = Turns.take, []

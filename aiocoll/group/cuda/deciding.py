@@ -5,8 +5,8 @@
     all ranks                                                                 <- the decision, before all calls
 
 To make a communicator blocks the launcher of a device until all ranks make it. Groups that have ranks in common must
-not make theirs in different orders, then: a device makes one at a time, and rank 0 asks for turns in the order of the
-ranks in the job, so that no two groups wait for each other.
+not make theirs in different orders, then: a device makes one at a time, and rank 0 asks for turns in the order of
+hosts and devices. That is the same for all groups, those of other jobs too, so that no two wait for each other.
 
 A rank that leaves before it had its turn is not waited for: the others do without NCCL. One that had it waits for the
 decision, since they may have begun to make the communicator.
@@ -65,7 +65,7 @@ class Deciding:
         #: As rank 0: what each rank has, and whose turns are still to be asked for, the next one last; and
         #: whose was asked for.
         self._cards: dict[int, Card] = {}
-        self._turns = sorted(range(len(member.ranks)), key=member.ranks.__getitem__, reverse=True)
+        self._turns: list[int] = []
         self._asked: int | None = None
         self._decision: Decision | None = None
 
@@ -149,9 +149,15 @@ class Deciding:
             self._conclude(_without(min(self._member.left)))
         elif self._decision.native:
             assert self._nccl is not None
+            self._turns = sorted(self._cards, key=self._place, reverse=True)
             self._device.run(self._nccl.unique_id).add_done_callback(self._named)
         else:
             self._conclude(self._decision)
+
+    def _place(self, rank: int) -> tuple[str, str]:
+        """Return where the device of a rank is."""
+        member = self._member
+        return member.endpoint.cards[member.ranks[rank]]["host"], self._cards[rank]["bus"]
 
     def _named(self, named: asyncio.Future[bytes]) -> None:
         if self._is_decided or named.cancelled():
