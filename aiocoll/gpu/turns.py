@@ -22,10 +22,12 @@ class Turns:
         """Call `call` in this loop when all turns taken before have ended; not if this one has, too."""
         turn = Turn(self, call)
         with self._lock:
-            self._row.append(turn)
-            is_first = len(self._row) == 1
-        if is_first:
-            turn.begin()
+            had_it = self._row[0] if self._row else None
+            # Whose loop was closed, as one that was interrupted, will not end it.
+            self._row = deque(each for each in (*self._row, turn) if not each.is_lost())
+            first = self._row[0]
+        if first is not had_it:
+            first.begin()
         return turn
 
     def end(self, turn: Turn) -> None:
@@ -54,6 +56,10 @@ class Turn:
             self._loop.call_soon_threadsafe(self._begun)
         except RuntimeError:  # the loop is closed, and its groups with it
             self.end()
+
+    def is_lost(self) -> bool:
+        """Whether nobody is left to end it."""
+        return self._loop.is_closed()
 
     def end(self) -> None:
         """Let the next one begin; idempotent."""

@@ -61,3 +61,24 @@ def test_the_turn_of_a_loop_that_is_closed_is_passed_on(waits: bool) -> None:
         await asyncio.wait_for(begun.wait(), 10)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_turn_of_a_loop_that_was_closed_is_over(others: int) -> None:
+    turns, begun = Turns(), []
+
+    async def leave_some() -> None:
+        for number in range(1 + others):
+            turns.take(partial(begun.append, number))
+        await asyncio.sleep(0)
+
+    async def main() -> None:
+        turn = turns.take(partial(begun.append, "next"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        turn.end()
+
+    asyncio.run(leave_some())
+    asyncio.run(main())
+    assert begun == [0, "next"]
+    assert not turns._row
