@@ -90,7 +90,10 @@ class PointToPoint(Launcher):
         _check_apart(ready)
         self._limit(0, timeout)
         self._check()
-        with self._batched(buffer.array for _, buffer in ready if type(buffer.array) is not _ndarray):
+        on_device = [buffer.array for _, buffer in ready if type(buffer.array) is not _ndarray]
+        for array in on_device:
+            self._messages(array)
+        with self._batched(on_device):
             return [
                 self._send_viewed(each.dst, each.tag, buffer, timeout)
                 if isinstance(each, Send)

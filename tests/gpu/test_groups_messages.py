@@ -331,3 +331,25 @@ async def test_a_group_that_ends_while_messages_are_copied(end: str) -> None:
 
     with gpus(2, "staged") as gpu:
         await run_ranks(2, body, gpu)
+
+
+@pytest.mark.parametrize("called", [False, True])
+async def test_a_batch_with_an_array_that_cannot_go_starts_nothing(called: bool) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        if called:
+            await pg.allreduce(gpu.tensor(np.ones(1), rank))
+        first = gpu.tensor(np.ones(1), rank)
+        with pytest.raises(ValueError, match="make a group for each device"):
+            pg.batch([Send(np.ones(1), 1 - rank), Send(first, 1 - rank), Send(gpu.tensor(np.ones(1), 2), 1 - rank)])
+        assert not pg._member.pending
+        stream = gpu.stream(rank)
+        gpu.cuda.capture(stream, True, rank)
+        with pytest.raises(RuntimeError, match="captured into a graph"):
+            pg.batch([Send(np.ones(1), 1 - rank), Recv(gpu.tensor(np.ones(1), rank), 1 - rank)])
+        gpu.cuda.capture(stream, False, rank)
+        assert not pg._member.pending
+        assert not pg._member.mailbox._sent
+
+    with gpus(3) as gpu:
+        await run_ranks(2, body, gpu)
