@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -135,12 +135,15 @@ class Device:
         self._check()
         return self._events.there(partial(self._mark, stream))
 
-    def after(self, stream: int, mark: int) -> None:
-        """Let what comes on `stream` come after `mark`, which is not to be used again; in the launcher."""
+    def after(self, marks: Sequence[int], *streams: int) -> None:
+        """Let what comes on streams come after `marks`, which are not to be used again; in the launcher."""
         try:
-            self.cuda.stream_wait(stream, mark)
+            for mark in marks:
+                for stream in streams:
+                    self.cuda.stream_wait(stream, mark)
         finally:
-            self._events.give(mark)
+            for mark in marks:
+                self._events.give(mark)
 
     def unmark(self, mark: int) -> None:
         """Give back a mark that is not needed."""

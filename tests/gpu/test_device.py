@@ -129,7 +129,7 @@ async def test_a_call_that_is_launched_later_comes_after_a_mark(cuda: FakeCuda, 
     second = cuda.gate(0)
 
     def call() -> None:
-        device.after(stream, mark)
+        device.after([mark], stream)
         cuda.kernel(stream, lambda: ran.append("call"))
 
     launched, ended = begin(device, stream, call, before=None)
@@ -146,15 +146,15 @@ async def test_a_call_that_is_launched_later_comes_after_a_mark(cuda: FakeCuda, 
     assert cuda.live()["events"] == events
 
 
-async def test_a_mark_that_cannot_be_waited_for_is_given_back(cuda: FakeCuda, device: Device) -> None:
+async def test_marks_that_cannot_be_waited_for_are_given_back(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     for _ in range(3):
-        mark = device.mark(0)
+        marks = [device.mark(0) for _ in range(2)]
         cuda.fail_next("stream_wait", "busy")
-        _, ended = begin(device, stream, partial(device.after, stream, mark), before=None)
+        _, ended = begin(device, stream, partial(device.after, marks, stream), before=None)
         with pytest.raises(DeviceError, match="busy"):
             await ended
-    assert cuda.live()["events"] <= 2
+    assert cuda.live()["events"] <= 3
 
 
 async def test_nothing_is_launched_behind_a_stream_that_is_captured(cuda: FakeCuda, device: Device) -> None:

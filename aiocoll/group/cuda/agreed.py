@@ -182,10 +182,7 @@ class Agreed(Compared):
         stream, marks = communicator.stream, self._marks
 
         def call() -> None:
-            for mark in marks:
-                for other in others:
-                    device.cuda.stream_wait(other, mark)
-                device.after(stream, mark)
+            device.after(marks, *others, stream)
             with communicator.in_use() as tools:
                 carry_out(calls, tools)
             for each in calls:

@@ -184,8 +184,7 @@ class NativeMessages:
         stream = communicator.stream
 
         def call() -> None:
-            for mark in marks:
-                device.after(stream, mark)
+            device.after(marks, stream)
             with communicator.in_use() as tools:
                 exchange(outgoing, incoming, tools)
             put_back([array for _, array in incoming], stream)

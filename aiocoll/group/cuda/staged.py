@@ -66,8 +66,7 @@ class Staged:
         device, stream = self._device, self._stream
 
         def call() -> None:
-            for mark in marks:
-                device.after(stream, mark)
+            device.after(marks, stream)
             self.allocate()
             for copy, original in self._pairs(positions):
                 device.cuda.copy_to_host(copy.ctypes.data, original.ptr, original.nbytes, stream)
@@ -79,8 +78,7 @@ class Staged:
         device, stream = self._device, self._stream
 
         def call() -> None:
-            for mark in marks:
-                device.after(stream, mark)
+            device.after(marks, stream)
             pairs = self._pairs(positions)
             for copy, original in pairs:
                 device.cuda.copy_to_device(original.ptr, copy.ctypes.data, original.nbytes, stream)
