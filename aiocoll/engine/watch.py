@@ -32,6 +32,8 @@ class Watch:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self.timer: asyncio.TimerHandle | None = None
+        #: When it goes off; uvloop's timers of less than a millisecond do not tell.
+        self._due = 0.0
         # Operations whose timeout is not the group's: these may expire before older ones.
         self._hurried: dict[Operation, None] = {}
 
@@ -55,10 +57,12 @@ class Watch:
 
     def _arm(self, delay: float) -> None:
         """Tick in `delay` seconds, if not sooner anyway."""
+        due = self._endpoint.runtime.time() + delay
         if self.timer is not None:
-            if delay >= REPORT_AFTER or self.timer.when() <= self._endpoint.runtime.time() + delay:
+            if delay >= REPORT_AFTER or self._due <= due:
                 return
             self.timer.cancel()
+        self._due = due
         self.timer = self._endpoint.runtime.call_later(delay, self._tick)
 
     def _tick(self) -> None:
