@@ -115,7 +115,8 @@ class Endpoint:
         if (cause := self._doomed.pop(group.id, None)) is not None:
             group.revoke(error_from(cause), tell=False)
         for rank, note in self.control.early(group.id):
-            group.heard_on_device(group.position[rank], note)
+            if rank in group.position:
+                group.heard_on_device(group.position[rank], note)
         for rank in self._departed.pop(group.id, ()):
             group.departed(rank)
         for channel, header, payload in self._orphans.pop(group.id, ()):

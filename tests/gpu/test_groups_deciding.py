@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveTimeoutError, GroupRevokedError, PeerLostError, ProcessGroup
+from aiocoll.engine.control import Control
 from aiocoll.engine.plan import EAGER_WINDOW
 from aiocoll.gpu.turns import Turn, Turns
 from aiocoll.group.cuda import communicator, deciding
@@ -297,6 +298,25 @@ async def test_a_rank_that_left_before_all_were_called() -> None:
         await run_ranks(3, body, gpu)
 
 
+async def test_turns_that_are_late_are_not_taken() -> None:
+    """It was decided without them, since another rank has left."""
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank, member = pg.rank(), pg._member
+        tensor = gpu.tensor(np.ones(1), rank)
+        await pg.allreduce(tensor)
+        await until(lambda: is_native(pg))
+        member.endpoint.control.tell(
+            1 - rank, {"t": "device", "g": member.id, **({"ready": True} if rank else {"turn": True})}
+        )
+        await pg.allreduce(tensor)
+        await pg.barrier()
+        assert not gpu.engine(rank).turns._row
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
 CARD = {"nccl": 22809, "why": "", "bus": "", "unfinished": False}
 
 
@@ -352,3 +372,17 @@ async def test_notes_that_make_no_sense_end_the_link(sender: int, note: dict[str
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
+
+
+async def test_notes_of_ranks_that_are_not_in_the_group_are_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    early = Control.early
+    note = {"t": "device", "ready": True}
+    monkeypatch.setattr(Control, "early", lambda control, identity: [*early(control, identity), (2, note)])
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        part = await pg.split_group([[0, 1], [2]])
+        assert part is not None
+        assert part._member._device_notes == ([(0, note)] if pg.rank() == 2 else [])
+
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu)

@@ -183,7 +183,7 @@ async def test_a_message_that_a_device_refuses(how: str, way: str) -> None:
             gpu.cuda.fail_next("event_record")
             with contextlib.suppress(GroupError):
                 if how == "call":
-                    works.append(pg.recv(ones(pg, gpu), 0))
+                    works.append(pg.send(ones(pg, gpu), 0))
                 elif how == "batch":
                     works.append(pg.batch([Recv(ones(pg, gpu), 0, tag) for tag in range(2)]))
                 else:

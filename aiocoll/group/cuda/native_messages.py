@@ -158,8 +158,7 @@ class NativeMessages:
     def _give_back(self, matches: Sequence[Sequence[int]]) -> None:
         """Receive messages from the host after all."""
         for src, _, number in matches:
-            if (receive := self._matched.pop((src, number), None)) is not None:
-                receive.stage()
+            self._matched.pop((src, number)).stage()
 
     def _begin(self, matches: Sequence[Sequence[int]]) -> None:
         """Put messages on the device; their other ends do so, too."""
