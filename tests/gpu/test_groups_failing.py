@@ -222,6 +222,26 @@ async def test_a_message_whose_stream_is_captured_before_its_block_ends() -> Non
 
 
 @both
+@pytest.mark.parametrize("key", [None, "key"])
+async def test_a_collective_whose_stream_is_captured_before_its_block_ends(key: str | None, way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        await allreduced(pg, gpu)
+        await pg.barrier()
+        stream, work = gpu.stream(rank), None
+        with contextlib.suppress(GroupError):
+            async with pg.coalescing():
+                work = pg.allreduce(ones(pg, gpu), key=key)
+                gpu.cuda.capture(stream, rank == 1, rank)
+        gpu.cuda.capture(stream, False, rank)
+        await fails(pg, work, "failed on rank 1, device 1: .* is being captured into a graph")
+        assert not pg._member.pending
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@both
 async def test_a_device_that_is_lost(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)

@@ -96,8 +96,8 @@ class Agreed(Compared):
         """Mark where the caller's streams are, and say what this rank calls."""
         try:
             self._marks = self._side.mark(self._arrays)
-        except DeviceError as error:
-            self._side.broke(self, error)
+        except (DeviceError, RuntimeError) as error:  # the latter if a capture of the stream has begun in a block
+            self._side.broken(error, self)
         else:
             super().enter()
 
