@@ -479,3 +479,21 @@ async def test_a_description_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
+
+
+@pytest.mark.parametrize("call", ["bus_id", "capability", "stream_create"])
+async def test_a_first_call_that_a_device_refuses_leaves_nothing(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: int) -> None:
+        raise DeviceError(call, "busy")
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(gpu.cuda, call, refused)
+            with pytest.raises(DeviceError, match=call):
+                pg.allreduce(ones(pg, gpu))
+        assert gpu.cuda.live()["streams"] == 0
+        assert not pg._member.on_revoked + pg._member.on_departed
+        await allreduced(pg, gpu)
+
+    with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)

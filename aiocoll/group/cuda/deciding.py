@@ -57,6 +57,7 @@ class Deciding:
         self._nccl = nccl
         self._number = number
         self._follow = follow
+        self._card = card(device.cuda, nccl, device.ordinal, why_no_nccl() or "")
         self._turn: Turn | None = None
         #: Ends when it is decided, or will not be; None before this rank has said that it has its turn.
         self._settled: asyncio.Future[None] | None = None
@@ -71,7 +72,7 @@ class Deciding:
 
     def start(self) -> None:
         """Say what this rank has."""
-        self._tell(0, {"card": card(self._device.cuda, self._nccl, self._device.ordinal, why_no_nccl() or "")})
+        self._tell(0, {"card": self._card})
 
     def heard(self, peer: int, note: dict[str, Any]) -> None:
         """Take a note of a rank.

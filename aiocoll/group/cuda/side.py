@@ -58,9 +58,12 @@ class DeviceSide:
         self.member = member
         self.device = device
         self.nccl = nccl
-        # In the loop, though it is CUDA's: the arrays of the call are on the device, so its context is there already.
-        self.stream = device.stream()
         self.float8 = reduces_float8(device.cuda, nccl, device.ordinal)
+        everyone = range(len(member.ranks))
+        self._deciding = Deciding(member, device, nccl, lambda: self.number(everyone), self._decided)
+        # In the loop, though it is CUDA's: the arrays of the call are on the device, so its context is there already.
+        # After all else that may fail: it has to be given back.
+        self.stream = device.stream()
         self.decision: Decision | None = None
         self.communicator: Communicator | None = None
         self._forced = forced
@@ -73,8 +76,6 @@ class DeviceSide:
         #: What begins those that have a number, and the next number.
         self._held: dict[int, Callable[[], None]] = {}
         self._next = 1
-        everyone = range(len(member.ranks))
-        self._deciding = Deciding(member, device, nccl, lambda: self.number(everyone), self._decided)
         member.on_revoked.append(self.end)
         member.on_departed.append(self._departed)
         self._is_over = False
