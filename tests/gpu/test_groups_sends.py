@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import re
 from collections import Counter
@@ -630,6 +631,35 @@ async def test_nothing_begins_because_the_rest_of_its_batch_has_failed(
         counted = counts(gpu)
         await run_ranks(2, body, gpu)
         assert not counted["send"] + counted["recv"]
+
+
+@pytest.mark.parametrize("captured", ["send", "recv"])
+async def test_a_block_does_not_wait_for_a_message_that_could_not_start(
+    captured: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matching, "PATIENCE", 1e6)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        await begun(pg, gpu)
+        await pg.barrier()
+        tensor = full(gpu, rank, 0)
+        if rank == 0:
+            await pg.recv(tensor, 1)
+        else:
+            stream = gpu.stream(rank)
+            with contextlib.suppress(RuntimeError):
+                async with pg.coalescing():
+                    lost = full(gpu, rank, 0)
+                    work = pg.send(lost, 0, tag=1) if captured == "send" else pg.recv(lost, 0, tag=1)
+                    gpu.torch._streams.pop(rank)
+                    pg.send(tensor, 0)
+                    gpu.cuda.capture(stream, True, rank)
+            gpu.cuda.capture(stream, False, rank)
+            assert isinstance(work.exception(), RuntimeError)
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
 
 
 async def test_ends_that_are_gone_do_not_begin() -> None:

@@ -116,7 +116,9 @@ class _OneEnd(Operation):
         except DeviceError as error:
             self._side.broke(self, error)
         except RuntimeError as error:  # after the call, which was in a block, a capture of the stream has begun
+            self._open = self._side.messages.carries(self.array.nbytes)
             self.fail(error)
+            self._close()
         return not self.done
 
     def taken_marks(self) -> tuple[int, ...]:
