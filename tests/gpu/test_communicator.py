@@ -177,3 +177,26 @@ async def test_who_no_longer_waits_for_the_order_of_a_stream() -> None:
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
+
+
+async def test_groups_that_end_at_once_do_not_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each rank comes to end another one of them first."""
+    parted = Communicator._parted
+
+    async def late(end: Communicator) -> bool:
+        is_first = end._group.rank == int(end._group.name.endswith("other"))
+        return await parted(end) and (is_first or await asyncio.sleep(0.05, True))
+
+    monkeypatch.setattr(Communicator, "_parted", late)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        groups = [await pg.split_group([[0, 1]], group_name=name) for name in ("one", "other")]
+        for each in groups:
+            assert each is not None
+            await allreduced(each, gpu)
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+    assert "has not ended" not in caplog.text

@@ -163,7 +163,8 @@ class Communicator:
         if end is not None:
             with contextlib.suppress(TimeoutError, DeviceError):
                 async with asyncio.timeout(PARTING):
-                    await self._device.run(end.destroy)
+                    # Not in the launcher: it waits for other ranks, whose launchers may be ending another group.
+                    await self._device.aside(end.destroy)
 
     async def _parted(self) -> bool:
         """Wait until all ranks are about to end it; whether they are."""
