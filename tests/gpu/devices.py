@@ -72,7 +72,7 @@ def begin(
 
     def ordered() -> None:
         if mark is not None:
-            device.after(stream, mark)
+            device.after((mark,), stream)
         call()
 
     return device.launch(stream, ordered, keep, done), ended
