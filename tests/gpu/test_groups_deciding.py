@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll import CollectiveTimeoutError, GroupRevokedError, PeerLostError, ProcessGroup
+from aiocoll import CollectiveTimeoutError, GroupError, GroupRevokedError, PeerLostError, ProcessGroup
 from aiocoll.engine.control import Control
 from aiocoll.engine.plan import EAGER_WINDOW
 from aiocoll.gpu.turns import Turn, Turns
@@ -372,6 +372,43 @@ async def test_notes_that_make_no_sense_end_the_link(sender: int, note: dict[str
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
+
+
+async def test_a_rank_that_fails_when_others_make_the_communicator_holds_none_of_them_up() -> None:
+    """Its group fails after it has said that it has its turn, and before it hears the decision."""
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        first, second = await pg.split_group([[0, 1, 2]]), await pg.split_group([[2, 1, 0]], group_name="second")
+        assert first is not None
+        assert second is not None
+        await pg.barrier()
+        work = first.allreduce(gpu.tensor(np.ones(1), rank))
+        if rank == 2:
+            deciding = first._side._deciding  # type: ignore[union-attr]
+            await until(lambda: deciding._settled is not None)
+            assert not deciding._is_decided
+            first.abort("enough")
+            # One by which nobody makes a communicator is no concern of it.
+            deciding.missed({"number": 1, "decision": Decision(False, "")})
+        with pytest.raises(GroupError, match="enough"):
+            await work
+        tensor = gpu.tensor(np.full(1, rank), rank)
+        await second.allreduce(tensor)
+        assert is_native(second)
+        assert host(tensor).tolist() == [3]
+
+    with gpus(3) as gpu:
+        begun = gpu.nccl.begin
+        inits: list[str] = []
+
+        def begin(call: str) -> None:
+            inits.extend([call] if call == "init" else [])
+            begun(call)
+
+        gpu.nccl.begin = begin  # type: ignore[method-assign]
+        await run_ranks(3, body, gpu)
+        assert len(inits) == 6
 
 
 async def test_notes_of_ranks_that_are_not_in_the_group_are_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:

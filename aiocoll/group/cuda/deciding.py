@@ -9,19 +9,20 @@ not make theirs in different orders, then: a device makes one at a time, and ran
 hosts and devices. That is the same for all groups, those of other jobs too, so that no two wait for each other.
 
 A rank that leaves before it had its turn is not waited for: the others do without NCCL. One that had it waits for the
-decision, since they may have begun to make the communicator.
+decision, since they may have begun to make the communicator; if the group fails meanwhile, it makes that all the same.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from operator import index
 from typing import Any
 
 from aiocoll.engine.control import DEVICE
 from aiocoll.engine.membership import Membership
-from aiocoll.gpu.api import Nccl
+from aiocoll.gpu.api import DeviceError, Nccl
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.provider import why_no_nccl
 from aiocoll.gpu.turns import Turn
@@ -98,6 +99,22 @@ class Deciding:
             if not decision.native:
                 self.made()
             self._follow(number, decision)
+
+    def missed(self, note: dict[str, Any]) -> None:
+        """Take a note after the group has failed here: others may make the communicator already, counting on this rank.
+
+        They would never come back from it; so it is made here, too, and aborted.
+        """
+        if "decision" in note and self._settled is not None:
+            decision = read_decision(note["decision"])
+            if decision.native:
+                self._device.aside(lambda: self._make_and_abort(decision.unique_id))
+
+    def _make_and_abort(self, unique_id: bytes) -> None:
+        assert self._nccl is not None
+        with contextlib.suppress(DeviceError):
+            self._device.cuda.use(self._device.ordinal)
+            self._nccl.init(len(self._member.ranks), unique_id, self._member.rank).abort()
 
     def departed(self, rank: int) -> None:
         """A rank has left, perhaps before it was decided."""

@@ -162,8 +162,8 @@ class DeviceSide:
     def _heard(self, peer: int, note: dict[str, Any]) -> None:
         """Take a note of another rank's device."""
         if self._is_over:
-            return
-        if "match" in note or "begin" in note:
+            self._deciding.missed(note)
+        elif "match" in note or "begin" in note:
             self.messages.heard(peer, note)
         else:
             self._deciding.heard(peer, note)
