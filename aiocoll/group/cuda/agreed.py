@@ -27,7 +27,7 @@ from aiocoll.engine.plan import Plan
 from aiocoll.errors import GroupError
 from aiocoll.gpu.api import DeviceError
 from aiocoll.group.cuda.enqueued import Enqueued
-from aiocoll.group.cuda.native import STAGED, Native, carry_out, way_of
+from aiocoll.group.cuda.native import STAGED, Native, Tools, carry_out, way_of
 from aiocoll.group.cuda.staged import Staged, put_back
 from aiocoll.group.fuse import ends
 from aiocoll.work import Work
@@ -177,23 +177,15 @@ class Agreed(Compared):
 
     def _launch(self, calls: Sequence[Native], others: Sequence[int] = ()) -> None:
         """Put calls on the communicator's stream; let what comes on `others` come after the caller's, too."""
-        device, communicator = self._side.device, self._side.communicator
-        assert communicator is not None
-        stream, marks = communicator.stream, self._marks
 
-        def call() -> None:
-            device.after(marks, *others, stream)
-            with communicator.in_use() as tools:
-                carry_out(calls, tools)
+        def put(tools: Tools) -> None:
+            carry_out(calls, tools)
             for each in calls:
-                put_back(each.arrays, stream)
+                put_back(each.arrays, tools.stream)
 
-        def done(error: DeviceError | None) -> None:
-            communicator.ended()
-            self._ended(error)
-
-        communicator.started()
-        self._flies(device.launch(stream, call, calls, done), last=True)
+        communicator = self._side.communicator
+        assert communicator is not None
+        self._flies(communicator.launch(self._marks, put, calls, self._ended, others), last=True)
 
     def _stage(self) -> None:
         """Copy the inputs to the host."""
@@ -230,7 +222,7 @@ class Agreed(Compared):
         if self.done:
             self._leave()
         elif error is not None:
-            self._side.broke(self, error)
+            self._side.broken(error, self)
         return not self.done
 
     def _flies(self, launched: Launched, last: bool = False) -> None:

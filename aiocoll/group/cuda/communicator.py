@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from math import inf
 
 from aiocoll.engine.membership import Membership
@@ -18,6 +18,7 @@ from aiocoll.engine.parcels import Post
 from aiocoll.errors import GroupError
 from aiocoll.gpu.api import DeviceError, Nccl, NcclCommunicator
 from aiocoll.gpu.device import Device
+from aiocoll.gpu.launcher import Launched
 from aiocoll.group.cuda.native import Tools
 from aiocoll.log import logger
 from aiocoll.work import Work
@@ -90,30 +91,42 @@ class Communicator:
 
         device.run(init).add_done_callback(self._begun)
 
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[Tools]:
-        """Return what carries out a call; for the launcher.
+    def launch(
+        self,
+        marks: Sequence[int],
+        put: Callable[[Tools], None],
+        keep: object,
+        done: Callable[[DeviceError | None], None],
+        others: Sequence[int] = (),
+    ) -> Launched:
+        """Put calls on its stream.
 
-        Raises:
-            DeviceError: it has been aborted, or there never was one.
+        Args:
+            marks: what they come after, and what comes on `others` does, too.
+            put: makes the calls; in the launcher.
+            keep: what has to live until they are done.
+            done: called when they are, with what went wrong; if there is no communicator any more, that.
+            others: streams.
         """
-        with self._calling:
-            end = self._end
-            if end is None or self._over:
-                raise self._failure or DeviceError("communicator", "it has been given up", fatal=False)
-            yield Tools(self._device.cuda, self._nccl, end, self._group.rank, self.stream)
 
-    # -- while something is in flight
+        def call() -> None:
+            self._device.after(marks, *others, self.stream)
+            with self._calling:
+                end = self._end
+                if end is None or self._over:
+                    raise self._failure or DeviceError("communicator", "it has been given up", fatal=False)
+                put(Tools(self._device.cuda, self._nccl, end, self._group.rank, self.stream))
 
-    def started(self) -> None:
-        """Something is in flight from now on."""
+        def ended(error: DeviceError | None) -> None:
+            self._in_flight -= 1
+            done(error)
+
         self._in_flight += 1
         if self._timer is None:
             self._timer = self._group.endpoint.runtime.call_later(ASK_EVERY, self._ask)
+        return self._device.launch(self.stream, call, keep, ended)
 
-    def ended(self) -> None:
-        """The device is done with it."""
-        self._in_flight -= 1
+    # -- while something is in flight
 
     def _ask(self) -> None:
         """Let the launcher ask whether something has failed on the way, unless it is busy with the last question."""

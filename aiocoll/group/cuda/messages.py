@@ -110,13 +110,13 @@ class _OneEnd(Operation):
         self._enqueued = Enqueued(self.work, [array], result)
 
     def _mark(self) -> bool:
-        """Mark where the caller's stream is; whether that is possible."""
+        """See which way it may go, and mark where the caller's stream is; whether that is possible."""
+        self._open = self._side.messages.carries(self.array.nbytes)
         try:
             self._marks = self._side.mark([self.array])
         except DeviceError as error:
-            self._side.broke(self, error)
+            self._side.broken(error, self)
         except RuntimeError as error:  # after the call, which was in a block, a capture of the stream has begun
-            self._open = self._side.messages.carries(self.array.nbytes)
             self.fail(error)
             self._close()
         return not self.done
@@ -177,7 +177,7 @@ class _OneEnd(Operation):
         if self.done:
             self._leave()
         elif error is not None:
-            self._side.broke(self, error)
+            self._side.broken(error, self)
         return not self.done
 
     def _leave(self) -> None:
@@ -213,7 +213,6 @@ class DeviceSend(Outgoing, _OneEnd):
         if not self._view.nbytes:
             super().enter()
             return
-        self._open = self._side.messages.carries(self._view.nbytes)
         number, size = self.batch if self._open else (0, 0)
         if not self._open:
             self._stage()
@@ -281,7 +280,6 @@ class DeviceRecv(Posted, _OneEnd):
         """Take a message that is waiting, or wait for one; its bytes as soon as there is memory for them."""
         if not self._mark():
             return
-        self._open = self._side.messages.carries(self.array.nbytes)
         if not self._open:
             self.stage()
         super().enter()

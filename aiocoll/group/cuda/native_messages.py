@@ -23,7 +23,7 @@ from aiocoll.engine.control import DEVICE
 from aiocoll.engine.plan import EAGER_WINDOW
 from aiocoll.gpu.api import DeviceError
 from aiocoll.group.cuda.matching import Batch, Match, Matching
-from aiocoll.group.cuda.native import exchange
+from aiocoll.group.cuda.native import Tools, exchange
 from aiocoll.group.cuda.staged import put_back
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class NativeMessages:
     def departed(self, rank: int) -> None:
         """A rank has left: if it is rank 0, receive what waits for it from the host."""
         if rank == 0:
-            self._give_back([(src, self._side.member.rank, number) for src, number in self._matched])
+            self._give_back([Match(src, self._side.member.rank, number) for src, number in self._matched])
 
     def without(self, batch: tuple[int, int]) -> None:
         """A message that is part of a batch here goes another way; of a group that has failed, none goes any."""
@@ -155,12 +155,12 @@ class NativeMessages:
 
     # -- carrying them out
 
-    def _give_back(self, matches: Sequence[Sequence[int]]) -> None:
+    def _give_back(self, matches: Sequence[Match]) -> None:
         """Receive messages from the host after all."""
         for src, _, number in matches:
             self._matched.pop((src, number)).stage()
 
-    def _begin(self, matches: Sequence[Sequence[int]]) -> None:
+    def _begin(self, matches: Sequence[Match]) -> None:
         """Put messages on the device; their other ends do so, too."""
         side, member = self._side, self._side.member
         rank = member.rank
@@ -178,22 +178,16 @@ class NativeMessages:
         outgoing = [(each.peer, each.array) for each in sends]
         incoming = [(each.source, each.array) for each in receives]
         marks = [mark for each in operations for mark in each.taken_marks()]
-        device, communicator = side.device, side.communicator
-        assert communicator is not None
-        stream = communicator.stream
 
-        def call() -> None:
-            device.after(marks, stream)
-            with communicator.in_use() as tools:
-                exchange(outgoing, incoming, tools)
-            put_back([array for _, array in incoming], stream)
+        def put(tools: Tools) -> None:
+            exchange(outgoing, incoming, tools)
+            put_back([array for _, array in incoming], tools.stream)
 
         def done(error: DeviceError | None) -> None:
-            communicator.ended()
             for each in operations:
                 each.landed(error)
 
-        communicator.started()
-        launched = device.launch(stream, call, operations, done)
+        assert side.communicator is not None
+        launched = side.communicator.launch(marks, put, operations, done)
         for each in operations:
             each.launched(launched)

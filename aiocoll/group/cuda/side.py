@@ -219,12 +219,8 @@ class DeviceSide:
             return f"NCCL has not made the communicator on device {self.device.ordinal}: restart the process"
         return f"device {self.device.ordinal} is not done with it, or with what was on the caller's stream before"
 
-    def broke(self, operation: Operation, error: DeviceError) -> None:
-        """The device has failed in `operation`."""
-        self.broken(error, operation)
-
     def broken(self, error: BaseException, operation: Operation | None = None) -> None:
-        """The device, or the communicator, has failed: so does the group."""
+        """The device, or the communicator, has failed, in `operation` perhaps: so does the group."""
         member = self.member
         work = None if operation is None else operation.work
         name = None if work is None else work.key or work.seq
