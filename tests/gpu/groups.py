@@ -62,6 +62,18 @@ class Gpus:
         """Let nothing end that comes on the current stream of a device until the gate is opened."""
         return self.cuda.gate(self.torch._streams.get(device, 0), device)
 
+    def calls(self) -> list[str]:
+        """Return the names of all calls of NCCL from now on, on all ranks."""
+        called: list[str] = []
+        begin = self.nccl.begin
+
+        def begun(call: str) -> None:
+            called.append(call)
+            begin(call)
+
+        self.nccl.begin = begun  # type: ignore[method-assign]
+        return called
+
     def engine(self, device: int) -> Device:
         """Return what the groups share."""
         return Device.of(self.cuda, device)
