@@ -79,6 +79,10 @@ class Control:
         """Return the control link to `rank`, if there is one."""
         return self._links.get(rank)
 
+    def dials(self, rank: int) -> bool:
+        """Whether a link to `rank`, as the next hub, is on its way."""
+        return rank in self._dialling
+
     def linked(self, rank: int) -> bool:
         """Whether there is a link to `rank`, or one on its way, or never will be."""
         return rank in self._links or rank in self._dialling or rank in self._gone

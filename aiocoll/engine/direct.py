@@ -54,7 +54,7 @@ class Direct:
         self.send(rank, {"t": "probe"})
 
     def _connect(self, rank: int) -> None:
-        if rank not in self._dialling:
+        if rank not in self._dialling and not self._endpoint.control.dials(rank):
             self._dialling.add(rank)
             self._endpoint.spawn(self._dial(rank), "aiocoll control")
 
