@@ -103,9 +103,9 @@ class Failures:
         """The program of this rank has caused it itself: nothing to tell."""
         self._known = cause
 
-    def looked(self, cause: BaseException) -> None:
-        """Somebody hears of it from another call."""
-        if (found := self._open.get(id(cause))) is not None:
+    def looked(self, error: BaseException) -> None:
+        """Somebody hears of its cause from another call."""
+        if (found := self._open.get(id(error.__cause__ or error))) is not None:
             found.looked()
 
     def of(self, error: BaseException) -> Unseen | None:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Protocol, Self, TypeVar
 
 from aiocoll.engine.completed import Completed, report
-from aiocoll.engine.diagnosis import cause_of, error_from
+from aiocoll.engine.diagnosis import failure_by
 from aiocoll.errors import AiocollError, GroupError, RendezvousError, StoreUnavailableError
 from aiocoll.group.launch import Timeout
 from aiocoll.group.objects import Objects
@@ -193,7 +193,7 @@ class Recovery(Objects):
             member.on_revoked.remove(stop)
         if member.cause is None:
             raise self._closed_error()
-        raise error_from(cause_of(member.cause), member.cause) from member.cause
+        raise failure_by(member.cause)
 
     @contextlib.asynccontextmanager
     async def _calling_off(self, seat: Seat, store: Store | None = None) -> AsyncIterator[None]:
