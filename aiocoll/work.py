@@ -294,8 +294,8 @@ class Work(Generic[T]):
     def _check_loop(self) -> None:
         if asyncio._get_running_loop() is not self._progress.loop:
             raise RuntimeError(
-                f"{self!r} belongs to another event loop: from another thread use work.wait(), or "
-                "asyncio.run_coroutine_threadsafe(work.join(), loop_of_the_group)"
+                f"{self!r} belongs to another event loop: from another thread use `work.wait()`, or "
+                "`asyncio.run_coroutine_threadsafe(work.join(), loop).result()` with the loop of its group"
             )
 
     def _look(self) -> None:
