@@ -151,7 +151,7 @@ async def test_a_thread_that_gave_up_is_forgotten() -> None:
         loop = asyncio.get_running_loop()
         work = pg.recv(np.zeros(1), 1 - pg.rank())
         for limit in (0, -1, 0.01, timedelta(milliseconds=1)):
-            with pytest.raises(TimeoutError, match=r"<Work RECV seq=None pending> has not ended within"):
+            with pytest.raises(TimeoutError, match=r"<Work RECV src=[01] tag=0 pending> has not ended within"):
                 await loop.run_in_executor(None, work.wait, limit)
         await pg.barrier()
         assert work._callbacks is None
