@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
-__all__ = ["BUDGET", "Runtime"]
+__all__ = ["BUDGET", "Runtime", "running_loop"]
 
 #: Longest time one callback moves or reduces data before it puts the rest off, in seconds: with what a last piece
 #: takes on top, no callback holds the loop for a millisecond.
@@ -88,6 +88,21 @@ class Runtime:
     def create_task(self, coro: Any, name: str) -> asyncio.Task[Any]:
         """Start a background task; the caller keeps the reference."""
         return self.loop.create_task(coro, name=name)
+
+
+def running_loop() -> asyncio.AbstractEventLoop:
+    """Return the asyncio event loop that runs here.
+
+    Raises:
+        RuntimeError: there is none, or the loop that runs is another library's.
+    """
+    loop = asyncio._get_running_loop()
+    if loop is None:
+        raise RuntimeError(
+            "no asyncio event loop runs here: aiocoll is called from coroutines that asyncio.run(main()), or uvloop, "
+            "runs. Trio and other libraries have loops of their own: there, start asyncio.run(main()) in a thread"
+        )
+    return loop
 
 
 #: All of this process. Asking at every call for the pid instead, a system call, took 6 % of a small collective.

@@ -103,6 +103,11 @@ class Failures:
         """The program of this rank has caused it itself: nothing to tell."""
         self._known = cause
 
+    def looked(self, error: BaseException) -> None:
+        """Somebody hears of its cause from another call."""
+        if (found := self._open.get(id(error.__cause__ or error))) is not None:
+            found.looked()
+
     def of(self, error: BaseException) -> Unseen | None:
         """Return where a failure by `error` belongs; None if it is no news."""
         cause = error.__cause__ or error

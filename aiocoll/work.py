@@ -70,6 +70,7 @@ class Work(Generic[T]):
         "_callbacks",
         "_code",
         "_done",
+        "_ends",
         "_exception",
         "_instruction",
         "_ordered",
@@ -88,6 +89,8 @@ class Work(Generic[T]):
 
     #: Of a call on a device: lets a stream wait for it. Others do not have it, so that it costs them nothing.
     _ordered: Callable[[int | None], Coroutine[Any, Any, T]] | None
+    #: Of a message alone: "src" or "dst", the other rank (None: any), and the tag.
+    _ends: tuple[str, int | None, int]
 
     def __init__(
         self, progress: Progress, op: str, seq: int | None, key: str | None, group: Any, depth: int = 2
@@ -119,8 +122,9 @@ class Work(Generic[T]):
 
     def __repr__(self) -> str:
         state = "pending" if not self._done else "done" if self._exception is None else "failed"
-        name = f" key={self.key!r}" if self.key is not None else ""
-        return f"<Work {self.op} seq={self.seq}{name} {state}>"
+        number = "" if self.seq is None else f" seq={self.seq}"
+        key = "" if self.key is None else f" key={self.key!r}"
+        return f"<Work {self.op}{number}{key}{self._other_end()} {state}>"
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self._done:
@@ -294,9 +298,17 @@ class Work(Generic[T]):
     def _check_loop(self) -> None:
         if asyncio._get_running_loop() is not self._progress.loop:
             raise RuntimeError(
-                f"{self!r} belongs to another event loop: from another thread use work.wait(), or "
-                "asyncio.run_coroutine_threadsafe(work.join(), loop_of_the_group)"
+                f"{self!r} belongs to another event loop: from another thread use `work.wait()`, or "
+                "`asyncio.run_coroutine_threadsafe(work.join(), loop).result()` with the loop of its group"
             )
+
+    def _other_end(self) -> str:
+        ends = getattr(self, "_ends", None)
+        if ends is None:
+            return ""
+        what, rank, tag = ends
+        rank = self._source if rank is None else rank
+        return f" {what}={'any' if rank is None else rank} tag={tag}"
 
     def _look(self) -> None:
         if self._unseen is not None:

@@ -1,7 +1,7 @@
-"""Modules that look like CuPy and torch on CUDA, over host memory; they refuse what the real ones refuse.
+"""Modules that look like CuPy and torch on CUDA, and an array like JAX's; they refuse what the real ones refuse.
 
-Put one into `sys.modules`. What they enqueue is done at once, or by `enqueue(stream, device, work)`; new memory is the
-host's, or comes from `allocate(nbytes, device)`.
+Put a module into `sys.modules`. What it enqueues is done at once, or by `enqueue(stream, device, work)`; new memory is
+the host's, or comes from `allocate(nbytes, device)`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,37 @@ class Module:
             yield
         finally:
             self._streams[device] = before
+
+
+class JaxArray:
+    """An array of JAX 0.10 on the CPU: read-only; of dtypes of ml_dtypes neither a buffer nor by DLPack."""
+
+    def __init__(self, source: Any) -> None:
+        self._host = np.array(source)
+        self._host.flags.writeable = False
+        self.dtype, self.shape = self._host.dtype, self._host.shape
+        self._foreign = self.dtype.type.__module__ == "ml_dtypes"
+
+    def __buffer__(self, flags: int) -> memoryview:  # which Python 3.12 looks for
+        if self._foreign:
+            raise BufferError(
+                f"INVALID_ARGUMENT: Buffers of type {self.dtype} are not supported by the buffer protocol."
+            )
+        return memoryview(self._host)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+    def __dlpack__(self, **options: Any) -> object:
+        if self._foreign:
+            raise RuntimeError(f"UNIMPLEMENTED: XLA type {self.dtype} has no DLPack equivalent")
+        return self._host.__dlpack__(**options)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self._host
+
+    def __array_namespace__(self) -> SimpleNamespace:
+        return SimpleNamespace(asarray=JaxArray)
 
 
 def _unreadable(*args: object, **kwargs: object) -> Any:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from aiocoll import CollectiveTimeoutError, GroupError, HashStore, ProcessGroup, TCPStore, new_group
+from aiocoll import CollectiveTimeoutError, FileStore, GroupError, HashStore, ProcessGroup, TCPStore, new_group
 from aiocoll.work import Work
 
 from .ranks import TRANSPORTS, options, run_ranks
@@ -149,7 +151,7 @@ async def test_a_thread_that_gave_up_is_forgotten() -> None:
         loop = asyncio.get_running_loop()
         work = pg.recv(np.zeros(1), 1 - pg.rank())
         for limit in (0, -1, 0.01, timedelta(milliseconds=1)):
-            with pytest.raises(TimeoutError, match=r"<Work RECV seq=None pending> has not ended within"):
+            with pytest.raises(TimeoutError, match=r"<Work RECV src=[01] tag=0 pending> has not ended within"):
                 await loop.run_in_executor(None, work.wait, limit)
         await pg.barrier()
         assert work._callbacks is None
@@ -301,3 +303,68 @@ def test_two_loops_in_two_threads_are_two_ranks(transport: str) -> None:
         expected = [6, 6, [6 + 4 * step for step in range(20)], [0, 1, 2, 3]]
         assert [each.result(30) for each in found] == [[expected] * 2] * 2
         first.run(store.aclose())
+
+
+def code_in(error: BaseException) -> list[str]:
+    """Return what an error message tells to write."""
+    return re.findall("`([^`]+)`", str(error))
+
+
+def test_what_a_call_from_another_thread_is_told_to_write_works() -> None:
+    with Loop() as elsewhere:
+        groups = elsewhere.run(pair())
+        other = elsewhere.run(calling(groups[1].allreduce, 2.0))
+        with pytest.raises(RuntimeError, match="'world:0' belongs to another event loop") as raised:
+            groups[0].allreduce(1.0)
+        define, call = code_in(raised.value)
+        names = {"asyncio": asyncio, "pg": groups[0], "x": 1.0, "loop": elsewhere.loop}
+        exec(define, names)
+        assert eval(call, names) == other.wait(30) == 3.0
+        elsewhere.run(close(groups))
+
+
+def test_what_an_await_in_another_loop_is_told_to_write_works() -> None:
+    async def waits(work: Work[Any]) -> Any:
+        return await work
+
+    with Loop() as elsewhere:
+        groups = elsewhere.run(pair())
+        works = [elsewhere.run(calling(pg.recv_object, 1 - pg.rank())) for pg in groups]
+        with pytest.raises(RuntimeError, match="belongs to another event loop") as raised:
+            asyncio.run(waits(works[0]))
+        for number, pg in enumerate(groups):
+            elsewhere.run(calling(pg.send_object, number, 1 - number))
+        for line in code_in(raised.value):
+            names = {"asyncio": asyncio, "work": works[0], "loop": elsewhere.loop}
+            assert eval(line, names) == 1
+        assert works[1].wait(30) == 0
+        elsewhere.run(close(groups))
+
+
+# -- loops of other libraries
+
+
+def _by_hand(main: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+    """Run a coroutine as a library with a loop of its own would."""
+    main().send(None)
+
+
+def _by_trio(main: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+    pytest.importorskip("trio").run(main)
+
+
+@pytest.mark.parametrize("run", [_by_hand, _by_trio])
+@pytest.mark.parametrize("what", ["group", "hash", "tcp", "file"])
+def test_a_loop_that_is_not_asyncios_is_told_of(what: str, run: Callable[[Any], None], tmp_path: Path) -> None:
+    async def main() -> None:
+        if what == "group":
+            await new_group(store=HashStore(), rank=0, world_size=1)
+        store = {
+            "hash": HashStore,
+            "tcp": lambda: TCPStore("127.0.0.1", 1),
+            "file": lambda: FileStore(tmp_path / "store"),
+        }[what]()
+        await store.get("key", timeout=0)
+
+    with pytest.raises(RuntimeError, match=r"no asyncio event loop runs here: .* asyncio\.run\(main\(\)\)"):
+        run(main)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll import CollectiveTimeoutError, GroupError, ProcessGroup, Recv, Send
+from aiocoll import CollectiveTimeoutError, GroupError, GroupOptions, ProcessGroup, Recv, Send, testing
 
 from .ranks import run_ranks
 
@@ -143,13 +143,13 @@ async def test_results_early_and_late() -> None:
         for early in (work.result, work.exception):
             with pytest.raises(asyncio.InvalidStateError, match="has not ended; await it"):
                 early()
-        assert repr(work) == "<Work RECV seq=None pending>"
+        assert repr(work) == f"<Work RECV src={peer} tag=0 pending>"
         await pg.send(np.ones(1), peer)
         await work
         assert (work.done(), work.is_completed(), work.is_success()) == (True, True, True)
         assert work.result() is tensor
         assert work.exception() is None
-        assert repr(work) == "<Work RECV seq=None done>"
+        assert repr(work) == f"<Work RECV src={peer} tag=0 done>"
         late = pg.recv(tensor, peer, timeout=0.01)
         with pytest.raises(CollectiveTimeoutError):
             await late
@@ -163,6 +163,43 @@ async def test_results_early_and_late() -> None:
         await keyed
 
     await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("debug", ["off", "detail"])
+async def test_a_message_says_where_it_goes_and_comes_from(debug: Any) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        peer = 1 - pg.rank()
+        works = [
+            pg.recv(np.zeros(1), peer, 7),
+            pg.recv_object(peer, 8),
+            pg.recv_anysource(np.zeros(1), 9),
+            pg.recv_object(tag=10),
+            pg.send(np.ones(1), peer, 7),
+            pg.send_object("x", peer, 8),
+        ]
+        assert list(map(repr, works[:4])) == [
+            f"<Work RECV src={peer} tag=7 pending>",
+            f"<Work RECV_OBJECT src={peer} tag=8 pending>",
+            "<Work RECV_ANYSOURCE src=any tag=9 pending>",
+            "<Work RECV_OBJECT src=any tag=10 pending>",
+        ]
+        await pg.batch([Send(np.ones(1), peer, 9), Recv(np.zeros(1), peer, 11), Send(np.ones(1), peer, 11)])
+        await pg.send_object("y", peer, 10)
+        await pg.drain()
+        assert list(map(repr, works[2:])) == [
+            f"<Work RECV_ANYSOURCE src={peer} tag=9 done>",
+            f"<Work RECV_OBJECT src={peer} tag=10 done>",
+            f"<Work SEND dst={peer} tag=7 done>",
+            f"<Work SEND_OBJECT dst={peer} tag=8 done>",
+        ]
+        async with pg.coalescing():
+            works = [pg.send(np.ones(1), peer, 3), pg.recv(np.zeros(1), peer, 3)]
+            assert list(map(repr, works)) == [
+                f"<Work SEND dst={peer} tag=3 pending>",
+                f"<Work RECV src={peer} tag=3 pending>",
+            ]
+
+    await testing.run_ranks(2, rank, options=GroupOptions(debug=debug))
 
 
 async def test_futures_coroutines_and_callbacks() -> None:

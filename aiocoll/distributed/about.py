@@ -21,6 +21,11 @@ __all__ = [
     "get_default_backend_for_device",
     "get_pg_count",
     "is_backend_available",
+    "is_gloo_available",
+    "is_mpi_available",
+    "is_nccl_available",
+    "is_ucc_available",
+    "is_xccl_available",
     "supports_complex",
 ]
 
@@ -73,6 +78,31 @@ def is_backend_available(backend: str) -> bool:
     except ValueError:
         return False
     return Backend.NCCL not in names or _has_nccl()
+
+
+def is_nccl_available() -> bool:
+    """Whether CUDA arrays can go by NCCL here; it loads CuPy."""
+    return is_backend_available(Backend.NCCL)
+
+
+def is_gloo_available() -> bool:
+    """Whether a backend was registered as "gloo": no other library's is there by itself."""
+    return is_backend_available("gloo")
+
+
+def is_mpi_available() -> bool:
+    """Whether a backend was registered as "mpi"."""
+    return is_backend_available("mpi")
+
+
+def is_ucc_available() -> bool:
+    """Whether a backend was registered as "ucc"."""
+    return is_backend_available("ucc")
+
+
+def is_xccl_available() -> bool:
+    """Whether a backend was registered as "xccl"."""
+    return is_backend_available("xccl")
 
 
 def supports_complex(reduceOp: ReduceOp) -> bool:

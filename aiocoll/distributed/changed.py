@@ -21,6 +21,8 @@ def changed(work: Work[Any], change: Callable[[Any], R]) -> Work[R]:
     """
     made: Work[R] = work.group._together(work.op, [work])
     made.seq, made.key = work.seq, work.key
+    if (ends := getattr(work, "_ends", None)) is not None:
+        made._ends = ends
 
     def end(_: Work[Any]) -> None:
         result, error = None, work._exception

@@ -248,7 +248,7 @@ def _import_array(obj: Any, name: str) -> npt.NDArray[Any]:
     """Return an ndarray on the memory of a foreign object."""
     try:
         memory = memoryview(obj)
-    except TypeError:
+    except (TypeError, BufferError):
         pass
     else:
         try:
@@ -264,8 +264,23 @@ def _import_array(obj: Any, name: str) -> npt.NDArray[Any]:
         try:
             return np.from_dlpack(obj)
         except (BufferError, RuntimeError, TypeError) as exc:
+            if hasattr(obj, "__array_namespace__") and hasattr(obj, "__array__"):
+                return _converted(obj, name)
             raise TypeError(f"{name}: NumPy cannot take this {type(obj).__name__} through DLPack: {exc}") from exc
     raise _not_an_array(obj, name)
+
+
+def _converted(obj: Any, name: str) -> npt.NDArray[Any]:
+    """Let an array convert itself: of the dtypes of ml_dtypes, such as bfloat16, NumPy knows in no other way.
+
+    It may be a copy, so it is read-only.
+    """
+    try:
+        array: npt.NDArray[Any] = np.asarray(obj).view()
+    except (BufferError, RuntimeError, TypeError) as exc:
+        raise TypeError(f"{name}: NumPy cannot take this {type(obj).__name__}: {exc}") from exc
+    array.flags.writeable = False
+    return array
 
 
 def _of_torch(torch: Any, tensor: Any, name: str, writable: bool) -> Buffer:

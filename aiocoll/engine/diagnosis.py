@@ -27,7 +27,7 @@ from aiocoll.log import logger
 if TYPE_CHECKING:
     from aiocoll.engine.membership import Membership
 
-__all__ = ["Diagnosis", "cause_of", "error_from"]
+__all__ = ["Diagnosis", "cause_of", "error_from", "failure_by"]
 
 #: Operations for which reports and answers are kept, the oldest ones first to go.
 KEPT = 256
@@ -326,12 +326,20 @@ def cause_of(error: GroupError) -> dict[str, Any]:
     }
 
 
-def error_from(cause: dict[str, Any], origin: BaseException | None = None) -> GroupError:
-    """Turn plain data back into an error of the same class; `origin` becomes its cause."""
+def failure_by(cause: GroupError) -> GroupError:
+    """Return the error of one of the works that `cause` ends: it says the same, and comes from what that comes from.
+
+    On the rank where a function of the user's has raised, that is what it has raised, with its traceback.
+    """
+    error = error_from(cause_of(cause))
+    error.__cause__ = cause.__cause__ or cause
+    return error
+
+
+def error_from(cause: dict[str, Any]) -> GroupError:
+    """Turn plain data back into an error of the same class."""
     kind = _CLASSES.get(cause["kind"], GroupError)
     fields = {"op": cause["op"], "seq": cause["seq"], "group": cause["group"], "ranks": cause["ranks"]}
     if kind is PeerLostError:
         fields["how"] = cause["how"]
-    error = kind(cause["text"], **fields)
-    error.__cause__ = origin
-    return error
+    return kind(cause["text"], **fields)

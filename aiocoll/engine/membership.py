@@ -11,7 +11,7 @@ from aiocoll.algorithms.machine import Tuning
 from aiocoll.engine.channel import Channel
 from aiocoll.engine.channels import channels
 from aiocoll.engine.control import UNREADABLE
-from aiocoll.engine.diagnosis import Diagnosis, cause_of, error_from
+from aiocoll.engine.diagnosis import Diagnosis, cause_of, failure_by
 from aiocoll.engine.disagreement import Disputes, called, mismatch
 from aiocoll.engine.mailbox import Mailbox
 from aiocoll.engine.operation import KEYED, P2P, Operation
@@ -273,7 +273,7 @@ class Membership:
         if tell:
             self.endpoint.control.flood({"t": "revoke", "g": self.id, "cause": cause_of(cause)}, self.ranks)
         for operation in list(self.pending):
-            operation.fail(error_from(cause_of(cause), cause))
+            operation.fail(failure_by(cause))
         self._drop_early()
         self._purge()
         self.mailbox.clear()

@@ -19,8 +19,8 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from types import FrameType
 
+from aiocoll.engine.blocked import place
 from aiocoll.log import logger
 from aiocoll.process import GONE, STOPPED, ProcessId, state
 
@@ -37,8 +37,6 @@ STOPPED_AFTER = 4.5
 BLOCKED_AFTER = 1.0
 #: Seconds for which the processes are looked at after the loop has asked for it, which it does once a second.
 ATTENTION = 2.5
-#: Frames named of a blocked loop: where it is, and who called.
-FRAMES = 3
 #: Bytes taken from a beacon at once: all that gather in an hour of not listening.
 GULP = 8192
 #: Seconds the end of the thread is waited for; it takes none, unless the host hangs.
@@ -224,7 +222,7 @@ class Sentinel:
                 "asyncio.to_thread keeps such work off the loop",
                 self._rank,
                 now - self._asked_at,
-                _place(sys._current_frames().get(self._watched_thread)),
+                place(sys._current_frames().get(self._watched_thread)),
             )
 
     def _give_sign(self) -> None:
@@ -251,12 +249,3 @@ class Sentinel:
 def _cpu_time() -> float:
     times = os.times()
     return times.user + times.system
-
-
-def _place(frame: FrameType | None) -> str:
-    """Name the innermost frames of a thread."""
-    places: list[str] = []
-    while frame is not None and len(places) < FRAMES:
-        places.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
-        frame = frame.f_back
-    return ", called from ".join(places) or "an unknown place"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from aiocoll.elements.ops import ReduceOp
-from aiocoll.engine.diagnosis import cause_of, error_from
+from aiocoll.engine.diagnosis import failure_by
 from aiocoll.engine.membership import Membership
 from aiocoll.engine.plan import Executor, Plan
 from aiocoll.engine.recorded import Hidden, Recorded
@@ -153,7 +153,7 @@ class Batch(Recorder):
     def _revoked(self) -> None:
         """The group has failed, or this rank has closed it."""
         cause = self._group._member.cause
-        self._recording.fail(self._group._closed_error() if cause is None else error_from(cause_of(cause), cause))
+        self._recording.fail(self._group._closed_error() if cause is None else failure_by(cause))
 
 
 class Coalescing(Collectives, Flushing):

@@ -101,7 +101,8 @@ class Launcher(Planner):
         if asyncio._get_running_loop() is not self._loop:
             raise RuntimeError(
                 f"group {self._member.name!r} belongs to another event loop (or there is none running here): from "
-                "another thread use asyncio.run_coroutine_threadsafe(coroutine, loop_of_the_group)"
+                "another thread let that loop make the call, `async def call(): return await pg.allreduce(x)`, by "
+                "`asyncio.run_coroutine_threadsafe(call(), loop).result()`"
             )
         self._runtime.thread = _thread()
 

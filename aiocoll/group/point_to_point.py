@@ -154,7 +154,9 @@ class PointToPoint(Launcher):
         _check_length(buffer.nbytes, "tensor")
         limit = self._limit(tag, timeout)
         make = self._messages(buffer.array).sending(dst, tag, buffer.dtype.code, buffer.result, limit)
-        return self._begin("SEND", make, limit, result=buffer.result, nbytes=buffer.nbytes, arrays=[buffer.array])
+        work = self._begin("SEND", make, limit, result=buffer.result, nbytes=buffer.nbytes, arrays=[buffer.array])
+        work._ends = "dst", dst, tag
+        return work
 
     def _send(
         self, op: str, dst: int, tag: int, data: memoryview, code: int, result: Any, timeout: Timeout
@@ -166,7 +168,9 @@ class PointToPoint(Launcher):
             identity = self._member.mailbox.next_id(tag)
             return Outgoing(self._member, identity, code, dst, data, result, work, limit)
 
-        return self._begin(op, make, limit, result=result, nbytes=data.nbytes)
+        work = self._begin(op, make, limit, result=result, nbytes=data.nbytes)
+        work._ends = "dst", dst, tag
+        return work
 
     def _recv(self, buffer: Buffer, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
         limit = self._limit(tag, timeout)
@@ -174,15 +178,18 @@ class PointToPoint(Launcher):
         op = "RECV" if src is not None else "RECV_ANYSOURCE"
         if type(array) is not _ndarray:
             receiving = self._messages(array).receiving(src, tag, code, shape, result, limit)
-            return self._begin(
+            work = self._begin(
                 op, receiving, limit, None, None, shape, result, buffer.writeback, buffer.nbytes, [array]
             )
-        data = byte_view(array)
+        else:
+            data = byte_view(array)
 
-        def make(_: int, work: Work[Any]) -> Posted:
-            return Posted(self._member, src, tag, data, code, shape, 0, result, work, limit)
+            def make(_: int, work: Work[Any]) -> Posted:
+                return Posted(self._member, src, tag, data, code, shape, 0, result, work, limit)
 
-        return self._begin(op, make, limit, None, None, shape, result, buffer.writeback, data.nbytes)
+            work = self._begin(op, make, limit, None, None, shape, result, buffer.writeback, data.nbytes)
+        work._ends = "src", src, tag
+        return work
 
     def _messages(self, array: Any) -> DeviceMessages:
         """Return what carries messages of CUDA arrays."""
@@ -197,7 +204,9 @@ class PointToPoint(Launcher):
             work._unwrap = lambda: loads(posted.view or b"", allow_pickle=self._options.allow_pickle)
             return posted
 
-        return self._begin("RECV_OBJECT", make, limit)
+        work = self._begin("RECV_OBJECT", make, limit)
+        work._ends = "src", src, tag
+        return work
 
     def _limit(self, tag: int, timeout: Timeout) -> float:
         _check_tag(tag)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from aiocoll.engine.completed import Completed, report
-from aiocoll.engine.diagnosis import cause_of, error_from
-from aiocoll.errors import GroupError, RendezvousError, StoreUnavailableError
+from aiocoll.engine.diagnosis import failure_by
+from aiocoll.errors import AiocollError, GroupError, RendezvousError, StoreUnavailableError
 from aiocoll.group.launch import Timeout
 from aiocoll.group.objects import Objects
 from aiocoll.meeting.growth import Seat
@@ -18,6 +18,12 @@ from aiocoll.options import GroupOptions, seconds
 from aiocoll.store import Store
 
 __all__ = ["Origin", "Recovery", "following"]
+
+T = TypeVar("T")
+
+#: Seconds in which the group learns of a death that the store, or a connection to come, was the first to miss
+#: (contract: 1 s).
+NEWS = 1.0
 
 
 class Origin(Protocol):
@@ -33,6 +39,9 @@ class Origin(Protocol):
         self, seat: Seat, limit: float, timeout: float, options: GroupOptions, store: Store | None = None
     ) -> Any:
         """Meet newcomers, within `limit` seconds, in a world of its own; in `store` if it is not where all met."""
+
+    async def call_off(self, seat: Seat, reason: str, store: Store | None = None) -> None:
+        """Tell newcomers that have a seat beside this one why nobody will meet them."""
 
     async def release(self) -> None:
         """A group is closed."""
@@ -139,13 +148,18 @@ class Recovery(Objects):
             RendezvousError: too few came, or not all could meet; this group is as before. Newcomers that came keep
                 waiting.
             StoreUnavailableError: the store where the ranks met is gone, so nobody can be found there.
-            GroupError: this group has failed; a newcomer with a seat waits for its own timeout then.
+            GroupError: this group has failed, before or meanwhile, as all ranks hear at once: `shrink` it, and let what
+                comes of it grow. Newcomers that have a seat by then raise `RendezvousError`, the others keep waiting.
         """
         if isinstance(n, bool) or not isinstance(n, int):
             raise TypeError(f"n must be an int, not {type(n).__name__}")
         if n < 1:
             raise ValueError(f"n={n}: give the number of newcomers, at least 1")
         limit = self._member.timeout if timeout is None else seconds(timeout, "timeout")
+        self._check()
+        return await self._unless_revoked(self._grow(n, limit))
+
+    async def _grow(self, n: int, limit: float) -> Self:
         asked = await self.allgather_object(n, timeout=limit)
         if len(set(asked)) > 1:
             raise ValueError(f"the ranks of group {self._member.name!r} called grow() with n={asked}: give the same n")
@@ -157,34 +171,60 @@ class Recovery(Objects):
         return await (self._invite(n, limit) if self._rank == 0 else self._invited())
 
     async def _meet_anew(self, seat: Seat, limit: float, timeout: float, store: Store | None = None) -> Self:
-        """Meet the newcomers, unless this group fails: a rank that has died will not come."""
-        self._check()
+        """Meet the newcomers."""
+        async with self._calling_off(seat, store):
+            self._check()
+            try:
+                group: Self = await self._origin.meet_anew(seat, limit, timeout, self._options, store)
+            except AiocollError as error:
+                if not isinstance(error.__cause__, TimeoutError):
+                    await self._runtime.sleep(NEWS)
+                raise
+        group._devices = self._devices
+        return group
+
+    async def _unless_revoked(self, doing: Coroutine[Any, Any, T]) -> T:
+        """Return what `doing` does; should this group fail or be closed meanwhile, end that and raise why."""
         member = self._member
-        meeting = self._loop.create_task(
-            self._origin.meet_anew(seat, limit, timeout, self._options, store), name=f"aiocoll growth of {member.name}"
-        )
+        task = self._loop.create_task(doing, name=f"aiocoll growth of {member.name}")
 
         def stop() -> None:
-            meeting.cancel()
+            if member.cause is not None:
+                self._failures.looked(member.cause)  # it is raised below
+            task.cancel()
 
         member.on_revoked.append(stop)
         try:
-            group: Self = await meeting
-            group._devices = self._devices
-            return group
+            return await task
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if member.cause is None or task is None or task.cancelling():
+            current = asyncio.current_task()
+            if current is None or current.cancelling() or not (self._closed or member.cause):
                 raise
-            raise error_from(cause_of(member.cause), member.cause) from member.cause
+        except GroupError:
+            if member.cause is None:
+                raise
         finally:
             member.on_revoked.remove(stop)
+        if member.cause is None:
+            raise self._closed_error()
+        raise failure_by(member.cause)
+
+    @contextlib.asynccontextmanager
+    async def _calling_off(self, seat: Seat, store: Store | None = None) -> AsyncIterator[None]:
+        """If this group fails in the block, newcomers that have a seat shall not wait for it."""
+        try:
+            yield
+        except BaseException:
+            if (cause := self._member.cause) is not None:
+                await self._origin.call_off(seat, f"the group that was to meet them has failed: {cause}", store)
+            raise
 
     async def _invite(self, n: int, limit: float) -> Seat:
         """As rank 0, wait for the newcomers, and tell the others what has come of it."""
         try:
             seat = await self._origin.invite(n, self._size, following(self._member.name), limit)
         except StoreUnavailableError as error:
+            await self._runtime.sleep(NEWS)
             text = (
                 f"group {self._member.name!r} cannot grow: the store where its ranks met is gone ({error}), so "
                 "newcomers do not find it. Start all ranks again, and host the store outside of them: a StoreServer of "
@@ -195,7 +235,8 @@ class Recovery(Objects):
         except BaseException as error:
             self._tell(f"group {self._member.name!r} did not grow: {str(error) or 'rank 0 was cancelled'}")
             raise
-        await self.broadcast_object({"seat": list(seat)}, 0)
+        async with self._calling_off(seat):
+            await self.broadcast_object({"seat": list(seat)}, 0)
         return seat
 
     def _tell(self, text: str, gone: bool = False) -> None:

@@ -10,7 +10,7 @@ from aiocoll.engine.lineage import Split
 from aiocoll.engine.membership import Membership
 from aiocoll.errors import GroupClosedError, StoreUnavailableError
 from aiocoll.group.launch import Timeout
-from aiocoll.group.recovery import Recovery
+from aiocoll.group.recovery import NEWS, Recovery
 from aiocoll.meeting.growth import Seat
 from aiocoll.meeting.merging import Party, find_seats
 from aiocoll.options import GroupOptions, seconds
@@ -118,10 +118,14 @@ class Subgroups(Recovery):
         member = self._member
         limit = member.timeout if timeout is None else seconds(timeout, "timeout")
         name = "merged" if group_name is None else group_name
+        self._check()
+        return await self._unless_revoked(self._merge(store, size, name, limit))
+
+    async def _merge(self, store: Store, size: int, name: str, limit: float) -> Self:
         asked = await self.allgather_object([size, name], timeout=limit)
         if any(each != asked[0] for each in asked):
             raise ValueError(
-                f"the ranks of group {member.name!r} called merge_remote_group() with [size, name]={asked}"
+                f"the ranks of group {self._member.name!r} called merge_remote_group() with [size, name]={asked}"
             )
         return await self._meet_anew(await self._merged_seat(store, size, name, limit), limit, limit, store)
 
@@ -133,12 +137,15 @@ class Subgroups(Recovery):
         try:
             seat = await find_seats(store, Party(min(member.ranks), member.name, 0, self._size, size), name, limit)
         except BaseException as error:
+            if isinstance(error, StoreUnavailableError):
+                await self._runtime.sleep(NEWS)
             self._tell(
                 f"group {member.name!r} was not merged: {str(error) or 'rank 0 was cancelled'}",
                 gone=isinstance(error, StoreUnavailableError),
             )
             raise
-        await self.broadcast_object({"seat": list(seat)}, 0)
+        async with self._calling_off(seat, store):
+            await self.broadcast_object({"seat": list(seat)}, 0)
         return seat
 
     async def shrink(self, exclude: Iterable[int] | None = None, *, assume_dead: Iterable[int] | None = None) -> Self:

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 import msgpack
 
 from aiocoll.errors import RendezvousError
+from aiocoll.store import Store
 from aiocoll.transport.base import Card
 
-__all__ = ["CALLED_OFF", "Book", "beside", "cores", "heed"]
+__all__ = ["CALLED_OFF", "Book", "beside", "call_off", "cores", "heed"]
 
 #: In the store, begins the reason why the ranks cannot meet; a job is hexadecimal, a card a msgpack map.
 CALLED_OFF = b"off:"
@@ -57,6 +58,11 @@ def _decoded(rank: int, data: bytes) -> Card:
     except (ValueError, TypeError, KeyError):
         pass
     raise RendezvousError(f"what rank {rank} published in the store is no address of a rank: {data[:64]!r}")
+
+
+async def call_off(place: Store, reason: str) -> None:
+    """Let the ranks that meet in `place` find the reason why they cannot, however far they have come."""
+    await place.multi_set(["job", "card/0", "tcp/0"], [CALLED_OFF + reason.encode()] * 3)
 
 
 def heed(data: bytes) -> None:

@@ -23,6 +23,8 @@ __all__ = ["Seat", "invite", "take_seat"]
 WAITING = "aiocoll/grow/waiting"
 TICKETS = "aiocoll/grow/tickets"
 EPOCHS = "aiocoll/grow/epochs"
+#: Seconds for the tickets to get back into the queue: who grows in vain hears so at once, also if the store is gone.
+GIVE_BACK = 1.0
 #: What stands in the seat of a newcomer that has given up.
 WITHDRAWN = b"withdrawn"
 
@@ -91,9 +93,10 @@ async def invite(store: Store, n: int, size: int, name: str, timeout: float) -> 
             else:
                 tickets.pop(0)
     except BaseException as error:
-        with contextlib.suppress(StoreError):
-            for ticket in tickets:
-                await store.queue_push(WAITING, str(ticket).encode())
+        with contextlib.suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(GIVE_BACK):
+                for ticket in tickets:
+                    await store.queue_push(WAITING, str(ticket).encode())
         if isinstance(error, StoreTimeoutError):
             raise RendezvousError(
                 f"{len(tickets)} of {n} newcomers came within {timeout:g} s: start the others with "

@@ -99,6 +99,9 @@ class World:
         """Make a group with others."""
         return World(seat.rank, seat.world_size, options).group(seat.name, timeout)
 
+    async def call_off(self, seat: Seat, reason: str, store: Store | None = None) -> None:
+        """Nobody waits."""
+
     async def release(self) -> None:
         """A group is closed."""
         self._members -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from aiocoll.engine.membership import Membership
 from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, StoreError, StoreUnavailableError
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.log import logger
-from aiocoll.meeting.cards import CALLED_OFF, Book, beside, cores, heed
+from aiocoll.meeting.cards import CALLED_OFF, Book, beside, call_off, cores, heed
 from aiocoll.meeting.growth import Seat, invite
 from aiocoll.meeting.place import Place
 from aiocoll.options import GroupOptions
@@ -33,7 +34,7 @@ __all__ = ["Home", "shared"]
 
 #: Seconds before a lost store is looked for again: long enough not to load the host, short beside any timeout.
 PAUSE = 0.05
-#: Seconds for the question who is missing, when the time to meet is over.
+#: Seconds for the question who is missing, when the time to meet is over, and for the word that nobody will come.
 LAST_LOOK = 1.0
 
 #: Homes by (loop, rendezvous, rank) and hubs by (loop, job): a second group finds what the first one made.
@@ -181,6 +182,13 @@ class Home:
             limit,
         )
         return await home.group(seat.name, timeout, options)
+
+    async def call_off(self, seat: Seat, reason: str, store: Store | None = None) -> None:
+        """Tell newcomers that have a seat beside this one why nobody will meet them; a store that is gone cannot."""
+        place = PrefixStore(f"{seat.prefix}/aiocoll/1", self._place.store if store is None else store)
+        with contextlib.suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(LAST_LOOK):
+                await call_off(place, reason)
 
     # -- meeting
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import operator
 import os
@@ -18,6 +17,7 @@ from aiocoll.meeting.growth import take_seat
 from aiocoll.meeting.place import Place
 from aiocoll.options import GroupOptions, job_key, seconds
 from aiocoll.rendezvous.home import Home, shared
+from aiocoll.runtime import running_loop
 from aiocoll.store import FileStore, Store, TCPStore
 from aiocoll.transport.address import parse_endpoint
 
@@ -105,7 +105,7 @@ class new_group:
         await self._pg.__aexit__(*exc)
 
     async def _make(self) -> ProcessGroup:
-        where = self._where
+        where, loop = self._where, running_loop()
         options = GroupOptions.resolve(self._given, os.environ)
         if (factory := factory_of(self._backend)) is not None:
             return await self._make_by(factory, options)
@@ -113,7 +113,7 @@ class new_group:
             return await self._join_group(options)
         if self._backend == Backend.FAKE:
             return self._make_fake(options)
-        identity = (id(asyncio.get_running_loop()), where.identity, where.rank)
+        identity = (id(loop), where.identity, where.rank)
         home = shared.get(identity)
         if home is None:
             home = shared[identity] = self._home(identity, options)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiocoll.errors import BackendUnavailableError, StoreError, StoreTimeoutError, StoreUnavailableError
 from aiocoll.handshake import job_id
-from aiocoll.runtime import Runtime
+from aiocoll.runtime import Runtime, running_loop
 from aiocoll.store.base import Store, timed_out
 from aiocoll.store.commands import COMMANDS, check_arguments
 from aiocoll.store.core import StoreCore
@@ -176,7 +176,7 @@ class _Poll:
     """The pauses of one wait: ever longer until the deadline, and a last look at the deadline itself."""
 
     def __init__(self, runtime: Runtime | None, timeout: float) -> None:
-        self._runtime = runtime or Runtime(asyncio.get_running_loop())
+        self._runtime = runtime or Runtime(running_loop())
         self._deadline = self._runtime.time() + timeout
         self._seconds = _FIRST_POLL
 

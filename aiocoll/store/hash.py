@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from aiocoll.errors import StoreUnavailableError
+from aiocoll.runtime import running_loop
 from aiocoll.store.base import Store, settled, timed_out
 from aiocoll.store.core import StoreCore, Waiter
 
@@ -38,7 +39,7 @@ class HashStore(Store):
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
         if self._closed:
             raise self._closed_error()
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Any] = running_loop().create_future()
         waiter = self._core.start(command, arguments, future.set_result)
         if waiter is None:
             return future.result()

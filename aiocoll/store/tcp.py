@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from aiocoll.errors import StoreUnavailableError
 from aiocoll.handshake import ConnKind, Identity, job_id
-from aiocoll.runtime import Runtime
+from aiocoll.runtime import Runtime, running_loop
 from aiocoll.store.address import describe, is_unix, resolve
 from aiocoll.store.base import Store
 from aiocoll.store.client import ClientLink, connect
@@ -122,7 +122,7 @@ class TCPStore(Store):
         return self._link
 
     async def _open(self) -> ClientLink:
-        runtime = self._runtime or Runtime(asyncio.get_running_loop())
+        runtime = self._runtime or Runtime(running_loop())
         deadline = runtime.time() + self.timeout
         link: ClientLink | None = None
         try:

@@ -252,8 +252,19 @@ async def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dist.is_backend_available("cpu:aio,cuda:nccl")
     with provide(object(), object()):  # type: ignore[arg-type]
         assert dist.is_backend_available("cpu:aio,cuda:nccl")
+        assert dist.is_nccl_available()
     with provide(object()):  # type: ignore[arg-type]
         assert not dist.is_backend_available("nccl")
+        assert not dist.is_nccl_available()
+
+
+@pytest.mark.parametrize("name", ["gloo", "mpi", "ucc", "xccl"])
+def test_backends_of_other_libraries_are_those_that_were_registered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_there = getattr(dist, f"is_{name}_available")
+    assert is_there() is False
+    monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, name])
+    monkeypatch.setitem(dist.Backend.backend_capability, name, ("cpu",))
+    assert is_there() is True
 
 
 async def test_debug_level() -> None:

@@ -116,6 +116,29 @@ async def recover(pg: aiocoll.ProcessGroup) -> Any:
             return [took, await check(grown)]
 
 
+async def lose_growing(pg: aiocoll.ProcessGroup) -> Any:
+    """Rank `VICTIM` dies while the group waits for newcomers; return when and how the others hear of it."""
+    growing = asyncio.ensure_future(pg.grow(1))
+    if pg.rank() == int(os.environ["VICTIM"]):
+        # Rank 0 has told all others how many are to come, and the others wait to hear where.
+        while not any(each.op == "BROADCAST_OBJECT" for each in pg.pending()) and pg.rank():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        for rank in {*range(pg.size())} - {pg.rank()}:
+            await pg.send_object("about to die", rank)
+        await all_others(pg)
+        os.kill(os.getpid(), signal.SIGKILL)
+    victim = int(os.environ["VICTIM"])
+    await pg.recv_object(victim)
+    await pg.send_object("waiting", victim)
+    start = time.perf_counter()
+    try:
+        await growing
+    except aiocoll.PeerLostError as error:
+        told = [time.perf_counter() - start, error.how, list(error.ranks)]
+    async with await pg.shrink() as small:
+        return [*told, await check(small)]
+
+
 async def replace(pg: aiocoll.ProcessGroup) -> Any:
     """Rank `VICTIM` is stopped and excluded, and a newcomer takes its place; return what each rank sees of it."""
     victim = int(os.environ["VICTIM"])
@@ -163,6 +186,7 @@ async def main() -> Any:
     what = {
         "every": every,
         "lose": lose,
+        "lose_growing": lose_growing,
         "leave": leave,
         "meet": meet,
         "recover": recover,

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: Seconds within which the ranks of a group must have made a new one (contract).
 SHRUNK = 2.0
+#: Seconds within which all others must have heard that a rank was killed (contract).
+LOST = 1.0
 
 
 @pytest.fixture
@@ -43,6 +45,29 @@ def test_the_others_go_on_and_another_takes_its_place(
         assert size == 4
         assert took <= SHRUNK
     assert not list(ranks.temporary.iterdir())
+
+
+@pytest.mark.parametrize(("victim", "transport"), [(0, "tcp"), (0, "shm"), (1, "unix"), (3, "tcp"), (3, "shm")])
+def test_a_death_while_newcomers_are_waited_for_ends_growth_on_all_ranks(
+    ranks: Ranks, store: dict[str, str], victim: int, transport: str
+) -> None:
+    env = {**store, "VICTIM": str(victim), "AIOCOLL_TRANSPORT": transport}
+    results = ranks("lose_growing", "env://", 4, numbers=False, env=env, killed=[victim])
+    for rank in {0, 1, 2, 3} - {victim}:
+        took, how, lost, size = results[rank]
+        assert (how, lost, size) == ("killed", [victim], 3)
+        assert took <= LOST
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_death_while_newcomers_are_waited_for_where_rank_0_hosts_the_store(
+    ranks: Ranks, port: int, victim: int
+) -> None:
+    results = ranks("lose_growing", f"tcp://127.0.0.1:{port}", 3, env={"VICTIM": str(victim)}, killed=[victim])
+    for rank in {0, 1, 2} - {victim}:
+        took, how, lost, size = results[rank]
+        assert (how, lost, size) == ("killed", [victim], 2)
+        assert took <= LOST
 
 
 def test_a_stopped_rank_that_was_replaced_learns_of_it_when_it_goes_on(ranks: Ranks, store: dict[str, str]) -> None:

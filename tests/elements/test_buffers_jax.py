@@ -1,0 +1,96 @@
+"""JAX arrays: what looks like one, and real ones where JAX is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import ReduceOp
+from aiocoll.elements import buffers
+from aiocoll.elements.buffers import view
+
+from ..lookalikes import JaxArray
+from ..ranks import run_ranks
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
+
+NARROW = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+PLAIN = ["bool", "int8", "int32", "uint16", "float16", "float32", "complex64"]
+
+
+def _memoryview(obj: Any) -> memoryview:
+    """Ask for a buffer as Python 3.12 does."""
+    return memoryview(obj.__buffer__(0) if isinstance(obj, JaxArray) else obj)
+
+
+def _like(_: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    monkeypatch.setattr(buffers, "memoryview", _memoryview, raising=False)
+    return JaxArray
+
+
+def _real(_: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    return pytest.importorskip("jax.numpy").asarray  # type: ignore[no-any-return]
+
+
+@pytest.fixture(params=[_like, _real], ids=["look-alike", "real"])
+def of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    """Make an array of JAX's from one of NumPy's."""
+    return request.param(request, monkeypatch)
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *NARROW])
+def test_a_new_array_is_the_result(name: str, of: Callable[[Any], Any]) -> None:
+    x = of(np.arange(6).reshape(2, 3).astype(name))
+    buffer = view(x)
+    assert (buffer.dtype.name, buffer.shape, buffer.count) == (name, (2, 3), 6)
+    buffer.array.view(name)[:] = np.ones(6, name)
+    result = buffer.finish()
+    assert type(result) is type(x)
+    assert (result.dtype, result.shape) == (np.dtype(name), (2, 3))
+    assert (np.asarray(result) == np.ones((2, 3), name)).all()
+    assert (np.asarray(x) == np.arange(6).reshape(2, 3).astype(name)).all()
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *NARROW])
+def test_what_is_only_read_is_not_copied(name: str, of: Callable[[Any], Any]) -> None:
+    x = of(np.arange(6).astype(name))
+    assert np.shares_memory(view(x, writable=False).array, np.asarray(x))
+
+
+@pytest.mark.parametrize("name", ["int4", "uint4", "float8_e4m3b11fnuz"])
+def test_dtypes_that_do_not_travel(name: str, of: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=f"x: dtype {name} is not supported; use one of bool, int8, "):
+        view(of(np.ones(3, name)), name="x")
+
+
+@pytest.mark.parametrize("transport", ["memory", "shm"])
+async def test_calls(transport: str, of: Callable[[Any], Any]) -> None:
+    async def rank(pg: Any) -> None:
+        mine = of(np.full(3, 2.0 ** pg.rank(), "bfloat16"))
+        total = await pg.allreduce(mine)
+        assert type(total) is type(mine)
+        assert np.asarray(total).tolist() == [7.0] * 3
+        assert np.asarray(mine).tolist() == [2.0 ** pg.rank()] * 3
+        assert np.asarray(await pg.allreduce(mine, ReduceOp.MAX)).tolist() == [4.0] * 3
+        assert np.asarray(await pg.broadcast(mine, 1)).tolist() == [2.0] * 3
+        gathered = await pg.allgather([of(np.zeros(3, "bfloat16")) for _ in range(3)], mine)
+        assert [np.asarray(each).tolist() for each in gathered] == [[2.0**rank] * 3 for rank in range(3)]
+        if pg.rank() == 0:
+            await pg.send(mine, 1)
+        elif pg.rank() == 1:
+            assert np.asarray(await pg.recv(mine, 0)).tolist() == [1.0] * 3
+
+    await run_ranks(3, rank, transport=transport)
+
+
+def test_an_array_that_does_not_convert_itself() -> None:
+    class Traced(JaxArray):
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+            raise TypeError("it was traced by jit")
+
+    with pytest.raises(TypeError, match="x: NumPy cannot take this Traced: it was traced by jit"):
+        view(Traced(np.ones(3, "bfloat16")), name="x")

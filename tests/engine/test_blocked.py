@@ -1,0 +1,102 @@
+"""What is named of a thread that is blocked: where it is, and the user's lines that led there."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import importlib
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from aiocoll.engine import sentinel
+from aiocoll.engine.blocked import place
+from aiocoll.engine.sentinel import Sentinel
+
+
+def frame_in(function: Callable[[Any], object]) -> FrameType:
+    """Return the frame of `function` itself, which calls its argument."""
+    found: list[FrameType] = []
+    function(lambda *_: found.append(sys._getframe(1)))
+    return found[0]
+
+
+def line_of(text: str) -> int:
+    """Return the line of this file that has `text`, and no other."""
+    (line,) = (n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip() == text)
+    return line
+
+
+def test_lines_of_the_users_follow_where_the_thread_is() -> None:
+    def outer(look: Any) -> None:
+        inner(look)
+
+    def inner(look: Any) -> None:
+        look()
+
+    first, second, third = place(frame_in(outer)).split(", called from ")
+    assert first == f"{__file__}:{line_of('look()')} in inner"
+    assert second == f"{__file__}:{line_of('inner(look)')} in outer"
+    assert third.endswith(" in frame_in")
+
+
+def test_an_import_names_the_line_that_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the two are the frames of importlib, five of them."""
+    module = "import sys\nfrom aiocoll.engine.blocked import place\ntold = place(sys._getframe(0))\n"
+    (tmp_path / "slow_to_load.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def load() -> Any:
+        import slow_to_load
+
+        return slow_to_load
+
+    try:
+        told = load().told
+    finally:
+        sys.modules.pop("slow_to_load", None)
+        importlib.invalidate_caches()
+    first, second, _ = told.split(", called from ")
+    assert first == f"{tmp_path / 'slow_to_load.py'}:3 in <module>"
+    assert second == f"{__file__}:{line_of('import slow_to_load')} in load"
+
+
+def test_a_program_that_was_installed_names_what_there_is(tmp_path: Path) -> None:
+    source = "def run(look):\n    look()\n"
+    scope: dict[str, Any] = {}
+    exec(compile(source, str(tmp_path / "site-packages" / "theirs.py"), "exec"), scope)
+    frame = frame_in(scope["run"])
+    first, second, _ = place(frame).split(", called from ")
+    assert first == f"{tmp_path / 'site-packages' / 'theirs.py'}:2 in run"
+    assert second.endswith(" in frame_in")
+
+
+def test_no_frame_is_an_unknown_place() -> None:
+    assert place(None) == "an unknown place"
+
+
+async def test_the_warning_has_the_users_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loop waits three calls deep in the standard library."""
+    for name in ("ROUND", "BLOCKED_AFTER"):
+        monkeypatch.setattr(sentinel, name, getattr(sentinel, name) / 20)
+    watch = Sentinel(3, asyncio.get_running_loop(), time.perf_counter, lambda *_: None, lambda *_: None)
+    watch.start()
+    try:
+        with caplog.at_level(logging.WARNING, logger="aiocoll"):
+            concurrent.futures.wait([concurrent.futures.Future()], timeout=5 * sentinel.BLOCKED_AFTER)
+            await asyncio.sleep(0)
+    finally:
+        watch.stop()
+    (text,) = [each.getMessage() for each in caplog.records if "has been blocked" in each.getMessage()]
+    waiting = "concurrent.futures.wait([concurrent.futures.Future()], timeout=5 * sentinel.BLOCKED_AFTER)"
+    where = f"{__file__}:{line_of(waiting)} in test_the_warning_has_the_users_line"
+    assert "threading.py:" in text
+    assert f"in wait, called from {where}" in text

@@ -1,0 +1,235 @@
+"""A group that fails while it grows: `grow` fails with it, on all ranks at once, and newcomers hear of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+import pytest
+
+from aiocoll import (
+    GroupClosedError,
+    GroupError,
+    HashStore,
+    PeerLostError,
+    ProcessGroup,
+    RendezvousError,
+    StoreUnavailableError,
+    TCPStore,
+    new_group,
+)
+from aiocoll.meeting.growth import take_seat
+from aiocoll.store import Store, StoreServer
+
+from ..ranks import TRANSPORTS, options, until
+
+
+async def on_ranks(where: dict[str, Any], world_size: int, then: Any, *others: Awaitable[Any]) -> list[Any]:
+    """Run `then` on each rank, and `others` beside them; return all results."""
+
+    async def rank(number: int) -> Any:
+        async with new_group(rank=number, world_size=world_size, **where) as pg:
+            return await then(pg)
+
+    async with asyncio.timeout(30):
+        return await asyncio.gather(*map(rank, range(world_size)), *others)
+
+
+def asks_for_newcomers(store: HashStore) -> bool:
+    """Whether rank 0 waits for another one."""
+    return any(waiter.command == "queue_pop" for waiter in store._waits.values())
+
+
+async def growth(pg: ProcessGroup, n: int) -> tuple[type[GroupError], str]:
+    """Let the group grow in vain, with no limit; return why it failed."""
+    with pytest.raises(GroupError) as raised:
+        await pg.grow(n, timeout=float("inf"))
+    return type(raised.value), str(raised.value)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+async def test_a_group_that_fails_before_newcomers_have_come(world_size: int, transport: str) -> None:
+    store = HashStore()
+
+    async def rank(pg: ProcessGroup) -> Any:
+        growing = asyncio.ensure_future(growth(pg, 1))
+        if pg.rank() == pg.size() - 1:
+            await until(lambda: asks_for_newcomers(store))
+            pg.abort("on purpose")
+        failure = await growing
+        async with await pg.shrink() as again:
+            assert await again.allreduce(1) == world_size
+        return failure
+
+    told = f"group 'world:0' was aborted by rank {world_size - 1}: on purpose"
+    results = await on_ranks({"store": store, "options": options(transport)}, world_size, rank)
+    assert results == [(GroupError, told)] * world_size
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+async def test_a_death_while_newcomers_are_waited_for(victim: int) -> None:
+    """The others go on, and the newcomer that had come waits for that."""
+    store = HashStore()
+    where = {"store": store, "options": options("unix")}
+
+    async def rank(pg: ProcessGroup) -> Any:
+        growing = asyncio.ensure_future(growth(pg, 2))
+        await until(lambda: asks_for_newcomers(store))
+        if pg.rank() == (victim + 1) % 3:
+            pg._member.endpoint.died(victim, "its process is gone")
+        failure = await growing
+        if pg.rank() == victim:
+            return None
+        async with await pg.shrink() as small, await small.grow(1) as grown:
+            assert await grown.allgather_object(grown.rank()) == [0, 1, 2]
+        return failure
+
+    async def newcomer() -> Any:
+        async with new_group(join=True, **where) as pg:  # type: ignore[arg-type]
+            return await pg.allgather_object(pg.rank())
+
+    results = await on_ranks(where, 3, rank, newcomer())
+    told = PeerLostError, f"rank {victim} of group 'world:0' is gone: its process is gone"
+    assert results == [*(None if number == victim else told for number in range(3)), [0, 1, 2]]
+
+
+class Late(HashStore):
+    """A store at which a newcomer that has its seat does not go on yet."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.seated = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self._of_all = store
+
+    async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
+        if command == "compare_set" and arguments[0].endswith("aiocoll/world_size"):
+            self.seated.set()
+            await self.go_on.wait()
+        return await self._of_all._call(command, arguments)
+
+    async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
+        return await self._of_all._wait(command, arguments, timeout)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+async def test_a_group_that_fails_while_newcomers_are_met(world_size: int, transport: str) -> None:
+    store = HashStore()
+    where = {"store": store, "options": options(transport)}
+    late = Late(store)
+
+    async def rank(pg: ProcessGroup) -> Any:
+        growing = asyncio.ensure_future(growth(pg, 1))
+        await late.seated.wait()
+        if pg.rank() == pg.size() - 1:
+            pg.abort("on purpose")
+        failure = await growing
+        late.go_on.set()
+        return failure
+
+    async def newcomer() -> None:
+        why = "the group that was to meet them has failed: .* was aborted by rank .*: on purpose"
+        with pytest.raises(RendezvousError, match=why):
+            await new_group(join=True, timeout=float("inf"), **{**where, "store": late})  # type: ignore[arg-type]
+
+    results = await on_ranks(where, world_size, rank, newcomer())
+    told = f"group 'world:0' was aborted by rank {world_size - 1}: on purpose"
+    assert results == [*[(GroupError, told)] * world_size, None]
+
+
+async def test_a_group_that_fails_while_its_seats_are_given_out() -> None:
+    """Rank 0 has found the newcomer, but cannot tell the others any more where all meet."""
+    store = HashStore()
+
+    async def rank(pg: ProcessGroup) -> Any:
+        seat = asyncio.ensure_future(take_seat(store, 30))
+        seat.add_done_callback(lambda _: pg.abort("on purpose"))
+        failure = await growth(pg, 1)
+        assert (await store.get(f"{(await seat).prefix}/aiocoll/1/job")).startswith(b"off:")
+        return failure
+
+    assert await on_ranks({"store": store}, 1, rank) == [
+        (GroupError, "group 'world:0' was aborted by rank 0: on purpose")
+    ]
+
+
+async def test_a_death_that_the_store_tells_of_first() -> None:
+    """The process that has died hosted the store: rank 0 misses that before it hears whose it was."""
+    server = StoreServer(key=None)
+    host, port = server.start()
+    stores = [TCPStore(host, port) for _ in range(2)]
+    began = asyncio.Event()
+
+    async def rank(number: int) -> Any:
+        async with new_group(store=stores[number], rank=number, world_size=2, options=options("unix")) as pg:
+            growing = asyncio.ensure_future(growth(pg, 1))
+            if number == 0:
+                await until(lambda: any("growth" in task.get_name() for task in asyncio.all_tasks()))
+                began.set()
+            else:
+                await began.wait()
+                await server.aclose()
+                await asyncio.sleep(0.01)
+                pg.abort("its process has ended")
+            return await growing
+
+    try:
+        async with asyncio.timeout(30):
+            results = await asyncio.gather(rank(0), rank(1))
+    finally:
+        for store in stores:
+            await store.aclose()
+        await server.aclose()
+    assert results == [(GroupError, "group 'world:0' was aborted by rank 1: its process has ended")] * 2
+
+
+async def test_a_group_that_is_closed_while_it_grows() -> None:
+    async def rank(pg: ProcessGroup) -> Any:
+        growing = asyncio.ensure_future(growth(pg, 1))
+        await until(lambda: any("growth" in task.get_name() for task in asyncio.all_tasks()))
+        await pg.shutdown()
+        return (await growing)[0]
+
+    assert await on_ranks({"store": HashStore()}, 1, rank) == [GroupClosedError]
+
+
+async def test_growth_that_is_cancelled_ends_and_leaves_the_group() -> None:
+    async def rank(pg: ProcessGroup) -> Any:
+        growing = asyncio.ensure_future(pg.grow(1))
+        await until(lambda: any("growth" in task.get_name() for task in asyncio.all_tasks()))
+        growing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await growing
+        return await pg.allreduce(1)
+
+    assert await on_ranks({"store": HashStore()}, 1, rank) == [1]
+
+
+async def test_a_merger_fails_with_its_group() -> None:
+    store = HashStore()
+
+    async def rank(pg: ProcessGroup) -> Any:
+        merging = asyncio.ensure_future(pg.merge_remote_group(store, 4, timeout=float("inf")))
+        if pg.rank() == 1:
+            await until(lambda: store._waits)  # rank 0 waits for the other groups
+            pg.abort("on purpose")
+        with pytest.raises(GroupError, match="was aborted by rank 1: on purpose"):
+            await merging
+
+    await on_ranks({"store": store}, 2, rank)
+
+
+async def test_a_store_that_is_gone_is_told_of_where_nobody_has_died() -> None:
+    server = StoreServer(key=None)
+    async with TCPStore(*server.start()) as store:
+
+        async def rank(pg: ProcessGroup) -> None:
+            await server.aclose()
+            with pytest.raises(StoreUnavailableError, match="cannot grow: the store where its ranks met is gone"):
+                await pg.grow(1)
+            assert await pg.allreduce(1) == 1
+
+        await on_ranks({"store": store}, 1, rank)

@@ -1,0 +1,119 @@
+"""A custom op that raises: its traceback is there on the rank where it did, its text on the others."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupError, GroupRevokedError, ProcessGroup, ReduceOp
+
+from ..ranks import TRANSPORTS, run_ranks
+
+#: As large as one step, as many steps, and as a lane of shared memory take.
+COUNTS = (1, 1000, 400_003)
+
+
+class Broken(Exception):
+    """What the function of the user's raises."""
+
+
+class Op:
+    """An op that raises, and what it has raised."""
+
+    def __init__(self) -> None:
+        self.raised: Exception | None = None
+        self.op = ReduceOp.custom(self.function, name="broken")
+
+    def function(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+        try:
+            raise Broken("no such case")
+        except Broken as error:
+            self.raised = self.raised or error
+            raise
+
+    def check(self, pg: ProcessGroup, error: GroupError) -> None:
+        """See that `error` is what a user needs to find the line."""
+        assert "its reduce function raised Broken: no such case" in str(error)
+        if error.ranks != (pg.rank(),):
+            assert not isinstance(error.__cause__, Broken)
+            return
+        assert error.__cause__ is self.raised
+        last = traceback.extract_tb(error.__cause__.__traceback__)[-1]
+        assert (last.filename, last.line) == (__file__, 'raise Broken("no such case")')
+
+
+async def failure(call: Awaitable[Any]) -> GroupError:
+    with pytest.raises(GroupError) as raised:
+        await call
+    error = raised.value
+    # On a rank that had nothing to do for it, perhaps the next call.
+    return error.__cause__ if isinstance(error, GroupRevokedError) else error  # type: ignore[return-value]
+
+
+CALLS: dict[str, Callable[[ProcessGroup, ReduceOp, int], Awaitable[Any]]] = {
+    "allreduce": lambda pg, op, count: pg.allreduce(np.ones(count), op),
+    "keyed": lambda pg, op, count: pg.allreduce(np.ones(count), op, key="k"),
+    "reduce_scatter": lambda pg, op, count: pg.reduce_scatter(np.ones(count), [np.ones(count)] * pg.size(), op),
+    "coalesced": lambda pg, op, count: pg.allreduce_coalesced([np.ones(count), np.ones(3)], op),
+}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+@pytest.mark.parametrize("kind", CALLS)
+async def test_the_line_is_in_the_traceback(kind: str, world_size: int, transport: str) -> None:
+    async def rank(pg: ProcessGroup, count: int) -> bool:
+        op = Op()
+        error = await failure(CALLS[kind](pg, op.op, count))
+        op.check(pg, error)
+        return error.ranks == (pg.rank(),)
+
+    for count in COUNTS:
+        culprits = await run_ranks(world_size, rank, count, transport=transport)
+        assert any(culprits)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_the_line_is_in_the_traceback_of_a_block(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> bool:
+        op = Op()
+
+        async def block() -> None:
+            async with pg.coalescing():
+                pg.allreduce(np.ones(3), op.op)
+                pg.allreduce(np.ones(5), op.op)
+
+        error = await failure(block())
+        op.check(pg, error)
+        return error.ranks == (pg.rank(),)
+
+    assert any(await run_ranks(3, rank, transport=transport))
+
+
+async def test_other_works_that_fail_with_it_and_later_calls_have_it_too() -> None:
+    async def rank(pg: ProcessGroup) -> bool:
+        op = Op()
+        other = asyncio.ensure_future(failure(pg.recv_object()))
+        error = await failure(pg.allreduce(np.ones(3), op.op))
+        op.check(pg, error)
+        op.check(pg, await other)
+        with pytest.raises(GroupRevokedError) as raised:
+            pg.barrier()
+        op.check(pg, raised.value.__cause__)  # type: ignore[arg-type]
+        return error.ranks == (pg.rank(),)
+
+    assert any(await run_ranks(3, rank))
+
+
+async def test_a_rank_alone() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        op = Op()
+        assert await pg.allreduce(1.0, op.op) == 1.0  # there is nothing to reduce
+        assert op.raised is None
+
+    await run_ranks(1, rank)
