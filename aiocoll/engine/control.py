@@ -249,7 +249,7 @@ class Control:
             elif not endpoint.has_left(note["g"]):
                 self._early.setdefault(note["g"], []).append((peer, note))
         elif kind == "shrink":
-            endpoint.agreement(note["g"], note["ranks"]).heard(peer, note)
+            endpoint.agreement(note["g"], note["n"], note["ranks"]).heard(peer, note)
         elif (group := endpoint.groups.get(note["g"])) is not None:
             group.diagnosis.heard(group.position[peer], note)
         elif (last := stranger(endpoint, peer, note)) is not None and kind == "query":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.completed import combine
 from aiocoll.engine.control import Note
@@ -13,15 +13,20 @@ from aiocoll.engine.quorum import connected, decides, is_majority
 from aiocoll.errors import GroupError, PeerLostError
 
 if TYPE_CHECKING:
-    from aiocoll.engine.shrink import Agreement, Outcome
+    from aiocoll.engine.shrink import Agreement
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "Outcome"]
+
+#: What is decided: the members, who was excluded, what was completed, and the larger group if it grew; plain data.
+Outcome = dict[str, Any]
 
 #: Seconds a coordinator waits for votes, then for acceptances: as long as a stopped rank may go unnoticed (contract).
 BOUND = 6.0
 #: Seconds in which a lost rank is to be reached again: one round trip to anywhere takes less, a lost SYN included, and
 #: so does a rank whose loop is not blocked.
 RETRY = 2.5
+#: A decision without members, and the larger group in which they go on if they have grown.
+EMPTY: Outcome = {"members": [], "excluded": [], "everywhere": None, "somewhere": None, "grown": ""}
 
 
 class Coordinator:
@@ -79,10 +84,10 @@ class Coordinator:
             agreement.cast()
 
     def _answer(self, voter: int) -> None:
-        """Tell a voter what has come of its vote. Who has not called needs to know nothing: it would vote again."""
+        """Tell a voter what has come of its vote. Who waits for nothing need not know: it would vote again."""
         if self._proposal is not None:
             self._say_proposal([voter])
-        elif (vote := self._votes.get(voter)) is not None and vote["candidacy"] is not None:
+        elif voter in self._those_that("exclude") | self._those_that("grown"):
             self._ask([voter])
 
     def _ask(self, ranks: Iterable[int]) -> None:
@@ -125,23 +130,61 @@ class Coordinator:
             elif self._expired:
                 self._give_up(self._acks)
             return
-        candidates, wanted = self._candidates(), self._wanted()
-        members = connected(candidates, {rank: self._candidacy(rank)["lost"] for rank in candidates})
-        hopeless = self._hopeless()
         promised = decides(self._votes.keys(), agreement.ranks, away)
-        open_questions = (wanted - candidates - hopeless) or (len(members) < len(candidates) and not self._retried)
-        missing = set(agreement.ranks) - away - self._votes.keys() - hopeless
-        if not self._expired and (open_questions or (missing and not promised)):
-            return
-        if promised and is_majority(members, wanted):
-            self._propose(members)
+        if promised and (accepted := self._accepted()) is not None:
+            self._propose(accepted)
         else:
+            self._consider_growth()
+            if self._those_that("exclude"):
+                self._consider_shrinking(promised)
+
+    def _consider_growth(self) -> None:
+        """Propose the larger group once all ranks have made it, or refuse it."""
+        agreement = self._agreement
+        grown = self._those_that("grown")
+        if not grown:
+            return
+        groups = {self._candidacy(rank)["grown"] for rank in grown}
+        if len(groups) == 1 and grown == set(agreement.ranks):
+            self._propose({**EMPTY, "members": sorted(grown), "grown": groups.pop()})
+            return
+        declined = map(self._candidacy, self._those_that("failed"))
+        failed = [each["failed"] for each in declined if each["successor"] in groups]
+        absent = set(agreement.ranks) & (agreement.away | agreement.endpoint.suspected)
+        if failed or absent or self._expired or len(groups) > 1 or self._those_that("exclude"):
+            reason = failed[0] if failed else "not all of its ranks could do so"
+            self._refuse(grown, GroupError(f"the group did not grow: {reason}"))
+
+    def _consider_shrinking(self, promised: bool) -> None:
+        """Propose those that go on, unless others may still vote; give up if they are not enough."""
+        agreement = self._agreement
+        candidates, wanted, hopeless = self._candidates(), self._wanted(), self._hopeless()
+        members = connected(candidates, {rank: self._candidacy(rank)["lost"] for rank in candidates})
+        waiting = (wanted - candidates - hopeless) or (len(members) < len(candidates) and not self._retried)
+        missing = set(agreement.ranks) - agreement.away - self._votes.keys() - hopeless
+        if not self._expired and (waiting or (missing and not promised)):
+            return
+        if not promised or not is_majority(members, wanted):
             self._give_up(members)
+            return
+        everywhere, somewhere = combine([self._candidacy(rank)["completed"] for rank in members])
+        told = {"everywhere": everywhere.told(), "somewhere": somewhere.told()}
+        self._propose({**EMPTY, "members": members, "excluded": sorted(self._excluded()), **told})
+
+    def _those_that(self, what: str) -> set[int]:
+        """Return who has voted to "exclude" some ranks and go on, to have "grown", or to have "failed" to grow."""
+        votes = self._votes.items()
+        return {rank for rank, vote in votes if vote["candidacy"] is not None and what in vote["candidacy"]}
+
+    def _accepted(self) -> Outcome | None:
+        """Return what a voter has accepted, of the highest ballot: it may have been decided."""
+        accepted = [vote["accepted"] for vote in self._votes.values() if vote["accepted"] is not None]
+        found: Outcome | None = max(accepted, key=lambda one: one[0], default=(-1, None))[1]
+        return found
 
     def _candidates(self) -> set[int]:
         """Return who has voted to go on, and may."""
-        unfit = self._excluded() | self._agreement.away
-        return {rank for rank, vote in self._votes.items() if vote["candidacy"] is not None and rank not in unfit}
+        return self._those_that("exclude") - self._excluded() - self._agreement.away
 
     def _candidacy(self, rank: int) -> Note:
         candidacy: Note = self._votes[rank]["candidacy"]
@@ -160,20 +203,9 @@ class Coordinator:
         return {rank for rank, (how, _) in lost.items() if self._retried or how == "stopped"}
 
     def _excluded(self) -> set[int]:
-        votes = (vote["candidacy"] for vote in self._votes.values())
-        return {rank for candidacy in votes if candidacy is not None for rank in candidacy["exclude"]}
+        return {rank for voter in self._those_that("exclude") for rank in self._candidacy(voter)["exclude"]}
 
-    def _propose(self, members: list[int]) -> None:
-        accepted = [vote["accepted"] for vote in self._votes.values()] + [self._agreement.accepted]
-        _, outcome = max(filter(None, accepted), key=lambda one: one[0], default=(-1, None))
-        if outcome is None:
-            everywhere, somewhere = combine([self._candidacy(rank)["completed"] for rank in members])
-            outcome = {
-                "members": members,
-                "excluded": sorted(self._excluded()),
-                "everywhere": everywhere.told(),
-                "somewhere": somewhere.told(),
-            }
+    def _propose(self, outcome: Outcome) -> None:
         self._proposal = outcome
         self._await_bounds()
         self._say_proposal(self._agreement.ranks)
@@ -203,7 +235,14 @@ class Coordinator:
             )
         else:
             error = GroupError("the group cannot shrink: together the ranks have excluded all of them")
-        votes, self._votes = self._votes, {}
+        self._refuse(self._votes, error)
+        self._votes = {}
         self.stop()
-        for rank in votes:
-            agreement.say(rank, {"what": "refuse", "ballot": self._ballot, "cause": cause_of(error)})
+
+    def _refuse(self, voters: Iterable[int], error: GroupError) -> None:
+        """Let `voters` raise `error`; their promises hold, and they may call again."""
+        voters = list(voters)
+        for rank in voters:
+            self._votes[rank] = {**self._votes[rank], "candidacy": None}
+        for rank in voters:
+            self._agreement.say(rank, {"what": "refuse", "ballot": self._ballot, "cause": cause_of(error)})

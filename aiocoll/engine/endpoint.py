@@ -83,7 +83,7 @@ class Endpoint:
         self._doomed: dict[int, dict[str, Any]] = {}
         self._departed: dict[int, set[int]] = {}
         self._gone_groups: set[int] = set()
-        self._agreements: dict[int, Agreement] = {}
+        self._agreements: dict[tuple[int, int], Agreement] = {}
         transport.accepted = self.accept
         transport.look = self.polling.look
         transport.linger = self.polling.linger
@@ -314,11 +314,11 @@ class Endpoint:
             del self.dead[rank]
         for identity in moved:
             if (group := self.groups.get(identity)) is not None:
-                self.agreement(identity, group.ranks).moved.add(rank)
+                self.agreement(identity, group.growths, group.ranks).moved.add(rank)
 
     def moved(self) -> list[int]:
         """Return the groups from which this rank has gone on to another."""
-        return [identity for identity, agreement in self._agreements.items() if agreement.taken]
+        return [identity for (identity, _), agreement in self._agreements.items() if agreement.taken]
 
     @property
     def suspected(self) -> set[int]:
@@ -349,11 +349,11 @@ class Endpoint:
         elif identity not in self._gone_groups:
             self._doomed[identity] = cause
 
-    def agreement(self, identity: int, ranks: Sequence[int]) -> Agreement:
-        """Return how the ranks of a group agree on who goes on without the lost ones; it may outlive the group."""
-        found = self._agreements.get(identity)
+    def agreement(self, identity: int, number: int, ranks: Sequence[int]) -> Agreement:
+        """Return how the ranks of a group agree on what comes after it; it may outlive the group."""
+        found = self._agreements.get((identity, number))
         if found is None:
-            found = self._agreements[identity] = Agreement(self, identity, ranks)
+            found = self._agreements[identity, number] = Agreement(self, identity, number, ranks)
         return found
 
     def thinned(self) -> None:

@@ -96,6 +96,8 @@ class Membership:
         self.heard_on_device: Callable[[int, dict[str, Any]], None] = self._keep_device_note
         self._device_notes: list[tuple[int, dict[str, Any]]] = []
         self.left: set[int] = set()
+        #: How often the group has grown.
+        self.growths = 0
         self.mailbox = Mailbox(self)
         self.diagnosis = Diagnosis(self)
         self.disputes = Disputes(self)

@@ -1,4 +1,8 @@
-"""How the ranks of a revoked group agree on who goes on: a single decision that survives the death of any of them.
+"""How the ranks of a group agree on what comes after it: a single decision that survives the death of any of them.
+
+A failed group shrinks to some of its ranks. A group that grows goes on in a larger one, where its ranks have met the
+newcomers, on all of them or on none: that is decided in the same way, so no part of it shrinks while another grows. A
+group that has grown may shrink or grow again; every growth begins the next decision.
 
 It is Paxos over the control plane, with the ballots handed out by circumstance. Every rank whose program calls
 `shrink` votes at the rank it takes for the coordinator, the lowest one that answers; the vote is the promise not to
@@ -20,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.control import Note
-from aiocoll.engine.coordinator import Coordinator
+from aiocoll.engine.coordinator import Coordinator, Outcome
 from aiocoll.engine.diagnosis import error_from
 from aiocoll.errors import GroupError
 
@@ -32,9 +36,6 @@ __all__ = ["Agreement", "Outcome"]
 #: Seconds after which a vote is said again, and a coordinator that has not answered one is passed over.
 PROMPT = 2.0
 
-#: What is decided: the members, who was excluded, what was completed; plain data.
-Outcome = dict[str, Any]
-
 
 class Agreement:
     """One rank's part in the decision about one group. It belongs to the endpoint, since it may outlive the group.
@@ -42,10 +43,11 @@ class Agreement:
     Args:
         endpoint: what connects this rank to the others.
         identity: the group.
+        number: how often the group has grown before.
         ranks: of the group, numbered as in the job, as everywhere in here.
 
     Attributes:
-        endpoint, group, ranks: as given.
+        endpoint, group, number, ranks: as given.
         outcome: the decision, once this rank knows it.
         accepted: the ballot and the proposal this rank accepted last.
         promised: the highest ballot this rank has promised; -1 before the first.
@@ -54,10 +56,11 @@ class Agreement:
         taken: this rank has made the group that goes on.
     """
 
-    def __init__(self, endpoint: Endpoint, identity: int, ranks: Sequence[int]) -> None:
+    def __init__(self, endpoint: Endpoint, identity: int, number: int, ranks: Sequence[int]) -> None:
         self.outcome: Outcome | None = None
         self.endpoint = endpoint
         self.group = identity
+        self.number = number
         self.ranks = tuple(ranks)
         self.taken = False
         self.accepted: tuple[int, Outcome] | None = None
@@ -83,8 +86,8 @@ class Agreement:
             or (rank in endpoint.over and rank not in endpoint.suspected and rank not in self.moved)
         }
 
-    async def vote(self, exclude: Iterable[int], assume_dead: Iterable[int], completed: dict[str, Any]) -> Outcome:
-        """Take part; return what is decided.
+    async def shrink(self, exclude: Iterable[int], assume_dead: Iterable[int], completed: dict[str, Any]) -> Outcome:
+        """Agree with the others on who goes on.
 
         Args:
             exclude: ranks to go on without.
@@ -95,11 +98,38 @@ class Agreement:
             GroupError: this rank is excluded, or the others went on without it.
             PeerLostError: no quorum could be reached.
         """
+        self.assumed.update(assume_dead)
+        candidacy = {"exclude": sorted({*exclude, *self.assumed}), "completed": completed}
+        outcome = await self._decision(candidacy)
+        self._check_membership(outcome)
+        self.taken = True
+        return outcome
+
+    async def grow(self, successor: str) -> None:
+        """Agree with the others that all go on in the larger group `successor`, in which this rank has met them.
+
+        Raises:
+            GroupError: a rank has not met them, the group has failed, or the others have shrunk it.
+        """
+        outcome = await self._decision({"grown": successor})
+        if outcome["grown"] != successor:
+            others = self.named(outcome["members"])
+            raise GroupError(f"the group did not grow: {others} went on without the newcomers; call shrink()")
+        self.taken = True
+
+    def decline(self, successor: str, reason: str) -> None:
+        """Let the others know that this rank has not met the newcomers in `successor`."""
+        if self.outcome is None and self._waiter is None:
+            self._candidacy = {"failed": reason, "successor": successor}
+            self._choose()
+            self._say_vote()
+
+    async def _decision(self, candidacy: Note) -> Outcome:
+        """Vote, and return what is decided."""
         if self._waiter is not None:
             raise RuntimeError("shrink() of this group is under way already: await that call")
         self._waiter = self.endpoint.loop.create_future()
-        self.assumed.update(assume_dead)
-        self._candidacy = {"exclude": sorted({*exclude, *self.assumed}), "completed": completed}
+        self._candidacy = candidacy
         self._silent.clear()
         try:
             if self.outcome is not None:
@@ -107,17 +137,14 @@ class Agreement:
             else:
                 self._reach_lost()
                 self._cast()
-            outcome = await self._waiter
+            return await self._waiter
         finally:
             self._waiter = self._candidacy = None
             self._stop()
-        self._check_membership(outcome)
-        self.taken = True
-        return outcome
 
     def identity(self, members: Sequence[int]) -> int:
         """Return the id of the group that goes on: no other decision, not even a wrong one, gives the same."""
-        return self.endpoint.hash62(f"{self.group}\0{list(members)}") & 0xFFFFFFFF
+        return self.endpoint.hash62(f"{self.group}\0{self.number}\0{list(members)}") & 0xFFFFFFFF
 
     def heard(self, peer: int, note: Note) -> None:
         """Take a note of `peer`."""
@@ -157,7 +184,7 @@ class Agreement:
         self._stop()
         self._coordinator.stop()
         outcome = self.outcome or (self.accepted and self.accepted[1])
-        if outcome and not self.taken and self.endpoint.rank in outcome["members"]:
+        if outcome and not self.taken and not outcome["grown"] and self.endpoint.rank in outcome["members"]:
             note = {"t": "bye", "g": self.identity(outcome["members"]), "cause": None, "linked": False}
             self.endpoint.control.flood(note, outcome["members"])
 
@@ -169,27 +196,32 @@ class Agreement:
 
     def _cast(self) -> None:
         """Vote as candidate: where one has promised to, or at the lowest rank that may answer."""
+        self._choose()
+        self._stop()
+        self._prompt = self.endpoint.runtime.call_later(PROMPT, self._remind)
+        self._say_vote()
+
+    def _choose(self) -> None:
+        """Promise a ballot of a rank that may answer."""
         size = self.endpoint.world_size
         if self.promised < 0 or not self._may_answer(self.promised % size):
             # Never empty: this rank answers itself.
             coordinator = next(rank for rank in self.ranks if self._may_answer(rank))
             rounds = (self.promised - coordinator) // size + 1
             self.promised = max(0, rounds) * size + coordinator
-        self._stop()
-        self._prompt = self.endpoint.runtime.call_later(PROMPT, self._remind)
-        self._say_vote()
 
     def _say_vote(self) -> None:
-        lost = sorted(self.endpoint.suspected.intersection(self.ranks))
-        candidacy = None if self._candidacy is None else {**self._candidacy, "lost": lost}
+        candidacy = self._candidacy
+        if candidacy is not None:
+            candidacy = {**candidacy, "lost": sorted(self.endpoint.suspected.intersection(self.ranks))}
         vote = {"what": "vote", "ballot": self.promised, "candidacy": candidacy, "accepted": self.accepted}
         self.say(self.promised % self.endpoint.world_size, vote)
 
     def _may_answer(self, rank: int) -> bool:
         if rank == self.endpoint.rank:
             return True
-        assert self._candidacy is not None
-        return not (rank in self._silent or rank in self._candidacy["exclude"] or rank in self.away)
+        excluded = () if self._candidacy is None else self._candidacy.get("exclude", ())
+        return not (rank in self._silent or rank in excluded or rank in self.away)
 
     def _reach_lost(self) -> None:
         for rank in self.endpoint.suspected.intersection(self.ranks) - self.away:
@@ -234,10 +266,13 @@ class Agreement:
         self._coordinator.stop()
         members = note["outcome"]["members"]
         group = self.endpoint.groups.get(self.group)
-        if group is not None:
+        if note["outcome"]["grown"]:
+            if group is not None:
+                group.growths = self.number + 1
+        elif group is not None:
             text = f"{self.named(members)} of group {group.name!r} went on as a new group"
             group.revoke(GroupError(text, group=group.name), tell=False)
-        if self.endpoint.rank in members:
+        if self.endpoint.rank in members and not note["outcome"]["grown"]:
             for rank in members:
                 self.endpoint.restored(rank)
         if self._waiter is not None and not self._waiter.done():
@@ -249,9 +284,15 @@ class Agreement:
 
     def _check_membership(self, outcome: Outcome) -> None:
         me = self.endpoint.rank
+        others = self.named(outcome["members"])
+        if outcome["grown"]:
+            raise GroupError(
+                f"rank {self.position(me)} is out: {others} have agreed to go on in a larger group, which this rank "
+                "has not made; close the group, and join again with new_group(join=True)",
+                ranks=[self.position(me)],
+            )
         if me in outcome["members"]:
             return
-        others = self.named(outcome["members"])
         why = (
             "was excluded"
             if me in outcome["excluded"]
@@ -288,7 +329,8 @@ class Agreement:
             (rank, why) for rank, (how, why) in self.endpoint.dead.items() if how == "killed" and rank in self.ranks
         ]
         assumed = sorted(self.assumed)
-        return {"t": "shrink", "g": self.group, "ranks": list(self.ranks), "dead": dead, "assumed": assumed, **note}
+        about = {"t": "shrink", "g": self.group, "n": self.number, "ranks": list(self.ranks)}
+        return {**about, "dead": dead, "assumed": assumed, **note}
 
     def position(self, rank: int) -> int:
         """Return the number of `rank` in the group, which is what error messages use."""

@@ -17,10 +17,12 @@ from aiocoll.meeting.growth import Seat
 from aiocoll.options import GroupOptions, seconds
 from aiocoll.store import Store
 
-__all__ = ["Origin", "Recovery", "following"]
+__all__ = ["ADOPTED", "Origin", "Recovery", "adopted", "following"]
 
 T = TypeVar("T")
 
+#: The key of the first call in a group that has grown.
+ADOPTED = "aiocoll/adopted"
 #: Seconds in which the group learns of a death that the store, or a connection to come, was the first to miss
 #: (contract: 1 s).
 NEWS = 1.0
@@ -100,7 +102,7 @@ class Recovery(Objects):
         excluded = self._others(exclude, "exclude")
         assumed = self._others(assume_dead, "assume_dead")
         self._check_owner()
-        agreement = member.endpoint.agreement(member.id, member.ranks)
+        agreement = member.endpoint.agreement(member.id, member.growths, member.ranks)
         if agreement.taken:
             raise GroupError(
                 f"group {member.name!r} was shrunk before on rank {self._rank}: shrink the group that came of it",
@@ -115,7 +117,7 @@ class Recovery(Objects):
             # The others may still be completing what is complete here; what is not will not be complete there.
             tell=bool(member.pending),
         )
-        outcome = await agreement.vote(excluded, assumed, report(member))
+        outcome = await agreement.shrink(excluded, assumed, report(member))
         members: list[int] = outcome["members"]
         group = self._derive(
             agreement.identity(members), following(member.name), members, member.timeout, self._options
@@ -157,14 +159,32 @@ class Recovery(Objects):
             raise ValueError(f"n={n}: give the number of newcomers, at least 1")
         limit = self._member.timeout if timeout is None else seconds(timeout, "timeout")
         self._check()
-        return await self._unless_revoked(self._grow(n, limit))
+        seat = await self._unless_revoked(self._seats(n, limit))
+        return await self._grown(seat, limit)
 
-    async def _grow(self, n: int, limit: float) -> Self:
+    async def _seats(self, n: int, limit: float) -> Seat:
         asked = await self.allgather_object(n, timeout=limit)
         if len(set(asked)) > 1:
             raise ValueError(f"the ranks of group {self._member.name!r} called grow() with n={asked}: give the same n")
-        seat = await self._seat(n, limit)
-        return await self._meet_anew(seat, limit, self._member.timeout)
+        return await self._seat(n, limit)
+
+    async def _grown(self, seat: Seat, limit: float) -> Self:
+        """Meet the newcomers, and go on with them only if all ranks of this group do."""
+        member = self._member
+        agreement = member.endpoint.agreement(member.id, member.growths, member.ranks)
+        try:
+            group = await self._unless_revoked(self._meet_anew(seat, limit, member.timeout))
+        except BaseException as error:
+            agreement.decline(seat.prefix, str(error) or "a rank was cancelled")
+            raise
+        try:
+            await agreement.grow(seat.prefix)
+        except BaseException:
+            made: Any = group
+            await made.shutdown()
+            raise
+        await adopted(group)
+        return group
 
     async def _seat(self, n: int, limit: float) -> Seat:
         """Find the newcomers, or hear from rank 0 that it has; return this rank's seat among them."""
@@ -251,6 +271,15 @@ class Recovery(Objects):
             raise (StoreUnavailableError if told["gone"] else RendezvousError)(told["error"])
         seat = Seat(*told["seat"])
         return seat._replace(rank=seat.rank + self._rank)
+
+
+async def adopted(group: Objects) -> None:
+    """Let the newcomers know that `group` is what goes on: one that does not hear it goes nowhere.
+
+    If the group fails now, the next call on it says so.
+    """
+    with contextlib.suppress(GroupError):
+        await group.broadcast_object(True, 0, key=ADOPTED)
 
 
 def following(name: str) -> str:

@@ -234,8 +234,8 @@ class _Nowhere(Endpoint):
     def divert(self, operation: Operation) -> None:
         pass
 
-    def agreement(self, identity: int, ranks: Sequence[int]) -> Agreement:
-        return self._agreements.setdefault(identity, _Willing(self, identity, ranks))
+    def agreement(self, identity: int, number: int, ranks: Sequence[int]) -> Agreement:
+        return self._agreements.setdefault((identity, number), _Willing(self, identity, number, ranks))
 
     async def aclose(self) -> None:
         self.closed = True
@@ -257,10 +257,13 @@ class _Silent(Control):
 class _Willing(Agreement):
     """Everybody agrees with this rank."""
 
-    async def vote(self, exclude: Iterable[int], assume_dead: Iterable[int], completed: dict[str, Any]) -> Outcome:
+    async def shrink(self, exclude: Iterable[int], assume_dead: Iterable[int], completed: dict[str, Any]) -> Outcome:
         self.taken = True
         members = sorted(set(self.ranks).difference(exclude, assume_dead))
         return {"members": members, "everywhere": completed, "somewhere": completed}
+
+    async def grow(self, successor: str) -> None:
+        pass
 
 
 class _Alike(dict[int, Card]):

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from aiocoll.backends import Backend, BackendConfig, factory_of, refuse_device, sole_backend
-from aiocoll.errors import RendezvousError
+from aiocoll.errors import GroupError, RendezvousError
 from aiocoll.group.process_group import ProcessGroup
+from aiocoll.group.recovery import ADOPTED
 from aiocoll.meeting.growth import take_seat
 from aiocoll.meeting.place import Place
 from aiocoll.options import GroupOptions, job_key, seconds
@@ -133,7 +134,17 @@ class new_group:
             home = Home(
                 identity, place, seat.prefix, seat.rank, seat.world_size, options, key, self._where.master, timeout
             )
-            return await home.group(seat.name, timeout, options)
+            group: ProcessGroup = await home.group(seat.name, timeout, options)
+            try:
+                await group.broadcast_object(None, 0, key=ADOPTED)
+            except BaseException as error:
+                await group.shutdown()
+                if isinstance(error, GroupError):
+                    raise RendezvousError(
+                        f"the group that was to take this process in has not grown: {error}"
+                    ) from error
+                raise
+            return group
         finally:
             await place.drop()
 

@@ -206,11 +206,7 @@ class MemoryTransport:
     async def connect(self, peer: int, card: Card, kind: ConnKind) -> Link | None:
         """Make both ends of a link at once, so that two ranks never cross; wait for a peer that has not come yet."""
         hub = self._hub
-        if peer not in hub.ranks:
-            came = hub.runtime.loop.create_future()
-            hub.awaited.setdefault(peer, []).append(came)
-            await came
-        await hub.way(self._rank, peer)
+        await self.reachable(peer)
         if (self._rank, peer, kind) in hub.connected:
             return None
         hub.connected |= {(self._rank, peer, kind), (peer, self._rank, kind)}
@@ -220,6 +216,16 @@ class MemoryTransport:
         near.other, far.other = far, near
         other.accepted(far)
         return near
+
+    async def reachable(self, peer: int) -> None:
+        """Wait until a peer has come, and there is a way to it."""
+        hub = self._hub
+        while peer not in hub.ranks or hub.is_blocked(self._rank, peer) or hub.is_blocked(peer, self._rank):
+            if peer not in hub.ranks:
+                came = hub.runtime.loop.create_future()
+                hub.awaited.setdefault(peer, []).append(came)
+                await came
+            await hub.way(self._rank, peer)
 
     def catch_up(self) -> None:
         """Nothing to do: what is written first arrives first, also on different links."""

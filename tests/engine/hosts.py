@@ -15,7 +15,7 @@ from aiocoll.engine.endpoint import Endpoint
 from aiocoll.handshake import ConnKind
 from aiocoll.process import GONE, STOPPED, PidFd, ProcessId
 from aiocoll.testing.virtual import VirtualLoop
-from aiocoll.transport.base import Link
+from aiocoll.transport.base import Card, Link
 from aiocoll.transport.frame import Header
 from aiocoll.transport.memory import Hub, MemoryLink, MemoryTransport
 
@@ -140,6 +140,12 @@ class Hosts:
         self.stopped.discard(process)
         self._look_again()
 
+    def calm(self) -> None:
+        """End all cuts and stops."""
+        self._cuts.clear()
+        self.stopped.clear()
+        self._look_again()
+
     # -- what is simulated
 
     def state(self, process: ProcessId | PidFd) -> str:
@@ -199,6 +205,13 @@ class Hosts:
             def __init__(self, *args: Any) -> None:
                 super().__init__(*args)
                 self.process = _process.get()
+
+            async def connect(self, peer: int, card: Card, kind: ConnKind) -> Link | None:
+                """Dial a dead process in vain, as its host refuses."""
+                await super().reachable(peer)
+                if self._hub.ranks[peer].process in hosts.killed:  # type: ignore[attr-defined]
+                    await asyncio.get_running_loop().create_future()
+                return await super().connect(peer, card, kind)
 
         class Watched(Endpoint):
             def __init__(self, *args: Any) -> None:

@@ -1,0 +1,194 @@
+"""Random faults at every step, on a virtual clock: of one job never two parts both go on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import AiocollError, GroupError, PeerLostError, ProcessGroup, ReduceOp, RendezvousError, new_group
+from aiocoll.handshake import ConnKind
+from aiocoll.store import HashStore
+from tests.engine.hosts import Hosts
+
+#: Seeds of `make test`, and of `make soak`, where there may be more.
+FEW = 500
+MANY = int(os.environ.get("AIOCOLL_SPLIT_SEEDS", "20000"))
+#: Virtual second by which all faults have been, and the one by which all cuts have healed and stopped ranks go on.
+CALM, HEALED = 30.0, 60.0
+#: Virtual second at which the ranks that go on say so: every agreement is over by then.
+END = 150.0
+
+
+class Trial:
+    """One job: what befalls it is a function of the seed.
+
+    The ranks reduce, again and again; they shrink when they fail, and take in newcomers for those they have lost, in
+    half of the jobs. At the end whoever still reduces tells with whom.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.chance = chance = random.Random(seed)
+        self.size = chance.randrange(2, 6)
+        spares = chance.choice([0, 0, 1, 2])
+        self.hosts = Hosts([chance.randrange(chance.randrange(1, 4)) for _ in range(self.size + spares)], seed)
+        self.spares = list(range(self.size, self.size + spares))
+        self.on: dict[int, tuple[int, ...]] = {}
+        self.groups: dict[int, ProcessGroup] = {}
+        self.faults: list[str] = []
+
+    def run(self) -> None:
+        """Run the job; fail if two of its parts went on."""
+        self.hosts.run(self._main)
+        self._judge()
+
+    async def _main(self) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(self.chance.randrange(1, 6)):
+            fault = self._fault()
+            if self.chance.random() < 0.7:
+                self.hosts.at_frame[int(10 ** self.chance.uniform(0, 3.3))] = fault
+            else:
+                loop.call_later(self.chance.uniform(0, CALM), fault)
+        async with HashStore() as store:
+            for process in range(self.size):
+                self.hosts.start(process, partial(self._member, process, store))
+            await asyncio.sleep(CALM)
+            self.hosts.at_frame.clear()
+            await asyncio.sleep(HEALED - CALM)
+            self.hosts.calm()
+            await asyncio.wait(self.hosts.programs.values())
+            for process, task in self.hosts.programs.items():
+                if process not in self.hosts.killed:
+                    task.result()
+
+    def _fault(self) -> Any:
+        """Choose one thing that goes wrong, and return what does it."""
+        hosts, chance = self.hosts, self.chance
+        processes = range(len(hosts.hosts))
+        one, other = chance.sample(processes, 2) if len(processes) > 1 else (0, 0)
+        kind = chance.choice(["kill", "reset", "reset one", "cut", "cut one way", "isolate", "stop"])
+        lasts = chance.choice([0.5, 4.0, 7.0, 20.0])
+        if kind.startswith(("cut", "isolate")) and hosts.hosts[one] == hosts.hosts[other]:
+            kind = "reset"  # there is no cable inside a host
+        self.faults.append(f"{kind} {one} {other} {lasts}")
+        kinds = [chance.choice([ConnKind.CONTROL, ConnKind.DATA])]
+        ways = {
+            "cut": [(one, other), (other, one)],
+            "cut one way": [(one, other)],
+            "isolate": [
+                way
+                for a, b in itertools.combinations(processes, 2)
+                if (hosts.hosts[a] == hosts.hosts[one]) != (hosts.hosts[b] == hosts.hosts[one])
+                for way in ((a, b), (b, a))
+            ],
+        }.get(kind, [])
+
+        def happen() -> None:
+            if kind == "kill":
+                if one in hosts.programs and len(hosts.living) > 1:
+                    hosts.kill(one)
+            elif kind == "reset":
+                hosts.reset(one, other)
+            elif kind == "reset one":
+                hosts.reset(one, other, kinds)
+            elif kind == "stop" and one in hosts.programs and one not in hosts.killed:
+                hosts.stop(one)
+                asyncio.get_running_loop().call_later(lasts, hosts.resume, one)
+            for way in ways:
+                hosts.cut(*way)
+                asyncio.get_running_loop().call_later(lasts, hosts.heal, *way)
+
+        return happen
+
+    async def _member(self, process: int, store: HashStore) -> None:
+        try:
+            pg = await new_group(
+                store=store, rank=process, world_size=self.size, options=self.hosts.options(process), timeout=20.0
+            )
+        except AiocollError:
+            return
+        await self._go_on(process, pg, store)
+
+    async def _newcomer(self, process: int, store: HashStore) -> None:
+        try:
+            pg = await new_group(store=store, join=True, options=self.hosts.options(process), timeout=20.0)
+        except AiocollError:
+            return
+        await self._go_on(process, pg, store)
+
+    async def _go_on(self, process: int, pg: ProcessGroup, store: HashStore) -> None:
+        """Reduce and recover until the end."""
+        loop = asyncio.get_running_loop()
+        chance = random.Random(self.seed * 1000 + process)
+        self.groups[process] = pg
+        while True:
+            try:
+                for round in itertools.count(1):
+                    over = np.array([loop.time() > END, len(self.spares) > 0], dtype=np.float64)
+                    await pg.allreduce(over, ReduceOp.MIN)
+                    tensor = await pg.allreduce(np.full(30_000 if round % 4 == 0 else 1, 2.0 ** pg.rank()))
+                    assert (tensor == 2.0 ** pg.size() - 1).all()
+                    if over[0]:
+                        self.on[process] = tuple(await pg.allgather_object(process))
+                        await asyncio.sleep(END)  # leaving is no part of this
+                        return
+                    if pg.size() < self.size and over[1]:
+                        pg = self.groups[process] = await self._grow(pg, store)
+                    await asyncio.sleep(chance.choice([0.0, 0.01, 1.0, 5.0]))
+            except GroupError:
+                pass
+            try:
+                old, pg = pg, await pg.shrink()
+                self.groups[process] = pg
+                await old.shutdown()
+            except PeerLostError:
+                if loop.time() > END:
+                    return
+                await asyncio.sleep(chance.choice([0.1, 3.0]))
+            except GroupError:
+                return
+
+    async def _grow(self, pg: ProcessGroup, store: HashStore) -> ProcessGroup:
+        """Take in a newcomer, if it can be had; else the group is as before."""
+        if pg.rank() == 0 and self.spares:
+            spare = self.spares.pop()
+            self.hosts.start(spare, partial(self._newcomer, spare, store))
+        try:
+            larger = await pg.grow(1, timeout=10.0)
+        except RendezvousError:
+            return pg
+        await pg.shutdown()
+        return larger
+
+    def _judge(self) -> None:
+        told = f"seed {self.seed}: hosts {self.hosts.hosts}, {self.size} ranks, {self.faults}: {self.on}"
+        for process, members in self.on.items():
+            assert process in members, told
+            assert set(members) == set(self.on), told
+        decided: dict[tuple[int, int], set[str]] = {}
+        for endpoint, process in self.hosts.endpoints.items():
+            for key, agreement in endpoint._agreements.items():
+                if agreement.outcome is not None and process not in self.hosts.killed:
+                    outcome = {name: agreement.outcome[name] for name in ("members", "grown")}
+                    decided.setdefault(key, set()).add(str(outcome))
+        assert all(len(outcomes) == 1 for outcomes in decided.values()), f"{told}, {decided}"
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(FEW), pytest.param(range(FEW, MANY), marks=pytest.mark.soak)], ids=["few", "many"]
+)
+def test_two_parts_of_a_job_never_both_go_on(seeds: range) -> None:
+    went_on = 0
+    for seed in seeds:
+        trial = Trial(seed)
+        trial.run()
+        went_on += bool(trial.on)
+    assert went_on >= 0.8 * len(seeds)  # it is not safe by never going on
