@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from aiocoll.engine.completed import combine
-from aiocoll.engine.control import Note
 from aiocoll.engine.diagnosis import cause_of
+from aiocoll.engine.notes import Note
 from aiocoll.errors import GroupError, PeerLostError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Coordinator:
     def _await_bound(self) -> None:
         self._expired = False
         self.stop()
-        self._bound = self._agreement.endpoint.runtime.call_later(BOUND, self._expire)
+        self._bound = self._agreement.endpoint.runtime.call_later(BOUND, self._agreement.attempt, self._expire)
 
     def _expire(self) -> None:
         self._expired = True

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
 from aiocoll.engine.channel import Channel
-from aiocoll.engine.control import Control, Note, how_lost
+from aiocoll.engine.control import Control, cannot_be_taken, how_lost
 from aiocoll.engine.diagnosis import cause_of, error_from
 from aiocoll.engine.direct import Direct
+from aiocoll.engine.early import Early
 from aiocoll.engine.liveness import Liveness
 from aiocoll.engine.membership import Membership
+from aiocoll.engine.notes import PROTOCOL, Facts, Note
 from aiocoll.engine.operation import Operation
 from aiocoll.engine.polling import Polling
+from aiocoll.engine.refusal import LINGER, Ignored, Refusals
 from aiocoll.engine.scratch import Scratch
 from aiocoll.engine.shrink import Agreement
 from aiocoll.engine.watch import Watch
@@ -25,13 +28,10 @@ from aiocoll.errors import AiocollError, PeerLostError
 from aiocoll.handshake import ConnKind
 from aiocoll.runtime import Runtime
 from aiocoll.transport.base import Card, Link, Transport
-from aiocoll.transport.frame import Header
 from aiocoll.transport.shm.commons import Commons
 
 __all__ = ["Endpoint"]
 
-#: How long a leaving rank waits for its peers to end their side too, in seconds.
-LINGER = 1.0
 #: Seconds between two attempts, each of some seconds, to connect to a rank that does not answer but lives.
 CONNECT_AGAIN = 0.5
 
@@ -63,6 +63,12 @@ class Endpoint:
         #: Ranks that have ended or died: that a connection to one of them breaks tells nothing new.
         self.over: set[int] = set()
         self.closed = self._closing = False
+        #: What notes are held against.
+        self.facts = Facts(rank, world_size, self.ranks_of)
+        #: What peers have said of groups that this rank has not made.
+        self.early = Early()
+        refusals = self._refusals = Refusals(self)
+        self.refuse, self.attempt = refusals.refuse, refusals.attempt
         self.watch = Watch(self)
         self.control = Control(self)
         self.direct = Direct(self)
@@ -79,10 +85,6 @@ class Endpoint:
         self.spin = self.polling.spin
         self.turn_is_due = self.polling.turn_is_due
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._orphans: dict[int, list[tuple[Channel, Header, bytes]]] = {}
-        self._doomed: dict[int, dict[str, Any]] = {}
-        self._departed: dict[int, set[int]] = {}
-        self._gone_groups: set[int] = set()
         self._agreements: dict[int, Agreement] = {}
         transport.accepted = self.accept
         transport.look = self.polling.look
@@ -100,28 +102,28 @@ class Endpoint:
             await self._stop_tasks()
             for link in [*self.control.links, *self.polling.links]:
                 link.close()
+            self._refusals.close()
             raise
 
     # -- groups
 
     def add(self, group: Membership) -> None:
         """Take part in `group`; what its other ranks have said so far is heard now."""
-        if group.id in self.groups or group.id in self._gone_groups:
+        if group.id in self.groups or self.early.is_over(group.id):
             raise ValueError(
                 f"group {group.name!r} would have the id of another group of this rank, by a rare chance: "
                 "make it again under another name"
             )
         self.groups[group.id] = group
-        if (cause := self._doomed.pop(group.id, None)) is not None:
-            group.revoke(error_from(cause), tell=False)
-        for rank, note in self.control.early(group.id):
-            if rank in group.position:
-                group.heard_on_device(group.position[rank], note)
-        for rank in self._departed.pop(group.id, ()):
-            group.departed(rank)
-        for channel, header, payload in self._orphans.pop(group.id, ()):
-            if group.frame(channel, header, memoryview(payload)) and header[1]:
-                channel.consume(len(payload))
+        early = self.early.take(group.id)
+        if early.cause is not None:
+            group.revoke(error_from(early.cause), tell=False)
+        for rank, note in early.notes:
+            self.attempt(rank, group.hear_on_device, rank, note)
+        for rank in early.departed:
+            self.attempt(rank, group.departed, rank)
+        for channel, header, payload in early.frames:
+            self.attempt(channel.peer, channel.hear_again, group.frame, header, payload)
         for rank in group.ranks:
             if rank in self.dead:
                 how, detail = self.dead[rank]
@@ -146,7 +148,7 @@ class Endpoint:
         else:
             self._say_bye(note, group.ranks, linked)
         self.groups.pop(group.id, None)
-        self._gone_groups.add(group.id)
+        self.early.end(group.id)
         group.close()
 
     def _say_bye(self, note: Note, ranks: Sequence[int], linked: set[int]) -> None:
@@ -155,17 +157,10 @@ class Endpoint:
                 if rank != self.rank:
                     self.control.tell(rank, {**note, "linked": rank in linked})
 
-    def has_left(self, identity: int) -> bool:
-        """Whether this rank was in a group and has left it."""
-        return identity in self._gone_groups
-
-    def disown(self, identity: int) -> None:
-        """Hear nothing of a group that this rank will never be in."""
-        self._gone_groups.add(identity)
-        self.control.early(identity)
-        for channel, header, payload in self._orphans.pop(identity, ()):
-            if header[1]:
-                channel.consume(len(payload))
+    def ranks_of(self, identity: int) -> Sequence[int] | None:
+        """Return the ranks of a group that this rank is in."""
+        group = self.groups.get(identity)
+        return None if group is None else group.ranks
 
     def hash62(self, text: str) -> int:
         """Hash `text` to 62 bits, the same on all ranks."""
@@ -194,17 +189,12 @@ class Endpoint:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def early(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
-        """Keep a frame of a group that this rank has not made yet; True if the group is over instead."""
-        if header[3] in self._gone_groups or self.closed:
-            return True
-        self._orphans.setdefault(header[3], []).append((channel, header, b"" if payload is None else bytes(payload)))
-        return False
-
-    def lost(self, peer: int, error: Exception | None) -> None:
-        """The data link to `peer` is gone."""
+    def lost(self, peer: int, error: Exception | None, link: Link) -> None:
+        """The data link to `peer` is gone, or what it sent cannot be taken."""
         self._count_links()
-        if peer in self.over:
+        if cannot_be_taken(error):
+            self.refuse(peer, error, link)
+        elif peer in self.over:
             self.ended(peer, ())
         elif not self.closed:
             self.died(peer, f"its connection broke ({error or 'closed without a goodbye'})", how=how_lost(error))
@@ -217,9 +207,18 @@ class Endpoint:
         for channel in operation.group.channels:
             channel.drop(operation)
 
+    def cut(self, rank: int) -> list[Link]:
+        """Use no link to `rank` any more; return those there are."""
+        channel = self._channels.get(rank)
+        found = self.control.cut(rank) + ([] if channel is None else channel.cut())
+        self._count_links()
+        return found
+
     def accept(self, link: Link) -> None:
-        """Use a link that a peer has opened."""
-        if link.kind is ConnKind.CONTROL:
+        """Use a link that a peer has opened; not one of a peer that was refused."""
+        if self.dead.get(link.peer, ("", ""))[0] == PROTOCOL:
+            link.close()
+        elif link.kind is ConnKind.CONTROL:
             self.control.attach(link)
         elif link.kind is ConnKind.BEACON:
             self.liveness.attach(link)
@@ -287,8 +286,8 @@ class Endpoint:
         """A rank has left a group, and all its data has arrived."""
         if (group := self.groups.get(identity)) is not None:
             group.departed(rank)
-        elif identity not in self._gone_groups:
-            self._departed.setdefault(identity, set()).add(rank)
+        else:
+            self.early.keep_departure(identity, rank)
 
     def ended(self, rank: int, linked: Sequence[int]) -> None:
         """A rank has ended, which takes it out of every group, unless it says so behind its data."""
@@ -299,18 +298,26 @@ class Endpoint:
             if peer is not None and peer not in group.left:
                 group.departed(rank)
 
-    def revoked(self, identity: int, cause: dict[str, Any]) -> None:
+    def revoked(self, rank: int, identity: int, cause: dict[str, Any]) -> None:
         """Another rank has revoked a group."""
         self.transport.catch_up()
         if (group := self.groups.get(identity)) is not None:
             group.revoke(error_from(cause), tell=False)
-        elif identity not in self._gone_groups:
-            self._doomed[identity] = cause
+        else:
+            self.early.keep_cause(identity, rank, cause)
 
-    def agreement(self, identity: int, ranks: Sequence[int]) -> Agreement:
-        """Return how the ranks of a group agree on who goes on without the lost ones; it may outlive the group."""
+    def agreement(self, identity: int, ranks: Sequence[int], peer: int | None = None) -> Agreement:
+        """Return how the ranks of a group agree on who goes on without the lost ones; it may outlive the group.
+
+        Args:
+            identity: the group.
+            ranks: of the group, as in the job.
+            peer: who has spoken of it, if it was not this rank.
+        """
         found = self._agreements.get(identity)
         if found is None:
+            if peer is not None and identity not in self.groups and not self.early.is_over(identity):
+                self.early.unmade(identity, peer)
             found = self._agreements[identity] = Agreement(self, identity, ranks)
         return found
 
@@ -337,6 +344,7 @@ class Endpoint:
             finally:
                 for link in self._all_links():
                     link.close()
+                self._refusals.close()
                 for channel in self._channels.values():
                     channel.give_back()
                 self.polling.boards = ()
@@ -374,26 +382,10 @@ class Endpoint:
                 ended.set_result(None)
 
         for link in links:
-            link.sink = _Ending(lost)
+            link.sink = Ignored(lost)
         if open_links:
             timer = self.runtime.call_later(LINGER, ended.cancel)
             try:
                 await asyncio.wait([ended])
             finally:
                 timer.cancel()
-
-
-class _Ending:
-    """The sink of a link that is being closed: nothing more is heard."""
-
-    def __init__(self, lost: Callable[[Link, Exception | None], None]) -> None:
-        self.lost = lost
-
-    def route(self, link: Link, header: Header) -> memoryview | None:
-        return None
-
-    def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
-        pass
-
-    def drained(self, link: Link) -> None:
-        pass
