@@ -7,6 +7,7 @@
         PeerLostError                 also ConnectionError; a rank died, stopped or left
         GroupRevokedError             a later call; __cause__ is the first failure
         GroupClosedError              the group was closed by this rank
+        PeerProtocolError             also ProtocolError; a rank could not take what another one sent
       StoreError
         StoreTimeoutError             also TimeoutError
         StoreUnavailableError         also ConnectionError
@@ -33,6 +34,7 @@ __all__ = [
     "GroupError",
     "GroupRevokedError",
     "PeerLostError",
+    "PeerProtocolError",
     "ProtocolError",
     "RendezvousError",
     "SerializationError",
@@ -133,6 +135,10 @@ class AuthenticationError(AiocollError, ConnectionError):
 
 class ProtocolError(AiocollError):
     """The other end sent bytes that do not follow the protocol."""
+
+
+class PeerProtocolError(GroupError, ProtocolError):
+    """A rank could not take what another one sent: it breaks the protocol, or handling it raised an exception."""
 
 
 class SerializationError(AiocollError, ValueError):

@@ -3,16 +3,22 @@
 Messages of different operations take turns segment by segment, so a long one never blocks another. What the receiver
 has not asked for is bounded twice: `EAGER_WINDOW` bytes per message and `LINK_WINDOW` bytes per peer. Beyond that a
 READY frame tells that bytes wait, and they leave when the receiver, having entered the operation, answers GRANT.
+
+The receiver holds its peer to that: who sends more than the windows allow breaks the protocol.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from aiocoll.engine.control import Note, frame_of, send_note
+from aiocoll.engine import notes
+from aiocoll.engine.control import frame_of, send_note
+from aiocoll.engine.notes import Note
 from aiocoll.engine.operation import Message, Operation
 from aiocoll.engine.plan import EAGER_WINDOW
+from aiocoll.engine.windows import ASK_WINDOW, LEAST, LINK_WINDOW, Waiting
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import Link
@@ -22,17 +28,16 @@ from aiocoll.transport.shm.link import ShmLink
 if TYPE_CHECKING:
     from aiocoll.engine.endpoint import Endpoint
 
-__all__ = ["LINK_WINDOW", "Channel"]
+__all__ = ["Channel"]
 
-#: Bytes per peer that may travel unasked and wait there unread.
-LINK_WINDOW = 4 * 1024 * 1024
 #: The receiver reports consumed eager bytes in lots of this size: rarely, and well before the sender runs dry.
 WINDOW_LOT = LINK_WINDOW // 4
 #: Eager pieces are cut at multiples of the largest itemsize, so that elements stay whole.
 ALIGN = 16
 
 # Plain numbers: comparing with a member of an enum costs twice as much.
-_DATA, _WINDOW, _CONTROL = int(FrameKind.DATA), int(FrameKind.WINDOW), int(FrameKind.CONTROL)
+_DATA, _READY = int(FrameKind.DATA), int(FrameKind.READY)
+_WINDOW, _CONTROL = int(FrameKind.WINDOW), int(FrameKind.CONTROL)
 _pack = HEADER.pack
 
 
@@ -49,6 +54,8 @@ class Channel:
         "_pumping",
         "_queue",
         "_unasked",
+        "_unsaid",
+        "_waiting",
         "dialling",
         "link",
         "peer",
@@ -69,17 +76,17 @@ class Channel:
         #: Frames that wait for the link: headers and payloads.
         self._held: list[tuple[bytes, memoryview | None]] = []
         self._blocked: dict[Operation, list[Message]] = {}
+        #: Messages of which the peer will be told that they wait, when there is room for that in its window.
+        self._unsaid: deque[Message] = deque()
+        # What was sent unasked and not reported as consumed; of what has come, what was consumed and not reported.
         self._unasked = 0
         self._consumed = 0
+        self._waiting = Waiting(peer)
         self._pumping = False
         self._again = False
 
     def attach(self, link: Link) -> None:
         """Use `link` from now on."""
-        if self.link is not None:
-            # The peer has none any more, and this end has not heard of it.
-            self.link.close()
-            self.lost(self.link, None)
         self.link = link
         self.shared = link if isinstance(link, ShmLink) else None
         self.dialling = False
@@ -99,10 +106,11 @@ class Channel:
             True if it has left; False if the link keeps a part, and `sent` will tell; None if it has to be queued.
         """
         link = self.link
-        if link is None or total > SEGMENT or self._queue or self._unasked + total > LINK_WINDOW or not link.writable:
+        counts = total if total > LEAST else LEAST
+        if link is None or total > SEGMENT or self._queue or self._unasked + counts > LINK_WINDOW or not link.writable:
             return None
         header = _pack(_DATA, EAGER, step, operation.group.id, operation.id, operation.fingerprint, 0, total, total)
-        self._unasked += total
+        self._unasked += counts
         if link.write(header, view if total else None):
             return True
         message = Message(operation, index, step, view, total)
@@ -161,7 +169,10 @@ class Channel:
             message = self._queue.popleft()
             message.queued = False
             if not message.operation.done:
-                self._send_segment(link, message)
+                try:
+                    self._send_segment(link, message)
+                except Exception as error:
+                    message.operation.group.crashed(error)
             if self._queue and ticks() > deadline:
                 self._later()
                 break
@@ -172,7 +183,10 @@ class Channel:
         if self._inflight is not None:
             message, nbytes = self._inflight
             self._inflight = None
-            message.operation.sent(message, nbytes)
+            try:
+                message.operation.sent(message, nbytes)
+            except Exception as error:
+                message.operation.group.crashed(error)
         self.pump()
 
     def _send_segment(self, link: Link, message: Message) -> None:
@@ -186,13 +200,14 @@ class Channel:
         flags = 0
         if self.peer not in operation.granted:
             flags = EAGER
-            allowed = min(EAGER_WINDOW - moved, LINK_WINDOW - self._unasked)
-            if allowed < nbytes:
+            room = LINK_WINDOW - self._unasked
+            allowed = min(EAGER_WINDOW - moved, room)
+            if allowed < nbytes or room < LEAST:
                 nbytes = max(0, allowed) // ALIGN * ALIGN
-                if not nbytes:
+                if not nbytes or room < LEAST:
                     self._ask(link, message)
                     return
-            self._unasked += nbytes
+            self._unasked += max(nbytes, LEAST)
         header = _pack(
             _DATA,
             flags,
@@ -221,19 +236,29 @@ class Channel:
         self._blocked.setdefault(operation, []).append(message)
         # Of a message longer than the window the receiver knows once a part is there: it grants as it enters.
         if message.total <= EAGER_WINDOW or not message.moved:
-            link.write(
-                _pack(
-                    FrameKind.READY,
-                    0,
-                    message.step,
-                    operation.group.id,
-                    operation.id,
-                    operation.fingerprint,
-                    message.batch,
-                    0,
-                    message.total & 0xFFFFFFFF,
+            self._unsaid.append(message)
+            self._announce(link)
+
+    def _announce(self, link: Link) -> None:
+        """Tell the peer of messages that wait, as far as its window goes."""
+        while self._unsaid and self._unasked + LEAST <= LINK_WINDOW + ASK_WINDOW:
+            message = self._unsaid.popleft()
+            operation = message.operation
+            if message.blocked and not operation.done:
+                self._unasked += LEAST
+                link.write(
+                    _pack(
+                        _READY,
+                        EAGER,
+                        message.step,
+                        operation.group.id,
+                        operation.id,
+                        operation.fingerprint,
+                        message.batch,
+                        0,
+                        message.total & 0xFFFFFFFF,
+                    )
                 )
-            )
 
     def _later(self) -> None:
         if not self._again:
@@ -255,10 +280,13 @@ class Channel:
         """Name the place of a payload that is still arriving."""
         if header[0] != _DATA:
             return None
-        group = self._endpoint.groups.get(header[3])
-        if group is None:
-            return None
-        operation, place = group.place(self.peer, header)
+        try:
+            group = self._endpoint.groups.get(header[3])
+            if group is None:
+                return None
+            operation, place = group.place(self.peer, header)
+        except Exception as error:
+            raise self._untaken(header, error) from error
         if place is not None and place.nbytes != header[7]:
             raise ProtocolError(f"rank {self.peer} sent more than the {header[8]} bytes of its message")
         self.receiving = operation
@@ -268,35 +296,78 @@ class Channel:
         """Hand a complete frame to the group it is for."""
         kind = header[0]
         self.receiving = None
-        if kind == _WINDOW:
-            self._unasked -= header[6]
-            self.pump()
-            return
-        if kind == _CONTROL:
-            self._endpoint.control.heard(self.peer, payload, direct=True)
-            return
-        group = self._endpoint.groups.get(header[3])
-        take = self._endpoint.early if group is None else group.frame
-        if take(self, header, payload) and header[1] & EAGER:
-            self.consume(header[7])
+        try:
+            if kind == _WINDOW:
+                self._credited(header[6])
+            elif kind == _CONTROL:
+                self._endpoint.control.heard(self.peer, payload, notes.DATA)
+            else:
+                group = self._endpoint.groups.get(header[3])
+                take = self._early if group is None else group.frame
+                if take(self, header, payload) and header[1] & EAGER:
+                    length = header[7]
+                    self.consume(length if length > LEAST else LEAST)
+        except ProtocolError:
+            raise
+        except Exception as error:
+            raise self._untaken(header, error) from error
+
+    def _early(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
+        """Keep a frame of a group that this rank has not made; True if nobody will ask for it."""
+        return self._endpoint.closed or self._endpoint.early.keep_frame(self, header, payload)
+
+    def _untaken(self, header: Header, error: Exception) -> ProtocolError:
+        kind, _, step, group, op, _, offset, length, total = header
+        return ProtocolError(
+            f"rank {self._endpoint.rank} could not take what rank {self.peer} sent, a {FrameKind(kind).name} frame of "
+            f"operation {op:#x} of group {group:#x}, step {step}, {length} bytes from {offset} of {total}: {error!r}"
+        )
+
+    def _credited(self, nbytes: int) -> None:
+        """The peer has consumed what was sent unasked."""
+        if nbytes > self._unasked:
+            raise ProtocolError(f"rank {self.peer} says to have consumed {nbytes} bytes, of {self._unasked} sent")
+        self._unasked -= nbytes
+        if self._unsaid and self.link is not None:
+            self._announce(self.link)
+        self.pump()
+
+    def hold(self, header: Header) -> None:
+        """Count a frame that has to wait here; `ProtocolError` if no peer that keeps to the windows sends it."""
+        self._waiting.add(header, self._consumed)
+
+    def hear_again(
+        self, take: Callable[[Channel, Header, memoryview | None], bool], header: Header, payload: bytes
+    ) -> None:
+        """Hand a frame that has waited here to `take`, which may let it wait again."""
+        nbytes = self._waiting.remove(header)
+        with self._waiting.again():
+            taken = take(self, header, memoryview(payload))
+        if taken:
+            self.consume(nbytes)
+
+    def release(self, header: Header) -> None:
+        """A frame that has waited here does so no more."""
+        self.consume(self._waiting.remove(header))
 
     def consume(self, nbytes: int) -> None:
         """Eager bytes have left our memory; tell the sender from time to time."""
         self._consumed += nbytes
-        if self._consumed >= WINDOW_LOT and self.link is not None:
+        if self._consumed >= WINDOW_LOT:
             self.control(FrameKind.WINDOW, 0, 0, self._consumed)
             self._consumed = 0
 
     def lost(self, link: Link, error: Exception | None) -> None:
-        """The link is gone, and with it all that was to go over it; another one begins anew."""
-        if self.link is not link:
-            return
-        self.link = None
+        """The link is gone, or what has come on it cannot be taken."""
+        self.cut()
+        self._endpoint.lost(self.peer, error, link)
+
+    def cut(self) -> list[Link]:
+        """Use the link no more; return it, if there is one."""
+        link, self.link = self.link, None
         self.receiving = None
         self._inflight = None
-        self._unasked = self._consumed = 0
-        self._held.clear()
-        self._endpoint.lost(self.peer, error)
+        return [] if link is None else [link]
 
     def give_back(self) -> None:
         """Need no more what the peer has left in memory; the link is closed."""

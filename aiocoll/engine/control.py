@@ -1,20 +1,22 @@
 """The control plane of an endpoint: a star of eager links to the lowest rank that is there, the hub.
 
 Small msgpack maps: who has left, what has failed, who waits for whom. A message between two ranks that have no link
-goes through the hub; what concerns everybody is flooded by it. A broken control link is how a loss is noticed, so a
-rank that ends first makes sure that all others know: it tells the hub, which passes it on and answers; the hub itself
-waits until every other rank is linked to it, and tells them all.
+goes through the hub, which also floods what concerns everybody. A broken control link is how a loss is noticed, so a
+rank that ends first makes sure that all know: it tells the hub, which passes it on and answers; the hub itself waits
+until every other rank is linked to it, and tells them all.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import msgpack
 
+from aiocoll.engine import notes
 from aiocoll.engine.lineage import stranger
+from aiocoll.engine.notes import DEVICE, PROTOCOL, Note
 from aiocoll.errors import AiocollError, ProtocolError, RendezvousError
 from aiocoll.handshake import ConnKind
 from aiocoll.transport.base import Link
@@ -23,15 +25,7 @@ from aiocoll.transport.frame import HEADER, FrameKind, Header
 if TYPE_CHECKING:
     from aiocoll.engine.endpoint import Endpoint
 
-__all__ = ["DEVICE", "UNREADABLE", "Control", "Note", "frame_of", "send_note"]
-
-Note = dict[str, Any]
-
-#: The kind of notes about CUDA devices.
-DEVICE = "device"
-
-#: What a note raises that makes no sense.
-UNREADABLE = (ValueError, KeyError, TypeError)
+__all__ = ["Control", "cannot_be_taken", "frame_of", "send_note"]
 
 #: Seconds for which the hub lets others end before it does: ranks that end together are spared a row of new hubs.
 PATIENCE = 0.05
@@ -56,8 +50,6 @@ class Control:
         self._parting: asyncio.Future[None] | None = None
         self._patient = True
         self._told: int | None = None
-        #: Notes about CUDA devices for groups that this rank has not made yet, and whose they are.
-        self._early: dict[int, list[tuple[int, Note]]] = {}
 
     @property
     def links(self) -> list[Link]:
@@ -91,6 +83,11 @@ class Control:
         """Ranks the hub has not seen yet."""
         present = {self._endpoint.rank, *self._links}
         return [rank for rank in range(self._endpoint.world_size) if rank not in present]
+
+    def cut(self, rank: int) -> list[Link]:
+        """Use the link to `rank` no more; return it, if there is one."""
+        link = self._links.pop(rank, None)
+        return [] if link is None else [link]
 
     async def join(self) -> None:
         """Connect to the hub; return when all ranks have.
@@ -171,7 +168,7 @@ class Control:
     def _end(self) -> Note:
         """Say who finds the end behind the data on a link of its own."""
         endpoint = self._endpoint
-        return {"t": "end", "linked": [link.peer for link in endpoint.polling.links], "moved": endpoint.moved()}
+        return {"t": "end", "linked": sorted(link.peer for link in endpoint.polling.links), "moved": endpoint.moved()}
 
     # -- hearing: the sink of control links
 
@@ -181,37 +178,51 @@ class Control:
 
     def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
         """Take a control frame."""
-        self.heard(link.peer, payload, direct=False)
+        if header[0] != FrameKind.CONTROL:
+            raise ProtocolError(f"rank {link.peer} sent a frame of kind {header[0]} on a control link")
+        self.heard(link.peer, payload, notes.CONTROL)
 
     def drained(self, link: Link) -> None:
-        """Nothing waits for this: control messages are written without looking back."""
+        """Nothing waits for this."""
 
     def lost(self, link: Link, error: Exception | None) -> None:
-        """A control link is gone: its peer has ended in order, has died, or cannot be reached."""
-        peer = link.peer
-        if self._links.get(peer) is not link:
-            return  # there is another one since
-        del self._links[peer]
-        if peer in self._endpoint.over:
+        """A control link is gone: its peer has ended, or is lost, or what it sent cannot be taken."""
+        endpoint, peer = self._endpoint, link.peer
+        self._links.pop(peer, None)
+        if cannot_be_taken(error):
+            endpoint.refuse(peer, error, link)
+            return
+        if peer in endpoint.over:
             self.gone(peer)
-        self._endpoint.liveness.broken(peer, f"its control connection broke ({error or 'closed without a goodbye'})")
+        endpoint.liveness.broken(peer, f"its control connection broke ({error or 'closed without a goodbye'})")
 
-    def heard(self, peer: int, payload: memoryview | None, direct: bool) -> None:
-        """Take a note from `peer`; `direct` if it came on the data link, behind all data."""
+    def heard(self, peer: int, payload: memoryview | None, way: str) -> None:
+        """Take a note of `peer` that has come on this way.
+
+        Raises:
+            ProtocolError: it does not fit, or an exception was raised by what it says.
+        """
+        note = notes.read(payload or b"", peer, way, self._endpoint.facts)
+        self._carry_out(peer, note, way == notes.DATA)
+
+    def _carry_out(self, peer: int, note: Note, direct: bool) -> None:
         try:
-            note = msgpack.unpackb(payload or b"")
             self._handle(peer, note, direct)
-        except UNREADABLE as error:
-            raise ProtocolError(f"rank {peer} sent a control message that cannot be read: {error!r}") from error
+        except ProtocolError:
+            raise
+        except Exception as error:
+            raise ProtocolError(
+                f"rank {self._endpoint.rank} could not take the control message {note['t']!r} of rank {peer}: {error!r}"
+            ) from error
 
     def _handle(self, peer: int, note: Note, direct: bool) -> None:
+        """Do what a note says, which came behind all data if `direct`."""
         endpoint = self._endpoint
         kind = note["t"]
         if kind == "relay":
-            if note["to"] != endpoint.rank:
-                self.tell(note["to"], {"t": "relayed", "from": peer, "note": note["note"]})
+            self.tell(note["to"], {"t": "relayed", "from": peer, "note": note["note"]})
         elif kind == "relayed":
-            self._handle(note["from"], note["note"], direct)
+            self._heard_passed_on(note["from"], note["note"])
         elif kind == "formed":
             if not self._formed.done():
                 self._formed.set_result(None)
@@ -230,11 +241,11 @@ class Control:
             self._parted()
         elif kind == "bye":
             if note["cause"] is not None:
-                endpoint.revoked(note["g"], note["cause"])
+                endpoint.revoked(peer, note["g"], note["cause"])
             if direct or not note["linked"]:
                 endpoint.departed(peer, note["g"])
         elif kind == "died":
-            endpoint.died(note["rank"], note["detail"], tell=False, how=note["how"])
+            self._heard_died(peer, note)
         elif kind == "probe":
             self.tell(peer, {"t": "alive"})
         elif kind == "alive":
@@ -242,22 +253,38 @@ class Control:
         elif kind == "waits":
             endpoint.liveness.needed()
         elif kind == "revoke":
-            endpoint.revoked(note["g"], note["cause"])
-        elif kind == DEVICE:
-            if (group := endpoint.groups.get(note["g"])) is not None:
-                group.heard_on_device(group.position[peer], note)
-            elif not endpoint.has_left(note["g"]):
-                self._early.setdefault(note["g"], []).append((peer, note))
+            endpoint.revoked(peer, note["g"], note["cause"])
         elif kind == "shrink":
-            endpoint.agreement(note["g"], note["n"], note["ranks"]).heard(peer, note)
-        elif (group := endpoint.groups.get(note["g"])) is not None:
-            group.diagnosis.heard(group.position[peer], note)
-        elif (last := stranger(endpoint, peer, note)) is not None and kind == "query":
-            self.tell(peer, {"t": "absent", "g": note["g"], "op": note["op"], "last": last, "age": None, "asked": True})
+            endpoint.agreement(note["g"], note["n"], note["ranks"], peer).heard(peer, note)
+        else:
+            self._of_group(peer, note)
 
-    def early(self, identity: int) -> list[tuple[int, Note]]:
-        """Take the notes about CUDA devices that came for a group before this rank had made it, and whose they are."""
-        return self._early.pop(identity, [])
+    def _of_group(self, peer: int, note: Note) -> None:
+        """Hand a note about a device or an operation to its group."""
+        endpoint, identity = self._endpoint, note["g"]
+        group = endpoint.groups.get(identity)
+        if group is not None and note["t"] == DEVICE:
+            group.hear_on_device(peer, note)
+        elif group is not None:
+            group.diagnosis.heard(group.position[peer], note)
+        elif note["t"] == DEVICE:
+            endpoint.early.keep_note(identity, peer, note)
+        elif (last := stranger(endpoint, peer, note)) is not None and note["t"] == "query":
+            self.tell(peer, {"t": "absent", "g": identity, "op": note["op"], "last": last, "age": None, "asked": True})
+
+    def _heard_passed_on(self, origin: int, note: Note) -> None:
+        """Take what another rank has said; if it cannot be taken, that is not the fault of the one between."""
+        try:
+            self._carry_out(origin, note, direct=False)
+        except ProtocolError as error:
+            self._endpoint.refuse(origin, error)
+
+    def _heard_died(self, peer: int, note: Note) -> None:
+        endpoint, rank, how = self._endpoint, note["rank"], note["how"]
+        if rank != endpoint.rank:
+            endpoint.died(rank, note["detail"], tell=False, how=how)
+        elif how == PROTOCOL:
+            endpoint.died(peer, note["detail"], tell=False, how=how)
 
     # -- hubs come and go
 
@@ -300,7 +327,10 @@ class Control:
     def _pass_on(self) -> None:
         """Tell the others who has ended; where many end in one turn of the loop, most need not be told."""
         ended, self._ended = self._ended, []
-        self.flood({"t": "ended", "ranks": ended}, range(self._endpoint.world_size))
+        for rank in range(self._endpoint.world_size):
+            others = [each for each in ended if each[0] != rank]
+            if others:
+                self.flood({"t": "ended", "ranks": others}, [rank])
         for rank, _, _ in ended:
             if rank in self._links:
                 send_note(self._links[rank], {"t": "known"})
@@ -351,6 +381,11 @@ class Control:
         link = await self._endpoint.connect(rank, ConnKind.CONTROL)
         if link is not None:
             self.attach(link)
+
+
+def cannot_be_taken(error: Exception | None) -> TypeGuard[Exception]:
+    """Whether a link has ended because of what the peer sent, or because of what taking it raised here."""
+    return error is not None and not isinstance(error, OSError)
 
 
 def send_note(link: Link, note: Note) -> None:

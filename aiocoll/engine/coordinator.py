@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.completed import combine
-from aiocoll.engine.control import Note
 from aiocoll.engine.diagnosis import cause_of
+from aiocoll.engine.notes import PROTOCOL, Note
 from aiocoll.engine.quorum import connected, decides, is_majority
 from aiocoll.errors import GroupError, PeerLostError
 
@@ -101,8 +101,8 @@ class Coordinator:
     def _await_bounds(self) -> None:
         self._retried = self._expired = False
         self.stop()
-        call_later = self._agreement.endpoint.runtime.call_later
-        self._timers = [call_later(RETRY, self._retry), call_later(BOUND, self._expire)]
+        call_later, attempt = self._agreement.endpoint.runtime.call_later, self._agreement.attempt
+        self._timers = [call_later(RETRY, attempt, self._retry), call_later(BOUND, attempt, self._expire)]
 
     def _retry(self) -> None:
         self._retried = True
@@ -198,9 +198,9 @@ class Coordinator:
         return (set(agreement.ranks) - agreement.away - self._excluded() - left) | self._candidates()
 
     def _hopeless(self) -> set[int]:
-        """Return who is not waited for: stopped ranks, and lost ones that could not be reached again."""
+        """Return who is not waited for: stopped and refused ranks, and lost ones that could not be reached again."""
         lost = self._agreement.endpoint.dead
-        return {rank for rank, (how, _) in lost.items() if self._retried or how == "stopped"}
+        return {rank for rank, (how, _) in lost.items() if self._retried or how in ("stopped", PROTOCOL)}
 
     def _excluded(self) -> set[int]:
         return {rank for voter in self._those_that("exclude") for rank in self._candidacy(voter)["exclude"]}

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aiocoll.engine.disagreement import called, opposed
 from aiocoll.engine.inquiry import DETAILED, SLOW_AFTER, Absence, Finding, Inquiry
 from aiocoll.engine.operation import P2P, Operation
+from aiocoll.engine.shapes import fitting
 from aiocoll.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     GroupError,
     GroupRevokedError,
     PeerLostError,
+    PeerProtocolError,
 )
 from aiocoll.log import logger
 
@@ -239,7 +241,7 @@ class Diagnosis:
         due = [since + SLOW_AFTER for since in self._silent.values() if since + SLOW_AFTER > now]
         if due:
             # A little later than that, lest the clock's rounding make it a little less.
-            self._group.endpoint.runtime.call_later(min(due) + GATHER - now, self._overdue, op)
+            self._group.call_later(min(due) + GATHER - now, self._overdue, op)
 
     def _overdue(self, op: int) -> None:
         """A rank has been silent for long: those who wait shall know."""
@@ -252,7 +254,7 @@ class Diagnosis:
         """Tell all who wait, when answers have had the time to gather."""
         if not inquiry.due:
             inquiry.due = True
-            self._group.endpoint.runtime.call_later(GATHER, self._gathered, op, inquiry)
+            self._group.call_later(GATHER, self._gathered, op, inquiry)
 
     def _gathered(self, op: int, inquiry: Inquiry) -> None:
         inquiry.due = False
@@ -309,7 +311,14 @@ def _bounded(table: dict[int, V]) -> dict[int, V]:
 
 _CLASSES: dict[str, type[GroupError]] = {
     each.__name__: each
-    for each in (CollectiveMismatchError, CollectiveTimeoutError, PeerLostError, GroupRevokedError, GroupError)
+    for each in (
+        CollectiveMismatchError,
+        CollectiveTimeoutError,
+        PeerLostError,
+        PeerProtocolError,
+        GroupRevokedError,
+        GroupError,
+    )
 }
 
 
@@ -317,10 +326,10 @@ def cause_of(error: GroupError) -> dict[str, Any]:
     """Turn an error into plain data that travels."""
     return {
         "kind": type(error).__name__,
-        "text": str(error),
-        "op": error.op,
-        "seq": error.seq,
-        "group": error.group,
+        "text": fitting(str(error)),
+        "op": error.op and fitting(error.op),
+        "seq": fitting(error.seq) if isinstance(error.seq, str) else error.seq,
+        "group": error.group and fitting(error.group),
         "ranks": list(error.ranks),
         "how": getattr(error, "how", None),
     }

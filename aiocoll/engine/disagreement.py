@@ -51,7 +51,7 @@ class Disputes:
             group.disagreement(one, two)
         else:
             self._tell(judge, {"t": "differ", "one": one, "two": two})
-            group.endpoint.runtime.call_later(INSIST_AFTER, self._insist, one, two)
+            group.call_later(INSIST_AFTER, self._insist, one, two)
 
     def disagreed(self, peer: int, note: dict[str, Any]) -> None:
         """A frame of this rank did not fit what `peer` called."""

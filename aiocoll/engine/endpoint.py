@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
 from aiocoll.engine.channel import Channel
-from aiocoll.engine.control import Control, Note
+from aiocoll.engine.control import Control, cannot_be_taken
 from aiocoll.engine.diagnosis import cause_of, error_from
 from aiocoll.engine.direct import Direct
+from aiocoll.engine.early import Early
 from aiocoll.engine.liveness import Liveness
 from aiocoll.engine.membership import Membership
+from aiocoll.engine.notes import PROTOCOL, Facts, Note
 from aiocoll.engine.operation import Operation
 from aiocoll.engine.polling import Polling
+from aiocoll.engine.refusal import LINGER, Ignored, Refusals
+from aiocoll.engine.roster import Roster
 from aiocoll.engine.scratch import Scratch
 from aiocoll.engine.shrink import Agreement
 from aiocoll.engine.watch import Watch
@@ -25,13 +29,10 @@ from aiocoll.errors import AiocollError, PeerLostError
 from aiocoll.handshake import ConnKind
 from aiocoll.runtime import Runtime
 from aiocoll.transport.base import Card, Link, Transport
-from aiocoll.transport.frame import Header
 from aiocoll.transport.shm.commons import Commons
 
 __all__ = ["Endpoint"]
 
-#: How long a leaving rank waits for its peers to end their side too, in seconds.
-LINGER = 1.0
 #: Seconds between two attempts, each of some seconds, to connect to a rank that does not answer but lives.
 CONNECT_AGAIN = 0.5
 
@@ -58,11 +59,17 @@ class Endpoint:
         self.world_size = world_size
         self.cards: Mapping[int, Card] = {}
         self.groups: dict[int, Membership] = {}
-        #: How each lost rank was lost, and what tells so: proven dead ("killed"), or only unreachable or stopped.
-        self.dead: dict[int, tuple[str, str]] = {}
-        #: Ranks that have ended or are lost: that a connection to one of them breaks tells nothing new.
-        self.over: set[int] = set()
+        roster = self._roster = Roster(self)
+        self.dead, self.over = roster.dead, roster.over
+        self.died, self.cut_off, self.restored = roster.died, roster.cut_off, roster.restored
+        self.finished = roster.finished
         self.closed = self._closing = False
+        #: What notes are held against.
+        self.facts = Facts(rank, world_size, self.ranks_of)
+        #: What peers have said of groups that this rank has not made.
+        self.early = Early()
+        refusals = self._refusals = Refusals(self)
+        self.refuse, self.attempt = refusals.refuse, refusals.attempt
         self.watch = Watch(self)
         self.control = Control(self)
         self.direct = Direct(self)
@@ -79,10 +86,6 @@ class Endpoint:
         self.spin = self.polling.spin
         self.turn_is_due = self.polling.turn_is_due
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._orphans: dict[int, list[tuple[Channel, Header, bytes]]] = {}
-        self._doomed: dict[int, dict[str, Any]] = {}
-        self._departed: dict[int, set[int]] = {}
-        self._gone_groups: set[int] = set()
         self._agreements: dict[tuple[int, int], Agreement] = {}
         transport.accepted = self.accept
         transport.look = self.polling.look
@@ -100,28 +103,28 @@ class Endpoint:
             await self._stop_tasks()
             for link in [*self.control.links, *self.polling.links]:
                 link.close()
+            self._refusals.close()
             raise
 
     # -- groups
 
     def add(self, group: Membership) -> None:
         """Take part in `group`; what its other ranks have said so far is heard now."""
-        if group.id in self.groups or group.id in self._gone_groups:
+        if group.id in self.groups or self.early.is_over(group.id):
             raise ValueError(
                 f"group {group.name!r} would have the id of another group of this rank, by a rare chance: "
                 "make it again under another name"
             )
         self.groups[group.id] = group
-        if (cause := self._doomed.pop(group.id, None)) is not None:
-            group.revoke(error_from(cause), tell=False)
-        for rank, note in self.control.early(group.id):
-            if rank in group.position:
-                group.heard_on_device(group.position[rank], note)
-        for rank in self._departed.pop(group.id, ()):
-            group.departed(rank)
-        for channel, header, payload in self._orphans.pop(group.id, ()):
-            if group.frame(channel, header, memoryview(payload)) and header[1]:
-                channel.consume(len(payload))
+        early = self.early.take(group.id)
+        if early.cause is not None:
+            group.revoke(error_from(early.cause), tell=False)
+        for rank, note in early.notes:
+            self.attempt(rank, group.hear_on_device, rank, note)
+        for rank in early.departed:
+            self.attempt(rank, group.departed, rank)
+        for channel, header, payload in early.frames:
+            self.attempt(channel.peer, channel.hear_again, group.frame, header, payload)
         for rank in group.ranks:
             if rank in self.dead:
                 how, detail = self.dead[rank]
@@ -146,7 +149,7 @@ class Endpoint:
         else:
             self._say_bye(note, group.ranks, linked)
         self.groups.pop(group.id, None)
-        self._gone_groups.add(group.id)
+        self.early.end(group.id)
         group.close()
 
     def _say_bye(self, note: Note, ranks: Sequence[int], linked: set[int]) -> None:
@@ -155,17 +158,10 @@ class Endpoint:
                 if rank != self.rank:
                     self.control.tell(rank, {**note, "linked": rank in linked})
 
-    def has_left(self, identity: int) -> bool:
-        """Whether this rank was in a group and has left it."""
-        return identity in self._gone_groups
-
-    def disown(self, identity: int) -> None:
-        """Hear nothing of a group that this rank will never be in."""
-        self._gone_groups.add(identity)
-        self.control.early(identity)
-        for channel, header, payload in self._orphans.pop(identity, ()):
-            if header[1]:
-                channel.consume(len(payload))
+    def ranks_of(self, identity: int) -> Sequence[int] | None:
+        """Return the ranks of a group that this rank is in."""
+        group = self.groups.get(identity)
+        return None if group is None else group.ranks
 
     def hash62(self, text: str) -> int:
         """Hash `text` to 62 bits, the same on all ranks."""
@@ -194,17 +190,12 @@ class Endpoint:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def early(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
-        """Keep a frame of a group that this rank has not made yet; True if the group is over instead."""
-        if header[3] in self._gone_groups or self.closed:
-            return True
-        self._orphans.setdefault(header[3], []).append((channel, header, b"" if payload is None else bytes(payload)))
-        return False
-
-    def lost(self, peer: int, error: Exception | None) -> None:
-        """The data link to `peer` is gone."""
+    def lost(self, peer: int, error: Exception | None, link: Link) -> None:
+        """The data link to `peer` is gone, or what it sent cannot be taken."""
         self._count_links()
-        if peer not in self.over:
+        if cannot_be_taken(error):
+            self.refuse(peer, error, link)
+        elif peer not in self.over:
             self.liveness.broken(peer, f"its connection broke ({error or 'closed without a goodbye'})")
         elif peer not in self.dead:
             self.ended(peer, ())
@@ -216,18 +207,37 @@ class Endpoint:
         for channel in operation.group.channels:
             channel.drop(operation)
 
+    def cut(self, rank: int) -> list[Link]:
+        """Use no link to `rank` any more; return those there are."""
+        channel = self._channels.get(rank)
+        found = self.control.cut(rank) + ([] if channel is None else channel.cut())
+        self._count_links()
+        return found
+
     def accept(self, link: Link) -> None:
-        """Use a link that a peer has opened."""
-        if link.kind is ConnKind.CONTROL:
+        """Use a link that a peer has opened; not one of a peer that was refused."""
+        if self.dead.get(link.peer, ("", ""))[0] == PROTOCOL:
+            link.close()
+        elif link.kind is ConnKind.CONTROL:
             self.control.attach(link)
         elif link.kind is ConnKind.BEACON:
             self.liveness.attach(link)
         else:
-            self.quiet.run(self._attach, self.channel(link.peer), link)
+            self.quiet.run(self._attach, link)
 
-    def _attach(self, channel: Channel, link: Link) -> None:
+    def _attach(self, link: Link) -> None:
+        channel = self.channel(link.peer)
+        if (broken := channel.link) is not None:
+            # The peer has none any more, and has not been heard saying so.
+            broken.close()
+            channel.lost(broken, None)
+            channel = self._renewed(link.peer)
         channel.attach(link)
         self._count_links()
+
+    def _renewed(self, rank: int) -> Channel:
+        self._channels.pop(rank).give_back()
+        return self.channel(rank)
 
     def _count_links(self) -> None:
         channels = self._channels.values()
@@ -253,84 +263,32 @@ class Endpoint:
                 self.died(channel.peer, f"it cannot be reached ({error})", how="unreachable")
             return
         if link is not None:
-            self.quiet.run(self._attach, channel, link)
+            self.quiet.run(self._attach, link)
 
     # -- ranks come and go
 
-    def died(self, rank: int, detail: str, tell: bool = True, how: str = "killed") -> None:
-        """A rank is lost: every group it belongs to fails, here and, if we are first to know, everywhere.
-
-        Args:
-            rank: which one.
-            detail: what tells so.
-            tell: this rank is the first to know.
-            how: "killed" only if a witness has proven it: nothing of that rank is heard any more. "unreachable" and
-                "stopped" ranks may come back, and keep their say.
-        """
-        if self.closed or rank == self.rank:
-            return
-        self.transport.catch_up()
-        known = rank in self.over
-        if known and (rank not in self.suspected or how != "killed"):
-            return
-        self._lose(rank, detail, how)
-        if tell:
-            self.control.flood({"t": "died", "rank": rank, "detail": detail, "how": how}, range(self.world_size))
-        if not known:
-            for group in list(self.groups.values()):
-                if rank in group.position:
-                    group.lost(rank, detail, how)
-
-    def cut_off(self, rank: int) -> None:
-        """The connection to a rank broke although its process lives: what both need fails, for the same reason."""
-        if self.closed or rank in self.over:
-            return
-        self.transport.catch_up()
-        self._lose(rank, "its connection broke, though its process lives", "unreachable")
-        for group in list(self.groups.values()):
-            if rank in group.position:
-                group.torn(rank)
-
-    def _lose(self, rank: int, detail: str, how: str) -> None:
-        self.over.add(rank)
-        self.dead[rank] = how, detail
-        self.control.gone(rank)
-        self.control.miss(rank, detail)
-        self.thinned()
-        self.liveness.examine(rank)
-
-    def restored(self, rank: int) -> None:
-        """A rank that was lost, and not proven dead, is heard again: it can be in new groups."""
-        if rank in self.suspected and not self.closed:
-            del self.dead[rank]
-            self.over.discard(rank)
-            self.control.back(rank)
-            self.thinned()
-
-    def finished(self, rank: int, moved: Sequence[int]) -> None:
-        """A rank has ended in order; it went on elsewhere from the groups `moved`."""
-        self.over.add(rank)
-        if rank in self.suspected:
-            del self.dead[rank]
-        for identity in moved:
-            if (group := self.groups.get(identity)) is not None:
-                self.agreement(identity, group.growths, group.ranks).moved.add(rank)
+    @property
+    def suspected(self) -> set[int]:
+        """The lost ranks that may still live."""
+        return self._roster.suspected
 
     def moved(self) -> list[int]:
         """Return the groups from which this rank has gone on to another."""
         return [identity for (identity, _), agreement in self._agreements.items() if agreement.taken]
 
-    @property
-    def suspected(self) -> set[int]:
-        """The lost ranks that may still live: stopped ones, and those that cannot be reached."""
-        return {rank for rank, (how, _) in self.dead.items() if how != "killed"}
+    def renew(self, rank: int) -> None:
+        """Begin anew with a rank that is back: what was under way belongs to groups that have failed."""
+        channel = self._channels.get(rank)
+        if channel is not None and channel.link is None and not channel.dialling:
+            self._renewed(rank)
+            self._count_links()
 
     def departed(self, rank: int, identity: int) -> None:
         """A rank has left a group, and all its data has arrived."""
         if (group := self.groups.get(identity)) is not None:
             group.departed(rank)
-        elif identity not in self._gone_groups:
-            self._departed.setdefault(identity, set()).add(rank)
+        else:
+            self.early.keep_departure(identity, rank)
 
     def ended(self, rank: int, linked: Sequence[int]) -> None:
         """A rank has ended, which takes it out of every group, unless it says so behind its data."""
@@ -341,18 +299,27 @@ class Endpoint:
             if peer is not None and peer not in group.left:
                 group.departed(rank)
 
-    def revoked(self, identity: int, cause: dict[str, Any]) -> None:
+    def revoked(self, rank: int, identity: int, cause: dict[str, Any]) -> None:
         """Another rank has revoked a group."""
         self.transport.catch_up()
         if (group := self.groups.get(identity)) is not None:
             group.revoke(error_from(cause), tell=False)
-        elif identity not in self._gone_groups:
-            self._doomed[identity] = cause
+        else:
+            self.early.keep_cause(identity, rank, cause)
 
-    def agreement(self, identity: int, number: int, ranks: Sequence[int]) -> Agreement:
-        """Return how the ranks of a group agree on what comes after it; it may outlive the group."""
+    def agreement(self, identity: int, number: int, ranks: Sequence[int], peer: int | None = None) -> Agreement:
+        """Return how the ranks of a group agree on what comes after it; it may outlive the group.
+
+        Args:
+            identity: the group.
+            number: how often it has grown before.
+            ranks: of the group, as in the job.
+            peer: who has spoken of it, if it was not this rank.
+        """
         found = self._agreements.get((identity, number))
         if found is None:
+            if peer is not None and identity not in self.groups and not self.early.is_over(identity):
+                self.early.unmade(identity, peer)
             found = self._agreements[identity, number] = Agreement(self, identity, number, ranks)
         return found
 
@@ -379,6 +346,7 @@ class Endpoint:
             finally:
                 for link in self._all_links():
                     link.close()
+                self._refusals.close()
                 for channel in self._channels.values():
                     channel.give_back()
                 self.polling.boards = ()
@@ -416,26 +384,10 @@ class Endpoint:
                 ended.set_result(None)
 
         for link in links:
-            link.sink = _Ending(lost)
+            link.sink = Ignored(lost)
         if open_links:
             timer = self.runtime.call_later(LINGER, ended.cancel)
             try:
                 await asyncio.wait([ended])
             finally:
                 timer.cancel()
-
-
-class _Ending:
-    """The sink of a link that is being closed: nothing more is heard."""
-
-    def __init__(self, lost: Callable[[Link, Exception | None], None]) -> None:
-        self.lost = lost
-
-    def route(self, link: Link, header: Header) -> memoryview | None:
-        return None
-
-    def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
-        pass
-
-    def drained(self, link: Link) -> None:
-        pass

@@ -80,7 +80,8 @@ class Exchange(Operation):
         self._waits = list(plan.after)
         self._moved = [0] * len(plan.verbs)
         self._remaining = len(plan.verbs)
-        # Made when first needed: most operations are small and never put anything off.
+        # Made when first needed: most operations are small and never put anything off. What came early is told by where
+        # it ends in its message.
         self._messages: dict[int, Message] | None = None
         self._early: dict[int, list[tuple[int, bytes]]] | None = None
         self._local: deque[int] | None = None
@@ -118,7 +119,7 @@ class Exchange(Operation):
         if self._waits[index] == _COMPLETE:
             return True
         early = None if self._early is None else self._early.get(index)
-        return early is not None and sum(length for length, _ in early) == self._plan.totals[index]
+        return early is not None and bool(early) and early[-1][0] == self._plan.totals[index]
 
     # -- arriving
 
@@ -144,9 +145,11 @@ class Exchange(Operation):
             return False
         if self._moved[index] + length > plan.totals[index]:
             raise ProtocolError(f"rank {peer} sent more than the {total} bytes of its message")
+        if not length and (total or self._is_here(index)):
+            raise ProtocolError(f"rank {peer} sent nothing where {total} bytes belong, or a message twice")
         if payload is not None:
             if self._waits[index]:
-                self._keep(index, payload, length)
+                self._keep(peer, index, payload, length)
                 return True
             if length:
                 self._put(index, payload, length)
@@ -155,10 +158,14 @@ class Exchange(Operation):
             self.advance()
         return True
 
-    def _keep(self, index: int, payload: memoryview, length: int) -> None:
+    def _keep(self, peer: int, index: int, payload: memoryview, length: int) -> None:
         if self._early is None:
             self._early = {}
-        self._early.setdefault(index, []).append((length, bytes(payload)))
+        kept = self._early.setdefault(index, [])
+        end, total = length + (kept[-1][0] if kept else 0), self._plan.totals[index]
+        if end > total:
+            raise ProtocolError(f"rank {peer} sent more than the {total} bytes of its message")
+        kept.append((end, bytes(payload)))
 
     def _put(self, index: int, payload: memoryview | bytes, length: int) -> None:
         plan = self._plan
@@ -166,7 +173,7 @@ class Exchange(Operation):
         first = self._moved[index] // plan.itemsize
         count = length // plan.itemsize
         place = self._slice(action.region, first, count)
-        incoming = np.frombuffer(payload, plan.storage, count)
+        incoming = np.frombuffer(payload, plan.storage)  # refuses a part of an element
         if action.verb is _RECV:
             place[:] = incoming
             return
@@ -196,9 +203,9 @@ class Exchange(Operation):
             self._start_send(index)
         elif verb is _RECV or verb is _COMBINE:
             if self._early is not None:
-                for length, payload in self._early.pop(index, ()):
-                    self._put(index, payload, length)
-                    self._progress(index, length)
+                for _, payload in self._early.pop(index, ()):
+                    self._put(index, payload, len(payload))
+                    self._progress(index, len(payload))
         else:
             self._queue(index)
             self.advance()

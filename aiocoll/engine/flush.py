@@ -55,7 +55,7 @@ class Fusion:
         foreign: bool = False,
     ) -> None:
         self.done = False
-        self._group = group
+        self.group = group
         self._members = members
         self._start = start
         self._ended = ended
@@ -73,7 +73,7 @@ class Fusion:
         if self._working or self.done:
             return
         self._working = True
-        jobs, ticks = self._jobs, self._group.endpoint.runtime.ticks
+        jobs, ticks = self._jobs, self.group.endpoint.runtime.ticks
         deadline = ticks() + BUDGET
         try:
             while jobs and not self.done:
@@ -112,7 +112,7 @@ class Fusion:
 
     def _rest(self) -> None:
         """Let the next turn, or an await that polls, go on if there is more to do."""
-        lookers = self._group.endpoint.polling.lookers
+        lookers = self.group.endpoint.polling.lookers
         if self.done or not self._jobs:
             lookers.pop(self, None)
             return
@@ -120,7 +120,7 @@ class Fusion:
             lookers[self] = None
         if not self._put_off:
             self._put_off = True
-            self._group.endpoint.runtime.call_soon(self._resume)
+            self.group.call_soon(self._resume)
 
     def _resume(self) -> None:
         self._put_off = False
@@ -128,7 +128,7 @@ class Fusion:
 
     def _broke(self, error: Exception) -> None:
         """There was no memory, perhaps."""
-        group = self._group
+        group = self.group
         cause = GroupError(
             f"a flush of group {group.name!r} failed on rank {group.rank}: {type(error).__name__}: {error}",
             group=group.name,
@@ -149,7 +149,7 @@ class Fusion:
         if plan is not None and len(members) == 1:
             arrays = list(members[0].arrays)
         elif plan is not None:
-            scratch = self._group.endpoint.scratch
+            scratch = self.group.endpoint.scratch
             for size in map(bucket.size, range(len(bucket.counts))):
                 arrays.append(None if size is None else scratch.take(size, plan.storage))
             inputs = dict.fromkeys((*bucket.reads, *bucket.writes)) if self._foreign else bucket.reads
@@ -162,7 +162,7 @@ class Fusion:
                 self._bucket_ended(bucket, members, own, part, result, error)
 
         name = plan.terms.op if plan is not None else members[0].op if len(members) == 1 else "COALESCED"
-        part = Part(self._group.endpoint, name, None, None, members[0].group, tuple, ended)
+        part = Part(self.group.endpoint, name, None, None, members[0].group, tuple, ended)
         self._running[part] = None
         self._start(number, bucket, arrays, part)
         yield
@@ -197,12 +197,12 @@ class Fusion:
         if wrong is not None:
             operation = part.operation
             assert operation is not None
-            self._group.disputes.disagree(wrong, operation.id, operation.describe())
+            self.group.disputes.disagree(wrong, operation.id, operation.describe())
             return
         yield from bucket.unpack(members, arrays)
         for array in arrays:
             if array is not None:
-                self._group.endpoint.scratch.give(array)
+                self.group.endpoint.scratch.give(array)
         self._left -= 1
 
 

@@ -50,7 +50,7 @@ def stranger(endpoint: Endpoint, peer: int, note: dict[str, Any]) -> str | None:
     for level, theirs in enumerate(lineage):
         parent = endpoint.groups.get(theirs.parent)
         if parent is None:
-            if not endpoint.has_left(theirs.parent):
+            if not endpoint.early.is_over(theirs.parent):
                 break
             endpoint.control.tell(peer, {"t": "bye", "g": note["g"], "cause": None, "linked": False})
             return None
@@ -65,16 +65,16 @@ def stranger(endpoint: Endpoint, peer: int, note: dict[str, Any]) -> str | None:
             error = parent.cause
         else:
             return f"which has split group {parent.name!r} {len(parent.splits)} times only"
-        _refuse(endpoint, lineage[level:], error)
+        _refuse(endpoint, peer, lineage[level:], error)
         return None
     return "which is not in the group now"
 
 
-def _refuse(endpoint: Endpoint, lineage: Sequence[Split], error: GroupError) -> None:
+def _refuse(endpoint: Endpoint, peer: int, lineage: Sequence[Split], error: GroupError) -> None:
     """Revoke groups that this rank will never be in."""
     for split in lineage:
         identity = split.identity(endpoint)
-        endpoint.disown(identity)
+        endpoint.early.disown(identity, peer)
         endpoint.control.flood({"t": "revoke", "g": identity, "cause": cause_of(error)}, split.ranks)
 
 

@@ -15,7 +15,7 @@ from aiocoll.engine.operation import P2P, Operation, description
 from aiocoll.engine.outgoing import OBJECT, Outgoing, begun, message_terms
 from aiocoll.engine.recorder import PEER
 from aiocoll.errors import CollectiveTimeoutError, ProtocolError, SerializationError
-from aiocoll.transport.frame import EAGER, FrameKind, Header
+from aiocoll.transport.frame import FrameKind, Header
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
@@ -106,6 +106,8 @@ class Posted(Operation):
             return
         if arrival.received:
             self.view[: arrival.received] = arrival.data()
+        else:
+            arrival.release()
         if arrival.complete:
             self.complete()
             return
@@ -207,7 +209,7 @@ class Mailbox:
 
     def frame(self, channel: Channel, peer: int, header: Header, payload: memoryview | None) -> bool:
         """Take a frame of a message; False if its bytes wait here."""
-        kind, flags, _, _, op, _, _, length, _ = header
+        kind, _, _, _, op, _, _, length, _ = header
         if kind == FrameKind.GRANT:
             if (outgoing := self.outgoing.get((peer, op))) is not None:
                 outgoing.asked()
@@ -217,7 +219,7 @@ class Mailbox:
             arrival = self._active[peer, op] = Arrival(channel, peer, header)
             self._meet(arrival)
             if kind == FrameKind.READY:
-                return True
+                return self._is_heard(arrival, header)
         if arrival.received + length > arrival.total:
             raise ProtocolError(f"rank {peer} sent more than the {arrival.total} bytes of its message")
         if kind == FrameKind.READY:
@@ -226,17 +228,24 @@ class Mailbox:
                 arrival.ask(self._group.id)
             else:
                 self._announce(arrival.tag)
-            return True
+            return self._is_heard(arrival, header)
+        arrival.empty = False
         if arrival.posted is not None:
             self._feed(arrival, payload, length)
             return True
-        if payload is not None:
+        arrival.hold(header)
+        if length and payload is not None:
             arrival.parts.append(bytes(payload))
         arrival.received += length
-        arrival.held += length if flags & EAGER else 0
         if arrival.complete:
             self._announce(arrival.tag)
         return False
+
+    def _is_heard(self, arrival: Arrival, header: Header) -> bool:
+        """Whether the news that a message waits has reached a receive; else it waits, too."""
+        if arrival.posted is None:
+            arrival.hold(header)
+        return arrival.posted is not None
 
     async def next_message(self, tag: int) -> Arrival | None:
         """Wait for the oldest unmatched message with `tag` and take it, whole; None after the group was closed.
@@ -270,6 +279,7 @@ class Mailbox:
 
     def forget(self, arrival: Arrival) -> None:
         """The message has been received."""
+        arrival.release()
         self._active.pop((arrival.peer, arrival.op), None)
 
     def clear(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import TimerHandle
 from collections.abc import Callable, Sequence
 from math import nan
 from typing import TYPE_CHECKING, Any
@@ -10,16 +11,23 @@ from aiocoll.algorithms.hosts import host_numbers
 from aiocoll.algorithms.machine import Tuning
 from aiocoll.engine.channel import Channel
 from aiocoll.engine.channels import channels
-from aiocoll.engine.control import UNREADABLE
 from aiocoll.engine.diagnosis import Diagnosis, cause_of, failure_by
 from aiocoll.engine.disagreement import Disputes, called, mismatch
+from aiocoll.engine.early import Kept, keep_note
+from aiocoll.engine.losses import left, lost, torn
 from aiocoll.engine.mailbox import Mailbox
+from aiocoll.engine.notes import Note
 from aiocoll.engine.operation import KEYED, P2P, Operation
 from aiocoll.engine.recorder import ENDED, HISTORY, Recorder
 from aiocoll.engine.watch import REPORT_AFTER
-from aiocoll.errors import CollectiveTimeoutError, GroupError, GroupRevokedError, PeerLostError
+from aiocoll.errors import (
+    CollectiveTimeoutError,
+    GroupError,
+    GroupRevokedError,
+    ProtocolError,
+)
 from aiocoll.log import logger
-from aiocoll.transport.frame import EAGER, FrameKind, Header
+from aiocoll.transport.frame import FrameKind, Header
 from aiocoll.transport.shm.layout import SMALLER
 
 if TYPE_CHECKING:
@@ -29,6 +37,13 @@ if TYPE_CHECKING:
 __all__ = ["Membership"]
 
 _DATA = int(FrameKind.DATA)
+
+
+class _Positions(dict[int, int]):
+    """Number in a group by rank in the job; who speaks of a group it is not in breaks the protocol."""
+
+    def __missing__(self, rank: int) -> int:
+        raise ProtocolError(f"what is said is about rank {rank} in a group of ranks {sorted(self)}")
 
 
 class Membership:
@@ -72,7 +87,7 @@ class Membership:
         self.whose = {"group": name, "rank": self.rank}
         #: Host number of each rank, alike on all ranks: the cards are.
         self.hosts = host_numbers(endpoint.cards[rank]["host"] for rank in self.ranks)
-        self.position = {rank: index for index, rank in enumerate(self.ranks)}
+        self.position = _Positions((rank, index) for index, rank in enumerate(self.ranks))
         self.channels = channels(endpoint, self.ranks)
         self.others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
         self.operations: dict[int, Operation] = {}
@@ -93,8 +108,8 @@ class Membership:
         #: Called with each rank that leaves.
         self.on_departed: list[Callable[[int], None]] = []
         #: Hears a note about CUDA devices, and whose it is; until something here does, those that have come are kept.
-        self.heard_on_device: Callable[[int, dict[str, Any]], None] = self._keep_device_note
-        self._device_notes: list[tuple[int, dict[str, Any]]] = []
+        self.heard_on_device: Callable[[int, Note], None] = self._keep_device_note
+        self._device_notes: list[tuple[int, Note]] = []
         self.left: set[int] = set()
         #: How often the group has grown.
         self.growths = 0
@@ -105,7 +120,7 @@ class Membership:
         self._collectives = self.recorder.collectives
         self._messages = self.recorder.messages
         self._watch = endpoint.watch
-        self._early: dict[int, list[tuple[Channel, Header, bytes]]] = {}
+        self._early: dict[int, list[Kept]] = {}
         # Keyed operations that have ended; of ordered ones the number tells.
         self._ended: dict[int, None] = {}
         self._counts: dict[str, int] = {}
@@ -147,13 +162,14 @@ class Membership:
             self.diagnosis.entered(operation)
         if self.left:
             # Later: what they sent before they left may be all that is needed.
-            self.endpoint.runtime.call_soon(self._missed, operation)
-        operation.enter()
+            self.call_soon(self._missed, operation)
+        try:
+            operation.enter()
+        except Exception as error:
+            self.crashed(error)
         if self._early and (frames := self._early.pop(identity, None)):
             for channel, header, payload in frames:
-                self.frame(channel, header, memoryview(payload))
-                if header[1] & EAGER:
-                    channel.consume(len(payload))
+                self.endpoint.attempt(channel.peer, channel.hear_again, self.frame, header, payload)
 
     def forget(self, operation: Operation) -> None:
         """The operation has ended."""
@@ -210,32 +226,30 @@ class Membership:
             if header[0] != FrameKind.GRANT and (record := self.recorder.find(op)) is not None:
                 self.disputes.disagree(peer, op, record.describe(self.rank))
             return True
+        channel.hold(header)
         self._early.setdefault(op, []).append((channel, header, b"" if payload is None else bytes(payload)))
         return False
 
-    def hear_device_notes(self, hear: Callable[[int, dict[str, Any]], None]) -> None:
-        """Let `hear` take notes about CUDA devices, those that have come first.
-
-        One that cannot be read is as if its link had broken for it.
-        """
+    def hear_device_notes(self, hear: Callable[[int, Note], None]) -> None:
+        """Let `hear` take notes about CUDA devices, those that have come first."""
         self.heard_on_device = hear
         notes, self._device_notes = self._device_notes, []
         for peer, note in notes:
-            try:
-                hear(peer, note)
-            except UNREADABLE as error:
-                self.endpoint.died(self.ranks[peer], f"it sent a control message that cannot be read: {error!r}")
+            self.endpoint.attempt(self.ranks[peer], hear, peer, note)
 
-    def _keep_device_note(self, peer: int, note: dict[str, Any]) -> None:
-        self._device_notes.append((peer, note))
+    def hear_on_device(self, rank: int, note: Note) -> None:
+        """Take a note about CUDA devices of a rank, numbered as in the job."""
+        self.heard_on_device(self.position[rank], note)
+
+    def _keep_device_note(self, peer: int, note: Note) -> None:
+        keep_note(self._device_notes, peer, note)
 
     def _drop_early(self) -> None:
         """Give its senders back the part of their windows that nobody will ask for any more."""
         early, self._early = self._early, {}
         for frames in early.values():
-            for channel, header, payload in frames:
-                if header[1] & EAGER:
-                    channel.consume(len(payload))
+            for channel, header, _ in frames:
+                channel.release(header)
 
     def _purge(self) -> None:
         """Give back what peers have left for this group in shared memory."""
@@ -285,20 +299,15 @@ class Membership:
     def lost(self, rank: int, detail: str, how: str) -> None:
         """A rank of the group (numbered as in the job) is dead, or as good as that."""
         peer = self.position[rank]
-        if peer not in self.left:
-            state = "is gone" if how == "killed" else "is lost"
-            text = f"rank {peer} of group {self.name!r} {state}: {detail}"
-            self.revoke(PeerLostError(text, group=self.name, ranks=[peer], how=how))
+        if peer in self.left:
+            return
+        self.revoke(lost(self.name, peer, detail, how))
 
     def torn(self, rank: int) -> None:
         """The connection to a rank of the group (numbered as in the job) broke, and both live."""
         peer = self.position[rank]
         if peer not in self.left:
-            ends = sorted((peer, self.rank))
-            text = (
-                f"the connection between ranks {ends[0]} and {ends[1]} of group {self.name!r} broke, though both live"
-            )
-            self.revoke(PeerLostError(text, group=self.name, ranks=ends, how="unreachable"))
+            self.revoke(torn(self.name, self.rank, peer))
 
     def departed(self, rank: int) -> None:
         """A rank of the group (numbered as in the job) has left in order: whatever needs it fails."""
@@ -315,14 +324,7 @@ class Membership:
         peer = next((rank for rank in sorted(self.left) if not operation.done and operation.needs(rank)), None)
         if peer is None:
             return
-        error = PeerLostError(
-            f"{operation.work.op} on rank {self.rank} of group {self.name!r} needs rank {peer}, which has left",
-            how="left",
-            op=operation.work.op,
-            seq=operation.work.key or operation.work.seq,
-            group=self.name,
-            ranks=[peer],
-        )
+        error = left(self.name, self.rank, peer, operation.work)
         if operation.id & P2P:
             operation.fail(error)
         else:
@@ -355,6 +357,31 @@ class Membership:
         )
         cause.__cause__ = error
         self.revoke(cause)
+
+    def crashed(self, error: Exception) -> None:
+        """Code of the library has raised what it should not, while it ran for this group."""
+        cause = GroupError(
+            f"group {self.name!r} failed on rank {self.rank}, where the library raised {type(error).__name__}: {error}",
+            group=self.name,
+            ranks=[self.rank],
+        )
+        cause.__cause__ = error
+        self.revoke(cause)
+
+    def attempt(self, callback: Callable[..., object], *args: Any) -> None:
+        """Call something that runs for this group: what it raises ends the group, here and everywhere."""
+        try:
+            callback(*args)
+        except Exception as error:
+            self.crashed(error)
+
+    def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
+        """Make an `attempt` in the next turn of the loop."""
+        self.endpoint.runtime.call_soon(self.attempt, callback, *args)
+
+    def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> TimerHandle:
+        """Make an `attempt` in `delay` seconds."""
+        return self.endpoint.runtime.call_later(delay, self.attempt, callback, *args)
 
     def disagreement(self, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         """Two ranks called operations that do not belong together."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operation import Message, Operation
 from aiocoll.engine.plan import Plan
+from aiocoll.errors import ProtocolError
 from aiocoll.transport.shm.layout import MIDDLE, SMALL
 from aiocoll.work import Work
 
@@ -144,7 +145,10 @@ class OneShot(Operation):
             self._framed = {}
         if (link := self.group.channels[peer].shared) is not None:
             link.board.reclaim(self._block)  # perhaps that was why
-        self._framed.setdefault(peer, bytearray()).extend(payload)
+        framed = self._framed.setdefault(peer, bytearray())
+        if len(framed) + length > total:
+            raise ProtocolError(f"rank {peer} sent more than the {total} bytes of its message")
+        framed.extend(payload)
         self.look()
         return True
 

@@ -187,7 +187,7 @@ class Operation:
         """Call `advance` again in the next turn of the loop."""
         if not self._put_off:
             self._put_off = True
-            self.group.endpoint.runtime.call_soon(self._resume)
+            self.group.call_soon(self._resume)
 
     def _resume(self) -> None:
         self._put_off = False

@@ -16,6 +16,7 @@ from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.endpoint import Endpoint
+    from aiocoll.engine.membership import Membership
 
 __all__ = ["Looker", "Polling"]
 
@@ -27,6 +28,8 @@ SOME = 8
 
 class Looker(Protocol):
     """An operation that no frame tells of what its peers have put into shared memory."""
+
+    group: Membership
 
     def look(self) -> bool:
         """Do what has become possible; whether anything moved."""
@@ -132,8 +135,11 @@ class Polling:
         deadline = ticks() + BUDGET
         moved = False
         for operation in tuple(self.lookers):
-            if operation.look():
-                moved = True
+            try:
+                if operation.look():
+                    moved = True
+            except Exception as error:
+                operation.group.crashed(error)
             if ticks() > deadline:
                 # Who was looked after is the last next time.
                 if operation in self.lookers:
@@ -152,8 +158,12 @@ class Polling:
         deadline = ticks() + BUDGET
         moved = False
         while scan:
-            if scan.pop().look():
-                moved = True
+            operation = scan.pop()
+            try:
+                if operation.look():
+                    moved = True
+            except Exception as error:
+                operation.group.crashed(error)
             if not len(scan) % SOME and ticks() > deadline:
                 break
         return moved or bool(scan) or self._news

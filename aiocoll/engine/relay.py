@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operation import Message, Operation
 from aiocoll.engine.plan import Plan
+from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.shm.commons import Plot
 from aiocoll.transport.shm.link import ShmLink
@@ -211,9 +212,7 @@ class Relay(Operation):
     # -- from the left
 
     def _take_next(self) -> bool:
-        step, piece, _ = self._order[self._taken]
-        rank, size = self.group.rank, len(self._parts)
-        start, stop = self._piece((rank - step - 2) % size, piece)
+        step, start, stop = self._incoming(self._taken)
         count = stop - start
         framed = None if self._framed is None else self._framed.get(self._taken)
         link = self.group.channels[self._left].shared
@@ -267,9 +266,13 @@ class Relay(Operation):
             return False
         if self._framed is None:
             self._framed = {}
+        framed = self._framed.setdefault(step, bytearray())
+        _, start, stop = self._incoming(step)
+        if step < self._taken or len(framed) + length > (stop - start) * self._plan.itemsize:
+            raise ProtocolError(f"rank {peer} sent more than piece {step} of its message")
         if (link := self.group.channels[peer].shared) is not None:
             link.reclaim()  # perhaps that was why
-        self._framed.setdefault(step, bytearray()).extend(payload)
+        framed.extend(payload)
         self.look()
         return True
 
@@ -308,6 +311,11 @@ class Relay(Operation):
             link = self.group.channels[self._right].shared
             if link is not None:
                 link.lane_out.leave(failed=failed)
+
+    def _incoming(self, number: int) -> tuple[int, int, int]:
+        """Return of what comes from the left, by its number, the step, and where in the tensor it belongs."""
+        step, piece, _ = self._order[number]
+        return step, *self._piece((self.group.rank - step - 2) % len(self._parts), piece)
 
     def _piece(self, part: int, piece: int) -> tuple[int, int]:
         start, stop = self._parts[part]

@@ -62,17 +62,18 @@ def differing(one: Description, two: Description) -> Iterator[tuple[int, Descrip
     if mine == yours and not private(one):
         return
     unknown = {"op": "ONE OF WHAT FOLLOWS"}
-    left, right = _expanded(one), _expanded(two)
+    left, right = runs(one), runs(two)
     common = min(mine["told"], yours["told"])
-    for position in range(common):
-        first, second = next(left), next(right)
+    for position, count, first, second in _side_by_side(left, right):
         if any(first.get(field) != second.get(field) for field in AGREED) or contradict(
             {**first, "rank": one["rank"]}, {**second, "rank": two["rank"]}
         ):
-            yield position, first, second
+            for each in range(position, position + count):
+                yield each, first, second
     if mine["size"] != yours["size"]:
         ends = (
-            (next(rest, unknown) if side["size"] > common else None) for rest, side in ((left, mine), (right, yours))
+            (_at(told, common) or unknown) if side["size"] > common else None
+            for told, side in ((left, mine), (right, yours))
         )
         yield common, *ends
     elif mine["told"] == yours["told"] and mine["rest"] != yours["rest"]:
@@ -109,7 +110,29 @@ def _run(terms: Terms, count: int) -> Description:
     }
 
 
-def _expanded(description: Description) -> Iterator[Description]:
-    for run in runs(description):
-        for _ in range(run["count"]):
-            yield run
+def _side_by_side(
+    left: Sequence[Description], right: Sequence[Description]
+) -> Iterator[tuple[int, int, Description, Description]]:
+    """Yield for members of two lists that stand beside each other the first position, how many are alike, and both."""
+    lefts, rights = iter(left), iter(right)
+    position = more = also = 0
+    first = second = None
+    while True:
+        if not more and (first := next(lefts, None)) is not None:
+            more = first["count"]
+        if not also and (second := next(rights, None)) is not None:
+            also = second["count"]
+        if first is None or second is None:
+            return
+        count = min(more, also)
+        yield position, count, first, second
+        position, more, also = position + count, more - count, also - count
+
+
+def _at(told: Sequence[Description], position: int) -> Description | None:
+    """Return the run that has the member at a position."""
+    for run in told:
+        position -= run["count"]
+        if position < 0:
+            return run
+    return None

@@ -20,12 +20,12 @@ with a connection does no harm.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from aiocoll.engine.control import Note
 from aiocoll.engine.coordinator import Coordinator, Outcome
 from aiocoll.engine.diagnosis import error_from
+from aiocoll.engine.notes import Note
 from aiocoll.errors import GroupError
 
 if TYPE_CHECKING:
@@ -179,6 +179,16 @@ class Agreement:
         else:
             self._say_vote()
 
+    def attempt(self, step: Callable[[], None]) -> None:
+        """Take a step of its own accord: what it raises ends the wait for a decision, and the group if it stands."""
+        try:
+            step()
+        except Exception as error:
+            if (group := self.endpoint.groups.get(self.group)) is not None:
+                group.crashed(error)
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_exception(error)
+
     def close(self) -> None:
         """This rank ends; if others go on with it, they must not wait for it."""
         self._stop()
@@ -198,7 +208,7 @@ class Agreement:
         """Vote as candidate: where one has promised to, or at the lowest rank that may answer."""
         self._choose()
         self._stop()
-        self._prompt = self.endpoint.runtime.call_later(PROMPT, self._remind)
+        self._prompt = self.endpoint.runtime.call_later(PROMPT, self.attempt, self._remind)
         self._say_vote()
 
     def _choose(self) -> None:

@@ -76,9 +76,9 @@ class Watch:
             left = operation.entered + operation.timeout - now
             if left <= 0:
                 del self._hurried[operation]
-                operation.expire()
+                operation.group.attempt(operation.expire)
             else:
-                self._look(operation, now, True)
+                operation.group.attempt(self._look, operation, now, True)
                 delay = min(delay, left, max(0.0, _due(operation) - now))
         busy = bool(self._hurried)
         waits = False
@@ -90,7 +90,7 @@ class Watch:
             for operation in pending:
                 busy = True
                 waits = waits or now - operation.entered >= REPORT_AFTER
-                self._look(operation, now, oldest)
+                group.attempt(self._look, operation, now, oldest)
                 # Receives may wait for as long as they like, and are not reported.
                 oldest = oldest and operation.id & P2P == P2P
         if waits:

@@ -32,9 +32,10 @@ from aiocoll.algorithms.schedule import Program
 from aiocoll.elements.buffers import Buffer
 from aiocoll.elements.ops import Kernel
 from aiocoll.engine.channel import Channel
-from aiocoll.engine.control import Control, Note
+from aiocoll.engine.control import Control
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.membership import Membership
+from aiocoll.engine.notes import Note
 from aiocoll.engine.operation import P2P, Operation, Terms
 from aiocoll.engine.plan import Executor, Plan
 from aiocoll.engine.shrink import Agreement, Outcome
@@ -234,7 +235,7 @@ class _Nowhere(Endpoint):
     def divert(self, operation: Operation) -> None:
         pass
 
-    def agreement(self, identity: int, number: int, ranks: Sequence[int]) -> Agreement:
+    def agreement(self, identity: int, number: int, ranks: Sequence[int], peer: int | None = None) -> Agreement:
         return self._agreements.setdefault((identity, number), _Willing(self, identity, number, ranks))
 
     async def aclose(self) -> None:

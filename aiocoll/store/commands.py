@@ -11,7 +11,17 @@ from typing import Any, Final
 
 from aiocoll.errors import StoreError
 
-__all__ = ["COMMANDS", "MAX_ENTRIES", "MAX_TOTAL_BYTES", "MAX_VALUE_BYTES", "WAITS", "check_arguments", "prefixed"]
+__all__ = [
+    "COMMANDS",
+    "MAX_ENTRIES",
+    "MAX_TOTAL_BYTES",
+    "MAX_VALUE_BYTES",
+    "OF_CONNECTIONS",
+    "WAITS",
+    "check_arguments",
+    "check_request",
+    "prefixed",
+]
 
 #: Bytes of a key in UTF-8; keys are names, and they are repeated in every error message.
 MAX_KEY_BYTES: Final = 1024
@@ -46,6 +56,9 @@ COMMANDS: Final = MappingProxyType(
 #: Answered once the keys exist (`queue_pop`: once the queue has an item).
 WAITS: Final = MappingProxyType({"get": "k", "multi_get": "K", "wait": "K", "queue_pop": "k"})
 
+#: For a server only. c: number of clients. To wait for that many, and to end the wait of the same number.
+OF_CONNECTIONS: Final = MappingProxyType({"join": "c", "cancel": ""})
+
 
 def check_arguments(command: str, arguments: tuple[Any, ...]) -> None:
     """Refuse a command that no store could carry out.
@@ -54,7 +67,18 @@ def check_arguments(command: str, arguments: tuple[Any, ...]) -> None:
         TypeError, ValueError: a wrong argument.
         StoreError: a key or value over its limit, or no such command.
     """
-    kinds = COMMANDS.get(command) or WAITS.get(command)
+    _check(COMMANDS.get(command) or WAITS.get(command), command, arguments)
+
+
+def check_request(command: str, arguments: tuple[Any, ...]) -> None:
+    """Refuse what a client asks its server if that could not be carried out; raises as `check_arguments` does."""
+    if command in OF_CONNECTIONS:
+        _check(OF_CONNECTIONS[command], command, arguments)
+    else:
+        check_arguments(command, arguments)
+
+
+def _check(kinds: str | None, command: str, arguments: tuple[Any, ...]) -> None:
     if kinds is None or len(kinds) != len(arguments):
         raise StoreError(f"no store command {command!r} with {len(arguments)} arguments")
     for kind, argument in zip(kinds, arguments, strict=True):
@@ -64,6 +88,8 @@ def check_arguments(command: str, arguments: tuple[Any, ...]) -> None:
             _check_value(argument)
         elif kind == "i":
             _check_integer(argument)
+        elif kind == "c":
+            _check_count(argument)
         else:
             _check_list(kind, argument)
     if kinds == "KV" and len(arguments[0]) != len(arguments[1]):
@@ -104,6 +130,11 @@ def _check_integer(amount: object) -> None:
         raise TypeError(f"amount must be int, got {type(amount).__name__}")
     if abs(amount) > MAX_INTEGER:
         raise ValueError(f"amount {amount} does not fit 64 bits")
+
+
+def _check_count(count: object) -> None:
+    if type(count) is not int or not 0 < count <= MAX_ENTRIES:
+        raise ValueError(f"world size {count!r} is not one from 1 to {MAX_ENTRIES}")
 
 
 def _check_list(kind: str, items: object) -> None:

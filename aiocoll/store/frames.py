@@ -73,16 +73,19 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._filled += nbytes
         if self._filled < len(self._block):
             return
-        if self._filled < self._nbytes:
-            # A new one, since asyncio still looks at the old.
-            larger = bytearray(min(2 * self._filled, self._nbytes))
-            larger[: self._filled] = self._block
-            self._block = larger
-            return
         try:
-            self._handler(self._block)
+            if self._filled < self._nbytes:
+                # A new one, since asyncio still looks at the old.
+                larger = bytearray(min(2 * self._filled, self._nbytes))
+                larger[: self._filled] = self._block
+                self._block = larger
+            else:
+                self._handler(self._block)
         except (AuthenticationError, ProtocolError) as exc:
             self.broken(exc)
+            self.transport.abort()
+        except Exception as exc:
+            self.broken(ProtocolError(f"what came could not be taken: {exc!r}"))
             self.transport.abort()
 
     def received_so_far(self) -> bytes:
@@ -116,7 +119,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
             )
         except ValueError as exc:
             raise ProtocolError(f"a store frame that cannot be decoded: {exc}") from exc
-        if not isinstance(message, list) or len(message) != 3 or not isinstance(message[0], int):
+        if not isinstance(message, list) or len(message) != 3 or type(message[0]) is not int:
             raise ProtocolError("a store frame that is neither a request nor a reply")
         self._expect_frame()
         self.message_received(*message)

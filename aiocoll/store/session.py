@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from aiocoll.errors import ProtocolError, StoreError
 from aiocoll.handshake import HANDSHAKE_TIMEOUT, HELLO_SIZE, PROOF_SIZE, ServerHandshake, Status
 from aiocoll.runtime import Runtime
-from aiocoll.store.commands import COMMANDS, MAX_ENTRIES, WAITS, check_arguments
+from aiocoll.store.commands import COMMANDS, OF_CONNECTIONS, WAITS, check_request
 from aiocoll.store.core import StoreCore, Waiter
 from aiocoll.store.frames import MAX_FRAME, FrameProtocol, Outcome, pack
 
@@ -52,6 +52,7 @@ class Session(FrameProtocol):
         self._owner = owner
         self._handshake = handshake
         self._waits: dict[int, tuple[StoreCore, Waiter, tuple[Any, ...]]] = {}
+        self._joined = False
         self._reason: Exception | None = None
         self._deadline = owner.runtime.call_later(HANDSHAKE_TIMEOUT, self.abort)
 
@@ -90,21 +91,30 @@ class Session(FrameProtocol):
         if not isinstance(word, str) or not isinstance(payload, list):
             raise ProtocolError("a store request without a command or arguments")
         arguments = tuple(payload)
+        if word not in COMMANDS and word not in WAITS and word not in OF_CONNECTIONS:
+            raise ProtocolError(f"unknown store command {word[:40]!r}")
         try:
-            if word == "cancel":
-                self._cancel(number)
-            elif word == "join":
-                self._join(number, arguments)
-            elif word in WAITS:
-                check_arguments(word, arguments)
-                self._start_wait(self._owner.core, number, word, arguments)
-            elif word in COMMANDS:
-                check_arguments(word, arguments)
-                self._reply(number, Outcome.RESULT, self._owner.core.apply(word, arguments))
-            else:
-                raise ProtocolError(f"unknown store command {word[:40]!r}")
+            check_request(word, arguments)
         except (StoreError, TypeError, ValueError) as exc:
+            if word in OF_CONNECTIONS:
+                raise ProtocolError(f"store command {word!r}: {exc}") from exc
             self._reply(number, Outcome.ERROR, str(exc))
+            return
+        try:
+            self._carry_out(number, word, arguments)
+        except StoreError as exc:
+            self._reply(number, Outcome.ERROR, str(exc))
+
+    def _carry_out(self, number: int, word: str, arguments: tuple[Any, ...]) -> None:
+        """Do what a request says, which has been found to make sense."""
+        if word == "cancel":
+            self._cancel(number)
+        elif word == "join":
+            self._join(number, arguments[0])
+        elif word in WAITS:
+            self._start_wait(self._owner.core, number, word, arguments)
+        else:
+            self._reply(number, Outcome.RESULT, self._owner.core.apply(word, arguments))
 
     def _hello_received(self, block: bytearray) -> None:
         challenge = self._handshake.challenge(bytes(block), lambda peer: Status.OK)
@@ -122,10 +132,11 @@ class Session(FrameProtocol):
         self._owner.session_proven(self)
         self._expect_frame()
 
-    def _join(self, number: int, arguments: tuple[Any, ...]) -> None:
-        if len(arguments) != 1 or not isinstance(arguments[0], int) or not 0 < arguments[0] <= MAX_ENTRIES:
-            raise ProtocolError("join without a world size")
-        everybody = [str(i) for i in range(1, arguments[0] + 1)]
+    def _join(self, number: int, world_size: int) -> None:
+        if self._joined:
+            raise ProtocolError("a client that joins twice")
+        self._joined = True
+        everybody = [str(i) for i in range(1, world_size + 1)]
         self._start_wait(self._owner.joined(), number, "wait", (everybody,))
 
     def _start_wait(self, core: StoreCore, number: int, command: str, arguments: tuple[Any, ...]) -> None:
@@ -140,7 +151,11 @@ class Session(FrameProtocol):
             self._waits.pop(number, None)
             if command == "queue_pop" and self.transport.is_closing():
                 core.apply("queue_return", (key, result))
-            self._reply(number, Outcome.RESULT, result)
+            try:
+                self._reply(number, Outcome.RESULT, result)
+            except Exception as exc:  # of this client's end, and none of the client's whose command it was
+                self.broken(exc)
+                self.abort()
 
         return deliver
 

@@ -20,7 +20,7 @@ Card = dict[str, Any]
 
 
 class Sink(Protocol):
-    """The engine's side of a link. None of these may raise, except `ProtocolError`, which ends the link."""
+    """The engine's side of a link. What `route` and `deliver` raise ends the link; the others must not raise."""
 
     def route(self, link: Link, header: Header) -> memoryview | None:
         """Say where the payload of `header` shall be placed: exactly `length` bytes, or None for a temporary place.
@@ -35,7 +35,11 @@ class Sink(Protocol):
         """All that `write` had to keep has been handed over; called only after `writable` was False."""
 
     def lost(self, link: Link, error: Exception | None) -> None:
-        """The link is gone: None after the peer closed it in order. Called once, never after `close`."""
+        """The link is gone: None after the peer closed it in order. Called once, never after `close`.
+
+        If `error` is no `OSError`, what has come on the link cannot be taken: nothing more of it is read, and it is for
+        the sink to `write` what the peer shall hear of that, and to `finish` or to `close` it.
+        """
 
 
 class Link(Protocol):

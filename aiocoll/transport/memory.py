@@ -10,7 +10,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from aiocoll.errors import ProtocolError
 from aiocoll.handshake import ConnKind
 from aiocoll.runtime import Runtime
 from aiocoll.transport.base import Card, Link, Sink
@@ -84,6 +83,8 @@ class MemoryLink:
         self._inbox: deque[tuple[Header, bytes]] = deque()
         self._started = False
         self._closed = False
+        # What has come could not be taken: nothing more is.
+        self._deaf = False
         self._due = 0.0
         self._held = 0
         self._flying: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
@@ -117,8 +118,10 @@ class MemoryLink:
             moved = True
             try:
                 self.sink.deliver(self, header, memoryview(payload))
-            except ProtocolError as error:
-                self.break_off(error)
+            except Exception as error:
+                self._deaf = True
+                self._inbox.clear()
+                self.sink.lost(self, error)
         return moved
 
     def divert(self) -> None:
@@ -139,7 +142,8 @@ class MemoryLink:
         """Lose the link on both sides, unless it is closed."""
         if not self._closed:
             self._detach()
-            self._hub.runtime.call_soon(self.sink.lost, self, error)
+            if not self._deaf:
+                self._hub.runtime.call_soon(self.sink.lost, self, error)
             self.other.break_off(error)
 
     def _after_latency(self, call: Callable[..., None], *args: object) -> None:
@@ -167,14 +171,15 @@ class MemoryLink:
             self._hub.runtime.call_soon(self._land)
 
     def _arrive(self, header: Header, payload: bytes) -> None:
-        if not self._closed:
+        if not self._closed and not self._deaf:
             self._inbox.append((header, payload))
             self.poll()
 
     def _ended(self) -> None:
         if not self._closed:
             self._detach()
-            self.sink.lost(self, None)
+            if not self._deaf:
+                self.sink.lost(self, None)
             self._after_latency(self.other._ended)
 
     def _detach(self) -> None:

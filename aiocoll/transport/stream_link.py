@@ -61,6 +61,7 @@ class StreamLink:
         "_batch",
         "_buffer",
         "_closed",
+        "_deaf",
         "_end",
         "_ending",
         "_filled",
@@ -106,6 +107,8 @@ class StreamLink:
         self._writing = False
         self._ending = False
         self._closed = False
+        # What has come could not be taken: the rest is read to be dropped.
+        self._deaf = False
         # Complete frames may be left in the buffer.
         self._unparsed = False
         _size_buffers(sock)
@@ -174,13 +177,18 @@ class StreamLink:
         if not self._end:
             self._buffer = self._spares.take()
         try:
-            return self._receive() or moved
+            return (self._drop() if self._deaf else self._receive()) or moved
         except (BlockingIOError, InterruptedError):
             return moved
-        except (OSError, ProtocolError) as error:
+        except OSError as error:
             # Both ends close at once when neither reads any more: a reset then is as good as an end.
-            orderly = self._ending and getattr(error, "errno", None) in (errno.ECONNRESET, errno.EPIPE)
+            orderly = self._ending and error.errno in (errno.ECONNRESET, errno.EPIPE)
             self._lost(None if orderly else error)
+            return True
+        except Exception as error:
+            self._deaf, self._unparsed, self._end = True, False, 0
+            self._header = self._target = None
+            self.sink.lost(self, error)
             return True
         finally:
             if self._closed or not self._end:
@@ -278,6 +286,12 @@ class StreamLink:
                 break
         return True
 
+    def _drop(self) -> bool:
+        """Read what nobody hears, until the peer ends its side: closing at once would cut off what it is told."""
+        if not self._sock.recv_into(self._buffer):
+            self.close()
+        return True
+
     def _place(self) -> memoryview:
         """Say where the next bytes go, and how many are wanted."""
         if self._target is not None:
@@ -373,7 +387,8 @@ class StreamLink:
     def _lost(self, error: Exception | None) -> None:
         if not self._closed:
             self.close()
-            self.sink.lost(self, error)
+            if not self._deaf:
+                self.sink.lost(self, error)
 
 
 def _size_buffers(sock: socket.socket) -> None:

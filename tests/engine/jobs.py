@@ -36,8 +36,10 @@ def early(pg: ProcessGroup) -> int:
     """Return the bytes kept here of messages that no call has asked for."""
     member = pg._member
     collectives = sum(len(payload) for frames in member._early.values() for _, _, payload in frames)
-    strangers = sum(len(payload) for frames in member.endpoint._orphans.values() for _, _, payload in frames)
-    return collectives + strangers + sum(arrival.held for arrival in member.mailbox._active.values())
+    unmade = member.endpoint.early._unmade.values()
+    strangers = sum(len(payload) for group in unmade for _, _, payload in group.frames)
+    messages = sum(len(part) for arrival in member.mailbox._active.values() for part in arrival.parts)
+    return collectives + strangers + messages
 
 
 async def flood(pg: ProcessGroup, seconds: float) -> Used:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from aiocoll import HashStore, ProcessGroup, ReduceOp, new_group
-from aiocoll.engine.channel import LINK_WINDOW, Channel
+from aiocoll.engine.channel import Channel
 from aiocoll.engine.plan import EAGER_WINDOW
+from aiocoll.engine.windows import LINK_WINDOW
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 
 from ..ranks import TRANSPORTS, options, run_ranks

@@ -13,6 +13,7 @@ import pytest
 from aiocoll.errors import AuthenticationError, StoreError, StoreTimeoutError, StoreUnavailableError
 from aiocoll.handshake import CHALLENGE_SIZE, ClientHandshake, ConnKind, Identity, job_id
 from aiocoll.store import PrefixStore, StoreServer, TCPStore
+from aiocoll.store.session import Session
 
 try:
     import uvloop
@@ -521,3 +522,47 @@ def test_nothing_is_left_when_a_run_is_cancelled_in_the_middle(name, tmp_path):
 
     with asyncio.Runner(loop_factory=new_loop) as runner, pytest.raises(TimeoutError):
         runner.run(main())
+
+
+async def test_an_exception_while_a_request_is_carried_out_ends_its_connection_only(server, monkeypatch):
+    async with client(server) as store:
+        waiting = asyncio.create_task(store.get("k"))
+        await store.num_keys()
+        apply = server.core.apply
+
+        def broken(command, arguments):
+            if command == "append":
+                raise MemoryError("no memory")
+            return apply(command, arguments)
+
+        monkeypatch.setattr(server.core, "apply", broken)
+        async with client(server) as other:
+            with pytest.raises(StoreUnavailableError, match="closed the connection"):
+                await other.append("k", b"1")
+        await store.set("k", b"1")
+        assert await waiting == b"1"
+
+
+async def test_an_exception_while_a_wait_is_answered_ends_the_connection_that_waits(server, monkeypatch):
+    async with client(server) as store, client(server) as other:
+        waiting = asyncio.create_task(other.get("k"))
+        await other.num_keys()
+        reply = Session._reply
+
+        def broken(session, number, outcome, payload):
+            if payload == b"wanted":
+                raise MemoryError("no memory")
+            reply(session, number, outcome, payload)
+
+        monkeypatch.setattr(Session, "_reply", broken)
+        await store.set("k", b"wanted")
+        with pytest.raises(StoreUnavailableError, match="closed the connection"):
+            await waiting
+        assert await store.check(["k"])
+
+
+async def test_a_client_joins_once(server):
+    async with raw_connection(server, authenticate=True) as (reader, writer):
+        writer.write(frame(b"\x93\x01\xa4join\x91\x03") + frame(b"\x93\x02\xa4join\x91\x03"))
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""

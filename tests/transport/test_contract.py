@@ -186,18 +186,42 @@ async def test_closing_is_noticed_once_and_by_the_other_end_only(kind: str) -> N
         assert far.sink.frames == []
 
 
-async def test_a_frame_that_the_sink_refuses_ends_the_link(kind: str) -> None:
+@pytest.mark.parametrize("error", [ProtocolError, KeyError, MemoryError, RecursionError])
+async def test_what_the_sink_cannot_take_is_handed_out_once_and_the_peer_hears_why(
+    kind: str, error: type[Exception]
+) -> None:
+    """Behind all that is on its way to it, and before the end."""
     async with linked(kind) as (near, far):
         near.start()
         far.start()
-        far.sink.error = ProtocolError("nonsense")
+        raised = error("nonsense")
+        given: list[int] = []
+        deliver = far.sink.deliver
+
+        def refuse(link: object, header: Header, payload: memoryview | None) -> None:
+            deliver(far, header, payload)
+            given.append(header[4])
+            raise raised
+
+        far.sink.deliver = refuse
+        data = bytes(SEGMENT)
+        for op in range(20):
+            far.write(*frame(op, data))
         for op in range(3):
             near.write(*frame(op, b"x"))
         await far.sink.until(lambda: far.sink.losses)
+        near.write(*frame(3, data))
+        far.write(*frame(20, b"why"))
+        far.finish()
         await near.sink.until(lambda: near.sink.losses)
-        assert far.sink.losses == [far.sink.error]
-        assert len(near.sink.losses) == 1
-        assert far.sink.frames == []
+        assert far.sink.losses == [raised]
+        assert near.sink.losses == [None]
+        assert given == [0]
+        assert near.sink.frames == [*((op, data) for op in range(20)), (20, b"why")]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        far.close()
+        assert len(far.sink.losses) == 1
 
 
 async def test_closing_while_a_frame_is_handed_out_stops_there(kind: str) -> None:

@@ -135,9 +135,17 @@ async def test_nonsense_ends_the_link(header: bytes, message: str) -> None:
         assert sink.frames == [(1, b"fine")]
         assert [type(each) for each in sink.losses] == [ProtocolError]
         assert message in str(sink.losses[0])
+        link.write(wire(3, b"why"))
+        link.finish()
+        assert raw.recv(100) == wire(3, b"why")
+        raw.send(wire(4, b"never, either"))
+        assert link.poll()
+        assert raw.recv(100) == b""
+        raw.close()
+        assert link.poll()
         assert link.closed
         assert not link.poll()
-        assert len(sink.losses) == 1
+        assert (len(sink.losses), len(sink.frames)) == (1, 1)
 
 
 async def test_an_end_in_the_middle_of_a_frame_is_an_end() -> None:

@@ -123,7 +123,7 @@ class Communicator:
 
         self._in_flight += 1
         if self._timer is None:
-            self._timer = self._group.endpoint.runtime.call_later(ASK_EVERY, self._ask)
+            self._timer = self._group.call_later(ASK_EVERY, self._ask)
         return self._device.launch(self.stream, call, keep, ended)
 
     # -- while something is in flight
@@ -133,7 +133,7 @@ class Communicator:
         self._timer = None
         if self._over or not self._in_flight:
             return
-        self._timer = self._group.endpoint.runtime.call_later(ASK_EVERY, self._ask)
+        self._timer = self._group.call_later(ASK_EVERY, self._ask)
         if not self._asking and self._end is not None:
             self._asking = True
             self._device.run(self._end.async_error).add_done_callback(self._answered)
@@ -255,7 +255,7 @@ class _Parting(Post):
     def needs(self, peer: int) -> bool:
         """No failure of the group comes of it that a peer has left; but it is not waited for."""
         if peer in self._missing:
-            self.group.endpoint.runtime.call_soon(self.expire)
+            self.group.call_soon(self.expire)
         return False
 
     def expire(self) -> None:

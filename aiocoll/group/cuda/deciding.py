@@ -20,8 +20,8 @@ from collections.abc import Callable
 from operator import index
 from typing import Any
 
-from aiocoll.engine.control import DEVICE
 from aiocoll.engine.membership import Membership
+from aiocoll.engine.notes import DEVICE
 from aiocoll.gpu.api import DeviceError, Nccl
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.provider import why_no_nccl

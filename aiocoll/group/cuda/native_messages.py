@@ -19,7 +19,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.elements.device import DeviceArray
-from aiocoll.engine.control import DEVICE
+from aiocoll.engine.notes import DEVICE
 from aiocoll.engine.plan import EAGER_WINDOW
 from aiocoll.gpu.api import DeviceError
 from aiocoll.group.cuda.matching import Batch, Match, Matching
@@ -52,7 +52,7 @@ class NativeMessages:
         self._batches = 0
         #: Receives that are matched and have not begun.
         self._matched: dict[tuple[int, int], DeviceRecv] = {}
-        self._matching = Matching(self._number, side.member.endpoint.runtime.call_later)
+        self._matching = Matching(self._number, side.member.call_later)
 
     @contextlib.contextmanager
     def together(self, arrays: Iterable[DeviceArray]) -> Iterator[None]:

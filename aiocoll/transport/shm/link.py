@@ -57,6 +57,7 @@ class ShmLink:
         "_at",
         "_bell",
         "_closed",
+        "_deaf",
         "_end",
         "_ending",
         "_failed",
@@ -120,6 +121,8 @@ class ShmLink:
         self._ending = False
         self._failed = False
         self._closed = False
+        # What has come could not be taken: nothing more is read.
+        self._deaf = False
 
     @property
     def writable(self) -> bool:
@@ -167,10 +170,10 @@ class ShmLink:
         self._receiving = True
         try:
             self._receive()
-        except ProtocolError as error:
-            self._lost(error)
+        except Exception as error:
+            self._refuse(error)
         finally:
-            self._receiving = False
+            self._receiving = self._deaf
         return True
 
     def piece(self, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
@@ -181,7 +184,7 @@ class ShmLink:
         found = self.lending.read(plot, offset, dtype, count)
         if found is None and not self.lane_in.is_void():
             error = ProtocolError(f"rank {self.peer} pointed to memory that it has not shown")
-            self._runtime.call_soon(self._lost, error)
+            self._runtime.call_soon(self._refuse, error)
         return found
 
     def divert(self) -> None:
@@ -297,10 +300,11 @@ class ShmLink:
             error: Exception | None = None
         except (BlockingIOError, InterruptedError):
             return
-        except ProtocolError as nonsense:
-            error = nonsense
         except OSError as failure:
             error = None if self._ending else failure
+        except Exception as nonsense:
+            self._refuse(nonsense)
+            return
         while self.poll():
             pass
         self._lost(error)
@@ -308,4 +312,13 @@ class ShmLink:
     def _lost(self, error: Exception | None) -> None:
         if not self._closed:
             self.close()
+            if not self._deaf:
+                self.sink.lost(self, error)
+
+    def _refuse(self, error: Exception) -> None:
+        """Read nothing more, since what has come cannot be taken; if it is the second such thing, end."""
+        if self._deaf:
+            self.close()
+        elif not self._closed:
+            self._deaf = self._receiving = True
             self.sink.lost(self, error)

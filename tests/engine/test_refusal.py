@@ -1,0 +1,358 @@
+"""What a rank says is held against its shape, and whatever it raises ends its links and groups by name, everywhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+from aiocoll import GroupError, GroupRevokedError, ProcessGroup, ProtocolError
+from aiocoll.engine.channel import Channel
+from aiocoll.engine.diagnosis import Diagnosis
+from aiocoll.engine.mailbox import Mailbox, Posted
+from aiocoll.engine.oneshot import OneShot
+from aiocoll.engine.operation import P2P, Operation
+from aiocoll.engine.outgoing import Outgoing
+from aiocoll.errors import PeerProtocolError
+from aiocoll.testing import run_processes
+from aiocoll.transport.base import Link
+from aiocoll.transport.frame import EAGER, HEADER, FrameKind
+
+from ..ranks import TRANSPORTS, options, run_ranks, until
+
+Say = Callable[[ProcessGroup, ProcessGroup], Any]
+
+CAUSE = {"kind": "GroupError", "text": "x", "op": None, "seq": None, "group": None, "ranks": [], "how": None}
+REPORT = {"upto": 0, "missing": [], "keyed": []}
+#: Seconds within which everybody has heard of it (contract).
+SOON = 1.0
+
+
+def control_link(pg: ProcessGroup, rank: int) -> Link:
+    return pg._member.endpoint.control._links[rank]
+
+
+def data_link(pg: ProcessGroup, rank: int) -> Link:
+    link = pg._member.channels[rank].link
+    assert link is not None
+    return link
+
+
+def frame(link: Link, *header: int, payload: bytes = b"") -> None:
+    link.write(HEADER.pack(*header, len(payload), len(payload)), memoryview(payload) if payload else None)
+
+
+def note(link: Link, what: Any) -> None:
+    body = what if isinstance(what, bytes) else msgpack.packb(what)
+    frame(link, FrameKind.CONTROL, 0, 0, 0, 0, 0, 0, payload=body)
+
+
+def noting(**what: Any) -> Say:
+    """Say something to the hub about the group of all ranks."""
+    return lambda pg, _: note(control_link(pg, 0), {"g": pg._member.id, **what})
+
+
+def shrinking(**what: Any) -> Say:
+    return noting(t="shrink", ranks=[0, 1, 2], **what)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"t": "waits"}
+    for _ in range(depth):
+        found = {"t": "relayed", "from": 1, "note": found}
+    return found
+
+
+def future_revocation(pg: ProcessGroup, pair: ProcessGroup) -> None:
+    note(control_link(pg, 0), {"t": "revoke", "g": 77, "cause": {"kind": [], "text": 3}})
+
+
+SAID: dict[str, Say] = {
+    "a frame for a sub-group that its sender is not in": lambda pg, pair: frame(
+        data_link(pg, 0), FrameKind.DATA, EAGER, 0, pair._member.id, 1, 0, 0, payload=b"x"
+    ),
+    "a message of a dtype that there is not": lambda pg, _: frame(
+        data_link(pg, 0), FrameKind.DATA, EAGER, 0, pg._member.id, P2P | 5 << 32 | 1, 200, 0, payload=b"x"
+    ),
+    "a message of half an element": lambda pg, _: frame(
+        data_link(pg, 0), FrameKind.DATA, EAGER, 0, pg._member.id, P2P | 5 << 32 | 1, 11, 0, payload=b"xyz"
+    ),
+    "more credit than was given": lambda pg, _: frame(data_link(pg, 0), FrameKind.WINDOW, 0, 0, 0, 0, 0, 1 << 30),
+    "bytes nobody asked for": lambda pg, _: frame(
+        data_link(pg, 0), FrameKind.DATA, 0, 0, pg._member.id, 1000, 0, 0, payload=b"x"
+    ),
+    "a frame that is no note on a control link": lambda pg, _: frame(
+        control_link(pg, 0), FrameKind.GRANT, 0, 0, pg._member.id, 1, 0, 0
+    ),
+    "a frame of no kind": lambda pg, _: frame(control_link(pg, 0), 9, 0, 0, 0, 0, 0, 0),
+    "a note behind data that is no note": lambda pg, _: note(data_link(pg, 0), b"\xc1"),
+    "a note of bytes that are no note": lambda pg, _: note(control_link(pg, 0), b"\xc1"),
+    "a note that is a number": lambda pg, _: note(control_link(pg, 0), 3),
+    "a note of no kind": noting(t="sings"),
+    "a note whose kind is a list": noting(t=[]),
+    "a report whose description is a number": noting(t="report", op=1, mine=3),
+    "a report without an operation": noting(t="report", mine=None),
+    "a report with a field too many": noting(t="report", op=1, mine=None, more=1),
+    "a report for somebody else": noting(t="report", op=1, mine={"rank": 1, "op": "BARRIER", "seq": 1, "key": None}),
+    "notes passed on 990 times": lambda pg, _: note(control_link(pg, 0), nested(990)),
+    "notes passed on twice": lambda pg, _: note(control_link(pg, 0), nested(2)),
+    "a note passed on to nobody": lambda pg, _: note(control_link(pg, 0), {"t": "relay", "to": 7, "note": {}}),
+    "a note passed on that does not fit": lambda pg, _: note(
+        control_link(pg, 0), {"t": "relay", "to": 1, "note": {"t": "revoke", "g": 5, "cause": 5}}
+    ),
+    "a vote of numbers": shrinking(what="vote", ballot=0, exclude=3, completed=3, accepted=3, dead=3),
+    "a vote without a ballot": shrinking(what="vote", exclude=[], completed=REPORT, accepted=None, dead=[]),
+    "a vote for somebody else": shrinking(what="vote", ballot=1, exclude=[], completed=REPORT, accepted=None, dead=[]),
+    "a decision that is a number": shrinking(what="decided", outcome=3),
+    "a decision for nobody": shrinking(
+        what="decided", outcome={"members": [], "excluded": [], "everywhere": REPORT, "somewhere": REPORT}
+    ),
+    "a proposal with nothing": shrinking(what="propose", ballot=2, outcome={}),
+    "a revocation of a group to come": future_revocation,
+    "a revocation of a group that its sender is not in": lambda pg, pair: note(
+        control_link(pg, 0), {"t": "revoke", "g": pair._member.id, "cause": CAUSE}
+    ),
+    "the end of all ranks": lambda pg, _: note(
+        control_link(pg, 0), {"t": "ended", "ranks": [[0, []], [1, []], [2, []]]}
+    ),
+    "an end without links": lambda pg, _: note(control_link(pg, 0), {"t": "end"}),
+    "that all ranks are there": lambda pg, _: note(control_link(pg, 0), {"t": "formed"}),
+    "the death of a rank that there is not": lambda pg, _: note(
+        control_link(pg, 0), {"t": "died", "rank": 3, "detail": "", "how": "killed"}
+    ),
+    "what a device has, as a number": noting(t="device", card=3),
+    "members without end": noting(
+        t="differ",
+        one={
+            "rank": 2,
+            "op": "FLUSH",
+            "seq": 1,
+            "key": None,
+            "members": {"size": 1 << 60, "told": 1 << 60, "rest": 0, "runs": [{"op": "X", "count": 1 << 60}]},
+        },
+        two=None,
+    ),
+}
+
+
+async def met(pg: ProcessGroup) -> None:
+    """Have links between all ranks."""
+    await pg.alltoall([np.zeros(1) for _ in range(pg.size())], [np.zeros(1)] * pg.size())
+
+
+async def fails(pg: ProcessGroup, work: Any, words: str) -> None:
+    """Await a work that fails since rank 2 said something, and see that nothing is left."""
+    with pytest.raises(PeerProtocolError) as failure:
+        async with asyncio.timeout(SOON):
+            await work
+    assert failure.value.ranks == ((0,) if pg.rank() == 2 else (2,))
+    assert "rank 2" in str(failure.value)
+    assert words in str(failure.value)
+    assert isinstance(failure.value, ProtocolError)
+    assert not pg.pending()
+    with pytest.raises(GroupRevokedError) as later:
+        pg.barrier()
+    assert isinstance(later.value.__cause__, PeerProtocolError)
+
+
+@pytest.mark.parametrize("what", SAID)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_what_does_not_fit_ends_its_groups_by_name(transport: str, what: str) -> None:
+    waiting: list[int] = []
+
+    async def rank(pg: ProcessGroup) -> None:
+        await met(pg)
+        pair = await pg.split_group([0, 1] if pg.rank() < 2 else [2])
+        work = pg.recv(np.zeros(1), (pg.rank() + 1) % 3, tag=1)
+        if pair.size() == 2:
+            await pair.allreduce(np.ones(1))
+            waiting.append(pg.rank())
+        else:
+            await until(lambda: len(waiting) == 2)
+            named = pg._member.endpoint.hash62  # the group of the others, which this rank has not made
+            identity = named(f"{pg._member.id}\0split\0{(pg._member.id, 0, None, (0, 1))}") & 0xFFFFFFFF
+            SAID[what](pg, _Named(identity))  # type: ignore[arg-type]
+        await fails(pg, work, "")
+        if pair.size() == 2:  # which has no part in it
+            assert (await pair.allreduce(np.ones(1))).tolist() == [2.0]
+
+    await run_ranks(3, rank, transport=transport)
+
+
+class _Named:
+    """Stands for a group by its id."""
+
+    def __init__(self, identity: int) -> None:
+        self._member = self
+        self.id = identity
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyError, RecursionError, OSError])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_an_exception_while_a_frame_is_handled_ends_its_groups_by_name(
+    transport: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Mailbox.frame
+    waiting: list[int] = []
+
+    def frame(mailbox: Mailbox, channel: Channel, peer: int, *args: Any) -> bool:
+        if mailbox._group.rank == 0 and peer == 2:
+            raise error(12, "no memory")
+        return original(mailbox, channel, peer, *args)
+
+    async def rank(pg: ProcessGroup) -> None:
+        await met(pg)
+        pair = await pg.split_group([0, 1] if pg.rank() < 2 else [2])
+        work = pg.recv(np.zeros(1), 1 if pg.rank() == 0 else 0)
+        waiting.append(pg.rank())
+        await until(lambda: len(waiting) == 3)
+        if pg.rank() == 2:
+            monkeypatch.setattr(Mailbox, "frame", frame)
+            pg.send(np.zeros(1), 0).add_done_callback(lambda _: None)
+        await fails(pg, work, error.__name__)
+        if pair.size() == 2:
+            assert (await pair.allreduce(np.ones(1))).tolist() == [2.0]
+
+    await run_ranks(3, rank, transport=transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_an_exception_while_a_note_is_handled_ends_its_groups_by_name(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Be it that it was passed on: whose note it was is named, not who passed it on."""
+    original = Diagnosis.heard
+
+    def heard(diagnosis: Diagnosis, peer: int, what: dict[str, Any]) -> None:
+        if diagnosis._group.rank == 1 and peer == 2:
+            raise MemoryError("no memory")
+        original(diagnosis, peer, what)
+
+    async def rank(pg: ProcessGroup) -> None:
+        monkeypatch.setattr(Diagnosis, "heard", heard)
+        pair = await pg.split_group([0, 1] if pg.rank() < 2 else [2])
+        await met(pg)
+        work = pg.recv(np.zeros(1), 0 if pg.rank() else 1)
+        if pg.rank() == 2:
+            what = {"t": "query", "g": pg._member.id, "op": 9}
+            note(control_link(pg, 0), {"t": "relay", "to": 1, "note": what})
+        with pytest.raises(PeerProtocolError, match="could not take the control message 'query' of rank 2: MemoryErr"):
+            async with asyncio.timeout(SOON):
+                await work
+        if pair.size() == 2:
+            assert (await pair.allreduce(np.ones(1))).tolist() == [2.0]
+
+    await run_ranks(3, rank, transport=transport)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 7])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_the_one_that_is_refused_hears_why(transport: str, world_size: int) -> None:
+    """Also where it is the hub, and where much is on its way to it."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        await met(pg)
+        last = world_size - 1
+        big = np.ones(3_000_000)
+        works = [pg.allreduce(big.copy(), key=str(each)) for each in range(2)] if pg.rank() in (0, last) else []
+        work = pg.recv(np.zeros(1), (pg.rank() + 1) % world_size)
+        if pg.rank() == 0:
+            note(control_link(pg, last), {"t": "nonsense"})
+        with pytest.raises(PeerProtocolError, match=r"rank 0 sent on a control link .* no kind 'nonsense'"):
+            async with asyncio.timeout(2 * SOON):
+                await work
+        for each in works:
+            with pytest.raises(PeerProtocolError):
+                await each
+
+    await run_ranks(world_size, rank, transport=transport)
+
+
+async def call(pg: ProcessGroup) -> str:
+    """Let rank 0 fail while it handles what rank 1 sends; return what both hear."""
+    await met(pg)
+    if pg.rank() == 0:
+
+        def frame(*_: Any) -> bool:
+            raise MemoryError("no memory")
+
+        pg._member.mailbox.frame = frame  # type: ignore[method-assign]
+    await pg.barrier()
+    work = pg.recv(np.zeros(1), 1 - pg.rank())
+    if pg.rank():
+        pg.send(np.zeros(1), 0).add_done_callback(lambda _: None)
+    try:
+        async with asyncio.timeout(5):
+            await work
+    except PeerProtocolError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix", "shm"])
+async def test_processes_hear_of_an_exception(transport: str) -> None:
+    told = await run_processes(2, call, options=options(transport))
+    assert all("could not take what rank 1 sent, a DATA frame" in each and "MemoryError" in each for each in told)
+
+
+# -- what runs for a group of its own accord
+
+#: Called by timers: as an operation waits for long, and as the answers about it have gathered.
+CALLBACKS = {"a report": "report", "an answer": "_gathered"}
+
+
+@pytest.mark.parametrize("where", CALLBACKS)
+async def test_an_exception_in_a_timer_ends_the_group_by_name(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise LookupError("planted")
+
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        monkeypatch.setattr(Diagnosis, CALLBACKS[where], broken)
+        work: Any = pg.recv(np.zeros(1), 0) if pg.rank() == 2 else pg.allreduce(np.ones(1))
+        with pytest.raises(GroupError, match=r"failed on rank ., where the library raised LookupError: planted"):
+            async with asyncio.timeout(2 * SOON):
+                await work
+
+    await run_ranks(3, rank)
+
+
+#: What an operation does, by the class of what a call of `Start` makes.
+STEPS: dict[str, tuple[type[Operation], str, Callable[[ProcessGroup], Any]]] = {
+    "at the call": (Posted, "enter", lambda pg: pg.recv(np.zeros(1), 0)),
+    "as bytes leave": (Outgoing, "sent", lambda pg: pg.send(np.zeros(1), 0)),
+    "as it looks into shared memory": (OneShot, "look", lambda pg: pg.allreduce(np.zeros(1))),
+}
+
+
+@pytest.mark.parametrize(
+    ("transport", "step"),
+    [(transport, step) for transport in TRANSPORTS for step in STEPS if transport == "shm" or "shared" not in step],
+)
+async def test_an_exception_in_an_operation_ends_the_group_by_name(
+    transport: str, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name, start = STEPS[step]
+    original = getattr(owner, name)
+
+    def broken(operation: Operation, *args: Any) -> Any:
+        if operation.group.rank == 1:
+            raise LookupError("planted")
+        return original(operation, *args)
+
+    async def rank(pg: ProcessGroup) -> None:
+        await met(pg)
+        work = pg.recv(np.zeros(1), 0, tag=5) if pg.rank() == 2 else None
+        await pg.barrier()
+        if pg.rank() == 1:
+            monkeypatch.setattr(owner, name, broken)
+        with pytest.raises(GroupError, match="failed on rank 1, where the library raised LookupError: planted"):
+            async with asyncio.timeout(SOON):
+                await (work or (start(pg) if pg.rank() == 1 else pg.recv(np.zeros(1), 2, tag=5)))
+        assert not pg.pending()
+
+    await run_ranks(3, rank, transport=transport)

@@ -1,0 +1,100 @@
+"""Logs of a `FileStore` with some of their bytes wrong: a newcomer sees exactly what was written, or a `StoreError`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+from aiocoll import FileStore
+from aiocoll.errors import StoreError
+
+from .budget import fuzz
+
+#: Bytes before the payload of a record; its length comes first.
+PREFIX = 12
+State = dict[str, bytes]
+
+
+async def contents(path: Path) -> State:
+    """Return what a newcomer finds."""
+    async with FileStore(str(path)) as store:
+        keys = await store.list_keys()
+        return dict(zip(keys, await store.multi_get(keys), strict=True))
+
+
+@cache
+def written() -> tuple[bytes, list[int], list[State]]:
+    """Return a log, where its header and each of its records end, and what was there then."""
+
+    async def write() -> tuple[bytes, list[int], list[State]]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "log"
+            async with FileStore(str(path)) as store:
+                await store.num_keys()
+                ends, states = [], []
+                for number in range(8):
+                    ends.append(path.stat().st_size)
+                    states.append(await contents(path))
+                    await store.set(f"key {number % 5}", os.urandom(3) + bytes(number * 20))
+                ends.append(path.stat().st_size)
+                states.append(await contents(path))
+            return path.read_bytes(), ends, states
+
+    return asyncio.run(write())
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    """Draw the log with some damage: to bytes, whole records, or its end."""
+    log, ends, _ = written()
+    data = bytearray(log)
+    for _ in range(draw(st.integers(1, 2))):
+        how = draw(st.sampled_from(["flip", "set", "zero", "cut", "drop", "repeat", "swap"]))
+        at = draw(st.integers(0, max(0, len(data) - 1)))
+        first, second = sorted(draw(st.tuples(*[st.integers(0, len(ends) - 2)] * 2)))
+        if how == "flip" and data:
+            data[at] ^= 1 << draw(st.integers(0, 7))
+        elif how == "set" and data:
+            data[at] = draw(st.integers(0, 255))
+        elif how == "zero":
+            data[at:] = bytes(len(data) - at)
+        elif how == "cut":
+            del data[at:]
+        elif how == "drop":
+            del data[ends[first] : ends[first + 1]]
+        elif how == "repeat":
+            data[ends[second] : ends[second]] = data[ends[first] : ends[first + 1]]
+        else:
+            one, two = data[ends[first] : ends[first + 1]], data[ends[second] : ends[second + 1]]
+            data[ends[second] : ends[second + 1]] = one
+            data[ends[first] : ends[first + 1]] = two
+    return bytes(data)
+
+
+def is_torn(rest: bytes) -> bool:
+    """Whether bytes are fewer than the record that they begin says."""
+    return len(rest) < PREFIX + int.from_bytes(rest[:4], "little")
+
+
+@fuzz(damaged(), examples=100)
+def test_a_log_holds_what_was_written_or_is_refused(data: bytes) -> None:
+    log, ends, states = written()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "log"
+        path.write_bytes(data)
+        path.chmod(0o600)
+        try:
+            found = asyncio.run(contents(path))
+        except StoreError:
+            assert data != log, "nothing is wrong with it"
+            return
+    # The records before the first that is another one, or cut short.
+    sound = sum(data[:end] == log[:end] for end in ends) - 1
+    assert found == (states[sound] if sound >= 0 else {})
+    rest = data[ends[max(sound, 0)] :] if sound >= 0 else b""
+    assert not rest or is_torn(rest)

@@ -1,0 +1,81 @@
+"""A job of three ranks on a virtual clock, of which rank 2 says what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from aiocoll import AiocollError, GroupError, ProcessGroup
+from aiocoll.engine.early import GROUPS
+from aiocoll.engine.windows import ASK_WINDOW, EARLY_GRANTS, LINK_WINDOW
+from aiocoll.testing.virtual import run_virtual
+
+#: Virtual seconds for an operation, and for all of them to end.
+TIMEOUT, OVER = 5.0, 60.0
+
+Attack = Callable[[ProcessGroup, int], None]
+
+
+def play(attack: Attack) -> tuple[bool, bool]:
+    """Let rank 2 attack ranks 0 and 1 while operations are in flight, and see that all of them end.
+
+    Nothing may be raised but errors of the library, and nothing be left: no work, and no more memory than is allowed.
+
+    Returns:
+        Whether rank 2 was refused, and whether a group of ranks 0 and 1 works at the end.
+    """
+    raised: list[dict[str, Any]] = []
+    refused: list[bool] = []
+    ready = asyncio.Event()
+
+    async def rank(pg: ProcessGroup) -> bool:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context))
+        await pg.alltoall([np.zeros(1) for _ in range(3)], [np.zeros(1)] * 3)
+        pair = await pg.split_group([0, 1] if pg.rank() < 2 else [2])
+        if pg.rank() == 2:
+            await ready.wait()
+            attack(pg, _pair_identity(pg))
+            await pg.wait_revoked()
+            return True
+        works = [pg.allreduce(np.ones(4), timeout=TIMEOUT), pg.recv(np.ones(1), 2, tag=1, timeout=TIMEOUT)]
+        works += [pg.broadcast(np.ones(200_000), 2, key="k", timeout=TIMEOUT)]
+        await pair.allreduce(np.ones(1))
+        ready.set()
+        for work in works:
+            with contextlib.suppress(AiocollError):
+                await work
+        assert not pg.pending()
+        _bounded(pg)
+        how, _ = pg._member.endpoint.dead.get(2, ("", ""))
+        refused.append(how == "protocol")
+        try:
+            good = (await pair.allreduce(np.ones(1), timeout=TIMEOUT)).tolist() == [2.0]
+        except GroupError:
+            good = False
+        assert not pair.pending()
+        if not pg._member.cause:
+            pg.abort("the test is over")
+        return good
+
+    went = run_virtual(3, rank, timeout=OVER)
+    assert not raised, raised
+    return any(refused), all(went)
+
+
+def _pair_identity(pg: ProcessGroup) -> int:
+    """Return the id of the group of ranks 0 and 1, which rank 2 is not in."""
+    member = pg._member
+    return member.endpoint.hash62(f"{member.id}\0split\0{(member.id, 0, None, (0, 1))}") & 0xFFFFFFFF
+
+
+def _bounded(pg: ProcessGroup) -> None:
+    endpoint = pg._member.endpoint
+    for channel in endpoint._channels.values():
+        waiting = channel._waiting
+        assert 0 <= waiting._nbytes <= LINK_WINDOW + ASK_WINDOW
+        assert 0 <= waiting._grants <= EARLY_GRANTS
+    assert all(number <= GROUPS for number in endpoint.early._named.values())
