@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aiocoll.engine import notes
-from aiocoll.engine.control import frame_of, send_note
 from aiocoll.engine.notes import Note
 from aiocoll.engine.operation import Message, Operation
 from aiocoll.engine.plan import EAGER_WINDOW
+from aiocoll.engine.sending import frame_of, send_note
 from aiocoll.engine.windows import ASK_WINDOW, LEAST, LINK_WINDOW, Waiting
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET

@@ -12,20 +12,19 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
-import msgpack
-
 from aiocoll.engine import notes
 from aiocoll.engine.lineage import stranger
 from aiocoll.engine.notes import DEVICE, PROTOCOL, Note
+from aiocoll.engine.sending import send_note
 from aiocoll.errors import AiocollError, ProtocolError, RendezvousError
 from aiocoll.handshake import ConnKind
 from aiocoll.transport.base import Link
-from aiocoll.transport.frame import HEADER, FrameKind, Header
+from aiocoll.transport.frame import FrameKind, Header
 
 if TYPE_CHECKING:
     from aiocoll.engine.endpoint import Endpoint
 
-__all__ = ["Control", "cannot_be_taken", "frame_of", "send_note"]
+__all__ = ["Control", "cannot_be_taken"]
 
 #: Seconds for which the hub lets others end before it does: ranks that end together are spared a row of new hubs.
 PATIENCE = 0.05
@@ -188,7 +187,9 @@ class Control:
     def lost(self, link: Link, error: Exception | None) -> None:
         """A control link is gone: its peer has ended, or is lost, or what it sent cannot be taken."""
         endpoint, peer = self._endpoint, link.peer
-        self._links.pop(peer, None)
+        if self._links.get(peer) is not link:
+            return  # there is another one since
+        del self._links[peer]
         if cannot_be_taken(error):
             endpoint.refuse(peer, error, link)
             return
@@ -386,14 +387,3 @@ class Control:
 def cannot_be_taken(error: Exception | None) -> TypeGuard[Exception]:
     """Whether a link has ended because of what the peer sent, or because of what taking it raised here."""
     return error is not None and not isinstance(error, OSError)
-
-
-def send_note(link: Link, note: Note) -> None:
-    """Send a control message on any link."""
-    link.write(*frame_of(note))
-
-
-def frame_of(note: Note) -> tuple[bytes, memoryview]:
-    """Return header and payload of a control message."""
-    body: bytes = msgpack.packb(note)
-    return HEADER.pack(FrameKind.CONTROL, 0, 0, 0, 0, 0, 0, len(body), len(body)), memoryview(body)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from aiocoll.engine.control import send_note
 from aiocoll.engine.notes import Note
+from aiocoll.engine.sending import send_note
 from aiocoll.errors import AiocollError
 from aiocoll.handshake import ConnKind
 from aiocoll.log import logger

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from aiocoll.engine.control import send_note
 from aiocoll.engine.notes import PROTOCOL
+from aiocoll.engine.sending import send_note
 from aiocoll.engine.shapes import fitting
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.base import Link
