@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from aiocoll.elements.alike import empty_like, same_place, spare
-from aiocoll.elements.buffers import Buffer, NotDense, clash, overlaps, view
+from aiocoll.elements.buffers import Buffer, clash, overlaps, view
 from aiocoll.elements.device import DeviceArray
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.engine.monitored import Monitored
@@ -67,9 +67,12 @@ class Collectives(Launcher):
         """
         try:
             return self._on_one("allreduce", tensor, op, None, True, timeout, key)
-        except NotDense:
-            pass  # found out only here, where no other call pays for it
-        from aiocoll.group.sparse_reduce import allreduce_sparse  # which few programs need
+        except TypeError:  # found out only here, where no other call pays for it
+            from aiocoll.elements.sparse import is_sparse  # which few programs need
+
+            if not is_sparse(tensor):
+                raise
+        from aiocoll.group.sparse_reduce import allreduce_sparse
 
         return allreduce_sparse(self, tensor, op, timeout, key)
 

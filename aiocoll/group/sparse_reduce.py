@@ -57,7 +57,8 @@ def allreduce_sparse(group: Launcher, tensor: Any, op: ReduceOp, timeout: Timeou
     array = sparse_array(tensor)
     kernel(op, array.dtype, group._size)
     if op != ReduceOp.SUM:
-        raise ValueError(f"op={op!r} is not defined on sparse arrays: only SUM lets what is not stored count as 0")
+        remedy = "divide the sum by the number of ranks" if op == ReduceOp.AVG else "make the arrays dense"
+        raise ValueError(f"op={op!r} of sparse arrays is not carried out, only SUM is: {remedy}")
     limit = group._member.timeout if timeout is None else seconds(timeout, "timeout")
     entries = array.read() if array.effort <= INLINE else None
     dims = f"SUM over {array.sparse_dim} sparse and {len(array.shape) - array.sparse_dim} dense dimensions"
