@@ -130,8 +130,8 @@ class Collectives(Arguments):
         """Gather every rank's tensor on every rank.
 
         Args:
-            outputs: one array per rank, as long as that rank's tensor. None, then on all ranks, makes them; their rows
-                are like those of `tensor`.
+            outputs: one array per rank, as long as that rank's tensor. None, then on all ranks, makes them, with rows
+                like those of `tensor`; on a CUDA device as long as `tensor`.
             tensor: this rank's array; counts may differ from rank to rank.
             timeout: seconds; None is the group's.
             key: match by this key instead of by order.
@@ -169,8 +169,8 @@ class Collectives(Arguments):
         """Gather every rank's tensor at `root`.
 
         Args:
-            outputs: at the root one array per rank, or None, which makes them with rows like those of `tensor`;
-                elsewhere None or [].
+            outputs: at the root one array per rank, or None, which makes them, of at most 4 GiB each, with rows like
+                those of `tensor`; on a CUDA device, or in a block, as long as `tensor`. Elsewhere None or [].
             tensor: this rank's array; counts may differ from rank to rank.
             root: who gets them; elsewhere the result is None.
             timeout: seconds; None is the group's.
