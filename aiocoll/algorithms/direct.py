@@ -121,12 +121,15 @@ def gather(rank: int, world_size: int, root: int, counts: Sequence[int]) -> Prog
     build = Builder(world_size + 1)
     mine = Region(world_size, 0, counts[rank])
     if rank != root:
-        build.send(root, mine)
+        # A root that does not know how much comes has to hear of nothing, too.
+        if not build.send(root, mine):
+            build.signal(root)
         return build.program("linear")
     build.copy(Region(root, 0, counts[root]), mine)
     for distance in range(1, world_size):
         peer = (root + distance) % world_size
-        build.recv(peer, Region(peer, 0, counts[peer]))
+        if not build.recv(peer, Region(peer, 0, counts[peer])):
+            build.await_signal(peer)
     return build.program("linear")
 
 

@@ -14,8 +14,8 @@ from aiocoll.group.process_group import ProcessGroup
 __all__ = ["HEADING", "row", "sweep"]
 
 HEADING = (
-    f"{'size':>10} {'count':>10} {'time p50':>12} {'p95':>12} {'p99':>12} {'algbw':>8} {'busbw':>8} {'#wrong':>6}\n"
-    f"{'B':>10} {'elements':>10} {'us':>12} {'us':>12} {'us':>12} {'GB/s':>8} {'GB/s':>8}"
+    f"{'size':>10} {'count':>10} {'time p50':>10} {'p95':>10} {'p99':>10} {'algbw':>8} {'busbw':>8} {'#wrong':>6}\n"
+    f"{'B':>10} {'elements':>10} {'us':>10} {'us':>10} {'us':>10} {'GB/s':>8} {'GB/s':>8}"
 )
 #: Erases the line that the cursor is on.
 CLEAR = "\r\x1b[K"
@@ -24,7 +24,7 @@ CLEAR = "\r\x1b[K"
 def row(case: Case, world_size: int, timing: Timing) -> str:
     """Return the line of a case, to stand under `HEADING`."""
     figures = Figures.of(case, world_size, timing.nanoseconds)
-    times = " ".join(f"{value * 1e6:>12.1f}" for value in (figures.p50, figures.p95, figures.p99))
+    times = " ".join(f"{value * 1e6:>10.1f}" for value in (figures.p50, figures.p95, figures.p99))
     place = f"{case.size(world_size):>10} {case.count(world_size):>10}"
     return f"{place} {times} {figures.algbw / 1e9:>8.3f} {figures.busbw / 1e9:>8.3f} {timing.wrong:>6}"
 

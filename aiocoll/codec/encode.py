@@ -109,7 +109,10 @@ class _Encoder:
     def _reserve(self, nbytes: int) -> None:
         self._size += nbytes
         if self._size > self._limit:
-            raise SerializationError(f"the object takes at least {self._size} bytes, max_bytes is {self._limit}")
+            raise SerializationError(
+                f"the object takes at least {self._size} bytes, max_bytes is {self._limit}: send large arrays by calls "
+                "on arrays, which may have any size, and the rest in parts"
+            )
 
     def _head(self, code: int, count: int) -> None:
         """Begin an array of `count` elements after a tag; a list that is whole has none."""

@@ -19,7 +19,6 @@ from aiocoll.elements.dtypes import DType, by_name, of_numpy
 
 __all__ = [
     "Buffer",
-    "NotDense",
     "byte_view",
     "clash",
     "is_scalar",
@@ -47,10 +46,6 @@ _PYTHON_NUMBERS = (
 # Made once: a union of types takes longer to make than to look into.
 _NUMBERS = (bool, int, float, complex, np.generic)
 _NO_ARRAYS = (str, list, tuple, dict, set)
-
-
-class NotDense(TypeError):
-    """A sparse array was given where its values alone are no array; only allreduce takes such."""
 
 
 class Buffer:
@@ -293,7 +288,7 @@ def _of_torch(torch: Any, tensor: Any, name: str, writable: bool) -> Buffer:
             array = of_torch(torch, tensor, _known(tensor, name)[0], name, writable)
             return _on_device(array, tuple(tensor.shape), tensor)
         message = f"{name} must be a dense tensor on the CPU or on CUDA, not {tensor.layout} on {device}"
-        raise NotDense(message) if tensor.is_cpu else TypeError(message)
+        raise TypeError(message)
     dtype, carrier = _known(tensor, name)
     # Hardly any tensor needs these steps, of which each takes half a microsecond.
     plain = tensor.detach() if tensor.requires_grad else tensor
@@ -364,5 +359,6 @@ def _of_dlpack(obj: Any, name: str, writable: bool) -> Buffer:
 def _not_an_array(obj: Any, name: str) -> TypeError:
     scipy = sys.modules.get("scipy.sparse")
     if scipy is not None and scipy.issparse(obj):
-        return NotDense(f"{name} must be a dense array, not a {type(obj).__name__}: only allreduce takes sparse ones")
-    return TypeError(f"{name} must be {_ACCEPTED}, not {type(obj).__name__}")
+        return TypeError(f"{name} must be a dense array, not a {type(obj).__name__}: only allreduce takes sparse ones")
+    hint = f"; pass {name}.to_numpy()" if hasattr(obj, "to_numpy") else ""
+    return TypeError(f"{name} must be {_ACCEPTED}, not {type(obj).__name__}{hint}")

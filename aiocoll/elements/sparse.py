@@ -21,7 +21,7 @@ from aiocoll.elements.buffers import view
 from aiocoll.elements.dtypes import DType, of_numpy
 from aiocoll.elements.entries import Entries, coalesced
 
-__all__ = ["SparseArray", "sparse_array"]
+__all__ = ["SparseArray", "is_sparse", "sparse_array"]
 
 Array = NDArray[Any]
 _INT32 = np.iinfo(np.int32).max
@@ -50,6 +50,15 @@ class SparseArray(NamedTuple):
     effort: int
     read: Callable[[], Entries]
     build: Callable[[Entries], Callable[[], Any]]
+
+
+def is_sparse(obj: Any) -> bool:
+    """Whether `obj` is a sparse array of scipy.sparse, or of torch on the CPU, of whatever format."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(obj, torch.Tensor):
+        return bool(obj.is_cpu) and obj.layout is not torch.strided
+    scipy = sys.modules.get("scipy.sparse")
+    return scipy is not None and bool(scipy.issparse(obj))
 
 
 def sparse_array(obj: Any, name: str = "tensor") -> SparseArray:

@@ -19,7 +19,7 @@ from aiocoll.engine.monitored import Monitored
 from aiocoll.engine.operation import KEYED, Operation, Terms
 from aiocoll.engine.parcels import Post
 from aiocoll.errors import CollectiveMismatchError, GroupError
-from aiocoll.work import Work
+from aiocoll.work import GOES_ON, Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.membership import Membership
@@ -46,6 +46,15 @@ class Inner(Work[Any]):
         self._outer = outer
 
     def _finish(self, result: Any, exception: BaseException | None = None) -> None:
+        if exception is None and self._unwrap is not None:
+            # A call of several steps goes on with the next one.
+            unwrap, self._unwrap = self._unwrap, None
+            try:
+                result = unwrap()
+            except Exception as error:
+                exception = error
+            if result is GOES_ON:
+                return
         self._done = True
         self._outer.ended(result, exception)
 

@@ -124,7 +124,8 @@ class Part(Work[Any]):
 
     def _finish(self, result: Any, exception: BaseException | None = None) -> None:
         super()._finish(result, exception)
-        self.ended(self._result, self._exception)
+        if self._done:  # else a call of several steps goes on with the next one
+            self.ended(self._result, self._exception)
 
     def _failed(self, error: BaseException) -> None:
         """The works it stands for tell."""

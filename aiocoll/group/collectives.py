@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 from aiocoll.elements.alike import empty_like, same_place, spare
-from aiocoll.elements.buffers import Buffer, NotDense, clash, overlaps, view
+from aiocoll.elements.buffers import Buffer, clash, overlaps, view
 from aiocoll.elements.device import DeviceArray
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.engine.monitored import Monitored
-from aiocoll.group.launch import Launcher, Timeout
+from aiocoll.group.arguments import Arguments, slices
+from aiocoll.group.calls import Recorder, taker_in_scope
+from aiocoll.group.launch import Timeout
+from aiocoll.group.unsized import allgather_unsized, gather_unsized
 from aiocoll.work import Work
 
 __all__ = ["Collectives"]
@@ -20,7 +22,7 @@ __all__ = ["Collectives"]
 SUM = ReduceOp.SUM
 
 
-class Collectives(Launcher):
+class Collectives(Arguments):
     """Calls that all ranks of a group make in the same order (or with the same `key`).
 
     Common to all: the call starts at once and returns a `Work`; awaiting it gives the result. `timeout` is in seconds
@@ -67,9 +69,12 @@ class Collectives(Launcher):
         """
         try:
             return self._on_one("allreduce", tensor, op, None, True, timeout, key)
-        except NotDense:
-            pass  # found out only here, where no other call pays for it
-        from aiocoll.group.sparse_reduce import allreduce_sparse  # which few programs need
+        except TypeError:  # found out only here, where no other call pays for it
+            from aiocoll.elements.sparse import is_sparse  # which few programs need
+
+            if not is_sparse(tensor):
+                raise
+        from aiocoll.group.sparse_reduce import allreduce_sparse
 
         return allreduce_sparse(self, tensor, op, timeout, key)
 
@@ -125,14 +130,18 @@ class Collectives(Launcher):
         """Gather every rank's tensor on every rank.
 
         Args:
-            outputs: one array per rank, as long as that rank's tensor; None allocates arrays like `tensor`.
+            outputs: one array per rank, as long as that rank's tensor. None, then on all ranks, makes them, with rows
+                like those of `tensor`; on a CUDA device as long as `tensor`.
             tensor: this rank's array; counts may differ from rank to rank.
             timeout: seconds; None is the group's.
             key: match by this key instead of by order.
 
-        Cost: n (p-1) bytes sent per rank; 1 step, log2(p) steps or p-1 pipelined steps, by size.
+        Cost: n (p-1) bytes sent per rank; 1 step, log2(p) steps or p-1 pipelined steps, by size. Without outputs, one
+        small step before.
         """
         source = view(tensor, name="tensor", writable=False)
+        if outputs is None and self._may_differ(source):
+            return allgather_unsized(self, source, timeout, key)
         if outputs is None:
             outputs = [empty_like(source) for _ in range(self._size)]
         buffers = self._blocks(outputs, "outputs", source, "tensor")
@@ -145,7 +154,7 @@ class Collectives(Launcher):
         """Gather every rank's tensor, all of the same count, into one array, in rank order."""
         source = view(tensor, name="tensor", writable=False)
         target = self._whole(output, "output", source, "tensor", source.count * self._size)
-        blocks = _slices(target, [source.count] * self._size)
+        blocks = slices(target, [source.count] * self._size)
         return self._gathering(target.result, blocks, source, timeout, key, target)
 
     def gather(
@@ -160,7 +169,8 @@ class Collectives(Launcher):
         """Gather every rank's tensor at `root`.
 
         Args:
-            outputs: at the root one array per rank (None allocates arrays like `tensor`); elsewhere None or [].
+            outputs: at the root one array per rank, or None, which makes them, of at most 4 GiB each, with rows like
+                those of `tensor`; on a CUDA device, or in a block, as long as `tensor`. Elsewhere None or [].
             tensor: this rank's array; counts may differ from rank to rank.
             root: who gets them; elsewhere the result is None.
             timeout: seconds; None is the group's.
@@ -173,6 +183,8 @@ class Collectives(Launcher):
         counts[self._rank] = source.count
         result = None
         if root == self._rank:
+            if outputs is None and self._may_differ(source) and taker_in_scope(self) is None:
+                return gather_unsized(self, source, root, timeout, key)
             if outputs is None:
                 outputs = [empty_like(source) for _ in range(self._size)]
             blocks = self._blocks(outputs, "outputs", source, "tensor")
@@ -236,7 +248,7 @@ class Collectives(Launcher):
         """Reduce all ranks' `input` and leave the r-th of p equal parts in rank r's `output`."""
         target = view(output, name="output")
         source = self._whole(input, "input", target, "output", target.count * self._size, writable=False)
-        return self._reducing(target, _slices(source, [target.count] * self._size), op, timeout, key)
+        return self._reducing(target, slices(source, [target.count] * self._size), op, timeout, key)
 
     def alltoall(
         self, outputs: Sequence[Any], inputs: Sequence[Any], *, timeout: Timeout = None, key: str | None = None
@@ -277,11 +289,18 @@ class Collectives(Launcher):
         same_place(target, "output", source, "input")
         if overlaps(target.array, source.array):
             raise ValueError("output shares memory with input: alltoall_base needs separate arrays")
-        into = _slices(target, self._splits(target, output_split_sizes, "output"))
-        out_of = _slices(source, self._splits(source, input_split_sizes, "input"))
+        into = slices(target, self._splits(target, output_split_sizes, "output"))
+        out_of = slices(source, self._splits(source, input_split_sizes, "input"))
         return self._exchanging(target.result, into, out_of, (target,), timeout, key)
 
     # -- what several calls have in common
+
+    def _may_differ(self, source: Buffer) -> bool:
+        """Whether outputs are made as long as what the others give, not as what this rank gives."""
+        if self._size == 1 or isinstance(source.array, DeviceArray):
+            return False
+        taker = taker_in_scope(self)
+        return taker is None or isinstance(taker, Recorder)  # any other one only predicts what calls would take
 
     def _scan(self, kind: str, tensor: Any, op: ReduceOp, timeout: Timeout, key: str | None) -> Work[Any]:
         if op == ReduceOp.AVG:
@@ -323,75 +342,3 @@ class Collectives(Launcher):
         counts = tuple(each.count for each in sources), tuple(each.count for each in targets)
         plan = self._plan("alltoall", sources[0].dtype, counts, agreed=())
         return self._start(plan, (*sources, *targets), sources[0], result, timeout, key, wholes)
-
-    def _blocks(self, arrays: Any, name: str, like: Buffer | None, of: str, *, writable: bool = True) -> list[Any]:
-        """View one array per rank, all like `like`, called `of` (None: the first); outputs must not overlap."""
-        self._check_one_per_rank(arrays, name, "array")
-        blocks = [view(each, name=f"{name}[{rank}]", writable=writable) for rank, each in enumerate(arrays)]
-        like = blocks[0] if like is None else like
-        place: Any = type(like.array)
-        for rank, block in enumerate(blocks):
-            if block.dtype is not like.dtype:
-                raise TypeError(f"{name}[{rank}] has dtype {block.dtype.name}, expected {like.dtype.name}")
-            if type(block.array) is not place or place is DeviceArray:
-                same_place(block, name, like, of, rank)
-        if writable and (found := clash([block.array for block in blocks])) is not None:
-            raise ValueError(f"{name}[{found[0]}] and {name}[{found[1]}] share memory: give every rank its own")
-        return blocks
-
-    def _check_spared(self, blocks: Sequence[Buffer | None], source: Buffer) -> None:
-        """Refuse outputs of other ranks in the memory of what this one contributes."""
-        for rank, block in enumerate(blocks):
-            if rank != self._rank and block is not None and overlaps(block.array, source.array):
-                raise ValueError(f"tensor shares memory with the output of rank {rank}: it would be overwritten")
-
-    def _check_none(self, arrays: Any, name: str, root: int) -> None:
-        """Refuse arrays that only the root may give."""
-        if arrays is not None and (not hasattr(arrays, "__len__") or len(arrays)):
-            raise ValueError(f"{name} must be None or [] on rank {self._rank}: only the root, rank {root}, has {name}")
-
-    def _whole(self, array: Any, name: str, like: Buffer, of: str, count: int, *, writable: bool = True) -> Buffer:
-        """View an array that holds `count` elements like those of `like`, which is called `of`."""
-        buffer = view(array, name=name, writable=writable)
-        if buffer.dtype is not like.dtype:
-            raise TypeError(f"{name} has dtype {buffer.dtype.name}, expected {like.dtype.name}")
-        place: Any = type(like.array)
-        if type(buffer.array) is not place or place is DeviceArray:
-            same_place(buffer, name, like, of)
-        if buffer.count != count:
-            raise ValueError(f"{name} has {buffer.count} elements, expected {count}: world size times the part")
-        return buffer
-
-    def _same_count(self, block: Any, other: Buffer, name: str, other_name: str) -> None:
-        if block.count != other.count:
-            raise ValueError(f"{name} has {block.count} elements, {other_name} has {other.count}; they must be equal")
-
-    def _splits(self, buffer: Buffer, sizes: Sequence[int] | None, name: str) -> list[int]:
-        """Return how many elements of `buffer` each rank gets."""
-        rows = buffer.shape[0] if buffer.shape else 1
-        if sizes is None:
-            if rows % self._size:
-                raise ValueError(
-                    f"{name} has {rows} rows, which {self._size} ranks cannot share equally: give {name}_split_sizes"
-                )
-            sizes = [rows // self._size] * self._size
-        try:
-            sizes = [operator.index(size) for size in sizes]
-        except TypeError:
-            raise TypeError(f"{name}_split_sizes must be a list of ints or None, not {sizes!r}") from None
-        if len(sizes) != self._size or any(size < 0 for size in sizes) or sum(sizes) != rows:
-            raise ValueError(
-                f"{name}_split_sizes={sizes} must be {self._size} non-negative numbers whose sum is {rows}, "
-                f"the rows of {name}"
-            )
-        row = buffer.count // rows if rows else 0
-        return [size * row for size in sizes]
-
-
-def _slices(whole: Buffer, counts: Sequence[int]) -> list[Buffer]:
-    """Cut a buffer; the parts share its memory, staged or not."""
-    parts, start = [], 0
-    for count in counts:
-        parts.append(Buffer(whole.array[start : start + count], whole.dtype, (count,), None))
-        start += count
-    return parts

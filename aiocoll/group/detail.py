@@ -17,7 +17,7 @@ from aiocoll.engine.operation import P2P, Terms
 from aiocoll.engine.recorded import Part, Recorded
 from aiocoll.group.calls import Call, Taker, taker_in_scope
 from aiocoll.group.flushing import Recording
-from aiocoll.group.launch import Launcher, Miscount
+from aiocoll.group.launch import Launcher
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.group.recovery import Origin
 from aiocoll.options import GroupOptions, seconds
@@ -27,6 +27,10 @@ __all__ = ["DetailedGroup"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class _Miscount(ValueError):
+    """A list has not one array or object per rank; users get a plain `ValueError`."""
 
 
 def _telling(method: Callable[P, R], main: str | None = None) -> Callable[P, R]:
@@ -41,10 +45,11 @@ def _telling(method: Callable[P, R], main: str | None = None) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return method(*args, **kwargs)
-        except Miscount as error:
+        except _Miscount as miscount:
             group: Any = args[0]
+            error = ValueError(str(miscount))
             if group.size() == 1 or taker_in_scope(group) is not None:
-                raise
+                raise error from None
             given = inspect.signature(method).bind(*args, **kwargs)
             given.apply_defaults()
             work: R = group._take_wrong(method.__name__, main, given.arguments, error)
@@ -80,6 +85,12 @@ class DetailedGroup(ProcessGroup):
     scatter_object = _telling(ProcessGroup.scatter_object)
     alltoall_object = _telling(ProcessGroup.alltoall_object)
 
+    def _check_one_per_rank(self, values: Any, name: str, what: str) -> None:
+        try:
+            super()._check_one_per_rank(values, name, what)
+        except ValueError as error:
+            raise _Miscount(str(error)) from None
+
     def _flush(self, recording: Recording, outer: Taker | None, key: str | None = None) -> Part | None:
         """Compare the list of a block's calls as one call, under the one number that it takes everywhere."""
         return super()._flush(recording, None if isinstance(outer, _Comparing) else outer, key)
@@ -99,7 +110,7 @@ class DetailedGroup(ProcessGroup):
             identity, work.seq = self._keyed_id(call.key)
             self._enter(Compared(self._member, identity, call.terms, call.shape, call.make, work, call.timeout))
 
-    def _take_wrong(self, kind: str, main: str | None, given: Mapping[str, Any], wrong: Miscount) -> Work[Any]:
+    def _take_wrong(self, kind: str, main: str | None, given: Mapping[str, Any], wrong: ValueError) -> Work[Any]:
         """Take part in a collective with a call that cannot be carried out."""
         self._check()
         array = None if main is None else view(given[main], name=main, writable=False)
@@ -143,7 +154,7 @@ def _compare(
     call: Call | None,
     timeout: float,
     key: str | None,
-    wrong: Miscount | None = None,
+    wrong: ValueError | None = None,
 ) -> Work[Any]:
     """Start the comparison of a call, None of one that cannot be carried out."""
     identity, seq = group._numbered(key)

@@ -27,15 +27,11 @@ from aiocoll.work import Work
 if TYPE_CHECKING:
     from aiocoll.group.cuda.side import DeviceSide
 
-__all__ = ["Launcher", "Miscount", "Timeout"]
+__all__ = ["Launcher", "Timeout"]
 
 Timeout = float | timedelta | None
 _ndarray = np.ndarray
 _thread = threading.get_ident
-
-
-class Miscount(ValueError):
-    """A list has not one array or object per rank."""
 
 
 class Launcher(Planner):
@@ -338,7 +334,7 @@ class Launcher(Planner):
             given = str(len(values))
         else:
             return
-        raise Miscount(f"{name} must hold one {what} per rank, {self._size} in all, not {given}")
+        raise ValueError(f"{name} must hold one {what} per rank, {self._size} in all, not {given}")
 
 
 def _unstage(staged: Sequence[Buffer], result: Any) -> Callable[[], Any]:

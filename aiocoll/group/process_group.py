@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import inspect
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from aiocoll.engine.membership import Membership
 from aiocoll.engine.recorded import Part
@@ -23,9 +24,21 @@ from aiocoll.work import Work
 
 __all__ = ["ProcessGroup", "current_process_group", "process_group"]
 
+T = TypeVar("T")
+
 _current: contextvars.ContextVar[ProcessGroup | None] = contextvars.ContextVar("aiocoll_group", default=None)
 
 
+def _named_as_one(cls: type[T]) -> type[T]:
+    """Let errors of Python and `help` name the calls of a class as its own, whatever its parts are called."""
+    for part in cls.__mro__[1:-1]:
+        for name, call in vars(part).items():
+            if inspect.isfunction(call) and not name.startswith("_"):
+                call.__qualname__ = f"{cls.__name__}.{name}"
+    return cls
+
+
+@_named_as_one
 class ProcessGroup(Coalescing, PointToPoint, Arrays, Estimates, Subgroups, Recorded):
     """A group of ranks, seen by one of them; made by `aiocoll.new_group`.
 

@@ -21,22 +21,18 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from aiocoll.algorithms.machine import Machine
-from aiocoll.algorithms.schedule import Program
 from aiocoll.elements.dtypes import by_name
 from aiocoll.elements.entries import Entries, gathered, merged, pack, scattered, unpack
 from aiocoll.elements.ops import ReduceOp, kernel
 from aiocoll.elements.sparse import SparseArray, sparse_array
-from aiocoll.engine.aside import Aside, Counted, stumbled
-from aiocoll.engine.exchange import Exchange
-from aiocoll.engine.operation import KEYED, Operation, Terms
-from aiocoll.engine.plan import Plan
+from aiocoll.engine.aside import Aside
+from aiocoll.engine.operation import Operation, Terms
 from aiocoll.group.launch import Launcher, Timeout
-from aiocoll.group.planning import keep
+from aiocoll.group.steps import Steps
 from aiocoll.options import seconds
-from aiocoll.work import GOES_ON, Work
+from aiocoll.work import Work
 
 __all__ = ["allreduce_sparse", "dense_pays"]
 
@@ -57,7 +53,8 @@ def allreduce_sparse(group: Launcher, tensor: Any, op: ReduceOp, timeout: Timeou
     array = sparse_array(tensor)
     kernel(op, array.dtype, group._size)
     if op != ReduceOp.SUM:
-        raise ValueError(f"op={op!r} is not defined on sparse arrays: only SUM lets what is not stored count as 0")
+        remedy = "divide the sum by the number of ranks" if op == ReduceOp.AVG else "make the arrays dense"
+        raise ValueError(f"op={op!r} of sparse arrays is not carried out, only SUM is: {remedy}")
     limit = group._member.timeout if timeout is None else seconds(timeout, "timeout")
     entries = array.read() if array.effort <= INLINE else None
     dims = f"SUM over {array.sparse_dim} sparse and {len(array.shape) - array.sparse_dim} dense dimensions"
@@ -71,8 +68,8 @@ def allreduce_sparse(group: Launcher, tensor: Any, op: ReduceOp, timeout: Timeou
     return group._begin(terms.op, make, limit, terms, key, array.shape, tensor, None, nbytes)
 
 
-class _Sum:
-    """One call on one rank; each method but `begin` runs when the step before it has ended."""
+class _Sum(Steps):
+    """One call on one rank."""
 
     def __init__(
         self,
@@ -84,43 +81,13 @@ class _Sum:
         work: Work[Any],
         identity: int,
     ) -> None:
-        self._group = group
-        self._member = group._member
+        super().__init__(group, terms, array.shape, limit, work, identity)
         self._array = array
         self._given = entries
-        self._terms = terms
-        self._limit = limit
-        self._work = work
-        self._identity = identity
-        self._counts = np.zeros(group._size, np.int64)
-        self._first: Operation
-        self._last: Operation
 
     def begin(self) -> Operation:
         """Return the operation that sorts this rank's entries and counts everybody's."""
-        first = Counted(
-            self._member,
-            self._identity,
-            self._counting_plan(),
-            self._array.shape,
-            self._work,
-            self._limit,
-            self._counts,
-            self._read,
-            long=self._given is None,
-        )
-        self._work._unwrap = self._guarded(self._choose)
-        self._first = self._last = first
-        return first
-
-    def _counting_plan(self) -> Plan:
-        """Return the plan that tells all ranks a number of each."""
-        group, terms = self._group, self._terms
-        if (found := group._plans.get(terms)) is None:
-            plan = group._plan("allgather", _INT64, ((1,) * group._size,))
-            program = Program(plan.program, plan.scratch, plan.algorithm)
-            found = keep(group._plans, terms, (Plan(terms, program, _INT64, None, Exchange), None))
-        return found[0]
+        return self._count(self._read, self._choose, long=self._given is None)
 
     def _read(self) -> int:
         self._mine = self._array.read() if self._given is None else self._given
@@ -183,54 +150,13 @@ class _Sum:
     def _put(self) -> Any:
         return self._finish()
 
-    def _carry_out(self, step: str, plan: Plan, arrays: list[NDArray[Any]], then: Callable[[], Any]) -> Any:
-        """Go on with a collective."""
-        operation = plan.executor(
-            self._member, self._id(step), plan, arrays, self._array.shape, None, self._work, self._left()
-        )
-        operation.terms = self._terms  # error messages are about the user's call
-        return self._enter(operation, then)
-
     def _calculate(self, step: str, effort: int, task: Callable[[], None], then: Callable[[], Any]) -> Any:
         """Go on with arithmetic, here or in a thread."""
         if effort <= INLINE:
             task()
             return then()
-        shape = self._array.shape
-        return self._enter(
-            Aside(self._member, self._id(step), self._terms, shape, self._work, self._left(), task), then
-        )
-
-    def _enter(self, operation: Operation, then: Callable[[], Any]) -> Any:
-        self._work._unwrap = self._guarded(then)
-        self._last = operation
-        self._member.enter(operation)
-        # The timeout is the whole call's, and so is what messages say of it.
-        operation.entered = self._first.entered
-        operation.timeout = self._limit
-        operation.warned = self._first.warned
-        return GOES_ON
-
-    def _left(self) -> float:
-        """Return the seconds left; of the group's own timeout all, since the engine counts it from `entered`."""
-        if self._limit == self._member.unhurried:
-            return self._limit
-        return max(self._first.entered + self._limit - self._member.endpoint.runtime.time(), 0.0)
-
-    def _id(self, step: str) -> int:
-        # Keys are hashed with their count behind them: no key gives this.
-        return KEYED | self._member.endpoint.hash62(f"{self._identity}\0{step}\0sparse")
-
-    def _guarded(self, then: Callable[[], Any]) -> Callable[[], Any]:
-        """Let the group know when a step cannot be taken here: the others would wait for it."""
-
-        def go_on() -> Any:
-            try:
-                return then()
-            except Exception as error:
-                raise stumbled(self._last, error) from error
-
-        return go_on
+        aside = Aside(self._member, self._id(step), self._terms, self._shape, self._work, self._left(), task)
+        return self._enter(aside, then)
 
 
 def dense_pays(total: int, entry: int, size: int, row: int, world_size: int, machine: Machine) -> bool:

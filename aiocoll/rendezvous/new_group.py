@@ -268,7 +268,8 @@ def _number(name: str, value: int | None, env: Mapping[str, str], when: str) -> 
             raise TypeError(f"{name} must be an int, not {type(value).__name__}")
         return name, operator.index(value)
     if variable not in env:
-        hint = f" (or set {variable} in the environment)" if env or when.endswith("'env://'") else ""
+        from_environment = env or when.endswith("'env://'")
+        hint = f", set {variable} in the environment, or start the ranks with `aiocoll run`" if from_environment else ""
         raise ValueError(f"{name} is missing: give {name}= {when}{hint}")
     try:
         return variable, int(env[variable])

@@ -140,6 +140,7 @@ def test_the_command_prints_and_writes_a_table(tmp_path: Path) -> None:
     done = bench("allgather", "-n", 3, "--min", 48, "--max", "3K", "--transport", "unix", "--csv", tmp_path / "x.csv")
     assert (done.returncode, done.stderr) == (0, "")
     title, *head, first, second, third, fourth = done.stdout.splitlines()
+    assert max(map(len, [*head, first, second, third, fourth])) <= 80
     assert title.startswith("# allgather, float32, 3 ranks on ")
     assert " ".join(head).split()[:9] == ["size", "count", "time", "p50", "p95", "p99", "algbw", "busbw", "#wrong"]
     lines = [line.split() for line in (first, second, third, fourth)]

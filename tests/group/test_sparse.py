@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-from aiocoll import ProcessGroup, ReduceOp
+from aiocoll import GroupOptions, ProcessGroup, ReduceOp, testing
 from aiocoll.algorithms.machine import Tuning
 from aiocoll.elements.dtypes import by_name, from_float32, to_float32
 from aiocoll.elements.entries import Entries, coalesced, merged, pack, unpack
@@ -234,7 +234,7 @@ async def test_what_is_refused_at_the_call() -> None:
     async def one(pg: ProcessGroup) -> None:
         array = given(pg.rank())
         for op in ("AVG", "PRODUCT", "MIN", "MAX"):
-            with pytest.raises(ValueError, match=f"op=ReduceOp.{op} is not defined on sparse arrays: only SUM"):
+            with pytest.raises(ValueError, match=f"op=ReduceOp.{op} of sparse arrays is not carried out, only SUM is"):
                 pg.allreduce(array, getattr(ReduceOp, op))
         with pytest.raises(TypeError, match="op BAND is not defined on float64"):
             pg.allreduce(array, ReduceOp.BAND)
@@ -545,3 +545,24 @@ def test_dense_pays_for_many_entries_only() -> None:
         assert pays[-1]
     assert not sparse_reduce.dense_pays(10**6, 8, 10**12, 4, 4, machine)
     assert not sparse_reduce.dense_pays(1000, 8, 1000, 4, 1, machine)
+
+
+@pytest.mark.parametrize("debug", ["off", "detail"])
+@pytest.mark.parametrize("in_block", [False, True])
+async def test_in_blocks_and_with_calls_that_are_compared(in_block: bool, debug: Any) -> None:
+    """Its steps follow each other there, too."""
+
+    async def one(pg: ProcessGroup) -> None:
+        arrays = [given(pg.rank(), kind) for kind in FORMATS[:3]]
+        if in_block:
+            async with pg.coalescing():
+                works = [pg.allreduce(array) for array in arrays]
+                dense = pg.allreduce(pg.rank())
+            assert dense.result() == 3
+        else:
+            works = [pg.allreduce(array) for array in arrays]
+        for array, work in zip(arrays, works, strict=True):
+            assert await work is array
+            assert np.array_equal(array.toarray(), total(3))
+
+    await testing.run_ranks(3, one, options=GroupOptions(debug=debug))

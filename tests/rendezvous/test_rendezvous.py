@@ -287,7 +287,12 @@ async def test_meeting_can_be_cancelled(port: int) -> None:
         ({"init_method": "tcp://localhost"}, {}, ValueError, "port"),
         ({"store": HashStore(), "rank": None}, {}, ValueError, "rank is missing: give rank= with store="),
         ({"init_method": "file:///x", "world_size": None}, {"WORLD_SIZE": "2"}, ValueError, "world_size is missing"),
-        ({"rank": None}, {}, ValueError, r"rank is missing: give rank= .* \(or set RANK in the environment\)"),
+        (
+            {"rank": None},
+            {},
+            ValueError,
+            "rank is missing: give rank= .*, set RANK in the environment, or start .* `aiocoll run`",
+        ),
         ({"rank": None}, {"RANK": "first"}, ValueError, "RANK='first' in the environment must be a number"),
         ({"rank": 2}, {}, ValueError, "rank=2, world_size=2: world_size must be positive and rank 0 to"),
         ({"world_size": 0}, {}, ValueError, "rank=0, world_size=0"),

@@ -200,7 +200,9 @@ def test_a_timeout_tells_who_waits_where() -> None:
     with pytest.raises(TimeoutError) as caught:
         run_virtual(3, hang, timeout=10)
     text = str(caught.value)
-    assert text.startswith("ranks 0 and 1 of 3 did not end within 10 s\nrank 0\n  pending: <Work RECV_OBJECT")
+    assert text.startswith(
+        "ranks 0 and 1 of 3 did not end within 10 s\nrank 0\n  pending: <Work RECV_OBJECT src=1 tag=0 pending>"
+    )
     first, second = text.split("rank 1\n")
     assert "await deeper(pg)" in first
     assert "await pg.recv_object(src=1)" in first

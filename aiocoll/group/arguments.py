@@ -1,0 +1,90 @@
+"""The arrays of one call, checked against each other."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from aiocoll.elements.alike import same_place
+from aiocoll.elements.buffers import Buffer, clash, overlaps, view
+from aiocoll.elements.device import DeviceArray
+from aiocoll.group.launch import Launcher
+
+__all__ = ["Arguments", "slices"]
+
+
+class Arguments(Launcher):
+    """The part of a group that views what its collectives are given."""
+
+    def _blocks(self, arrays: Any, name: str, like: Buffer | None, of: str, *, writable: bool = True) -> list[Any]:
+        """View one array per rank, all like `like`, called `of` (None: the first); outputs must not overlap."""
+        self._check_one_per_rank(arrays, name, "array")
+        blocks = [view(each, name=f"{name}[{rank}]", writable=writable) for rank, each in enumerate(arrays)]
+        like = blocks[0] if like is None else like
+        place: Any = type(like.array)
+        for rank, block in enumerate(blocks):
+            if block.dtype is not like.dtype:
+                raise TypeError(f"{name}[{rank}] has dtype {block.dtype.name}, expected {like.dtype.name}")
+            if type(block.array) is not place or place is DeviceArray:
+                same_place(block, name, like, of, rank)
+        if writable and (found := clash([block.array for block in blocks])) is not None:
+            raise ValueError(f"{name}[{found[0]}] and {name}[{found[1]}] share memory: give every rank its own")
+        return blocks
+
+    def _check_spared(self, blocks: Sequence[Buffer | None], source: Buffer) -> None:
+        """Refuse outputs of other ranks in the memory of what this one contributes."""
+        for rank, block in enumerate(blocks):
+            if rank != self._rank and block is not None and overlaps(block.array, source.array):
+                raise ValueError(f"tensor shares memory with the output of rank {rank}: it would be overwritten")
+
+    def _check_none(self, arrays: Any, name: str, root: int) -> None:
+        """Refuse arrays that only the root may give."""
+        if arrays is not None and (not hasattr(arrays, "__len__") or len(arrays)):
+            raise ValueError(f"{name} must be None or [] on rank {self._rank}: only the root, rank {root}, has {name}")
+
+    def _whole(self, array: Any, name: str, like: Buffer, of: str, count: int, *, writable: bool = True) -> Buffer:
+        """View an array that holds `count` elements like those of `like`, which is called `of`."""
+        buffer = view(array, name=name, writable=writable)
+        if buffer.dtype is not like.dtype:
+            raise TypeError(f"{name} has dtype {buffer.dtype.name}, expected {like.dtype.name}")
+        place: Any = type(like.array)
+        if type(buffer.array) is not place or place is DeviceArray:
+            same_place(buffer, name, like, of)
+        if buffer.count != count:
+            raise ValueError(f"{name} has {buffer.count} elements, expected {count}: world size times the part")
+        return buffer
+
+    def _same_count(self, block: Any, other: Buffer, name: str, other_name: str) -> None:
+        if block.count != other.count:
+            raise ValueError(f"{name} has {block.count} elements, {other_name} has {other.count}; they must be equal")
+
+    def _splits(self, buffer: Buffer, sizes: Sequence[int] | None, name: str) -> list[int]:
+        """Return how many elements of `buffer` each rank gets."""
+        rows = buffer.shape[0] if buffer.shape else 1
+        if sizes is None:
+            if rows % self._size:
+                raise ValueError(
+                    f"{name} has {rows} rows, which {self._size} ranks cannot share equally: give {name}_split_sizes"
+                )
+            sizes = [rows // self._size] * self._size
+        try:
+            sizes = [operator.index(size) for size in sizes]
+        except TypeError:
+            raise TypeError(f"{name}_split_sizes must be a list of ints or None, not {sizes!r}") from None
+        if len(sizes) != self._size or any(size < 0 for size in sizes) or sum(sizes) != rows:
+            raise ValueError(
+                f"{name}_split_sizes={sizes} must be {self._size} non-negative numbers whose sum is {rows}, "
+                f"the rows of {name}"
+            )
+        row = buffer.count // rows if rows else 0
+        return [size * row for size in sizes]
+
+
+def slices(whole: Buffer, counts: Sequence[int]) -> list[Buffer]:
+    """Cut a buffer; the parts share its memory, staged or not."""
+    parts, start = [], 0
+    for count in counts:
+        parts.append(Buffer(whole.array[start : start + count], whole.dtype, (count,), None))
+        start += count
+    return parts

@@ -1,0 +1,81 @@
+"""Allgather and gather without outputs: arrays as long as what the ranks give, which may differ, are the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiocoll.elements.buffers import Buffer, view
+from aiocoll.elements.dtypes import array_dtype
+from aiocoll.engine.gathered import Gathered
+from aiocoll.engine.operation import Operation, Terms
+from aiocoll.group.launch import Launcher, Timeout
+from aiocoll.group.steps import Steps
+from aiocoll.options import seconds
+from aiocoll.work import Work
+
+__all__ = ["allgather_unsized", "gather_unsized"]
+
+
+def allgather_unsized(group: Launcher, source: Buffer, timeout: Timeout, key: str | None) -> Work[list[Any]]:
+    """Start an allgather in which no rank gives outputs: first all learn how long they have to be."""
+    limit = group._member.timeout if timeout is None else seconds(timeout, "timeout")
+    terms = Terms("ALLGATHER_ALLOCATED", source.dtype.name, (), None, None)
+
+    def make(identity: int, work: Work[Any]) -> Operation:
+        return _Allgather(group, source, terms, limit, work, identity).begin()
+
+    nbytes = source.nbytes * (group._size - 1)
+    return group._begin(terms.op, make, limit, terms, key, source.shape, nbytes=nbytes)
+
+
+def gather_unsized(
+    group: Launcher, source: Buffer, root: int, timeout: Timeout, key: str | None
+) -> Work[list[Any] | None]:
+    """Start the root's part of a gather; the other ranks do what they always do."""
+    limit = group._member.timeout if timeout is None else seconds(timeout, "timeout")
+    terms = Terms("GATHER", source.dtype.name, (), root, None)
+
+    def pack(parts: list[NDArray[Any]]) -> list[Any]:
+        dtype = array_dtype(source.dtype)
+        return [part.view(dtype).reshape(_shape(source, part.size)) for part in parts]
+
+    def make(identity: int, work: Work[Any]) -> Operation:
+        return Gathered(group._member, identity, terms, source.shape, source.array, pack, work, limit)
+
+    return group._begin(terms.op, make, limit, terms, key, source.shape)
+
+
+class _Allgather(Steps):
+    """One call on one rank."""
+
+    def __init__(
+        self, group: Launcher, source: Buffer, terms: Terms, limit: float, work: Work[Any], identity: int
+    ) -> None:
+        super().__init__(group, terms, source.shape, limit, work, identity)
+        self._source = source
+        self._outputs: list[Any]
+
+    def begin(self) -> Operation:
+        """Return the operation in which all ranks learn how many elements each gives."""
+        return self._count(lambda: self._source.count, self._gather)
+
+    def _gather(self) -> Any:
+        source, counts = self._source, self._counts.tolist()
+        dtype = array_dtype(source.dtype)
+        self._outputs = [np.empty(_shape(source, count), dtype) for count in counts]
+        arrays = [view(output).array for output in self._outputs]
+        plan = self._group._plan("allgather", source.dtype, (tuple(counts),))
+        return self._carry_out("gather", plan, [*arrays, source.array], lambda: self._outputs)
+
+
+def _shape(like: Buffer, count: int) -> Sequence[int]:
+    """Return the shape of an array of `count` elements: that of `like`, or as many rows of it; else it is flat."""
+    if count == like.count:
+        return like.shape
+    row = prod(like.shape[1:])
+    return (count // row, *like.shape[1:]) if row and not count % row else (count,)

@@ -1,0 +1,288 @@
+"""Allgather and gather without outputs: what comes has the lengths that the ranks give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import CollectiveMismatchError, GroupOptions, PeerLostError, ProcessGroup, errors, testing
+
+from ..ranks import TRANSPORTS, options, run_ranks
+
+WORLDS = (1, 2, 3, 4, 7)
+#: Elements that a rank gives, of p: none on some, one, about as many as ranks, as many as go in many frames.
+LENGTHS: dict[str, Callable[[int, int], int]] = {
+    "equal": lambda rank, p: 5,
+    "none at all": lambda rank, p: 0,
+    "none on even ranks": lambda rank, p: rank % 2,
+    "none on odd ranks": lambda rank, p: 1 - rank % 2,
+    "one more each": lambda rank, p: rank + 1,
+    "p - 1 and p + 1": lambda rank, p: p + 1 - 2 * (rank % 2),
+    "one large": lambda rank, p: 200_003 if rank == p // 2 else 3,
+    "all large": lambda rank, p: 100_000 + 7 * rank,
+}
+
+
+def given(rank: int, count: int, dtype: str = "float64") -> np.ndarray:
+    return (np.arange(count) % 100 + 10 * rank).astype(dtype)
+
+
+def check(outputs: Any, lengths: list[int], dtype: str = "float64") -> None:
+    assert type(outputs) is list
+    assert [each.size for each in outputs] == lengths
+    for rank, each in enumerate(outputs):
+        assert each.dtype == dtype
+        assert each.flags.writeable
+        assert np.array_equal(each, given(rank, lengths[rank], dtype))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world_size", WORLDS)
+async def test_lengths(world_size: int, transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        r, p = pg.rank(), pg.size()
+        for length in LENGTHS.values():
+            lengths = [length(each, p) for each in range(p)]
+            mine = given(r, lengths[r])
+            check(await pg.allgather(None, mine), lengths)
+            root = p // 2
+            outputs = await pg.gather(None, mine, root)
+            if r == root:
+                check(outputs, lengths)
+            else:
+                assert outputs is None
+            assert np.array_equal(mine, given(r, lengths[r]))
+
+    await run_ranks(world_size, rank, transport=transport)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int64", "float16", "float32", "complex128"])
+async def test_dtypes(dtype: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        lengths = [3, 0, 5]
+        mine = given(pg.rank(), lengths[pg.rank()], dtype)
+        check(await pg.allgather(None, mine), lengths, dtype)
+        for root in range(3):
+            outputs = await pg.gather(None, mine, root)
+            if outputs is not None:
+                check(outputs, lengths, dtype)
+
+    await run_ranks(3, rank)
+
+
+async def test_narrow_dtypes() -> None:
+    dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
+
+    async def rank(pg: ProcessGroup) -> None:
+        check(await pg.allgather(None, given(pg.rank(), pg.rank(), dtype)), [0, 1, 2], dtype)
+        outputs = await pg.gather(None, given(pg.rank(), pg.rank(), dtype), 1)
+        if pg.rank() == 1:
+            check(outputs, [0, 1, 2], dtype)
+
+    await run_ranks(3, rank)
+
+
+async def test_shapes_follow_the_tensor_of_this_rank() -> None:
+    """As many rows as there are; flat if they are not of that length."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        shapes = [(2, 3), (4, 3), (5,)]
+        mine = np.full(shapes[pg.rank()], pg.rank())
+        found = [[(2, 3), (4, 3), (5,)], [(2, 3), (4, 3), (5,)], [(6,), (12,), (5,)]]
+        outputs = await pg.allgather(None, mine)
+        assert [each.shape for each in outputs] == found[pg.rank()]
+        for root in range(3):
+            gathered = await pg.gather(None, mine, root)
+            if gathered is not None:
+                assert [each.shape for each in gathered] == found[root]
+        scalars = await pg.allgather(None, np.array(pg.rank(), np.float32))
+        assert [(each.shape, each.item()) for each in scalars] == [((), 0), ((), 1), ((), 2)]
+
+    await run_ranks(3, rank)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_keys_in_any_order_and_many_at_once(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        r = pg.rank()
+        keys = ["a", "b", "c"][:: 1 if r % 2 else -1]
+        works = {key: pg.allgather(None, given(r, 10 * r + ord(key)), key=key) for key in keys}
+        rooted = {key: pg.gather(None, given(r, r + ord(key)), 1, key=f"to {key}") for key in keys}
+        ordered = [pg.allgather(None, given(r, r + number)) for number in range(20)]
+        for key in "abc":
+            check(await works[key], [10 * each + ord(key) for each in range(3)])
+            if r == 1:
+                check(await rooted[key], [each + ord(key) for each in range(3)])
+        for number, work in enumerate(ordered):
+            check(await work, [each + number for each in range(3)])
+        assert [work.seq for work in ordered] == list(range(1, 21))
+        await pg.drain()
+
+    await run_ranks(3, rank, transport=transport)
+
+
+async def test_a_root_that_comes_last_finds_all() -> None:
+    """Even those that gave nothing, and thousands of operations ago."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank():
+            for number in range(3000):
+                await pg.gather(None, given(pg.rank(), number % 2 * pg.rank()), 0)
+            await pg.send_object("gave all", 0)
+        else:
+            for peer in (1, 2):
+                assert await pg.recv_object(peer) == "gave all"
+            for number in range(3000):
+                outputs = await pg.gather(None, given(0, 1), 0)
+                check(outputs, [1, number % 2, number % 2 * 2])
+
+    await run_ranks(3, rank)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+async def test_where_the_root_gives_outputs_lengths_may_be_zero_too(world_size: int) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        r, p = pg.rank(), pg.size()
+        for root in range(p):
+            outputs = [np.empty(each % 2) for each in range(p)] if r == root else None
+            assert await pg.gather(outputs, given(r, r % 2), root) == outputs
+            if outputs is not None:
+                check(outputs, [each % 2 for each in range(p)])
+
+    await run_ranks(world_size, rank)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+async def test_detail(world_size: int) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        r, p = pg.rank(), pg.size()
+        for length in LENGTHS.values():
+            lengths = [length(each, p) for each in range(p)]
+            check(await pg.allgather(None, given(r, lengths[r])), lengths)
+            check(await pg.allgather(None, given(r, lengths[r]), key="k"), lengths)
+            outputs = await pg.gather(None, given(r, lengths[r]), p - 1)
+            if outputs is not None:
+                check(outputs, lengths)
+
+    await testing.run_ranks(world_size, rank, options=GroupOptions(debug="detail"))
+
+
+@pytest.mark.parametrize("debug", ["off", "detail"])
+@pytest.mark.parametrize("world_size", WORLDS)
+async def test_blocks(world_size: int, debug: Any) -> None:
+    """Of `gather` the tensors have to be as long as the root's there."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        r, p = pg.rank(), pg.size()
+        for length in LENGTHS.values():
+            lengths = [length(each, p) for each in range(p)]
+            async with pg.coalescing():
+                total = pg.allreduce(np.full(3, r))
+                uneven = [pg.allgather(None, given(r, lengths[r])) for _ in range(2)]
+                keyed = pg.allgather(None, given(r, lengths[r]), key="k")
+                rooted = [pg.gather(None, given(r, 4), 0), pg.gather(None, given(r, 2), 0)]
+            assert (total.result() == p * (p - 1) // 2).all()
+            for work in (*uneven, keyed):
+                check(work.result(), lengths)
+            if r == 0:
+                check(rooted[0].result(), [4] * p)
+                check(rooted[1].result(), [2] * p)
+
+    await testing.run_ranks(world_size, rank, options=GroupOptions(debug=debug))
+
+
+async def test_a_gather_in_a_block_takes_what_is_as_long_as_the_roots() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        with suppress(errors.GroupError):  # who only sends may be done
+            async with pg.coalescing():
+                pg.gather(None, given(pg.rank(), 3 + pg.rank()), 0)
+                pg.gather(None, given(pg.rank(), 3), 0)
+        cause = await pg.wait_revoked()
+        assert isinstance(cause, CollectiveMismatchError)
+        assert "GATHER" in str(cause)
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("debug", ["off", "detail"])
+async def test_outputs_on_some_ranks_only_are_a_mismatch(debug: Any) -> None:
+    async def rank(pg: ProcessGroup) -> str:
+        outputs = None if pg.rank() else [np.empty(3) for _ in range(3)]
+        with pytest.raises(CollectiveMismatchError, match=r"Collectives differ in the following: op") as raised:
+            await pg.allgather(outputs, given(pg.rank(), 3))
+        return str(raised.value)
+
+    for told in await testing.run_ranks(3, rank, options=GroupOptions(debug=debug)):
+        assert "rank 0 called ALLGATHER(shape=[3], dtype=float64, device=cpu, counts=[3, 3, 3]" in told
+        assert "called ALLGATHER_ALLOCATED(shape=[3], dtype=float64, device=cpu, " in told
+
+
+@pytest.mark.parametrize("kind", ["allgather", "gather"])
+async def test_dtypes_that_differ_are_a_mismatch(kind: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        mine = given(pg.rank(), 3, "float32" if pg.rank() else "float64")
+        with suppress(errors.GroupError):  # who only sends may be done
+            await (pg.allgather(None, mine) if kind == "allgather" else pg.gather(None, mine, 0))
+        assert "Collectives differ in the following: dtype" in str(await pg.wait_revoked())
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("kind", ["allgather", "gather"])
+async def test_a_rank_that_has_left_is_named(kind: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 1:
+            return
+        mine = given(pg.rank(), 3)
+        with pytest.raises(PeerLostError) as raised:
+            await (pg.allgather(None, mine) if kind == "allgather" else pg.gather(None, mine, 0))
+        assert raised.value.ranks == (1,)
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("kind", ["allgather", "gather"])
+async def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 1:
+            await pg.wait_revoked()
+            return
+        mine = given(pg.rank(), 3)
+        with pytest.raises(errors.CollectiveTimeoutError, match="waits for rank 1") as raised:
+            await (
+                pg.allgather(None, mine, timeout=0.5) if kind == "allgather" else pg.gather(None, mine, 0, timeout=0.5)
+            )
+        assert raised.value.ranks == (1,)
+
+    await run_ranks(2, rank)
+
+
+async def test_given_outputs_take_no_step_more() -> None:
+    """Their operations are those of before: one each."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        before = len(pg._member.recorder.collectives)
+        await pg.allgather([np.empty(3) for _ in range(3)], given(pg.rank(), 3))
+        await pg.gather([np.empty(3) for _ in range(3)] if pg.rank() == 0 else None, given(pg.rank(), 3), 0)
+        assert len(pg._member.recorder.collectives) == before + 2
+
+    await run_ranks(3, rank)
+
+
+async def test_what_is_lost_on_the_way_is_forgotten() -> None:
+    """A group that ends in the middle leaves nothing, and other groups go on."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        mine = given(pg.rank(), 300_000 + pg.rank())
+        works = [pg.allgather(None, mine), pg.gather(None, mine, 0)]
+        if pg.rank() == 1:
+            pg.abort("on purpose")
+        assert "on purpose" in str(await pg.wait_revoked())
+        for work in works:
+            assert work.is_success() or "on purpose" in str(work.exception())
+
+    await testing.run_ranks(3, rank, options=options("unix"))

@@ -1,0 +1,116 @@
+"""What errors are called and what they tell to do: classes a user knows, and a way out."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupOptions, ProcessGroup, ReduceOp, SerializationError, errors, new_group, testing
+from aiocoll.elements.buffers import view
+
+from ..ranks import run_ranks
+
+scipy_sparse = pytest.importorskip("scipy.sparse")
+
+
+class Frame:
+    """Like a Series or DataFrame of pandas or polars."""
+
+    def to_numpy(self) -> np.ndarray:
+        return np.ones(2)
+
+
+WRONG: dict[str, Callable[[ProcessGroup], Any]] = {
+    "no array": lambda pg: pg.allreduce("text"),
+    "sparse where dense": lambda pg: pg.broadcast(scipy_sparse.eye(3).tocoo(), 0),
+    "sparse with an op": lambda pg: pg.allreduce(scipy_sparse.eye(3).tocsr(), ReduceOp.MAX),
+    "too few outputs": lambda pg: pg.allgather([np.ones(2)] * (pg.size() + 1), np.ones(2)),
+    "too few inputs": lambda pg: pg.reduce_scatter(np.ones(2), []),
+    "too few objects": lambda pg: pg.scatter_object([], pg.rank()),
+    "read-only": lambda pg: pg.allreduce(np.broadcast_to(1.0, 3)),
+    "no rank": lambda pg: pg.broadcast(np.ones(2), 99),
+    "an object": lambda pg: pg.allgather_object(object()),
+    "a missing argument": lambda pg: pg.broadcast(np.ones(2)),  # type: ignore[call-arg]
+}
+
+
+@pytest.mark.parametrize("debug", ["off", "detail"])
+@pytest.mark.parametrize("what", WRONG)
+async def test_errors_are_of_classes_that_a_user_knows(what: str, debug: Any) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        with pytest.raises(Exception) as raised:  # noqa: PT011 - which class it is, is what is asked
+            await WRONG[what](pg)
+        seen: BaseException | None = raised.value
+        while seen is not None:
+            assert type(seen).__module__ in ("builtins", errors.__name__)
+            seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+
+    await testing.run_ranks(2, rank, options=GroupOptions(debug=debug))
+
+
+def test_calls_are_named_as_those_of_a_group() -> None:
+    public = {name for name in dir(ProcessGroup) if not name.startswith("_")}
+    functions = {name: call for name in public if inspect.isfunction(call := getattr(ProcessGroup, name))}
+    assert {"allreduce", "send", "empty", "shrink", "coalescing", "split_group"} <= functions.keys()
+    assert {call.__qualname__ for call in functions.values()} == {f"ProcessGroup.{n}" for n in functions} - {
+        "ProcessGroup.aclose"  # another name of shutdown
+    }
+
+
+async def test_a_missing_argument_names_the_call() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        with pytest.raises(
+            TypeError, match=r"^ProcessGroup\.empty\(\) missing 1 required positional argument: 'dtype'"
+        ):
+            await pg.empty(3)  # type: ignore[call-arg]
+
+    await run_ranks(1, rank)
+
+
+@pytest.mark.parametrize(
+    ("op", "remedy"),
+    [(ReduceOp.AVG, "divide the sum by the number of ranks"), (ReduceOp.MIN, "make the arrays dense")],
+    ids=["AVG", "MIN"],
+)
+async def test_ops_on_sparse_arrays(op: ReduceOp, remedy: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        with pytest.raises(ValueError, match=f"of sparse arrays is not carried out, only SUM is: {remedy}$"):
+            pg.allreduce(scipy_sparse.eye(3).tocoo(), op)
+
+    await run_ranks(2, rank)
+
+
+async def test_an_object_that_is_too_long() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        with pytest.raises(SerializationError, match="max_bytes is 16777216: send large arrays by calls on arrays"):
+            pg.broadcast_object({"weights": np.zeros(1 << 22)}, pg.rank())
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE"])
+async def test_a_rank_that_was_not_given(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(variable)
+    missing = rf"{variable.lower()} is missing: give {variable.lower()}= with init_method='env://', set {variable} in"
+    with pytest.raises(ValueError, match=rf"{missing} the environment, or start the ranks with `aiocoll run`"):
+        await new_group()
+
+
+def test_frames_have_a_way_to_arrays() -> None:
+    with pytest.raises(TypeError, match=r"not Frame; pass x\.to_numpy\(\)$"):
+        view(Frame(), name="x")
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+@pytest.mark.parametrize("kind", ["Series", "DataFrame"])
+def test_frames_of_real_libraries(library: str, kind: str) -> None:
+    frame = getattr(pytest.importorskip(library), kind)({"a": [1.0, 2.0]} if kind == "DataFrame" else [1.0, 2.0])
+    with pytest.raises(TypeError, match=re.escape(f"not {kind}; pass x.to_numpy()") + "$"):
+        view(frame, name="x")

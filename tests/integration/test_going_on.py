@@ -1,0 +1,46 @@
+"""The recipe of docs/reliability.md, *Going on*, as it stands there: two ranks die, one of them while it is at work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aiocoll.store import StoreServer
+from tests.integration.conftest import KEY, LIMIT
+
+if TYPE_CHECKING:
+    from tests.integration.conftest import Ranks
+
+PROGRAM = str(Path(__file__).with_name("going_on.py"))
+
+
+@pytest.mark.parametrize(
+    ("death", "second"), [("shrink", 0), ("shrinking", 1), ("growing", 0), ("growing", 1), ("grown", 1)]
+)
+async def test_the_recipe_outlives_a_death_while_it_is_at_work(ranks: Ranks, death: str, second: int) -> None:
+    server = StoreServer(key=KEY)
+    host, port = server.start()
+    env = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "AIOCOLL_STORE": "launcher", "WORLD_SIZE": "4"}
+    deaths = {3: "step", second: death}
+    processes = [
+        ranks.start(PROGRAM, "meets", deaths.get(rank, "never"), env={**env, "RANK": str(rank)}) for rank in range(4)
+    ]
+    newcomers = []
+    if death == "grown":  # it dies after the first of them has come
+        newcomers.append(ranks.start(PROGRAM, "joins", "never", env=env))
+    for rank in (3, second):
+        processes[rank].wait(LIMIT)
+    newcomers += [ranks.start(PROGRAM, "joins", "never", env=env) for _ in range(2 - len(newcomers))]
+    try:
+        for rank, process in enumerate([*processes, *newcomers]):
+            out, err = process.communicate(timeout=LIMIT)
+            assert err == ""
+            assert process.returncode == (-9 if rank in deaths else 0)
+            if rank not in deaths:
+                # Every step was made once, by a whole group.
+                assert json.loads(out) == {"step": 40, "total": 160}
+    finally:
+        await server.aclose()
