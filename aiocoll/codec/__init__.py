@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 from aiocoll.codec.limits import MAX_BYTES, MAX_DEPTH
+from aiocoll.loading import loading
 
 __all__ = ["MAX_BYTES", "MAX_DEPTH", "dumps", "loads"]
 
@@ -30,13 +31,15 @@ __all__ = ["MAX_BYTES", "MAX_DEPTH", "dumps", "loads"]
 
 def dumps(obj: Any, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -> bytes:
     """Return `obj` as bytes that `loads` turns into an equal object; see `aiocoll.codec.encode.dumps`."""
-    from aiocoll.codec import encode
+    with loading("objects"):
+        from aiocoll.codec import encode
 
     return encode.dumps(obj, max_bytes=max_bytes, allow_pickle=allow_pickle)
 
 
 def loads(data: bytes | bytearray | memoryview, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -> Any:
     """Return the object that `dumps` made `data` from; see `aiocoll.codec.decode.loads`."""
-    from aiocoll.codec import decode
+    with loading("objects"):
+        from aiocoll.codec import decode
 
     return decode.loads(data, max_bytes=max_bytes, allow_pickle=allow_pickle)

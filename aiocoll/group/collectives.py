@@ -13,6 +13,7 @@ from aiocoll.elements.device import DeviceArray
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.engine.monitored import Monitored
 from aiocoll.group.launch import Launcher, Timeout
+from aiocoll.loading import loading
 from aiocoll.work import Work
 
 __all__ = ["Collectives"]
@@ -69,7 +70,8 @@ class Collectives(Launcher):
             return self._on_one("allreduce", tensor, op, None, True, timeout, key)
         except NotDense:
             pass  # found out only here, where no other call pays for it
-        from aiocoll.group.sparse_reduce import allreduce_sparse  # which few programs need
+        with loading("sparse arrays"):
+            from aiocoll.group.sparse_reduce import allreduce_sparse  # which few programs need
 
         return allreduce_sparse(self, tensor, op, timeout, key)
 

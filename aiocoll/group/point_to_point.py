@@ -18,6 +18,7 @@ from aiocoll.engine.membership import Membership
 from aiocoll.engine.outgoing import OBJECT, Outgoing
 from aiocoll.engine.recorded import Recorded
 from aiocoll.group.launch import Launcher, Timeout
+from aiocoll.loading import loading
 from aiocoll.options import seconds
 from aiocoll.work import Work
 
@@ -187,7 +188,8 @@ class PointToPoint(Launcher):
     def _messages(self, array: Any) -> DeviceMessages:
         """Return what carries messages of CUDA arrays."""
         self._check()
-        from aiocoll.group.cuda.messages import messages_of  # with all that a GPU needs
+        with loading("CUDA arrays"):
+            from aiocoll.group.cuda.messages import messages_of  # with all that a GPU needs
 
         return messages_of(self, array)
 
