@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import resource
@@ -12,9 +13,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
-import scipy.sparse
 
 import aiocoll
+
+#: It brings much of NumPy along that is else loaded later.
+sparse: Any = importlib.import_module("scipy.sparse") if "sparse" in sys.argv else None
 
 
 def open_no_more() -> None:
@@ -55,7 +58,7 @@ def calls(pg: aiocoll.ProcessGroup) -> dict[str, Callable[[], Awaitable[Any]]]:
         "split": lambda: pg.split_group([[0], [1]]),
         "object messages": lambda: sent(lambda: pg.send_object({1: 2}, other), lambda: pg.recv_object(other)),
         "objects": lambda: pg.allgather_object({"a": 1}),
-        "sparse": lambda: pg.allreduce(scipy.sparse.coo_array(np.eye(3))),
+        **({"sparse": lambda: pg.allreduce(sparse.coo_array(np.eye(3)))} if sparse else {}),
     }
 
 
