@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import fcntl
 import mmap
@@ -348,7 +347,7 @@ def message(offered: int = 1, ranks: int = 2) -> bytes:
 
 
 def plain(_: int) -> int:
-    return os.open("/dev/null", os.O_RDWR)
+    return os.open("/dev/null", os.O_RDWR | os.O_NONBLOCK)
 
 
 def unsealed(nbytes: int) -> int:
@@ -384,19 +383,13 @@ def blocking(_: int) -> int:
 
 
 def pipe(_: int) -> int:
-    """Its writing end, which is full."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(writer, bytes(4096))
-    os.set_blocking(writer, True)
+    reader, writer = os.pipe2(os.O_NONBLOCK)
     os.close(reader)
     return writer
 
 
 def regular(nbytes: int) -> int:
-    fd = os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
+    fd = os.open("/tmp", os.O_TMPFILE | os.O_RDWR | os.O_NONBLOCK)
     os.ftruncate(fd, nbytes)
     return fd
 
@@ -404,11 +397,13 @@ def regular(nbytes: int) -> int:
 def stream(_: int) -> int:
     ends = socket.socketpair()
     ends[1].close()
+    ends[0].setblocking(False)
     return ends[0].detach()
 
 
 def poller(_: int) -> int:
     with select.epoll() as epoll:
+        os.set_blocking(epoll.fileno(), False)
         return os.dup(epoll.fileno())
 
 
@@ -431,7 +426,7 @@ def readable_only(nbytes: int) -> int:
         os.close(fd)
 
 
-#: What is no bell, or one that may block who rings it.
+#: What is no bell, or one that blocks who rings it.
 BELLS = [blocking, pipe, regular, stream, poller, plain, sealed]
 #: What is no memory of the right size that both may write and nobody can take away.
 MEMORIES = [unsealed, smaller, larger, unwritable, readable_only, regular, plain, pipe, eventfd]
