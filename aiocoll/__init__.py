@@ -2,7 +2,7 @@
 
 The layers, lowest first; a module imports only from layers below its own, or from its own folder:
 
-    0  errors log runtime unseen threads elements/ codec/
+    0  errors log runtime unseen threads loading elements/ codec/
     1  work handshake options process backends dump/
     2  transport/ store/
     3  algorithms/

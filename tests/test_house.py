@@ -23,7 +23,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS: list[set[str]] = [
     {"errors", "log"},
     {"runtime", "unseen"},
-    {"threads"},
+    {"threads", "loading"},
     {"elements", "codec"},
     {"work", "handshake", "options", "process", "backends", "dump"},
     {"transport", "store", "gpu"},

@@ -11,18 +11,20 @@ No user value is ever a tag, so a list needs none, and no kind is wrapped in the
 byte once or twice, however deep it lies. Types are exact or refused: a subclass (OrderedDict, IntEnum, a named tuple)
 would come back as its base. An object that can be reached in two ways arrives as two objects.
 
-What a peer sends is not trusted. An array header may claim `_PIECE` elements (longer sequences travel in pieces), so
-a lie about a length reserves little memory; fields are checked before anything is built from them; and whatever else
-goes wrong is a `SerializationError`.
+What a peer sends is not trusted. A header may claim `PIECE` elements, or `HASHED_PIECE` keys (longer containers travel
+in pieces), so a lie about a length reserves little memory; fields are checked before anything is built from them; what
+would take quadratic time has a limit; and whatever else goes wrong is a `SerializationError`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 from aiocoll.codec.limits import MAX_BYTES, MAX_DEPTH
+from aiocoll.loading import loading
 
-__all__ = ["MAX_BYTES", "MAX_DEPTH", "dumps", "loads"]
+__all__ = ["MAX_BYTES", "MAX_DEPTH", "dumps", "loads", "reading"]
 
 # The kinds that travel bring their modules along (decimal, fractions, uuid, zoneinfo): a tenth of the time that
 # importing aiocoll takes, and most programs send no objects.
@@ -30,13 +32,25 @@ __all__ = ["MAX_BYTES", "MAX_DEPTH", "dumps", "loads"]
 
 def dumps(obj: Any, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -> bytes:
     """Return `obj` as bytes that `loads` turns into an equal object; see `aiocoll.codec.encode.dumps`."""
-    from aiocoll.codec import encode
+    with loading("objects"):
+        from aiocoll.codec import encode
 
     return encode.dumps(obj, max_bytes=max_bytes, allow_pickle=allow_pickle)
 
 
 def loads(data: bytes | bytearray | memoryview, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -> Any:
     """Return the object that `dumps` made `data` from; see `aiocoll.codec.decode.loads`."""
-    from aiocoll.codec import decode
+    with loading("objects"):
+        from aiocoll.codec import decode
 
     return decode.loads(data, max_bytes=max_bytes, allow_pickle=allow_pickle)
+
+
+def reading(
+    data: bytes | bytearray | memoryview, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False
+) -> Generator[None, None, Any]:
+    """As `loads`, in steps that are short; see `aiocoll.codec.decode.reading`."""
+    with loading("objects"):
+        from aiocoll.codec import decode
+
+    return decode.reading(data, max_bytes=max_bytes, allow_pickle=allow_pickle)

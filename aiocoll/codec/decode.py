@@ -1,27 +1,42 @@
-"""Bytes to objects: msgpack builds the lists, and those that a tag heads become what the tag says."""
+"""Bytes to objects: msgpack builds the lists, and those that a tag heads become what the tag says.
+
+However odd or hostile they are, a byte takes about a microsecond at most, and `reading` takes a kibibyte at a time.
+Where Python's own types would need more there is a limit: keys with one hash, and integers that divide each other.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from itertools import chain
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import msgpack
 
 from aiocoll.codec.limits import MAX_BYTES
-from aiocoll.codec.records import CODES, IN_PIECES, PICKLE, PIECE, RECORDS_BY_CODE, SEQUENCES
+from aiocoll.codec.records import (
+    CODES,
+    DICT,
+    FROZENSET,
+    HASHED_PIECE,
+    IN_PIECES,
+    LIST,
+    PICKLE,
+    PIECE,
+    PIECE_CODE,
+    RECORDS_BY_CODE,
+    SEQUENCES,
+    SET,
+    check_keys,
+)
 from aiocoll.errors import SerializationError
 
-__all__ = ["loads"]
+__all__ = ["loads", "reading"]
 
-
-class _Tag:
-    """What a tag is while the list that it heads is being read."""
-
-    __slots__ = ("code",)
-
-    def __init__(self, code: int) -> None:
-        self.code = code
+#: Bytes read in one step.
+_STEP = 1 << 10
+#: Characters of another error that are repeated; it may name a key of many megabytes.
+_SHOWN = 200
 
 
 def loads(data: bytes | bytearray | memoryview, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -> Any:
@@ -36,63 +51,150 @@ def loads(data: bytes | bytearray | memoryview, *, max_bytes: int = MAX_BYTES, a
         SerializationError: `data` is too long, pickled without `allow_pickle`, needs ml_dtypes or a time zone that is
             not there, or is nothing that `dumps` makes.
     """
-    nbytes = memoryview(data).nbytes
-    if nbytes > max_bytes:
-        raise SerializationError(f"the object takes {nbytes} bytes, max_bytes is {max_bytes}")
+    nbytes = _check_size(data, max_bytes)
     decoder = _Decoder(allow_pickle)
-    try:
-        obj = msgpack.unpackb(
-            data,
-            list_hook=decoder.list_hook,
-            ext_hook=decoder.ext_hook,
-            strict_map_key=False,
-            unicode_errors="surrogatepass",
-            max_array_len=PIECE + 1,
-            timestamp=3,  # msgpack's own extension cannot be refused: a datetime at least is a type that travels
-        )
-    except SerializationError:
-        raise
-    except Exception as error:  # hostile bytes reach many constructors; none may let its own error out
-        raise SerializationError(
-            f"{nbytes} bytes are no object that aiocoll sends ({type(error).__name__}: {error})"
-        ) from error
-    if decoder.tags:
-        raise SerializationError(f"{nbytes} bytes are no object that aiocoll sends (a tag in the wrong place)")
+    with _refusing(nbytes):
+        obj = msgpack.unpackb(data, **decoder.options)
+        decoder.end()
     return obj
 
 
+def reading(
+    data: bytes | bytearray | memoryview, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False
+) -> Generator[None, None, Any]:
+    """As `loads`, in steps of a fraction of a millisecond; a str or bytes is one step, of 0.3 milliseconds per MiB."""
+    nbytes = _check_size(data, max_bytes)
+    if nbytes <= _STEP:
+        return loads(data, max_bytes=max_bytes, allow_pickle=allow_pickle)
+    decoder = _Decoder(allow_pickle)
+    unpacker = msgpack.Unpacker(max_buffer_size=nbytes, **decoder.options)
+    whole = memoryview(data)
+    for start in range(0, nbytes, _STEP):
+        with _refusing(nbytes):
+            unpacker.feed(whole[start : start + _STEP])
+            try:
+                obj = unpacker.unpack()
+                break
+            except msgpack.OutOfData:
+                pass
+        yield
+    else:
+        raise SerializationError(f"{nbytes} bytes are no object that aiocoll sends (they end too early)")
+    with _refusing(nbytes):
+        if unpacker.tell() < nbytes:
+            raise ValueError("more follows")
+        decoder.end()
+    return obj
+
+
+def _check_size(data: bytes | bytearray | memoryview, max_bytes: int) -> int:
+    nbytes = memoryview(data).nbytes
+    if nbytes > max_bytes:
+        raise SerializationError(f"the object takes {nbytes} bytes, max_bytes is {max_bytes}")
+    return nbytes
+
+
+@contextlib.contextmanager
+def _refusing(nbytes: int) -> Iterator[None]:
+    """Raise one kind of error."""
+    try:
+        yield
+    except SerializationError:
+        raise
+    except Exception as error:  # hostile bytes reach many constructors; none may let its own error out
+        why = f"{type(error).__name__}: {error}"
+        raise SerializationError(f"{nbytes} bytes are no object that aiocoll sends ({why:.{_SHOWN}})") from error
+
+
+class _Tag:
+    """What a tag is while the list that it heads is being read.
+
+    Attributes:
+        built: what its pieces have made so far, if it is that of a long container.
+        hashes: how many of its keys have each hash.
+    """
+
+    __slots__ = ("built", "code", "hashes")
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.hashes: dict[int, int] = {}
+        self.built: Any = None
+        if code & IN_PIECES:
+            kind = code & ~IN_PIECES
+            self.built = {} if kind == DICT else set() if kind in (SET, FROZENSET) else []
+
+
 class _Decoder:
-    """The hooks of one `loads`. `tags` counts those seen that head no list yet: none is left when all is well."""
+    """The hooks of one `loads`."""
 
     def __init__(self, allow_pickle: bool) -> None:
         self._allow_pickle = allow_pickle
-        self.tags = 0
+        self._open: list[_Tag] = []
+        self.options: dict[str, Any] = {
+            "list_hook": self._list,
+            "object_pairs_hook": self._dict,
+            "ext_hook": self._tag,
+            "strict_map_key": False,
+            "unicode_errors": "surrogatepass",
+            "max_array_len": PIECE + 1,
+            "max_map_len": HASHED_PIECE,
+            "timestamp": 3,  # msgpack's own extension cannot be refused: a datetime at least is a type that travels
+        }
 
-    def ext_hook(self, code: int, data: bytes) -> _Tag:
-        """Read a tag."""
+    def end(self) -> None:
+        """Refuse an object with a tag that heads no list."""
+        if self._open:
+            raise SerializationError("no object that aiocoll sends: a tag in the wrong place")
+
+    def _tag(self, code: int, data: bytes) -> _Tag:
         if data or code not in CODES:
             raise SerializationError(f"extension value of unknown type {code} with {len(data)} bytes")
-        self.tags += 1
-        return _Tag(code)
+        self._open.append(_Tag(code))
+        return self._open[-1]
 
-    def list_hook(self, items: list[Any]) -> Any:
+    def _dict(self, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        check_keys((key for key, _ in pairs), {})
+        return dict(pairs)
+
+    def _list(self, items: list[Any]) -> Any:
         """Turn a list that a tag heads into what the tag says."""
         if not items or type(items[0]) is not _Tag:
             return items
-        self.tags -= 1
-        code = items.pop(0).code
-        if sequence := SEQUENCES.get(code & ~IN_PIECES):
-            if not code & IN_PIECES:
-                return sequence(items)
-            if not all(type(piece) is list for piece in items):
-                raise SerializationError("a long sequence whose pieces are no lists")
-            return sequence(chain.from_iterable(items))
+        tag = items.pop(0)
+        if self._open.pop() is not tag:
+            raise SerializationError("no object that aiocoll sends: a tag in the wrong place")
+        code = tag.code
+        if code == PIECE_CODE:
+            return self._join_piece(items)
+        if code & IN_PIECES:
+            return _whole(tag, items)
+        if sequence := SEQUENCES.get(code):
+            if code in (SET, FROZENSET):
+                _check_set(items, tag.hashes)
+            return sequence(items)
         if code == PICKLE:
             return self._unpickle(items)
         fields, join = RECORDS_BY_CODE[code].fields, RECORDS_BY_CODE[code].join
         if len(items) != len(fields) or not all(map(isinstance, items, fields)):
             raise SerializationError(f"extension type {code} with the wrong fields")
         return join(*items)
+
+    def _join_piece(self, items: list[Any]) -> None:
+        """Add a piece to the container that it is one of, so that no step takes long."""
+        whole = self._open[-1] if self._open else None
+        if whole is None or whole.built is None:
+            raise SerializationError("a piece of nothing")
+        if type(whole.built) is list:
+            whole.built.extend(items)
+        elif type(whole.built) is set:
+            _check_set(items, whole.hashes)
+            whole.built.update(items)
+        else:
+            if len(items) != 1 or type(items[0]) is not dict:
+                raise SerializationError("a piece of a dict that is none")
+            check_keys(items[0], whole.hashes)
+            whole.built.update(items[0])
 
     def _unpickle(self, items: list[Any]) -> Any:
         if not self._allow_pickle:
@@ -101,3 +203,17 @@ class _Decoder:
                 "if every rank may be trusted with that, set allow_pickle=True on all of them"
             )
         return pickle.loads(*items)
+
+
+def _whole(tag: _Tag, items: list[Any]) -> Any:
+    """Return a long container, all of whose pieces have been added."""
+    if any(item is not None for item in items):
+        raise SerializationError("a long container whose pieces are none")
+    kind = tag.code & ~IN_PIECES
+    return tag.built if kind in (LIST, SET, DICT) else SEQUENCES[kind](tag.built)
+
+
+def _check_set(items: list[Any], hashes: dict[int, int]) -> None:
+    if len(items) > HASHED_PIECE:
+        raise SerializationError(f"{len(items)} elements of a set in one piece")
+    check_keys(items, hashes)

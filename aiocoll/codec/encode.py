@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import msgpack
@@ -14,17 +15,21 @@ from aiocoll.codec.limits import MAX_BYTES, MAX_DEPTH
 from aiocoll.codec.records import (
     ARRAY,
     BIG_INT,
+    DICT,
+    HASHED_PIECE,
     IN_PIECES,
     LIST,
     MAX_BIN,
     PICKLE,
     PIECE,
+    PIECE_CODE,
     PLAIN,
     RECORDS,
     SCALAR,
     SEQUENCE_CODES,
     TUPLE,
     RefusedError,
+    check_keys,
     dtype_text,
 )
 from aiocoll.errors import SerializationError
@@ -139,16 +144,22 @@ class _Encoder:
             return None
 
     def _put_sequence(self, code: int, items: list[Any], depth: int) -> None:
-        if len(items) <= PIECE:
+        piece = PIECE
+        if code > TUPLE:
+            check_keys(items, {})
+            piece = HASHED_PIECE
+        if len(items) <= piece:
+            self._head(code, len(items))
             self._put_items(code, items, depth, 0)
             return
-        starts = range(0, len(items), PIECE)
+        starts = range(0, len(items), piece)
         self._head(code | IN_PIECES, len(starts))
         for start in starts:
-            self._put_items(LIST, items[start : start + PIECE], depth, start)
+            part = items[start : start + piece]
+            self._head(PIECE_CODE, len(part))
+            self._put_items(code, part, depth, start)
 
     def _put_items(self, code: int, items: list[Any], depth: int, first: int) -> None:
-        self._head(code, len(items))
         if PLAIN.issuperset(map(type, items)) and (packed := self._try_pack(items)) is not None:
             self._emit(memoryview(packed)[len(self._array_header(len(items))) :])
             return
@@ -160,6 +171,17 @@ class _Encoder:
                 raise
 
     def _put_dict(self, items: dict[Any, Any], depth: int) -> None:
+        check_keys(items, {})
+        if len(items) <= HASHED_PIECE:
+            self._put_map(items, depth)
+            return
+        self._head(DICT | IN_PIECES, -(-len(items) // HASHED_PIECE))
+        pairs = iter(items.items())
+        while part := dict(islice(pairs, HASHED_PIECE)):
+            self._head(PIECE_CODE, 1)
+            self._put_map(part, depth)
+
+    def _put_map(self, items: dict[Any, Any], depth: int) -> None:
         plain = PLAIN.issuperset(map(type, items)) and PLAIN.issuperset(map(type, items.values()))
         if plain and (packed := self._try_pack(items)) is not None:
             self._emit(packed)

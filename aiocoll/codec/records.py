@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import re
+import sys
 import zoneinfo
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
@@ -20,28 +21,42 @@ __all__ = [
     "ARRAY",
     "BIG_INT",
     "CODES",
+    "DICT",
+    "FROZENSET",
+    "HASHED_PIECE",
     "IN_PIECES",
     "LIST",
     "MAX_BIN",
     "PICKLE",
     "PIECE",
+    "PIECE_CODE",
     "PLAIN",
     "RECORDS",
     "RECORDS_BY_CODE",
     "SCALAR",
     "SEQUENCES",
     "SEQUENCE_CODES",
+    "SET",
     "TUPLE",
     "Record",
     "RefusedError",
+    "check_keys",
     "dtype_text",
 ]
 
 #: Elements of one array on the wire. For each that a header claims msgpack reserves 8 bytes, for up to 1024 headers
 #: inside each other: 256 MiB of address space at the worst, and nothing is written to it.
 PIECE = 1 << 15
+#: The same of a dict or a set, whose keys are hashed and compared: it takes a tenth of a millisecond.
+HASHED_PIECE = 1 << 8
 #: The longest value that a msgpack header can announce.
 MAX_BIN = (1 << 32) - 1
+#: The integers that msgpack has; others are of any size, and as many as one likes have one hash.
+_LEAST, _GREATEST = -(1 << 63), (1 << 64) - 1
+#: Keys of a dict or elements of a set with one hash, each of which is compared with all before it.
+_MAX_ALIKE = 128
+#: Bits of the integers in a Fraction or a range, which divide them by each other: at once, in quadratic time.
+_MAX_DIVISOR = 1 << 13
 #: The highest number of dimensions that any NumPy has.
 _MAX_NDIM = 64
 
@@ -56,7 +71,11 @@ SEQUENCES: Mapping[int, Callable[[Iterable[Any]], Any]] = {
     FROZENSET: frozenset,
 }
 SEQUENCE_CODES: Mapping[Any, int] = {kind: code for code, kind in SEQUENCES.items()}
-#: Added to the code of a long sequence: its items are lists that hold the elements.
+#: A dict with more than `HASHED_PIECE` keys; a shorter one is msgpack's own.
+DICT = 9
+#: Heads a piece of a long container: its elements, or one dict.
+PIECE_CODE = 63
+#: Added to the code of a long container: it holds pieces.
 IN_PIECES = 64
 
 #: The spellings of `dtype.str` without pointers or fields: bool, integers, floats, complex, text, bytes, times.
@@ -71,6 +90,24 @@ class Record(NamedTuple):
     fields: tuple[type, ...]
     split: Callable[[Any], Sequence[Any]]
     join: Callable[..., Any]
+
+
+def check_keys(keys: Iterable[Any], hashes: dict[int, int]) -> None:
+    """Refuse keys that would be compared too often: many whose hash is the same.
+
+    Those of plain values are few alike (34), or, of str and bytes, cannot be foreseen by who sends them.
+
+    Args:
+        keys: of a dict, or the elements of a set.
+        hashes: how many there have been with each hash; these are added.
+    """
+    for key in keys:
+        kind = type(key)
+        if kind not in PLAIN or (kind is int and not _LEAST <= key <= _GREATEST):
+            code = hash(key)
+            hashes[code] = count = hashes.get(code, 0) + 1
+            if count > _MAX_ALIKE:
+                raise RefusedError(f"more than {_MAX_ALIKE} keys with one hash: send a list of pairs instead")
 
 
 class RefusedError(Exception):
@@ -96,6 +133,20 @@ def _split_zone(zone: zoneinfo.ZoneInfo) -> tuple[str]:
     return (zone.key,)
 
 
+def _divisible(*numbers: int) -> tuple[int, ...]:
+    if max(number.bit_length() for number in numbers) > _MAX_DIVISOR:
+        raise RefusedError(f"an integer of over {_MAX_DIVISOR} bits in a range or Fraction, which divide it")
+    return numbers
+
+
+def _join_range(*numbers: int) -> range:
+    return range(*_divisible(*numbers))
+
+
+def _join_fraction(*numbers: int) -> Fraction:
+    return Fraction(*_divisible(*numbers))
+
+
 def _split_clock(t: dt.datetime | dt.time) -> tuple[Any, ...]:
     return t.hour, t.minute, t.second, t.microsecond, t.tzinfo, t.fold
 
@@ -110,7 +161,7 @@ def _join_datetime(year: int, month: int, day: int, *clock: Any) -> dt.datetime:
 
 def _join_array(dtype: str, shape: list[Any], data: bytes) -> Any:
     kind = _parse_dtype(dtype)
-    if len(shape) > _MAX_NDIM or not all(type(n) is int and n >= 0 for n in shape):
+    if len(shape) > _MAX_NDIM or not all(type(n) is int and 0 <= n <= sys.maxsize for n in shape):
         raise SerializationError(f"{shape!r:.80} is not the shape of an array")
     if prod(shape) * kind.itemsize != len(data):
         raise SerializationError(f"an array of shape {shape} and dtype {kind} does not have {len(data)} bytes")
@@ -125,11 +176,11 @@ _CLOCK = (int, int, int, int, object, int)
 RECORDS: Mapping[type, Record] = {
     complex: Record(10, (float, float), lambda c: (c.real, c.imag), complex),
     bytearray: Record(11, (bytes,), lambda b: (bytes(b),), bytearray),
-    range: Record(12, (int, int, int), lambda r: (r.start, r.stop, r.step), range),
+    range: Record(12, (int, int, int), lambda r: _divisible(r.start, r.stop, r.step), _join_range),
     slice: Record(13, (object, object, object), lambda s: (s.start, s.stop, s.step), slice),
     UUID: Record(14, (bytes,), lambda u: (u.bytes,), lambda b: UUID(bytes=b)),
     Decimal: Record(15, (str,), lambda d: (str(d),), Decimal),
-    Fraction: Record(16, (int, int), lambda f: (f.numerator, f.denominator), Fraction),
+    Fraction: Record(16, (int, int), lambda f: _divisible(f.numerator, f.denominator), _join_fraction),
     np.str_: Record(17, (str,), lambda s: (str.__str__(s),), np.str_),
     np.bytes_: Record(18, (bytes,), lambda b: (bytes(b),), np.bytes_),
     dt.timedelta: Record(19, (int, int, int), lambda d: (d.days, d.seconds, d.microseconds), dt.timedelta),
@@ -147,7 +198,9 @@ RECORDS_BY_CODE: Mapping[int, Record] = {
     SCALAR: Record(SCALAR, (str, bytes), tuple, _join_scalar),
     BIG_INT: Record(BIG_INT, (bytes,), tuple, lambda b: int.from_bytes(b, "big", signed=True)),
 }
-CODES = frozenset({*SEQUENCES, *(code | IN_PIECES for code in SEQUENCES), *RECORDS_BY_CODE, PICKLE})
+CODES = frozenset(
+    {*SEQUENCES, *(code | IN_PIECES for code in (*SEQUENCES, DICT)), *RECORDS_BY_CODE, PICKLE, PIECE_CODE}
+)
 
 
 def dtype_text(dtype: np.dtype[Any]) -> str | None:

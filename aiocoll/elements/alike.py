@@ -10,6 +10,7 @@ import numpy as np
 from aiocoll.elements.buffers import Buffer
 from aiocoll.elements.device import UNKNOWN, DeviceArray, device_of, where
 from aiocoll.elements.dtypes import array_dtype
+from aiocoll.loading import loading
 
 __all__ = ["empty_like", "same_place", "spare"]
 
@@ -22,8 +23,8 @@ def empty_like(buffer: Buffer) -> Any:
     """
     if not isinstance(buffer.array, DeviceArray):
         return np.empty(buffer.shape, array_dtype(buffer.dtype))
-    from aiocoll.elements.device_views import empty_like as on_device
-
+    with loading("CUDA arrays"):
+        from aiocoll.elements.device_views import empty_like as on_device
     return on_device(buffer.result, sys.modules.get("torch"), sys.modules.get("cupy"))
 
 
@@ -34,8 +35,8 @@ def spare(buffer: Buffer) -> Buffer:
         TypeError: it is on a device, and its library is not known.
     """
     if isinstance(buffer.array, DeviceArray):
-        from aiocoll.elements.device_views import spare as on_device
-
+        with loading("CUDA arrays"):
+            from aiocoll.elements.device_views import spare as on_device
         array = on_device(buffer.array, buffer.result, sys.modules.get("torch"), sys.modules.get("cupy"))
         return Buffer(array, buffer.dtype, buffer.shape, buffer.result, array.back)
     fresh = np.empty_like(buffer.array)

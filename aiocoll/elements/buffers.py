@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from aiocoll.elements.device import DeviceArray
 from aiocoll.elements.dtypes import DType, by_name, of_numpy
+from aiocoll.loading import loading
 
 __all__ = [
     "Buffer",
@@ -113,8 +114,8 @@ def view(obj: Any, *, name: str = "tensor", writable: bool = True) -> Buffer:
     if obj is None or isinstance(obj, _NO_ARRAYS) or is_scalar(obj):
         raise _not_an_array(obj, name)
     if hasattr(obj, "__cuda_array_interface__"):
-        from aiocoll.elements.device_views import of_interface
-
+        with loading("CUDA arrays"):
+            from aiocoll.elements.device_views import of_interface
         array = of_interface(obj, name, writable)
         return _on_device(array, tuple(obj.__cuda_array_interface__["shape"]), obj)
     if _dlpack_kind(obj) == _DLPACK_CUDA:
@@ -210,7 +211,8 @@ def _share(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
 
 def _of_numpy(array: npt.NDArray[Any], obj: Any, name: str, writable: bool) -> Buffer:
     """View an array of any layout; `obj` is the caller's object whose memory it shows."""
-    if isinstance(array, np.ma.MaskedArray):
+    masked = sys.modules.get("numpy.ma")  # which NumPy loads only when it is asked for
+    if masked is not None and isinstance(array, masked.MaskedArray):
         raise TypeError(f"{name} is a masked array; pass {name}.filled(...) or its .data")
     array = np.asarray(array)
     if writable and not array.flags.writeable:
@@ -283,8 +285,8 @@ def _of_torch(torch: Any, tensor: Any, name: str, writable: bool) -> Buffer:
     if not tensor.is_cpu or tensor.layout is not torch.strided:
         device = tensor.device.type
         if device == "cuda":
-            from aiocoll.elements.device_views import of_torch
-
+            with loading("CUDA arrays"):
+                from aiocoll.elements.device_views import of_torch
             array = of_torch(torch, tensor, _known(tensor, name)[0], name, writable)
             return _on_device(array, tuple(tensor.shape), tensor)
         message = f"{name} must be a dense tensor on the CPU or on CUDA, not {tensor.layout} on {device}"
@@ -339,15 +341,15 @@ def _dlpack_kind(obj: Any) -> int | None:
 
 
 def _of_cupy(cupy: Any, obj: Any, name: str, writable: bool) -> Buffer:
-    from aiocoll.elements.device_views import of_cupy
-
+    with loading("CUDA arrays"):
+        from aiocoll.elements.device_views import of_cupy
     return _on_device(of_cupy(cupy, obj, name, writable), tuple(obj.shape), obj)
 
 
 def _of_dlpack(obj: Any, name: str, writable: bool) -> Buffer:
     """View an object that shows memory of a CUDA device by DLPack alone, with the help of a library that is loaded."""
-    from aiocoll.elements.device_views import of_dlpack
-
+    with loading("CUDA arrays"):
+        from aiocoll.elements.device_views import of_dlpack
     library: Any = sys.modules.get("cupy") or sys.modules.get("torch")
     if library is None:
         raise TypeError(f"{name} shows its memory by DLPack alone: pass cupy.from_dlpack({name}) or torch's")

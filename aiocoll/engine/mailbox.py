@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiocoll.engine.arrival import Arrival
 from aiocoll.engine.operation import P2P, Operation, description
 from aiocoll.engine.outgoing import OBJECT, Outgoing, begun, message_terms
 from aiocoll.engine.recorder import PEER
+from aiocoll.engine.stepwise import Steps, carry_on
 from aiocoll.errors import CollectiveTimeoutError, ProtocolError, SerializationError
 from aiocoll.transport.frame import FrameKind, Header
 from aiocoll.work import Work
@@ -36,9 +38,12 @@ class Posted(Operation):
         code: dtype code the message must have.
         shape: of the caller's array, for messages.
         limit: largest object, in bytes.
+
+    Attributes:
+        read: reads an object that has been received.
     """
 
-    __slots__ = ("_limit", "_result", "arrival", "code", "peer", "tag", "view")
+    __slots__ = ("_limit", "_result", "_steps", "arrival", "code", "peer", "read", "tag", "view")
 
     def __init__(
         self,
@@ -60,6 +65,8 @@ class Posted(Operation):
         self.view = view
         self.code = code
         self.arrival: Arrival | None = None
+        self.read: Callable[[memoryview], Steps] | None = None
+        self._steps: Steps | None = None
         self._limit = limit
         self._result = result
         work._withdraw = self.withdraw
@@ -80,6 +87,8 @@ class Posted(Operation):
 
     def needs(self, peer: int) -> bool:
         """Whether only `peer` could complete it."""
+        if self._steps is not None:
+            return False
         if self.arrival is not None:
             return self.arrival.peer == peer
         others = set(range(len(self.group.ranks))) - {self.group.rank} - self.group.left
@@ -123,7 +132,16 @@ class Posted(Operation):
         if self.peer is None:
             self.entry[PEER] = self.arrival.peer
         self.group.mailbox.forget(self.arrival)
-        self.succeed(self._result)
+        if self.read is None or self.view is None:
+            self.succeed(self._result)
+        else:
+            self._steps = self.read(self.view)
+            carry_on(self, self._steps)
+
+    def advance(self) -> None:
+        """Go on reading an object."""
+        if self._steps is not None:
+            carry_on(self, self._steps)
 
     def withdraw(self) -> None:
         """Nobody waits for it any more and no message has matched: as if it had never been posted."""
@@ -281,6 +299,12 @@ class Mailbox:
         """The message has been received."""
         arrival.release()
         self._active.pop((arrival.peer, arrival.op), None)
+
+    def put_back(self, arrival: Arrival, data: bytes) -> None:
+        """Let the next one take what `next_message` has given, and whose data was read in vain."""
+        arrival.parts.append(data)
+        self._waiting.setdefault(arrival.tag, deque()).appendleft(arrival)
+        self._announce(arrival.tag)
 
     def clear(self) -> None:
         """The group is over: drop what waits, wake who listens."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.operation import Message, Operation, Terms
 from aiocoll.engine.plan import EAGER_WINDOW
+from aiocoll.engine.stepwise import Steps, carry_on
 from aiocoll.errors import ProtocolError, SerializationError
 from aiocoll.work import Work
 
@@ -119,7 +120,7 @@ class Parcels(Post):
         unpack: makes the result of the parcels received, by rank.
     """
 
-    __slots__ = ("_outgoing", "_unpack")
+    __slots__ = ("_outgoing", "_steps", "_unpack")
 
     def __init__(
         self,
@@ -129,13 +130,14 @@ class Parcels(Post):
         outgoing: Mapping[int, bytes],
         sources: set[int],
         limit: int,
-        unpack: Callable[[Mapping[int, memoryview]], Any],
+        unpack: Callable[[Mapping[int, memoryview]], Steps],
         work: Work[Any],
         timeout: float,
     ) -> None:
         super().__init__(group, identity, terms.fingerprint(), terms, (), sources, limit, work, timeout)
         self._outgoing = outgoing
         self._unpack = unpack
+        self._steps: Steps | None = None
 
     def enter(self) -> None:
         """Send all parcels."""
@@ -143,14 +145,15 @@ class Parcels(Post):
         self._settle()
 
     def _settle(self) -> None:
-        if self.done or self._missing or self._unsent:
+        if self.done or self._missing or self._unsent or self._steps is not None:
             return
         if self._refusal is not None:
             self.fail(self._refusal)
             return
-        try:
-            result = self._unpack(self._incoming)
-        except Exception as error:  # the bytes of one rank, or a custom unpickling, may fail in any way
-            self.fail(error)
-        else:
-            self.succeed(result)
+        self._steps = self._unpack(self._incoming)
+        carry_on(self, self._steps)
+
+    def advance(self) -> None:
+        """Go on reading what has been received."""
+        if self._steps is not None:
+            carry_on(self, self._steps)

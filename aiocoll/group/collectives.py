@@ -15,6 +15,7 @@ from aiocoll.group.arguments import Arguments, slices
 from aiocoll.group.calls import Recorder, taker_in_scope
 from aiocoll.group.launch import Timeout
 from aiocoll.group.unsized import allgather_unsized, gather_unsized
+from aiocoll.loading import loading
 from aiocoll.work import Work
 
 __all__ = ["Collectives"]
@@ -70,11 +71,13 @@ class Collectives(Arguments):
         try:
             return self._on_one("allreduce", tensor, op, None, True, timeout, key)
         except TypeError:  # found out only here, where no other call pays for it
-            from aiocoll.elements.sparse import is_sparse  # which few programs need
+            with loading("sparse arrays"):
+                from aiocoll.elements.sparse import is_sparse  # which few programs need
 
             if not is_sparse(tensor):
                 raise
-        from aiocoll.group.sparse_reduce import allreduce_sparse
+        with loading("sparse arrays"):
+            from aiocoll.group.sparse_reduce import allreduce_sparse
 
         return allreduce_sparse(self, tensor, op, timeout, key)
 

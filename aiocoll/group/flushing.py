@@ -19,6 +19,7 @@ from aiocoll.engine.recorded import Part, Recorded
 from aiocoll.group.calls import Call, Taker
 from aiocoll.group.fuse import Fuser, ends
 from aiocoll.group.launch import Launcher
+from aiocoll.loading import loading
 from aiocoll.options import GroupOptions
 from aiocoll.work import Work
 
@@ -223,7 +224,8 @@ class Flushing(Launcher, Fuser):
 
     def _as_one(self, calls: Sequence[Call], terms: Terms, limit: float) -> Call:
         """Return one call that stands for several on CUDA arrays."""
-        from aiocoll.group.cuda.together import Together  # with all that a GPU needs
+        with loading("CUDA arrays"):
+            from aiocoll.group.cuda.together import Together  # with all that a GPU needs
 
         side = self._side
         assert side is not None

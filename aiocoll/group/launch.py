@@ -20,6 +20,7 @@ from aiocoll.engine.plan import Executor, Plan
 from aiocoll.errors import GroupClosedError
 from aiocoll.group.calls import Call, Recorder, Taker, scope_here, scoped, taker_in_scope
 from aiocoll.group.planning import Known, Planner, keep
+from aiocoll.loading import loading
 from aiocoll.options import GroupOptions, seconds
 from aiocoll.unseen import Failures
 from aiocoll.work import Work
@@ -212,7 +213,8 @@ class Launcher(Planner):
     def _on_device(self, plan: Plan, arrays: list[Any]) -> Executor:
         """Return what carries out `plan` on CUDA arrays."""
         self._check()
-        from aiocoll.group.cuda.on_device import on_device  # with all that a GPU needs
+        with loading("CUDA arrays"):
+            from aiocoll.group.cuda.on_device import on_device  # with all that a GPU needs
 
         return on_device(self, plan, arrays)
 

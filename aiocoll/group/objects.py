@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from aiocoll.codec import MAX_BYTES, dumps, loads
+from aiocoll.codec import MAX_BYTES, dumps, reading
 from aiocoll.engine.operation import Terms
 from aiocoll.engine.parcels import Parcels
+from aiocoll.engine.stepwise import Steps
 from aiocoll.group.launch import Launcher, Timeout
 from aiocoll.options import seconds
 from aiocoll.work import Work
@@ -33,7 +34,7 @@ class Objects(Launcher):
             return self._parcels("BROADCAST_OBJECT", root, {}, {root}, lambda got: self._load(got[root]), timeout, key)
         data = self._dump(obj)
         outgoing = {rank: data for rank in range(self._size) if rank != root}
-        return self._parcels("BROADCAST_OBJECT", root, outgoing, set(), lambda _: obj, timeout, key)
+        return self._parcels("BROADCAST_OBJECT", root, outgoing, set(), lambda _: _known(obj), timeout, key)
 
     def allgather_object(self, obj: Any, *, timeout: Timeout = None, key: str | None = None) -> Work[list[Any]]:
         """Return every rank's object, in rank order, on every rank."""
@@ -49,7 +50,7 @@ class Objects(Launcher):
         root = self._check_rank(root, "root")
         if root != self._rank:
             data = {root: self._dump(obj)}
-            return self._parcels("GATHER_OBJECT", root, data, set(), lambda _: None, timeout, key)
+            return self._parcels("GATHER_OBJECT", root, data, set(), lambda _: _known(None), timeout, key)
         others = set(range(self._size)) - {root}
         return self._parcels("GATHER_OBJECT", root, {}, others, lambda got: self._list(got, obj), timeout, key)
 
@@ -63,7 +64,7 @@ class Objects(Launcher):
         self._check_one_per_rank(objs, "objs", "object")
         assert objs is not None
         outgoing = {rank: self._dump(each) for rank, each in enumerate(objs) if rank != root}
-        return self._parcels("SCATTER_OBJECT", root, outgoing, set(), lambda _: objs[root], timeout, key)
+        return self._parcels("SCATTER_OBJECT", root, outgoing, set(), lambda _: _known(objs[root]), timeout, key)
 
     def alltoall_object(
         self, objs: Sequence[Any], *, timeout: Timeout = None, key: str | None = None
@@ -81,7 +82,7 @@ class Objects(Launcher):
         root: int | None,
         outgoing: Mapping[int, bytes],
         sources: set[int],
-        unpack: Callable[[Parcel], Any],
+        unpack: Callable[[Parcel], Steps],
         timeout: Timeout,
         key: str | None,
     ) -> Work[Any]:
@@ -96,8 +97,18 @@ class Objects(Launcher):
     def _dump(self, obj: Any) -> bytes:
         return dumps(obj, allow_pickle=self._options.allow_pickle)
 
-    def _load(self, data: memoryview) -> Any:
-        return loads(data, allow_pickle=self._options.allow_pickle)
+    def _load(self, data: memoryview) -> Steps:
+        return reading(data, allow_pickle=self._options.allow_pickle)
 
-    def _list(self, got: Parcel, mine: Any) -> list[Any]:
-        return [mine if rank == self._rank else self._load(got[rank]) for rank in range(self._size)]
+    def _list(self, got: Parcel, mine: Any) -> Steps:
+        found: list[Any] = []
+        for rank in range(self._size):
+            found.append(mine if rank == self._rank else (yield from self._load(got[rank])))
+            yield
+        return found
+
+
+def _known(obj: Any) -> Steps:
+    """Return what needs no reading."""
+    yield
+    return obj

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiocoll.codec import MAX_BYTES, dumps, loads
+from aiocoll.codec import MAX_BYTES, dumps, reading
 from aiocoll.elements.buffers import Buffer, byte_view, clash, view
 from aiocoll.elements.dtypes import array_dtype, by_code
 from aiocoll.engine.arrival import TAG_LIMIT, Arrival
@@ -18,7 +18,9 @@ from aiocoll.engine.membership import Membership
 from aiocoll.engine.outgoing import OBJECT, Outgoing
 from aiocoll.engine.recorded import Recorded
 from aiocoll.group.launch import Launcher, Timeout
+from aiocoll.loading import loading
 from aiocoll.options import seconds
+from aiocoll.runtime import BUDGET
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
@@ -194,14 +196,15 @@ class PointToPoint(Launcher):
     def _messages(self, array: Any) -> DeviceMessages:
         """Return what carries messages of CUDA arrays."""
         self._check()
-        from aiocoll.group.cuda.messages import messages_of  # with all that a GPU needs
+        with loading("CUDA arrays"):
+            from aiocoll.group.cuda.messages import messages_of  # with all that a GPU needs
 
         return messages_of(self, array)
 
     def _recv_object(self, src: int | None, tag: int, limit: float) -> Work[Any]:
         def make(_: int, work: Work[Any]) -> Posted:
             posted = Posted(self._member, src, tag, None, OBJECT, (), MAX_BYTES, None, work, limit)
-            work._unwrap = lambda: loads(posted.view or b"", allow_pickle=self._options.allow_pickle)
+            posted.read = lambda data: reading(data, allow_pickle=self._options.allow_pickle)
             return posted
 
         work = self._begin("RECV_OBJECT", make, limit)
@@ -225,14 +228,28 @@ class _Incoming(AsyncIterator[tuple[int, Any]]):
         arrival = await self._member.mailbox.next_message(self._tag)
         if arrival is None:
             raise StopAsyncIteration
-        return arrival.peer, self._open(arrival)
-
-    def _open(self, arrival: Arrival) -> Any:
         data = arrival.data()
         if arrival.code == OBJECT:
-            return loads(data, allow_pickle=self._allow_pickle)
+            return arrival.peer, await self._read(arrival, data)
         dtype = by_code(arrival.code)
-        return np.frombuffer(bytearray(data), dtype.storage).view(array_dtype(dtype))
+        return arrival.peer, np.frombuffer(bytearray(data), dtype.storage).view(array_dtype(dtype))
+
+    async def _read(self, arrival: Arrival, data: bytes) -> Any:
+        """Read an object, leaving the loop its turns; who is cancelled meanwhile leaves the message to the next one."""
+        steps = reading(data, allow_pickle=self._allow_pickle)
+        ticks = self._member.endpoint.runtime.ticks
+        deadline = ticks() + BUDGET
+        try:
+            while True:
+                next(steps)
+                if ticks() >= deadline:
+                    await asyncio.sleep(0)
+                    deadline = ticks() + BUDGET
+        except StopIteration as end:
+            return end.value
+        except asyncio.CancelledError:
+            self._member.mailbox.put_back(arrival, data)
+            raise
 
 
 def _check_tag(tag: Any, name: str = "tag") -> None:

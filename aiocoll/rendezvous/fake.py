@@ -39,6 +39,7 @@ from aiocoll.engine.notes import Note
 from aiocoll.engine.operation import P2P, Operation, Terms
 from aiocoll.engine.plan import Executor, Plan
 from aiocoll.engine.shrink import Agreement, Outcome
+from aiocoll.engine.stepwise import Steps, at_once
 from aiocoll.group.calls import Call
 from aiocoll.group.launch import Timeout
 from aiocoll.group.objects import Parcel
@@ -159,7 +160,7 @@ class FakeGroup(ProcessGroup):
         root: int | None,
         outgoing: Mapping[int, bytes],
         sources: set[int],
-        unpack: Callable[[Parcel], Any],
+        unpack: Callable[[Parcel], Steps],
         timeout: Timeout,
         key: str | None,
     ) -> Work[Any]:
@@ -170,11 +171,11 @@ class FakeGroup(ProcessGroup):
             known[root] = memoryview(self._dump(None))
         nbytes = sum(map(len, outgoing.values()))
         terms = Terms(op, "object", (), root, None)
-        return self._begin(op, _never, limit, terms, key, result=unpack(known), nbytes=nbytes)
+        return self._begin(op, _never, limit, terms, key, result=at_once(unpack(known)), nbytes=nbytes)
 
-    def _list(self, got: Parcel, mine: Any) -> list[Any]:
+    def _list(self, got: Parcel, mine: Any) -> Steps:
         own = memoryview(self._dump(mine))
-        return [mine if rank == self._rank else self._load(got.get(rank, own)) for rank in range(self._size)]
+        return super()._list({rank: got.get(rank, own) for rank in range(self._size)}, mine)
 
     def _recv(self, buffer: Buffer, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
         return self._from(src, super()._recv(buffer, src, tag, timeout))

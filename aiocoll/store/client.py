@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from aiocoll.errors import AuthenticationError, ProtocolError, StoreError, StoreTimeoutError, StoreUnavailableError
+from aiocoll.errors import AuthenticationError, StoreError, StoreTimeoutError, StoreUnavailableError
 from aiocoll.handshake import CHALLENGE_SIZE, HANDSHAKE_TIMEOUT, ClientHandshake, Identity, may_be_ours
 from aiocoll.runtime import Runtime
 from aiocoll.store.address import Endpoint, check_peer, describe, resolve
 from aiocoll.store.base import settled, timed_out
-from aiocoll.store.frames import FrameProtocol, Outcome, pack
+from aiocoll.store.frames import FrameProtocol, pack
+from aiocoll.store.replies import Outcome, check_reply
 
 __all__ = ["ClientLink", "StoreAuthenticationError", "connect"]
 
@@ -28,6 +29,14 @@ class StoreAuthenticationError(StoreUnavailableError, AuthenticationError):
     """The store cannot be reached because one end does not accept the other."""
 
 
+class _Request(NamedTuple):
+    """A command that was sent; `answer` is cancelled with the connection, as nobody may be left to look at an error."""
+
+    command: str
+    arguments: tuple[Any, ...]
+    answer: asyncio.Future[tuple[Outcome, Any]]
+
+
 class ClientLink(FrameProtocol):
     """Sends requests, many at a time, and matches the answers to them.
 
@@ -42,8 +51,7 @@ class ClientLink(FrameProtocol):
         self._handshake = handshake
         self._where = where
         self._closed: asyncio.Future[None] = loop.create_future()
-        # A lost connection cancels these: nobody may be left to look at an exception.
-        self._requests: dict[int, asyncio.Future[tuple[Outcome, Any]]] = {}
+        self._requests: dict[int, _Request] = {}
         self._count = 0
         self._failure = f"store {where} closed the connection: its process (rank 0 or the launcher) has ended"
 
@@ -95,8 +103,8 @@ class ClientLink(FrameProtocol):
                 "something listens there but hangs up: no aiocoll store, or one that is ending"
             )
             self.ready.set_result(self.stranger() or hung_up)
-        for future in self._requests.values():
-            future.cancel()
+        for request in self._requests.values():
+            request.answer.cancel()
         self._requests.clear()
         self._closed.set_result(None)
 
@@ -113,11 +121,12 @@ class ClientLink(FrameProtocol):
 
     def message_received(self, number: int, word: Any, payload: Any) -> None:
         """Hand an answer to who asked; nobody waits any more for one that was abandoned."""
-        future = self._requests.get(number)
-        if word not in Outcome.__members__.values():
-            raise ProtocolError(f"unknown outcome {word!r} in an answer")
-        if future is not None and not future.done():
-            future.set_result((Outcome(word), payload))
+        request = self._requests.get(number)
+        if request is not None:
+            answer = check_reply(request.command, request.arguments, word, payload)
+            del self._requests[number]
+            if not request.answer.done():
+                request.answer.set_result(answer)
 
     def _challenge_received(self, block: bytearray) -> None:
         self.transport.write(self._handshake.answer(bytes(block)))
@@ -149,7 +158,8 @@ class ClientLink(FrameProtocol):
             raise StoreUnavailableError(self._failure)
         self._count += 1
         self.transport.write(pack([self._count, command, arguments]))
-        future = self._requests[self._count] = self._closed.get_loop().create_future()
+        future = self._closed.get_loop().create_future()
+        self._requests[self._count] = _Request(command, arguments, future)
         return self._count, future
 
     def _cancel(self, number: int) -> None:

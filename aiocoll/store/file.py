@@ -32,8 +32,6 @@ _FIRST_POLL = 0.001
 _LAST_POLL = 0.02
 #: Bytes of history replayed in one go without the lock, about 1 ms; then the loop gets a turn.
 _SLICE = 1 << 13
-#: More than any log holds.
-_EVERYTHING = 1 << 62
 
 #: Record that a member has closed; not a command, so `list_keys` never sees it.
 _LEAVE = "leave"
@@ -115,7 +113,7 @@ class FileStore(Store):
                 raise StoreTimeoutError(f"another process held the lock of {self._path} for {self._timeout:g} s")
         log = self._opened()
         try:
-            self._catch_up(log, _EVERYTHING)
+            self._catch_up(log)
             return action(log)
         finally:
             log.unlock()
@@ -136,20 +134,23 @@ class FileStore(Store):
             self._log = LogFile(self._path, self._job_id)
         return self._log
 
-    def _catch_up(self, log: LogFile, nbytes: int) -> bool:
+    def _catch_up(self, log: LogFile, *nbytes: int) -> bool:
         """Apply what others appended, `nbytes` of it at least; say whether there may be more."""
-        end = log.position + nbytes
-        for command, *arguments in log.read():
-            if command == _LEAVE:
-                self._left += 1
-            elif command in COMMANDS:
-                check_arguments(command, tuple(arguments))
-                self._core.apply(command, tuple(arguments))
-            else:
-                raise StoreError(f"{self._path} was written by another version of aiocoll (record {command!r})")
-            if log.position >= end:
-                return True
-        return False
+        try:
+            return log.read(self._carry_out, *nbytes)
+        except BaseException:
+            self._start_over(log)
+            raise
+
+    def _carry_out(self, message: list[Any]) -> None:
+        command, *arguments = message
+        if command == _LEAVE and not arguments:
+            self._left += 1
+            return
+        if command not in COMMANDS:
+            raise StoreError("nothing that this version of aiocoll writes")
+        check_arguments(command, tuple(arguments))
+        self._core.apply(command, tuple(arguments))
 
     def _apply(self, log: LogFile, command: str, arguments: tuple[Any, ...]) -> Any:
         before = self._core.changes
@@ -157,13 +158,16 @@ class FileStore(Store):
         if self._core.changes != before:
             try:
                 log.append([command, *arguments])
-            except StoreError:
-                # The core is ahead of the file now: rebuild it from what the others see.
-                self._core = StoreCore()
-                self._left = 0
-                log.rewind()
+            except BaseException:
+                self._start_over(log)
                 raise
         return result
+
+    def _start_over(self, log: LogFile) -> None:
+        """Forget what may be ahead of the file, or half of a record: the file is what all members see."""
+        self._core = StoreCore()
+        self._left = 0
+        log.rewind()
 
     def _leave(self, log: LogFile) -> None:
         log.append([_LEAVE])

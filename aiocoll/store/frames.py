@@ -13,7 +13,6 @@ import asyncio
 import struct
 from abc import abstractmethod
 from collections.abc import Callable
-from enum import IntEnum
 from typing import Any, cast
 
 import msgpack
@@ -21,21 +20,13 @@ import msgpack
 from aiocoll.errors import AuthenticationError, ProtocolError, StoreError
 from aiocoll.store.commands import MAX_ENTRIES, MAX_VALUE_BYTES
 
-__all__ = ["FrameProtocol", "Outcome", "pack"]
+__all__ = ["FrameProtocol", "pack"]
 
 #: Bytes of a frame: two of the largest values. Decoded, it cannot take more than about 70 times that.
 MAX_FRAME = 16 << 20
 #: Bytes of memory for a frame whose body has not begun to arrive; doubled whenever they are full.
 _FIRST_BLOCK = 64 << 10
 _LENGTH = struct.Struct("!I")
-
-
-class Outcome(IntEnum):
-    """How a request ended."""
-
-    RESULT = 0
-    ERROR = 1
-    MISSING = 2
 
 
 def pack(message: list[Any]) -> bytes:

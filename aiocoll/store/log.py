@@ -1,11 +1,14 @@
 r"""`LogFile`: an append-only file of messages that several processes share.
 
-    header   16 bytes "aiocoll store 1\\n", 16 bytes job id
-    record   length u32, crc32 of the payload u32 (little endian), payload in msgpack; length is never 0
+Only the holder of the `flock` appends, each record with one write; the kernel drops the lock of a process that dies.
+What such a death leaves is a last record with fewer bytes than it says, a *torn tail*: readers stop before it, and the
+next writer cuts it off. Anything else that is no record is damage, and an error: to cut it would give this process
+another history than the others have. That is a wrong checksum, a tail of zeros (which a crash of the host leaves, in
+place of records that others had read), and a file that has become shorter.
 
-Only the holder of the `flock` appends, each record with one write; the kernel drops the lock of a process that dies. A
-record cut short by that death is the file's tail: readers stop before it, and the next writer cuts it off. Readers need
-no lock, since bytes before the tail never change. Nothing is synced to disk: the file outlives processes, not the host.
+Readers need no lock, since bytes before the tail never change. But while a writer replaces a torn tail a reader may see
+some of the old bytes and some of the new: what looks like damage is read again under the lock before it is believed.
+Nothing is synced to disk: the file outlives processes, not the host.
 """
 
 from __future__ import annotations
@@ -14,25 +17,35 @@ import errno
 import fcntl
 import os
 import stat
-import struct
 import zlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import msgpack
 
 from aiocoll.errors import StoreError, StoreUnavailableError
+from aiocoll.store.records import (
+    MAGIC,
+    MAX_RECORD,
+    PREFIX_SIZE,
+    DamagedError,
+    check_payload,
+    decode,
+    parse_prefix,
+    seal,
+)
 
 __all__ = ["LogFile"]
 
-_MAGIC = b"aiocoll store 1\n"
-_PREFIX = struct.Struct("<II")
-#: Bytes of a payload; a multi_set of a few of the largest values.
-_MAX_RECORD = 32 << 20
+_T = TypeVar("_T")
+
 #: Bytes of the file; the history is never compacted, and replaying more than this would take seconds.
 _MAX_FILE = 1 << 30
 #: Bytes read at once when catching up; a longer record is read whole.
 _READ_SIZE = 1 << 14
+#: More than any log holds.
+_EVERYTHING = 1 << 62
 
 
 class LogFile:
@@ -44,8 +57,10 @@ class LogFile:
 
     def __init__(self, path: str, job_id: bytes) -> None:
         self.path = path
-        self._header = _MAGIC + job_id
+        self._header = MAGIC + job_id
         self.position = 0
+        self._chain = 0
+        self._locked = False
         self._fd = _open(path)
         try:
             self._read_header()
@@ -65,64 +80,62 @@ class LogFile:
             if exc.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 return False
             raise StoreError(f"cannot lock {self.path} ({exc.strerror}): put the file on a local file system") from exc
+        self._locked = True
         return True
 
     def unlock(self) -> None:
         """Give the lock back."""
+        self._locked = False
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def rewind(self) -> None:
         """Start reading from the beginning again."""
         self.position = 0
 
-    def read(self) -> Iterator[list[Any]]:
-        """Yield the complete records that were appended since the last call.
+    def read(self, apply: Callable[[list[Any]], None], nbytes: int = _EVERYTHING) -> bool:
+        """Apply the complete records that were appended since the last call, `nbytes` of them at least.
+
+        Args:
+            apply: carries out one; what it raises (DamagedError, StoreError, TypeError, ValueError) is damage.
+            nbytes: stop after that many.
+
+        Returns:
+            Whether there may be more.
 
         Raises:
-            StoreError: the file is no store, belongs to another job, or is damaged.
+            StoreError: the file is no store, belongs to another job, or is damaged, and stays as it is.
             StoreUnavailableError: it was removed.
         """
-        status = os.fstat(self._fd)
-        if status.st_nlink == 0:
-            raise StoreUnavailableError(f"{self.path} was removed while the store was in use")
-        if self.position == 0 and not self._read_header():
-            return
-        data, start = b"", 0
-        while status.st_size - self.position >= _PREFIX.size:
-            if len(data) - start < _PREFIX.size:
-                data, start = os.pread(self._fd, _READ_SIZE, self.position), 0
-            if len(data) < _PREFIX.size:
-                return
-            nbytes, crc = _PREFIX.unpack_from(data, start)
-            if not 0 < nbytes <= _MAX_RECORD:
-                return
-            end = start + _PREFIX.size + nbytes
-            if len(data) < end:
-                data, start, end = os.pread(self._fd, max(end - start, _READ_SIZE), self.position), 0, end - start
-            payload = data[start + _PREFIX.size : end]
-            if len(payload) < nbytes or zlib.crc32(payload) != crc:
-                return
-            start = end
-            self.position += _PREFIX.size + nbytes
-            yield self._decode(payload)
+        try:
+            return self._read(apply, self.position + nbytes)
+        except DamagedError as exc:
+            if self._locked:
+                raise self._damaged(str(exc)) from exc
+        # Perhaps a writer was at work; with the lock there is none, and without it the next look tells.
+        if self.try_lock():
+            try:
+                return self.read(apply, nbytes)
+            finally:
+                self.unlock()
+        return False
 
     def append(self, message: list[Any]) -> None:
-        """Append one record after the last that `read` yielded, over a torn tail; the caller holds the lock.
+        """Append one record after the last that was read, over a torn tail; the caller holds the lock.
 
         Raises:
             StoreError: the disk or the file is full, or the record is too long; the file is as it was before.
         """
         payload = msgpack.packb(message)
-        if len(payload) > _MAX_RECORD:
-            raise StoreError(
-                f"{len(payload)} bytes in one command, the limit of {self.path} is {_MAX_RECORD}: split it"
-            )
+        if len(payload) > MAX_RECORD:
+            raise StoreError(f"{len(payload)} bytes in one command, the limit of {self.path} is {MAX_RECORD}: split it")
         if self.position + len(payload) > _MAX_FILE:
             raise StoreError(f"{self.path} has reached {_MAX_FILE} bytes, it keeps its history: use a TCPStore")
-        record = _PREFIX.pack(len(payload), zlib.crc32(payload)) + payload
         if self.position == 0:
             self._write(self._header)
+            self._chain = zlib.crc32(self._header)
+        record, chain = seal(payload, self._chain)
         self._write(record)
+        self._chain = chain
 
     def remove(self) -> None:
         """Remove the file, unless another has taken its name; the caller holds the lock."""
@@ -139,35 +152,76 @@ class LogFile:
             if written < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as exc:
-            os.ftruncate(self._fd, self.position)
+            with suppress(OSError):  # what stays then is a torn tail
+                os.ftruncate(self._fd, self.position)
             raise StoreError(f"cannot write {self.path}: {exc.strerror}; nothing was changed") from exc
         self.position += len(data)
 
-    def _read_header(self) -> bool:
-        """Say whether the header is there; one cut short is a torn tail too."""
-        header = os.pread(self._fd, len(self._header), 0)
-        if header == self._header:
-            self.position = len(header)
-            return True
-        if not self._header.startswith(header[: len(_MAGIC)]):
-            raise StoreError(
-                f"{self.path} is not a store (it begins with {header[:16]!r}): give the store a path of its own"
-            )
-        if len(header) == len(self._header):
-            raise StoreError(
-                f"{self.path} belongs to job {header[len(_MAGIC) :].hex()}, this is job "
-                f"{self._header[len(_MAGIC) :].hex()}: remove the file if that job is over, or use another path"
-            )
+    def _read(self, apply: Callable[[list[Any]], None], stop: int) -> bool:
+        status = self._ask(os.fstat)
+        if status.st_nlink == 0:
+            raise StoreUnavailableError(f"{self.path} was removed while the store was in use")
+        if status.st_size < self.position:
+            raise DamagedError(f"the file has {status.st_size} bytes, less than were read")
+        if self.position == 0 and not self._read_header():
+            return False
+        data, start = b"", 0
+        while status.st_size - self.position >= PREFIX_SIZE:
+            if len(data) - start < PREFIX_SIZE:
+                data, start = self._ask(os.pread, _READ_SIZE, self.position), 0
+            if len(data) < PREFIX_SIZE:
+                return False
+            nbytes = PREFIX_SIZE + parse_prefix(data, start, self._chain)
+            if len(data) - start < nbytes:
+                data, start = self._ask(os.pread, max(nbytes, _READ_SIZE), self.position), 0
+            payload = data[start + PREFIX_SIZE : start + nbytes]
+            if len(payload) < nbytes - PREFIX_SIZE:
+                return False
+            chain = check_payload(data, start, payload)
+            _carry_out(apply, payload)
+            start += nbytes
+            self.position, self._chain = self.position + nbytes, chain
+            if self.position >= stop:
+                return True
         return False
 
-    def _decode(self, payload: bytes) -> list[Any]:
+    def _read_header(self) -> bool:
+        """Say whether the header is there; one cut short is a torn tail too."""
+        header = self._ask(os.pread, len(self._header), 0)
+        if header == self._header:
+            self.position, self._chain = len(header), zlib.crc32(header)
+            return True
+        if self._header.startswith(header):
+            return False
+        if header[: len(MAGIC)] == MAGIC:
+            raise StoreError(
+                f"{self.path} belongs to job {header[len(MAGIC) :].hex()}, this is job "
+                f"{self._header[len(MAGIC) :].hex()}: remove the file if that job is over, or use another path"
+            )
+        kind = "a store of this version of aiocoll" if header.startswith(MAGIC[:14]) else "a store"
+        raise StoreError(
+            f"{self.path} is not {kind} (it begins with {header[:16]!r}): give the store a path of its own"
+        )
+
+    def _ask(self, call: Callable[..., _T], *args: int) -> _T:
         try:
-            message = msgpack.unpackb(payload)
-        except ValueError as exc:
-            raise StoreError(f"{self.path} is damaged before byte {self.position}: remove it and start again") from exc
-        if not isinstance(message, list) or not message:
-            raise StoreError(f"{self.path} holds a record that is no command before byte {self.position}: remove it")
-        return message
+            return call(self._fd, *args)
+        except OSError as exc:
+            raise StoreError(f"cannot read {self.path}: {exc.strerror}") from exc
+
+    def _damaged(self, what: str) -> StoreError:
+        return StoreError(
+            f"{self.path} is damaged at byte {self.position} ({what}), so its history is lost from there on: "
+            f"end the job, remove the file, and start again"
+        )
+
+
+def _carry_out(apply: Callable[[list[Any]], None], payload: bytes) -> None:
+    message = decode(payload)
+    try:
+        apply(message)
+    except (StoreError, TypeError, ValueError) as exc:
+        raise DamagedError(f"record {message[0]:.40}: {exc}") from exc
 
 
 def _open(path: str) -> int:

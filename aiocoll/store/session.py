@@ -10,7 +10,8 @@ from aiocoll.handshake import HANDSHAKE_TIMEOUT, HELLO_SIZE, PROOF_SIZE, ServerH
 from aiocoll.runtime import Runtime
 from aiocoll.store.commands import COMMANDS, OF_CONNECTIONS, WAITS, check_request
 from aiocoll.store.core import StoreCore, Waiter
-from aiocoll.store.frames import MAX_FRAME, FrameProtocol, Outcome, pack
+from aiocoll.store.frames import MAX_FRAME, FrameProtocol, pack
+from aiocoll.store.replies import Outcome
 
 __all__ = ["Session", "SessionOwner"]
 

@@ -37,6 +37,11 @@ class Local:
     """Something no codec knows."""
 
 
+def alike(count: int, first: int = 7) -> list[int]:
+    """Return different integers with the same hash."""
+    return [first + n * sys.hash_info.modulus for n in range(count)]
+
+
 REFUSED: list[tuple[Any, str, str]] = [
     ({"layers": [1, 2, 3, {"bias": Local()}]}, r"obj\['layers'\]\[3\]\['bias'\]: ", r"Local does not travel"),
     ((1, [Local()]), r"obj\[1\]\[0\]: ", "set allow_pickle=True on every rank"),
@@ -59,6 +64,10 @@ REFUSED: list[tuple[Any, str, str]] = [
     ([dumps], r"obj\[0\]: ", "function does not travel"),
     ([int], r"obj\[0\]: ", "type does not travel"),
     (..., "obj: ", "ellipsis does not travel"),
+    ([range(1 << 8192)], r"obj\[0\]: ", "an integer of over 8192 bits in a range or Fraction"),
+    ([Fraction(1, 1 << 8192)], r"obj\[0\]: ", "an integer of over 8192 bits"),
+    ([{(n,): 0 for n in alike(129)}], r"obj\[0\]: ", "more than 128 keys with one hash: send a list of pairs"),
+    ([set(alike(129, 1 << 100))], r"obj\[0\]: ", "more than 128 keys with one hash"),
     (dt.datetime(2024, 1, 1, tzinfo=type("Zone", (dt.tzinfo,), {})()), "obj: ", "Zone does not travel"),
 ]
 
@@ -117,8 +126,16 @@ def test_random_bytes_are_read_or_refused_properly() -> None:
             assert str(error)  # noqa: PT017 - most of them raise, some may not
 
 
+def TAG(code: int) -> msgpack.ExtType:
+    return msgpack.ExtType(code, b"")
+
+
+#: An integer of 8193 bits, as it travels.
+BIG = [TAG(7), (1 << 8192).to_bytes(1025, "big")]
+
+
 def tagged(code: int, *fields: Any) -> bytes:
-    return bytes(msgpack.packb([msgpack.ExtType(code, b""), *fields]))
+    return bytes(msgpack.packb([TAG(code), *fields]))
 
 
 HOSTILE: list[tuple[bytes, str]] = [
@@ -135,12 +152,25 @@ HOSTILE: list[tuple[bytes, str]] = [
     (msgpack.packb(msgpack.ExtType(2, b"")), "tag in the wrong place"),
     (msgpack.packb([1, msgpack.ExtType(2, b"")]), "tag in the wrong place"),
     (tagged(2, msgpack.ExtType(2, b"")), "tag in the wrong place"),
-    (tagged(66, "ab", [1]), "pieces are no lists"),
+    (tagged(66, "ab", [1]), "pieces are none"),
+    (tagged(73, {1: 2}), "pieces are none"),
+    (tagged(63, 1, 2), "a piece of nothing"),
+    (msgpack.packb([TAG(2), [TAG(63), 1]]), "a piece of nothing"),
+    (msgpack.packb([TAG(73), [TAG(63), 1]]), "a piece of a dict that is none"),
+    (msgpack.packb([TAG(73), [TAG(63), {}, {}]]), "a piece of a dict that is none"),
+    (msgpack.packb([TAG(67), [TAG(63), [1]]]), "unhashable"),
+    (msgpack.packb([TAG(2), TAG(3), 1]), "tag in the wrong place"),
+    (msgpack.packb([TAG(67), *([TAG(63), *range(256)], [TAG(63), *range(257)])]), "257 elements of a set in one"),
+    (tagged(3, *range(257)), "257 elements of a set in one piece"),
+    (msgpack.packb(dict.fromkeys(range(257))), "no object"),
+    (tagged(12, 0, BIG, 1), "over 8192 bits"),
+    (tagged(16, 1, BIG), "over 8192 bits"),
+    (tagged(5, "<f8", [BIG, 0], b""), "not the shape"),
     (tagged(3, [1]), "unhashable"),
     (tagged(5, "<f8", [2]), "extension type 5 with the wrong fields"),
     (tagged(5, "<f8", [2], b"short"), r"shape \[2\] and dtype float64 does not have 5 bytes"),
     (tagged(5, "<f8", [-1, -1], b"12345678"), "not the shape"),
-    (tagged(5, "<f8", [2**63, 0], b""), "no object"),
+    (tagged(5, "<f8", [2**63, 0], b""), "not the shape"),
     (tagged(5, "<f8", [1] * 65, b"12345678"), "not the shape"),
     (tagged(5, "<f8", [True], b"12345678"), "not the shape"),
     (tagged(5, "|O", [1], b"12345678"), "'|O' is no dtype that travels"),

@@ -5,7 +5,6 @@ import fcntl
 import os
 import subprocess
 import sys
-import zlib
 
 import pytest
 
@@ -44,18 +43,6 @@ async def test_torn_tail_at_every_byte(log):
             await writer.set("new", b"1")
             assert await reader.list_keys() == [*intact, "new"]
         assert await keys_of(path) == [*intact, "new"]
-
-
-async def test_tail_of_garbage_is_ignored(log):
-    path, _ = log
-    whole = path.read_bytes()
-    tails = [bytes(100), b"\xff" * 100, b"\x05\0\0\0" + zlib.crc32(b"hello").to_bytes(4, "little") + b"hellp"]
-    for tail in tails:
-        path.write_bytes(whole + tail)
-        assert await keys_of(path) == ["a", "b", "c"]
-        async with FileStore(path) as store:
-            await store.delete_key("a")
-        assert await keys_of(path) == ["b", "c"]
 
 
 async def test_commands_that_change_nothing_are_not_logged(log):

@@ -13,6 +13,7 @@ import pytest
 from aiocoll.errors import AuthenticationError, StoreError, StoreTimeoutError, StoreUnavailableError
 from aiocoll.handshake import CHALLENGE_SIZE, ClientHandshake, ConnKind, Identity, job_id
 from aiocoll.store import PrefixStore, StoreServer, TCPStore
+from aiocoll.store.frames import pack
 from aiocoll.store.session import Session
 
 try:
@@ -415,6 +416,64 @@ async def test_a_wrong_argument_on_the_wire_is_answered_with_an_error(server):
         writer.write(frame(b"\x93\x01\xa3set\x92\xa1k\xa1v"))
         (nbytes,) = struct.unpack("!I", await reader.readexactly(4))
         assert b"value must be bytes, got str" in await reader.readexactly(nbytes)
+
+
+#: A call, what its result must not be, and what a server has never seen missing.
+CALLS = {
+    "set": (lambda store: store.set("k", b""), [b"", 0]),
+    "add": (lambda store: store.add("n", 1), [None, b"1", 1.0, True]),
+    "compare_set": (lambda store: store.compare_set("k", b"", b""), [None, "", 1]),
+    "check": (lambda store: store.check(["k"]), [None, 1]),
+    "delete_key": (lambda store: store.delete_key("k"), [None, 0]),
+    "num_keys": (lambda store: store.num_keys(), [None, []]),
+    "append": (lambda store: store.append("k", b""), [b""]),
+    "multi_set": (lambda store: store.multi_set(["k"], [b""]), [b""]),
+    "list_keys": (lambda store: store.list_keys(), [None, "keys", [b"k"], ["k", None]]),
+    "queue_push": (lambda store: store.queue_push("q", b""), [0]),
+    "queue_len": (lambda store: store.queue_len("q"), [None, b""]),
+    "get": (lambda store: store.get("k"), [None, "text", [b""]]),
+    "multi_get": (lambda store: store.multi_get(["k", "l"]), [None, b"ab", [b""], [b"", "a"], [b"", b"", b""]]),
+    "wait": (lambda store: store.wait(["k"]), [True]),
+    "queue_pop": (lambda store: store.queue_pop("q"), [None, "text"]),
+}
+WAITS = {"get", "multi_get", "wait", "queue_pop"}
+WRONG_OUTCOMES = [3, -1, None, "0", [0], True, 1.0]
+
+
+@pytest.mark.parametrize("command", CALLS)
+async def test_answers_that_no_store_gives_end_the_connection_by_name(server, command, monkeypatch):
+    """Whatever a server says, a call raises one kind of error, at once."""
+    call, results = CALLS[command]
+    answers = [(0, wrong) for wrong in results]
+    answers += [(1, wrong) for wrong in (None, b"", [], 7)]
+    answers += [(2, wrong) for wrong in (None, 0, "k", b"k", [b"k"], [None], [["k"]])]
+    answers += [(2, ["k"])] * (command not in WAITS) + [(wrong, None) for wrong in WRONG_OUTCOMES]
+    for answer in answers:
+        async with client(server) as store, client(server) as other:
+            await other.multi_set(["k", "l"], [b"", b""])
+            await other.queue_push("q", b"")
+            with monkeypatch.context() as lying:
+                lying.setattr(Session, "_reply", lambda self, number, *_, say=answer: send(self, [number, *say]))
+                with pytest.raises(StoreUnavailableError, match=r"store 127.0.0.1:\d+: .* answer to " + command):
+                    await call(store)
+            await other.num_keys()
+
+
+def send(session: Session, message: list) -> None:
+    session.transport.write(pack(message))
+
+
+async def test_a_cancelled_wait_is_forgotten_with_its_answer(server):
+    """And not only when the connection ends."""
+    async with client(server) as store:
+        for command in (store.get, store.queue_pop):
+            waiting = asyncio.create_task(command("never"))
+            await store.num_keys()
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await store.num_keys()
+            assert store._link._requests == {}
 
 
 async def test_port_in_use(server):

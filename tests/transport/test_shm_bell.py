@@ -151,6 +151,21 @@ async def test_it_is_called_once_per_sleep_and_never_while_awake(pair: Pair) -> 
     assert pair.calls() == 1
 
 
+async def test_a_call_that_a_peer_has_taken_back_is_heard(pair: Pair) -> None:
+    """Whoever may ring a bell may read it too."""
+    loop = asyncio.get_running_loop()
+    told: list[Any] = []
+    loop.set_exception_handler(lambda _, context: told.append(context))
+    pair.bell.add(pair.link)
+    await turns()
+    before = pair.link.polls
+    pair.bell._rung()
+    await turns()
+    assert pair.link.polls > before
+    assert told == []
+    loop.set_exception_handler(None)
+
+
 async def test_who_is_called_looks_at_all_and_sleeps_again(pair: Pair) -> None:
     pair.bell.add(pair.link)
     await turns()

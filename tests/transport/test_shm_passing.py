@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import mmap
 import os
 import resource
+import select
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -345,7 +347,7 @@ def message(offered: int = 1, ranks: int = 2) -> bytes:
 
 
 def plain(_: int) -> int:
-    return os.open("/dev/null", os.O_RDWR)
+    return os.open("/dev/null", os.O_RDWR | os.O_NONBLOCK)
 
 
 def unsealed(nbytes: int) -> int:
@@ -370,6 +372,66 @@ def eventfd(_: int) -> int:
     return os.eventfd(0, os.EFD_NONBLOCK)
 
 
+def full(_: int) -> int:
+    fd = eventfd(0)
+    os.eventfd_write(fd, 2**64 - 2)
+    return fd
+
+
+def blocking(_: int) -> int:
+    return os.eventfd(2**32 - 1)
+
+
+def pipe(_: int) -> int:
+    reader, writer = os.pipe2(os.O_NONBLOCK)
+    os.close(reader)
+    return writer
+
+
+def regular(nbytes: int) -> int:
+    fd = os.open("/tmp", os.O_TMPFILE | os.O_RDWR | os.O_NONBLOCK)
+    os.ftruncate(fd, nbytes)
+    return fd
+
+
+def stream(_: int) -> int:
+    ends = socket.socketpair()
+    ends[1].close()
+    ends[0].setblocking(False)
+    return ends[0].detach()
+
+
+def poller(_: int) -> int:
+    with select.epoll() as epoll:
+        os.set_blocking(epoll.fileno(), False)
+        return os.dup(epoll.fileno())
+
+
+def with_seals(nbytes: int, seals: int, flags: int = 0) -> int:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+    os.ftruncate(fd, nbytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def unwritable(nbytes: int) -> int:
+    return with_seals(nbytes, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+
+
+def readable_only(nbytes: int) -> int:
+    fd = sealed(nbytes)
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    finally:
+        os.close(fd)
+
+
+#: What is no bell, or one that blocks who rings it.
+BELLS = [blocking, pipe, regular, stream, poller, plain, sealed]
+#: What is no memory of the right size that both may write and nobody can take away.
+MEMORIES = [unsealed, smaller, larger, unwritable, readable_only, regular, plain, pipe, eventfd]
+
+
 OFFERS: dict[str, tuple[bytes, list[Callable[[int], int]], type[Exception] | None]] = {
     "nothing": (b"", [], ConnectionResetError),
     "half a message": (message()[:5], [], ConnectionResetError),
@@ -382,6 +444,9 @@ OFFERS: dict[str, tuple[bytes, list[Callable[[int], int]], type[Exception] | Non
     "an unsealed page": (message(), [sealed, unsealed, eventfd], ProtocolError),
     "no memory at all": (message(), [plain, sealed, eventfd], ProtocolError),
     "no page at all": (message(), [sealed, plain, eventfd], ProtocolError),
+    **{f"{each.__name__} for memory": (message(), [each, sealed, eventfd], ProtocolError) for each in MEMORIES},
+    **{f"{each.__name__} for a page": (message(), [sealed, each, eventfd], ProtocolError) for each in MEMORIES},
+    **{f"{each.__name__} for a bell": (message(), [sealed, sealed, each], ProtocolError) for each in BELLS},
 }
 
 
@@ -410,6 +475,8 @@ async def test_garbage_offers(offer: str) -> None:
         ([sealed, eventfd, eventfd], Pair),  # the third finds no room and is dropped
         ([unsealed, eventfd], ProtocolError),
         ([plain, eventfd], ProtocolError),
+        *(([each, eventfd], ProtocolError) for each in MEMORIES),
+        *(([sealed, each], ProtocolError) for each in BELLS),
     ],
 )
 async def test_garbage_answers(makers: list[Callable[[int], int]], expected: type) -> None:
@@ -423,7 +490,35 @@ async def test_garbage_answers(makers: list[Callable[[int], int]], expected: typ
     passing._close(fds)
     (result,) = await asyncio.gather(task, return_exceptions=True)
     assert isinstance(result, expected)
+    assert ends.ranks[0].trouble is None
     ends.end([result, None])
+
+
+async def test_a_bell_that_is_full_holds_nobody_up() -> None:
+    """It is its owner's, who has been told often enough."""
+    ends = Ends()
+    task = asyncio.ensure_future(ends.propose())
+    await readable(ends.socks[1])
+    _, fds = recv_fds(ends.socks[1], passing._MESSAGE.size, 3)
+    passing._close(fds)
+    page, memory = create(PAGE)
+    memory[0] = 1
+    fds = [page, full(0)]
+    socket.send_fds(ends.socks[1], [passing._YES], fds)
+    passing._close(fds)
+    pair = await task
+    assert isinstance(pair, Pair)
+    pair.peer_bell.ring()
+    await asyncio.sleep(0)
+    ends.end([pair, None])
+
+
+async def test_what_was_passed_cannot_be_known_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "readlink", Failing(os, "readlink", errno.ENOENT, 0, 2))
+    async with meeting() as (ends, results):
+        assert results == [None, None]
+        assert any(os.strerror(errno.ENOENT) in str(rank.trouble) for rank in ends.ranks)
+        assert_the_socket_is_fresh(ends)
 
 
 async def test_a_no_with_descriptors_in_it() -> None:

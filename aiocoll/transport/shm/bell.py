@@ -14,6 +14,7 @@ the loop again, or to a rank that polls, pays one load.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import mmap
 import os
@@ -112,7 +113,8 @@ class Bell:
         return self._watcher.look() or moved
 
     def _rung(self) -> None:
-        os.eventfd_read(self.eventfd)
+        with contextlib.suppress(BlockingIOError):  # a peer, who can read it too, has done so
+            os.eventfd_read(self.eventfd)
         self.attend()
 
     def _turned(self) -> None:
@@ -154,7 +156,8 @@ class PeerBell:
         status = self._status[0]
         if status & 1 and status != self._rung:
             self._rung = status
-            os.eventfd_write(self._eventfd, 1)
+            with contextlib.suppress(BlockingIOError):  # it is full: the peer will hear of that
+                os.eventfd_write(self._eventfd, 1)
 
     def close(self) -> None:
         """Close the descriptor and give the page back."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import array
+import os
 import socket
 
-__all__ = ["recv_fds"]
+from aiocoll.errors import ProtocolError
+
+__all__ = ["check_eventfd", "recv_fds"]
 
 
 def recv_fds(sock: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[int]]:
@@ -17,3 +20,19 @@ def recv_fds(sock: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[i
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
     return data, list(fds)
+
+
+def check_eventfd(fd: int) -> None:
+    """Refuse what could block who writes to it.
+
+    That it does not block is a property that all who hold it share: the peer alone makes it so, before it passes it.
+
+    Raises:
+        ProtocolError: it is something else, or blocks.
+        OSError: it cannot be known, without /proc.
+    """
+    kind = os.readlink(f"/proc/self/fd/{fd}")
+    if kind != "anon_inode:[eventfd]":
+        raise ProtocolError(f"a peer passed {kind} where an eventfd belongs")
+    if os.get_blocking(fd):
+        raise ProtocolError("a peer passed an eventfd that blocks")

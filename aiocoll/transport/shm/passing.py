@@ -20,7 +20,7 @@ import struct
 from collections.abc import Sequence
 
 from aiocoll.transport.shm.bell import Bell, PeerBell
-from aiocoll.transport.shm.descriptors import recv_fds
+from aiocoll.transport.shm.descriptors import check_eventfd, recv_fds
 from aiocoll.transport.shm.layout import Layout
 from aiocoll.transport.shm.link import Pair
 from aiocoll.transport.shm.region import PAGE, Region, open_region
@@ -159,7 +159,11 @@ def _map(fds: list[int], layout: Layout, bell: Bell) -> tuple[Region, PeerBell]:
     except BaseException:
         _close(others)
         raise
-    return region, _peer_bell(others, bell)
+    try:
+        return region, _peer_bell(others, bell)
+    except BaseException:
+        region.close()  # a traceback may keep the rest
+        raise
 
 
 def _peer_bell(fds: Sequence[int], bell: Bell) -> PeerBell:
@@ -168,6 +172,11 @@ def _peer_bell(fds: Sequence[int], bell: Bell) -> PeerBell:
     page, eventfd = fds
     try:
         memory = open_region(page, PAGE)
+        try:
+            check_eventfd(eventfd)
+        except BaseException:
+            memory.close()
+            raise
     except BaseException:
         os.close(eventfd)
         raise

@@ -25,6 +25,8 @@ _LOT = 256 * 1024
 # Linux, <linux/fcntl.h>; `fcntl` has them too, but not where there is no memfd.
 _SEALS = 0x0001 | 0x0002 | 0x0004
 """F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW: nobody can take pages away, which would be SIGBUS to all who map them."""
+_WRITE_SEALS = 0x0008 | 0x0010
+"""F_SEAL_WRITE, F_SEAL_FUTURE_WRITE."""
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 # Linux, <linux/mman.h>, from 5.14 on.
 _POPULATE_WRITE = 23
@@ -135,7 +137,7 @@ def open_region(fd: int, nbytes: int) -> mmap.mmap:
         OSError: it cannot be mapped.
     """
     try:
-        if _seals(fd) & _SEALS != _SEALS or os.fstat(fd).st_size != nbytes:
+        if not (0 < nbytes == os.fstat(fd).st_size and _is_sealed(fd)):
             raise ProtocolError(f"a peer passed shared memory that is not {nbytes} sealed bytes")
         return _map(fd, nbytes)
     finally:
@@ -171,11 +173,14 @@ def _populate(memory: mmap.mmap, start: int, nbytes: int) -> None:
     memory.madvise(_POPULATE_WRITE, start, nbytes)
 
 
-def _seals(fd: int) -> int:
+def _is_sealed(fd: int) -> bool:
+    """Whether nobody can take pages away from memory that all may write, nor lacks the huge ones it was promised."""
     try:
-        return fcntl.fcntl(fd, _GET_SEALS)
+        seals = fcntl.fcntl(fd, _GET_SEALS)
     except OSError:
-        return 0  # no memory at all
+        return False  # no memory at all
+    writable = not seals & _WRITE_SEALS and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+    return writable and seals & _SEALS == _SEALS and os.fstatvfs(fd).f_bsize == PAGE
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:

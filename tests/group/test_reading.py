@@ -1,0 +1,152 @@
+"""Large objects are read in many turns of the loop, in each a little, and whatever comes between is heard."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from aiocoll import GroupError, ProcessGroup, SerializationError
+from aiocoll.codec import decode, dumps
+from aiocoll.group import objects, point_to_point
+
+from ..ranks import TRANSPORTS, run_ranks
+
+NUMBERS = list(range(10_000, 40_000))
+#: Bytes that are read in one step.
+STEP = 1024
+STEPS = len(dumps(NUMBERS)) // STEP
+
+
+def hurry(pg: ProcessGroup) -> None:
+    """Let every callback of this rank be long when it has done one step."""
+    seconds = itertools.count()
+    pg._member.endpoint.runtime.ticks = lambda: float(next(seconds))
+
+
+class Turns:
+    """How often the loop turns meanwhile."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._task = asyncio.ensure_future(self._turn())
+
+    async def _turn(self) -> None:
+        while True:
+            self.count += 1
+            await asyncio.sleep(0)
+
+    async def end(self) -> int:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        return self.count
+
+
+CALLS: dict[str, tuple[Callable[[ProcessGroup], Any], Any]] = {
+    "broadcast_object": (lambda pg: pg.broadcast_object(NUMBERS if pg.rank() == 0 else None, 0), NUMBERS),
+    "scatter_object": (lambda pg: pg.scatter_object([0, NUMBERS] if pg.rank() == 0 else None, 0), NUMBERS),
+    "gather_object": (lambda pg: pg.gather_object(NUMBERS, 1), [NUMBERS, NUMBERS]),
+    "allgather_object": (lambda pg: pg.allgather_object(NUMBERS), [NUMBERS, NUMBERS]),
+    "alltoall_object": (lambda pg: pg.alltoall_object([NUMBERS, NUMBERS]), [NUMBERS, NUMBERS]),
+    "recv_object": (lambda pg: pg.recv_object(0) if pg.rank() else pg.send_object(NUMBERS, 1), NUMBERS),
+    "incoming": (lambda pg: anext(pg.incoming()) if pg.rank() else pg.send_object(NUMBERS, 1), (0, NUMBERS)),
+}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("call", CALLS)
+async def test_the_loop_turns_while_an_object_is_read(call: str, transport: str) -> None:
+    start, expected = CALLS[call]
+
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        hurry(pg)
+        turns = Turns()
+        result = await start(pg)
+        counted = await turns.end()
+        if pg.rank() == 1:
+            assert result == expected
+            assert counted >= STEPS
+        await pg.barrier()
+
+    await run_ranks(2, rank, transport=transport)
+
+
+@pytest.mark.parametrize("call", ["allgather_object", "recv_object"])
+async def test_what_ends_the_group_ends_the_reading(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = asyncio.Event()
+
+    def endless(*_: Any, **__: Any) -> Any:
+        reached.set()
+        while True:
+            yield
+
+    monkeypatch.setattr(objects, "reading", endless)
+    monkeypatch.setattr(point_to_point, "reading", endless)
+
+    async def rank(pg: ProcessGroup) -> None:
+        work = CALLS[call][0](pg)
+        await reached.wait()
+        if pg.rank() == 1:
+            work.abort()
+            with pytest.raises(GroupError, match="was aborted by rank 1"):
+                await work
+        else:
+            with suppress(GroupError):
+                await work
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("call", ["allgather_object", "recv_object", "incoming"])
+async def test_what_is_no_object_in_the_end(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes are read in many turns, and then refused; everything else goes on."""
+    monkeypatch.setattr(objects, "dumps", lambda obj, **_: dumps(obj) + b"\xc0")
+    monkeypatch.setattr(point_to_point, "dumps", lambda obj, **_: dumps(obj) + b"\xc0")
+
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        hurry(pg)
+        if pg.rank() or call == "allgather_object":
+            with pytest.raises(SerializationError, match="bytes are no object that aiocoll sends"):
+                await CALLS[call][0](pg)
+        else:
+            await CALLS[call][0](pg)
+        await pg.barrier()
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_cancelling_incoming_while_it_reads_loses_nothing(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        hurry(pg)
+        if pg.rank() == 0:
+            for number in range(3):
+                await pg.send_object([number, NUMBERS], 1)
+        else:
+            got, cancelled = [], 0
+            while len(got) < 3:
+                task = asyncio.ensure_future(anext(pg.incoming()))
+                for _ in range(STEPS // 2 if cancelled < 20 else 10 * STEPS):
+                    await asyncio.sleep(0)
+                if not task.done():
+                    cancelled += 1
+                task.cancel()
+                await asyncio.wait([task])
+                if not task.cancelled():
+                    got.append(task.result())
+            assert got == [(0, [number, NUMBERS]) for number in range(3)]
+            assert cancelled >= 20
+        await pg.barrier()
+
+    await run_ranks(2, rank, transport=transport)
+
+
+def test_a_step_is_that_of_the_decoder() -> None:
+    assert decode._STEP == STEP

@@ -1,0 +1,28 @@
+"""A process that may open no file more: what was loaded goes on, and what was not fails by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = str(Path(__file__).with_name("few_files.py"))
+
+
+@pytest.mark.parametrize("given", [["tcp"], ["unix"], ["shm"], ["tcp", "sparse"]], ids=" ".join)
+def test_calls_without_a_descriptor_left(given: list[str]) -> None:
+    done = subprocess.run([sys.executable, PROGRAM, *given], capture_output=True, text=True, timeout=60, check=True)
+    told = json.loads(done.stdout)
+    later = {"object messages": "objects", "objects": "objects", "sparse": "sparse arrays"}
+    if "sparse" not in given:
+        del later["sparse"]
+    assert told.keys() == {f"{call} {rank}" for call in later for rank in range(2)}
+    for call, error in told.items():
+        what = later[call[:-2]]
+        assert error.startswith(
+            f"BackendUnavailableError: cannot load what {what} take: [Errno 24] Too many open files"
+        )
+        assert error.endswith("if too many files are open, raise ulimit -n")

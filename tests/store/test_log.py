@@ -1,0 +1,318 @@
+"""FileStore's log, damaged in every way that fits in a test: an error by name, or a tail that nobody has read."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import re
+import zlib
+from typing import Any
+
+import msgpack
+import pytest
+
+from aiocoll.errors import StoreError
+from aiocoll.store import FileStore
+from aiocoll.store.core import StoreCore
+from aiocoll.store.records import MAGIC, MAX_RECORD, PREFIX_SIZE, seal
+
+HEADER_SIZE = 32
+KEYS = ["a", "b", "c"]
+
+
+@pytest.fixture
+async def path(tmp_path):
+    """A store with keys a, b and c; nobody has it open."""
+    path = tmp_path / "store"
+    async with FileStore(path) as store:
+        for key in KEYS:
+            await store.set(key, key.encode() * 10)
+    return path
+
+
+def ends(whole: bytes) -> list[int]:
+    """Return where the header and each record end."""
+    found = [HEADER_SIZE]
+    while found[-1] < len(whole):
+        found.append(found[-1] + PREFIX_SIZE + int.from_bytes(whole[found[-1] : found[-1] + 4], "little"))
+    assert found[-1] == len(whole)
+    return found
+
+
+def log_of(header: bytes, *payloads: bytes) -> bytes:
+    """Return a log whose checksums are right."""
+    whole, chain = header, zlib.crc32(header)
+    for payload in payloads:
+        record, chain = seal(payload, chain)
+        whole += record
+    return whole
+
+
+async def keys_of(path) -> list[str]:
+    async with FileStore(path) as store:
+        return await store.list_keys()
+
+
+async def assert_refused(path, content: bytes, message: str) -> None:
+    """Nobody reads such a file, nobody writes to it, and it stays as it is."""
+    path.write_bytes(content)
+    async with FileStore(path) as store:
+        for call in (store.list_keys, store.list_keys, lambda: store.set("new", b"1"), lambda: store.get("a", 0)):
+            with pytest.raises(StoreError, match=message) as caught:
+                await call()
+            assert str(path) in str(caught.value)
+            assert type(caught.value) is StoreError
+    leaving = FileStore(path, world_size=1)
+    with pytest.raises(StoreError, match=message):
+        await leaving.aclose()
+    assert path.read_bytes() == content
+
+
+def damaged(at: int, why: str = "") -> str:
+    return rf"store is damaged at byte {at} \(.*{re.escape(why)}.*\), so its history is lost from there on: end the job"
+
+
+async def test_every_byte_flipped(path) -> None:
+    whole = path.read_bytes()
+    records = ends(whole)
+    for position in range(len(whole)):
+        if position < len(MAGIC):
+            message = r"store is not a store( of this version of aiocoll)? \(it begins with"
+        elif position < HEADER_SIZE:
+            message = "store belongs to job"
+        else:
+            message = damaged(max(end for end in records if end <= position))
+        for flip in (0x01, 0xFF):
+            await assert_refused(
+                path, whole[:position] + bytes([whole[position] ^ flip]) + whole[position + 1 :], message
+            )
+
+
+async def test_every_bit_of_a_length_flipped(path) -> None:
+    """Also where it seems to reach beyond the end of the file, as that of a record cut short does."""
+    whole = path.read_bytes()
+    for start in ends(whole)[:-1]:
+        for bit in range(32):
+            length = int.from_bytes(whole[start : start + 4], "little") ^ 1 << bit
+            await assert_refused(
+                path, whole[:start] + length.to_bytes(4, "little") + whole[start + 4 :], damaged(start)
+            )
+
+
+async def test_every_truncation_of_a_damaged_log(path) -> None:
+    """A tail that is torn excuses nothing before it."""
+    whole = path.read_bytes()
+    first, second, *_ = ends(whole)
+    for position in range(first, second):
+        bad = whole[:position] + bytes([whole[position] ^ 0x10]) + whole[position + 1 :]
+        for cut in range(second, len(whole)):
+            path.write_bytes(bad[:cut])
+            with pytest.raises(StoreError, match=damaged(first)):
+                await keys_of(path)
+
+
+@pytest.mark.parametrize("filler", [b"\0", b"\xff"])
+async def test_a_tail_that_no_writer_leaves(path, filler: bytes) -> None:
+    """Such as the zeros that a crash of the host leaves in place of records, which others may have read."""
+    whole = path.read_bytes()
+    for start in ends(whole):
+        await assert_refused(path, whole[:start] + filler * 4096, damaged(start))
+        await assert_refused(path, whole[:start] + filler * PREFIX_SIZE, damaged(start))
+    last = ends(whole)[-2]
+    for start in range(last + PREFIX_SIZE, len(whole)):
+        await assert_refused(path, whole[:start] + filler * (len(whole) - start), damaged(last))
+
+
+async def test_a_tail_shorter_than_any_record_is_torn(path) -> None:
+    whole = path.read_bytes()
+    for nbytes in range(1, PREFIX_SIZE):
+        for filler in (b"\0", b"\xff"):
+            path.write_bytes(whole + filler * nbytes)
+            assert await keys_of(path) == KEYS
+            async with FileStore(path) as store:
+                await store.delete_key("a")
+            assert await keys_of(path) == ["b", "c"]
+
+
+async def test_records_removed_swapped_repeated_or_of_another_log(path) -> None:
+    whole = path.read_bytes()
+    first, second, third, end = ends(whole)
+    header, a, b, c = whole[:first], whole[first:second], whole[second:third], whole[third:end]
+    await assert_refused(path, header + b + c, damaged(first))
+    await assert_refused(path, header + a + c, damaged(second))
+    await assert_refused(path, header + b + a + c, damaged(first))
+    await assert_refused(path, header + a + b + b + c, damaged(third))
+    await assert_refused(path, header + a + b + c + c, damaged(end))
+    other = log_of(header, b"\x93\xa3set\xa1z\xc4\x00", b"\x93\xa3set\xa1y\xc4\x00")
+    await assert_refused(path, header + a + other[ends(other)[1] :], damaged(second))
+
+
+#: Payloads that msgpack or a store refuses, each with a part of what is said of it.
+WRONG: list[tuple[bytes, str]] = [
+    *(
+        (bytes([first]) + rest, "record")
+        for first in (0xC1, 0x94, 0xDD, 0xDF, 0xC9, 0xD9)
+        for rest in (b"", b"\xff" * 9)
+    ),
+    (b"\x91" * 3000, "cannot be decoded"),
+    (b"\x81\x90\x01", "cannot be decoded"),
+    (msgpack.packb(["set", "a", b""]) + b"\0", "cannot be decoded"),
+    *(
+        (msgpack.packb(message), said)
+        for message, said in [
+            (None, "no command"),
+            ("set", "no command"),
+            ([], "no command"),
+            ([["set"], "a", b""], "no command"),
+            ([b"set", "a", b""], "no command"),
+            ([1], "no command"),
+            (["format", "a"], "record format: nothing that this version of aiocoll writes"),
+            (["get", "a"], "record get: nothing that this version"),
+            (["queue_pop", "a"], "record queue_pop: nothing"),
+            (["cancel"], "record cancel: nothing"),
+            (["set"], "record set: no store command 'set' with 0 arguments"),
+            (["set", "a", "text"], "record set: value must be bytes, got str"),
+            (["set", None, b""], "record set: key must be str, got NoneType"),
+            (["set", "a" * 1025, b""], "record set: key 'aaa"),
+            (["add", "a", 1.5], "record add: amount must be int, got float"),
+            (["add", "a", 1 << 63], "record add: amount 9223372036854775808 does not fit 64 bits"),
+            (["add", "text", 1], "record add: add: key 'text' holds b'text', which is no decimal number"),
+            (["multi_set", ["a"], []], "record multi_set: multi_set got 1 keys and 0 values"),
+            (["multi_set", "a", b""], "record multi_set: keys must be a list, got str"),
+            (["multi_set", [["a"]], [b""]], "record multi_set: key must be str, got list"),
+            (["leave", 1], "record leave: nothing"),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("payload", "said"), WRONG, ids=[f"{number}" for number in range(len(WRONG))])
+async def test_records_that_say_what_no_store_writes(path, payload: bytes, said: str) -> None:
+    whole = log_of(path.read_bytes()[:HEADER_SIZE], msgpack.packb(["set", "text", b"text"]), payload)
+    await assert_refused(path, whole, damaged(ends(whole)[1], said))
+
+
+async def test_a_record_longer_than_any(path) -> None:
+    header = path.read_bytes()[:HEADER_SIZE]
+    prefix = (MAX_RECORD + 1).to_bytes(4, "little")
+    sized = zlib.crc32(prefix, zlib.crc32(header)).to_bytes(4, "little")
+    await assert_refused(path, header + prefix + sized + bytes(100), rf"a record of {MAX_RECORD + 1} bytes, the limit")
+
+
+async def test_a_member_that_has_read_more_than_is_left(path) -> None:
+    """Whoever has read what is gone does not write after it, and nobody else's history joins its own."""
+    whole = path.read_bytes()
+    *_, third, end = ends(whole)
+    async with FileStore(path) as old:
+        assert await old.list_keys() == KEYS
+        path.write_bytes(whole[:third])
+        with pytest.raises(
+            StoreError, match=rf"damaged at byte {end} \(the file has {third} bytes, less than were read"
+        ):
+            await old.set("d", b"")
+        assert path.read_bytes() == whole[:third]
+    async with FileStore(path) as old, FileStore(path) as young:
+        assert await old.list_keys() == KEYS[:2]
+        path.write_bytes(whole[: ends(whole)[1]])
+        for _ in range(4):
+            await young.set("d", b"d" * 10)
+        with pytest.raises(StoreError, match=damaged(third)):
+            await old.list_keys()
+
+
+async def test_what_looks_damaged_is_believed_under_the_lock_only(path) -> None:
+    """A writer that replaces a torn tail lets a reader see some of both."""
+    whole = path.read_bytes()
+    async with FileStore(path) as reader:
+        with path.open("rb+") as writer:
+            fcntl.flock(writer, fcntl.LOCK_EX)
+            path.write_bytes(whole[:-1] + b"?")
+            assert await reader.get("b", 0) == b"b" * 10
+            waiting = asyncio.create_task(reader.get("c", 20))
+            await asyncio.sleep(0)
+            path.write_bytes(whole)
+            assert await waiting == b"c" * 10
+            path.write_bytes(whole + bytes(100))
+            assert await reader.get("c", 0) == b"c" * 10
+            waiting = asyncio.create_task(reader.get("d", 20))
+            await asyncio.sleep(0)
+        with pytest.raises(StoreError, match=damaged(len(whole))):
+            await waiting
+
+
+async def test_a_reader_that_looks_while_the_tail_is_replaced(path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sees the pages of one write come one by one."""
+    whole = path.read_bytes()
+    torn = whole[: ends(whole)[-2]] + seal(b"x" * 40, 7)[0][:-1]
+    pread = os.pread
+    for old in range(ends(whole)[-2], len(torn)):
+        mixed = [whole[:old] + torn[old:]]
+
+        def see(fd: int, nbytes: int, at: int, mixed: list[bytes] = mixed) -> bytes:
+            return mixed[0][at : at + nbytes] if at >= HEADER_SIZE and mixed else pread(fd, nbytes, at)
+
+        async with FileStore(path) as reader:
+            with monkeypatch.context() as patch, path.open("rb") as writer:
+                patch.setattr(os, "pread", see)
+                fcntl.flock(writer, fcntl.LOCK_EX)
+                assert await reader.get("b", 0) == b"b" * 10
+            mixed.clear()
+            assert await reader.list_keys() == KEYS
+
+
+@pytest.mark.parametrize("interrupted", ["packb", "pwrite", "before pwrite"])
+async def test_a_call_that_is_interrupted_leaves_the_history_of_the_file(
+    path, monkeypatch: pytest.MonkeyPatch, interrupted: str
+) -> None:
+    pwrite = os.pwrite
+
+    def interrupt(*args: Any) -> Any:
+        if interrupted == "pwrite":
+            pwrite(*args)
+        raise MemoryError
+
+    async with FileStore(path) as store, FileStore(path) as other:
+        with monkeypatch.context() as patch:
+            patch.setattr(*((msgpack, "packb") if interrupted == "packb" else (os, "pwrite")), interrupt)
+            with pytest.raises(MemoryError):
+                await store.queue_push("q", b"1")
+        expected = int(interrupted == "pwrite")
+        assert [await each.queue_len("q") for each in (store, other)] == [expected, expected]
+        await store.queue_push("q", b"2")
+        assert [await each.queue_len("q") for each in (store, other)] == [expected + 1, expected + 1]
+
+
+async def test_a_replay_that_is_interrupted_applies_nothing_twice(path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with FileStore(path) as writer:
+        for _ in range(3):
+            await writer.add("n", 1)
+    apply = StoreCore.apply
+
+    def interrupt(core: StoreCore, command: str, arguments: tuple[Any, ...]) -> Any:
+        apply(core, command, arguments)
+        if core.changes == 5:
+            raise MemoryError
+
+    async with FileStore(path) as reader:
+        with monkeypatch.context() as patch:
+            patch.setattr(StoreCore, "apply", interrupt)
+            with pytest.raises(MemoryError):
+                await reader.get("n")
+        assert await reader.get("n") == b"3"
+
+
+async def test_a_file_that_cannot_be_read(path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    async with FileStore(path) as store:
+        assert await store.list_keys() == KEYS
+        for name in ("fstat", "pread"):
+            async with FileStore(path) as writer:
+                await writer.set("a", b"")
+            with monkeypatch.context() as patch:
+                patch.setattr(os, name, fail)
+                with pytest.raises(StoreError, match=r"cannot read .*store: Input/output error"):
+                    await store.list_keys()
+        assert await store.list_keys() == KEYS
