@@ -30,6 +30,7 @@ from typing import Any, Final, Literal
 
 from aiocoll.errors import BackendUnavailableError
 from aiocoll.log import logger
+from aiocoll.numerals import parse_float, parse_int
 
 __all__ = ["GroupOptions", "job_key", "read_key_file", "seconds"]
 
@@ -160,7 +161,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
 def _parse(name: str, variable: str, text: str) -> Any:
     if name in ("spin_us", "warn_after"):
         try:
-            return float(text)
+            return parse_float(text)
         except ValueError:
             raise ValueError(f"{variable}={text!r}: must be a number") from None
     if name == "allow_pickle":
@@ -268,7 +269,7 @@ def job_key(environ: MutableMapping[str, str], explicit: bytes | str | None) -> 
 
 def _read_pipe(text: str) -> bytes:
     try:
-        fd = int(text)
+        fd = parse_int(text)
         if not stat.S_ISFIFO(os.fstat(fd).st_mode):  # some other file that has this number by now
             raise OSError("it is no pipe")
     except (ValueError, OverflowError, OSError) as error:

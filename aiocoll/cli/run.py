@@ -18,6 +18,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from aiocoll.cli.arguments import integer, positive
 from aiocoll.cli.supervise import supervise
 from aiocoll.errors import AiocollError
 from aiocoll.options import job_key, read_key_file
@@ -55,14 +56,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog="Several hosts: run the same command on each, with its own --node-rank; host 0 holds the store. All "
         "need one job key, in a file (--job-key-file) or in AIOCOLL_JOB_KEY.",
     )
-    parser.add_argument("-n", "--nproc", type=_positive, required=True, metavar="N", help="ranks on this host")
+    parser.add_argument("-n", "--nproc", type=positive, required=True, metavar="N", help="ranks on this host")
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
-    parser.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="number of hosts (default: 1)")
-    parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="which of them this one is (from 0)")
+    parser.add_argument("--nnodes", type=positive, default=1, metavar="N", help="number of hosts (default: 1)")
+    parser.add_argument("--node-rank", type=integer, default=0, metavar="K", help="which of them this one is (from 0)")
     parser.add_argument("--master-addr", metavar="HOST", help="address of host 0, as every host can reach it")
     parser.add_argument(
         "--master-port",
-        type=int,
+        type=integer,
         metavar="PORT",
         help=f"port of the store (default: a free one; with several hosts {_DEFAULT_PORT})",
     )
@@ -70,13 +71,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("script", metavar="SCRIPT", help="Python program, or a module with -m")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARG", help="its arguments")
     parser.set_defaults(command=lambda args: _run(args, parser))
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
 
 
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -322,7 +322,7 @@ def test_several_hosts_meet_at_host_0(launch: Launch, tmp_path: Path, unused_tcp
 USAGE = [
     (["script"], "the following arguments are required: -n/--nproc"),
     (["-n", "0", "script"], "argument -n/--nproc: 0 is not a positive number"),
-    (["-n", "x", "script"], "argument -n/--nproc: invalid"),
+    (["-n", "x", "script"], "argument -n/--nproc: 'x' must be a whole number"),
     (["-n", "2"], "the following arguments are required: SCRIPT"),
     (["-n", "2", "absent.py"], r"absent\.py: no such file \(-m runs a module\)"),
     (["-n", "2", "--node-rank", "1", "script"], "--node-rank 1: must be from 0 to 0, one less than --nnodes"),
