@@ -65,14 +65,12 @@ def test_other_variables_are_digits(monkeypatch: pytest.MonkeyPatch, text: str) 
 
 def test_a_descriptor_in_other_digits_is_not_opened() -> None:
     reading, writing = os.pipe()
-    try:
-        os.write(writing, b"0123456789abcdef")
+    with open(writing, "wb") as pipe:
+        pipe.write(b"0123456789abcdef")
+    with open(reading, "rb") as pipe:
         with pytest.raises(ValueError, match="not a descriptor"):
             job_key({"AIOCOLL_JOB_KEY_FD": f" {reading}"}, None)
-        assert os.read(reading, 16) == b"0123456789abcdef"
-    finally:
-        os.close(reading)
-        os.close(writing)
+        assert pipe.read() == b"0123456789abcdef"
 
 
 #: Nothing of it could run, whatever is taken for a number.

@@ -125,7 +125,14 @@ def test_a_signal_without_a_name_is_given_by_number(launch: Launch) -> None:
 def test_an_uncaught_exception_is_shown_with_its_rank(launch: Launch) -> None:
     done = launch("-n", 1, script="raise ValueError('no good')").finish()
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-2:] == ["[0] ValueError: no good", "aiocoll run: rank 0 exited with code 1"]
+    script = launch.path / "script.py"
+    assert done.stderr.splitlines() == [
+        "aiocoll run: rank 0 failed first; exit code 1:",
+        "[0] Traceback (most recent call last):",
+        f'[0]   File "{script}", line 1, in <module>',
+        "[0]     raise ValueError('no good')",
+        "[0] ValueError: no good",
+    ]
 
 
 def test_ranks_that_will_not_stop_are_killed(
