@@ -12,7 +12,7 @@
     allow_pickle  AIOCOLL_ALLOW_PICKLE    no
     host_id       AIOCOLL_HOST_ID         none: found out
     tuning        AIOCOLL_TUNING          none: what `aiocoll bench --tune` has left in the user's cache, if anything
-    dump_dir      AIOCOLL_DUMP_DIR        none: nothing is written
+    dump_dir      AIOCOLL_DUMP_DIR        none: nothing is written, SIGUSR2 is answered on standard error
 
 Nothing is guessed: an unknown `AIOCOLL_` variable or an unusable value is an error that says what is allowed.
 """

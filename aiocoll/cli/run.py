@@ -52,8 +52,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="start the ranks of a program",
         usage="aiocoll run -n N [options] (SCRIPT | -m MODULE) [ARG ...]",
         description="Start N ranks of a Python program on this host. Their output is prefixed with [RANK]; their "
-        "standard input is empty. A rank that fails stops the others; the first one that failed by itself is shown last, "
-        "and its exit code is the launcher's.",
+        "standard input is empty. A rank that fails stops the others. The first that failed by itself is shown last, "
+        "with its traceback, and its exit code is the launcher's.",
         epilog="Several hosts: run the same command on each, with its own --node-rank; host 0 holds the store. All "
         "need one job key, in a file (--job-key-file) or in AIOCOLL_JOB_KEY.",
     )

@@ -42,6 +42,7 @@ def _main() -> None:
     pid, pipe = os.getpid(), int(fd)
     os.set_inheritable(pipe, False)
     if hasattr(signal, "SIGUSR2"):
+        setattr(_say_where, "stands_in_for_aiocoll", True)  # noqa: B010 - a name that `dump.signals` looks for
         signal.signal(signal.SIGUSR2, _say_where)
     try:
         if command[0] == "-m":
@@ -66,7 +67,7 @@ def _die_with(parent: int) -> None:
 
 
 def _say_where(number: int, frame: FrameType | None) -> None:
-    """SIGUSR2: say where the program is, as long as it has no group, which would say more."""
+    """SIGUSR2: say where the program is, as long as it has no group, which says more."""
     signals = sys.modules.get("aiocoll.dump.signals")
     if signals is None or not signals.listening():
         import traceback

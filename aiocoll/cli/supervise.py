@@ -70,10 +70,10 @@ def _say(output: Output, lines: Iterable[str]) -> None:
 
 @contextmanager
 def _signals_to(events: _Events) -> Iterator[None]:
-    """Queue the signals that end programs; one that is ignored (as nohup asks for) stays ignored."""
+    """Queue the signals that end programs, and SIGUSR2; one that is ignored (as nohup asks for) stays ignored."""
     before = {
         number: signal.getsignal(number)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
         if signal.getsignal(number) is not signal.SIG_IGN
     }
     for number in before:
@@ -159,7 +159,9 @@ class _Supervisor:
         return {rank for rank in self._running if self._outcomes[rank].report is None}
 
     def _signalled(self, number: signal.Signals) -> None:
-        if number == signal.SIGPIPE:
+        if number == signal.SIGUSR2:
+            self._ask_all()
+        elif number == signal.SIGPIPE:
             # Nobody reads our output any more, as in `aiocoll run ... | head`: end as programs do then.
             self._signal = self._signal or number
             self._deadline = min(self._deadline, time.monotonic() + GRACE)
@@ -169,6 +171,14 @@ class _Supervisor:
         else:
             self._signal = self._signal or number
             self._send(number)
+
+    def _ask_all(self) -> None:
+        """Have the ranks tell what they do; a process that would end by the signal is not sent it."""
+        for rank, process in sorted(self._running.items()):
+            asked = "asked for a dump" if process.ask(signal.SIGUSR2) else "has no handler for SIGUSR2 now, not asked"
+            _say(self._output, [f"aiocoll run: rank {rank}, process {process.pid}: {asked}"])
+        for rank in sorted(self._outcomes.keys() - self._running.keys()):
+            _say(self._output, [f"aiocoll run: rank {rank}: its process has ended"])
 
     def _send(self, number: signal.Signals) -> None:
         for process in self._running.values():
