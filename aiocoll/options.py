@@ -28,6 +28,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any, Final, Literal
 
+from aiocoll.environment import take
 from aiocoll.errors import BackendUnavailableError
 from aiocoll.log import logger
 from aiocoll.numerals import parse_float, parse_int
@@ -246,7 +247,8 @@ def job_key(environ: MutableMapping[str, str], explicit: bytes | str | None) -> 
 
     Looked for in this order: `explicit`; the pipe `AIOCOLL_JOB_KEY_FD`, as the launcher hands it over (read to its
     end, closed, and the variable removed); the file `AIOCOLL_JOB_KEY_FILE`; `AIOCOLL_JOB_KEY`, which is removed with a
-    warning, because other users may see the environment of a process, and children inherit it.
+    warning, because other users may see the environment of a process, and children inherit it. Then the bytes that the
+    process was started with are overwritten, too.
 
     Raises:
         TypeError: `explicit` is neither bytes nor str.
@@ -258,7 +260,7 @@ def job_key(environ: MutableMapping[str, str], explicit: bytes | str | None) -> 
         return _key(f"AIOCOLL_JOB_KEY_FD={fd}", _read_pipe(fd))
     if path := environ.get("AIOCOLL_JOB_KEY_FILE"):
         return read_key_file(path, "AIOCOLL_JOB_KEY_FILE")
-    if (text := environ.pop("AIOCOLL_JOB_KEY", None)) is not None:
+    if (text := take(environ, "AIOCOLL_JOB_KEY")) is not None:
         logger.warning(
             "AIOCOLL_JOB_KEY was taken out of the environment, where others could have read it; "
             "prefer `aiocoll run`, or AIOCOLL_JOB_KEY_FILE"

@@ -15,6 +15,7 @@ import argparse
 import os
 import secrets
 import sys
+from collections.abc import MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -75,11 +76,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    environ = dict(os.environ)
     try:
-        job = _job(args, environ)
+        job = _job(args, os.environ)
     except ValueError as error:
         parser.error(str(error))
+    environ = dict(os.environ)
+    environ.pop("AIOCOLL_JOB_KEY_FILE", None)
     with ExitStack() as stack:
         host, port = job.master
         if job.node_rank == 0:
@@ -95,8 +97,8 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         return supervise(job.command, environments, job.key)
 
 
-def _job(args: argparse.Namespace, environ: dict[str, str]) -> _Job:
-    """Check the arguments; takes what is about a job key out of `environ`.
+def _job(args: argparse.Namespace, environ: MutableMapping[str, str]) -> _Job:
+    """Check the arguments; takes a job key out of `environ`.
 
     Raises:
         ValueError: says which argument to change.
@@ -111,7 +113,6 @@ def _job(args: argparse.Namespace, environ: dict[str, str]) -> _Job:
     if not args.module and not os.path.isfile(args.script):
         raise ValueError(f"{args.script}: no such file (-m runs a module)")
     given = job_key(environ, None)
-    environ.pop("AIOCOLL_JOB_KEY_FILE", None)
     key = read_key_file(args.job_key_file, "--job-key-file") if args.job_key_file else given
     if key is None and args.nnodes > 1:
         raise ValueError(
