@@ -29,12 +29,7 @@ def take(environ: MutableMapping[str, str], name: str) -> str | None:
 
 
 def _forget(name: bytes) -> None:
-    """Remove the copies of a variable that `os.environ` leaves; other variables stay where they are."""
-    if os.name != "posix":
-        return
-    import posix  # what `os.environ` was made from
-
-    posix.environ.pop(name, None)
+    """Overwrite the bytes of a variable that `os.environ` leaves; other variables stay where they are."""
     try:
         with open("/proc/self/stat", "rb") as stat:
             begin, end = map(int, stat.read().rpartition(b")")[2].split()[_FIELDS])
