@@ -257,7 +257,7 @@ class TestClass:
         assert await pg.allgather_object(x) == [x, x]
 
 @pytest.mark.ranks(2)
-@settings(max_examples=50, phases=settings.get_profile("default").phases[:5])  # without explanations, which take many more examples
+@settings(max_examples=50, phases=settings.get_profile("default").phases[:5])  # all but explanations
 @given(st.integers())
 async def test_wrong(pg, number):
     assert number < 100 or pg.rank() == 0, "too large"
