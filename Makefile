@@ -73,4 +73,4 @@ gpu:
 	$(PYTHON) tests/gpu/run.py $(ARGS)
 
 clean:
-	rm -rf .coverage .venv .venv-* bench/.venvs .mypy_cache .pytest_cache .ruff_cache build dist gpu-figures
+	rm -rf .coverage .venv .venv-* bench/.venvs .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist gpu-figures

@@ -1,17 +1,25 @@
-"""Collectives you can await: asyncio-native collective communication.
+"""Collectives you can await: the ranks of an asyncio program exchange and reduce arrays.
 
-The layers, lowest first; a module imports only from layers below its own, or from its own folder:
+    async with aiocoll.new_group() as pg:  # meets the other ranks
+        x = np.full(3, pg.rank() + 1.0)
+        await pg.allreduce(x)  # x is the sum over all ranks, on every rank
 
-    0  errors log runtime unseen threads loading elements/ codec/
-    1  work handshake options process backends dump/
-    2  transport/ store/
-    3  algorithms/
-    4  engine/
-    5  tuning meeting/ group/
-    6  rendezvous/
-    7  distributed/
-    8  testing/ cli/
+``aiocoll run -n 4 program.py`` starts four ranks of a program that does so, and so does torchrun.
+
+    new_group             form a group with the other ranks; `GroupOptions` says how it communicates
+    ProcessGroup          its calls: allreduce, broadcast, allgather, send, recv, allgather_object, shrink, ...
+    Work                  what a call returns: await it, or go on and await it later
+    ReduceOp              SUM, AVG, MIN, MAX, ..., and operations of your own
+    Send, Recv            messages for `ProcessGroup.batch`
+    process_group         make a group the current one of a context; `current_process_group` returns it
+    Store                 where ranks meet: `TCPStore`, `FileStore`, `HashStore`, `PrefixStore`
+    errors                every exception; all of them are here, too
+    register_backend      groups of another kind: `Backend`, `BackendConfig`
+
+Modules beside: `aiocoll.distributed` has the names of torch.distributed, `aiocoll.testing` runs ranks in tests.
 """
+
+# The layers are in docs/architecture.md: a module imports only from layers below its own, or from its own folder.
 
 from aiocoll import errors
 from aiocoll.backends import Backend, BackendConfig, register_backend

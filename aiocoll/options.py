@@ -12,7 +12,7 @@
     allow_pickle  AIOCOLL_ALLOW_PICKLE    no
     host_id       AIOCOLL_HOST_ID         none: found out
     tuning        AIOCOLL_TUNING          none: what `aiocoll bench --tune` has left in the user's cache, if anything
-    dump_dir      AIOCOLL_DUMP_DIR        none: nothing is written
+    dump_dir      AIOCOLL_DUMP_DIR        none: nothing is written, SIGUSR2 is answered on standard error
 
 Nothing is guessed: an unknown `AIOCOLL_` variable or an unusable value is an error that says what is allowed.
 """
@@ -28,8 +28,10 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any, Final, Literal
 
+from aiocoll.environment import take
 from aiocoll.errors import BackendUnavailableError
 from aiocoll.log import logger
+from aiocoll.numerals import parse_float, parse_int
 
 __all__ = ["GroupOptions", "job_key", "read_key_file", "seconds"]
 
@@ -160,7 +162,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
 def _parse(name: str, variable: str, text: str) -> Any:
     if name in ("spin_us", "warn_after"):
         try:
-            return float(text)
+            return parse_float(text)
         except ValueError:
             raise ValueError(f"{variable}={text!r}: must be a number") from None
     if name == "allow_pickle":
@@ -245,7 +247,8 @@ def job_key(environ: MutableMapping[str, str], explicit: bytes | str | None) -> 
 
     Looked for in this order: `explicit`; the pipe `AIOCOLL_JOB_KEY_FD`, as the launcher hands it over (read to its
     end, closed, and the variable removed); the file `AIOCOLL_JOB_KEY_FILE`; `AIOCOLL_JOB_KEY`, which is removed with a
-    warning, because other users may see the environment of a process, and children inherit it.
+    warning, because other users may see the environment of a process, and children inherit it. Then the bytes that the
+    process was started with are overwritten, too.
 
     Raises:
         TypeError: `explicit` is neither bytes nor str.
@@ -257,7 +260,7 @@ def job_key(environ: MutableMapping[str, str], explicit: bytes | str | None) -> 
         return _key(f"AIOCOLL_JOB_KEY_FD={fd}", _read_pipe(fd))
     if path := environ.get("AIOCOLL_JOB_KEY_FILE"):
         return read_key_file(path, "AIOCOLL_JOB_KEY_FILE")
-    if (text := environ.pop("AIOCOLL_JOB_KEY", None)) is not None:
+    if (text := take(environ, "AIOCOLL_JOB_KEY")) is not None:
         logger.warning(
             "AIOCOLL_JOB_KEY was taken out of the environment, where others could have read it; "
             "prefer `aiocoll run`, or AIOCOLL_JOB_KEY_FILE"
@@ -268,7 +271,7 @@ def job_key(environ: MutableMapping[str, str], explicit: bytes | str | None) -> 
 
 def _read_pipe(text: str) -> bytes:
     try:
-        fd = int(text)
+        fd = parse_int(text)
         if not stat.S_ISFIFO(os.fstat(fd).st_mode):  # some other file that has this number by now
             raise OSError("it is no pipe")
     except (ValueError, OverflowError, OSError) as error:

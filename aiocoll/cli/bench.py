@@ -12,12 +12,15 @@ import csv
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from aiocoll.cli import tune
+from aiocoll.cli.arguments import positive
 from aiocoll.cli.measure import Effort, Figures, Timing
 from aiocoll.cli.sweep import HEADING, sweep
 from aiocoll.cli.workload import DTYPES, KINDS, OPS, REDUCING, Case
 from aiocoll.errors import AiocollError
+from aiocoll.numerals import parse_int
 from aiocoll.options import GroupOptions
 from aiocoll.testing import run_processes
 
@@ -48,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "busbw is what a link carries, as nccl-tests defines it.",
     )
     parser.add_argument("collective", nargs="?", choices=KINDS, default="allreduce", help="default: allreduce")
-    parser.add_argument("-n", "--nproc", type=_ranks, default=2, metavar="RANKS", help="number of ranks (default: 2)")
+    parser.add_argument("-n", "--nproc", type=positive, default=2, metavar="RANKS", help="number of ranks (default: 2)")
     parser.add_argument("--min", type=size, default=4, metavar="SIZE", help="the smallest size (default: 4)")
     parser.add_argument("--max", type=size, default=256 << 20, metavar="SIZE", help="the largest size (default: 256M)")
     parser.add_argument("--transport", choices=("auto", "shm", "unix", "tcp"), default="auto", help="default: auto")
@@ -59,13 +62,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(command=lambda args: tune.run(args) if args.tune else _run(args, parser))
 
 
-def _ranks(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
-
-
 def size(text: str) -> int:
     """Return the bytes that a user means, as in 64K.
 
@@ -74,9 +70,10 @@ def size(text: str) -> int:
     """
     number = text.rstrip("KkMmGg")
     unit = text[len(number) :].upper()
-    if not number.isdecimal() or unit not in UNITS or int(number) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write a number of bytes, or such as 64K, 1M, 2G")
-    return int(number) * UNITS[unit]
+    with suppress(ValueError):
+        if unit in UNITS and (value := parse_int(number)) > 0:
+            return value * UNITS[unit]
+    raise argparse.ArgumentTypeError(f"{text!r} is not a size; write a number of bytes, or such as 64K, 1M, 2G")
 
 
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

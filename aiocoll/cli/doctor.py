@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from aiocoll.cli.arguments import positive
 from aiocoll.cli.checks import Finding, look
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
@@ -32,14 +33,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Look at this host as a rank would, then let ranks meet for real. The exit code is 1 if something "
         "fails or is slower than it could be; what to do about it is said beside it.",
     )
-    parser.add_argument("-n", "--nproc", type=int, default=2, metavar="N", help="ranks that meet (default: 2)")
+    parser.add_argument("-n", "--nproc", type=positive, default=2, metavar="N", help="ranks that meet (default: 2)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(command=lambda args: _run(args, parser))
+    parser.set_defaults(command=_run)
 
 
-def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    if args.nproc < 1:
-        parser.error(f"--nproc {args.nproc}: must be at least 1")
+def _run(args: argparse.Namespace) -> int:
     pairs, met = _meeting(args.nproc)
     findings = [*look(args.nproc), met]
     fine = all(finding.fine for finding in findings)

@@ -1,7 +1,8 @@
-"""One rank as a process: how it is started, where its output goes, how it is ended."""
+"""One rank as a process: how it is started, what is heard of it, how it is ended."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,39 +12,34 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import NamedTuple
 
-__all__ = ["Output", "RankProcess"]
+from aiocoll.cli.output import Output, Relay
 
-#: Bytes of one read, and of the longest line that is kept whole; what is longer is cut, so that memory stays bounded.
-_CHUNK = 1 << 16
+__all__ = ["Exit", "RankProcess", "Report"]
 
-_TIED = str(Path(__file__).with_name("tied.py"))
+_START = str(Path(__file__).with_name("start.py"))
+#: Lines of /proc/PID/status: which signals a process blocks, ignores and handles.
+_EXPECTED = ("SigBlk", "SigIgn", "SigCgt")
 
 
-class Output:
-    """Our standard output and error, written by many threads one line at a time.
+class Report(NamedTuple):
+    """An exception that a rank's program did not catch; `aiocoll.cli.start` says what the fields are."""
 
-    Args:
-        on_closed: called, from any thread, when the reader of our output has gone away.
-    """
+    rank: int
+    time: float
+    degree: int
+    code: int | None
+    error: str
+    traceback: str
 
-    def __init__(self, on_closed: Callable[[], object]) -> None:
-        self._lock = threading.Lock()
-        self._on_closed = on_closed
 
-    def write(self, sink: IO[str], lines: bytes) -> None:
-        """Write whole lines."""
-        try:
-            with self._lock:
-                sink.buffer.write(lines)  # type: ignore[attr-defined]
-                sink.flush()
-        except BrokenPipeError:
-            # What is still to come goes nowhere, and the flush at exit has nothing to complain about.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sink.fileno())
-            os.close(nowhere)
-            self._on_closed()
+class Exit(NamedTuple):
+    """The end of a rank's process, with its exit code, or -n for signal n."""
+
+    rank: int
+    time: float
+    code: int
 
 
 class RankProcess:
@@ -58,46 +54,74 @@ class RankProcess:
         environment: all of its environment but the number of the key's pipe.
         key: what it finds in that pipe.
         output: gets its output.
+        tell: called, from another thread, with what becomes of it: reports, then the exit.
 
     Raises:
         OSError: the process cannot be started.
     """
 
     def __init__(
-        self, rank: int, command: Sequence[str], environment: Mapping[str, str], key: bytes, output: Output
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        key: bytes,
+        output: Output,
+        tell: Callable[[Report | Exit], object],
     ) -> None:
         self.rank = rank
-        tied = (sys.executable, "-I", "-S", _TIED, str(os.getpid())) if sys.platform == "linux" else ()
+        self._tell = tell
         fd = _pipe_with(key)
+        self._reports, theirs = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [*tied, sys.executable, *command],
+                [sys.executable, _START, str(os.getpid()), str(theirs), *command],
                 env={**environment, "AIOCOLL_JOB_KEY_FD": str(fd)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                pass_fds=(fd,),
+                pass_fds=(fd, theirs),
                 process_group=0,
             )
+        except BaseException:
+            os.close(self._reports)
+            os.close(theirs)
+            raise
         finally:
             os.close(fd)
-        self._readers = [
-            threading.Thread(target=self._relay, args=(pipe, sink, output), name=f"rank-{rank}-output", daemon=True)
-            for pipe, sink in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        prefix = b"[%d] " % rank
+        self._relays = [
+            Relay(prefix, self._process.stdout, sys.stdout, output),
+            Relay(prefix, self._process.stderr, sys.stderr, output),
         ]
-        for reader in self._readers:
-            reader.start()
+        self._listeners = [
+            threading.Thread(target=self._wait, args=(theirs,), name=f"rank-{rank}-end", daemon=True),
+            threading.Thread(target=self._listen, name=f"rank-{rank}-reports", daemon=True),
+        ]
+        for listener in self._listeners:
+            listener.start()
 
-    def wait(self) -> int:
-        """Block until the process has ended; return its exit code, -n for signal n."""
-        return self._process.wait()
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the rank and what it has started."""
         with suppress(ProcessLookupError):
             if self._process.returncode is None:
                 os.killpg(self._process.pid, number)
+
+    def ask(self, number: signal.Signals) -> bool:
+        """Send the rank alone a signal that would end it if it did not expect it; return False if it does not."""
+        if self._process.returncode is not None or not _expects(self._process.pid, number):
+            return False
+        with suppress(ProcessLookupError):
+            os.kill(self._process.pid, number)
+        return True
 
     def kill(self) -> None:
         """End the rank and what it has started at once, if it is still there."""
@@ -106,27 +130,43 @@ class RankProcess:
     def drain(self, deadline: float) -> None:
         """Wait for its end and for all of its output; what keeps the output open after `deadline` is killed."""
         self._process.wait()
-        for reader in self._readers:
-            reader.join(max(0.0, deadline - time.monotonic()))
-        if any(reader.is_alive() for reader in self._readers):
+        for listener in self._listeners:
+            listener.join()
+        for relay in self._relays:
+            relay.join(max(0.0, deadline - time.monotonic()))
+        if any(relay.is_alive() for relay in self._relays):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            for reader in self._readers:
-                reader.join(0.1)  # a daemon that left the group keeps its pipe, and we our promise to end
+            for relay in self._relays:
+                relay.join(0.1)  # a daemon that left the group keeps its pipe, and we our promise to end
 
-    def _relay(self, pipe: IO[bytes], sink: IO[str], output: Output) -> None:
-        prefix = b"[%d] " % self.rank
-        rest = b""
-        with pipe:
-            while chunk := pipe.read(_CHUNK):
-                *lines, rest = (rest + chunk).split(b"\n")
-                while len(rest) >= _CHUNK:
-                    lines.append(rest[:_CHUNK])
-                    rest = rest[_CHUNK:]
-                if lines:
-                    output.write(sink, b"".join(prefix + line + b"\n" for line in lines))
-        if rest:
-            output.write(sink, prefix + rest + b"\n")
+    def _wait(self, reports: int) -> None:
+        """Put the end behind all reports: the pipe itself may be held open by what the rank has forked."""
+        code = self._process.wait()
+        with open(reports, "w", encoding="ascii") as pipe:
+            pipe.write(f"\n{json.dumps({'time': time.monotonic(), 'code': code, 'ended': True})}\n")
+
+    def _listen(self) -> None:
+        with open(self._reports, encoding="utf-8", errors="replace") as pipe:
+            for line in pipe:
+                try:
+                    said = json.loads(line)
+                except ValueError:  # empty, or cut short by the end of the rank
+                    continue
+                if said.pop("ended", False):
+                    self._tell(Exit(self.rank, **said))
+                    return
+                self._tell(Report(self.rank, **said))
+
+
+def _expects(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal, blocks it or ignores it, as far as this system tells."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return not Path("/proc/self/status").exists()
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(_EXPECTED)]
+    return any(mask >> (number - 1) & 1 for mask in masks)
 
 
 def _pipe_with(key: bytes) -> int:

@@ -15,9 +15,11 @@ import argparse
 import os
 import secrets
 import sys
+from collections.abc import MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from aiocoll.cli.arguments import integer, positive
 from aiocoll.cli.supervise import supervise
 from aiocoll.errors import AiocollError
 from aiocoll.options import job_key, read_key_file
@@ -51,18 +53,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="start the ranks of a program",
         usage="aiocoll run -n N [options] (SCRIPT | -m MODULE) [ARG ...]",
         description="Start N ranks of a Python program on this host. Their output is prefixed with [RANK]; their "
-        "standard input is empty. The first rank that fails stops the others, and its exit code is the launcher's.",
+        "standard input is empty. A rank that fails stops the others. The first that failed by itself is shown last, "
+        "with its traceback, and its exit code is the launcher's.",
         epilog="Several hosts: run the same command on each, with its own --node-rank; host 0 holds the store. All "
         "need one job key, in a file (--job-key-file) or in AIOCOLL_JOB_KEY.",
     )
-    parser.add_argument("-n", "--nproc", type=_positive, required=True, metavar="N", help="ranks on this host")
+    parser.add_argument("-n", "--nproc", type=positive, required=True, metavar="N", help="ranks on this host")
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
-    parser.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="number of hosts (default: 1)")
-    parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="which of them this one is (from 0)")
+    parser.add_argument("--nnodes", type=positive, default=1, metavar="N", help="number of hosts (default: 1)")
+    parser.add_argument("--node-rank", type=integer, default=0, metavar="K", help="which of them this one is (from 0)")
     parser.add_argument("--master-addr", metavar="HOST", help="address of host 0, as every host can reach it")
     parser.add_argument(
         "--master-port",
-        type=int,
+        type=integer,
         metavar="PORT",
         help=f"port of the store (default: a free one; with several hosts {_DEFAULT_PORT})",
     )
@@ -72,19 +75,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(command=lambda args: _run(args, parser))
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
-
-
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    environ = dict(os.environ)
     try:
-        job = _job(args, environ)
+        job = _job(args, os.environ)
     except ValueError as error:
         parser.error(str(error))
+    environ = dict(os.environ)
+    environ.pop("AIOCOLL_JOB_KEY_FILE", None)
     with ExitStack() as stack:
         host, port = job.master
         if job.node_rank == 0:
@@ -100,8 +97,8 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         return supervise(job.command, environments, job.key)
 
 
-def _job(args: argparse.Namespace, environ: dict[str, str]) -> _Job:
-    """Check the arguments; takes what is about a job key out of `environ`.
+def _job(args: argparse.Namespace, environ: MutableMapping[str, str]) -> _Job:
+    """Check the arguments; takes a job key out of `environ`.
 
     Raises:
         ValueError: says which argument to change.
@@ -116,7 +113,6 @@ def _job(args: argparse.Namespace, environ: dict[str, str]) -> _Job:
     if not args.module and not os.path.isfile(args.script):
         raise ValueError(f"{args.script}: no such file (-m runs a module)")
     given = job_key(environ, None)
-    environ.pop("AIOCOLL_JOB_KEY_FILE", None)
     key = read_key_file(args.job_key_file, "--job-key-file") if args.job_key_file else given
     if key is None and args.nnodes > 1:
         raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any
 
 from aiocoll.distributed.world import Group, a_group, found, inside, is_outside
 from aiocoll.group.process_group import ProcessGroup
+from aiocoll.numerals import parse_int
 from aiocoll.work import Work
 
 __all__ = [
@@ -81,7 +82,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
             )
         return int(fallback_rank)
     try:
-        return int(given)
+        return parse_int(given)
     except ValueError:
         raise ValueError(f"LOCAL_RANK={given!r} in the environment must be a number") from None
 

@@ -14,6 +14,7 @@ from aiocoll.distributed.changed import changed
 from aiocoll.distributed.world import Group, GroupMember, default_group, found, inside, replace
 from aiocoll.group.launch import Timeout
 from aiocoll.group.process_group import ProcessGroup
+from aiocoll.numerals import parse_int
 from aiocoll.options import seconds
 from aiocoll.work import Work
 
@@ -131,9 +132,12 @@ def new_subgroups(
     size = parent.size()
     if group_size is None:
         local = os.environ.get("LOCAL_WORLD_SIZE", "")
-        if not local.isdecimal():
+        if not local:
             raise ValueError("group_size is missing, and LOCAL_WORLD_SIZE is not in the environment: give group_size=")
-        group_size = int(local)
+        try:
+            group_size = parse_int(local)
+        except ValueError:
+            raise ValueError(f"LOCAL_WORLD_SIZE={local!r} in the environment must be a number") from None
     if isinstance(group_size, bool) or not isinstance(group_size, int):
         raise TypeError(f"group_size must be an int, not {type(group_size).__name__}")
     if group_size <= 0:

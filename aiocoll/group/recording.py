@@ -19,6 +19,7 @@ from typing import Any
 from aiocoll.dump import signals as dump_signal
 from aiocoll.dump.files import FORMAT, KEYS, VERSION, file_name, write_json
 from aiocoll.dump.timeline import chrome_trace
+from aiocoll.dump.words import in_words
 from aiocoll.elements.dtypes import by_name
 from aiocoll.engine.diagnosis import cause_of
 from aiocoll.engine.membership import Membership
@@ -52,11 +53,11 @@ class FlightRecorder:
         self._writer: threading.Thread | None = None
         self._written: asyncio.Future[None] | None = None
         self._saved = False
+        dump_signal.listen(self, asked=directory is not None)
         if directory is None:
             return
         self._path = Path(directory, file_name(member.name, member.rank))
         member.recorder.hint = f"what was called last goes to {self._path}"
-        dump_signal.listen(self)
         member.on_revoked.append(self._revoked)
         if member.cause is not None:
             self._revoked()
@@ -100,9 +101,14 @@ class FlightRecorder:
 
     # -- dumping by itself
 
-    def signalled(self) -> None:
-        """SIGUSR2 has come."""
+    def signalled(self) -> str:
+        """SIGUSR2 has come: write the file, or tell it in words where there is no directory for one."""
+        if self._pid != os.getpid():
+            return ""  # a forked child has no part in the group
+        if self._directory is None:
+            return in_words(self.dump())
         self._save()
+        return ""
 
     def _revoked(self) -> None:
         """Write in a thread, as a disk may be slow; where time is virtual there are none."""
@@ -153,8 +159,6 @@ class FlightRecorder:
 
     async def _settle(self) -> None:
         """The group is closed: wait for the file, and hear of no signal any more."""
-        if self._directory is None:
-            return
         dump_signal.unlisten(self)
         if self._writer is not None and self._written is not None:
             await asyncio.wait([self._written], timeout=PATIENCE)

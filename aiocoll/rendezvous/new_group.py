@@ -6,6 +6,7 @@ import inspect
 import operator
 import os
 from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from aiocoll.group.process_group import ProcessGroup
 from aiocoll.group.recovery import ADOPTED
 from aiocoll.meeting.growth import take_seat
 from aiocoll.meeting.place import Place
+from aiocoll.numerals import parse_int
 from aiocoll.options import GroupOptions, job_key, seconds
 from aiocoll.rendezvous.home import Home, shared
 from aiocoll.runtime import running_loop
@@ -272,7 +274,7 @@ def _number(name: str, value: int | None, env: Mapping[str, str], when: str) -> 
         hint = f", set {variable} in the environment, or start the ranks with `aiocoll run`" if from_environment else ""
         raise ValueError(f"{name} is missing: give {name}= {when}{hint}")
     try:
-        return variable, int(env[variable])
+        return variable, parse_int(env[variable])
     except ValueError:
         raise ValueError(f"{variable}={env[variable]!r} in the environment must be a number") from None
 
@@ -296,7 +298,7 @@ def _from_environment(env: Mapping[str, str]) -> tuple[str, int, bool]:
     if not env["MASTER_ADDR"]:
         raise ValueError("MASTER_ADDR='' in the environment must be the host name or address of rank 0")
     variable = "AIOCOLL_PORT" if "AIOCOLL_PORT" in env else "MASTER_PORT"
-    port = env[variable]
-    if not port.isdecimal() or not 0 < int(port) <= 65535:
-        raise ValueError(f"{variable}={port!r} in the environment must be a port number from 1 to 65535")
-    return env["MASTER_ADDR"], int(port), env.get("AIOCOLL_STORE") == "launcher"
+    with suppress(ValueError):
+        if 0 < (port := parse_int(env[variable])) <= 65535:
+            return env["MASTER_ADDR"], port, env.get("AIOCOLL_STORE") == "launcher"
+    raise ValueError(f"{variable}={env[variable]!r} in the environment must be a port number from 1 to 65535")

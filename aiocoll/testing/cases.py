@@ -29,7 +29,8 @@ from aiocoll.testing.processes import run_test_processes
 from aiocoll.testing.ranks import loop_factory, run_ranks
 from aiocoll.testing.report import trimmed
 from aiocoll.testing.skips import skip_early
-from aiocoll.testing.team import Team, pickled
+from aiocoll.testing.standing import Standing
+from aiocoll.testing.team import pickled
 
 __all__ = ["InProcessTestCase", "MultiProcessTestCase", "RanksTestCase"]
 
@@ -180,7 +181,7 @@ class MultiProcessTestCase(RanksTestCase):
     """
 
     continuous: ClassVar[bool] = False
-    _standing: ClassVar[_Standing | None] = None
+    _standing: ClassVar[Standing | None] = None
 
     @classmethod
     def setUpClass(cls) -> None:
@@ -188,7 +189,7 @@ class MultiProcessTestCase(RanksTestCase):
         super().setUpClass()
         if cls.continuous:
             skip_early(cls.world_size, cls)
-            cls._standing = _Standing(cls)
+            cls._standing = Standing(cls, cls.world_size, options=cls.options, loop=cls.loop)
             cls.addClassCleanup(cls._standing.close)
             cls._standing.start()
 
@@ -212,50 +213,6 @@ class MultiProcessTestCase(RanksTestCase):
             raise RuntimeError(f"{cls.__name__}.setUpClass must call super().setUpClass(), which starts the ranks")
         else:
             self._standing.call(pickled(_on_rank, (cls, name)), seconds(self.timeout, "timeout"))
-
-
-class _Standing:
-    """The ranks of a class, and the loop that is theirs from test to test."""
-
-    def __init__(self, cls: type[MultiProcessTestCase]) -> None:
-        self._cls = cls
-        self._runner = asyncio.Runner()
-        self._team: Team | None = None
-
-    def start(self) -> None:
-        """Start the processes; do not wait for them."""
-        self._runner.run(self._start())
-
-    def call(self, call: bytes, limit: float) -> None:
-        """Run one test on the ranks, on new ones if the last test has cost some."""
-        self._runner.run(self._call(call, limit))
-
-    def close(self) -> None:
-        """End the processes."""
-        with self._runner:
-            self._runner.run(self._close())
-
-    async def _start(self) -> None:
-        cls = self._cls
-        team = await Team(cls.world_size, cls, options=cls.options, loop=cls.loop).__aenter__()
-        self._team = team
-        await team.stand()
-
-    async def _call(self, call: bytes, limit: float) -> None:
-        if self._team is None or not self._team.intact:
-            await self._close()
-            await self._start()
-        assert self._team is not None
-        await self._team.call(call, limit)
-
-    async def _close(self) -> None:
-        team, self._team = self._team, None
-        if team is not None:
-            try:
-                if team.intact:
-                    await team.leave()
-            finally:
-                await team.__aexit__()
 
 
 async def _on_rank(pg: ProcessGroup, cls: type[RanksTestCase], name: str) -> None:

@@ -6,7 +6,8 @@
 
 The test is pytest-asyncio's, in both of its modes. Every rank gets its own group as `pg`, and the same values of other
 fixtures. With ``processes=True`` every rank is a process, and what other fixtures give must be picklable. Further
-arguments are those of `run_ranks` and `run_processes`: ``timeout=``, ``options=``.
+arguments are those of `run_ranks` and `run_processes`: ``timeout=``, ``options=``. With hypothesis' ``@given``, each
+example runs on all ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NoReturn
 import pytest
 
 from aiocoll.group.process_group import ProcessGroup
+from aiocoll.testing import examples
 from aiocoll.testing.processes import run_test_processes
 from aiocoll.testing.ranks import run_ranks
 from aiocoll.testing.report import begins_nowhere, trimmed
@@ -42,11 +44,14 @@ class _OnEachRank:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
 
+    def __repr__(self) -> str:
+        return f"<the group of each of {self.world_size} ranks>"
+
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"pg.{name}: the groups are made when the test runs; a fixture cannot use them")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")  # hypothesis refuses what might have to be made anew for each example
 def pg(request: pytest.FixtureRequest) -> Any:
     """The `ProcessGroup` of each rank, in a test marked with ``@pytest.mark.ranks``."""
     if not hasattr(request, "param"):
@@ -68,7 +73,7 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> Generat
     """Make a marked test one of pytest-asyncio's strict mode; it looks for its mark in the rest of this hook."""
     marks = [*getattr(obj, "pytestmark", ()), *collector.iter_markers("ranks")]
     if (
-        inspect.iscoroutinefunction(obj)
+        inspect.iscoroutinefunction(examples.inner_test(obj))
         and any(mark.name == "ranks" for mark in marks)
         and collector.config.pluginmanager.hasplugin("asyncio")
     ):
@@ -82,7 +87,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if mark is None:
         return
     where = f"{metafunc.definition.nodeid}: @pytest.mark.ranks"
-    if not inspect.iscoroutinefunction(metafunc.function):
+    if not inspect.iscoroutinefunction(examples.inner_test(metafunc.function)):
         pytest.fail(f"{where} is for async tests: write `async def`", pytrace=False)
     if "pg" not in metafunc.fixturenames:
         pytest.fail(f"{where} needs the fixture pg: take it as an argument", pytrace=False)
@@ -90,7 +95,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         pytest.fail(f"{where} takes world sizes, as in ranks(1, 2, 7), not {mark.args}", pytrace=False)
     if unknown := mark.kwargs.keys() - _ARGUMENTS:
         pytest.fail(f"{where} takes {sorted(_ARGUMENTS)}, not {sorted(unknown)}", pytrace=False)
-    metafunc.parametrize("pg", mark.args, ids=[f"ranks={size}" for size in mark.args], indirect=True)
+    metafunc.parametrize("pg", mark.args, ids=[f"ranks={size}" for size in mark.args], indirect=True, scope="function")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -101,6 +106,11 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
         yield
         return
     test = item.obj
+    if examples.inner_test(test) is not test:
+        everywhere: Any = item.funcargs["pg"]
+        with examples.on_all_ranks(test, everywhere.world_size, set(item.funcargs), **mark.kwargs):
+            yield
+        return
     item.obj = _on_all_ranks(test, **mark.kwargs)
     try:
         yield

@@ -126,7 +126,7 @@ def test_nobody_cannot_meet(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "-n", "0"])
     assert ended.value.code == 2
-    assert "--nproc 0: must be at least 1" in capsys.readouterr().err
+    assert "argument -n/--nproc: 0 is not a positive number" in capsys.readouterr().err
 
 
 # -- on hosts that lack something

@@ -125,7 +125,14 @@ def test_a_signal_without_a_name_is_given_by_number(launch: Launch) -> None:
 def test_an_uncaught_exception_is_shown_with_its_rank(launch: Launch) -> None:
     done = launch("-n", 1, script="raise ValueError('no good')").finish()
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-2:] == ["[0] ValueError: no good", "aiocoll run: rank 0 exited with code 1"]
+    script = launch.path / "script.py"
+    assert done.stderr.splitlines() == [
+        "aiocoll run: rank 0 failed first; exit code 1:",
+        "[0] Traceback (most recent call last):",
+        f'[0]   File "{script}", line 1, in <module>',
+        "[0]     raise ValueError('no good')",
+        "[0] ValueError: no good",
+    ]
 
 
 def test_ranks_that_will_not_stop_are_killed(
@@ -322,7 +329,7 @@ def test_several_hosts_meet_at_host_0(launch: Launch, tmp_path: Path, unused_tcp
 USAGE = [
     (["script"], "the following arguments are required: -n/--nproc"),
     (["-n", "0", "script"], "argument -n/--nproc: 0 is not a positive number"),
-    (["-n", "x", "script"], "argument -n/--nproc: invalid"),
+    (["-n", "x", "script"], "argument -n/--nproc: 'x' must be a whole number"),
     (["-n", "2"], "the following arguments are required: SCRIPT"),
     (["-n", "2", "absent.py"], r"absent\.py: no such file \(-m runs a module\)"),
     (["-n", "2", "--node-rank", "1", "script"], "--node-rank 1: must be from 0 to 0, one less than --nnodes"),

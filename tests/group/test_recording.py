@@ -307,7 +307,7 @@ async def test_a_handler_set_later_stays_and_may_call_ours(before: list[int], tm
     await (await one_rank("third", dump_dir=str(tmp_path))).shutdown()
 
 
-async def test_without_a_directory_there_is_no_handler(before: list[int]) -> None:
+async def test_without_a_directory_a_handler_of_the_program_stays(before: list[int]) -> None:
     handler = signal.getsignal(signal.SIGUSR2)
     async with await one_rank():
         assert signal.getsignal(signal.SIGUSR2) is handler

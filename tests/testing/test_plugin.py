@@ -213,3 +213,136 @@ def test_without_pytest_asyncio_pytest_says_what_is_missing(project: Project) ->
     result = project.run("import pytest\n@pytest.mark.ranks(2)\nasync def test_it(pg): pass\n", asyncio=False)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*async def functions are not natively supported*"])
+
+
+EXAMPLES = """
+import os
+import pytest
+from hypothesis import given, settings, strategies as st
+from aiocoll.testing import skip_if_world_smaller_than
+
+phases = settings.default.phases[:3]  # a failure here is looked for in no smaller example
+settings.register_profile("here", deadline=None, max_examples=5, database=None, derandomize=True, phases=phases)
+settings.load_profile("here")
+seen = []
+
+@pytest.fixture(scope="module")
+def scale():
+    return 2
+
+@pytest.mark.ranks(1, 2, 3, 4, 7)
+@given(x=st.lists(st.integers(), max_size=3), y=st.booleans())
+async def test_same(pg, scale, x, y):
+    assert await pg.allgather_object((x, y, scale)) == [(x, y, 2)] * pg.size()
+    mine = [*x, pg.rank()]
+    x.append(pg.rank())
+    await pg.barrier()
+    assert x == mine
+    seen.append(pg.size())
+
+def test_every_example_ran_on_every_rank():
+    assert {size: seen.count(size) for size in (1, 2, 3, 4, 7)} == {1: 5, 2: 10, 3: 15, 4: 20, 7: 35}
+
+@pytest.mark.ranks(1, 2)
+@given(st.integers())
+@skip_if_world_smaller_than(2)
+async def test_pair(pg, x):
+    assert await pg.allgather_object(x) == [x, x]
+
+@pytest.mark.ranks(2)
+class TestClass:
+    @given(st.integers())
+    async def test_method(self, pg, x):
+        assert type(self) is TestClass
+        assert await pg.allgather_object(x) == [x, x]
+
+@pytest.mark.ranks(2)
+@settings(max_examples=50, phases=settings.get_profile("default").phases[:5])  # all but explanations
+@given(st.integers())
+async def test_wrong(pg, number):
+    assert number < 100 or pg.rank() == 0, "too large"
+
+@pytest.mark.ranks(2)
+@given(data=st.data())
+async def test_drawing(pg, data):
+    pass
+"""
+
+
+@pytest.mark.parametrize("mode", ["auto", "strict"])
+def test_every_example_of_hypothesis_runs_on_all_ranks(project: Project, mode: str) -> None:
+    result = project.run(EXAMPLES, "-p", "_hypothesis_pytestplugin", mode=mode)
+    result.assert_outcomes(passed=8, skipped=1, failed=2)
+    result.stdout.fnmatch_lines(
+        [
+            "E*AssertionError: too large*",
+            "E*rank 1 of 2 failed first",
+            "E*test_wrong(",
+            "E*pg=<the group of each of 2 ranks>,",
+            "E*number=100,",
+            "data: on ranks, st.data() would draw another value for each rank; draw by @given",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*Interrupted*")
+
+
+def test_examples_run_on_processes_that_stand_ready(project: Project) -> None:
+    source = """
+import os
+import pytest
+from hypothesis import given, settings, strategies as st
+
+phases = settings.default.phases[:5]  # without explanations, for which many more examples are run
+settings.register_profile("here", deadline=None, max_examples=10, database=None, derandomize=True, phases=phases)
+settings.load_profile("here")
+os.environ.setdefault("PARENT", str(os.getpid()))
+pids = []
+
+async def check(pg, x):
+    found = await pg.allgather_object((os.getpid(), x))
+    assert [value for _, value in found] == [x, x]
+    pids.append(os.getpid())
+    assert set(pids) == {os.getpid()}
+    return len(pids)
+
+@pytest.mark.ranks(2, processes=True)
+class TestProcesses:
+    @given(x=st.integers(0, 9))
+    async def test_examples(self, pg, x):
+        assert os.getpid() != int(os.environ["PARENT"])
+        await check(pg, x)
+
+    @given(x=st.integers())
+    async def test_wrong(self, pg, x):
+        assert x < 100 or pg.rank() == 0, "too large"
+        await pg.barrier()
+
+@pytest.mark.ranks(2, processes=True)
+@given(st.integers(0, 9))
+async def test_function(pg, x):
+    calls = await check(pg, x)
+    assert calls <= 10
+
+def test_nothing_ran_here():
+    assert pids == []
+"""
+    result = project.run(source, "-p", "_hypothesis_pytestplugin")
+    result.assert_outcomes(passed=3, failed=1)
+    result.stdout.fnmatch_lines(
+        ["E*AssertionError: too large*", "E*its traceback on rank 1 of 2:*", "E*rank 1 of 2 failed first", "E*x=100,"]
+    )
+
+
+def test_examples_need_an_async_test_too(project: Project) -> None:
+    source = """
+import pytest
+from hypothesis import given, strategies as st
+
+@pytest.mark.ranks(2)
+@given(st.integers())
+def test_it(pg, x):
+    pass
+"""
+    result = project.run(source)
+    result.assert_outcomes(errors=1)
+    assert "@pytest.mark.ranks is for async tests: write `async def`" in result.stdout.str()

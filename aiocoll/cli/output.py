@@ -1,0 +1,107 @@
+"""What ranks print, on its way to our own output: each line whole and with its rank, each traceback in one piece."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import IO
+
+__all__ = ["Output", "Relay"]
+
+#: Bytes of one read, and of the longest line that is kept whole; what is longer is cut, so that memory stays bounded.
+_CHUNK = 1 << 16
+#: How a traceback begins; that of an exception group and those inside it have a margin before.
+_BEGINNING = b"Traceback (most recent call last):"
+#: Seconds without a word after which a traceback has come to its end. Python writes it line by line, and lines after
+#: it may belong to it: a cause, notes, the rest of a message.
+_QUIET = 0.2
+#: Seconds and bytes of what is held back for a traceback: a rank that goes on writing is not held up by one.
+_LONGEST, _LARGEST = 1.0, 1 << 20
+
+
+class Output:
+    """Our standard output and error, written by many threads.
+
+    Args:
+        on_closed: called, from any thread, when the reader of our output has gone away.
+    """
+
+    def __init__(self, on_closed: Callable[[], object]) -> None:
+        self._lock = threading.Lock()
+        self._on_closed = on_closed
+
+    def write(self, sink: IO[str], lines: bytes) -> None:
+        """Write whole lines."""
+        try:
+            with self._lock:
+                sink.buffer.write(lines)  # type: ignore[attr-defined]
+                sink.flush()
+        except BrokenPipeError:
+            # What is still to come goes nowhere, and the flush at exit has nothing to complain about.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sink.fileno())
+            os.close(nowhere)
+            self._on_closed()
+
+
+class Relay(threading.Thread):
+    """Passes on what comes out of a pipe, until that ends.
+
+    Args:
+        prefix: goes before every line.
+        pipe: what a rank writes, unbuffered.
+        sink: where it goes.
+        output: writes it.
+    """
+
+    def __init__(self, prefix: bytes, pipe: IO[bytes], sink: IO[str], output: Output) -> None:
+        super().__init__(name=f"output {prefix.decode()}", daemon=True)
+        self._prefix = prefix
+        self._pipe = pipe
+        self._sink = sink
+        self._output = output
+        self._lines: list[bytes] = []
+        self._held_since: float | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Read and write."""
+        rest = b""
+        poll = select.poll()
+        poll.register(self._pipe, select.POLLIN)
+        with self._pipe:
+            while True:
+                if self._held_since is not None and not poll.poll(_QUIET * 1000):
+                    self._pass_on()
+                    continue
+                if not (chunk := self._pipe.read(_CHUNK)):
+                    break
+                *lines, rest = (rest + chunk).split(b"\n")
+                while len(rest) >= _CHUNK:
+                    lines.append(rest[:_CHUNK])
+                    rest = rest[_CHUNK:]
+                self._take(lines)
+        self._take([rest] if rest else [])
+        self._pass_on()
+
+    def _take(self, lines: list[bytes]) -> None:
+        for line in lines:
+            if self._held_since is None and line.endswith(_BEGINNING):
+                self._pass_on()
+                self._held_since = time.monotonic()
+            self._lines.append(line)
+        if (
+            self._held_since is None
+            or time.monotonic() - self._held_since > _LONGEST
+            or sum(map(len, self._lines)) > _LARGEST
+        ):
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._lines:
+            self._output.write(self._sink, b"".join(self._prefix + line + b"\n" for line in self._lines))
+        self._lines = []
+        self._held_since = None

@@ -1,0 +1,224 @@
+"""The first code of a rank: run a program as Python would, and report to the launcher how it failed.
+
+The launcher runs this file by its path: ``python start.py PARENT FD (SCRIPT | -m MODULE) [ARG ...]``. PARENT is the
+launcher, with which the rank dies (Linux); FD is a pipe on which an uncaught exception is reported as a line of JSON:
+
+    time        when it came out of the program, by `time.monotonic`, which the processes of a host share
+    degree      0 if this rank failed by itself, 2 if because of another, 1 if that is not clear: see `_degree`
+    code        the exit code that the program asked for, null if it did not
+    error       the exception in one line; what led to it if the program asked for an exit, "" if nothing did
+    traceback   all that Python would have shown
+
+The launcher shows it in place of the interpreter, since here it would be mixed with those of other ranks. Nothing of
+the package is imported: the program may do without, and shall not wait for it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from types import FrameType, ModuleType, TracebackType
+
+__all__: list[str] = []
+
+_PR_SET_PDEATHSIG = 1
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+#: What is between the interpreter and the program.
+_ON_THE_WAY = (os.path.abspath(__file__), __file__, "<frozen runpy>", "<frozen importlib._bootstrap")
+#: Errors of the library by which a rank hears that something has happened elsewhere.
+_NEWS = ("GroupError", "RendezvousError", "StoreTimeoutError", "StoreUnavailableError")
+#: Characters of an exception's message in one line: some messages hold a whole array.
+_LONGEST = 400
+
+
+def _main() -> None:
+    parent, fd, *command = sys.argv[1:]
+    _die_with(int(parent))
+    pid, pipe = os.getpid(), int(fd)
+    os.set_inheritable(pipe, False)
+    if hasattr(signal, "SIGUSR2"):
+        setattr(_say_where, "stands_in_for_aiocoll", True)  # noqa: B010 - a name that `dump.signals` looks for
+        signal.signal(signal.SIGUSR2, _say_where)
+    try:
+        if command[0] == "-m":
+            _run_module(command[1:])
+        else:
+            _run_script(command)
+    except BaseException as error:
+        error.__traceback__ = _of_the_program(error.__traceback__)
+        # A forked child that fails is no rank, and what another hook shows is asked for.
+        if os.getpid() == pid and _report(error, pipe) and sys.excepthook is sys.__excepthook__:
+            sys.excepthook = lambda *_: None
+        raise
+
+
+def _die_with(parent: int) -> None:
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it was gone before we had asked
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _say_where(number: int, frame: FrameType | None) -> None:
+    """SIGUSR2: say where the program is, as long as it has no group, which says more."""
+    signals = sys.modules.get("aiocoll.dump.signals")
+    if signals is None or not signals.listening():
+        import traceback
+
+        where = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        os.write(2, f"SIGUSR2: this rank has no open group; its main thread is at\n{where}".encode(errors="replace"))
+
+
+def _run_script(command: list[str]) -> None:
+    path = command[0]
+    sys.argv = command
+    main = _fresh_main()
+    if _is_archive(path):
+        _set_path(os.path.abspath(path))
+        import runpy
+
+        runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
+        return
+    _set_path(os.path.dirname(os.path.realpath(path)))
+    full = os.path.abspath(path)
+    compiled = full.endswith(".pyc")
+    loader = SourcelessFileLoader("__main__", full) if compiled else SourceFileLoader("__main__", full)
+    main.__dict__.update(__file__=full, __loader__=loader, __cached__=None)
+    if isinstance(loader, SourceFileLoader):
+        code = loader.source_to_code(loader.get_data(full), full)
+    else:
+        found = loader.get_code("__main__")
+        assert found is not None
+        code = found
+    exec(code, main.__dict__)
+
+
+def _run_module(command: list[str]) -> None:
+    sys.argv = ["-m", *command[1:]]
+    _set_path(os.getcwd())
+    _fresh_main()
+    import runpy
+
+    runpy._run_module_as_main(command[0])  # type: ignore[attr-defined]
+
+
+def _fresh_main() -> ModuleType:
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    return main
+
+
+def _set_path(first: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path[0] = first
+
+
+def _is_archive(path: str) -> bool:
+    import zipimport
+
+    try:
+        zipimport.zipimporter(path)
+    except zipimport.ZipImportError:
+        return False
+    return True
+
+
+def _of_the_program(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_ON_THE_WAY):
+        trace = trace.tb_next
+    return trace
+
+
+# -- the report
+
+
+def _report(error: BaseException, pipe: int) -> bool:
+    """Send the report of `error`; return whether it was sent, and so will be shown."""
+    now = time.monotonic()
+    is_exit = isinstance(error, SystemExit)
+    if is_exit and _exit_code(error) == 0:
+        return False
+    try:
+        import json
+        import traceback
+
+        degree = _degree(error)
+        shown = error if not is_exit else _before(error) if degree else None
+        report = {
+            "time": now,
+            "degree": degree,
+            "code": _exit_code(error) if is_exit else None,
+            "error": "" if shown is None else _in_one_line(shown),
+            "traceback": "" if is_exit else "".join(traceback.format_exception(error)),
+        }
+        data = memoryview(json.dumps(report).encode() + b"\n")
+        while data:
+            data = data[os.write(pipe, data) :]
+    except Exception:
+        return False
+    return True
+
+
+def _exit_code(error: BaseException) -> int:
+    code = getattr(error, "code", None)
+    return 0 if code is None else code & 0xFF if isinstance(code, int) else 1
+
+
+def _before(error: BaseException) -> BaseException | None:
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _degree(error: BaseException) -> int:
+    """Return how far `error` is from the fault of this rank.
+
+    An exception may have come of another, by ``raise ... from`` or while that was handled; so does ``sys.exit(1)`` in
+    an ``except``. 0: none of them tells of another rank. 2: the first one does. 1: a later one does, and the first may
+    have led to it, or was handled and has no part in it.
+    """
+    chain = [error]
+    while (before := _before(chain[-1])) is not None and all(before is not each for each in chain):
+        if _is_news(chain[-1]) and isinstance(before, OSError | EOFError):
+            break  # the system's word of a lost connection
+        chain.append(before)
+    if _is_news(chain[-1]):
+        return 2
+    if isinstance(chain[-1], BaseExceptionGroup):
+        return min(_degree(each) for each in chain[-1].exceptions)
+    return int(any(_is_news(each) for each in chain))
+
+
+def _is_news(error: BaseException) -> bool:
+    errors = sys.modules.get("aiocoll.errors")
+    return errors is not None and isinstance(error, tuple(getattr(errors, name) for name in _NEWS))
+
+
+def _in_one_line(error: BaseException) -> str:
+    import traceback
+
+    words = traceback.format_exception_only(error)[-1].strip().split("\n")[0]
+    if len(words) > _LONGEST:
+        words = f"{words[:_LONGEST]}…"
+    places = [f"{name}:{line} in {code}" for name, line, code in _places(error.__traceback__)]
+    return f"{words} ({places[-1]})" if places else words
+
+
+def _places(trace: TracebackType | None) -> Iterator[tuple[str, int | None, str]]:
+    """Yield the places of a traceback, the program's own if there are any."""
+    places = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        places.append((code.co_filename, trace.tb_lineno, code.co_name))
+        trace = trace.tb_next
+    others = (_PACKAGE, os.path.dirname(os.__file__), "<")
+    yield from [each for each in places if not each[0].startswith(others)] or places
+
+
+if __name__ == "__main__":
+    _main()

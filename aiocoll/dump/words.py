@@ -1,0 +1,46 @@
+"""A dump in a few lines for people: what is pending, and what came before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["in_words"]
+
+#: Operations that had ended, the last ones: what led to those that are pending.
+_ENDED = 3
+#: Pending operations that are named; of more there is the number.
+_PENDING = 20
+
+
+def in_words(dump: Mapping[str, Any]) -> str:
+    """Return lines about what `FlightRecorder.dump` has returned."""
+    return "".join(f"{line}\n" for line in _lines(dump))
+
+
+def _lines(dump: Mapping[str, Any]) -> Iterator[str]:
+    now = dump["clock"]["monotonic"]
+    state = dump["state"] if dump["cause"] is None else f"{dump['state']}: {dump['cause']['text']}"
+    yield f"group {dump['group']!r}, rank {dump['rank']} of {dump['world_size']}, process {dump['pid']}, {state}"
+    pending = [entry for entry in dump["entries"] if entry["state"] == "pending"]
+    for entry in pending[:_PENDING]:
+        missing = entry["missing"]
+        waits = f", waits for rank {', '.join(map(str, missing))}" if missing else ""
+        yield f"  pending: {_named(entry)}, for {now - entry['entered']:.1f} s{waits}"
+    if len(pending) > _PENDING:
+        yield f"  and {len(pending) - _PENDING} more that are pending"
+    ended = [entry for entry in dump["entries"] if entry["state"] != "pending"]
+    for entry in ended[-_ENDED:]:
+        yield f"  {entry['state']}: {_named(entry)}, {now - entry['finished']:.1f} s ago"
+    if not dump["entries"]:
+        yield "  no operation yet"
+
+
+def _named(entry: Mapping[str, Any]) -> str:
+    if entry["kind"] == "message":
+        number = f"{'any rank' if entry['peer'] is None else 'rank ' + str(entry['peer'])}, tag {entry['tag']}"
+    elif entry["key"] is not None:
+        number = f"key {entry['key']!r}, {entry['seq']}"
+    else:
+        number = f"sequence {entry['seq']}"
+    return f"{entry['op']} ({number}) at {entry['site']} in {entry['function']}"

@@ -1,0 +1,132 @@
+"""Tests with hypothesis' ``@given``: each example runs on all ranks, with the same drawn values.
+
+As pytest-asyncio does, it is the function inside that is replaced, which hypothesis calls once for each example.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import inspect
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from aiocoll.group.process_group import ProcessGroup
+from aiocoll.options import GroupOptions, seconds
+from aiocoll.testing.ranks import run_ranks
+from aiocoll.testing.report import trimmed
+from aiocoll.testing.skips import skip_early
+from aiocoll.testing.standing import Standing
+from aiocoll.testing.team import pickled
+
+__all__ = ["inner_test", "on_all_ranks"]
+
+#: Seconds for one example on ranks that are processes, as in `run_processes`.
+_TIMEOUT = 120.0
+
+
+def inner_test(test: Any) -> Any:
+    """Return the function that ``@given`` has decorated; `test` itself where there is no such decorator."""
+    return test.hypothesis.inner_test if getattr(test, "is_hypothesis_test", False) else test
+
+
+@contextmanager
+def on_all_ranks(
+    test: Any, world_size: int, fixtures: set[str], *, processes: bool = False, **how: Any
+) -> Iterator[None]:
+    """Have every example of `test` run on all ranks, until the end of the block.
+
+    Args:
+        test: what ``@given`` has made.
+        world_size: number of ranks.
+        fixtures: names of the arguments that are no drawn values.
+        processes: whether ranks are processes; they stand ready from example to example.
+        how: the arguments of the mark.
+    """
+    inner = inner_test(test)
+    names = list(inspect.signature(inner).parameters)
+    owner = type(test.__self__) if inspect.ismethod(test) else None
+    shared = fixtures if owner is None else {*fixtures, names[0]}
+    with _processes(test, owner, world_size, **how) if processes else _tasks(inner, world_size, **how) as run:
+
+        @functools.wraps(inner)
+        async def run_example(*args: Any, **values: Any) -> None:
+            __tracebackhide__ = True
+            values |= zip(names, args, strict=False)
+            _refuse_interactive(values)
+            del values["pg"]
+            skip_early(world_size, inner, owner)
+            try:
+                await run(values, {name: values.pop(name) for name in values.keys() - shared})
+            except BaseException as error:
+                raise trimmed(error)  # noqa: B904 - it is the same exception
+
+        test.hypothesis.inner_test = run_example
+        try:
+            yield
+        finally:
+            test.hypothesis.inner_test = inner
+
+
+#: Runs an example: with the values that ranks share, and those that each may change.
+_Run = Callable[[dict[str, Any], dict[str, Any]], Awaitable[object]]
+
+
+@contextmanager
+def _tasks(inner: Callable[..., Any], world_size: int, **how: Any) -> Iterator[_Run]:
+    async def run(shared: dict[str, Any], drawn: dict[str, Any]) -> None:
+        await run_ranks(world_size, _on_task, inner, shared, drawn, **how)
+
+    yield run
+
+
+@contextmanager
+def _processes(
+    test: Any, owner: type | None, world_size: int, *, options: GroupOptions | None = None, timeout: Any = _TIMEOUT
+) -> Iterator[_Run]:
+    limit = seconds(timeout, "timeout")
+    standing = Standing(test, world_size, options=options, loop="asyncio")
+    try:
+        standing.start()
+        # The start of the processes is no part of the first example, whose time hypothesis limits.
+        standing.call(pickled(_meet, ()), limit)
+
+        async def run(shared: dict[str, Any], drawn: dict[str, Any]) -> None:
+            call = pickled(_in_process, (owner, test.__module__, test.__name__, shared | drawn))
+            await asyncio.to_thread(standing.call, call, limit)
+
+        yield run
+    finally:
+        standing.close()
+
+
+async def _on_task(
+    group: ProcessGroup, test: Callable[..., Any], shared: dict[str, Any], drawn: dict[str, Any]
+) -> None:
+    # A rank may change what it was given, as an allreduce does; the other ranks, and hypothesis, keep theirs.
+    await test(pg=group, **shared, **copy.deepcopy(drawn))
+
+
+async def _meet(group: ProcessGroup) -> None:
+    pass
+
+
+async def _in_process(group: ProcessGroup, owner: type | None, module: str, name: str, values: dict[str, Any]) -> None:
+    # By name: a function that ``@given`` has made cannot be pickled.
+    test = getattr(sys.modules[module] if owner is None else owner, name)
+    await inner_test(test)(pg=group, **values)
+
+
+def _refuse_interactive(values: dict[str, Any]) -> None:
+    """Refuse `st.data()`: ranks would draw from it in turns, each a value of its own."""
+    strategies = sys.modules["hypothesis.strategies"]
+    for name, value in values.items():
+        if isinstance(value, strategies.DataObject):
+            pytest.fail(
+                f"{name}: on ranks, st.data() would draw another value for each rank; draw by @given", pytrace=False
+            )

@@ -1,0 +1,64 @@
+"""Ranks that stand ready from call to call, for whoever has no loop of its own that lasts as long."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiocoll.options import GroupOptions
+from aiocoll.testing.team import Team
+
+__all__ = ["Standing"]
+
+
+class Standing:
+    """The processes of all ranks, and the loop on which they are asked.
+
+    Args:
+        source: a function or class of the module that each rank must be able to import by its name.
+        world_size: number of ranks.
+        options: of the groups.
+        loop: "asyncio" or "uvloop".
+    """
+
+    def __init__(self, source: Any, world_size: int, *, options: GroupOptions | None, loop: str) -> None:
+        self._source = source
+        self._world_size = world_size
+        self._options = options
+        self._loop = loop
+        self._runner = asyncio.Runner()
+        self._team: Team | None = None
+
+    def start(self) -> None:
+        """Start the processes; do not wait for them."""
+        self._runner.run(self._start())
+
+    def call(self, call: bytes, limit: float) -> None:
+        """Have all ranks make a call, new ones if the last call has cost some."""
+        self._runner.run(self._call(call, limit))
+
+    def close(self) -> None:
+        """End the processes."""
+        with self._runner:
+            self._runner.run(self._close())
+
+    async def _start(self) -> None:
+        team = Team(self._world_size, self._source, options=self._options, loop=self._loop)
+        self._team = await team.__aenter__()
+        await team.stand()
+
+    async def _call(self, call: bytes, limit: float) -> None:
+        if self._team is None or not self._team.intact:
+            await self._close()
+            await self._start()
+        assert self._team is not None
+        await self._team.call(call, limit)
+
+    async def _close(self) -> None:
+        team, self._team = self._team, None
+        if team is not None:
+            try:
+                if team.intact:
+                    await team.leave()
+            finally:
+                await team.__aexit__()

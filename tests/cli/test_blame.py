@@ -1,0 +1,308 @@
+"""Whom the launcher blames: the first rank that failed by itself, its traceback whole and last; a line for others."""
+
+from __future__ import annotations
+
+import os
+import py_compile
+import re
+import signal
+import subprocess
+import sys
+import zipfile
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aiocoll.cli import main, supervise
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Launch
+
+#: Ranks meet and go through `before`; rank 1 does `fault`, the others `other`.
+SCRIPT = """
+import asyncio, ctypes, os, signal, sys
+import aiocoll
+
+def deeper():
+    {fault}
+
+async def main():
+    async with aiocoll.new_group() as pg:
+        await pg.barrier()
+        if pg.rank() == 1:
+            deeper()
+        {other}
+
+asyncio.run(main())
+"""
+BARRIER = "await pg.barrier()"
+
+
+def blocks(err: str) -> list[list[str]]:
+    """Return the parts of standard error that begin with a word of the launcher's."""
+    found: list[list[str]] = []
+    for line in err.splitlines():
+        if line.startswith("aiocoll run:") or not found:
+            found.append([])
+        found[-1].append(line)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+def test_the_rank_that_raised_comes_last_with_its_whole_traceback(launch: Launch, ranks: int) -> None:
+    script = SCRIPT.format(fault="raise ValueError('no data')", other=BARRIER)
+    done = launch("-n", ranks, script=script).finish()
+    assert done.returncode == 1
+    *others, last = blocks(done.stderr)
+    assert last[:2] == ["aiocoll run: rank 1 failed first; exit code 1:", "[1] Traceback (most recent call last):"]
+    assert last[-1] == "[1] ValueError: no data"
+    assert "[1]     deeper()" in last
+    assert all(line.startswith("[1] ") for line in last[1:])
+    assert [len(block) for block in others] == [1] * (ranks - 1), "one line for each other rank"
+    for rank, (line,) in zip([0, *range(2, ranks)], others, strict=True):
+        assert re.match(rf"aiocoll run: rank {rank} (failed in consequence: .*rank 1.*no data|was stopped)", line), line
+
+
+FAULTS = {
+    "sys.exit(3)": (3, "rank 1 exited with code 3"),
+    "sys.exit('no such file')": (1, "rank 1 exited with code 1"),
+    "os._exit(4)": (4, "rank 1 exited with code 4"),
+    "os.kill(os.getpid(), signal.SIGKILL)": (137, "rank 1 was killed by SIGKILL"),
+    "ctypes.string_at(0)": (139, "rank 1 was killed by SIGSEGV"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_end_without_a_traceback_is_blamed_on_its_rank(launch: Launch, fault: str) -> None:
+    done = launch("-n", 3, script=SCRIPT.format(fault=fault, other=BARRIER)).finish()
+    code, words = FAULTS[fault]
+    assert done.returncode == code
+    *_, zero, two, one = done.stderr.splitlines()
+    assert one == f"aiocoll run: {words}"
+    for rank, line in ((0, zero), (2, two)):
+        news = r"failed in consequence: aiocoll\.errors\.\w+: .*rank 1.*script\.py:\d+ in main"
+        assert re.match(rf"aiocoll run: rank {rank} ({news}|was stopped)", line), line
+
+
+REACTIONS = {
+    "a handler that exits": "try: await pg.barrier()\n        except aiocoll.GroupError: sys.exit(9)",
+    "an error made of another": "try: await pg.barrier()\n        except aiocoll.GroupError as e: raise OSError from e",
+    "a mistake in a handler": "try: await pg.barrier()\n        except aiocoll.GroupError: return {}['absent']",
+    "a group of tasks": "async with asyncio.TaskGroup() as tasks: tasks.create_task(pg.barrier().join())",
+    "a handled error before": "try: {}['absent']\n        except KeyError: await pg.barrier()",
+    "the error itself": "await pg.barrier()",
+}
+
+
+#: Rank 1 waits until no other holds the pipe open any more.
+ENDING = """
+others = os.environ['RANK'] != '1'
+if others:
+    held = os.open(sys.argv[1], os.O_RDWR)
+try:
+    asyncio.run(main())
+finally:
+    others or open(sys.argv[1]).read()
+"""
+
+
+@pytest.mark.parametrize("reaction", REACTIONS)
+def test_what_came_of_the_failure_of_another_is_not_to_blame(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], reaction: str
+) -> None:
+    """Rank 1 takes its time to end: it reports when the others are gone."""
+    monkeypatch.setattr(supervise, "RELEASE", 30)
+    script = SCRIPT.format(fault="raise ValueError('no data')", other=REACTIONS[reaction])
+    script = script.replace("asyncio.run(main())", ENDING)
+    os.mkfifo(launch.path / "fifo")
+    assert main.main(["run", "-n", "3", launch.write(script), str(launch.path / "fifo")]) == 1
+    *others, last = blocks(capfd.readouterr().err)
+    assert last[0] == "aiocoll run: rank 1 failed first; exit code 1:"
+    assert last[-1] == "[1] ValueError: no data"
+    assert [block[0][:19] for block in others] == ["aiocoll run: rank 0", "aiocoll run: rank 2"]
+
+
+def test_a_rank_that_fails_before_it_meets_the_others_is_to_blame(launch: Launch, tmp_path: Path) -> None:
+    for source, error in {
+        "import absent_module": "[1] ModuleNotFoundError: No module named 'absent_module'",
+        "x = = 1": "[1] SyntaxError: invalid syntax",
+    }.items():
+        (tmp_path / "part.py").write_text(source)
+        script = "import os\nif os.environ['RANK'] == '1': import part\n" + SCRIPT.format(fault="pass", other=BARRIER)
+        done = launch("-n", 2, script=script).finish()
+        *others, last = blocks(done.stderr)
+        assert (done.returncode, last[0]) == (1, "aiocoll run: rank 1 failed first; exit code 1:")
+        assert f'[1]   File "{tmp_path / "part.py"}", line 1' in "\n".join(last)
+        assert last[-1] == error
+        assert [block[0] for block in others] == ["aiocoll run: rank 0 was stopped (SIGTERM)"]
+
+
+def test_a_script_that_cannot_be_read_is_shown_as_python_shows_it(launch: Launch) -> None:
+    done = launch("-n", 1, script="x = = 1").finish()
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "aiocoll run: rank 0 failed first; exit code 1:",
+        f'[0]   File "{launch.path / "script.py"}", line 1',
+        "[0]     x = = 1",
+        "[0]         ^",
+        "[0] SyntaxError: invalid syntax",
+    ]
+    done = launch("-n", 1, "-m", "absent_module").finish()
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "aiocoll run: rank 0 exited with code 1"
+    assert "[0] " in done.stderr
+    assert "No module named absent_module" in done.stderr
+
+
+def test_when_nobody_failed_by_itself_the_first_to_hear_comes_last(launch: Launch) -> None:
+    """Rank 1 ends well while the others need it."""
+    done = launch("-n", 3, script=SCRIPT.format(fault="os._exit(0)", other=BARRIER)).finish()
+    assert done.returncode == 1
+    *others, last = blocks(done.stderr)
+    assert re.match(
+        r"aiocoll run: rank [02] was the first to hear of a failure, and none here failed by itself; exit code 1:",
+        last[0],
+    )
+    assert "rank 1" in last[-1]
+    assert "aiocoll run: rank 1 ended well" in (block[0] for block in others)
+
+
+def test_another_hosts_launcher_names_what_it_knows(launch: Launch, tmp_path: Path, unused_tcp_port: int) -> None:
+    file = tmp_path / "job.key"
+    file.write_text("0123456789abcdef")
+    file.chmod(0o600)
+    where = ("--nnodes", 2, "--master-addr", "127.0.0.1", "--master-port", unused_tcp_port, "--job-key-file", file)
+    script = SCRIPT.format(fault="raise ValueError('no data')", other=BARRIER)
+    other = launch("-n", 1, "--node-rank", 1, *where, script=script.replace("== 1", "== 0"))
+    done = launch("-n", 1, *where, script=script.replace("== 1", "== 0")).finish()
+    assert done.stderr.splitlines()[-1] == "[0] ValueError: no data"
+    (last,) = blocks(other.finish().stderr)
+    assert last[0].startswith("aiocoll run: rank 1 was the first to hear of a failure")
+    assert re.match(r"\[1\] aiocoll\.errors\..*rank 0.*no data", last[-1])
+
+
+def test_the_tracebacks_of_all_ranks_are_whole_after_ctrl_c(launch: Launch) -> None:
+    script = "import signal\ndef here():\n    print('ready')\n    signal.pause()\nhere()"
+    job = launch("-n", 3, script=script)
+    job.read("[0] ready", "[1] ready", "[2] ready")
+    job.process.send_signal(signal.SIGINT)
+    done = job.finish()
+    assert done.returncode == 130
+    lines = done.stderr.splitlines()
+    assert lines.pop() == "aiocoll run: stopped by SIGINT"
+    assert [line[:3] for line in lines] == [f"[{rank}]" for rank in range(3) for _ in range(len(lines) // 3)]
+    assert [line for line in lines if line.endswith("KeyboardInterrupt")] == [
+        f"[{i}] KeyboardInterrupt" for i in range(3)
+    ]
+
+
+def test_a_traceback_that_a_rank_prints_itself_is_not_mixed_with_others(launch: Launch) -> None:
+    """The ranks print theirs in turns, line by line."""
+    script = """
+        import os, sys, traceback
+        rank, turns = int(os.environ['RANK']), sys.argv[1:]
+        mine, next_one = os.open(turns[rank], os.O_RDWR), os.open(turns[(rank + 1) % 3], os.O_RDWR)
+        try:
+            raise ValueError('no data')
+        except ValueError:
+            lines = traceback.format_exc().splitlines(True)
+        if rank == 0:
+            os.write(mine, b'.')
+        for line in ['before\\n', *lines]:
+            os.read(mine, 1)
+            sys.stderr.write(line)
+            os.write(next_one, b'.')
+    """
+    turns = [launch.path / f"turn{rank}" for rank in range(3)]
+    for turn in turns:
+        os.mkfifo(turn)
+    done = launch("-n", 3, script=script, args=turns).finish()
+    ranks = [line[:3] for line in done.stderr.splitlines() if "before" not in line]
+    assert sorted(set(ranks)) == ["[0]", "[1]", "[2]"]
+    assert len([1 for a, b in pairwise(ranks) if a != b]) == 2, done.stderr
+
+
+def test_a_rank_that_is_failing_may_take_its_time_to_end(launch: Launch) -> None:
+    """What it does at exit is its own affair: it is not told to end."""
+    script = """
+        import atexit, os, signal, sys
+        print(os.environ['RANK'], end=' ready\\n')
+        def tidy():
+            print('tidied up')
+        if os.environ['RANK'] == '1':
+            fifo = open(sys.argv[1])
+            def on_exit():
+                fifo.read()  # the other has been told to end, and has ended
+                tidy()
+            atexit.register(on_exit)
+            raise ValueError('no data')
+        held = os.open(sys.argv[1], os.O_WRONLY)
+        signal.pause()
+    """
+    os.mkfifo(launch.path / "fifo")
+    done = launch("-n", 2, script=script, args=[launch.path / "fifo"]).finish()
+    assert "[1] tidied up" in done.stdout
+    assert done.stderr.splitlines()[0] == "aiocoll run: rank 0 was stopped (SIGTERM)"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "[1] ValueError: no data")
+
+
+# -- a program finds what it would find under Python itself
+
+PLACE = """
+import json, sys, __main__
+class Here: pass
+def own(): return Here
+print(json.dumps([__name__, __file__, sys.argv, sys.path[0], __spec__ and __spec__.name, __package__,
+                  __main__ is sys.modules['__main__'], __main__.Here is own(), __builtins__.__name__,
+                  type(__loader__).__name__, sorted(name for name in globals() if not name.startswith('__'))]))
+"""
+
+
+@pytest.mark.parametrize("form", ["script", "relative", "link", "pyc", "archive", "module", "package"])
+def test_a_program_finds_what_python_would_give_it(launch: Launch, tmp_path: Path, form: str) -> None:
+    (tmp_path / "place.py").write_text(PLACE)
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").touch()
+    (tmp_path / "pack" / "__main__.py").write_text(PLACE)
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "place.py").symlink_to(tmp_path / "place.py")
+    py_compile.compile(str(tmp_path / "place.py"), str(tmp_path / "place.pyc"))
+    with zipfile.ZipFile(tmp_path / "place.pyz", "w") as archive:
+        archive.writestr("__main__.py", PLACE)
+    command = {
+        "script": [str(tmp_path / "place.py")],
+        "relative": ["place.py"],
+        "link": ["links/place.py"],
+        "pyc": ["place.pyc"],
+        "archive": ["place.pyz"],
+        "module": ["-m", "place"],
+        "package": ["-m", "pack"],
+    }[form] + ["-x", "y z"]
+    plain = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = launch("-n", 1, *command).finish()
+    assert done.stdout == f"[0] {plain.stdout}", done.stderr
+
+
+def test_a_forked_child_that_fails_is_not_taken_for_its_rank(launch: Launch) -> None:
+    script = """
+        import os, sys
+        child = os.fork()
+        if not child:
+            raise ValueError('of the child')
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        print('fine')
+    """
+    done = launch("-n", 1, script=script).finish()
+    assert (done.returncode, done.stdout) == (0, "[0] fine\n"), done.stderr
+    assert done.stderr.splitlines()[-1] == "[0] ValueError: of the child"
+
+
+def test_a_programs_own_excepthook_is_called(launch: Launch) -> None:
+    script = (
+        "import sys\nsys.excepthook = lambda *a: print('hooked', a[1], file=sys.stderr)\nraise ValueError('no data')"
+    )
+    done = launch("-n", 1, script=script).finish()
+    lines = done.stderr.splitlines()
+    assert (lines[0], lines[-1], done.returncode) == ("[0] hooked no data", "[0] ValueError: no data", 1)

@@ -1,0 +1,154 @@
+"""`kill -USR2` of the launcher or of a rank: something is told, and the job goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aiocoll.cli.rank import _expects
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Job, Launch
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+#: Ranks meet, then all but rank 0 wait in a barrier until rank 0 has read a byte.
+SCRIPT = """
+import asyncio, os, sys
+import aiocoll
+
+async def main():
+    async with aiocoll.new_group() as pg:
+        if pg.rank() == 0:
+            await pg.barrier()
+            print("ready", os.getpid())
+            byte = await asyncio.to_thread(os.read, os.open(sys.argv[1], os.O_RDWR), 1)
+            await pg.barrier()
+        else:
+            await pg.barrier()
+            print("ready", os.getpid())
+            await pg.barrier()
+    print("done")
+
+asyncio.run(main())
+"""
+
+
+def ready(job: Job, ranks: int) -> dict[int, int]:
+    """Wait until all ranks are; return their processes."""
+    found: dict[int, int] = {}
+    while len(found) < ranks:
+        line = job.process.stdout.readline()
+        assert line, job.process.stderr.read()
+        if match := re.fullmatch(r"\[(\d+)\] ready (\d+)\n", line):
+            found[int(match[1])] = int(match[2])
+    return found
+
+
+def read_until(job: Job, *patterns: str) -> str:
+    """Read standard error until all of `patterns` are in it."""
+    said = ""
+    while not all(re.search(pattern, said) for pattern in patterns):
+        line = job.process.stderr.readline()
+        assert line, said
+        said += line
+    return said
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_launcher_has_its_ranks_tell_and_goes_on(launch: Launch, tmp_path: Path, ranks: int) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    job = launch("-n", ranks, script=SCRIPT, args=[tmp_path / "fifo"])
+    pids = ready(job, ranks)
+    for _ in range(2):
+        job.process.send_signal(signal.SIGUSR2)
+        asked = [f"aiocoll run: rank {rank}, process {pid}: asked for a dump" for rank, pid in pids.items()]
+        told = [
+            rf"\[{rank}\] group 'world:0', rank {rank} of {ranks}, process {pid}, open" for rank, pid in pids.items()
+        ]
+        waits = [
+            rf"\[{rank}\]   pending: BARRIER \(sequence 2\) at .*script\.py:15 in main" for rank in range(1, ranks)
+        ]
+        read_until(job, *asked, *told, *waits)
+    (tmp_path / "fifo").write_bytes(b".")
+    done = job.finish()
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] done" for rank in range(ranks)]
+
+
+def test_a_rank_alone_tells_and_goes_on(launch: Launch, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    job = launch("-n", 2, script=SCRIPT, args=[tmp_path / "fifo"])
+    pids = ready(job, 2)
+    os.kill(pids[1], signal.SIGUSR2)
+    said = read_until(job, r"\[1\] group 'world:0'", "pending: BARRIER")
+    assert "[0]" not in said
+    (tmp_path / "fifo").write_bytes(b".")
+    assert job.finish().returncode == 0
+
+
+def test_with_a_directory_it_is_written_there(launch: Launch, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    job = launch("-n", 2, script=SCRIPT, args=[tmp_path / "fifo"], env={"AIOCOLL_DUMP_DIR": str(tmp_path / "dumps")})
+    ready(job, 2)
+    job.process.send_signal(signal.SIGUSR2)
+    read_until(job, "rank 0, .*asked", "rank 1, .*asked")
+    (tmp_path / "fifo").write_bytes(b".")
+    done = job.finish()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(file.name for file in (tmp_path / "dumps").iterdir()) == [
+        "dump-world%3A0-0.json",
+        "dump-world%3A0-1.json",
+    ]
+
+
+def test_a_rank_without_a_group_says_where_it_is(launch: Launch) -> None:
+    script = "import os, sys\ndef here():\n    print('ready', os.getpid())\n    os.read(fd, 1)\n"
+    os.mkfifo(launch.path / "fifo")
+    script += "fd = os.open(sys.argv[1], os.O_RDWR)\nhere()\nprint('done')"
+    job = launch("-n", 1, script=script, args=[launch.path / "fifo"])
+    ready(job, 1)
+    job.process.send_signal(signal.SIGUSR2)
+    read_until(job, r"\[0\] SIGUSR2: this rank has no open group", r"script\.py\", line 4, in here")
+    (launch.path / "fifo").write_bytes(b".")
+    done = job.finish()
+    assert (done.returncode, done.stdout) == (0, "[0] done\n")
+
+
+def test_a_rank_that_became_another_program_is_not_ended(launch: Launch) -> None:
+    """And what a rank has started is not sent the signal either."""
+    script = """
+        import os, subprocess, sys
+        if os.environ["RANK"] == "0":
+            os.execvp("cat", ["cat", sys.argv[1]])
+        child = subprocess.Popen(["cat", sys.argv[2]])
+        print("ready", os.getpid())
+        sys.exit(child.wait())
+    """
+    fifos = [launch.path / "zero", launch.path / "one"]
+    for fifo in fifos:
+        os.mkfifo(fifo)
+    job = launch("-n", 2, script=script, args=fifos)
+    with open(fifos[0], "wb"), open(fifos[1], "wb"):  # both read
+        job.process.send_signal(signal.SIGUSR2)
+        read_until(job, "rank 0, .*has no handler for SIGUSR2 now, not asked", "rank 1, .*asked", r"\[1\] SIGUSR2: ")
+    done = job.finish()
+    assert done.returncode == 0, done.stderr
+
+
+def test_who_would_be_ended_is_known() -> None:
+    old = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    try:
+        assert not _expects(os.getpid(), signal.SIGUSR2)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        assert _expects(os.getpid(), signal.SIGUSR2)
+        signal.signal(signal.SIGUSR2, lambda *_: None)
+        assert _expects(os.getpid(), signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR2, old)

@@ -1,0 +1,113 @@
+"""SIGUSR2 without a directory for dumps: told in words, and never in place of a program's own handler."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import re
+import signal
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from aiocoll import HashStore, ProcessGroup, new_group
+from tests.ranks import run_ranks
+
+
+async def one_rank(name: str | None = None) -> ProcessGroup:
+    return await new_group(store=HashStore(), rank=0, world_size=1, name=name)
+
+
+@pytest.fixture
+def default() -> Iterator[None]:
+    """The signal would end the process."""
+    old = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    yield
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL, "it would again"
+    signal.signal(signal.SIGUSR2, old)
+
+
+async def test_without_a_directory_the_signal_tells_in_words(default: None, capfd: pytest.CaptureFixture[str]) -> None:
+    async with await one_rank("one") as one, await one_rank("two"):
+        await one.barrier()
+        await one.allreduce(1, key="loss")
+        one.recv_anysource(np.zeros(3), tag=7)
+        signal.raise_signal(signal.SIGUSR2)
+        said = capfd.readouterr().err
+        one.abort()
+    here = r"test_signals\.py"
+    where = "test_without_a_directory_the_signal_tells_in_words"
+    at = rf"at .*{here}:\d+ in {where}"
+    for pattern in (
+        rf"group 'one', rank 0 of 1, process {os.getpid()}, open\n  pending: RECV \(any rank, tag 7\) {at}, ",
+        rf"  finished: BARRIER \(sequence 1\) {at}, [0-9.]+ s ago\n",
+        rf"  finished: ALLREDUCE \(key 'loss', 1\) {at}",
+        rf"group 'two', rank 0 of 1, process {os.getpid()}, open\n  no operation yet\n",
+        rf"main thread, innermost call last:\n(.*\n)+.*{here}\", line \d+, in {where}\n.*raise_signal",
+    ):
+        assert re.search(pattern, said), said
+
+
+async def test_the_ranks_of_one_process_tell_whom_they_wait_for(
+    default: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked, told = asyncio.Event(), asyncio.Event()
+
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        if pg.rank() == 2:
+            await asked.wait()
+            signal.raise_signal(signal.SIGUSR2)
+            told.set()
+        work = pg.barrier()
+        if pg.rank() < 2:
+            asked.set()
+            await told.wait()
+        await work
+
+    await run_ranks(3, rank)
+    said = capfd.readouterr().err
+    assert len(re.findall("  pending: BARRIER", said)) == 2
+    assert len(re.findall("group 'world:0', rank [0-2] of 3", said)) == 3
+
+
+@pytest.mark.parametrize("handler", ["ignored", "of the loop", "in C"])
+async def test_what_a_program_has_done_with_the_signal_stays(
+    handler: str, default: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    heard: list[int] = []
+    loop = asyncio.get_running_loop()
+    if handler == "ignored":
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    elif handler == "of the loop":
+        loop.add_signal_handler(signal.SIGUSR2, heard.append, 1)
+    else:
+        faulthandler.register(signal.SIGUSR2)
+    try:
+        put = signal.getsignal(signal.SIGUSR2)
+        async with await one_rank():
+            assert signal.getsignal(signal.SIGUSR2) is put
+            signal.raise_signal(signal.SIGUSR2)
+        said = capfd.readouterr().err
+        assert "group 'world:0'" not in said
+        assert ("most recent call first" in said) == (handler == "in C")
+    finally:
+        faulthandler.unregister(signal.SIGUSR2)
+        if handler == "of the loop":
+            assert loop.remove_signal_handler(signal.SIGUSR2)
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+async def test_the_words_of_many_operations_are_few(default: None, capfd: pytest.CaptureFixture[str]) -> None:
+    async with await one_rank() as pg:
+        for _ in range(50):
+            await pg.barrier()
+        for tag in range(30):
+            pg.recv_anysource(np.zeros(1), tag=tag)
+        signal.raise_signal(signal.SIGUSR2)
+        said = capfd.readouterr().err
+        pg.abort()
+    assert (said.count("pending: RECV"), said.count("finished: BARRIER")) == (20, 3)
+    assert "  and 10 more that are pending\n" in said

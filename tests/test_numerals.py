@@ -1,0 +1,103 @@
+"""Numbers as text: what is one, and that all variables and arguments go through here."""
+
+from __future__ import annotations
+
+import ast
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+import aiocoll.distributed as dist
+from aiocoll import new_group
+from aiocoll.cli import main
+from aiocoll.numerals import parse_float, parse_int
+from aiocoll.options import GroupOptions, job_key
+
+#: What Python's `int` and `float` take besides digits.
+NO_NUMBERS = ["1_0", " 1", "1 ", "1\n", "+1", "\u0661", "\uff11", "", "-", "--1", "0x1", "9" * 5000]
+
+
+@pytest.mark.parametrize("text", [*NO_NUMBERS, "1.0", "1e3", "inf"])
+def test_what_is_no_integer_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="must be a whole number"):
+        parse_int(text)
+
+
+@pytest.mark.parametrize("text", [each for each in NO_NUMBERS if each[:1] != "9"] + ["1.5_0", ".", "1e", "Infinity"])
+def test_what_is_no_number_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="must be a number"):
+        parse_float(text)
+
+
+def test_numbers() -> None:
+    assert [parse_int(text) for text in ("0", "7", "-12", "0029500")] == [0, 7, -12, 29500]
+    assert [parse_float(text) for text in ("0", "1.", ".5", "-2.5", "1e-3", "inf")] == [0, 1, 0.5, -2.5, 1e-3, math.inf]
+
+
+@pytest.mark.parametrize("text", ["1_0", " 1", "\u0661"])
+@pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "MASTER_PORT", "AIOCOLL_PORT"])
+def test_a_variable_of_the_rendezvous_is_digits(monkeypatch: pytest.MonkeyPatch, variable: str, text: str) -> None:
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "11",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "9",
+        variable: text,
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{variable}={text!r} in the environment must be"):
+        new_group()
+
+
+@pytest.mark.parametrize("text", ["1_0", " 1", "\u0661"])
+def test_other_variables_are_digits(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("LOCAL_RANK", text)
+    with pytest.raises(ValueError, match=f"LOCAL_RANK={text!r}"):
+        dist.get_node_local_rank()
+    for name in ("AIOCOLL_SPIN_US", "AIOCOLL_WARN_AFTER"):
+        with pytest.raises(ValueError, match=f"{name}={text!r}: must be a number"):
+            GroupOptions.resolve(None, {name: text})
+    with pytest.raises(ValueError, match=f"AIOCOLL_JOB_KEY_FD={text}: not a descriptor"):
+        job_key({"AIOCOLL_JOB_KEY_FD": text}, None)
+
+
+def test_a_descriptor_in_other_digits_is_not_opened() -> None:
+    reading, writing = os.pipe()
+    with open(writing, "wb") as pipe:
+        pipe.write(b"0123456789abcdef")
+    with open(reading, "rb") as pipe:
+        with pytest.raises(ValueError, match="not a descriptor"):
+            job_key({"AIOCOLL_JOB_KEY_FD": f" {reading}"}, None)
+        assert pipe.read() == b"0123456789abcdef"
+
+
+#: Nothing of it could run, whatever is taken for a number.
+ARGUMENTS = [
+    ("run", "-n", "{}", "script"),
+    ("run", "-n", "1", "--nnodes", "{}", "script"),
+    ("run", "-n", "1", "--node-rank", "{}", "script"),
+    ("run", "-n", "1", "--master-port", "{}", "script"),
+    ("bench", "-n", "{}", "--refused"),
+    ("bench", "--min", "{}", "--refused"),
+    ("doctor", "-n", "{}", "--refused"),
+]
+
+
+@pytest.mark.parametrize("text", ["1_0", " 1", "\u0661"])
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=" ".join)
+def test_numbers_of_a_command_line_are_digits(
+    arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main.main([each.format(text) for each in arguments])
+    assert f": {text!r} " in capsys.readouterr().err
+
+
+def test_no_argument_is_read_by_python_itself() -> None:
+    folder = Path(__file__).parents[1] / "aiocoll" / "cli"
+    for path in sorted(folder.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.keyword) and node.arg == "type":
+                assert ast.unparse(node.value) not in ("int", "float"), f"{path.name} line {node.value.lineno}"

@@ -1,0 +1,86 @@
+"""The README says what is there, wherever it is read; and what `help(aiocoll)` begins with."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import aiocoll
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+#: The block that begins with the name of the package, alone on its line.
+MAP = next(
+    text for text in re.findall(r"^```text\n(.*?)^```$", README, re.DOTALL | re.MULTILINE) if "aiocoll/\n" in text
+)
+
+
+def mapped() -> set[Path]:
+    """Return the paths on the left side of the map; what is further in belongs to the last folder on the margin."""
+    found: set[Path] = set()
+    folder = ROOT
+    for line in MAP.splitlines():
+        names = re.split(r" {3,}", line.strip())[0].split()
+        if not line.startswith(" "):
+            folder = ROOT
+        found |= {folder / name for name in names}
+        if not line.startswith(" "):
+            folder = ROOT / names[0]
+    return found
+
+
+def test_every_path_of_the_map_exists() -> None:
+    wrong = {str(path.relative_to(ROOT)) for path in mapped() if not path.exists()}
+    assert not wrong
+
+
+def test_the_map_has_everything_at_the_top_of_the_package() -> None:
+    package = ROOT / "aiocoll"
+    there = {
+        path
+        for path in package.iterdir()
+        if (path.is_dir() and (path / "__init__.py").exists()) or (path.suffix == ".py" and path.stem[:2] != "__")
+    }
+    assert {path.name for path in there - mapped()} == set()
+    folders = {path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    tracked = {path for path in folders if any(path.rglob("*.py")) or any(path.glob("*.md"))}
+    assert {path.name for path in tracked - mapped()} <= {"build", "dist", "gpu-figures"}
+
+
+def test_paths_in_the_text_exist() -> None:
+    """Those of the files that the README names: a page, a program, a table, a test."""
+    named = set(re.findall(r"(?<![\w/.-])((?:docs|examples|bench|tests)/[\w./-]*\w)", README))
+    assert len(named) > 10
+    assert {name for name in named if "/.venvs" not in name and not (ROOT / name).exists()} == set()
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"reference-tests.md"}
+    assert {name for name in pages if f"docs/{name}" not in README} == set(), "every page is named"
+
+
+def test_nothing_in_it_breaks_on_another_page() -> None:
+    """A package index shows the README alone: a link to a file beside it leads nowhere there."""
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["readme"] == "README.md"
+    assert [target for target in re.findall(r"\]\(([^)]*)\)", README) if not re.match("https://|#", target)] == []
+
+
+def test_it_begins_with_what_to_type() -> None:
+    blocks = re.findall(r"^```sh\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    assert [line.split("  ")[0] for line in blocks[0].splitlines()] == ["make demo", "make test"]
+    assert "pip install .\n" in blocks
+
+
+def test_the_help_of_the_package_is_for_its_users() -> None:
+    said = aiocoll.__doc__ or ""
+    assert "await pg.allreduce(x)" in said
+    assert "layer" not in said
+    listed = set(re.findall(r"\w+", said))
+    errors = set(aiocoll.errors.__all__)
+    assert set(aiocoll.__all__) - errors - listed == set(), "every public name but the exceptions"
+
+
+def test_the_guide_has_every_option() -> None:
+    guide = (ROOT / "docs" / "guide.md").read_text()
+    options = aiocoll.GroupOptions.__dataclass_fields__
+    assert {name for name in options if f"| `{name}` | `AIOCOLL_" not in guide} == set()
+    for word in ("JAX", "scipy.sparse"):
+        assert word in guide
