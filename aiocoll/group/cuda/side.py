@@ -229,8 +229,8 @@ class DeviceSide:
         chosen = os.environ.get(INTERFACE)
         return (
             f"the ranks are on {hosts} hosts, and NCCL may have chosen a network interface from which it does not "
-            f"reach the others; name one from which it does in {INTERFACE} ({repr(chosen) if chosen else 'not set'} on this "
-            "rank) on all ranks, and restart the processes"
+            f"reach the others; name one from which it does in {INTERFACE} "
+            f"({repr(chosen) if chosen else 'not set'} on this rank) on all ranks, and restart the processes"
         )
 
     def broken(self, error: BaseException, operation: Operation | None = None) -> None:
