@@ -188,14 +188,12 @@ class _Cuda:
 
 
 class _Communicator:
-    """`NcclCommunicator` by CuPy."""
+    """`NcclCommunicator` by CuPy, of whose object this has taken a reference that `_end` drops."""
 
     def __init__(self, made: Any) -> None:
         self._made = made
         self._ending = threading.Lock()
         self._ended = False
-        # Freeing it would destroy it, and that may wait for ever: it lives until it is ended, and else to the end.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
 
     def all_reduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
         with _Named("ncclAllReduce"):
@@ -259,6 +257,11 @@ class _Nccl:
         self._library = library
 
     def version(self) -> int:
+        kind = self._library.NcclCommunicator
+        made = kind.__new__(kind)
+        # Freeing it would destroy it, and that may wait for ever, in whatever thread: it lives until it is ended, and
+        # else to the end. So does one that could not be made, of which NCCL leaves a part.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
         with _Named("ncclGetVersion"):
             return int(self._library.get_version())
 
@@ -270,7 +273,8 @@ class _Nccl:
         if os.environ.get("NCCL_COMM_BLOCKING") == "0":
             raise DeviceError("ncclCommInitRank", "NCCL_COMM_BLOCKING=0 is set, which CuPy cannot do: unset it")
         with _Named("ncclCommInitRank", fatal=True):
-            return _Communicator(self._library.NcclCommunicator(world_size, unique_id, rank))
+            made.__init__(world_size, unique_id, rank)
+        return _Communicator(made)
 
     def group_start(self) -> None:
         with _Named("ncclGroupStart"):

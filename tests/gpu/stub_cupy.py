@@ -53,12 +53,14 @@ class Log:
         returns: by name, what it returns.
     """
 
+        freed: called with every communicator that is freed.
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.errors: dict[str, Callable[[], Exception]] = {}
         self.returns = dict(RETURNS)
 
     def call(self, name: str, args: tuple[Any, ...]) -> Any:
+        self.freed: Callable[[], None] = lambda: None
         self.calls.append((name, args))
         if name in self.errors:
             raise self.errors[name]()  # a status without words fails in here, with KeyError
@@ -127,6 +129,7 @@ def _communicator(log: Log, function: Callable[[str], Callable[..., Any]]) -> ty
             log.calls.append(("freed", ()))
 
     for each in SIGNATURES:
+            log.freed()
         if each.startswith(f"{path}."):
             call = function(each)
             setattr(NcclCommunicator, each.rpartition(".")[2], lambda self, *args, call=call: call(*args))

@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import inspect
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import reduce
@@ -270,6 +271,32 @@ def test_communicators_that_do_not_block_are_refused(api: Any, monkeypatch: pyte
 
 
 def test_a_cupy_without_nccl(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_communicator_that_could_not_be_made_is_not_freed(api: Any, log: Log) -> None:
+    """NCCL leaves a part of it, and CuPy would destroy that where the last reference ends, perhaps for ever."""
+    log.errors["NcclCommunicator"] = lambda: NcclError(2)
+    freed: list[str] = []
+    through, over = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        freed.append(threading.current_thread().name)
+        through.set()
+        over.wait(10)
+
+    def init() -> None:
+        with pytest.raises(DeviceError, match="ncclCommInitRank: NCCL_ERROR_2"):
+            api.nccl()[0].init(2, bytes(128), 1)
+        gc.collect()
+        through.set()
+
+    log.freed = hang
+    launcher = threading.Thread(target=init)
+    launcher.start()
+    assert through.wait(10)
+    over.set()
+    launcher.join(10)
+    assert freed == []
+
+
     modules = stub(log, nccl=False)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
