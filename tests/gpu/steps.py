@@ -1,0 +1,183 @@
+"""The steps of `run.py`, in the order in which they tell most about a machine that nobody knows, and how one is run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+#: Seconds that processes which hang have to write the stacks of their threads.
+LAST_WORDS = 3.0
+#: CUDA would load kernels while others run, for which it waits for them. Not with torch: to load all of torch's takes
+#: many seconds, in each process.
+EAGER = {"CUDA_MODULE_LOADING": "EAGER"}
+
+PYTEST = ("pytest", "pytest_asyncio", "ml_dtypes")
+
+
+class Step(NamedTuple):
+    """One process.
+
+    Attributes:
+        name: of the step.
+        limit: seconds it may take.
+        words: what to run, behind the name of the Python.
+        needs: without which it is not run.
+        after: the step without which this one cannot pass.
+        environment: what it needs there.
+    """
+
+    name: str
+    limit: float
+    words: Sequence[str]
+    needs: Sequence[str] = ()
+    after: str | None = None
+    environment: Mapping[str, str] = {}
+
+
+class Ended(NamedTuple):
+    """How a step has ended.
+
+    Attributes:
+        state: "passed", "failed", "hung", "left out" or "not run"; all but the first and "left out" are failures.
+        seconds: it took.
+        why: in words.
+    """
+
+    state: str
+    seconds: float = 0.0
+    why: str = ""
+
+
+def steps(fake: bool, folder: Path, plugins: Sequence[str]) -> list[Step]:
+    """Return what is to be run, in order.
+
+    Args:
+        fake: on the fake device.
+        folder: for what they write.
+        plugins: what pytest has to be told.
+    """
+    kinds = ("fake",) if fake else ("cupy", "torch")
+    first, here = kinds[0], str(folder)
+
+    def tests(name: str, file: str, kind: str, limit: float, chosen: str = "") -> Step:
+        which = f"{kind} and {chosen}" if chosen else kind
+        words = ("-m", "pytest", "-q", *plugins, "-W", "default", "--durations=3")
+        picked = ("-m", "not gpu" if fake else "gpu", "-k", which, "-o", f"faulthandler_timeout={limit - 10:g}")
+        needs = (*PYTEST, "nccl", *(["torch"] if kind == "torch" else []))
+        return Step(name, limit, (*words, *picked, file), needs, environment={} if kind == "torch" else EAGER)
+
+    def on_device(name: str, limit: float, title: str = "", chosen: str = "") -> Iterator[Step]:
+        for kind in kinds:
+            yield tests(f"{title or name} {kind}", f"tests/gpu/on_device/test_{name}.py", kind, limit, chosen)
+
+    def two(name: str, which: str, how: str, after: str | None = "ours", **environment: str) -> Step:
+        words = ("-m", "tests.gpu.on_device.two", which, how, first, here)
+        return Step(name, 55, words, ("nccl",), after, environment)
+
+    return [
+        Step("signatures", 45, ("-m", "pytest", "-q", *plugins, "-W", "default", "tests/gpu/test_cupy_api.py"), PYTEST),
+        *(
+            Step(f"alone {kind}", 45, ("-m", "tests.gpu.on_device.alone", kind), ("nccl", "ml_dtypes", kind))
+            for kind in kinds
+        ),
+        two("raw", "raw", "sum", after=None),
+        two("ours", "ours", "sum", after="raw"),
+        two("killed", "ours", "killed"),
+        two("aborted", "ours", "aborted"),
+        two("exit with RAS", "ours", "sum", NCCL_RAS_ENABLE="1"),
+        two("exit with RAS unclosed", "ours", "left", NCCL_RAS_ENABLE="1"),
+        *(step._replace(after="ours") for step in on_device("processes", 60, "two ranks", "by_nccl")),
+        *on_device("failures", 60),
+        *on_device("streams", 50),
+        *on_device("processes", 60, "staged 2", "(2 or dies)"),
+        *(step for size in (4, 8) if not fake for step in on_device("processes", 60, f"staged {size}", str(size))),
+        *on_device("loop", 50),
+        *on_device("calls", 60),
+        Step(
+            "bench",
+            60,
+            ("bench/gpu.py", "--quick", *(("--fake",) if fake else ()), "--output", f"{here}/RESULTS-gpu.md"),
+            ("uvloop", "nccl", "ml_dtypes"),
+        ),
+    ]
+
+
+def carry_out(step: Step, limit: float, environment: Mapping[str, str], log: Path) -> Ended:
+    """Run a step, and write what it says behind what is in `log`; one that hangs leaves the stacks of its threads."""
+    start = monotonic()
+    with (
+        log.open("ab") as output,
+        subprocess.Popen(
+            [sys.executable, *step.words],
+            cwd=ROOT,
+            env={**environment, **step.environment, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as process,
+    ):
+        where = output.tell()
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end(process)
+    took = round(monotonic() - start, 1)
+    said = log.read_bytes()[where:].decode(errors="replace")
+    if code is None:
+        return Ended("hung", took, f"it was killed after {limit:g} s; the stacks are in the log")
+    if code:
+        return Ended("failed", took, _last(said) if code > 0 else f"killed by {signal.Signals(-code).name}")
+    if step.words[:2] == ("-m", "pytest") and not re.search(r"\b[1-9]\d* passed", said):
+        return Ended("failed", took, f"no test has passed: {_last(said)}")
+    return Ended("passed", took)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it has started: by a signal at which each writes its stacks, then for good."""
+    family = [process.pid, *_descendants(process.pid)]
+    if process.poll() is None:
+        for pid in family:
+            _kill(pid, signal.SIGABRT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(LAST_WORDS)
+    for pid in {*family[1:], *_descendants(process.pid)}:
+        _kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # what was its child, and has lost its parent
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _kill(pid: int, how: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, how)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the processes that a process has started, and that those have."""
+    children: dict[int, list[int]] = {}
+    for each in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parent = int((each / "stat").read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(each.name))
+    found, left = [], [pid]
+    while left:
+        mine = children.get(left.pop(), [])
+        found += mine
+        left += mine
+    return found
+
+
+def _last(said: str) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "it has said nothing"
