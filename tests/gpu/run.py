@@ -136,7 +136,10 @@ class Run:
             print(f"{name:26}  {ended.state:8}  {ended.seconds:6.1f} s  {ended.why}")
         return not any(ended.state in FAILURES for ended in self.ended.values())
 
-    def close(self) -> None:
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
         self._scratch.cleanup()
 
 
@@ -146,8 +149,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--fake", action="store_true", help="run the same steps on the fake device")
     parser.add_argument("--only", metavar="STEPS", help="run only those with these names, with commas in between")
     args = parser.parse_args(words)
-    run = Run(args.folder.resolve(), args.fake)
-    try:
+    with Run(args.folder.resolve(), args.fake) as run:
         if not run.look():
             print("Nothing was run. To see that it runs, without a device: python tests/gpu/run.py --fake")
             return 2
@@ -157,8 +159,6 @@ def main(words: Sequence[str] | None = None) -> int:
             parser.error(f"--only: no step is called {', '.join(sorted(unknown))}")
         run.go([step for step in found if step.name in only])
         return int(not run.show())
-    finally:
-        run.close()
 
 
 if __name__ == "__main__":
