@@ -18,7 +18,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from time import monotonic
 from weakref import WeakValueDictionary
 
 from aiocoll.gpu.api import Cuda, DeviceError
@@ -28,8 +27,9 @@ __all__ = ["Waiter"]
 
 #: Ends that one callback in a loop tells: of some microseconds each, so that others have their turn.
 AT_ONCE = 16
-#: Seconds that the launcher looks whether a call has ended: to wake a thread for that takes about as long.
-LOOKING = 50e-6
+#: How often the launcher looks whether a call has ended. A look takes a microsecond or two, so all of them take about
+#: as long as it takes to wake a thread for that.
+LOOKS = 32
 
 
 class Waiter:
@@ -86,11 +86,12 @@ class Waiter:
 
     def _ends_soon(self, launched: Launched) -> bool:
         """Look for a while whether a call has ended; in the launcher."""
-        until = monotonic() + LOOKING
-        while not self._is_done(launched):
-            if self._is_wanted() or monotonic() > until:
-                return False
-        return True
+        for _ in range(LOOKS):
+            if self._is_done(launched):
+                return True
+            if self._is_wanted():
+                break
+        return False
 
     # -- in the loop
 

@@ -164,7 +164,7 @@ def test_when_the_time_is_over(run: Run) -> None:
 
 
 def test_what_was_in_the_path_stays_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for before, path in ((None, [ROOT]), ("/tmp/site:/other", [ROOT, "/tmp/site", "/other"])):
+    for before, path in ((None, [ROOT]), ("/some/site:/other", [ROOT, "/some/site", "/other"])):
         monkeypatch.delenv("PYTHONPATH", raising=False)
         if before is not None:
             monkeypatch.setenv("PYTHONPATH", before)
