@@ -34,6 +34,8 @@ INVALID_HANDLE = "invalid resource handle"
 INVALID_VALUE = "invalid argument"
 #: Seconds after which a stalled query comes back all the same, so that a test in which nothing ends it fails.
 STALLED = 5.0
+#: Seconds that a query takes.
+MOMENT = 1e-6
 
 
 class _Thread(threading.local):
@@ -252,9 +254,11 @@ class FakeCuda:
         mark = self._event(event, "event_done").mark
         if mark is None:
             return True
-        if self.stalls and not mark.passed.is_set():
-            self.stalled.append(threading.current_thread().name)
-            self.blocked.wait(mark.passed, STALLED)
+        if not mark.passed.is_set():
+            if self.stalls:
+                self.stalled.append(threading.current_thread().name)
+            # As the real one it lets go of the GIL, which here the kernel needs to go on.
+            self.blocked.wait(mark.passed, STALLED if self.stalls else MOMENT)
         return mark.done("event_done")
 
     def event_synchronize(self, event: int) -> None:
