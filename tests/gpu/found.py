@@ -38,16 +38,31 @@ OPTIONAL = ("torch", "two devices")
 Found = dict[str, Any]
 
 
-def look() -> Found:
-    """Return what there is; each part that cannot be found out is an error in words."""
-    found: Found = {"python": sys.version.split()[0], "executable": sys.executable}
-    found["modules"] = {name: _tried(lambda name=name: _version(name)) for name in MODULES}
-    found["plugins"] = [entry.name for entry in metadata.entry_points(group="pytest11")]
-    found["driver"] = _tried(_driver)
-    found["cuda"] = _tried(_cuda)
-    found["nccl"] = _tried(_nccl)
-    found["interfaces"] = _tried(_interfaces)
-    found["settings"] = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("NCCL_", "CUDA_"))}
+def look(note: Callable[[Found], object] = lambda found: None) -> Found:
+    """Return what there is; each part that cannot be found out is an error in words.
+
+    Args:
+        note: called with what is known by now, before each part: it may hang, or end the process.
+    """
+    unknown = {"error": "looking for it has hung, or ended the process"}
+    found: Found = {
+        "python": sys.version.split()[0],
+        "executable": sys.executable,
+        "plugins": [entry.name for entry in metadata.entry_points(group="pytest11")],
+        "settings": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("NCCL_", "CUDA_"))},
+        "modules": dict.fromkeys(MODULES, unknown),
+    }
+    parts: dict[str, Callable[[], Any]] = {
+        "interfaces": _interfaces, "driver": _driver, "cuda": _cuda, "nccl": _nccl
+    }  # fmt: skip
+    found |= dict.fromkeys(parts, unknown)
+    for name in MODULES:
+        note(found)
+        found["modules"][name] = _tried(lambda name=name: _version(name))
+    for name, part in parts.items():
+        note(found)
+        found[name] = _tried(part)
+    note(found)
     return found
 
 
@@ -97,7 +112,8 @@ def _tried(look: Callable[[], Any]) -> Any:
 
 
 def _version(name: str) -> str:
-    return str(importlib.import_module(name).__version__)
+    """Return the version of a module that can be imported; of torch, which takes long, that of its package."""
+    return metadata.version(name) if name == "torch" else str(importlib.import_module(name).__version__)
 
 
 def _driver() -> Found:
@@ -147,5 +163,4 @@ def _state(name: str) -> str:
 
 
 if __name__ == "__main__":
-    text = json.dumps(look())
-    Path(sys.argv[1]).write_text(text)
+    look(lambda found: Path(sys.argv[1]).write_text(json.dumps(found)))

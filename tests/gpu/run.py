@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -149,6 +150,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--fake", action="store_true", help="run the same steps on the fake device")
     parser.add_argument("--only", metavar="STEPS", help="run only those with these names, with commas in between")
     args = parser.parse_args(words)
+    # Of a process with CUDA, what it leaves when it is ended to have its stacks would take minutes to write.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with Run(args.folder.resolve(), args.fake) as run:
         if not run.look():
             print("Nothing was run. To see that it runs, without a device: python tests/gpu/run.py --fake")

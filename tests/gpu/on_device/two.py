@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -37,6 +38,8 @@ WAYS = ("hostid", "multi-rank")
 MULTI_RANK = 23000
 #: Seconds that both ranks have together: less than the step, so that it is told which of them hangs.
 LIMIT = 45.0
+#: Seconds that a rank has when the other has failed, and between two looks at them.
+GRACE, LOOK = 10.0, 0.1
 #: Seconds that a rank has to write the stacks of its threads.
 LAST_WORDS = 3.0
 
@@ -75,9 +78,8 @@ def said(meeting: Path, rank: int) -> Path:
     return meeting / f"nccl-rank{rank}.txt"
 
 
-def pair(module: str, how: str, kind: str, meeting: Path) -> list[int]:
+def pair(module: str, how: str, kind: str, meeting: Path, expected: Sequence[int]) -> list[int]:
     """Run both ranks; return how they ended: exit codes, or minus a signal's number; SIGABRT is for one that hung."""
-    end = monotonic() + LIMIT
     words = (sys.executable, "-m", f"tests.gpu.on_device.{module}", how, kind, str(meeting))
     by = os.environ.get(TWO_BY, WAYS[0])
     ranks = []
@@ -85,9 +87,7 @@ def pair(module: str, how: str, kind: str, meeting: Path) -> list[int]:
         loud = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(said(meeting, rank)), "PYTHONFAULTHANDLER": "1"}
         ranks.append(subprocess.Popen([*words, str(rank)], env={**os.environ, **settings(rank, by), **loud}))
     try:
-        for process in ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(end - monotonic(), 0.0))
+        _wait(ranks, expected)
     finally:
         hung = [process for process in ranks if process.poll() is None]
         for process in hung:
@@ -99,12 +99,22 @@ def pair(module: str, how: str, kind: str, meeting: Path) -> list[int]:
     return [process.wait() for process in ranks]
 
 
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], expected: Sequence[int]) -> None:
+    """Wait for both; not long for one whose peer has failed."""
+    end = monotonic() + LIMIT
+    while any(process.poll() is None for process in ranks) and monotonic() < end:
+        for process, code in zip(ranks, expected, strict=True):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if process.wait(LOOK) != code:
+                    end = min(end, monotonic() + GRACE)
+
+
 def main(module: str, how: str, kind: str, folder: str) -> str | None:
     """Run both; return what went wrong."""
     expected = [0, -signal.SIGKILL if how == "killed" else 0]
     with tempfile.TemporaryDirectory() as name:
         meeting = Path(name)
-        codes = pair(module, how, kind, meeting)
+        codes = pair(module, how, kind, meeting, expected)
         for rank in range(2):
             file = said(meeting, rank)
             if not file.exists():
@@ -123,8 +133,10 @@ def main(module: str, how: str, kind: str, folder: str) -> str | None:
 
 def _ending(code: int) -> str:
     if code == -signal.SIGABRT:
-        return f"hung, and was ended after {LIMIT:g} s"
-    return f"ended with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        return "hung"
+    if code == 0:
+        return "ended as if all were well"
+    return f"ended with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 if __name__ == "__main__":
