@@ -203,16 +203,13 @@ def test_how_a_step_ends(code: str, state: str, why: str, tmp_path: Path) -> Non
     assert said.startswith("of the step before")
 
 
-@pytest.mark.parametrize(
-    ("body", "state"), [("pass", "passed"), ("pytest.skip('no')", "failed"), ("assert 0", "failed")]
-)
-def test_tests_that_are_all_skipped_have_not_passed(body: str, state: str, tmp_path: Path) -> None:
+def test_tests_that_are_all_skipped_have_not_passed(tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
-    file.write_text(f"import pytest\ndef test_it():\n    {body}\n")
+    file.write_text("import pytest\ndef test_it():\n    pytest.skip('no')\n")
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path), str(file))
     ended, _ = carried_out(Step("it", 60, words), tmp_path)
-    assert ended.state == state
-    assert ("no test has passed" in ended.why) == ("skip" in body)
+    assert ended.state == "failed"
+    assert ended.why.startswith("no test has passed: 1 skipped")
 
 
 def test_a_step_that_hangs(tmp_path: Path) -> None:
@@ -293,7 +290,7 @@ def test_the_way_of_two_ranks_depends_on_nccl() -> None:
 
 
 @pytest.mark.parametrize(
-    "only", ["raw,killed,aborted,two ranks fake", pytest.param("", marks=pytest.mark.soak, id="everything")]
+    "only", ["raw,killed,two ranks fake", pytest.param("", marks=pytest.mark.soak, id="everything")]
 )
 def test_a_run_on_the_fake_device(only: str, tmp_path: Path) -> None:
     words = ["--fake", *(["--only", only] if only else []), str(tmp_path)]
