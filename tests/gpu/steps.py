@@ -57,57 +57,80 @@ class Ended(NamedTuple):
     why: str = ""
 
 
-def steps(fake: bool, folder: Path, plugins: Sequence[str]) -> list[Step]:
-    """Return what is to be run, in order.
+class _Maker(NamedTuple):
+    """Makes steps.
 
-    Args:
+    Attributes:
         fake: on the fake device.
         folder: for what they write.
         plugins: what pytest has to be told.
     """
-    kinds = ("fake",) if fake else ("cupy", "torch")
-    first, here = kinds[0], str(folder)
 
-    def tests(name: str, file: str, kind: str, limit: float, chosen: str = "") -> Step:
-        which = f"{kind} and {chosen}" if chosen else kind
-        words = ("-m", "pytest", "-q", *plugins, "-W", "default", "--durations=3")
-        picked = ("-m", "not gpu" if fake else "gpu", "-k", which, "-o", f"faulthandler_timeout={limit - 10:g}")
-        needs = (*PYTEST, "nccl", *(["torch"] if kind == "torch" else []))
-        return Step(name, limit, (*words, *picked, file), needs, environment={} if kind == "torch" else EAGER)
+    fake: bool
+    folder: Path
+    plugins: Sequence[str]
 
-    def on_device(name: str, limit: float, title: str = "", chosen: str = "") -> Iterator[Step]:
-        for kind in kinds:
-            yield tests(f"{title or name} {kind}", f"tests/gpu/on_device/test_{name}.py", kind, limit, chosen)
+    @property
+    def kinds(self) -> Sequence[str]:
+        """What arrays are made of; the first is what steps use that need no other."""
+        return ("fake",) if self.fake else ("cupy", "torch")
 
-    def two(name: str, which: str, how: str, after: str | None = "ours", **environment: str) -> Step:
-        words = ("-m", "tests.gpu.on_device.two", which, how, first, here)
+    def pytest(self, *more: str) -> Sequence[str]:
+        return ("-m", "pytest", "-q", *self.plugins, "-W", "default", *more)
+
+    def alone(self) -> Iterator[Step]:
+        """One rank, for arrays of each kind."""
+        for kind in self.kinds:
+            yield Step(f"alone {kind}", 45, ("-m", "tests.gpu.on_device.alone", kind), ("nccl", "ml_dtypes", kind))
+
+    def two(self, name: str, module: str, how: str, after: str | None = "ours", **environment: str) -> Step:
+        """Two ranks on one device."""
+        words = ("-m", "tests.gpu.on_device.two", module, how, self.kinds[0], str(self.folder))
         return Step(name, 55, words, ("nccl",), after, environment)
 
+    def tests(
+        self, file: str, limit: float, name: str = "", chosen: str = "", after: str | None = None
+    ) -> Iterator[Step]:
+        """Tests of a file, or those chosen of them, for arrays of each kind."""
+        for kind in self.kinds:
+            which = f"{kind} and {chosen}" if chosen else kind
+            picked = ("-m", "not gpu" if self.fake else "gpu", "-k", which, "--durations=3")
+            words = self.pytest(*picked, "-o", f"faulthandler_timeout={limit - 10:g}")
+            yield Step(
+                f"{name or file} {kind}",
+                limit,
+                (*words, f"tests/gpu/on_device/test_{file}.py"),
+                (*PYTEST, "nccl", *(["torch"] if kind == "torch" else [])),
+                after,
+                {} if kind == "torch" else EAGER,
+            )
+
+    def bench(self) -> Step:
+        words = ("bench/gpu.py", "--quick", *(["--fake"] if self.fake else []))
+        output = ("--output", f"{self.folder}/RESULTS-gpu.md")
+        return Step("bench", 60, (*words, *output), ("uvloop", "nccl", "ml_dtypes"))
+
+
+def steps(fake: bool, folder: Path, plugins: Sequence[str]) -> list[Step]:
+    """Return what is to be run, in order; for the arguments, see `_Maker`."""
+    make = _Maker(fake, folder, plugins)
     return [
-        Step("signatures", 45, ("-m", "pytest", "-q", *plugins, "-W", "default", "tests/gpu/test_cupy_api.py"), PYTEST),
-        *(
-            Step(f"alone {kind}", 45, ("-m", "tests.gpu.on_device.alone", kind), ("nccl", "ml_dtypes", kind))
-            for kind in kinds
-        ),
-        two("raw", "raw", "sum", after=None),
-        two("ours", "ours", "sum", after="raw"),
-        two("killed", "ours", "killed"),
-        two("aborted", "ours", "aborted"),
-        two("exit with RAS", "ours", "sum", NCCL_RAS_ENABLE="1"),
-        two("exit with RAS unclosed", "ours", "left", NCCL_RAS_ENABLE="1"),
-        *(step._replace(after="ours") for step in on_device("processes", 60, "two ranks", "by_nccl")),
-        *on_device("failures", 60),
-        *on_device("streams", 50),
-        *on_device("processes", 60, "staged 2", "(2 or dies)"),
-        *(step for size in (4, 8) if not fake for step in on_device("processes", 60, f"staged {size}", str(size))),
-        *on_device("loop", 50),
-        *on_device("calls", 60),
-        Step(
-            "bench",
-            60,
-            ("bench/gpu.py", "--quick", *(("--fake",) if fake else ()), "--output", f"{here}/RESULTS-gpu.md"),
-            ("uvloop", "nccl", "ml_dtypes"),
-        ),
+        Step("signatures", 45, make.pytest("tests/gpu/test_cupy_api.py"), PYTEST),
+        *make.alone(),
+        make.two("raw", "raw", "sum", after=None),
+        make.two("ours", "ours", "sum", after="raw"),
+        make.two("killed", "ours", "killed"),
+        make.two("aborted", "ours", "aborted"),
+        make.two("exit with RAS", "ours", "sum", NCCL_RAS_ENABLE="1"),
+        make.two("exit with RAS unclosed", "ours", "left", NCCL_RAS_ENABLE="1"),
+        *make.tests("processes", 60, "two ranks", "by_nccl", after="ours"),
+        *make.tests("failures", 60),
+        *make.tests("streams", 50),
+        *make.tests("processes", 60, "staged 2", "(2 or dies)"),
+        *(step for size in (4, 8) if not fake for step in make.tests("processes", 60, f"staged {size}", str(size))),
+        *make.tests("loop", 50),
+        *make.tests("calls", 60),
+        make.bench(),
     ]
 
 
