@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aiocoll.gpu import waiter as waiter_module
 from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.launcher import Launched
@@ -224,6 +225,25 @@ async def test_a_short_call_ends_without_a_thread_that_waits(cuda: FakeCuda, dev
         await begin(device, stream)[1]
     assert cuda.calls["event_done"] == 10
     assert cuda.calls["event_synchronize"] == 0
+
+
+async def test_the_launcher_looks_no_longer_when_it_is_wanted(
+    cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 1 << 14  # a second or more
+    monkeypatch.setattr(waiter_module, "LOOKS", looks)
+    stream = device.stream()
+    held = Gated(cuda, stream)
+    launched, ended = begin(device, stream, held)
+    await until(lambda: launched.enqueued and cuda.calls["event_done"])
+    assert cuda.calls["event_synchronize"] == 0
+    other, done = begin(device, device.stream())
+    await done
+    assert other.enqueued
+    assert cuda.calls["event_done"] < looks
+    await until(lambda: cuda.calls["event_synchronize"])
+    held.open()
+    await ended
 
 
 async def test_what_comes_while_the_thread_waits_is_left_to_it(cuda: FakeCuda, device: Device) -> None:
