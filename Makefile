@@ -15,7 +15,7 @@ help:
 	@echo 'make matrix        the full matrices, Pythons 3.11 to 3.13, asyncio and uvloop'
 	@echo 'make soak          what takes long: many operations, a slow receiver, chaos'
 	@echo 'make bench         against Gloo, MPICH and Open MPI (installs them); ARGS=--quick: a glance'
-	@echo 'make gpu           what needs a GPU, in under 8 minutes; PYTHON= one with CuPy, NCCL and the dev packages'
+	@echo 'make gpu           what needs a GPU, in under 8 minutes; PYTHON= one with CuPy, NCCL, pytest-asyncio; ARGS=--fake'
 	@echo 'make clean         remove the environments and caches'
 
 .venv/installed: pyproject.toml

@@ -2,6 +2,7 @@
 
 api          what is needed of CUDA and of NCCL, as two protocols of plain integers
 cupy_api     both of them by CuPy: the only module that imports it
+driver       some calls of CUDA without CuPy
 provider     which of them there are: those by CuPy, or what a test provides
 device       a device as a loop uses it: calls are made in the loop, done on the device, and told to the loop
 launcher     the one thread of a device that starts work there

@@ -3,6 +3,8 @@
 Devices are ordinals, streams, events and memory are addresses. `aiocoll.gpu.cupy_api` has both by CuPy; a fake device
 can stand in. Whoever calls must know: no call but `event_synchronize`, `NcclCommunicator.abort` and those of NCCL may
 take long, NCCL's may (so only a launcher thread makes them), and an event that has not been recorded counts as done.
+Every call but `version`, `device_count`, `bus_id`, `capability`, `current`, `has_context`, `device_of` and `event_done`
+makes a context on the thread's device if there is none, of half a GiB: each thread has to `use` its device before.
 """
 
 from __future__ import annotations
@@ -49,6 +51,9 @@ class Cuda(Protocol):
 
     def current(self) -> int:
         """Return the device that calls of this thread are for; the streams 0, 1 and 2 are those of this device."""
+
+    def has_context(self, device: int) -> bool:
+        """Whether anything has been done on the device in this process: to `use` it makes a context there, if not."""
 
     def device_of(self, address: int) -> int:
         """Return the device whose memory lies at `address`."""

@@ -1,7 +1,8 @@
 """CUDA and NCCL by CuPy: the only module that imports it, and does nothing but that and to name what fails.
 
 CuPy has its ways: importing its NCCL without the library warns and leaves an empty module; an NCCL status that it does
-not know is a KeyError; a communicator that is garbage-collected is destroyed, for which NCCL waits for other ranks.
+not know is a KeyError; a communicator that is garbage-collected is destroyed, for which NCCL waits for other ranks; and
+some calls hold the GIL while they wait for the driver, so `aiocoll.gpu.driver` makes those.
 """
 
 from __future__ import annotations
@@ -21,13 +22,11 @@ from numpy.typing import NDArray
 
 from aiocoll.errors import BackendUnavailableError
 from aiocoll.gpu.api import Cuda, DeviceError, Nccl
+from aiocoll.gpu.driver import HARMLESS, Driver, load
 
 __all__ = ["cuda", "nccl"]
 
 _OLDEST = 14
-_SUCCESS, _NOT_READY = 0, 600
-#: What CUDA refuses without harm: arguments, too little memory, a device or a handle that is none, a capture.
-_HARMLESS = frozenset({1, 2, 101, 400, *range(900, 909)})
 _INVALID_ARGUMENT = 4
 #: The attributes of a device that are its compute capability, for which CuPy has no names.
 _CAPABILITY = (75, 76)
@@ -62,7 +61,7 @@ class _Named:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if isinstance(error, runtime.CUDARuntimeError):
-            fatal = self._fatal or error.status not in _HARMLESS
+            fatal = self._fatal or error.status not in HARMLESS
         elif isinstance(error, KeyError):
             # Of an NCCL status that CuPy does not know, raising fails.
             status = error.args[0]
@@ -85,7 +84,13 @@ class _Stream:
 
 
 class _Cuda:
-    """`Cuda` by `cupy.cuda.runtime`."""
+    """`Cuda` by `cupy.cuda.runtime`, and by the driver what must not hold the GIL, or make a context."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.use = driver.use
+        self.has_context = driver.has_context
+        self.device_of = driver.device_of
+        self.event_done = driver.event_done
 
     def version(self) -> int:
         with _Named("cudaRuntimeGetVersion"):
@@ -106,17 +111,9 @@ class _Cuda:
             major, minor = (int(runtime.deviceGetAttribute(attribute, device)) for attribute in _CAPABILITY)
             return major, minor
 
-    def use(self, device: int) -> None:
-        with _Named("cudaSetDevice"):
-            runtime.setDevice(device)
-
     def current(self) -> int:
         with _Named("cudaGetDevice"):
             return int(runtime.getDevice())
-
-    def device_of(self, address: int) -> int:
-        with _Named("cudaPointerGetAttributes"):
-            return int(runtime.pointerGetAttributes(address).device)
 
     def stream_create(self) -> int:
         with _Named("cudaStreamCreateWithFlags"):
@@ -141,13 +138,6 @@ class _Cuda:
     def event_record(self, event: int, stream: int) -> None:
         with _Named("cudaEventRecord"):
             runtime.eventRecord(event, stream)
-
-    def event_done(self, event: int) -> bool:
-        with _Named("cudaEventQuery"):
-            status = runtime.eventQuery(event)  # which it returns, whatever it is
-            if status in (_SUCCESS, _NOT_READY):
-                return bool(status == _SUCCESS)
-            raise runtime.CUDARuntimeError(status)
 
     def event_synchronize(self, event: int) -> None:
         with _Named("cudaEventSynchronize"):
@@ -188,14 +178,12 @@ class _Cuda:
 
 
 class _Communicator:
-    """`NcclCommunicator` by CuPy."""
+    """`NcclCommunicator` by CuPy, of whose object this has taken a reference that `_end` drops."""
 
     def __init__(self, made: Any) -> None:
         self._made = made
         self._ending = threading.Lock()
         self._ended = False
-        # Freeing it would destroy it, and that may wait for ever: it lives until it is ended, and else to the end.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
 
     def all_reduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
         with _Named("ncclAllReduce"):
@@ -269,8 +257,14 @@ class _Nccl:
     def init(self, world_size: int, unique_id: bytes, rank: int) -> _Communicator:
         if os.environ.get("NCCL_COMM_BLOCKING") == "0":
             raise DeviceError("ncclCommInitRank", "NCCL_COMM_BLOCKING=0 is set, which CuPy cannot do: unset it")
+        kind = self._library.NcclCommunicator
+        made = kind.__new__(kind)
+        # Freeing it would destroy it, and that may wait for ever, in whatever thread: it lives until it is ended, and
+        # else to the end. So does one that could not be made, of which NCCL leaves a part.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
         with _Named("ncclCommInitRank", fatal=True):
-            return _Communicator(self._library.NcclCommunicator(world_size, unique_id, rank))
+            made.__init__(world_size, unique_id, rank)
+        return _Communicator(made)
 
     def group_start(self) -> None:
         with _Named("ncclGroupStart"):
@@ -291,9 +285,9 @@ def cuda() -> Cuda:
     """
     try:
         runtime.getDeviceCount()
-    except runtime.CUDARuntimeError as error:
+        return _Cuda(load())
+    except (runtime.CUDARuntimeError, OSError, DeviceError) as error:
         raise BackendUnavailableError(f"CuPy {cupy.__version__} finds no CUDA device: {error}") from error
-    return _Cuda()
 
 
 @cache

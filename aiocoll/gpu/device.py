@@ -85,7 +85,7 @@ class Device:
             DeviceError: CUDA refuses.
         """
         self._check()
-        waiter = Waiter(self.cuda, self.ordinal)
+        waiter = Waiter(self.cuda, self.ordinal, self._launcher.is_wanted)
         try:
             stream = self._events.there(self.cuda.stream_create)
         except BaseException:
@@ -182,11 +182,15 @@ class Device:
     def aside(self, call: Callable[[], T]) -> asyncio.Future[T]:
         """Do as `run` does, in a thread of its own, at once: what must not wait for a launcher that may be stuck."""
         self._check()
+        return _carry(self._start_aside, call, None)
 
-        def start(carry: Callable[[], None]) -> None:
-            threading.Thread(target=carry, name=f"aiocoll-aside-{self.ordinal}", daemon=True).start()
+    def _start_aside(self, carry: Callable[[], None]) -> None:
+        def there() -> None:
+            with suppress(DeviceError):  # what is called will say it
+                self.cuda.use(self.ordinal)
+            carry()
 
-        return _carry(start, call, None)
+        threading.Thread(target=there, name=f"aiocoll-aside-{self.ordinal}", daemon=True).start()
 
     async def close_stream(self, stream: int, seconds: float) -> bool:
         """Give a stream back when all that was launched on it has ended.

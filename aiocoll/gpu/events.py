@@ -28,7 +28,8 @@ class Events:
     def there(self, call: Callable[[], T]) -> T:
         """Return what `call` returns with the thread on this device; afterwards it is on its own one again.
 
-        The streams 0, 1 and 2 are those of the thread's device, and what is made is made there.
+        The streams 0, 1 and 2 are those of the thread's device, and what is made is made there. A thread whose own
+        device nobody has used yet stays on this one: to go back would make a context there.
         """
         cuda = self.cuda
         before = cuda.current()
@@ -38,7 +39,8 @@ class Events:
         try:
             return call()
         finally:
-            cuda.use(before)
+            if cuda.has_context(before):
+                cuda.use(before)
 
     def record(self, stream: int) -> int:
         """Return an event that is done when all that is on `stream` now is; the thread must be on this device.

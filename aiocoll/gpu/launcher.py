@@ -43,6 +43,10 @@ class Launcher:
         """Let the thread call `call`, which must not raise, after all that came before; from any thread."""
         self._queue.put(call)
 
+    def is_wanted(self) -> bool:
+        """Whether anything waits to be called."""
+        return not self._queue.empty()
+
     def stop(self, seconds: float) -> bool:
         """Let the thread end after all that came before; return whether it has within `seconds`."""
         self._queue.put(None)
@@ -118,8 +122,11 @@ class Launched:
             self.event = self._events.record(self._stream)
         except BaseException as exc:
             self.failed(exc)
-        self.enqueued = True
         # Not earlier: an event that was not recorded counts as done.
+        self.enqueued = True
+        if self._wanted:
+            with suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(self.release)
         self._waiter.put(self)
 
     def failed(self, error: BaseException) -> None:
@@ -136,20 +143,24 @@ class Launched:
         The host does not wait for the device. In the loop.
 
         Raises:
-            DeviceError: it was not launched, or has failed.
+            DeviceError: it was not launched, or has failed, or whoever waits was released before.
         """
         if not self.enqueued:
             waiting = self.loop.create_future()
             self._wanted.append(waiting)
+            if self.enqueued:  # meanwhile; the launcher may have looked before
+                self.release()
             await waiting
         if self.error is not None:
             raise self.error
+        if not self.enqueued:
+            raise DeviceError("launch", "nobody waits for it any more", fatal=False)
         if self.event:  # given back in this thread only
             event = self.event
             self._events.there(lambda: self._events.cuda.stream_wait(stream, event))
 
-    def tell_enqueued(self) -> None:
-        """Let those go on who wait in `on_stream`; in the loop."""
+    def release(self) -> None:
+        """Let those go on who wait in `on_stream`: it is on the stream, or will not be of use there; in the loop."""
         for waiting in self._wanted:
             if not waiting.done():
                 waiting.set_result(None)

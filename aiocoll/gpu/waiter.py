@@ -1,15 +1,14 @@
-"""Who finds out that what is on one stream has ended: the loop, or else a thread, which tells it.
+"""Who finds out that what is on one stream has ended, and tells the loop: the launcher, or else a thread.
 
-To wake a thread takes tens of microseconds, as long as a short collective. So the launcher wakes the loop at once, and
-not a thread that waits, which would have to wake the loop in its turn. The loop looks once: a short one has ended by
-then. What has not is left to the thread.
+To wake a thread takes tens of microseconds, as long as a short collective. So the launcher, which is awake, looks for
+so long whether a call has ended, if it has nothing else to do. What has not ended is left to the thread.
 
-    launcher    puts it on the stream, wakes the loop
-    loop        has it ended?  yes: that is the end  no: wakes the thread
-    thread                                                sleeps until it has ended, wakes the loop
+    launcher    puts it on the stream; has it ended?  yes: wakes the loop  no: wakes the thread
+    thread                                                                     sleeps until it has ended, wakes the loop
 
-There is one for each stream: waiting for a collective, which waits for other ranks, must not hide the end of something
-else that those ranks may be waiting for.
+The loop itself never asks CUDA for that: the driver may be held up by a kernel that waits for a rank which is gone, and
+it is the loop that hears of that, and has the kernel aborted. There is a thread for each stream: waiting for one
+collective, which waits for other ranks, must not hide the end of something else that those ranks may be waiting for.
 """
 
 from __future__ import annotations
@@ -28,6 +27,9 @@ __all__ = ["Waiter"]
 
 #: Ends that one callback in a loop tells: of some microseconds each, so that others have their turn.
 AT_ONCE = 16
+#: How often the launcher looks whether a call has ended. A look takes a microsecond or two, so all of them take about
+#: as long as it takes to wake a thread for that.
+LOOKS = 32
 
 
 class Waiter:
@@ -36,15 +38,17 @@ class Waiter:
     Args:
         cuda: the runtime.
         ordinal: of the device.
+        is_wanted: whether the launcher has something else to do.
 
     Raises:
         RuntimeError: no more threads can be started.
     """
 
-    def __init__(self, cuda: Cuda, ordinal: int) -> None:
+    def __init__(self, cuda: Cuda, ordinal: int, is_wanted: Callable[[], bool]) -> None:
         self._cuda = cuda
         self._ordinal = ordinal
-        # Who takes any out: the thread if it is awake, else a loop, with the lock.
+        self._is_wanted = is_wanted
+        # The launcher puts them in, and wakes the thread, which takes them out.
         self._calls: deque[Launched] = deque()
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
@@ -57,43 +61,39 @@ class Waiter:
         self._thread.start()
 
     def put(self, launched: Launched) -> None:
-        """Tell the loop of `launched` that it is on the stream, and when it has ended; in the launcher."""
-        self._calls.append(launched)  # which keeps it, whatever becomes of the loop
-        try:
-            launched.loop.call_soon_threadsafe(self._look, launched)
-        except RuntimeError:  # it is closed
-            with self._lock:
-                self._awaken()
+        """Tell the loop of `launched` when it has ended; in the launcher, as soon as it is on the stream."""
+        with self._lock:
+            is_first = not (self._is_awake or self._calls)
+        if is_first and self._ends_soon(launched):
+            self._deliver(deque([launched]))
+            return
+        with self._lock:
+            self._calls.append(launched)
+            self._is_awake = True
+            self._wake.notify()
 
     def stop(self, ended: Callable[[], object]) -> None:
         """End after all that came before, and call `ended` then, in the thread; in the launcher."""
         with self._lock:
             self._ended = ended
-            self._awaken()
+            self._is_awake = True
+            self._wake.notify()
 
     def join(self, seconds: float) -> bool:
         """Return whether the stopped thread has ended within `seconds`."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    # -- in the loop
+    def _ends_soon(self, launched: Launched) -> bool:
+        """Look for a while whether a call has ended; in the launcher."""
+        for _ in range(LOOKS):
+            if self._is_done(launched):
+                return True
+            if self._is_wanted():
+                break
+        return False
 
-    def _look(self, launched: Launched) -> None:
-        """Tell that it is on the stream, and that it has ended, if it has; else leave it to the thread."""
-        launched.tell_enqueued()
-        with self._lock:
-            if self._is_awake or not self._calls:
-                return  # the thread sees to it, or has done so
-            # The first may be of another loop, which may be held up.
-            if self._calls[0] is not launched or not self._is_done(launched):
-                self._awaken()
-                return
-            self._calls.popleft()
-        left = self._left.get(id(launched.loop))
-        if left is None:
-            launched.end()
-        else:
-            left.append(launched)
+    # -- in the loop
 
     def _end(self, loop: asyncio.AbstractEventLoop, batch: deque[Launched]) -> None:
         """Tell of a batch, behind what is left of those before it."""
@@ -115,11 +115,6 @@ class Waiter:
                 self._left.pop(id(loop), None)
 
     # -- the thread
-
-    def _awaken(self) -> None:
-        """Let the thread see to what is there; with the lock."""
-        self._is_awake = True
-        self._wake.notify()
 
     def _run(self) -> None:
         with suppress(DeviceError):  # the waiting will say it

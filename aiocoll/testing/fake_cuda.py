@@ -3,7 +3,8 @@
 It is strict: what real CUDA refuses, or takes and then goes wrong without a word, is an error here. Copies need
 page-locked memory; addresses must belong to the device; handles must be of the right device and not given back; work
 that touches memory which is gone takes the device with it. As in the real one, an event that was never recorded counts
-as done, and a device that has failed stays so.
+as done, a device that has failed stays so, and nearly every call makes a context on the device of its thread, which is
+number 0 in a thread that has not chosen.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ PER_THREAD = 2
 #: What CUDA says of what it refuses.
 INVALID_HANDLE = "invalid resource handle"
 INVALID_VALUE = "invalid argument"
+#: Seconds after which a stalled query comes back all the same, so that a test in which nothing ends it fails.
+STALLED = 5.0
+#: Seconds that a query takes.
+MOMENT = 1e-6
 
 
 class _Thread(threading.local):
@@ -59,6 +64,9 @@ class FakeCuda:
         latency: seconds that every kernel and copy takes.
         memory: of the devices and the page-locked one of the host.
         calls: how often each function of the runtime was called.
+        contexts: of each device that has a context, the call that has made it, and the thread it was made in.
+        stalls: a query of what is not done does not come back before it is: the kernel holds the driver up.
+        stalled: the threads whose queries were held up.
         blocked: where threads wait, for the end to let them go.
     """
 
@@ -68,6 +76,9 @@ class FakeCuda:
         self.latency = 0.0
         self.memory = FakeMemory()
         self.calls: defaultdict[str, int] = defaultdict(int)
+        self.contexts: dict[int, str] = {}
+        self.stalls = False
+        self.stalled: list[str] = []
         self.blocked = Blocked()
         self._devices = [FakeDevice(device) for device in range(devices)]
         self._lock = threading.Lock()
@@ -115,7 +126,9 @@ class FakeCuda:
 
     def allocate(self, nbytes: int, device: int = 0) -> NDArray[Any]:
         """Return memory of `device`, as bytes, which is in use as long as they live."""
-        return self.memory.new(nbytes, self._device(device, "malloc").ordinal)
+        where = self._device(device, "malloc").ordinal
+        self.enter("malloc", where)
+        return self.memory.new(nbytes, where)
 
     def kernel(self, stream: int, work: Callable[[], None], device: int | None = None, seconds: float = 0.0) -> None:
         """Do `work` in the order of `stream`; `device` is the one of stream 0, by default the thread's."""
@@ -141,6 +154,10 @@ class FakeCuda:
         self.blocked.wait(mark.passed)
         mark.done("streamSynchronize")
 
+    def enter(self, call: str, device: int) -> None:
+        """Make a context on a device, if there is none, as `call` does."""
+        self.contexts.setdefault(device, f"{call} in {threading.current_thread().name}")
+
     # -- the runtime
 
     def version(self) -> int:
@@ -159,9 +176,13 @@ class FakeCuda:
         """Return the compute capability of the device, such as (9, 0): what its generation can do."""
         return self.capabilities[self._device(device, "capability").ordinal]
 
+    def has_context(self, device: int) -> bool:
+        """Whether anything has been done on the device in this process: to `use` it makes a context there, if not."""
+        return self._device(device, "has_context").ordinal in self.contexts
+
     def device_of(self, address: int) -> int:
         """Return the device whose memory lies at `address`."""
-        self._begin("device_of", check=False)
+        self._count("device_of")
         try:
             found = self.memory.where(address)
         except BadAddressError as exc:
@@ -173,6 +194,7 @@ class FakeCuda:
     def use(self, device: int) -> None:
         """Make `device` the one that calls of this thread are for."""
         self._thread.device = self._device(device, "use").ordinal
+        self.enter("use", device)
 
     def current(self) -> int:
         """Return the device that calls of this thread are for; the streams 0, 1 and 2 are those of this device."""
@@ -228,9 +250,16 @@ class FakeCuda:
 
     def event_done(self, event: int) -> bool:
         """Whether what was before the event is done; raises if it has failed."""
-        self._begin("event_done", check=False)
+        self._count("event_done")
         mark = self._event(event, "event_done").mark
-        return mark is None or mark.done("event_done")
+        if mark is None:
+            return True
+        if not mark.passed.is_set():
+            if self.stalls:
+                self.stalled.append(threading.current_thread().name)
+            # As the real one it lets go of the GIL, which here the kernel needs to go on.
+            self.blocked.wait(mark.passed, STALLED if self.stalls else MOMENT)
+        return mark.done("event_done")
 
     def event_synchronize(self, event: int) -> None:
         """Block this thread, without the GIL, until the event is done; raises if what was before it has failed."""
@@ -320,17 +349,22 @@ class FakeCuda:
         self._open(stream, call).kernel(work, self.latency)
 
     def _begin(self, call: str, *, check: bool = True) -> FakeDevice:
-        """Count the call, let it fail if it has to, and return the thread's device."""
+        """Do as each call does that makes a context; return the thread's device."""
+        self._count(call)
+        self.enter(call, self._thread.device)
+        device = self._devices[self._thread.device]
+        if check:
+            device.check(call)
+        return device
+
+    def _count(self, call: str) -> None:
+        """Count the call, and let it fail if it has to."""
         self.calls[call] += 1
         if waiting := self._next.get(call):
             error = waiting.pop(0)
             if error.fatal:
                 self.fail(str(error), self.current())
             raise error
-        device = self._devices[self._thread.device]
-        if check:
-            device.check(call)
-        return device
 
     def _device(self, device: int, call: str) -> FakeDevice:
         if not 0 <= device < len(self._devices):

@@ -139,7 +139,8 @@ class FakeNccl:
         return found
 
     def begin(self, call: str) -> None:
-        """Let the call fail if it has to."""
+        """Make a context on the thread's device, to which NCCL goes back in the end; let the call fail if it has to."""
+        self.cuda.enter(call, self.cuda.current())
         if waiting := self._next.get(call):
             raise waiting.pop(0)
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from aiocoll import ProcessGroup
 from aiocoll.elements.dtypes import by_name
 from aiocoll.gpu.device import Device, close_devices
+from aiocoll.gpu.events import Events
 from aiocoll.gpu.provider import provide
 from aiocoll.testing.fake_cuda import FakeCuda, Gate
 from aiocoll.testing.fake_nccl import FakeNccl
@@ -51,10 +52,7 @@ class Gpus:
 
     def stream(self, device: int) -> int:
         """Make a new stream current on a device, and return it."""
-        before = self.cuda.current()
-        self.cuda.use(device)
-        stream = self.cuda.stream_create()
-        self.cuda.use(before)
+        stream = Events(self.cuda, device).there(self.cuda.stream_create)
         self.torch._streams[device] = stream
         return stream
 

@@ -6,12 +6,15 @@ import ctypes
 import operator
 import sys
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from aiocoll.gpu.driver import Driver
+
 from .cupy_signatures import CONSTANTS, SIGNATURES
+from .stub_driver import driver
 
 #: What functions return that have to return something.
 RETURNS: dict[str, Any] = {
@@ -20,11 +23,10 @@ RETURNS: dict[str, Any] = {
     "deviceGetPCIBusId": "0000:01:00.0",
     "deviceGetAttribute": 9,
     "getDevice": 1,
-    "pointerGetAttributes": SimpleNamespace(device=1),
     "streamCreateWithFlags": 0x70,
     "streamIsCapturing": False,
     "eventCreateWithFlags": 0xE0,
-    "eventQuery": 0,
+    "cuEventQuery": 0,
     "get_version": 22809,
     "get_unique_id": bytes(128),
 }
@@ -51,12 +53,14 @@ class Log:
         calls: (name, arguments) of every call.
         errors: by name, what the next calls of it raise.
         returns: by name, what it returns.
+        freed: called with every communicator that is freed.
     """
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.errors: dict[str, Callable[[], Exception]] = {}
         self.returns = dict(RETURNS)
+        self.freed: Callable[[], None] = lambda: None
 
     def call(self, name: str, args: tuple[Any, ...]) -> Any:
         self.calls.append((name, args))
@@ -125,6 +129,7 @@ def _communicator(log: Log, function: Callable[[str], Callable[..., Any]]) -> ty
 
         def __del__(self) -> None:
             log.calls.append(("freed", ()))
+            log.freed()
 
     for each in SIGNATURES:
         if each.startswith(f"{path}."):
@@ -182,11 +187,12 @@ def _add_memory(log: Log, cupy: Any, cuda: Any, function: Callable[[str], Callab
     cupy.multiply = lambda a, b, out: log.call("multiply", (a, b, out))
 
 
-def loaded() -> Any:
-    """Import `aiocoll.gpu.cupy_api` anew, on the CuPy that is in `sys.modules`."""
+def loaded(log: Log) -> Any:
+    """Import `aiocoll.gpu.cupy_api` anew, on the CuPy that is in `sys.modules` and a driver that writes down, too."""
     forget()
     from aiocoll.gpu import cupy_api
 
+    cupy_api.load = lambda: Driver(driver(log.call))  # type: ignore[attr-defined]
     return cupy_api
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import importlib.util
 import inspect
+import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import reduce
@@ -20,6 +22,7 @@ from aiocoll.gpu.api import Cuda, DeviceError, NcclCommunicator
 from .cupy_signatures import CONSTANTS, INSPECTED, NCCL_NUMBERS, SIGNATURES
 from .processes import run
 from .stub_cupy import CUDARuntimeError, Log, NcclError, forget, loaded, stub
+from .stub_driver import CONTEXT
 
 real = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 
@@ -34,7 +37,7 @@ def api(log: Log, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """`cupy_api` on a stub."""
     for name, module in stub(log).items():
         monkeypatch.setitem(sys.modules, name, module)
-    yield loaded()
+    yield loaded(log)
     forget()
 
 
@@ -61,16 +64,17 @@ def communicator(api: Any, log: Log) -> NcclCommunicator:
         (lambda c: c.version(), ("runtimeGetVersion", ()), 12090),
         (lambda c: c.device_count(), ("getDeviceCount", ()), 2),
         (lambda c: c.bus_id(1), ("deviceGetPCIBusId", (1,)), "0000:01:00.0"),
-        (lambda c: c.use(1), ("setDevice", (1,)), None),
+        (lambda c: c.use(1), ("cuCtxSetCurrent", (CONTEXT + 1,)), None),
         (lambda c: c.current(), ("getDevice", ()), 1),
-        (lambda c: c.device_of(0x99), ("pointerGetAttributes", (0x99,)), 1),
+        (lambda c: c.has_context(1), ("cuDevicePrimaryCtxGetState", (1,)), True),
+        (lambda c: c.device_of(0x99), ("cuPointerGetAttribute", (9, 0x99)), 1),
         (lambda c: c.stream_create(), ("streamCreateWithFlags", (1,)), 0x70),
         (lambda c: c.stream_destroy(0x70), ("streamDestroy", (0x70,)), None),
         (lambda c: c.is_capturing(0x70), ("streamIsCapturing", (0x70,)), False),
         (lambda c: c.event_create(), ("eventCreateWithFlags", (3,)), 0xE0),
         (lambda c: c.event_destroy(0xE0), ("eventDestroy", (0xE0,)), None),
         (lambda c: c.event_record(0xE0, 0x70), ("eventRecord", (0xE0, 0x70)), None),
-        (lambda c: c.event_done(0xE0), ("eventQuery", (0xE0,)), True),
+        (lambda c: c.event_done(0xE0), ("cuEventQuery", (0xE0,)), True),
         (lambda c: c.event_synchronize(0xE0), ("eventSynchronize", (0xE0,)), None),
         (lambda c: c.stream_wait(0x70, 0xE0), ("streamWaitEvent", (0x70, 0xE0)), None),
         (lambda c: c.copy_to_host(1, 2, 3, 4), ("memcpyAsync", (1, 2, 3, 2, 4)), None),
@@ -80,7 +84,8 @@ def communicator(api: Any, log: Log) -> NcclCommunicator:
 )
 def test_calls_of_cuda(cuda: Cuda, log: Log, call: Callable[[Cuda], Any], logged: Any, returned: Any) -> None:
     assert call(cuda) == returned
-    assert log.calls == [logged]
+    assert log.calls[-1:] == [logged]
+    assert {name for name, _ in log.calls[:-1]} <= {"cuDeviceGet", "cuDevicePrimaryCtxRetain"}
     assert inspect.isfunction(getattr(Cuda, call.__code__.co_names[0]))
 
 
@@ -93,12 +98,12 @@ def test_the_capability_of_a_device(cuda: Cuda, log: Log) -> None:
 
 
 def test_events_that_are_not_done(cuda: Cuda, log: Log) -> None:
-    log.returns["eventQuery"] = 600
+    log.returns["cuEventQuery"] = 600
     assert cuda.event_done(0xE0) is False
-    log.returns["eventQuery"] = 700
-    with pytest.raises(DeviceError, match="cudaEventQuery: cudaError700") as error:
+    log.returns["cuEventQuery"] = 700
+    with pytest.raises(DeviceError, match="cuEventQuery: CUDA_ERROR_OF_A_STUB") as error:
         cuda.event_done(0xE0)
-    assert (error.value.call, error.value.fatal) == ("cudaEventQuery", True)
+    assert (error.value.call, error.value.fatal) == ("cuEventQuery", True)
 
 
 @pytest.mark.parametrize(("status", "fatal"), [(1, False), (2, False), (400, False), (906, False), (700, True)])
@@ -167,13 +172,17 @@ def test_a_machine_without_devices(api: Any, log: Log) -> None:
     api.cuda.cache_clear()
     with pytest.raises(BackendUnavailableError, match=r"CuPy 14.2.0 finds no CUDA device: cudaError35"):
         api.cuda()
+    del log.errors["getDeviceCount"]
+    log.returns["cuInit"] = 999
+    with pytest.raises(BackendUnavailableError, match=r"CuPy 14.2.0 finds no CUDA device: cuInit: CUDA_ERROR_OF_A_STU"):
+        api.cuda()
 
 
 def test_a_cupy_that_is_too_old(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in stub(log, version="13.6.0").items():
         monkeypatch.setitem(sys.modules, name, module)
     with pytest.raises(ImportError, match=r"CuPy 13.6.0 is too old, it must be 14 or later"):
-        loaded()
+        loaded(log)
     forget()
 
 
@@ -263,6 +272,32 @@ def test_a_communicator_is_not_freed_before_it_ends(api: Any, log: Log) -> None:
     assert [name for name, _ in log.calls][-2:] == ["abort", "freed"]
 
 
+def test_a_communicator_that_could_not_be_made_is_not_freed(api: Any, log: Log) -> None:
+    """NCCL leaves a part of it, and CuPy would destroy that where the last reference ends, perhaps for ever."""
+    log.errors["NcclCommunicator"] = lambda: NcclError(2)
+    freed: list[str] = []
+    through, over = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        freed.append(threading.current_thread().name)
+        through.set()
+        over.wait(10)
+
+    def init() -> None:
+        with pytest.raises(DeviceError, match="ncclCommInitRank: NCCL_ERROR_2"):
+            api.nccl()[0].init(2, bytes(128), 1)
+        gc.collect()
+        through.set()
+
+    log.freed = hang
+    launcher = threading.Thread(target=init)
+    launcher.start()
+    assert through.wait(10)
+    over.set()
+    launcher.join(10)
+    assert freed == []
+
+
 def test_communicators_that_do_not_block_are_refused(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
     with pytest.raises(DeviceError, match="NCCL_COMM_BLOCKING=0 is set, which CuPy cannot do: unset it"):
@@ -273,7 +308,7 @@ def test_a_cupy_without_nccl(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     modules = stub(log, nccl=False)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    api = loaded()
+    api = loaded(log)
     assert api.nccl() == (None, "NCCL is not there")
 
     def missing(name: str) -> Any:
@@ -336,7 +371,9 @@ def test_what_cupy_does_its_own_way() -> None:
             nccl.NcclError(status)
     assert issubclass(runtime.CUDARuntimeError, RuntimeError)
     assert runtime.CUDARuntimeError(600).status == 600
-    assert isinstance(runtime.eventQuery(0), int)
+    # What `init` takes for granted: it can be made first, and is nothing then.
+    made = nccl.NcclCommunicator.__new__(nccl.NcclCommunicator)
+    assert made.comm == 0
 
 
 @real
@@ -349,16 +386,27 @@ def test_nccl_of_the_real_cupy() -> None:
     assert length == "128"
 
 
+#: Use a device, if there is one.
+USE = """
+from aiocoll.errors import BackendUnavailableError
+from aiocoll.gpu import cupy_api
+try:
+    cuda = cupy_api.cuda()
+except BackendUnavailableError as error:
+    print(error)
+else:
+    assert cuda.version() >= 12000 and cuda.bus_id(0)
+    cuda.use(0)
+    assert cuda.current() == 0 and cuda.has_context(0)
+    event = cuda.event_create()
+    assert cuda.event_done(event)
+    array = cupy_api.cupy.ndarray(5)
+    assert cuda.device_of(array.data.ptr) == 0
+    print("used")
+"""
+
+
 @real
 def test_the_real_cupy_with_or_without_a_device() -> None:
-    from aiocoll.gpu import cupy_api
-
-    cuda = cupy_api._Cuda()
-    assert cuda.version() >= 12000
-    if not cuda.device_count():
-        with pytest.raises(BackendUnavailableError, match="finds no CUDA device"):
-            cupy_api.cuda()
-        with pytest.raises(DeviceError, match="cudaSetDevice: "):
-            cuda.use(0)
-    else:
-        assert cupy_api.cuda().bus_id(0)
+    # In a process of its own, since CUDA keeps what it opens.
+    assert re.search("^used$|finds no CUDA device", run(USE))

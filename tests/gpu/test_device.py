@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aiocoll.gpu import waiter as waiter_module
 from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.launcher import Launched
@@ -103,6 +104,7 @@ async def test_a_call_may_wait_for_nothing(cuda: FakeCuda, device: Device) -> No
 
 async def test_the_callers_thread_stays_on_its_device(cuda: FakeCuda) -> None:
     """The default stream is one of each device; an event of one device cannot be recorded on another's."""
+    cuda.use(0)
     ordinal, other = 1, Device.of(cuda, 1)
     stream = other.stream()
     gate = cuda.gate(0, device=ordinal)
@@ -223,6 +225,25 @@ async def test_a_short_call_ends_without_a_thread_that_waits(cuda: FakeCuda, dev
         await begin(device, stream)[1]
     assert cuda.calls["event_done"] == 10
     assert cuda.calls["event_synchronize"] == 0
+
+
+async def test_the_launcher_looks_no_longer_when_it_is_wanted(
+    cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 1 << 14  # a second or more
+    monkeypatch.setattr(waiter_module, "LOOKS", looks)
+    stream = device.stream()
+    held = Gated(cuda, stream)
+    launched, ended = begin(device, stream, held)
+    await until(lambda: launched.enqueued and cuda.calls["event_done"])
+    assert cuda.calls["event_synchronize"] == 0
+    other, done = begin(device, device.stream())
+    await done
+    assert other.enqueued
+    assert cuda.calls["event_done"] < looks
+    await until(lambda: cuda.calls["event_synchronize"])
+    held.open()
+    await ended
 
 
 async def test_what_comes_while_the_thread_waits_is_left_to_it(cuda: FakeCuda, device: Device) -> None:
@@ -358,7 +379,7 @@ async def test_a_batch_wakes_the_loop_once_and_is_told_in_several_turns(
     assert (loop.told, loop.turns) == (1, 6)
 
 
-@pytest.mark.parametrize("by", ["thread", "loop"])
+@pytest.mark.parametrize("by", ["thread", "launcher"])
 async def test_a_batch_that_is_told_in_several_turns_keeps_its_place(
     cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
@@ -368,14 +389,14 @@ async def test_a_batch_that_is_told_in_several_turns_keeps_its_place(
     more: list[asyncio.Future[None]] = []
 
     def first(error: object) -> None:
-        """Let more come before the rest of this batch, which the thread or the loop finds has ended."""
+        """Let more come before the rest of this batch, which the thread or the launcher finds has ended."""
         told.append(0)
         while waiter._is_awake:
             time.sleep(0)
         device.launch(stream, nothing, None, lambda error: told.append(100))
         more.append(begin(device, stream)[1])
         # What tells of it comes in the loop's queue before the rest does.
-        if by == "loop":
+        if by == "launcher":
             hold_up(device)
         else:
             ran = threading.Event()

@@ -300,16 +300,30 @@ async def test_what_fails_on_the_way_is_asked_for() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_a_communicator_that_is_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "chosen", "match"),
+    [
+        ((0, 0, 0), None, "restart the process$"),
+        ((0, 1, 1), None, r"on 2 hosts.* name one .* in NCCL_SOCKET_IFNAME \(not set on this rank\) on all ranks"),
+        ((0, 1, 2), "docker0", r"on 3 hosts.* in NCCL_SOCKET_IFNAME \('docker0' on this rank\) on all ranks"),
+    ],
+)
+async def test_a_communicator_that_is_never_made(
+    hosts: tuple[int, ...], chosen: str | None, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(side_module, "RELEASE", 0.05)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        pg._member.hosts = hosts
         gpu.nccl.init_hangs = True
         work = pg.allreduce(ones(pg, gpu), timeout=0.2)
-        await fails(pg, work, "NCCL has not made the communicator on device .: restart", CollectiveTimeoutError)
+        await fails(pg, work, f"NCCL has not made the communicator on device .: .*{match}", CollectiveTimeoutError)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu)
 
 
 async def test_an_abort_that_does_not_come_back(

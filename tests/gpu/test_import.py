@@ -114,9 +114,10 @@ def test_what_a_test_provides() -> None:
 
 @pytest.mark.parametrize("nccl", [True, False])
 def test_what_cupy_has(nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in stub(Log(), nccl=nccl).items():
+    log = Log()
+    for name, module in stub(log, nccl=nccl).items():
         monkeypatch.setitem(sys.modules, name, module)
-    api = loaded()
+    api = loaded(log)
     assert runtime() == (api.cuda(), api.nccl()[0])
     assert runtime()[0] is api.cuda()
     assert (why_no_nccl() is None) is nccl is (runtime()[1] is not None)

@@ -113,7 +113,6 @@ class Deciding:
     def _make_and_abort(self, unique_id: bytes) -> None:
         assert self._nccl is not None
         with contextlib.suppress(DeviceError):
-            self._device.cuda.use(self._device.ordinal)
             self._nccl.init(len(self._member.ranks), unique_id, self._member.rank).abort()
 
     def departed(self, rank: int) -> None:

@@ -57,9 +57,11 @@ class Enqueued:
         self._wake()
 
     def over(self) -> None:
-        """The call has ended."""
+        """The call has ended; perhaps it has failed while a launcher that is stuck has not come to it."""
         self._work._ordered = None
         self._wake()
+        if self._launched is not None:
+            self._launched.release()
 
     def _wake(self) -> None:
         for waiter in self._waiting:

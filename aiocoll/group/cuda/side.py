@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceSide"]
 
+#: NCCL's setting of the network interfaces it may use between hosts.
+INTERFACE = "NCCL_SOCKET_IFNAME"
 #: Kinds of calls of which terms and descriptions are kept.
 KEPT = 256
 #: Seconds that the device has to end what was on it when the group ended.
@@ -216,8 +219,19 @@ class DeviceSide:
 
     def _what_hangs(self) -> str:
         if self.communicator is not None and not self.communicator.is_begun:
-            return f"NCCL has not made the communicator on device {self.device.ordinal}: restart the process"
+            return f"NCCL has not made the communicator on device {self.device.ordinal}: {self._why_not_made()}"
         return f"device {self.device.ordinal} is not done with it, or with what was on the caller's stream before"
+
+    def _why_not_made(self) -> str:
+        hosts = len(set(self.member.hosts))
+        if hosts == 1:
+            return "restart the process"
+        chosen = os.environ.get(INTERFACE)
+        return (
+            f"the ranks are on {hosts} hosts, and NCCL may have chosen a network interface from which it does not "
+            f"reach the others; name one from which it does in {INTERFACE} "
+            f"({repr(chosen) if chosen else 'not set'} on this rank) on all ranks, and restart the processes"
+        )
 
     def broken(self, error: BaseException, operation: Operation | None = None) -> None:
         """The device, or the communicator, has failed, in `operation` perhaps: so does the group."""

@@ -22,7 +22,7 @@ from .worlds import World, ranks, world
 both = pytest.mark.parametrize("way", WAYS)
 ROOT = Path(__file__).parents[3]
 #: Seconds after which a process has hung; most of it is the start of CUDA.
-HUNG = 60.0
+HUNG = 40.0
 
 
 @both

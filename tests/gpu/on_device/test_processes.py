@@ -7,7 +7,6 @@ import os
 import signal
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,23 +15,11 @@ from aiocoll import AiocollError, GroupRevokedError, PeerLostError, ProcessGroup
 from aiocoll.gpu.provider import provide, runtime
 
 from ...ranks import run_ranks
+from .two import Posing, settings, way
 from .worlds import World, world
 
-#: What makes two processes on one device look like two hosts to NCCL, which talk by sockets: this is for tests only.
-TWO_HOSTS = {
-    "NCCL_NET": "Socket",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_MAX_CTAS": "2",
-    "NCCL_ALGO": "Ring",
-    "NCCL_PROTO": "Simple",
-    "NCCL_RAS_ENABLE": "0",
-    "NCCL_CUMEM_ENABLE": "0",
-}
-#: From this version on, NCCL has a setting for several ranks on one device.
-MULTI_RANK = 23000
+#: Seconds for all processes of a test: fewer than its step has, so that it is told where they stand.
+LIMIT = 45.0
 
 
 async def talk(pg: ProcessGroup, made: World) -> str:
@@ -85,7 +72,7 @@ async def staged(pg: ProcessGroup, kind: str) -> str:
 async def test_processes_on_one_device(kind: str, world_size: int) -> None:
     if kind == "fake" and world_size > 2:
         pytest.skip("on the fake, two processes show it; more only take longer")
-    assert await testing.run_processes(world_size, staged, kind, timeout=100.0) == ["staged"] * world_size
+    assert await testing.run_processes(world_size, staged, kind, timeout=LIMIT) == ["staged"] * world_size
 
 
 async def one_dies(pg: ProcessGroup, kind: str, heard: Path) -> None:
@@ -107,31 +94,15 @@ async def one_dies(pg: ProcessGroup, kind: str, heard: Path) -> None:
 
 async def test_a_process_that_dies(kind: str, tmp_path: Path) -> None:
     with pytest.raises(ChildProcessError, match="rank 1"):
-        await testing.run_processes(2, one_dies, kind, tmp_path)
+        await testing.run_processes(2, one_dies, kind, tmp_path, timeout=LIMIT)
     assert os.listdir(tmp_path) == ["0"]
 
 
-class Posing:
-    """CUDA whose device says that it is another."""
-
-    def __init__(self, cuda: Any, rank: int) -> None:
-        self._cuda, self._rank = cuda, rank
-
-    def bus_id(self, device: int) -> str:
-        return f"{self._cuda.bus_id(device)}/{self._rank}"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cuda, name)
-
-
 async def posing(pg: ProcessGroup, kind: str) -> str:
-    os.environ.update(TWO_HOSTS, NCCL_HOSTID=f"rank{pg.rank()}")
+    cuda, nccl = runtime()
+    assert nccl is not None
+    os.environ.update(settings(pg.rank(), way(nccl.version())))
     with world(kind, stuck=True) as made:  # perhaps: NCCL may refuse it, or hang
-        cuda, nccl = runtime()
-        assert nccl is not None
-        if nccl.version() >= MULTI_RANK:
-            del os.environ["NCCL_HOSTID"]
-            os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
         pg.timeout = 20.0
         with provide(Posing(cuda, pg.rank()), nccl):  # type: ignore[arg-type]
             found = await talk(pg, made)
@@ -143,10 +114,7 @@ async def posing(pg: ProcessGroup, kind: str) -> str:
 async def test_two_ranks_on_one_device_by_nccl(kind: str) -> None:
     if kind == "fake":
         pytest.skip("the ranks of a fake NCCL are in one process: see the next test")
-    try:
-        assert await testing.run_processes(2, posing, kind, timeout=60.0) == ["nccl"] * 2
-    except (AiocollError, TimeoutError, ChildProcessError) as error:
-        pytest.skip(f"NCCL cannot be talked into two ranks on one device: {str(error).splitlines()[0]}")
+    assert await testing.run_processes(2, posing, kind, timeout=LIMIT) == ["nccl"] * 2
 
 
 async def test_ranks_of_one_process_by_nccl(kind: str) -> None:

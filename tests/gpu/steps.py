@@ -1,0 +1,210 @@
+"""The steps of `run.py`, in the order in which they tell most about a machine that nobody knows, and how one is run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+#: Seconds that processes which hang have to write the stacks of their threads.
+LAST_WORDS = 3.0
+#: CUDA would load kernels while others run, for which it waits for them. Not with torch: to load all of torch's takes
+#: many seconds, in each process.
+EAGER = {"CUDA_MODULE_LOADING": "EAGER"}
+
+#: How much longer steps may take on the fake device: that is no machine for this, but any, which others use as well.
+SLOW = 2
+
+PYTEST = ("pytest", "pytest_asyncio", "ml_dtypes")
+
+
+class Step(NamedTuple):
+    """One process.
+
+    Attributes:
+        name: of the step.
+        limit: seconds it may take.
+        words: what to run, behind the name of the Python.
+        needs: without which it is not run.
+        after: the step without which this one cannot pass.
+        environment: what it needs there.
+    """
+
+    name: str
+    limit: float
+    words: Sequence[str]
+    needs: Sequence[str] = ()
+    after: str | None = None
+    environment: Mapping[str, str] = {}
+
+
+class Ended(NamedTuple):
+    """How a step has ended.
+
+    Attributes:
+        state: "passed", "failed", "hung", "left out" or "not run"; all but the first and "left out" are failures.
+        seconds: it took.
+        why: in words.
+    """
+
+    state: str
+    seconds: float = 0.0
+    why: str = ""
+
+
+class _Maker(NamedTuple):
+    """Makes steps.
+
+    Attributes:
+        fake: on the fake device.
+        folder: for what they write.
+        plugins: what pytest has to be told.
+    """
+
+    fake: bool
+    folder: Path
+    plugins: Sequence[str]
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """What arrays are made of; the first is what steps use that need no other."""
+        return ("fake",) if self.fake else ("cupy", "torch")
+
+    def pytest(self, *more: str) -> Sequence[str]:
+        return ("-m", "pytest", "-q", *self.plugins, "-W", "default", *more)
+
+    def alone(self) -> Iterator[Step]:
+        """One rank, for arrays of each kind."""
+        for kind in self.kinds:
+            yield Step(f"alone {kind}", 45, ("-m", "tests.gpu.on_device.alone", kind), ("nccl", "ml_dtypes", kind))
+
+    def two(self, name: str, module: str, how: str, after: str | None = "ours", **environment: str) -> Step:
+        """Two ranks on one device."""
+        words = ("-m", "tests.gpu.on_device.two", module, how, self.kinds[0], str(self.folder))
+        return Step(name, 55, words, ("nccl",), after, environment)
+
+    def tests(
+        self, file: str, limit: float, name: str = "", chosen: str = "", after: str | None = None
+    ) -> Iterator[Step]:
+        """Tests of a file, or those chosen of them, for arrays of each kind."""
+        for kind in self.kinds:
+            which = f"{kind} and {chosen}" if chosen else kind
+            picked = ("-m", "not gpu" if self.fake else "gpu", "-k", which, "--durations=3")
+            words = self.pytest(*picked, "-o", f"faulthandler_timeout={limit - 10:g}")
+            yield Step(
+                f"{name or file} {kind}",
+                limit,
+                (*words, f"tests/gpu/on_device/test_{file}.py"),
+                (*PYTEST, "nccl", *(["torch"] if kind == "torch" else [])),
+                after,
+                {} if kind == "torch" else EAGER,
+            )
+
+    def bench(self) -> Step:
+        words = ("bench/gpu.py", "--quick", *(["--fake"] if self.fake else []))
+        output = ("--output", f"{self.folder}/RESULTS-gpu.md")
+        return Step("bench", 60, (*words, *output), ("uvloop", "nccl", "ml_dtypes"))
+
+
+def steps(fake: bool, folder: Path, plugins: Sequence[str]) -> list[Step]:
+    """Return what is to be run, in order; for the arguments, see `_Maker`."""
+    make = _Maker(fake, folder, plugins)
+    found = [
+        Step("signatures", 45, make.pytest("tests/gpu/test_cupy_api.py"), PYTEST),
+        *make.alone(),
+        make.two("raw", "raw", "sum", after=None),
+        make.two("ours", "ours", "sum", after="raw"),
+        make.two("killed", "ours", "killed"),
+        make.two("aborted", "ours", "aborted"),
+        make.two("exit with RAS", "ours", "sum", NCCL_RAS_ENABLE="1"),
+        make.two("exit with RAS unclosed", "ours", "left", NCCL_RAS_ENABLE="1"),
+        *make.tests("processes", 60, "two ranks", "by_nccl", after="ours"),
+        *make.tests("failures", 60),
+        *make.tests("streams", 50),
+        *make.tests("processes", 60, "staged 2", "(2 or dies)"),
+        *(step for size in (4, 8) if not fake for step in make.tests("processes", 60, f"staged {size}", str(size))),
+        *make.tests("loop", 50),
+        *make.tests("calls", 60),
+        make.bench(),
+    ]
+    return [step._replace(limit=step.limit * SLOW) for step in found] if fake else found
+
+
+def carry_out(step: Step, limit: float, environment: Mapping[str, str], log: Path) -> Ended:
+    """Run a step, and write what it says behind what is in `log`; one that hangs leaves the stacks of its threads."""
+    start = monotonic()
+    with (
+        log.open("ab") as output,
+        subprocess.Popen(
+            [sys.executable, *step.words],
+            cwd=ROOT,
+            env={**environment, **step.environment, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as process,
+    ):
+        where = output.tell()
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end(process)
+    took = round(monotonic() - start, 1)
+    said = log.read_bytes()[where:].decode(errors="replace")
+    if code is None:
+        return Ended("hung", took, f"it was killed after {limit:g} s; the stacks are in the log")
+    if code:
+        return Ended("failed", took, _last(said) if code > 0 else f"killed by {signal.Signals(-code).name}")
+    if step.words[:2] == ("-m", "pytest") and not re.search(r"\b[1-9]\d* passed", said):
+        return Ended("failed", took, f"no test has passed: {_last(said)}")
+    return Ended("passed", took)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it has started: by a signal at which each writes its stacks, then for good."""
+    family = [process.pid, *_descendants(process.pid)]
+    if process.poll() is None:
+        for pid in family:
+            _kill(pid, signal.SIGABRT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(LAST_WORDS)
+    for pid in {*family[1:], *_descendants(process.pid)}:
+        _kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # what was its child, and has lost its parent
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _kill(pid: int, how: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, how)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the processes that a process has started, and that those have."""
+    children: dict[int, list[int]] = {}
+    for each in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parent = int((each / "stat").read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(each.name))
+    found, left = [], [pid]
+    while left:
+        mine = children.get(left.pop(), [])
+        found += mine
+        left += mine
+    return found
+
+
+def _last(said: str) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "it has said nothing"

@@ -1,0 +1,154 @@
+"""Contexts: a rank has one on the device of its arrays, and on no other, whichever of its threads makes calls."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup
+from aiocoll.gpu.device import Device
+from aiocoll.gpu.events import Events
+from aiocoll.group.cuda import communicator
+from aiocoll.group.cuda.cards import Decision
+from aiocoll.testing.fake_cuda import FakeArray, FakeCuda
+from aiocoll.testing.fake_nccl import FakeNccl
+
+from ..ranks import run_ranks, until
+from .devices import begin, faked
+from .groups import WAYS, Gpus, gpus
+
+#: Where arrays are; the device of a thread that has not chosen, 0, has none.
+USED = (1, 2)
+
+
+async def calls(pg: ProcessGroup, gpu: Gpus) -> None:
+    """Make calls of all kinds."""
+    device = USED[pg.rank()]
+    tensor = gpu.tensor(np.ones(3), device)
+    await pg.allreduce(tensor)
+    await pg.allreduce(tensor).on_stream()
+    await pg.allreduce(gpu.tensor(np.ones(3, np.int16), device))  # staged, whatever the way
+    large, into = (gpu.tensor(np.ones(100_000), device) for _ in range(2))
+    sent = pg.send(large, 1 - pg.rank())
+    await pg.recv(into, 1 - pg.rank())
+    await sent
+    # Of this array it is CUDA that knows the device.
+    array = FakeArray(gpu.cuda, np.ones(3), device)
+    await pg.allreduce(array)
+    assert array.numpy().tolist() == [2] * 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("end", ["shutdown", "abort"])
+async def test_no_call_makes_a_context_elsewhere(way: str, end: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await calls(pg, gpu)
+        if end == "abort":
+            await pg.barrier()
+            pg.abort("enough")
+        await pg.shutdown()
+
+    with gpus(3, way) as gpu:
+        await run_ranks(2, body, gpu)
+    assert sorted(gpu.cuda.contexts) == [*USED], gpu.cuda.contexts
+
+
+async def test_a_rank_that_makes_a_communicator_only_to_abort_it() -> None:
+    """As it does where the group has failed on it while the others began to make one."""
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await pg.allreduce(gpu.tensor(np.ones(3), USED[pg.rank()]))
+        side = pg._side
+        assert side is not None
+        name = await side.device.run(gpu.nccl.unique_id) if pg.rank() == 0 else None
+        name = await pg.broadcast_object(name, 0)
+        side._deciding.missed({"decision": Decision(True, "all have it", name)})
+        await until(lambda: called.count("abort") == 2)
+
+    with gpus(3) as gpu:
+        called = gpu.calls()
+        await run_ranks(2, body, gpu)
+    assert sorted(gpu.cuda.contexts) == [*USED], gpu.cuda.contexts
+
+
+async def test_threads_of_their_own_use_the_device() -> None:
+    with faked(2) as cuda:
+        device = Device.of(cuda, 1)
+        nccl = FakeNccl(cuda)
+        assert await device.aside(cuda.current) == 1
+        end = await device.run(lambda: nccl.init(1, nccl.unique_id(), 0))
+        await device.aside(end.abort)
+        undone: list[int] = []
+        busy = threading.Event()
+        late = device.run(lambda: busy.wait(10), lambda result: undone.append(cuda.current()))
+        late.cancel()
+        busy.set()
+        await until(lambda: undone)
+        assert undone == [1]
+    assert sorted(cuda.contexts) == [1]
+
+
+async def test_a_device_that_nobody_may_use_is_told_by_what_is_called() -> None:
+    with faked(1) as cuda:
+        device = Device.of(cuda, 0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda, "use", lambda ordinal: cuda._device(7, "use"))
+            assert await device.aside(lambda: 5) == 5
+
+
+def elsewhere(cuda: FakeCuda, call: Any) -> Any:
+    """Return what `call` returns in a new thread."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    thread.join(10)
+    return found[0]
+
+
+def test_a_thread_goes_back_to_its_device_where_that_has_been_used() -> None:
+    with FakeCuda(3) as cuda:
+        events = Events(cuda, 2)
+
+        def there() -> tuple[int, int]:
+            return events.there(cuda.current), cuda.current()
+
+        assert elsewhere(cuda, there) == (2, 2)
+        assert sorted(cuda.contexts) == [2]
+
+        def used() -> tuple[int, int]:
+            cuda.use(1)
+            return there()
+
+        assert elsewhere(cuda, used) == (2, 1)
+        assert sorted(cuda.contexts) == [1, 2]
+
+
+async def test_the_communicator_is_ended_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the ranks do not end it together, too."""
+    monkeypatch.setattr(communicator, "PARTING", 0.01)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        tensor = gpu.tensor(np.ones(3), USED[pg.rank()])
+        await pg.allreduce(tensor)
+        await pg.barrier()
+        if pg.rank() == 1:
+            await pg._side.close()  # type: ignore[union-attr]
+
+    with gpus(3) as gpu:
+        await run_ranks(2, body, gpu)
+    assert sorted(gpu.cuda.contexts) == [*USED], gpu.cuda.contexts
+
+
+async def test_calls_on_a_device_that_the_loop_has_not_chosen() -> None:
+    with faked(2) as cuda:
+        device = Device.of(cuda, 1)
+        stream = device.stream()
+        launched, ended = begin(device, stream)
+        await launched.on_stream(0)
+        await ended
+        device.check_capture(0)
+        assert await device.close_stream(stream, 10)
+    assert sorted(cuda.contexts) == [1]

@@ -1,0 +1,118 @@
+"""The driver: how it is called, what is made of its errors, and that nobody is held up who does not call it."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aiocoll.gpu import driver as module
+from aiocoll.gpu.api import DeviceError
+from aiocoll.gpu.driver import Driver, load
+
+from .processes import run
+from .stub_driver import CONTEXT
+from .stub_driver import driver as stub
+
+#: As wide as an address is.
+EVENT = 0x7F00_1234_5678_9AB0
+
+
+class Log:
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.status: dict[str, int] = {}
+
+    def __call__(self, name: str, args: tuple[Any, ...]) -> int:
+        self.calls.append((name, args))
+        return self.status.get(name, 0)
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+@pytest.mark.parametrize(
+    ("call", "returned", "logged"),
+    [
+        (lambda d: d.event_done(EVENT), True, [("cuEventQuery", (EVENT,))]),
+        (lambda d: d.has_context(3), True, [("cuDeviceGet", (3,)), ("cuDevicePrimaryCtxGetState", (3,))]),
+        (
+            lambda d: (d.use(3), d.use(3)),
+            (None, None),
+            [
+                ("cuDeviceGet", (3,)),
+                ("cuDevicePrimaryCtxRetain", (3,)),
+                ("cuCtxSetCurrent", (CONTEXT + 3,)),
+                ("cuCtxSetCurrent", (CONTEXT + 3,)),
+            ],
+        ),
+        (lambda d: d.device_of(EVENT), 1, [("cuPointerGetAttribute", (9, EVENT))]),
+    ],
+)
+def test_calls(log: Log, call: Callable[[Driver], Any], returned: Any, logged: Any) -> None:
+    made = Driver(stub(log))
+    assert log.calls == [("cuInit", (0,))]
+    log.calls.clear()
+    assert call(made) == returned
+    assert log.calls == logged
+
+
+@pytest.mark.parametrize(("status", "fatal"), [(1, False), (2, False), (400, False), (906, False), (700, True)])
+def test_errors(log: Log, status: int, fatal: bool) -> None:
+    made = Driver(stub(log))
+    for name, call in (("cuEventQuery", made.event_done), ("cuPointerGetAttribute", made.device_of)):
+        log.status[name] = status
+        with pytest.raises(DeviceError, match=f"^{name}: CUDA_ERROR_OF_A_STUB$") as error:
+            call(EVENT)
+        assert error.value.fatal is fatal
+    log.status["cuGetErrorName"] = 1
+    with pytest.raises(DeviceError, match=f"^cuEventQuery: status {status}$"):
+        made.event_done(EVENT)
+
+
+def test_an_event_that_is_not_done(log: Log) -> None:
+    log.status["cuEventQuery"] = 600
+    assert Driver(stub(log)).event_done(EVENT) is False
+
+
+def test_the_library_of_this_machine(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(module.ctypes, "CDLL", lambda name: (loaded.append(name), stub(log))[1])
+    assert load().event_done(EVENT)
+    assert loaded == ["libcuda.so.1"]
+    log.status["cuInit"] = 100
+    with pytest.raises(DeviceError, match=r"^cuInit: CUDA_ERROR_OF_A_STUB$"):
+        load()
+
+
+#: Ask for an event in a thread, and let only another thread end that: a semaphore of C plays the driver. The upper half
+#: of its first word, in glibc on 64 bits, says how many wait.
+STALL = """
+import ctypes, threading, time
+from tests.gpu.stub_driver import driver
+from aiocoll.gpu.driver import Driver
+library = driver(lambda name, args: 0)
+library.cuEventQuery = ctypes.CDLL(None).sem_wait
+ask = Driver(library).event_done
+libc = ctypes.CDLL(None)
+semaphore = ctypes.create_string_buffer(32)
+libc.sem_init(semaphore, 0, 0)
+answers = []
+asking = threading.Thread(target=lambda: answers.append(ask(ctypes.addressof(semaphore))))
+asking.start()
+while not any(semaphore.raw[4:8]):
+    time.sleep(0)
+libc.sem_post(semaphore)
+asking.join()
+print(answers)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or ctypes.sizeof(ctypes.c_void_p) != 8, reason="looks into glibc")
+def test_a_query_that_stalls_holds_up_no_other_thread() -> None:
+    assert run(STALL) == "[True]"

@@ -1,0 +1,318 @@
+"""What runs on a machine that has a GPU: what it says is missing, its steps, and how one ends that fails or hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aiocoll.testing.skips import _gpus
+
+from . import found as things
+from . import run as module
+from .on_device import two
+from .run import Run
+from .steps import ROOT, Ended, Step, carry_out, end, steps
+
+EVERYTHING: dict[str, Any] = {
+    "modules": dict.fromkeys(things.MODULES, "99.0"),
+    "plugins": ["asyncio", "aiocoll"],
+    "driver": {"version": 13000, "devices": 2},
+    "cuda": {"runtime": 13000, "devices": ["a", "b"]},
+    "nccl": {"version": 22809},
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    monkeypatch.setattr(module, "carry_out", lambda step, *_: Ended("passed", 1.0))
+    with Run(tmp_path, fake=False) as made:
+        yield made
+
+
+def python(code: str, name: str = "it") -> Step:
+    return Step(name, 60, ("-c", code))
+
+
+def carried_out(step: Step, folder: Path, limit: float = 60) -> tuple[Ended, str]:
+    log = folder / "log"
+    log.write_bytes(b"of the step before: 3 passed\n")
+    return carry_out(step, limit, os.environ, log), log.read_text()
+
+
+# -- what is missing
+
+
+@pytest.mark.parametrize(
+    ("gone", "told"),
+    [
+        ({}, {}),
+        (
+            {"modules": {"pytest_asyncio": {"error": "ModuleNotFoundError: no"}, "pytest": "8.4.1"}},
+            {"pytest": "8.4.1 is too old, it must be 9 or later", "pytest_asyncio": "ModuleNotFoundError: no"},
+        ),
+        (
+            {"modules": {"torch": {"error": "no"}}, "cuda": {"devices": ["a"]}},
+            {"torch": "no", "two devices": "there is 1"},
+        ),
+        (
+            {"cuda": {"error": "no driver"}, "nccl": {"error": "no libnccl"}},
+            {"device": "no driver", "nccl": "no libnccl", "two devices": "there is none"},
+        ),
+    ],
+)
+def test_what_is_missing(gone: dict[str, Any], told: dict[str, str]) -> None:
+    found = EVERYTHING | gone | {"modules": EVERYTHING["modules"] | gone.get("modules", {})}
+    assert things.missing(found, fake=False) == told
+    needed = {name: why for name, why in told.items() if name.startswith("pytest")}
+    assert things.missing(found, fake=True) == needed
+
+
+def test_plugins_of_packages_that_are_not_installed_are_named() -> None:
+    assert things.plugins(EVERYTHING) == []
+    assert things.plugins({"plugins": ["asyncio", "xdist"]}) == ["-p", "aiocoll.testing.plugin"]
+    assert things.plugins({"plugins": []})[:2] == ["-p", "pytest_asyncio.plugin"]
+
+
+def test_what_hangs_while_it_is_looked_for_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang() -> None:
+        raise KeyboardInterrupt
+
+    known: list[str] = []
+    monkeypatch.setattr(things, "_cuda", hang)
+    with pytest.raises(KeyboardInterrupt):
+        things.look(lambda found: known.append(json.dumps(found)))
+    found = json.loads(known[-1])
+    assert found["modules"]["numpy"].startswith("2.")
+    assert things.missing(found, fake=False)["device"] == "looking for it has hung, or ended the process"
+
+
+def test_what_there_is_here(tmp_path: Path) -> None:
+    # In a process of its own, since CUDA keeps what it opens.
+    file = tmp_path / "found.json"
+    subprocess.run([sys.executable, "-m", "tests.gpu.found", str(file)], cwd=ROOT, check=True)
+    found = json.loads(file.read_text())
+    assert found["modules"]["numpy"].startswith("2.")
+    assert found["interfaces"]["127.0.0.1"] == "answers"
+    shown = things.told(found)
+    assert f"numpy {found['modules']['numpy']}" in shown
+    if not _gpus():
+        assert {"device", "two devices"} <= things.missing(found, fake=False).keys()
+
+
+@pytest.mark.skipif(_gpus() > 0, reason="there is a CUDA device: see `make gpu`")
+def test_without_a_device_nothing_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert module.main([str(tmp_path)]) == 2
+    said = capsys.readouterr().out
+    assert "missing: device: " in said
+    assert "Nothing was run" in said
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [step["name"] for step in results["steps"]] == ["versions and interfaces"]
+
+
+def test_what_cannot_be_found_out(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """As where the process that looks has hung, or said nothing."""
+    assert not run.look()
+    assert "What there is could not be found out; versions and interfaces" in capsys.readouterr().out
+
+
+# -- the steps
+
+
+def test_the_order_of_the_steps() -> None:
+    found = steps(fake=False, folder=Path("there"), plugins=["-p", "plugin"])
+    names = [step.name for step in found]
+    kinds = ("cupy", "torch")
+    tests = [f"{name} {kind}" for name in ("failures", "streams", "staged 2", "staged 4", "staged 8", "loop", "calls")
+             for kind in kinds]  # fmt: skip
+    pair = ["raw", "ours", "killed", "aborted", "exit with RAS", "exit with RAS unclosed"]
+    two_ranks = [f"two ranks {kind}" for kind in kinds]
+    assert names == ["signatures", "alone cupy", "alone torch", *pair, *two_ranks, *tests, "bench"]
+    assert max(step.limit for step in found) <= 60
+    for step in found:
+        assert ("torch" in step.name) == ("torch" in step.needs)
+        assert "CUDA_MODULE_LOADING" not in step.environment or "torch" not in step.name
+        assert ("plugin" in step.words) == ("pytest" in step.words)
+
+
+def test_what_is_missing_is_no_pass(run: Run) -> None:
+    run.missing = {"torch": "no", "nccl": "no"}
+    chosen = [
+        python("", "raw")._replace(needs=("nccl",)),
+        python("", "torch")._replace(needs=("torch",)),
+        python("", "both")._replace(needs=("torch", "nccl")),
+        python("", "ours")._replace(after="raw"),
+        python("", "other"),
+    ]
+    run.go(chosen)
+    assert [(name, ended.state) for name, ended in run.ended.items()] == [
+        ("raw", "not run"), ("torch", "left out"), ("both", "not run"), ("ours", "not run"), ("other", "passed"),
+    ]  # fmt: skip
+    assert run.ended["both"].why == "there is no torch and no nccl"
+    assert run.ended["ours"].why == "raw has not passed"
+    assert not run.show()
+
+
+@pytest.mark.parametrize(
+    ("states", "well"), [(["passed", "left out"], True), *((["passed", bad], False) for bad in module.FAILURES)]
+)
+def test_whether_all_is_well(run: Run, states: list[str], well: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, state in enumerate(states):
+        run._note(str(number), Ended(state, 1.5, "because"))
+    assert run.show() is well
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[-len(states) :]] == [
+        [str(number), *state.split(), "1.5", "s", "because"] for number, state in enumerate(states)
+    ]
+    results = json.loads((run.folder / "results.json").read_text())
+    assert [step["state"] for step in results["steps"]] == states
+
+
+def test_when_the_time_is_over(run: Run) -> None:
+    run.until = 0.0
+    run.go([python("")])
+    assert run.ended["it"].why == "no time was left"
+
+
+def test_what_was_in_the_path_stays_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for before, path in ((None, [ROOT]), ("/some/site:/other", [ROOT, "/some/site", "/other"])):
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+        if before is not None:
+            monkeypatch.setenv("PYTHONPATH", before)
+        with Run(tmp_path, fake=True) as run:
+            assert run.environment["PYTHONPATH"] == os.pathsep.join(map(str, path))
+
+
+# -- how a step ends
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "why"),
+    [
+        ("print('well')", "passed", ""),
+        ("raise SystemExit('this is wrong')", "failed", "this is wrong"),
+        ("raise SystemExit(3)", "failed", "it has said nothing"),
+        ("import os; os.kill(os.getpid(), 9)", "failed", "killed by SIGKILL"),
+    ],
+)
+def test_how_a_step_ends(code: str, state: str, why: str, tmp_path: Path) -> None:
+    ended, said = carried_out(python(code), tmp_path)
+    assert (ended.state, ended.why) == (state, why)
+    assert said.startswith("of the step before")
+
+
+def test_tests_that_are_all_skipped_have_not_passed(tmp_path: Path) -> None:
+    file = tmp_path / "test_it.py"
+    file.write_text("import pytest\ndef test_it():\n    pytest.skip('no')\n")
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path), str(file))
+    ended, _ = carried_out(Step("it", 60, words), tmp_path)
+    assert ended.state == "failed"
+    assert ended.why.startswith("no test has passed: 1 skipped")
+
+
+def test_a_step_that_hangs(tmp_path: Path) -> None:
+    ended, _ = carried_out(python("import threading; threading.Event().wait()"), tmp_path, limit=0.2)
+    assert ended.state == "hung"
+    assert ended.why == "it was killed after 0.2 s; the stacks are in the log"
+
+
+#: Hang, in a process and in another that it has started in a session of its own.
+HANG = """
+import subprocess, sys, threading
+def where_it_hangs(number):
+    print(number, flush=True)
+    threading.Event().wait()
+if sys.argv[1] == "1":
+    subprocess.Popen([sys.executable, "-c", sys.argv[2], "2", ""], start_new_session=True)
+where_it_hangs(sys.argv[1])
+"""
+
+
+def test_what_hangs_leaves_its_stacks_and_nothing_else() -> None:
+    hanging = subprocess.Popen(
+        [sys.executable, "-c", HANG, "1", HANG],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+        start_new_session=True,
+    )
+    with hanging as process:
+        assert process.stdout is not None
+        assert {process.stdout.readline(), process.stdout.readline()} == {b"1\n", b"2\n"}
+        end(process)
+        said = process.stdout.read().decode()  # to its end, which is that of both
+    assert said.count("in where_it_hangs") == 2
+
+
+# -- two ranks
+
+
+def test_ranks_that_fail(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    told = two.main("raw", "nonsense", "fake", str(tmp_path))
+    assert told == "raw, nonsense: rank 0 ended with code 1, rank 1 ended with code 1"
+    assert "AssertionError" in capfd.readouterr().err
+
+
+def test_a_rank_whose_peer_has_failed_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(two, "GRACE", 0.0)
+    codes = ["raise SystemExit(3)", "import threading; threading.Event().wait()"]
+    ranks = [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
+    two._wait(ranks, [0, 0])
+    assert [process.poll() for process in ranks] == [3, None]
+    ranks[1].kill()
+    ranks[1].wait()
+
+
+def test_ranks_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(two, "LIMIT", 0.0)
+
+    def say(meeting: Path, rank: int) -> Path:
+        file = tmp_path / f"of-rank{rank}"
+        file.write_text("NCCL INFO Bootstrap\n")
+        return file
+
+    monkeypatch.setattr(two, "said", say)
+    told = two.main("ours", "sum", "fake", str(tmp_path))
+    assert told == "ours, sum: rank 0 hung, rank 1 hung"
+    assert capfd.readouterr().out.count("NCCL INFO Bootstrap") == 2
+
+
+def test_the_way_of_two_ranks_depends_on_nccl() -> None:
+    hosts = [two.settings(rank, two.way(22809))["NCCL_HOSTID"] for rank in range(2)]
+    assert len(set(hosts)) == 2
+    assert "NCCL_HOSTID" not in two.settings(0, two.way(23004))
+    assert two.settings(0, two.way(23004))["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+
+
+# -- all of it
+
+
+@pytest.mark.parametrize(
+    "only", ["raw,killed,two ranks fake", pytest.param("", marks=pytest.mark.soak, id="everything")]
+)
+def test_a_run_on_the_fake_device(only: str, tmp_path: Path) -> None:
+    words = ["--fake", *(["--only", only] if only else []), str(tmp_path)]
+    ran = subprocess.run(
+        [sys.executable, "tests/gpu/run.py", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    chosen = only.split(",") if only else [step.name for step in steps(fake=True, folder=tmp_path, plugins=[])]
+    assert [step["name"] for step in results["steps"]] == ["versions and interfaces", *chosen]
+    assert {step["state"] for step in results["steps"]} == {"passed"}
+    measured = {figure["name"] for figure in results["figures"]}
+    assert "from kill -9 of rank 1 to its error on rank 0: ms" in measured
+    assert "\nraw                         passed" in ran.stdout
+    assert "1 passed" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_step_that_there_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Run, "look", lambda run: run.found.update(EVERYTHING) is None)
+    with pytest.raises(SystemExit) as error:
+        module.main(["--fake", "--only", "raw,rwa", str(tmp_path)])
+    assert error.value.code == 2

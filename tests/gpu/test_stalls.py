@@ -1,0 +1,76 @@
+"""A driver that is held up by a kernel, which waits for a rank that is gone: the loop hears of that and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from time import monotonic
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupError, PeerLostError, ProcessGroup
+
+from ..ranks import hub, run_ranks, until
+from .groups import Gpus, gpus
+from .test_groups import allreduced
+from .test_groups_failing import fails, ones
+
+
+async def test_a_rank_that_dies_while_queries_stall() -> None:
+    """The kernel of the rank that is left waits for that of the other; an abort ends it, and nothing else does."""
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        await pg.barrier()
+        gpu.cuda.stalls = True
+        gate = gpu.gate(1) if pg.rank() == 1 else None  # so its kernel does not begin
+        work = pg.allreduce(ones(pg, gpu))
+        if gate is None:
+            await until(lambda: len(gpu.cuda.stalled) == 2)
+            began = monotonic()
+            hub(pg).cut(0, 1)
+            await fails(pg, work, "rank 1", PeerLostError)
+            assert monotonic() - began < 1.0
+        else:
+            await fails(pg, work, "rank 0", PeerLostError)
+            gate.open()
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+    assert {name.rpartition("-")[0] for name in gpu.cuda.stalled} == {"aiocoll-launch"}
+
+
+async def test_who_waits_for_the_order_of_a_stream_is_told_though_the_launcher_is_stuck() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        gpu.cuda.stalls = True
+        gate = gpu.gate(0)
+        works = [pg.allreduce(ones(pg, gpu))]
+        await until(lambda: gpu.cuda.stalled)
+        works.append(pg.allreduce(ones(pg, gpu)))  # the launcher does not come to it
+        ordered = [asyncio.ensure_future(work.on_stream()) for work in works]
+        assert await ordered[0] is not None
+        pg.abort("enough")
+        with pytest.raises(GroupError, match="enough"):
+            async with asyncio.timeout(1.0):
+                await ordered[1]
+        gate.open()
+
+    with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)
+    assert threading.main_thread().name not in gpu.cuda.stalled
+
+
+async def test_the_loop_never_asks_whether_the_device_is_done() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        gpu.cuda.stalls = True
+        for number in range(20):
+            tensor = gpu.tensor(np.full(1000, number), pg.rank())
+            await pg.allreduce(tensor)
+            await pg.allreduce(tensor, key=str(number)).on_stream()
+
+    with gpus(2) as gpu:
+        gpu.cuda.latency = 1e-3
+        await run_ranks(2, body, gpu)
+    assert threading.main_thread().name not in gpu.cuda.stalled
