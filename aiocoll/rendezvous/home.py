@@ -21,6 +21,7 @@ from aiocoll.meeting.cards import CALLED_OFF, Book, beside, call_off, cores, hee
 from aiocoll.meeting.growth import Seat, invite
 from aiocoll.meeting.place import Place
 from aiocoll.options import GroupOptions
+from aiocoll.rendezvous.same_host import tell_hosts_apart
 from aiocoll.runtime import Runtime
 from aiocoll.store import PrefixStore, Store, TCPStore
 from aiocoll.transport.address import is_wildcard, routable_address
@@ -255,6 +256,7 @@ class Home:
         early: list[Link] = []
         transport.accepted = early.append
         try:
+            card |= await self._tell_hosts_apart(place, stream)
             cards = await self._exchange(place, "card", card)
             told = from_wire(cards[0].get("tuning"), cards[0].get("medium"), beside(0, cards))
             transport, cards = await self._settle(place, stream, job, cards)
@@ -337,6 +339,13 @@ class Home:
         card = await transport.listen() if self._runtime.may_listen else transport.card
         return transport, {**card, "loop": f"{os.getpid()}/{id(self._loop)}"}
 
+    async def _tell_hosts_apart(self, place: Store, stream: StreamTransport) -> Card:
+        try:
+            return await tell_hosts_apart(place, stream, trusted=self._key is not None)
+        except AuthenticationError as error:
+            await self._call_off(self.world_size, str(error))
+            raise
+
     async def _settle(
         self, place: Store, stream: StreamTransport, job: str, cards: Mapping[int, Card]
     ) -> tuple[Transport, Mapping[int, Card]]:
@@ -354,6 +363,7 @@ class Home:
         if options.transport in ("unix", "shm") and hosts > 1:
             raise RendezvousError(
                 f"transport={options.transport!r}, but the ranks are on {hosts} hosts; use 'auto' or 'tcp'"
+                + "".join(f" (rank {rank}: {card['apart']})" for rank, card in cards.items() if card.get("apart"))
             )
         if options.transport == "tcp" or hosts > 1:
             host = await asyncio.to_thread(routable_address, self._master, options.interface, options.bind)

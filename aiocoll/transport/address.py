@@ -24,6 +24,7 @@ __all__ = [
     "family_of",
     "host_identity",
     "interface_address",
+    "is_missing",
     "is_wildcard",
     "may_connect",
     "may_pass",
@@ -289,11 +290,11 @@ def peer_uid(sock: socket.socket) -> int | None:
 
 
 def may_connect(uid: int | None, own_uid: int) -> bool:
-    """Whether a unix peer of user `uid` is one of ours: this user or root, who could do anything to us anyway.
+    """Whether a unix peer of user `uid` is one of ours: of this user, so that both ends say the same of each other.
 
     Where the system does not tell (None), the directory of the socket has kept other users out.
     """
-    return uid in (None, own_uid, 0)
+    return uid in (None, own_uid)
 
 
 async def reach(loop: asyncio.AbstractEventLoop, family: int, address: Any) -> socket.socket:
@@ -328,6 +329,11 @@ async def reach(loop: asyncio.AbstractEventLoop, family: int, address: Any) -> s
 def may_pass(error: OSError) -> bool:
     """Whether to dial again: the peer may not listen yet, or this process lacks something just now."""
     return isinstance(error, ConnectionError | FileNotFoundError | BlockingIOError) or error.errno in _SHORTAGES
+
+
+def is_missing(error: OSError) -> bool:
+    """Whether a unix socket is not there, or not for us, however often it is tried."""
+    return isinstance(error, ConnectionRefusedError | FileNotFoundError | PermissionError)
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

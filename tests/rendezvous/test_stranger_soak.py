@@ -1,0 +1,120 @@
+"""What strangers cost a job, measured for a minute each: with and without them in turn, on processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import sys
+import threading
+import time
+from asyncio.subprocess import PIPE, Process
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from aiocoll.store import StoreServer
+
+HERE = Path(__file__).parent
+KEY = b"k" * 32
+#: Seconds of a run, and of each of its parts with or without strangers.
+SECONDS, PART = 60.0, 1.5
+#: What holding and repeating may cost the job (a ratio of medians), and flooding a meeting (seconds).
+MOST_COST, MOST_DELAY = 1.05, 2.0
+
+pytestmark = pytest.mark.soak
+
+
+async def program(name: str, *arguments: object) -> Process:
+    path = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
+    command = [sys.executable, str(HERE / f"{name}.py"), *map(str, arguments)]
+    return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=path)
+
+
+def tell(process: Process, line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{line}\n".encode())
+
+
+async def listen_to(rank: Process, visitor: Process, took: list[tuple[float, float]]) -> None:
+    assert rank.stdout is not None
+    while line := (await rank.stdout.readline()).decode():
+        if line.startswith("at "):
+            tell(visitor, line.strip())
+        else:
+            _, begin, seconds = line.split()
+            took.append((float(begin), float(seconds)))
+
+
+async def take_turns(visitor: Process, changes: list[float]) -> None:
+    """Have strangers for a part, none for the next, and so on; note when that changes."""
+    while True:
+        for word in ("on", "off"):
+            tell(visitor, word)
+            changes.append(time.monotonic())
+            await asyncio.sleep(PART)
+
+
+async def measured(what: str, conduct: str, transport: str) -> tuple[list[list[float]], list[list[float]]]:
+    """Return how long something took with strangers, and without, in each part of the run."""
+    unix = transport in ("unix", "shm")
+    server = StoreServer(f"unix:@aiocoll-soak-{os.urandom(8).hex()}" if unix else "127.0.0.1", key=KEY)
+    host, port = server.start()
+    visitor = await program("visitor", conduct)
+    tell(visitor, f"at 1 {(chr(0) + host[6:])!r}" if unix else f"at 2 {(host, port)!r}")
+    ranks = [await program("rank_visited", what, rank, host, port, transport, SECONDS) for rank in range(2)]
+    took: list[tuple[float, float]] = []
+    changes: list[float] = []
+    turns = asyncio.create_task(take_turns(visitor, changes))
+    try:
+        await asyncio.gather(listen_to(ranks[0], visitor, took), listen_to(ranks[1], visitor, []))
+        assert [await rank.wait() for rank in ranks] == [0, 0]
+        assert visitor.returncode is None
+    finally:
+        turns.cancel()
+        visitor.stdin.close()  # type: ignore[union-attr]
+        await visitor.wait()
+        await server.aclose()
+        for thread in threading.enumerate():
+            if thread.name.startswith("asyncio-waitpid"):  # it has waited for a process that has ended
+                thread.join()
+    parts: list[list[float]] = [[] for _ in changes]
+    for begin, seconds in took:
+        number = sum(change <= begin for change in changes) - 1
+        # What overlaps a change belongs to neither.
+        if number >= 0 and begin > changes[number] + PART / 10 and begin + seconds <= changes[number] + PART:
+            parts[number].append(seconds)
+    return parts[::2], parts[1::2]
+
+
+def medians(parts: list[list[float]]) -> list[float]:
+    return [statistics.median(part) for part in parts if part]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix"])
+@pytest.mark.parametrize("conduct", ["hold", "repeat"])
+async def test_what_holding_and_repeating_cost(
+    conduct: str, transport: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_them, without = map(medians, await measured("work", conduct, transport))
+    # Of neighbours, since the machine may have other things to do, now more and now less.
+    ratio = statistics.median(one / other for one, other in zip(with_them, without, strict=False))
+    with capsys.disabled():
+        print(
+            f"\n{conduct}, {transport}: 50 allreduces of 64 KiB take {1e3 * statistics.median(with_them):.2f} ms with "
+            f"strangers, {1e3 * statistics.median(without):.2f} ms without; ratio {ratio:.3f} (of {len(without)} pairs)"
+        )
+    assert ratio <= MOST_COST
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix"])
+async def test_how_long_flooding_delays_a_meeting(transport: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with_them, without = map(list, map(chain.from_iterable, await measured("meet", "flood", transport)))
+    with capsys.disabled():
+        print(
+            f"\nflood, {transport}: meeting takes {1e3 * statistics.median(with_them):.1f} ms (at most "
+            f"{1e3 * max(with_them):.0f}) with strangers, {1e3 * statistics.median(without):.1f} ms (at most "
+            f"{1e3 * max(without):.0f}) without; medians of {len(with_them)} and {len(without)} meetings"
+        )
+    assert max(with_them) - statistics.median(without) <= MOST_DELAY

@@ -1,0 +1,118 @@
+"""A stranger as a process: run with how it behaves; then lines of standard input say where ("at FAMILY ADDRESS", the
+address as a Python literal) and when ("on", "off"). It ends with its input.
+
+- hold: five silent connections at each listener, at different points of the handshake, dialled again when closed
+- repeat: every 2 s, a proof without the key for each rank and each purpose
+- flood: 200 connections a second to each listener
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import os
+import socket
+import sys
+from collections import deque
+from contextlib import ExitStack, suppress
+from itertools import product
+from typing import Any
+
+from aiocoll.handshake import CHALLENGE_SIZE, HELLO_SIZE, PROOF_SIZE, ClientHandshake, ConnKind, Identity, job_id
+
+RATE = 200
+#: Listeners visited beside the first, which is the store's: others are those of ranks that have gone.
+NEWEST = 2
+EVERY = 2.0
+RANKS = 2
+
+
+async def dialled(family: int, target: Any) -> socket.socket:
+    sock = socket.socket(family)
+    sock.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, target)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def liar(rank: int, kind: ConnKind) -> ClientHandshake:
+    return ClientHandshake(Identity(job_id(""), 0, rank, RANKS, kind), b"another key of this length", os.urandom)
+
+
+async def hold(family: int, target: Any) -> None:
+    async def one(said: int) -> None:
+        while True:
+            with suppress(ConnectionResetError, BrokenPipeError), await dialled(family, target) as sock:
+                sock.send((liar(0, ConnKind.DATA).hello() + bytes(PROOF_SIZE))[:said])
+                while await asyncio.get_running_loop().sock_recv(sock, 1 << 16):
+                    pass
+            await asyncio.sleep(0.01)
+
+    await asyncio.gather(*map(one, (0, 3, HELLO_SIZE, HELLO_SIZE + 5, HELLO_SIZE + PROOF_SIZE - 1)))
+
+
+async def repeat(family: int, target: Any) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        with ExitStack() as stack:
+            for rank, kind in product(range(RANKS), ConnKind):
+                with suppress(ConnectionResetError, BrokenPipeError):
+                    client = liar(rank, kind)
+                    sock = stack.enter_context(await dialled(family, target))
+                    sock.send(client.hello())
+                    challenge = await loop.sock_recv(sock, CHALLENGE_SIZE)
+                    if len(challenge) == CHALLENGE_SIZE and kind != ConnKind.DATA:  # these stay silent
+                        sock.send(client.prove(challenge))
+            await asyncio.sleep(EVERY)
+
+
+async def flood(family: int, target: Any) -> None:
+    loop = asyncio.get_running_loop()
+    crowd: deque[socket.socket] = deque()
+    begun, number = loop.time(), 0
+    try:
+        while True:
+            with suppress(ConnectionResetError, BrokenPipeError):
+                sock = await dialled(family, target)
+                crowd.append(sock)
+                sock.send((b"", b"GET / HTTP/1.1\r\n\r\n" * 10, liar(0, ConnKind.DATA).hello())[number % 3])
+            if len(crowd) > RATE:
+                crowd.popleft().close()
+            number += 1
+            await asyncio.sleep(max(0.0, begun + number / RATE - loop.time()))
+    finally:
+        for sock in crowd:
+            sock.close()
+
+
+async def main(conduct: str) -> None:
+    behave = {"hold": hold, "repeat": repeat, "flood": flood}[conduct]
+    places: list[tuple[int, Any]] = []
+    tasks: list[asyncio.Task[None]] = []
+    active = False
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        word, _, rest = line.strip().partition(" ")
+        if word == "at":
+            family, _, address = rest.partition(" ")
+            places.append((int(family), ast.literal_eval(address)))
+            if active:
+                tasks.append(asyncio.create_task(behave(*places[-1])))
+        elif word == "on":
+            active = True
+            tasks += [asyncio.create_task(behave(*place)) for place in places[:1] + places[1:][-NEWEST:]]
+        else:
+            active = False
+            for task in tasks:
+                task.cancel()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                # A listener that is gone ends its stranger; nothing else does.
+                if not isinstance(result, ConnectionRefusedError | asyncio.CancelledError):
+                    raise RuntimeError(f"a stranger ended with {result!r}")
+            tasks.clear()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
