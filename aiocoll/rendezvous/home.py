@@ -257,6 +257,7 @@ class Home:
             for link in early:
                 endpoint.accept(link)
             await endpoint.join(cards)
+            stream.met = True
         except BaseException:
             for link in early:
                 link.close()

@@ -13,12 +13,16 @@ from typing import Any, NamedTuple
 
 from aiocoll.errors import AuthenticationError, StoreUnavailableError
 from aiocoll.handshake import require_key
+from aiocoll.sockets import retry_soon
 
 __all__ = ["Endpoint", "check_peer", "describe", "is_unix", "listen", "resolve"]
 
 _UNIX = "unix:"
 #: Connections the kernel keeps for us until we accept them: all ranks of a large job at once.
 _BACKLOG = 1024
+#: Seconds for which a connection outlives an outage, as long as with the pauses that Linux makes by itself: those who
+#: wait at a store have limits of their own.
+_PATIENCE = 900.0
 
 
 class Endpoint(NamedTuple):
@@ -36,7 +40,7 @@ class Endpoint(NamedTuple):
         sock = socket.socket(self.family, socket.SOCK_STREAM)
         sock.setblocking(False)
         if not isinstance(self.sockaddr, str):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            retry_soon(sock, _PATIENCE)
         return sock
 
 

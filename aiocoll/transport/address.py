@@ -18,12 +18,14 @@ from typing import Any
 from aiocoll.errors import RendezvousError
 from aiocoll.log import logger
 from aiocoll.runtime import Runtime
+from aiocoll.sockets import retry_soon
 
 __all__ = [
     "Listeners",
     "family_of",
     "host_identity",
     "interface_address",
+    "is_outage",
     "is_wildcard",
     "may_connect",
     "may_pass",
@@ -53,6 +55,8 @@ _ACCEPTS = 16
 _STARVED_PAUSE = 0.1
 #: What a process or its host may lack for a while: descriptors, memory.
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+#: What is said of an outage of the network, which may end: the peer's host has not answered, or a router has for it.
+_OUTAGES = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ETIMEDOUT})
 #: Seconds between two warnings of that, since it can last.
 _WARN_EVERY = 10.0
 _GLOBAL_SCOPE = "00"
@@ -305,6 +309,8 @@ async def reach(loop: asyncio.AbstractEventLoop, family: int, address: Any) -> s
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
+        if family != getattr(socket, "AF_UNIX", None):
+            retry_soon(sock)
         # Not `loop.sock_connect`: it takes EAGAIN, a full backlog of a unix socket, for a connection being made.
         code = sock.connect_ex(address)
         if code == errno.EINPROGRESS:
@@ -326,8 +332,14 @@ async def reach(loop: asyncio.AbstractEventLoop, family: int, address: Any) -> s
 
 
 def may_pass(error: OSError) -> bool:
-    """Whether to dial again: the peer may not listen yet, or this process lacks something just now."""
-    return isinstance(error, ConnectionError | FileNotFoundError | BlockingIOError) or error.errno in _SHORTAGES
+    """Whether to dial again: the peer may not listen yet, the network or this process lacks something just now."""
+    passing = isinstance(error, ConnectionError | FileNotFoundError | BlockingIOError)
+    return passing or error.errno in _SHORTAGES or is_outage(error)
+
+
+def is_outage(error: OSError) -> bool:
+    """Whether the peer's host has said nothing."""
+    return error.errno in _OUTAGES
 
 
 def _resolve(future: asyncio.Future[None]) -> None:
@@ -374,6 +386,8 @@ class Listeners:
                 self._pause(listener, error)
                 return
             sock.setblocking(False)
+            if sock.family != getattr(socket, "AF_UNIX", None):
+                retry_soon(sock)
             self._greet(sock)
 
     def _pause(self, listener: socket.socket, error: OSError) -> None:

@@ -29,6 +29,7 @@ from aiocoll.process import this_process
 from aiocoll.runtime import Runtime
 from aiocoll.transport import address
 from aiocoll.transport.base import Card, Link
+from aiocoll.transport.dial import Dial
 from aiocoll.transport.live import Key, Live
 from aiocoll.transport.shm.sharing import Sharing
 from aiocoll.transport.target import Target, Targets
@@ -44,21 +45,6 @@ _GRACE = 0.05
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 
 _AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
-
-
-class _Dial:
-    """A `connect` in progress; bring `limit` forward to interrupt what it is doing."""
-
-    __slots__ = ("active", "done", "limit")
-
-    def __init__(self, done: asyncio.Future[None]) -> None:
-        self.done = done
-        self.active = False
-        self.limit: asyncio.Timeout | None = None
-
-    def interrupt(self, now: float) -> None:
-        if self.limit is not None and not self.limit.expired():
-            self.limit.reschedule(now)
 
 
 class _RetryError(Exception):
@@ -86,6 +72,10 @@ class StreamTransport:
     accepted: Callable[[Link], None]
     look: Callable[[], bool] = staticmethod(lambda: False)
     linger: Callable[[bool], bool] = staticmethod(lambda moved: False)
+    #: The ranks have met: from now on a host from which nothing comes is lost, before that it may not be up yet.
+    met = False
+    #: What the last `connect` that was cancelled would have raised.
+    trouble = ""
 
     def __init__(
         self,
@@ -122,7 +112,7 @@ class StreamTransport:
         self._evicted: set[asyncio.Task[bool]] = set()
         # ... and those among them that were told OK.
         self._incoming: dict[Key, set[asyncio.Task[bool]]] = {}
-        self._dials: dict[Key, _Dial] = {}
+        self._dials: dict[Key, Dial] = {}
         wanted = transport in ("auto", "shm")
         self._live = Live(runtime, Sharing(runtime, rank, world_size, self, wanted=wanted))
         self._closed = False
@@ -186,9 +176,12 @@ class StreamTransport:
             return None
         if key in self._dials:
             raise RuntimeError(f"rank {self.rank} is already connecting to rank {peer} ({kind.name})")
-        dial = self._dials[key] = _Dial(self._runtime.loop.create_future())
+        dial = self._dials[key] = Dial(peer, target, self._runtime.loop.create_future(), self._runtime.time())
         try:
             return await self._dial(dial, key, target)
+        except asyncio.CancelledError:
+            self.trouble = str(dial.failure(self._runtime.time()))
+            raise
         finally:
             del self._dials[key]
             dial.done.set_result(None)
@@ -289,12 +282,12 @@ class StreamTransport:
         dial = self._dials.get(key)
         return Status.CROSSED if dial and dial.active and self.rank < rank else Status.OK
 
-    async def _dial(self, dial: _Dial, key: Key, target: Target) -> Link | None:
+    async def _dial(self, dial: Dial, key: Key, target: Target) -> Link | None:
         """Dial until there is a link; wait instead while the peer, told OK, is proving itself."""
-        start = self._runtime.time()
+        time = self._runtime.time
         pause = _FIRST_PAUSE
-        reason = "it does not answer"
-        while (left := start + self._connect_timeout - self._runtime.time()) > 0 and not self._closed:
+        while (left := dial.left(now := time(), self._connect_timeout, met=self.met)) > 0 and not self._closed:
+            dial.begins(now)
             try:
                 async with asyncio.timeout(min(left, self._handshake_timeout)) as dial.limit:
                     if incoming := self._incoming.get(key):
@@ -302,9 +295,9 @@ class StreamTransport:
                     else:
                         return await self._attempt(dial, key, target)
             except TimeoutError:
-                reason = "it does not answer"
+                dial.reason = "it does not answer"
             except _RetryError as error:
-                reason = str(error)  # itself, it would keep all that was in hand when it was raised
+                dial.reason = str(error)  # itself, it would keep all that was in hand when it was raised
                 with suppress(TimeoutError):
                     async with asyncio.timeout(None) as dial.limit:
                         await self._runtime.sleep(min(pause, left))
@@ -313,12 +306,13 @@ class StreamTransport:
                 return None
         if self._closed:
             raise GroupClosedError(f"rank {self.rank} closed its transport while connecting to rank {key[0]}")
-        raise target.unreachable(key[0], f"{reason} (tried for {self._runtime.time() - start:.1f} s)")
+        raise dial.failure(time())
 
-    async def _attempt(self, dial: _Dial, key: Key, target: Target) -> Link:
+    async def _attempt(self, dial: Dial, key: Key, target: Target) -> Link:
         dial.active = True
         try:
             sock = await address.reach(self._runtime.loop, target.family, target.address)
+            dial.answered()
             try:
                 return await self._introduce(sock, key, target)
             except BaseException:
@@ -331,6 +325,8 @@ class StreamTransport:
         except (AuthenticationError, TimeoutError):
             raise
         except OSError as error:
+            if not address.is_outage(error):
+                dial.answered()
             if address.may_pass(error):
                 raise _RetryError(error.strerror or str(error)) from None
             raise target.unreachable(key[0], str(error)) from error

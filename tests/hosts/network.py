@@ -114,10 +114,10 @@ class Network:
         """Lose what opens connections from one host to another, as a firewall does that is open one way only."""
         self.drop(source, target, "tcp flags & (syn | ack) == syn")
 
-    def separate(self, one: int, other: int) -> None:
-        """Lose all packets between two hosts."""
-        self.drop(one, other)
-        self.drop(other, one)
+    def separate(self, one: int, other: int, what: str = "") -> None:
+        """Lose all packets between two hosts, or those that match `what`."""
+        self.drop(one, other, what)
+        self.drop(other, one, what)
 
     def heal(self) -> None:
         """Lose nothing any more."""
@@ -165,7 +165,7 @@ class Process:
             await asyncio.create_subprocess_exec(
                 *host.command(sys.executable, *command),
                 env=dict(env),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
             )
@@ -179,11 +179,17 @@ class Process:
         assert line, (await self.end())[1]
         return json.loads(line)
 
+    def go_on(self) -> None:
+        """Give it the line that it waits for."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
+
     async def result(self) -> Any:
         """Wait for the last line, and the end without complaints."""
         told = await self.told()
         code, complaints = await self.end()
-        assert (code, complaints) == (0, "")
+        assert code == 0, complaints
+        assert not complaints, complaints
         return told
 
     async def end(self) -> tuple[int | None, str]:
