@@ -15,7 +15,7 @@ from aiocoll.errors import AuthenticationError, StoreUnavailableError
 from aiocoll.handshake import require_key
 from aiocoll.sockets import retry_soon
 
-__all__ = ["Endpoint", "check_peer", "describe", "is_unix", "listen", "resolve"]
+__all__ = ["Endpoint", "check_peer", "describe", "is_unix", "listen", "literal", "resolve"]
 
 _UNIX = "unix:"
 #: Connections the kernel keeps for us until we accept them: all ranks of a large job at once.
@@ -62,7 +62,7 @@ async def resolve(host: str, port: int) -> list[Endpoint]:
     Raises:
         OSError: it cannot be resolved.
     """
-    known = _literal(host, port)
+    known = literal(host, port)
     if known is not None:
         return [known]
     loop = asyncio.get_running_loop()
@@ -79,7 +79,7 @@ def listen(host: str, port: int, key: bytes | None) -> socket.socket:
     """
     where = describe(host, port)
     try:
-        endpoint = _literal(host, port) or _first(host, port)
+        endpoint = literal(host, port) or _first(host, port)
         endpoint.require_key(key)
         sock = endpoint.socket()
         try:
@@ -110,7 +110,8 @@ def check_peer(sock: socket.socket) -> None:
         raise AuthenticationError(f"the other end of the unix socket runs as uid {uid}, this process as {os.geteuid()}")
 
 
-def _literal(host: str, port: int) -> Endpoint | None:
+def literal(host: str, port: int) -> Endpoint | None:
+    """Return the endpoint of a numeric address or a unix socket; None for a name."""
     if is_unix(host):
         name = host.removeprefix(_UNIX)
         return Endpoint(socket.AF_UNIX, "\0" + name[1:] if name.startswith("@") else name)
@@ -137,6 +138,8 @@ def _bind(sock: socket.socket, endpoint: Endpoint) -> None:
         if os.name == "posix":
             # A restarted job need not wait for the old job's connections to leave TIME_WAIT.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if path[0] == "::":
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # all addresses, whatever the system's default
         sock.bind(path)
     elif path.startswith("\0"):
         sock.bind(path)

@@ -74,8 +74,6 @@ class StreamTransport:
     linger: Callable[[bool], bool] = staticmethod(lambda moved: False)
     #: The ranks have met: from now on a host from which nothing comes is lost, before that it may not be up yet.
     met = False
-    #: What the last `connect` that was cancelled would have raised.
-    trouble = ""
 
     def __init__(
         self,
@@ -115,7 +113,14 @@ class StreamTransport:
         self._dials: dict[Key, Dial] = {}
         wanted = transport in ("auto", "shm")
         self._live = Live(runtime, Sharing(runtime, rank, world_size, self, wanted=wanted))
+        self._trouble = ""
         self._closed = False
+
+    @property
+    def trouble(self) -> str:
+        """Why there is no link yet to a rank that is dialled, or was until that was cancelled; "" if none is."""
+        now = self._runtime.time()
+        return next((str(dial.failure(now)) for dial in self._dials.values()), self._trouble)
 
     @property
     def card(self) -> Card:
@@ -180,7 +185,7 @@ class StreamTransport:
         try:
             return await self._dial(dial, key, target)
         except asyncio.CancelledError:
-            self.trouble = str(dial.failure(self._runtime.time()))
+            self._trouble = str(dial.failure(self._runtime.time()))
             raise
         finally:
             del self._dials[key]

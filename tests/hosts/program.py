@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,10 @@ def where() -> dict[str, Any]:
     method = os.environ["METHOD"]
     numbers = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     timeout = float(os.environ.get("TIMEOUT", "60"))
+    if method.startswith("store:"):
+        key = Path(os.environ["AIOCOLL_JOB_KEY_FILE"]).read_bytes()
+        store = aiocoll.TCPStore(method.removeprefix("store:"), 29500, is_master=numbers["rank"] == 0, key=key)
+        return {"store": store, **numbers, "timeout": timeout}
     return {"init_method": method, **numbers, "timeout": timeout}
 
 
@@ -116,7 +122,11 @@ async def block(pg: aiocoll.ProcessGroup) -> Any:
 
 async def main(what: str) -> None:
     """Do it, and tell the result."""
-    async with aiocoll.new_group(**where()) as pg:
+    place = where()
+    async with contextlib.AsyncExitStack() as stack:
+        if "store" in place:
+            await stack.enter_async_context(place["store"])
+        pg = await stack.enter_async_context(aiocoll.new_group(**place))
         tell(await globals()[what](pg))
 
 
