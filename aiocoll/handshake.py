@@ -1,25 +1,41 @@
-"""The handshake that opens every connection: three fixed-width messages, mutual proof of the job key.
+"""The handshake that opens every connection: five fixed-width messages, by which both ends prove the job key.
 
     client                                              server
-      HELLO      who I am, nonce            ------>
-                 <------   CHALLENGE      status, who I am, nonce, mac = HMAC(K, "S" | HELLO | CHALLENGE before the mac)
-      PROOF      mac = HMAC(K, "C" | HELLO | CHALLENGE)   ------>
+      HELLO      nonce                    ------>
+                 <------   CHALLENGE      nonce
+      PROOF      who I am, mac "C"        ------>
+                 <------   VERDICT        status, who I am, mac "S"
+      CONFIRM    mac "D"                  ------>
 
-    offset  size  HELLO and CHALLENGE begin alike (big endian)
+    offset  size  HELLO and CHALLENGE, in every version of the wire (big endian)
          0     4  magic "aioc"
          4     1  wire version
-         5     1  HELLO: ConnKind; CHALLENGE: Status
-         6     2  reserved, zero
-         8    16  job id
-        24     8  epoch
-        32     4  rank, -1 where the speaker has none (a store)
-        36     4  world size, 0 where it is not known
-        40    32  nonce
-        72    32  CHALLENGE only: mac
+         5     3  reserved, zero
+         8    32  nonce
 
-K is HKDF-SHA256 (RFC 5869) of the job key, salted by the job id of HELLO. The labels "S" and "C" stop reflection, the
-two nonces stop replay, and everything each side claims is under both macs. Nothing here does I/O or reads a clock: the
-caller moves the bytes, reads exactly the sizes below, and gives the whole exchange `HANDSHAKE_TIMEOUT` seconds.
+    offset  size  PROOF and VERDICT
+         0     1  PROOF: ConnKind; VERDICT: Status
+         1     3  reserved, zero
+         4    16  job id
+        20     8  epoch
+        28     4  rank, -1 where the speaker has none (a store)
+        32     4  world size, 0 where it is not known
+        36    32  mac
+
+CONFIRM is a mac and nothing else. A mac is HMAC-SHA256(K, its label | all messages so far, its own up to the mac), and
+K is HKDF-SHA256 (RFC 5869) of the job key, salted by HELLO and CHALLENGE. So the labels stop reflection, the two nonces
+stop replay, and all that either side claims is under the macs of both.
+
+- Nothing counts that has not been proven. The server reads a client's claims, and asks `decide`, only if the mac of
+  PROOF is right; the client reads the server's answer only if the mac of VERDICT is right.
+- A stranger learns nothing. Who connects without the key gets a nonce, and for a wrong PROOF a VERDICT of zeros: no
+  job, no rank, and no mac on which to try a guess of the key. The client proves itself first because anybody can call
+  a server, while a client calls only where its job tells it to; who listens there in place of a rank hears who calls.
+- The client has the last word. The server believes in the connection once CONFIRM has come, so a client that gives up
+  before leaves no end with a link that the other has not.
+
+Nothing here does I/O or reads a clock: the caller moves the bytes, reads exactly the sizes below, and gives the whole
+exchange `HANDSHAKE_TIMEOUT` seconds.
 """
 
 from __future__ import annotations
@@ -36,10 +52,12 @@ from aiocoll.errors import AuthenticationError
 
 __all__ = [
     "CHALLENGE_SIZE",
+    "CONFIRM_SIZE",
     "HANDSHAKE_TIMEOUT",
     "HELLO_SIZE",
     "MIN_KEY_SIZE",
     "PROOF_SIZE",
+    "VERDICT_SIZE",
     "WIRE_VERSION",
     "ClientHandshake",
     "ConnKind",
@@ -48,6 +66,7 @@ __all__ = [
     "Peer",
     "ServerHandshake",
     "Status",
+    "UnprovenError",
     "is_loopback",
     "job_id",
     "may_be_ours",
@@ -55,16 +74,16 @@ __all__ = [
 ]
 
 MAGIC = b"aioc"
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
-_HEAD = struct.Struct("!4sBBH16sQiI32s")
-_NONCE_SIZE = 32
+_OPENING = struct.Struct("!4sB3x32s")
+_CLAIM = struct.Struct("!B3x16sQiI")
 _MAC_SIZE = hashlib.sha256().digest_size
-HELLO_SIZE = _HEAD.size
-CHALLENGE_SIZE = _HEAD.size + _MAC_SIZE
-PROOF_SIZE = _MAC_SIZE
+HELLO_SIZE = CHALLENGE_SIZE = _OPENING.size
+PROOF_SIZE = VERDICT_SIZE = _CLAIM.size + _MAC_SIZE
+CONFIRM_SIZE = _MAC_SIZE
 
-#: Seconds for the three messages together: ample for a loaded host, short enough that a silent client is soon gone.
+#: Seconds for the five messages together: ample for a loaded host, short enough that a silent client is soon gone.
 HANDSHAKE_TIMEOUT = 5.0
 
 #: Bytes of the shortest job key taken: 128 bits cannot be guessed from a recorded handshake.
@@ -87,19 +106,18 @@ class ConnKind(IntEnum):
 
 
 class Status(IntEnum):
-    """The server's answer to a HELLO."""
+    """The server's answer to a client that has proven the key."""
 
     OK = 0
     CROSSED = 1
-    """Both ranks dialled at once; the server's own connection is the one that stays."""
+    """Both ranks dialled at once, and another connection of theirs is further."""
     DUPLICATE = 2
     """That rank has a live connection of this kind."""
     REFUSED = 3
-    WRONG_VERSION = 4
-    WRONG_JOB = 5
-    WRONG_EPOCH = 6
-    WRONG_WORLD_SIZE = 7
-    WRONG_KIND = 8
+    WRONG_JOB = 4
+    WRONG_EPOCH = 5
+    WRONG_WORLD_SIZE = 6
+    WRONG_KIND = 7
 
 
 class Identity(NamedTuple):
@@ -113,29 +131,21 @@ class Identity(NamedTuple):
 
 
 class Peer(Identity):
-    """Who the other end says it is; proven once the exchange has ended without an error."""
+    """Who the other end is, and has proven to be."""
 
     __slots__ = ()
 
 
+class UnprovenError(AuthenticationError):
+    """The other end has not proven that it holds the key, so that nothing follows from what it said."""
+
+
 class HandshakeRefusedError(AuthenticationError):
-    """One end declined the other although the bytes were well formed; `status` says why."""
+    """One end declined the other, which both hold the key; `status` says why."""
 
     def __init__(self, message: str, status: Status) -> None:
         super().__init__(message)
         self.status = status
-
-
-class _Head(NamedTuple):
-    """The common beginning of HELLO and CHALLENGE; `code` is a `ConnKind` or a `Status`."""
-
-    version: int
-    code: int
-    job_id: bytes
-    epoch: int
-    rank: int
-    world_size: int
-    nonce: bytes
 
 
 def job_id(name: str) -> bytes:
@@ -156,8 +166,7 @@ def is_loopback(host: str) -> bool:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def require_key(host: str, key: bytes | None) -> None:
@@ -177,7 +186,7 @@ def require_key(host: str, key: bytes | None) -> None:
 
 
 class ClientHandshake:
-    """The side that dials: send `hello()`, read `CHALLENGE_SIZE` bytes, send `answer()` of them.
+    """The side that dials: send `hello()`, answer CHALLENGE by `prove()` and VERDICT by `confirm()`.
 
     Args:
         identity: who this end is.
@@ -185,47 +194,55 @@ class ClientHandshake:
         random_bytes: source of the nonce, normally `Runtime.random_bytes`.
 
     Attributes:
-        peer: the server's identity, proven, once `answer` has returned.
+        peer: the server's identity, proven, once `confirm` has returned.
     """
 
     def __init__(self, identity: Identity, key: bytes | None, random_bytes: Callable[[int], bytes]) -> None:
         self._identity = identity
-        self._secret = _derive(key, identity.job_id)
-        self._hello = _pack(identity, identity.kind, random_bytes(_NONCE_SIZE))
+        self._key = key
+        self._said = _opening(random_bytes)
+        self._secret = b""
         self.peer: Peer | None = None
 
     def hello(self) -> bytes:
         """Return the first message."""
-        return self._hello
+        return self._said[:HELLO_SIZE]
 
-    def answer(self, challenge: bytes) -> bytes:
-        """Check the server's message and return the proof.
+    def prove(self, challenge: bytes) -> bytes:
+        """Return PROOF, the answer to `CHALLENGE_SIZE` bytes.
+
+        Raises:
+            UnprovenError: the other end is no aiocoll process, or one of another version.
+        """
+        version = _version(challenge, "the other end")
+        if version != WIRE_VERSION:
+            raise _wrong_version(version)
+        self._said += challenge
+        self._secret = _derive(self._key, self._said)
+        proof = _claim(self._identity, self._identity.kind)
+        proof += _mac(self._secret, b"C", self._said + proof)
+        self._said += proof
+        return proof
+
+    def confirm(self, verdict: bytes) -> bytes:
+        """Return CONFIRM, the answer to `VERDICT_SIZE` bytes; to send it is to accept the connection.
 
         Raises:
             HandshakeRefusedError: the server, which holds the key, declined; `status` says why.
-            AuthenticationError: the other end is no aiocoll process, or does not hold the key.
+            UnprovenError: the other end does not hold the key.
         """
-        head = _unpack(challenge, CHALLENGE_SIZE, "the server")
-        who = _name(head.rank)
-        if head.version != WIRE_VERSION:
-            raise _wrong_version(who, head.version)
-        mac = _mac(self._secret, b"S", self._hello, challenge[: _HEAD.size])
-        if not hmac.compare_digest(mac, challenge[_HEAD.size :]):
-            raise AuthenticationError(
-                f"{who} did not prove that it holds this job's key (its HMAC is wrong): "
-                "every rank and the store need the same job_key (AIOCOLL_JOB_KEY)"
-            )
-        peer = Peer(head.job_id, head.epoch, head.rank, head.world_size, self._identity.kind)
-        status = Status(head.code) if head.code in Status.__members__.values() else Status.REFUSED
+        claim = _proven(self._secret, b"S", self._said, verdict, "the other end")
+        code, peer = _read(claim, self._identity.kind)
+        status = Status(code) if code in Status.__members__.values() else Status.REFUSED
         status = status or _compare(self._identity, peer)
         if status is not Status.OK:
-            raise _refusal(f"{who} refused the connection", status, self._identity, peer)
+            raise _refusal(f"{_name(peer.rank)} refused the connection", status, self._identity, peer)
         self.peer = peer
-        return _mac(self._secret, b"C", self._hello, challenge)
+        return _mac(self._secret, b"D", self._said + verdict)
 
 
 class ServerHandshake:
-    """The side that accepts: read `HELLO_SIZE` bytes, send `challenge()`, read `PROOF_SIZE` bytes, `verify()` them.
+    """The side that accepts: answer HELLO by `challenge()` and PROOF by `verdict()`, then `accept()` CONFIRM.
 
     Args:
         identity: who this end is. With kind STORE it accepts only STORE connections, with another kind only the others.
@@ -233,94 +250,117 @@ class ServerHandshake:
         random_bytes: source of the nonce, normally `Runtime.random_bytes`.
 
     Attributes:
-        refusal: the error of a HELLO that was declined. Send the challenge all the same (it tells the client why,
-            under a mac), then close.
+        refusal: the error of a client that was declined. Send the answer, which tells it what it may know, and close.
     """
 
     def __init__(self, identity: Identity, key: bytes | None, random_bytes: Callable[[int], bytes]) -> None:
         self._identity = identity
         self._key = key
-        self._nonce = random_bytes(_NONCE_SIZE)
+        self._opening = _opening(random_bytes)
+        self._said = self._secret = b""
         self._peer: Peer | None = None
-        self._expected_proof = b""
         self.refusal: AuthenticationError | None = None
 
-    def challenge(self, hello: bytes, decide: Callable[[Peer], Status]) -> bytes:
-        """Answer the client's first message.
+    def challenge(self, hello: bytes) -> bytes:
+        """Return CHALLENGE, the answer to `HELLO_SIZE` bytes.
+
+        Raises:
+            UnprovenError: this is no HELLO; close without a reply.
+        """
+        version = _version(hello, "the client")
+        if version != WIRE_VERSION:
+            self.refusal = _wrong_version(version)
+        self._said = hello + self._opening
+        self._secret = _derive(self._key, self._said)
+        return self._opening
+
+    def verdict(self, proof: bytes, decide: Callable[[Peer], Status]) -> bytes:
+        """Return VERDICT, the answer to `PROOF_SIZE` bytes.
 
         Args:
-            hello: exactly `HELLO_SIZE` bytes.
-            decide: asked when the identities agree. The peer is *not proven* yet, so it must change nothing.
-
-        Raises:
-            AuthenticationError: this is no HELLO; close without a reply.
+            proof: what the client sent.
+            decide: asked about a client that has proven the key and whose identity agrees with this end's.
         """
-        head = _unpack(hello, HELLO_SIZE, "the client")
-        status = self._judge(head, decide)
-        message = _pack(self._identity, status, self._nonce)
-        # Salted by the client's job id, so that a holder of the key learns under a mac that it is in the wrong job.
-        secret = _derive(self._key, head.job_id)
-        message += _mac(secret, b"S", hello, message)
-        self._expected_proof = _mac(secret, b"C", hello, message)
-        return message
+        try:
+            status = self._judge(_proven(self._secret, b"C", self._said, proof, "the client"), decide)
+        except UnprovenError as error:
+            self.refusal = error
+            return bytes(VERDICT_SIZE)
+        self._said += proof
+        verdict = _claim(self._identity, status)
+        verdict += _mac(self._secret, b"S", self._said + verdict)
+        self._said += verdict
+        return verdict
 
-    def verify(self, proof: bytes) -> Peer:
-        """Check the client's last message and return who it is.
+    def accept(self, confirm: bytes) -> Peer:
+        """Check the client's last message, `CONFIRM_SIZE` bytes, and return who it is.
 
         Raises:
-            AuthenticationError: the client does not hold the key, or was declined by `challenge`.
+            AuthenticationError: the client was declined, or this is not its last word.
         """
         if self.refusal is not None:
             raise self.refusal
-        if self._peer is None:
-            raise AssertionError("verify() before challenge()")
-        if len(proof) != PROOF_SIZE or not hmac.compare_digest(proof, self._expected_proof):
-            raise AuthenticationError(
-                f"{_name(self._peer.rank)} did not prove that it holds this job's key (its HMAC is wrong): "
-                "give every rank the same job_key (AIOCOLL_JOB_KEY)"
-            )
+        assert self._peer is not None  # verdict() has come first
+        if not hmac.compare_digest(confirm, _mac(self._secret, b"D", self._said)):
+            raise UnprovenError(f"{_name(self._peer.rank)} sent something else than the end of its handshake")
         return self._peer
 
-    def _judge(self, head: _Head, decide: Callable[[Peer], Status]) -> Status:
-        who = _name(head.rank)
-        if head.version != WIRE_VERSION:
-            self.refusal = _wrong_version(who, head.version)
-            return Status.WRONG_VERSION
-        if head.code not in ConnKind.__members__.values():
-            raise AuthenticationError(f"{who} asked for a connection of unknown kind {head.code}")
-        peer = Peer(head.job_id, head.epoch, head.rank, head.world_size, ConnKind(head.code))
-        status = _compare(self._identity, peer) or decide(peer)
+    def _judge(self, claim: bytes, decide: Callable[[Peer], Status]) -> Status:
+        code, peer = _read(claim, self._identity.kind)
+        status = Status.REFUSED
+        if code in ConnKind.__members__.values():
+            peer = peer._replace(kind=ConnKind(code))
+            status = _compare(self._identity, peer) or decide(peer)
         if status is not Status.OK:
-            self.refusal = _refusal(f"the connection of {who} was refused", status, self._identity, peer)
+            what = f"the connection of {_name(peer.rank)} was refused"
+            self.refusal = _refusal(what, status, self._identity, peer)
         self._peer = peer
         return status
 
 
-def _derive(key: bytes | None, salt: bytes) -> bytes:
-    """HKDF-SHA256 of 32 bytes: extract, then the first block of expand."""
-    extracted = hmac.digest(salt, key or b"", "sha256")
-    return hmac.digest(extracted, b"aiocoll/1\x01", "sha256")
+def _opening(random_bytes: Callable[[int], bytes]) -> bytes:
+    """Return a HELLO or a CHALLENGE."""
+    return _OPENING.pack(MAGIC, WIRE_VERSION, random_bytes(32))
 
 
-def _mac(secret: bytes, label: bytes, hello: bytes, challenge: bytes) -> bytes:
-    return hmac.digest(secret, label + hello + challenge, "sha256")
+def _version(message: bytes, who: str) -> int:
+    """Return the wire version of a HELLO or a CHALLENGE."""
+    if message[: len(MAGIC)] != MAGIC or len(message) != _OPENING.size:
+        raise UnprovenError(f"{who} does not speak aiocoll's protocol: it sent {bytes(message[:8])!r}")
+    return message[len(MAGIC)]
 
 
-def _pack(identity: Identity, code: int, nonce: bytes) -> bytes:
-    return _HEAD.pack(
-        MAGIC, WIRE_VERSION, code, 0, identity.job_id, identity.epoch, identity.rank, identity.world_size, nonce
-    )
+def _derive(key: bytes | None, opening: bytes) -> bytes:
+    """Return K by HKDF-SHA256: extract, then the first block of expand.
+
+    What a connection is bound to is in the salt: a certificate that secures its bytes would have its place there.
+    """
+    extracted = hmac.digest(opening, key or b"", "sha256")
+    return hmac.digest(extracted, b"aiocoll/2\x01", "sha256")
 
 
-def _unpack(message: bytes, size: int, who: str) -> _Head:
-    if message[: len(MAGIC)] != MAGIC:
-        raise AuthenticationError(f"{who} does not speak aiocoll's protocol: it sent {bytes(message[:8])!r}")
-    if len(message) != size:
-        raise AuthenticationError(f"{who} sent {len(message)} bytes of a handshake message of {size}")
-    _, version, code, reserved, job, epoch, rank, world_size, nonce = _HEAD.unpack_from(message)
-    if reserved != 0:
-        raise AuthenticationError(f"{who} set reserved bits of the handshake ({reserved:#06x}): its aiocoll is too new")
-    return _Head(version, code, job, epoch, rank, world_size, nonce)
+def _mac(secret: bytes, label: bytes, said: bytes) -> bytes:
+    return hmac.digest(secret, label + said, "sha256")
+
+
+def _proven(secret: bytes, label: bytes, said: bytes, message: bytes, who: str) -> bytes:
+    """Return the claim in a PROOF or a VERDICT whose mac is right."""
+    claim, mac = message[: _CLAIM.size], message[_CLAIM.size :]
+    if not hmac.compare_digest(mac, _mac(secret, label, said + claim)):
+        raise UnprovenError(
+            f"{who} did not prove that it holds this job's key: "
+            "every rank and the store need the same job_key (AIOCOLL_JOB_KEY)"
+        )
+    return claim
+
+
+def _claim(identity: Identity, code: int) -> bytes:
+    return _CLAIM.pack(code, identity.job_id, identity.epoch, identity.rank, identity.world_size)
+
+
+def _read(claim: bytes, kind: ConnKind) -> tuple[int, Peer]:
+    code, job, epoch, rank, world_size = _CLAIM.unpack(claim)
+    return code, Peer(job, epoch, rank, world_size, kind)
 
 
 def _compare(mine: Identity, peer: Peer) -> Status:
@@ -339,17 +379,16 @@ def _name(rank: int) -> str:
     return f"rank {rank}" if rank >= 0 else "the other end"
 
 
-def _wrong_version(who: str, version: int) -> HandshakeRefusedError:
-    return HandshakeRefusedError(
-        f"{who} speaks wire version {version}, this process speaks {WIRE_VERSION}: use one aiocoll everywhere",
-        Status.WRONG_VERSION,
+def _wrong_version(version: int) -> UnprovenError:
+    return UnprovenError(
+        f"the other end speaks wire version {version}, this process speaks {WIRE_VERSION}: use one aiocoll everywhere"
     )
 
 
 def _refusal(what: str, status: Status, mine: Identity, peer: Peer) -> HandshakeRefusedError:
     """Name the two values that differ."""
     reasons = {
-        Status.CROSSED: "both ends dialled at once, and the other connection stays",
+        Status.CROSSED: "both ends dialled at once, and another connection is further",
         Status.DUPLICATE: f"rank {mine.rank} and rank {peer.rank} have a live connection of kind {peer.kind.name}",
         Status.REFUSED: f"rank {mine.rank} and rank {peer.rank} of {mine.world_size} cannot be peers",
         Status.WRONG_JOB: f"it belongs to job {peer.job_id.hex()}, this process to job {mine.job_id.hex()}",

@@ -1,4 +1,4 @@
-"""The handshake: both ends prove the key, and nothing else gets through."""
+"""The handshake: both ends prove the key, nothing else gets through, and nobody without it learns anything."""
 
 import itertools
 import os
@@ -8,8 +8,11 @@ import pytest
 from aiocoll.errors import AuthenticationError
 from aiocoll.handshake import (
     CHALLENGE_SIZE,
+    CONFIRM_SIZE,
     HELLO_SIZE,
     PROOF_SIZE,
+    VERDICT_SIZE,
+    WIRE_VERSION,
     ClientHandshake,
     ConnKind,
     HandshakeRefusedError,
@@ -17,6 +20,7 @@ from aiocoll.handshake import (
     Peer,
     ServerHandshake,
     Status,
+    UnprovenError,
     is_loopback,
     job_id,
     require_key,
@@ -26,6 +30,13 @@ KEY = bytes(range(32))
 JOB = job_id("training")
 CLIENT = Identity(JOB, 3, 1, 4, ConnKind.DATA)
 SERVER = Identity(JOB, 3, 2, 4, ConnKind.CONTROL)
+SIZES = {
+    "hello": HELLO_SIZE,
+    "challenge": CHALLENGE_SIZE,
+    "proof": PROOF_SIZE,
+    "verdict": VERDICT_SIZE,
+    "confirm": CONFIRM_SIZE,
+}
 
 
 def client(identity: Identity = CLIENT, key: bytes | None = KEY) -> ClientHandshake:
@@ -40,12 +51,15 @@ def accept(peer: Peer) -> Status:
     return Status.OK
 
 
-def refused_by_client(c: ClientHandshake, s: ServerHandshake) -> str:
-    """Run the first two messages; return the client's complaint."""
-    challenge = s.challenge(c.hello(), accept)
-    with pytest.raises(AuthenticationError) as caught:
-        c.answer(challenge)
-    return str(caught.value)
+def nobody(peer: Peer) -> Status:
+    raise AssertionError("asked about somebody who has proven nothing")
+
+
+def exchange(c, s, decide=accept, change=lambda name, message: message) -> Peer:
+    """Run all five messages, each as `change` lets it through; return who the server says the client is."""
+    challenge = change("challenge", s.challenge(change("hello", c.hello())))
+    verdict = change("verdict", s.verdict(change("proof", c.prove(challenge)), decide))
+    return s.accept(change("confirm", c.confirm(verdict)))
 
 
 @pytest.mark.parametrize("key", [KEY, None])
@@ -53,102 +67,125 @@ def refused_by_client(c: ClientHandshake, s: ServerHandshake) -> str:
 def test_both_ends_learn_who_the_other_is(key, kind):
     c, s = client(CLIENT._replace(kind=kind), key), server(key=key)
     asked = []
-    challenge = s.challenge(c.hello(), lambda peer: asked.append(peer) or Status.OK)
-    proof = c.answer(challenge)
-    assert (len(c.hello()), len(challenge), len(proof)) == (HELLO_SIZE, CHALLENGE_SIZE, PROOF_SIZE)
-    assert s.verify(proof) == Peer(JOB, 3, 1, 4, kind)
-    assert asked == [Peer(JOB, 3, 1, 4, kind)]
+    sizes = {}
+
+    def note(name: str, message: bytes) -> bytes:
+        sizes[name] = len(message)
+        return message
+
+    proven = exchange(c, s, lambda peer: asked.append(peer) or Status.OK, note)
+    assert sizes == SIZES
+    assert proven == Peer(JOB, 3, 1, 4, kind)
+    assert asked == [proven]
     assert c.peer == Peer(JOB, 3, 2, 4, kind)
 
 
-def test_client_with_another_key_refuses_the_server():
-    message = refused_by_client(client(key=b"x" * 32), server())
-    assert "rank 2 did not prove that it holds this job's key" in message
-    assert "AIOCOLL_JOB_KEY" in message
+@pytest.mark.parametrize(("ours", "theirs"), [(KEY, b"x" * 32), (KEY, None), (None, KEY)])
+def test_ends_with_different_keys_refuse_each_other(ours, theirs):
+    c, s = client(key=ours), server(key=theirs)
+    verdict = s.verdict(c.prove(s.challenge(c.hello())), nobody)
+    with pytest.raises(UnprovenError, match=r"client did not prove that it holds this job's key.*AIOCOLL_JOB_KEY"):
+        s.accept(bytes(CONFIRM_SIZE))
+    with pytest.raises(UnprovenError, match=r"other end did not prove that it holds this job's key.*AIOCOLL_JOB_KEY"):
+        c.confirm(verdict)
 
 
-def test_null_key_is_another_key():
-    assert "did not prove" in refused_by_client(client(key=None), server())
-    assert "did not prove" in refused_by_client(client(), server(key=None))
+def test_a_stranger_is_told_nothing_by_a_server():
+    """Whatever it says and whatever the server is: a nonce, then zeros."""
+    said = set()
+    for identity in (SERVER, Identity(job_id("another"), 9, 0, 77, ConnKind.STORE)):
+        for proof in (bytes(PROOF_SIZE), os.urandom(PROOF_SIZE), b""):
+            s = server(identity)
+            challenge = s.challenge(client().hello())
+            assert challenge[:8] == b"aioc" + bytes([WIRE_VERSION, 0, 0, 0])
+            said.add(s.verdict(proof, nobody))
+            assert isinstance(s.refusal, UnprovenError)
+    assert said == {bytes(VERDICT_SIZE)}
 
 
-def test_server_refuses_a_proof_made_with_another_key():
-    s = server()
+def test_nothing_is_claimed_before_the_proof():
+    """HELLO and CHALLENGE differ in their nonces only, whoever speaks."""
+    other = Identity(job_id("another"), 9, 0, 77, ConnKind.STORE)
+    hellos = [ClientHandshake(identity, key, bytes).hello() for identity in (CLIENT, other) for key in (KEY, None)]
+    servers = [ServerHandshake(identity, key, bytes) for identity in (SERVER, other) for key in (KEY, None)]
+    assert {each.challenge(hellos[0]) for each in servers} == set(hellos) == {hellos[0]}
+
+
+def test_a_proof_cannot_be_reflected():
+    """A rank that dials somebody who dials it back: neither its proof nor its verdict is good in the other place."""
+    c, s = client(), server()
+    proof = c.prove(s.challenge(c.hello()))
+    with pytest.raises(UnprovenError):
+        c.confirm(proof)
+    verdict = s.verdict(proof, accept)
+    with pytest.raises(UnprovenError):
+        s.accept(verdict[-CONFIRM_SIZE:])
+
+
+def test_an_echo_is_no_server():
     c = client()
-    s.challenge(c.hello(), accept)
-    stranger = client(key=b"x" * 32)
-    challenge = server(key=b"x" * 32).challenge(stranger.hello(), accept)
-    with pytest.raises(AuthenticationError, match="rank 1 did not prove that it holds this job's key"):
-        s.verify(stranger.answer(challenge))
-
-
-def test_reflecting_the_servers_mac_proves_nothing():
-    s = server()
-    challenge = s.challenge(client().hello(), accept)
-    with pytest.raises(AuthenticationError, match="did not prove"):
-        s.verify(challenge[-PROOF_SIZE:])
-
-
-def test_hello_sent_back_is_no_challenge():
-    c = client()
-    with pytest.raises(AuthenticationError, match=f"{HELLO_SIZE} bytes of a handshake message of {CHALLENGE_SIZE}"):
-        c.answer(c.hello())
+    proof = c.prove(c.hello())
+    with pytest.raises(UnprovenError, match="did not prove"):
+        c.confirm(proof)
 
 
 def test_recorded_messages_are_worthless_with_other_nonces():
     c, s = client(), server()
-    challenge = s.challenge(c.hello(), accept)
-    proof = c.answer(challenge)
+    challenge = s.challenge(c.hello())
+    proof = c.prove(challenge)
+    verdict = s.verdict(proof, accept)
+    confirm = c.confirm(verdict)
     again = server()
-    again.challenge(c.hello(), accept)
-    with pytest.raises(AuthenticationError, match="did not prove"):
-        again.verify(proof)
-    with pytest.raises(AuthenticationError, match="did not prove"):
-        client().answer(challenge)
+    again.challenge(c.hello())
+    assert again.verdict(proof, nobody) == bytes(VERDICT_SIZE)
+    other = client()
+    other.prove(challenge)
+    with pytest.raises(UnprovenError, match="did not prove"):
+        other.confirm(verdict)
+    third, new = server(), client()
+    third.verdict(new.prove(third.challenge(new.hello())), accept)
+    with pytest.raises(UnprovenError, match="rank 1 sent something else than the end of its handshake"):
+        third.accept(confirm)
 
 
-@pytest.mark.parametrize("message", ["hello", "challenge", "proof"])
+@pytest.mark.parametrize("message", list(SIZES))
 def test_every_flipped_byte_is_refused(message):
-    sizes = {"hello": HELLO_SIZE, "challenge": CHALLENGE_SIZE, "proof": PROOF_SIZE}
-    for position, flip in itertools.product(range(sizes[message]), (0x01, 0x80)):
-        c, s = client(), server()
+    for position, flip in itertools.product(range(SIZES[message]), (0x01, 0x80)):
 
         def cross(name: str, sent: bytes, position: int = position, flip: int = flip) -> bytes:
             if name != message:
                 return sent
             return sent[:position] + bytes([sent[position] ^ flip]) + sent[position + 1 :]
 
-        with pytest.raises(AuthenticationError):
-            s.verify(cross("proof", c.answer(cross("challenge", s.challenge(cross("hello", c.hello()), accept)))))
+        with pytest.raises(UnprovenError):
+            exchange(client(), server(), accept if message in ("verdict", "confirm") else nobody, cross)
 
 
-def test_truncated_and_overlong_messages_are_refused():
-    c, s = client(), server()
-    challenge = s.challenge(c.hello(), accept)
-    proof = c.answer(challenge)
-    for size in (*range(HELLO_SIZE), HELLO_SIZE + 1):
-        with pytest.raises(AuthenticationError):
-            server().challenge((c.hello() + b"\0")[:size], accept)
-    for size in (*range(CHALLENGE_SIZE), CHALLENGE_SIZE + 1):
-        with pytest.raises(AuthenticationError):
-            c.answer((challenge + b"\0")[:size])
-    for size in (*range(PROOF_SIZE), PROOF_SIZE + 1):
-        with pytest.raises(AuthenticationError):
-            s.verify((proof + b"\0")[:size])
+@pytest.mark.parametrize("message", list(SIZES))
+def test_truncated_and_overlong_messages_are_refused(message):
+    for size in (*range(SIZES[message]), SIZES[message] + 1):
+
+        def cut(name: str, sent: bytes, size: int = size) -> bytes:
+            return (sent + b"\0")[:size] if name == message else sent
+
+        with pytest.raises(UnprovenError):
+            exchange(client(), server(), accept if message in ("verdict", "confirm") else nobody, cut)
 
 
 def test_other_protocols_are_named():
-    with pytest.raises(AuthenticationError, match=r"client does not speak aiocoll's protocol: it sent b'GET / HT'"):
-        server().challenge(b"GET / HTTP/1.1\r\n".ljust(HELLO_SIZE), accept)
-    with pytest.raises(AuthenticationError, match=r"server does not speak aiocoll's protocol: it sent b'SSH-2.0-'"):
-        client().answer(b"SSH-2.0-OpenSSH".ljust(CHALLENGE_SIZE))
+    with pytest.raises(UnprovenError, match=r"client does not speak aiocoll's protocol: it sent b'GET / HT'"):
+        server().challenge(b"GET / HTTP/1.1\r\n".ljust(HELLO_SIZE))
+    with pytest.raises(UnprovenError, match=r"other end does not speak aiocoll's protocol: it sent b'SSH-2.0-'"):
+        client().prove(b"SSH-2.0-OpenSSH".ljust(CHALLENGE_SIZE))
 
 
 def test_unknown_connection_kind_is_refused():
-    hello = bytearray(client().hello())
-    hello[5] = 9
-    with pytest.raises(AuthenticationError, match="unknown kind 9"):
-        server().challenge(bytes(hello), accept)
+    s, c = server(), client(CLIENT._replace(kind=9))
+    verdict = s.verdict(c.prove(s.challenge(c.hello())), nobody)
+    with pytest.raises(HandshakeRefusedError) as caught:
+        s.accept(bytes(CONFIRM_SIZE))
+    assert caught.value.status is Status.REFUSED
+    assert verdict != bytes(VERDICT_SIZE), "it holds the key, so it is told"
 
 
 @pytest.mark.parametrize(
@@ -162,11 +199,11 @@ def test_unknown_connection_kind_is_refused():
 )
 def test_disagreement_is_authenticated_and_names_both_values(change, status, values):
     c, s = client(CLIENT._replace(**change)), server()
-    challenge = s.challenge(c.hello(), accept)
+    verdict = s.verdict(c.prove(s.challenge(c.hello())), nobody)
     with pytest.raises(HandshakeRefusedError) as at_client:
-        c.answer(challenge)
+        c.confirm(verdict)
     with pytest.raises(HandshakeRefusedError) as at_server:
-        s.verify(bytes(PROOF_SIZE))
+        s.accept(bytes(CONFIRM_SIZE))
     assert s.refusal is at_server.value
     for error in (at_client.value, at_server.value):
         assert error.status is status
@@ -177,31 +214,32 @@ def test_another_wire_version_names_both():
     hello = bytearray(client().hello())
     hello[4] = 9
     s = server()
-    challenge = s.challenge(bytes(hello), accept)
-    with pytest.raises(HandshakeRefusedError, match="rank 1 speaks wire version 9, this process speaks 1"):
-        s.verify(bytes(PROOF_SIZE))
-    answered = bytearray(challenge)
+    answered = bytearray(s.challenge(bytes(hello)))
+    message = f"other end speaks wire version 9, this process speaks {WIRE_VERSION}: use one aiocoll everywhere"
+    with pytest.raises(UnprovenError, match=message):
+        s.accept(bytes(CONFIRM_SIZE))
+    assert answered[4] == WIRE_VERSION, "so the client can say the same"
     answered[4] = 9
-    with pytest.raises(HandshakeRefusedError, match="rank 2 speaks wire version 9, this process speaks 1"):
-        client().answer(bytes(answered))
+    with pytest.raises(UnprovenError, match=message):
+        client().prove(bytes(answered))
 
 
 @pytest.mark.parametrize("status", [Status.CROSSED, Status.DUPLICATE, Status.REFUSED])
 def test_the_servers_decision_reaches_the_client_under_a_mac(status):
     c, s = client(), server()
-    challenge = s.challenge(c.hello(), lambda peer: status)
+    verdict = s.verdict(c.prove(s.challenge(c.hello())), lambda peer: status)
     with pytest.raises(HandshakeRefusedError) as caught:
-        c.answer(challenge)
+        c.confirm(verdict)
     assert caught.value.status is status
     with pytest.raises(HandshakeRefusedError):
-        s.verify(bytes(PROOF_SIZE))
+        s.accept(bytes(CONFIRM_SIZE))
 
 
 def test_a_server_that_claims_ok_in_another_epoch_is_refused(monkeypatch):
     c, careless = client(), server(SERVER._replace(epoch=8))
-    monkeypatch.setattr(careless, "_judge", lambda head, decide: Status.OK)
+    monkeypatch.setattr(careless, "_judge", lambda claim, decide: Status.OK)
     with pytest.raises(HandshakeRefusedError, match="it is in epoch 8, this process in epoch 3"):
-        c.answer(careless.challenge(c.hello(), accept))
+        exchange(c, careless)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost", "::ffff:127.0.0.1"])

@@ -25,7 +25,7 @@ LAYERS: list[set[str]] = [
     {"runtime", "unseen"},
     {"threads"},
     {"elements", "codec"},
-    {"work", "handshake", "options", "process", "backends", "dump", "sockets"},
+    {"work", "handshake", "unproven", "options", "process", "backends", "dump", "sockets"},
     {"transport", "store", "gpu"},
     {"algorithms"},
     {"engine"},

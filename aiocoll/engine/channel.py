@@ -141,6 +141,11 @@ class Channel:
             self._held.append((header, payload))
             self._dial()
 
+    def open(self) -> None:
+        """Open the link, if there is none."""
+        if self.link is None and self.peer not in self._endpoint.over:
+            self._dial()
+
     def pump(self) -> None:
         """Send what may be sent, a segment of each message in turn."""
         link = self.link

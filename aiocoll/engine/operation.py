@@ -219,6 +219,12 @@ class Operation:
         """Return the ranks from which something has not arrived, as far as that is known."""
         return []
 
+    def seek(self) -> None:
+        """Open links to the ranks it waits for: it may be that they cannot open one, and this rank can."""
+        for peer in self.awaited() if self.peer is None else [self.peer]:
+            if peer != self.group.rank:
+                self.group.channels[peer].open()
+
     def describe(self) -> dict[str, Any]:
         """Say in plain data what this rank called, for error messages."""
         return description(self.group.rank, self.terms, self.shape, self.work.key, self.work.seq)

@@ -109,6 +109,7 @@ class Watch:
         diagnosis = operation.group.diagnosis
         if now >= _due(operation) and (oldest or not operation.reported or diagnosis.unanswered(operation)):
             operation.reported = diagnosis.report(operation)
+            operation.seek()
         if age >= operation.group.warn_after and not operation.warned:
             operation.warned = True
             _, detail = diagnosis.missing(operation)

@@ -267,7 +267,7 @@ class Home:
             for link in early:
                 endpoint.accept(link)
             await endpoint.join(cards)
-            stream.met = True
+            stream.all_met()
         except BaseException:
             for link in early:
                 link.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aiocoll.errors import AuthenticationError, ProtocolError, StoreError, StoreTimeoutError, StoreUnavailableError
-from aiocoll.handshake import CHALLENGE_SIZE, HANDSHAKE_TIMEOUT, ClientHandshake, Identity, may_be_ours
+from aiocoll.handshake import CHALLENGE_SIZE, HANDSHAKE_TIMEOUT, VERDICT_SIZE, ClientHandshake, Identity, may_be_ours
 from aiocoll.runtime import Runtime
 from aiocoll.store.address import Endpoint, check_peer, describe, resolve
 from aiocoll.store.base import settled, timed_out
@@ -40,6 +40,7 @@ class ClientLink(FrameProtocol):
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Exception | None] = loop.create_future()
         self._handshake = handshake
+        self._challenged = False
         self._where = where
         self._closed: asyncio.Future[None] = loop.create_future()
         # A lost connection cancels these: nobody may be left to look at an exception.
@@ -107,9 +108,11 @@ class ClientLink(FrameProtocol):
             self.ready.set_result(exc)
 
     def stranger(self) -> AuthenticationError | None:
-        """Return an error if the other end has said something during the handshake that no store says."""
+        """Return an error if the other end has begun the handshake with something that no store says."""
         said = self.received_so_far()
-        return None if may_be_ours(said) else AuthenticationError(f"it is no aiocoll store: it said {said[:32]!r}")
+        if self._challenged or may_be_ours(said):
+            return None
+        return AuthenticationError(f"it is no aiocoll store: it said {said[:32]!r}")
 
     def message_received(self, number: int, word: Any, payload: Any) -> None:
         """Hand an answer to who asked; nobody waits any more for one that was abandoned."""
@@ -120,7 +123,12 @@ class ClientLink(FrameProtocol):
             future.set_result((Outcome(word), payload))
 
     def _challenge_received(self, block: bytearray) -> None:
-        self.transport.write(self._handshake.answer(bytes(block)))
+        self._challenged = True
+        self.transport.write(self._handshake.prove(bytes(block)))
+        self._expect(VERDICT_SIZE, self._verdict_received)
+
+    def _verdict_received(self, block: bytearray) -> None:
+        self.transport.write(self._handshake.confirm(bytes(block)))
         self._expect_frame()
         if not self.ready.done():
             self.ready.set_result(None)

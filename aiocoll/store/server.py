@@ -1,8 +1,8 @@
 """`StoreServer`: serves one `StoreCore` to TCP stores, from a thread and an event loop of its own.
 
-It has its own thread so that a rank whose loop is busy does not hold up the others. The accept loop is ours: the number
-of connections that have not proven themselves is capped, they have `HANDSHAKE_TIMEOUT` seconds, and while the cap is
-reached the oldest silent one makes room, so strangers cannot keep a rank out.
+It has its own thread so that a rank whose loop is busy does not hold up the others. The accept loop is ours:
+connections are taken as they come, those that have not proven the key have a place among few (`unproven`) and
+`HANDSHAKE_TIMEOUT` seconds, and nothing else here depends on them, so strangers cannot keep a rank out.
 """
 
 from __future__ import annotations
@@ -22,15 +22,10 @@ from aiocoll.runtime import Runtime
 from aiocoll.store.address import check_peer, describe, is_unix, listen
 from aiocoll.store.core import StoreCore
 from aiocoll.store.session import Session
+from aiocoll.unproven import Unproven
 
 __all__ = ["StoreServer"]
 
-
-#: Connections in the middle of their handshake, at least; more when twice the world is more.
-_MIN_PENDING = 16
-#: Seconds for which a full house keeps a connection that is not proven: ten times what an honest one needs, so that a
-#: thousand silent ones delay the ranks behind them by little more than a second. Who is cut off connects again.
-_PATIENCE = 0.02
 #: Descriptors of an event loop: the selector's, and a pair of sockets by which other threads wake it.
 _LOOP_FDS = 3
 #: Seconds before accepting again when the process is out of file descriptors or memory.
@@ -64,9 +59,8 @@ class StoreServer:
         self.core = StoreCore()
         self._key = key
         self._identity = Identity(job_id(job), 0, -1, 0, ConnKind.STORE)
-        self._max_pending = max(_MIN_PENDING, 2 * (world_size or 0))
+        self._unproven: Unproven[Session] = Unproven(world_size or 0, Session.abort)
         self._members = StoreCore()
-        self._pending: dict[Session, float] = {}
         self._sessions: set[Session] = set()
         self._changed = asyncio.Event()
         self._stop = asyncio.Event()
@@ -126,21 +120,20 @@ class StoreServer:
 
     def session_opened(self, session: Session) -> None:
         """Count a connection that has yet to prove itself."""
-        self._pending[session] = self.runtime.time()
+        self._unproven.admit(session)
         self._sessions.add(session)
 
     def session_proven(self, session: Session) -> None:
         """Free its place among the pending ones."""
-        self._pending.pop(session, None)
-        self._changed.set()
+        self._unproven.release(session)
 
     def session_closed(self, session: Session, reason: Exception | None) -> None:
         """Forget a connection."""
-        if session in self._pending:
+        if session in self._unproven:
             logger.debug(
                 "store on %s turned a connection away: %s", describe(self.host, self.port), reason or "it was silent"
             )
-            del self._pending[session]
+            self._unproven.release(session)
         self._sessions.discard(session)
         self._changed.set()
 
@@ -190,7 +183,6 @@ class StoreServer:
 
     async def _accept(self, sock: socket.socket) -> None:
         while True:
-            await self._make_room()
             await self._readable(sock)
             try:
                 connection, _ = sock.accept()
@@ -236,18 +228,6 @@ class StoreServer:
         connection.setblocking(False)
         handshake = ServerHandshake(self._identity, self._key, self.runtime.random_bytes)
         await self._loop.connect_accepted_socket(lambda: Session(self, handshake), connection)
-
-    async def _make_room(self) -> None:
-        while len(self._pending) >= self._max_pending:
-            # One that has said HELLO may believe to be in with its next message, so it goes last.
-            oldest = next((each for each in self._pending if not each.greeted), next(iter(self._pending)))
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(self._pending[oldest] + _PATIENCE - self.runtime.time()):
-                    await self._changed.wait()
-            except TimeoutError:
-                if self._pending.pop(oldest, None) is not None:
-                    oldest.abort()
 
     def _unlink(self) -> None:
         name = self.host.removeprefix("unix:")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from aiocoll.errors import ProtocolError, StoreError
-from aiocoll.handshake import HANDSHAKE_TIMEOUT, HELLO_SIZE, PROOF_SIZE, ServerHandshake, Status
+from aiocoll.handshake import CONFIRM_SIZE, HANDSHAKE_TIMEOUT, HELLO_SIZE, PROOF_SIZE, ServerHandshake, Status
 from aiocoll.runtime import Runtime
 from aiocoll.store.commands import COMMANDS, MAX_ENTRIES, WAITS, check_arguments
 from aiocoll.store.core import StoreCore, Waiter
@@ -40,15 +40,10 @@ class SessionOwner(Protocol):
 
 
 class Session(FrameProtocol):
-    """Handshake, then requests. Any misbehaviour ends this connection and touches nothing else.
-
-    Attributes:
-        greeted: whether the client has said a HELLO that was answered with OK.
-    """
+    """Handshake, then requests. Any misbehaviour ends this connection and touches nothing else."""
 
     def __init__(self, owner: SessionOwner, handshake: ServerHandshake) -> None:
         super().__init__()
-        self.greeted = False
         self._owner = owner
         self._handshake = handshake
         self._waits: dict[int, tuple[StoreCore, Waiter, tuple[Any, ...]]] = {}
@@ -107,20 +102,25 @@ class Session(FrameProtocol):
             self._reply(number, Outcome.ERROR, str(exc))
 
     def _hello_received(self, block: bytearray) -> None:
-        challenge = self._handshake.challenge(bytes(block), lambda peer: Status.OK)
-        self.transport.write(challenge)
-        if self._handshake.refusal is None:
-            self.greeted = True
-            self._expect(PROOF_SIZE, self._proof_received)
-        else:
-            self._reason = self._handshake.refusal
-            self.transport.close()
+        self._answer(self._handshake.challenge(bytes(block)))
+        self._expect(PROOF_SIZE, self._proof_received)
 
     def _proof_received(self, block: bytearray) -> None:
-        self._handshake.verify(bytes(block))
+        self._answer(self._handshake.verdict(bytes(block), lambda peer: Status.OK))
+        if self._handshake.refusal is None:
+            self._owner.session_proven(self)
+        self._expect(CONFIRM_SIZE, self._confirm_received)
+
+    def _confirm_received(self, block: bytearray) -> None:
+        self._handshake.accept(bytes(block))
         self._deadline.cancel()
-        self._owner.session_proven(self)
         self._expect_frame()
+
+    def _answer(self, message: bytes) -> None:
+        self.transport.write(message)
+        if self._handshake.refusal is not None:
+            self._reason = self._handshake.refusal
+            self.transport.close()
 
     def _join(self, number: int, arguments: tuple[Any, ...]) -> None:
         if len(arguments) != 1 or not isinstance(arguments[0], int) or not 0 < arguments[0] <= MAX_ENTRIES:

@@ -25,6 +25,7 @@ __all__ = [
     "family_of",
     "host_identity",
     "interface_address",
+    "is_missing",
     "is_outage",
     "is_wildcard",
     "may_connect",
@@ -293,11 +294,11 @@ def peer_uid(sock: socket.socket) -> int | None:
 
 
 def may_connect(uid: int | None, own_uid: int) -> bool:
-    """Whether a unix peer of user `uid` is one of ours: this user or root, who could do anything to us anyway.
+    """Whether a unix peer of user `uid` is one of ours: of this user, so that both ends say the same of each other.
 
     Where the system does not tell (None), the directory of the socket has kept other users out.
     """
-    return uid in (None, own_uid, 0)
+    return uid in (None, own_uid)
 
 
 async def reach(loop: asyncio.AbstractEventLoop, family: int, address: Any) -> socket.socket:
@@ -340,6 +341,11 @@ def may_pass(error: OSError) -> bool:
 def is_outage(error: OSError) -> bool:
     """Whether the peer's host has said nothing."""
     return error.errno in _OUTAGES
+
+
+def is_missing(error: OSError) -> bool:
+    """Whether a unix socket is not there, or not for us, however often it is tried."""
+    return isinstance(error, ConnectionRefusedError | FileNotFoundError | PermissionError)
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -9,7 +9,9 @@ from aiocoll.errors import PeerLostError
 from aiocoll.sockets import UNREACHABLE_AFTER
 from aiocoll.transport.target import Target
 
-__all__ = ["Dial"]
+__all__ = ["SILENT", "Dial"]
+
+SILENT = "it does not answer"
 
 
 class Dial:
@@ -22,20 +24,19 @@ class Dial:
         now: when it begins.
 
     Attributes:
-        active: a HELLO is on its way, or about to be.
+        target: where it is dialled now.
         reason: why there is no link yet.
     """
 
-    __slots__ = ("_began", "_peer", "_silent_since", "_target", "active", "done", "limit", "reason")
+    __slots__ = ("_began", "_peer", "_silent_since", "done", "limit", "reason", "target")
 
     def __init__(self, peer: int, target: Target, done: asyncio.Future[None], now: float) -> None:
         self._peer = peer
-        self._target = target
         self._began = self._silent_since = now
         self.done = done
-        self.active = False
+        self.target = target
         self.limit: asyncio.Timeout | None = None
-        self.reason = "it does not answer"
+        self.reason = SILENT
 
     def interrupt(self, now: float) -> None:
         """Let it look at once for what has changed."""
@@ -50,11 +51,11 @@ class Dial:
         """The peer's host has said something, be it a refusal."""
         self._silent_since = math.inf
 
-    def left(self, now: float, timeout: float, *, met: bool) -> float:
-        """Return for how many seconds more to dial, `timeout` in all; less if ranks have `met` and a host is silent."""
+    def left(self, now: float, timeout: float, *, impatient: bool) -> float:
+        """Return for how many seconds more to dial, `timeout` in all; fewer if silence of a host is to end it."""
         end = self._began + timeout
-        return (min(end, self._silent_since + UNREACHABLE_AFTER) if met else end) - now
+        return (min(end, self._silent_since + UNREACHABLE_AFTER) if impatient else end) - now
 
     def failure(self, now: float) -> PeerLostError:
         """Return what to raise if there is no more time."""
-        return self._target.unreachable(self._peer, f"{self.reason} (tried for {now - self._began:.1f} s)")
+        return self.target.unreachable(self._peer, f"{self.reason} (tried for {now - self._began:.1f} s)")

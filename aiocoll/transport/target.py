@@ -17,11 +17,12 @@ _HAS_UNIX = hasattr(socket, "AF_UNIX")  # not on Windows
 
 
 class Target(NamedTuple):
-    """What `socket` takes, and what to call it in messages."""
+    """What `socket` takes, what to call it in messages, and where to dial if nothing leads there."""
 
     family: int
     address: Any
     label: str
+    instead: Target | None = None
 
     def unreachable(self, peer: int, reason: str) -> PeerLostError:
         """Say that rank `peer` could not be reached here."""
@@ -55,7 +56,10 @@ class Targets:
         """
         if card["host"] == self.host and self.may_use_unix and card["unix"]:
             name = card["unix"]
-            return Target(socket.AF_UNIX, address.unix_address(name), f"unix socket {name}")
+            # A unix socket between ranks of one host is quicker than TCP, and may still lead nowhere: the peer may run
+            # as another user, or on a copy of this virtual machine. Only the key tells who is at the end of the other.
+            instead = self._tcp(card) if self._transport == "auto" and card["tcp"] and self._key else None
+            return Target(socket.AF_UNIX, address.unix_address(name), f"unix socket {name}", instead)
         if self._transport in ("unix", "shm"):
             where = "another host" if card["host"] != self.host else "this host, but has no unix socket"
             raise RendezvousError(
@@ -63,6 +67,9 @@ class Targets:
             )
         if not card["tcp"]:
             raise RendezvousError(f"rank {peer} listens on no address that rank {self._rank} could use: {card}")
+        return self._tcp(card)
+
+    def _tcp(self, card: Card) -> Target:
         host, port = card["tcp"]
         self.check_key(host)
         hint = ", which other hosts cannot reach" if card["host"] != self.host and handshake.is_loopback(host) else ""

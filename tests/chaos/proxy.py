@@ -1,7 +1,8 @@
 """A proxy in front of a rank or a store that does one thing wrong: it cuts, stalls or garbles a connection.
 
-It knows the kind of a connection from its HELLO, and touches none of another kind. A stalled connection carries nothing
-any more in either direction, not even its end: a network that has gone away.
+It touches connections of one kind. On the wire no kind is told before the proof, so a proxy overhears which HELLO this
+process says for what. A stalled connection carries nothing any more in either direction, not even its end: a network
+that has gone away.
 """
 
 from __future__ import annotations
@@ -13,14 +14,29 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import msgpack
+import pytest
 
-from aiocoll.handshake import HELLO_SIZE, ConnKind
+from aiocoll.handshake import HELLO_SIZE, ClientHandshake, ConnKind
 from aiocoll.store import Store
 from aiocoll.transport import address
 
-#: Where the kind is in HELLO.
-KIND_AT = 5
 CHUNK = 1 << 16
+#: What each HELLO of this process was for.
+kinds: dict[bytes, ConnKind] = {}
+
+
+@pytest.fixture
+def overheard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tell proxies the kind of each connection that this process dials."""
+    hello = ClientHandshake.hello
+
+    def overhear(self: ClientHandshake) -> bytes:
+        said = hello(self)
+        kinds[said] = self._identity.kind
+        return said
+
+    monkeypatch.setattr(ClientHandshake, "hello", overhear)
+    monkeypatch.setattr("tests.chaos.proxy.kinds", {})
 
 
 @dataclass(frozen=True)
@@ -114,7 +130,7 @@ class Proxy:
             except OSError:
                 return
             with server:
-                await self._pass(client, server, ConnKind(hello[KIND_AT]), hello)
+                await self._pass(client, server, kinds[hello], hello)
 
     async def _pass(self, client: socket.socket, server: socket.socket, kind: ConnKind, hello: bytes) -> None:
         pipe = _Pipe(self, kind)

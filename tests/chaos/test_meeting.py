@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from aiocoll import AiocollError, GroupOptions, RendezvousError, StoreUnavailableError, new_group
-from aiocoll.handshake import HELLO_SIZE, PROOF_SIZE, ConnKind
+from aiocoll.handshake import CONFIRM_SIZE, HELLO_SIZE, PROOF_SIZE, ConnKind
 from aiocoll.store import HashStore, Store, StoreServer, TCPStore
-from tests.chaos.proxy import Detour, Fault, Proxy
+from tests.chaos.proxy import Detour, Fault, Proxy, overheard  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("overheard")
 
 KEY = b"k" * 32
 OPTIONS = GroupOptions(transport="unix", job_key=KEY)
@@ -32,7 +34,7 @@ async def test_a_rank_that_is_lost_while_the_ranks_meet_keeps_nobody_waiting() -
     plain = Detour(store, None)
     stalled = Detour(store, Fault("stall", ConnKind.CONTROL, True, 0, again=True))
     ranks = [asyncio.create_task(meet(each, rank, 3, 300.0)) for rank, each in enumerate((store, plain, stalled))]
-    said = HELLO_SIZE + PROOF_SIZE
+    said = HELLO_SIZE + PROOF_SIZE + CONFIRM_SIZE
     while not any(len(p.said.get((ConnKind.CONTROL, True), b"")) == said for p in plain.proxies.values()):  # noqa: ASYNC110
         await asyncio.sleep(0)
     ranks[1].cancel()

@@ -26,8 +26,9 @@ from aiocoll import (
     ReduceOp,
     new_group,
 )
-from aiocoll.handshake import PROOF_SIZE
-from aiocoll.transport.stream import StreamTransport
+from aiocoll.handshake import CONFIRM_SIZE
+from aiocoll.runtime import Runtime
+from aiocoll.transport import stream
 
 from ..ranks import TRANSPORTS, hub, run_ranks, until
 
@@ -230,11 +231,11 @@ async def test_a_goodbye_does_not_overtake_what_was_sent_on_a_link_still_to_be_a
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 is slow to accept the data link; the goodbye on the control link is there first."""
-    receive = StreamTransport._receive
+    receive = stream.receive
 
-    async def slowly(self: StreamTransport, sock: socket.socket, nbytes: int) -> bytes:
-        data = await receive(self, sock, nbytes)
-        if nbytes == PROOF_SIZE:
+    async def slowly(runtime: Runtime, sock: socket.socket, nbytes: int) -> bytes:
+        data = await receive(runtime, sock, nbytes)
+        if nbytes == CONFIRM_SIZE:
             for _ in range(200):
                 await asyncio.sleep(0)
         return data
@@ -245,7 +246,7 @@ async def test_a_goodbye_does_not_overtake_what_was_sent_on_a_link_still_to_be_a
         else:
             await pg.send(np.ones(5), 0)
 
-    monkeypatch.setattr(StreamTransport, "_receive", slowly)
+    monkeypatch.setattr(stream, "receive", slowly)
     await run_ranks(2, rank, transport=transport)
 
 

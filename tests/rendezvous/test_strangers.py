@@ -21,6 +21,8 @@ from aiocoll import AuthenticationError, GroupOptions, RendezvousError, new_grou
 from aiocoll.handshake import (
     CHALLENGE_SIZE,
     HELLO_SIZE,
+    PROOF_SIZE,
+    VERDICT_SIZE,
     ClientHandshake,
     ConnKind,
     HandshakeRefusedError,
@@ -34,14 +36,15 @@ from aiocoll.transport.base import Card, Link
 from aiocoll.transport.frame import HEADER, FrameKind
 from aiocoll.transport.shm import passing
 from aiocoll.transport.stream import StreamTransport
-from tests.chaos.proxy import Proxy
+from aiocoll.unproven import MIN_PLACES
+from tests.chaos.proxy import Proxy, overheard  # noqa: F401
 
 KEY = b"k" * 32
 OTHER = b"another key of this length"
 CONTROL, DATA = ConnKind.CONTROL, ConnKind.DATA
 NOBODY = 65534
-#: Seconds ranks wait for one that is refused.
-SHORT = 0.3
+#: Seconds in which a rank is sure that the other does not hold the key; that one waits as long.
+LONG_ENOUGH = 2.5
 
 
 class Rank:
@@ -109,7 +112,8 @@ async def proven(sock: socket.socket, identity: Identity) -> None:
     """Do the client's part of a handshake with the right key."""
     client = ClientHandshake(identity, KEY, os.urandom)
     sock.send(client.hello())
-    sock.send(client.answer(await read(sock, CHALLENGE_SIZE)))
+    sock.send(client.prove(await read(sock, CHALLENGE_SIZE)))
+    sock.send(client.confirm(await read(sock, VERDICT_SIZE)))
 
 
 def resident() -> int:
@@ -129,7 +133,7 @@ async def test_ranks_with_different_keys(transport: str, first: bytes | None, se
             store=store,
             rank=rank,
             world_size=2,
-            timeout=SHORT,
+            timeout=LONG_ENOUGH,
             options=GroupOptions(transport=transport, job_key=key),
         )
         for rank, key in enumerate((first, second))
@@ -137,7 +141,7 @@ async def test_ranks_with_different_keys(transport: str, first: bytes | None, se
     waiting, refused = await asyncio.gather(*groups, return_exceptions=True)
     assert isinstance(waiting, RendezvousError)
     assert isinstance(refused, AuthenticationError)
-    assert "rank 0 did not prove that it holds this job's key" in str(refused)
+    assert "should be rank 0's, but the other end did not prove that it holds this job's key" in str(refused)
     assert "AIOCOLL_JOB_KEY" in str(refused)
     await store.aclose()
 
@@ -183,6 +187,7 @@ async def test_children_do_not_inherit_the_key(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("kind", [CONTROL, DATA])
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
+@pytest.mark.usefixtures("overheard")
 async def test_what_was_recorded_opens_no_link(flavour: str, kind: ConnKind) -> None:
     async with listening(flavour) as rank, listening(flavour, 1) as peer:
         async with Proxy(*where(rank.card), None) as proxy:
@@ -195,10 +200,11 @@ async def test_what_was_recorded_opens_no_link(flavour: str, kind: ConnKind) -> 
             rank.links.pop().close()
         with await dialled(*where(rank.card)) as sock:
             sock.send(recorded)
-            assert len(await read(sock, 1 << 20)) == CHALLENGE_SIZE
+            assert (await read(sock, 1 << 20))[CHALLENGE_SIZE:] == bytes(VERDICT_SIZE)
         assert rank.links == []
 
 
+@pytest.mark.usefixtures("overheard")
 async def test_what_was_recorded_changes_no_store() -> None:
     server = StoreServer(key=KEY)
     there = server.start()
@@ -208,7 +214,7 @@ async def test_what_was_recorded_changes_no_store() -> None:
         recorded = bytes(proxy.said[ConnKind.STORE, True])
     with await dialled(socket.AF_INET, there) as sock:
         sock.send(recorded)
-        assert len(await read(sock, 1 << 20)) == CHALLENGE_SIZE
+        assert (await read(sock, 1 << 20))[CHALLENGE_SIZE:] == bytes(VERDICT_SIZE)
     async with TCPStore(*there, key=KEY) as store:
         assert await store.get("n") == b"1"
     await server.aclose()
@@ -231,11 +237,12 @@ async def test_an_echo_is_no_answer(kind: ConnKind) -> None:
     listener = address.open_tcp("127.0.0.1")
 
     async def echo() -> None:
-        sock, _ = await loop.sock_accept(listener)
-        with sock:
-            said = await read(sock, HELLO_SIZE)
-            sock.send((said + said)[:CHALLENGE_SIZE])
-            assert await read(sock, 1) == b""
+        while True:
+            sock, _ = await loop.sock_accept(listener)
+            with sock:
+                for size in (HELLO_SIZE, PROOF_SIZE):
+                    sock.send(await read(sock, size))
+                assert await read(sock, 1) == b""
 
     with listener:
         echoing = asyncio.create_task(echo())
@@ -246,7 +253,9 @@ async def test_an_echo_is_no_answer(kind: ConnKind) -> None:
                 calling = rank.transport.connect(0, {**rank.card, "tcp": listener.getsockname()}, kind)
             with pytest.raises(AuthenticationError, match="did not prove that it holds this job's key"):
                 await calling
-        await echoing
+        echoing.cancel()
+        await asyncio.wait([echoing])
+        assert echoing.cancelled()
 
 
 # -- other users
@@ -277,7 +286,7 @@ async def test_another_user_cannot_connect() -> None:
 
     async with listening("unix") as rank:
         await attempt(rank.card["unix"])
-        assert not rank.transport._pending
+        assert not rank.transport._serving
     server = StoreServer("unix:@aiocoll-test-nobody", key=KEY)
     server.start()
     await attempt("@aiocoll-test-nobody")
@@ -338,16 +347,17 @@ async def test_a_length_takes_no_memory_in_a_link(flavour: str) -> None:
 # -- crowds
 
 
-async def test_a_peer_that_is_proving_itself_is_not_crowded_out() -> None:
-    """It may believe that it has a link: to lose that would be a death."""
+async def test_a_peer_that_has_proven_itself_is_not_crowded_out() -> None:
+    """It was promised a link: to lose that would be a death."""
     async with listening("unix") as rank:
         with await dialled(*where(rank.card)) as sock:
             client = ClientHandshake(Identity(job_id("job"), 0, 1, 2, DATA), KEY, os.urandom)
             sock.send(client.hello())
-            proof = client.answer(await read(sock, CHALLENGE_SIZE))
-            crowd = [await dialled(*where(rank.card)) for _ in range(40)]
-            assert await read(crowd[0], 1) == b"", "the oldest of the silent ones makes room"
-            sock.send(proof)
+            sock.send(client.prove(await read(sock, CHALLENGE_SIZE)))
+            last_word = client.confirm(await read(sock, VERDICT_SIZE))
+            crowd = [await dialled(*where(rank.card)) for _ in range(2 * MIN_PLACES)]
+            assert await read(crowd[0], 1) == b"", "the oldest of the others makes room"
+            sock.send(last_word)
             passing.decline(sock)
             while not rank.links:  # noqa: ASYNC110
                 await asyncio.sleep(0)

@@ -11,8 +11,18 @@ import threading
 import pytest
 
 from aiocoll.errors import AuthenticationError, StoreError, StoreTimeoutError, StoreUnavailableError
-from aiocoll.handshake import CHALLENGE_SIZE, ClientHandshake, ConnKind, Identity, job_id
+from aiocoll.handshake import (
+    CHALLENGE_SIZE,
+    CONFIRM_SIZE,
+    PROOF_SIZE,
+    VERDICT_SIZE,
+    ClientHandshake,
+    ConnKind,
+    Identity,
+    job_id,
+)
 from aiocoll.store import PrefixStore, StoreServer, TCPStore
+from aiocoll.unproven import MIN_PLACES
 
 try:
     import uvloop
@@ -43,7 +53,8 @@ async def raw_connection(server: StoreServer, *, authenticate: bool = False):
         if authenticate:
             handshake = ClientHandshake(Identity(job_id(""), 0, -1, 0, ConnKind.STORE), KEY, os.urandom)
             writer.write(handshake.hello())
-            writer.write(handshake.answer(await reader.readexactly(CHALLENGE_SIZE)))
+            writer.write(handshake.prove(await reader.readexactly(CHALLENGE_SIZE)))
+            writer.write(handshake.confirm(await reader.readexactly(VERDICT_SIZE)))
         yield reader, writer
     finally:
         writer.close()
@@ -333,11 +344,11 @@ async def test_a_silent_server_is_not_taken_for_a_store(hang_up, reason):
 
 async def test_silent_clients_keep_nobody_out(server):
     async with contextlib.AsyncExitStack() as stack:
-        for _ in range(18):  # more than may be pending at a time
+        for _ in range(MIN_PLACES + 2):  # more than may be pending at a time
             await stack.enter_async_context(raw_connection(server))
         async with client(server) as store:
             await store.set("k", b"1")
-        assert len(server._pending) <= server._max_pending
+        assert len(server._unproven) <= MIN_PLACES
 
 
 async def test_a_silent_client_is_closed_at_the_deadline(monkeypatch):
@@ -370,9 +381,9 @@ async def test_an_unproven_client_gets_nothing_done(server):
         handshake = ClientHandshake(Identity(job_id(""), 0, -1, 0, ConnKind.STORE), KEY, os.urandom)
         writer.write(handshake.hello())
         await reader.readexactly(CHALLENGE_SIZE)
-        writer.write(bytes(32) + frame(b"\x93\x01\xa3set\x92\xa1k\xc4\x01v"))
+        writer.write(bytes(PROOF_SIZE + CONFIRM_SIZE) + frame(b"\x93\x01\xa3set\x92\xa1k\xc4\x01v"))
         with contextlib.suppress(ConnectionError):
-            assert await reader.read() == b""
+            assert await reader.read() in (bytes(VERDICT_SIZE), b"")
     async with client(server) as store:
         assert await store.num_keys() == 0
 

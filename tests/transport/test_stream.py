@@ -15,11 +15,15 @@ import pytest
 from aiocoll.errors import AuthenticationError, GroupClosedError, PeerLostError, RendezvousError
 from aiocoll.handshake import (
     CHALLENGE_SIZE,
+    CONFIRM_SIZE,
     HELLO_SIZE,
+    PROOF_SIZE,
+    VERDICT_SIZE,
     ClientHandshake,
     ConnKind,
     HandshakeRefusedError,
     Identity,
+    Peer,
     ServerHandshake,
     Status,
     job_id,
@@ -31,6 +35,7 @@ from aiocoll.transport.base import Card, Header, Link
 from aiocoll.transport.frame import HEADER, SEGMENT, FrameKind
 from aiocoll.transport.stream import StreamTransport
 from aiocoll.transport.stream_link import StreamLink
+from aiocoll.unproven import MIN_PLACES
 
 KEY = b"k" * 32
 CONTROL, DATA = ConnKind.CONTROL, ConnKind.DATA
@@ -104,7 +109,7 @@ def say(link: Link, number: int) -> None:
 async def settle(*ranks: Rank) -> None:
     """Until every handshake that was begun with these ranks has ended."""
     for rank in ranks:
-        while waiting := [*rank.transport._pending, *rank.transport._evicted]:
+        while waiting := [*rank.transport._serving, *rank.transport._evicted]:
             await asyncio.wait(waiting)
 
 
@@ -180,16 +185,22 @@ def client_of(rank: int, world_size: int = 2, **changes: object) -> ClientHandsh
 
 
 async def greet(sock: socket.socket, client: ClientHandshake) -> Status:
-    """Say HELLO; what the other end answers. After OK, the PROOF is still to be sent."""
+    """Prove the key; what the other end answers. After OK, the client's last word is still to be sent."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(sock, client.hello())
-    challenge = await read(sock, CHALLENGE_SIZE)
-    assert len(challenge) == CHALLENGE_SIZE, "closed without an answer"
+    await loop.sock_sendall(sock, client.prove(await read(sock, CHALLENGE_SIZE)))
     try:
-        client.proof = client.answer(challenge)
+        client.last_word = client.confirm(await read(sock, VERDICT_SIZE))
     except HandshakeRefusedError as error:
         return error.status
     return Status.OK
+
+
+async def serve(sock: socket.socket, rank: int, decide: Callable[[Peer], Status]) -> tuple[ServerHandshake, bytes]:
+    """Take the proof of a rank that has dialled `sock`; return what to answer."""
+    server = ServerHandshake(Identity(job_id("job"), 0, rank, 2, CONTROL), KEY, os.urandom)
+    sock.send(server.challenge(await read(sock, HELLO_SIZE)))
+    return server, server.verdict(await read(sock, PROOF_SIZE), decide)
 
 
 async def test_connect_and_talk(flavour: str) -> None:
@@ -278,29 +289,36 @@ async def test_all_dial_all_at_once(flavour: str) -> None:
             assert sorted(link.peer for link in rank.links) == [r for r in range(8) if r != rank.transport.rank]
 
 
-async def test_the_lower_rank_refuses_while_it_dials() -> None:
+@pytest.mark.parametrize("said", [0, HELLO_SIZE, HELLO_SIZE + PROOF_SIZE])
+async def test_a_dial_in_which_nothing_is_proven_changes_no_answer(said: int) -> None:
+    """Whoever has taken it, and however far it got; the answer to another rank must not depend on it."""
     async with started(3) as (low, middle, high):
-        for rank, status in ((low, Status.CROSSED), (high, Status.OK)):
+        for rank in (low, high):
             async with hung(rank, middle) as (dial, served), stranger(rank.card) as sock:
-                await read(served, HELLO_SIZE)
-                assert await greet(sock, client_of(1, 3)) is status
+                if said:
+                    await read(served, HELLO_SIZE)
+                    served.send(client_of(0).hello())
+                    await read(served, said - HELLO_SIZE)
+                assert await greet(sock, client_of(1, 3)) is Status.OK
                 dial.cancel()
                 await asyncio.wait([dial])
 
 
-async def test_a_forged_hello_stops_no_dial() -> None:
-    """Rank 1 prefers the dial of rank 0, but only after rank 0 has proven itself."""
-    async with started(2) as (a, b):
-        async with stranger(b.card) as sock:
-            dial = asyncio.create_task(b.connect(a))
-            await asyncio.sleep(0)
-            assert await greet(sock, client_of(0)) is Status.OK
-            assert await dial is not None
-        await settle(a, b)
-        assert len(a.links) == len(b.links) == 1
+@pytest.mark.parametrize("said", range(4))
+async def test_who_has_proven_nothing_stops_no_dial(said: int) -> None:
+    """Silent, half a HELLO, HELLO as the peer would say it, and a proof with another key."""
+    for rank in range(2):
+        async with started(2, connect_timeout=3600.0, handshake_timeout=3600.0) as ranks:
+            one, other = ranks[rank], ranks[1 - rank]
+            async with stranger(one.card) as sock:
+                client = client_of(1 - rank, key=b"x" * 32)
+                sock.send((b"", b"aioc", client.hello(), client.hello() + bytes(PROOF_SIZE))[said])
+                assert await one.connect(other) is not None
+            await settle(one, other)
+            assert len(one.links) == len(other.links) == 1
 
 
-async def test_connect_waits_for_the_peer_that_is_proving_itself() -> None:
+async def test_connect_waits_for_the_peer_that_has_proven_itself() -> None:
     async with started(2) as (a, b), stranger(a.card) as sock, stranger(a.card) as again:
         client = client_of(1)
         assert await greet(sock, client) is Status.OK
@@ -308,20 +326,47 @@ async def test_connect_waits_for_the_peer_that_is_proving_itself() -> None:
         for _ in range(5):
             await asyncio.sleep(0)
         assert not dial.done()
-        assert await greet(again, client_of(1)) is Status.OK, "we are waiting, not dialling"
-        await asyncio.get_running_loop().sock_sendall(sock, client.proof)
+        assert await greet(again, client_of(1)) is Status.CROSSED, "one at a time"
+        await asyncio.get_running_loop().sock_sendall(sock, client.last_word)
         assert await dial is None
         assert [link.peer for link in a.accepted] == [1]
 
 
-async def test_connect_dials_if_the_peer_does_not_prove_itself() -> None:
+@pytest.mark.parametrize("word", [b"", bytes(CONFIRM_SIZE)])
+async def test_connect_dials_if_the_peer_does_not_come_after_all(word: bytes) -> None:
     async with started(2) as (a, b), stranger(a.card) as sock:
         assert await greet(sock, client_of(1)) is Status.OK
         dial = asyncio.create_task(a.connect(b))
         await asyncio.sleep(0)
-        await asyncio.get_running_loop().sock_sendall(sock, bytes(32))
+        sock.send(word)
+        sock.shutdown(socket.SHUT_WR)
         assert await dial is not None
         assert a.accepted == []
+
+
+async def test_the_higher_rank_keeps_what_it_has_promised() -> None:
+    """Told OK itself, it does not take its own connection while the lower rank may take the promised one."""
+    async with started(2) as (a, b), hung(b, a) as (dial, served), stranger(b.card) as sock:
+        _, verdict = await serve(served, 0, lambda peer: Status.OK)
+        client = client_of(0)
+        assert await greet(sock, client) is Status.OK
+        served.send(verdict)
+        assert await read(served, 1) == b"", "closed without a last word"
+        assert not dial.done()
+        sock.send(client.last_word)
+        assert await dial is None
+        assert [link.peer for link in b.links] == [0]
+
+
+async def test_the_lower_rank_takes_what_it_is_promised() -> None:
+    async with started(2) as (a, b), hung(a, b) as (dial, served), stranger(a.card) as sock:
+        server, verdict = await serve(served, 1, lambda peer: Status.OK)
+        assert await greet(sock, client_of(1)) is Status.OK
+        served.send(verdict)
+        assert server.accept(await read(served, CONFIRM_SIZE)).rank == 0
+        link = await dial
+        assert link is not None
+        link.close()
 
 
 async def test_the_accepted_link_interrupts_the_dial() -> None:
@@ -332,7 +377,7 @@ async def test_the_accepted_link_interrupts_the_dial() -> None:
     ):
         client = client_of(0)
         assert await greet(sock, client) is Status.OK
-        sock.send(client.proof)
+        sock.send(client.last_word)
         assert await dial is None
         assert [link.peer for link in b.accepted] == [0]
 
@@ -346,30 +391,32 @@ async def test_closing_interrupts_the_dial() -> None:
             await dial
 
 
-@pytest.mark.parametrize("proof_first", [False, True])
-async def test_both_answers_in_one_turn_of_the_loop(proof_first: bool) -> None:
-    async with started(2) as (a, b), stranger(b.card) as sock, hung(b, a) as (dial, served):
-        client = client_of(0)
-        server = ServerHandshake(Identity(job_id("job"), 0, 0, 2, CONTROL), KEY, os.urandom)
-        challenge = server.challenge(await read(served, HELLO_SIZE), lambda _: Status.OK)
-        assert await greet(sock, client) is Status.OK
-        first, second = ((sock, client.proof), (served, challenge))[:: 1 if proof_first else -1]
-        first[0].send(first[1])
-        second[0].send(second[1])
-        link = await dial
-        await settle(b)
-        assert (link is not None) + len(b.accepted) == 1
-        if link is not None:
-            link.close()
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("confirmed_first", [False, True])
+async def test_both_last_words_in_one_turn_of_the_loop(rank: int, confirmed_first: bool) -> None:
+    """Its peer takes both connections, which no rank does: one of them becomes the link all the same."""
+    async with started(2) as ranks:
+        one, other = ranks[rank], ranks[1 - rank]
+        async with stranger(one.card) as sock, hung(one, other) as (dial, served):
+            _, verdict = await serve(served, 1 - rank, lambda _: Status.OK)
+            client = client_of(1 - rank)
+            assert await greet(sock, client) is Status.OK
+            both = ((sock, client.last_word), (served, verdict))
+            for each, message in both if confirmed_first else both[::-1]:
+                each.send(message)
+            link = await dial
+            await settle(one)
+            assert (link is not None) + len(one.accepted) == 1
+            if link is not None:
+                link.close()
 
 
 async def test_of_two_that_prove_to_be_the_same_rank_one_stays() -> None:
     async with started(2) as (_, b), stranger(b.card) as first, stranger(b.card) as second:
-        clients = client_of(0), client_of(0)
-        for sock, client in zip((first, second), clients, strict=True):
-            assert await greet(sock, client) is Status.OK
-        first.send(clients[0].proof)
-        second.send(clients[1].proof)
+        client = client_of(0)
+        assert await greet(first, client) is Status.OK
+        assert await greet(second, client_of(0)) is Status.CROSSED
+        first.send(client.last_word)
         await settle(b)
         assert len(b.accepted) == 1
         assert len(b.links) == 1
@@ -465,11 +512,11 @@ class HeldTimers(Runtime):
         return delay
 
 
-@pytest.mark.parametrize("says_hello", [False, True])
-async def test_a_silent_client_is_dropped(flavour: str, says_hello: bool) -> None:
+@pytest.mark.parametrize("proven", [False, True])
+async def test_a_silent_client_is_dropped(flavour: str, proven: bool) -> None:
     runtime = HeldTimers(asyncio.get_running_loop())
     async with started(2, flavour, runtime=runtime) as (_, b), stranger(b.card) as sock:
-        if says_hello:
+        if proven:
             assert await greet(sock, client_of(0)) is Status.OK
         await runtime.held_one.wait()
         assert runtime.fire() == 5.0
@@ -485,7 +532,7 @@ async def test_what_came_while_the_loop_was_blocked_came_in_time(monkeypatch: py
         client = client_of(0)
         monkeypatch.setattr(stream, "_GRACE", 30.0)  # however slow this machine is
         assert await greet(sock, client) is Status.OK
-        sock.send(client.proof)
+        sock.send(client.last_word)
         end = loop.time() + 0.02
         while loop.time() < end:  # blocks the loop
             pass
@@ -504,12 +551,12 @@ async def test_garbage_is_dropped_at_once(flavour: str) -> None:
 
 async def test_strangers_disturb_nobody(flavour: str) -> None:
     async with started(2, flavour) as (a, b):
-        garbage = [await address.reach(*_where(b.card)) for _ in range(200)]
+        garbage = [await address.reach(*_where(b.card)) for _ in range(2 * MIN_PLACES)]
         for number, sock in enumerate(garbage):
             if number % 2:
                 sock.send(b"\xff" * HELLO_SIZE)
         assert await a.connect(b) is not None
-        assert len(b.transport._pending) <= 16
+        assert len(b.transport._unproven) <= MIN_PLACES
         for sock in garbage:
             sock.close()
         await settle(b)
@@ -526,7 +573,7 @@ def _where(card: Card) -> tuple[asyncio.AbstractEventLoop, int, object]:
 async def test_the_oldest_handshake_gives_way() -> None:
     async with started(2) as (_, b):
         loop = asyncio.get_running_loop()
-        silent = [await address.reach(*_where(b.card)) for _ in range(17)]
+        silent = [await address.reach(*_where(b.card)) for _ in range(MIN_PLACES + 1)]
         assert await read(silent[0], 1) == b""
         await loop.sock_sendall(silent[1], client_of(0).hello())
         assert len(await read(silent[1], CHALLENGE_SIZE)) == CHALLENGE_SIZE
@@ -568,14 +615,20 @@ async def test_peer_that_closes_in_the_handshake_is_dialled_again() -> None:
         loop = asyncio.get_running_loop()
         dial = asyncio.create_task(a.transport.connect(1, {**b.card, "unix": name}, CONTROL))
         with listener:
-            for _ in range(3):
-                (await loop.sock_accept(listener))[0].close()
+            (await loop.sock_accept(listener))[0].close()
+            for said in (HELLO_SIZE, PROOF_SIZE):
+                sock, _ = await loop.sock_accept(listener)
+                with sock:
+                    await read(sock, HELLO_SIZE)
+                    if said == PROOF_SIZE:
+                        sock.send(client_of(1).hello())  # as good as any challenge
+                        await read(sock, PROOF_SIZE)
             sock, _ = await loop.sock_accept(listener)
-            server = ServerHandshake(Identity(job_id("job"), 0, 1, 2, CONTROL), KEY, os.urandom)
             with sock:
-                sock.send(server.challenge(await read(sock, HELLO_SIZE), lambda _: Status.OK))
+                server, verdict = await serve(sock, 1, lambda _: Status.OK)
+                sock.send(verdict)
                 link = await dial
-                assert server.verify(await read(sock, 32)).rank == 0
+                assert server.accept(await read(sock, CONFIRM_SIZE)).rank == 0
                 link.close()
 
 

@@ -1,0 +1,30 @@
+"""Places for connections that have proven nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from aiocoll.unproven import MIN_PLACES, Unproven
+
+
+@pytest.mark.parametrize(("world_size", "places"), [(0, MIN_PLACES), (4, MIN_PLACES), (1000, 2000)])
+def test_the_oldest_makes_room(world_size: int, places: int) -> None:
+    away: list[int] = []
+    unproven: Unproven[int] = Unproven(world_size, away.append)
+    for each in range(places + 3):
+        unproven.admit(each)
+    assert away == [0, 1, 2]
+    assert len(unproven) == places
+
+
+def test_who_has_proven_itself_is_not_turned_away() -> None:
+    away: list[int] = []
+    unproven: Unproven[int] = Unproven(0, away.append)
+    for each in range(MIN_PLACES):
+        unproven.admit(each)
+    for each in (0, 1, 0, -1):
+        unproven.release(each)
+    assert (0 in unproven, 2 in unproven) == (False, True)
+    for each in range(3):
+        unproven.admit(MIN_PLACES + each)
+    assert away == [2]

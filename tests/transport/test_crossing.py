@@ -1,0 +1,179 @@
+"""Two ranks that dial each other at once: one link, the same at both ends, whatever comes when."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from aiocoll.handshake import ConnKind, Status
+from aiocoll.transport import address, dialler, stream
+from aiocoll.transport.crossing import Crossing
+
+from .test_stream import Rank, say, settle, started
+
+#: What the two ends of a connection say in its handshake, in turn.
+MESSAGES = 5
+#: After so many of them, the end that was dialled has promised the link.
+PROMISED = 3
+
+
+class Links:
+    """What `Crossing` asks of the links of a rank."""
+
+    def __init__(self) -> None:
+        self.live = False
+
+    def has(self, key: Any) -> bool:
+        return self.live
+
+
+@pytest.mark.parametrize(("rank", "peer"), [(0, 1), (1, 0), (6, 3)])
+async def test_what_is_promised_and_confirmed(rank: int, peer: int) -> None:
+    links = Links()
+    crossing = Crossing(rank, 7, links)  # type: ignore[arg-type]
+    key, other = (peer, ConnKind.DATA), (peer, ConnKind.CONTROL)
+    assert crossing.decide(key) is Status.OK
+    assert crossing.may_confirm(key)
+    with crossing.promise(key):
+        assert (crossing.decide(key), crossing.decide(other)) == (Status.CROSSED, Status.OK)
+        assert crossing.may_confirm(key) is (rank < peer)
+        promised = crossing.promised(key)
+        assert promised is not None
+        assert not promised.done()
+    assert promised.done()
+    assert crossing.promised(key) is None
+    with crossing.confirm(key):
+        assert (crossing.decide(key), crossing.decide(other)) == (Status.CROSSED, Status.OK)
+    assert crossing.decide(key) is Status.OK
+    links.live = True
+    assert crossing.decide(key) is Status.DUPLICATE
+    assert not crossing.may_confirm(key)
+    for nobody in (rank, -1, 7):
+        assert crossing.decide((nobody, ConnKind.DATA)) is Status.REFUSED
+
+
+class Gate:
+    """Holds each handshake message of two connections, one dialled by each rank, until it is let through.
+
+    A connection is known by the rank that dials it. Those that follow the first of a rank are held nowhere.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: list[Rank]) -> None:
+        self.through = [0, 0]
+        self.changed = asyncio.Event()
+        self._of: dict[socket.socket, tuple[int, bool]] = {}
+        self._free = [False, False]
+        self._read: dict[socket.socket, int] = {}
+        receive, reach = stream.receive, address.reach
+        self._receive = receive
+
+        async def reached(loop: Any, family: int, target: Any) -> socket.socket:
+            sock = await reach(loop, family, target)
+            task = asyncio.current_task()
+            assert task is not None
+            rank = int(task.get_name())
+            if not self._free[rank]:
+                self._free[rank] = True
+                self._of[sock] = rank, True
+            return sock
+
+        for rank in ranks:
+            greet = rank.transport._greet
+
+            def greeted(sock: socket.socket, rank: Rank = rank, greet: Any = greet) -> None:
+                dialled_by = 1 - rank.transport.rank
+                if (dialled_by, False) not in self._of.values():
+                    self._of[sock] = dialled_by, False
+                greet(sock)
+
+            monkeypatch.setattr(rank.transport._listeners, "_greet", greeted)
+        monkeypatch.setattr(address, "reach", reached)
+        monkeypatch.setattr(dialler, "receive", self.receive)
+        monkeypatch.setattr(stream, "receive", self.receive)
+
+    async def receive(self, runtime: Any, sock: socket.socket, nbytes: int) -> bytes:
+        data = await self._receive(runtime, sock, nbytes)
+        if (of := self._of.get(sock)) is not None:
+            dialled_by, dialler_side = of
+            number = 2 * self._read.get(sock, 0) + dialler_side
+            self._read[sock] = self._read.get(sock, 0) + 1
+            while self.through[dialled_by] <= number:
+                await self.changed.wait()
+        return data
+
+    async def let_through(self, dialled_by: int) -> None:
+        """Let the next message of a connection arrive, and all that follows from it happen."""
+        self.through[dialled_by] += 1
+        self.changed.set()
+        self.changed = asyncio.Event()
+        for _ in range(12):
+            await asyncio.sleep(0)
+
+
+def orders() -> Iterator[tuple[int, ...]]:
+    """All orders in which the messages of the two connections can arrive."""
+    for first in itertools.combinations(range(2 * MESSAGES), MESSAGES):
+        yield tuple(0 if at in first else 1 for at in range(2 * MESSAGES))
+
+
+@asynccontextmanager
+async def gated(flavour: str) -> AsyncIterator[tuple[list[Rank], Gate]]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        async with started(2, flavour, handshake_timeout=3600.0) as ranks:
+            yield ranks, Gate(monkeypatch, ranks)
+
+
+async def both_dial(ranks: list[Rank]) -> list[asyncio.Task[Any]]:
+    return [
+        asyncio.get_running_loop().create_task(ranks[each].connect(ranks[1 - each]), name=str(each)) for each in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("flavour", ["unix", "tcp", "shm"])
+async def test_every_order_of_the_messages_of_both_dials(flavour: str) -> None:
+    for order in orders():
+        async with gated(flavour) as (ranks, gate):
+            dials = await both_dial(ranks)
+            for dialled_by in order:
+                await gate.let_through(dialled_by)
+            made = await asyncio.gather(*dials)
+            await settle(*ranks)
+            assert [link is None for link in made].count(True) == 1, order
+            await talk(ranks)
+
+
+@pytest.mark.parametrize("flavour", ["unix", "tcp", "shm"])
+@pytest.mark.parametrize("held", [0, 1])
+async def test_one_dial_is_held_up_for_ever(held: int, flavour: str) -> None:
+    """After any number of its messages: the other becomes the link, unless the first one has been promised."""
+    for before in range(MESSAGES):
+        async with gated(flavour) as (ranks, gate):
+            dials = await both_dial(ranks)
+            for _ in range(before):
+                await gate.let_through(held)
+            for _ in range(MESSAGES):
+                await gate.let_through(1 - held)
+            if before < PROMISED:
+                await asyncio.gather(*dials)
+            for _ in range(MESSAGES):  # nothing comes of it, or a peer that has proven itself has been waited for
+                await gate.let_through(held)
+            made = await asyncio.gather(*dials)
+            await settle(*ranks)
+            assert [link is None for link in made].count(True) == 1, before
+            await talk(ranks)
+
+
+async def talk(ranks: list[Rank]) -> None:
+    a, b = ranks
+    (left,), (right,) = a.links, b.links
+    say(left, 5)
+    say(right, 6)
+    await b.until(lambda: b.heard)
+    await a.until(lambda: a.heard)
+    assert (a.heard, b.heard, a.gone, b.gone) == ([(1, 6)], [(0, 5)], [], [])
