@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 import aiocoll
+from aiocoll.store import StoreServer
 
 
 def tell(what: Any) -> None:
@@ -25,6 +27,8 @@ def tell(what: Any) -> None:
 def where() -> dict[str, Any]:
     """Return what `new_group` is to know."""
     method = os.environ["METHOD"]
+    if "JOIN" in os.environ:
+        return {"init_method": method, "join": True, "timeout": 60}
     numbers = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     timeout = float(os.environ.get("TIMEOUT", "60"))
     if method.startswith("store:"):
@@ -120,6 +124,31 @@ async def block(pg: aiocoll.ProcessGroup) -> Any:
     return float(array[-1])
 
 
+async def die(pg: aiocoll.ProcessGroup) -> Any:
+    """Rank 0 is killed, and another process takes its place."""
+    tell("ready")
+    if pg.rank() == 0:
+        await asyncio.to_thread(sys.stdin.readline)
+        os.kill(os.getpid(), signal.SIGKILL)
+    await pg.wait_revoked()
+    async with await pg.shrink() as small:
+        try:
+            async with await small.grow(1) as grown:
+                return await total(grown)
+        except aiocoll.StoreUnavailableError as error:
+            return str(error)
+
+
+def serve() -> None:
+    """Host the store, as a launcher does, until the test says that it is enough."""
+    key = Path(os.environ["AIOCOLL_JOB_KEY_FILE"]).read_bytes()
+    server = StoreServer(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), key=key)
+    server.start()
+    tell("ready")
+    sys.stdin.readline()
+    server.close()
+
+
 async def main(what: str) -> None:
     """Do it, and tell the result."""
     place = where()
@@ -131,4 +160,7 @@ async def main(what: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    if sys.argv[1] == "serve":
+        serve()
+    else:
+        asyncio.run(main(sys.argv[1]))
