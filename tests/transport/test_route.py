@@ -177,9 +177,7 @@ def test_the_only_address_is_taken(interfaces: dict[str, str], monkeypatch: pyte
 
 @pytest.mark.usefixtures("no_way_out")
 def test_what_cannot_be_known_is_asked_for(interfaces: dict[str, str]) -> None:
-    with pytest.raises(
-        RendezvousError, match=r"AIOCOLL_INTERFACE, AIOCOLL_BIND\); there is only the loopback$"
-    ):
+    with pytest.raises(RendezvousError, match=r"AIOCOLL_INTERFACE, AIOCOLL_BIND\); there is only the loopback$"):
         find(["", ""])
     interfaces.update(eth1=FOREIGN[1], eth0=FOREIGN[0])
     with pytest.raises(RendezvousError, match=r"there is eth0 \(192\.0\.2\.7\), eth1 \(192\.0\.2\.8\)$"):
