@@ -81,8 +81,9 @@ def _transport_of(pg: ProcessGroup, peer: int) -> tuple[str, str]:
     endpoint = pg._member.endpoint
     assert isinstance(endpoint.transport, StreamTransport)
     carrier, trouble = endpoint.transport.carrier(peer)
-    if endpoint.cards[pg.rank()]["host"] != endpoint.cards[peer]["host"]:
-        return carrier, "they are on two hosts"
+    cards = endpoint.cards[pg.rank()], endpoint.cards[peer]
+    if cards[0]["host"] != cards[1]["host"]:
+        return carrier, next((card["apart"] for card in cards if card.get("apart")), "they are on two hosts")
     if carrier == "shm":
         return carrier, "both are on this host"
     return carrier, f"both are on this host, but without shared memory: {trouble or f'rank {peer} has none'}"

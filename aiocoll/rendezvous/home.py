@@ -20,6 +20,7 @@ from aiocoll.meeting.cards import CALLED_OFF, Book, beside, cores, heed
 from aiocoll.meeting.growth import Seat, invite
 from aiocoll.meeting.place import Place
 from aiocoll.options import GroupOptions
+from aiocoll.rendezvous.same_host import tell_hosts_apart
 from aiocoll.rendezvous.unmet import not_come, not_connected
 from aiocoll.runtime import Runtime
 from aiocoll.store import PrefixStore, Store
@@ -256,6 +257,7 @@ class Home:
         early: list[Link] = []
         transport.accepted = early.append
         try:
+            card |= await self._tell_hosts_apart(place, stream)
             cards = await self._exchange(place, "card", card)
             told = from_wire(cards[0].get("tuning"), cards[0].get("medium"), beside(0, cards))
             transport, cards = await self._settle(place, stream, job, cards)
@@ -340,6 +342,13 @@ class Home:
         card = await transport.listen() if self._runtime.may_listen else transport.card
         return transport, {**card, "loop": f"{os.getpid()}/{id(self._loop)}", "store": self._store.reached}
 
+    async def _tell_hosts_apart(self, place: Store, stream: StreamTransport) -> Card:
+        try:
+            return await tell_hosts_apart(place, stream, trusted=self._key is not None)
+        except AuthenticationError as error:
+            await self._call_off(self.world_size, str(error))
+            raise
+
     async def _settle(
         self, place: Store, stream: StreamTransport, job: str, cards: Mapping[int, Card]
     ) -> tuple[Transport, Mapping[int, Card]]:
@@ -357,22 +366,20 @@ class Home:
         if options.transport in ("unix", "shm") and hosts > 1:
             raise RendezvousError(
                 f"transport={options.transport!r}, but the ranks are on {hosts} hosts; use 'auto' or 'tcp'"
+                + "".join(f" (rank {rank}: {card['apart']})" for rank, card in cards.items() if card.get("apart"))
             )
         if options.transport == "tcp" or hosts > 1:
-            cards = await self._exchange(place, "tcp", await self._listen_tcp(place, stream, cards, hosts == 1))
+            stores = {rank: card["store"] for rank, card in cards.items()}
+            cards = await self._exchange(place, "tcp", await self._listen_tcp(place, stream, stores, hosts == 1))
         return stream, cards
 
-    async def _listen_tcp(
-        self, place: Store, stream: StreamTransport, cards: Mapping[int, Card], together: bool
-    ) -> Card:
+    async def _listen_tcp(self, place: Store, stream: StreamTransport, stores: Mapping[int, str], alone: bool) -> Card:
         options = self._options
-        stores = {rank: card["store"] for rank, card in cards.items()}
         try:
-            host, told = find_route(self.rank, stores, options.interface, options.bind, together=together)
+            host, told = find_route(self.rank, stores, options.interface, options.bind, together=alone)
             return await stream.listen_tcp(host, told)
         except (AiocollError, ValueError) as error:
-            reason = f"rank {self.rank} could not join: {error}"
-            await place.set(f"tcp/{self.rank}", CALLED_OFF + reason.encode())
+            await place.set(f"tcp/{self.rank}", CALLED_OFF + f"rank {self.rank} could not join: {error}".encode())
             raise
 
     async def _exchange(self, place: Store, what: str, card: Card) -> Mapping[int, Card]:

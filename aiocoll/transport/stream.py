@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Literal
 
 from aiocoll import handshake
+from aiocoll.errors import AuthenticationError
 from aiocoll.handshake import HANDSHAKE_TIMEOUT, ConnKind, Identity, Peer, ServerHandshake, Status
 from aiocoll.log import logger
 from aiocoll.process import this_process
@@ -35,6 +36,8 @@ __all__ = ["StreamTransport"]
 #: Seconds granted after a handshake's deadline. If our own loop was blocked past the deadline, the peer's message waits
 #: in the socket: one turn of the loop finds it, so a blocked rank does not take a good peer for a silent one.
 _GRACE = 0.05
+#: Seconds until a unix socket is tried again whose backlog is full, or for which a descriptor was lacking.
+_TRY_AGAIN = 0.01
 
 _AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
 
@@ -128,6 +131,30 @@ class StreamTransport:
             self._listeners.add(listener)
         return self.card
 
+    async def try_unix(self, name: str) -> str | None:
+        """Say why the unix socket of another rank cannot be reached; None if it can.
+
+        Raises:
+            AuthenticationError: it is another user's.
+        """
+        while True:
+            try:
+                with await address.reach(self._runtime.loop, socket.AF_UNIX, address.unix_address(name)) as sock:
+                    uid = address.peer_uid(sock)
+            except OSError as error:
+                if address.is_missing(error) or not address.may_pass(error):
+                    return f"unix socket {name} cannot be reached ({error.strerror})"
+                await self._runtime.sleep(_TRY_AGAIN)
+                continue
+            if not address.may_connect(uid, os.geteuid()):
+                raise AuthenticationError(f"unix socket {name} belongs to user {uid}, not to us")
+            return None
+
+    def stand_apart(self, host: str, trouble: str) -> None:
+        """Be on the host of this name from now on, since ranks of the other cannot be reached as such."""
+        self._targets.host = host
+        self._targets.apart = trouble
+
     async def listen_tcp(self, host: str, advertise: str | None = None) -> Card:
         """Listen on a free TCP port of the numeric address `host`, too; return the new card.
 
@@ -168,7 +195,8 @@ class StreamTransport:
 
     def carrier(self, peer: int) -> tuple[str, str | None]:
         """Say what carries data to `peer` ("none" before the first), and why it is not shared memory."""
-        return self._live.carrier(peer), self._dialler.detours.get(peer, self._live.sharing.trouble)
+        trouble = self._dialler.detours.get(peer) or self._targets.apart or self._live.sharing.trouble
+        return self._live.carrier(peer), trouble
 
     def catch_up(self) -> None:
         """Look into the memory shared with peers: a socket may tell of their end before."""

@@ -41,6 +41,8 @@ class Targets:
 
     def __init__(self, rank: int, host: str, key: bytes | None, transport: str) -> None:
         self.host = host
+        #: Why ranks that say to be on the same host are not reached as such; None where they are.
+        self.apart: str | None = None
         self.may_use_unix = transport != "tcp" and _HAS_UNIX
         self._rank = rank
         self._key = key

@@ -42,23 +42,23 @@ class Ranks:
     """Starts `program.py` on hosts; all of it has ended when the test has."""
 
     def __init__(self, path: Path) -> None:
-        key = path / "job.key"
-        key.touch(mode=0o600)
-        key.write_bytes(KEY)
+        self._path = path
         kept = {name: value for name, value in os.environ.items() if not name.startswith("AIOCOLL_")}
         # Debug mode reports slow callbacks, and these tests expect silence.
         kept.pop("PYTHONASYNCIODEBUG", None)
         self.environment = kept | {
             "PYTHONPATH": str(ROOT),
-            "AIOCOLL_JOB_KEY_FILE": str(key),
             "PYTHONWARNINGS": "error",
         }
         self._processes: list[Process] = []
 
-    async def start(self, host: Host, what: str, rank: int, world_size: int, method: str, **env: str) -> Process:
-        """Start one rank, which meets the others by the init method `method`."""
+    async def start(
+        self, host: Host, what: str, rank: int, world_size: int, method: str, user: int = 0, **env: str
+    ) -> Process:
+        """Start one rank, which meets the others by the init method `method`; as root, or a `user` by number."""
         place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "METHOD": method}
-        process = await Process.start(host, [PROGRAM, what], self.environment | place | env)
+        place["AIOCOLL_JOB_KEY_FILE"] = str(self._key_of(user))
+        process = await Process.start(host, [PROGRAM, what], self.environment | place | env, user)
         self._processes.append(process)
         return process
 
@@ -67,6 +67,15 @@ class Ranks:
         method = f"tcp://{network.hosts[0].ipv4}:{PORT}" if method is None else method
         size = len(network.hosts)
         return [await self.start(host, what, host.number, size, method, **env) for host in network.hosts]
+
+    def _key_of(self, user: int) -> Path:
+        """Return a file with the key that is this user's own."""
+        file = self._path / f"{user}.key"
+        if not file.exists():
+            file.touch(mode=0o600)
+            file.write_bytes(KEY)
+            os.chown(file, user, -1)
+        return file
 
     async def close(self) -> None:
         """End all that have not ended."""

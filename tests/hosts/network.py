@@ -159,11 +159,12 @@ class Process:
         self._process = process
 
     @classmethod
-    async def start(cls, host: Host, command: Sequence[str], env: Mapping[str, str]) -> Process:
-        """Start a Python program on `host`."""
+    async def start(cls, host: Host, command: Sequence[str], env: Mapping[str, str], user: int = 0) -> Process:
+        """Start a Python program on `host`; a `user` who is not root may still read what root may."""
+        become = ["--reuid", str(user), "--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search"]
         return cls(
             await asyncio.create_subprocess_exec(
-                *host.command(sys.executable, *command),
+                *host.command(*(["setpriv", *become] if user else []), sys.executable, *command),
                 env=dict(env),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -44,6 +44,16 @@ async def total(pg: aiocoll.ProcessGroup) -> Any:
     return float(result[0]), float(result[-1])
 
 
+async def one_way(pg: aiocoll.ProcessGroup) -> Any:
+    """Rank 0 sends to 1, and 1 to 2, and none of them anything else."""
+    array = np.full(300_000, float(pg.rank() == 0))
+    if pg.rank() > 0:
+        await pg.recv(array, pg.rank() - 1)
+    if pg.rank() < pg.size() - 1:
+        await pg.send(array, pg.rank() + 1)
+    return float(array[-1]) if pg.rank() else 0.0
+
+
 def told_of(cause: aiocoll.GroupError) -> Any:
     """Return what the test wants to know of a failure, and when it was, by the clock that all hosts share."""
     at = time.monotonic()

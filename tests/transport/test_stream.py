@@ -681,6 +681,32 @@ async def test_auto_takes_unix_on_one_host_and_tcp_between_hosts() -> None:
         rank.close()
 
 
+@pytest.mark.parametrize("trouble", ["missing", "another user"])
+async def test_tcp_in_place_of_a_unix_socket_that_leads_nowhere(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both cards name one host; the unix socket is on a copy of this machine, or another user's."""
+    runtime = Runtime(asyncio.get_running_loop())
+    ranks = [Rank(StreamTransport(runtime, r, 2, "job", KEY, host_id="one")) for r in range(2)]
+    for rank in ranks:
+        await rank.transport.listen()
+        rank.card = await rank.transport.listen_tcp("127.0.0.1")
+        if trouble == "missing":
+            rank.card = {**rank.card, "unix": "@aiocoll-elsewhere"}
+    if trouble == "another user":
+        ours = os.geteuid()
+        monkeypatch.setattr(address, "peer_uid", lambda _: ours + 1)
+    for kind, (one, other) in ((CONTROL, ranks), (DATA, ranks[::-1])):
+        link = await one.connect(other, kind)
+        assert link is not None
+        assert link._sock.family == socket.AF_INET
+        carrier, why = one.transport.carrier(other.transport.rank)
+        assert carrier == ("tcp" if kind is DATA else "none")
+        assert ("Connection refused" if trouble == "missing" else f"belongs to user {os.geteuid() + 1}") in why
+    await settle(*ranks)
+    for rank in ranks:
+        await rank.transport.aclose()
+        rank.close()
+
+
 async def test_no_way_from_here_to_there() -> None:
     async with started(2, "unix", host_id="a") as (a, b), started(2, "tcp", host_id="b") as (c, d):
         with pytest.raises(RendezvousError, match="transport='unix' on rank 0, but rank 1 is on another host"):

@@ -1,0 +1,153 @@
+"""Ranks that say to be on one host and cannot reach each other there: they talk over TCP, with the key."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+from aiocoll import AuthenticationError, GroupOptions, ProcessGroup, RendezvousError, new_group
+from aiocoll.store import HashStore, Store
+
+KEY = b"k" * 32
+NOBODY = 65534
+
+
+class Machine(Store):
+    """What the ranks of one of several copies of a machine see in a store: unix sockets of others lead nowhere."""
+
+    def __init__(self, store: Store, owners: dict[str, int], number: int) -> None:
+        super().__init__(store.timeout)
+        self._store = store
+        self._owners = owners
+        self._number = number
+
+    async def aclose(self) -> None:
+        pass
+
+    def _seen(self, name: str) -> str:
+        return name if self._owners[name] == self._number else f"@aiocoll-{name[-8:]}-elsewhere"
+
+    async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
+        key = arguments[0]
+        if command == "compare_set" and "/unix/" in key:
+            self._owners[arguments[2].decode()] = self._number
+            return self._seen((await self._store._call(command, arguments)).decode()).encode()
+        return await self._store._call(command, arguments)
+
+    async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
+        found = await self._store._wait(command, arguments, timeout)
+        if command != "multi_get":
+            return found
+        cards = [msgpack.unpackb(data) for data in found]
+        # On loops of their own, or they would use the memory of this process.
+        return [
+            msgpack.packb({**card, "unix": self._seen(card["unix"]), "loop": f"loop {rank}"})
+            for rank, card in enumerate(cards)
+        ]
+
+
+def carriers(pg: ProcessGroup) -> list[tuple[str, str | None]]:
+    transport = pg._member.endpoint.transport
+    return [transport.carrier(peer) for peer in range(pg.size()) if peer != pg.rank()]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("machines", ["01", "001", "010", "0101", "0012", "0123"])
+async def test_copies_of_one_machine(machines: str) -> None:
+    """They have one boot id, so all ranks believe to be on one host."""
+    store, owners, size = HashStore(), {}, len(machines)
+
+    async def rank(number: int) -> list[tuple[str, str | None]]:
+        options = GroupOptions(job_key=KEY, host_id="one")
+        view = Machine(store, owners, int(machines[number]))
+        async with new_group(store=view, rank=number, world_size=size, timeout=30, options=options) as pg:
+            got = await pg.allreduce(np.full(100_000, number + 1.0))
+            np.testing.assert_array_equal(got, np.full(100_000, size * (size + 1) / 2))
+            await pg.alltoall_object(list(range(size)))
+            found = carriers(pg)
+            await pg.barrier()
+        return found
+
+    results = await asyncio.gather(*map(rank, range(size)))
+    for number, found in enumerate(results):
+        others = [each for each in range(size) if each != number]
+        for peer, (carrier, trouble) in zip(others, found, strict=True):
+            together = machines[number] == machines[peer]
+            assert carrier == ("shm" if together else "tcp")
+            if not together:
+                assert any(
+                    "elsewhere cannot be reached" in (why or "") for why in (trouble, *dict(results[peer]).values())
+                )
+    await store.aclose()
+
+
+@pytest.mark.parametrize("transport", ["unix", "shm"])
+async def test_who_insists_on_one_host_is_told_why_it_is_none(transport: str) -> None:
+    store, owners = HashStore(), {}
+
+    async def rank(number: int) -> None:
+        options = GroupOptions(transport=transport, job_key=KEY, host_id="one")
+        await new_group(store=Machine(store, owners, number), rank=number, world_size=2, timeout=30, options=options)
+
+    for error in await asyncio.gather(*map(rank, range(2)), return_exceptions=True):
+        assert isinstance(error, RendezvousError)
+        assert f"transport='{transport}', but the ranks are on 2 hosts" in str(error)
+        assert "elsewhere cannot be reached (Connection refused)" in str(error)
+    await store.aclose()
+
+
+PROGRAM = f"""
+import asyncio, concurrent.futures.thread, encodings.idna, os, sys  # nothing of it can be read by the other user
+import numpy as np
+import aiocoll, aiocoll.rendezvous.new_group, aiocoll.store, aiocoll.transport.shm.link
+from aiocoll import GroupOptions, new_group
+
+async def main(port, key):
+    options = GroupOptions(job_key=key.encode() or None)
+    there = f"tcp://127.0.0.1:{{port}}"
+    async with new_group(init_method=there, rank=1, world_size=2, timeout=30, options=options) as pg:
+        got = await pg.allreduce(np.full(100_000, 2.0))
+        await pg.barrier()
+        print(got[0], got[-1], pg._member.endpoint.transport.carrier(0)[0])
+
+os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def started(*arguments: str) -> subprocess.Popen[bytes]:
+    """Start rank 1 as a user without rights."""
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("key", [KEY, None])
+async def test_another_user(key: bytes | None, unused_tcp_port: int) -> None:
+    """As a container without root beside a process of its host: TCP with the key, or an error on both at once."""
+    there = f"tcp://127.0.0.1:{unused_tcp_port}"
+    group = new_group(init_method=there, rank=0, world_size=2, timeout=30, options=GroupOptions(job_key=key))
+    with started(str(unused_tcp_port), "" if key is None else key.decode()) as other:
+        try:
+            if key is None:
+                with pytest.raises((RendezvousError, AuthenticationError), match=r"as another user .* user .*job_key="):
+                    await group
+            else:
+                async with group as pg:
+                    got = await pg.allreduce(np.full(100_000, 1.0))
+                    np.testing.assert_array_equal(got, np.full(100_000, 3.0))
+                    assert carriers(pg)[0][0] == "tcp"
+                    await pg.barrier()
+            out, errors = await asyncio.to_thread(other.communicate, timeout=30)
+        finally:
+            other.kill()
+    if key is None:
+        assert b"job_key=" in errors
+    else:
+        assert out == b"3.0 3.0 tcp\n", errors

@@ -1,0 +1,219 @@
+"""Strangers that hold, repeat, flood or half-open connections at every listener while ranks meet and work."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupOptions, ProcessGroup, new_group
+from aiocoll.handshake import (
+    CHALLENGE_SIZE,
+    HELLO_SIZE,
+    PROOF_SIZE,
+    VERDICT_SIZE,
+    ClientHandshake,
+    ConnKind,
+    Identity,
+    job_id,
+)
+from aiocoll.store import StoreServer, TCPStore
+from aiocoll.transport import address
+
+KEY = b"k" * 32
+#: Connections of a flood to each listener, and how many of them are open at a time: more than there are places.
+FLOOD, OPEN = 400, 150
+#: What strangers have said before they fall silent, in bytes of a handshake.
+SAID = (0, 3, HELLO_SIZE, HELLO_SIZE + 5, HELLO_SIZE + PROOF_SIZE - 1)
+
+Conduct = Callable[[int, Any], Awaitable[None]]
+
+
+async def dialled(family: int, target: Any) -> socket.socket:
+    """Connect, however long the queue is; a listener that is gone ends the stranger."""
+    while True:
+        try:
+            return await address.reach(asyncio.get_running_loop(), family, target)
+        except BlockingIOError:
+            await asyncio.sleep(0)
+
+
+def liar(number: int) -> ClientHandshake:
+    """Return one of the clients without the key that claim to be some rank, for some purpose."""
+    kind = list(ConnKind)[number % len(ConnKind)]
+    rank = -1 if kind is ConnKind.STORE else number // len(ConnKind) % 4
+    return ClientHandshake(Identity(job_id(""), 0, rank, 3, kind), b"another key of this length", os.urandom)
+
+
+async def heard(sock: socket.socket, nbytes: int) -> bytes:
+    """Read `nbytes`, less if the other end closes before, or resets."""
+    data = b""
+    while len(data) < nbytes:
+        try:
+            part = await asyncio.get_running_loop().sock_recv(sock, nbytes - len(data))
+        except ConnectionResetError:
+            break
+        if not part:
+            break
+        data += part
+    return data
+
+
+async def hold(family: int, target: Any) -> None:
+    """Say nothing, or a part, and stay; dial again when that is closed."""
+
+    async def one(said: int) -> None:
+        while True:
+            with await dialled(family, target) as sock:
+                sock.send((liar(1).hello() + bytes(PROOF_SIZE))[:said])
+                await heard(sock, CHALLENGE_SIZE + 1)
+
+    await asyncio.gather(*map(one, SAID))
+
+
+async def repeat(family: int, target: Any) -> None:
+    """Claim to be each rank, for each purpose, again and again; a nonce and zeros are all that comes back."""
+    for number in count():
+        with await dialled(family, target) as sock:
+            client = liar(number)
+            try:
+                sock.send(client.hello())
+                challenge = await heard(sock, CHALLENGE_SIZE)
+                if len(challenge) == CHALLENGE_SIZE:
+                    sock.send(client.prove(challenge))
+            except (BrokenPipeError, ConnectionResetError):
+                continue  # turned away for another one
+            answer = await heard(sock, VERDICT_SIZE + 1)
+            assert answer in (b"", bytes(VERDICT_SIZE))
+
+
+async def flood(family: int, target: Any) -> None:
+    """More connections than there are places, one after the other, silent or not."""
+    with ExitStack() as stack:
+        crowd: deque[socket.socket] = deque()
+        stack.callback(lambda: [sock.close() for sock in crowd])
+        for number in range(FLOOD):
+            crowd.append(await dialled(family, target))
+            if number % 2:
+                crowd[-1].send(
+                    (b"GET / HTTP/1.1\r\n\r\n" * 10, os.urandom(HELLO_SIZE), liar(number).hello())[number % 3]
+                )
+            if len(crowd) > OPEN:
+                crowd.popleft().close()
+
+
+async def half_open(family: int, target: Any) -> None:
+    """Never read what is answered, or be gone with a reset at any point."""
+    with ExitStack() as stack:
+        for number in count():
+            sock = await dialled(family, target)
+            try:
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    said = SAID[number % len(SAID)] + 32 * (number % 3)
+                    sock.send((liar(1).hello() + bytes(PROOF_SIZE + 32))[:said])
+                    await asyncio.sleep(0)
+            finally:
+                if number < OPEN and number % 4 == 0:
+                    stack.enter_context(sock)
+                else:
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    sock.close()
+
+
+class Strangers:
+    """One at each listener, from when it listens."""
+
+    def __init__(self, conduct: Conduct) -> None:
+        self._conduct = conduct
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def visit(self, family: int, target: Any) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(self._stay(family, target)))
+
+    async def _stay(self, family: int, target: Any) -> None:
+        with suppress(ConnectionRefusedError, ConnectionResetError, FileNotFoundError):  # nobody listens any more
+            await self._conduct(family, target)
+
+    async def leave(self) -> int:
+        """End; how many listeners there were. What a stranger found out of order is raised."""
+        for task in self._tasks:
+            task.cancel()
+        for result in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
+        return len(self._tasks)
+
+
+@contextmanager
+def at_every_listener(conduct: Conduct) -> Iterator[Strangers]:
+    strangers = Strangers(conduct)
+    add = address.Listeners.add
+
+    def added(self: address.Listeners, listener: socket.socket) -> None:
+        add(self, listener)
+        strangers.visit(listener.family, listener.getsockname())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(address.Listeners, "add", added)
+        yield strangers
+
+
+async def work(pg: ProcessGroup) -> None:
+    size, rank = pg.size(), pg.rank()
+    for length in (1, 1000, 100_000):
+        got = await pg.allreduce(np.full(length, rank + 1.0))
+        np.testing.assert_array_equal(got, np.full(length, size * (size + 1) / 2))
+    for root in range(size):
+        assert (await pg.broadcast(np.full(3, rank), root) == root).all()
+    if size > 1:
+        ahead, behind = (rank + 1) % size, (rank - 1) % size
+        sent = pg.send(np.full(5, rank), ahead)
+        assert (await pg.recv(np.zeros(5, int), behind) == behind).all()
+        await sent
+    assert await pg.alltoall_object([rank] * size) == list(range(size))
+
+
+async def job(there: tuple[str, int], transport: str, world_size: int) -> None:
+    """Meet twice, as strangers find the listeners, and work in between."""
+
+    async def rank(number: int) -> None:
+        host_id = f"host {number}" if transport == "hosts" else None
+        options = GroupOptions(transport="tcp" if host_id else transport, job_key=KEY, host_id=host_id)
+        async with TCPStore(*there, key=KEY) as store:
+            for _ in range(2):
+                async with new_group(store=store, rank=number, world_size=world_size, options=options) as pg:
+                    for _ in range(3):
+                        await work(pg)
+
+    async with asyncio.TaskGroup() as ranks:
+        for number in range(world_size):
+            ranks.create_task(rank(number))
+
+
+@pytest.mark.parametrize(("transport", "world_size"), [("unix", 3), ("tcp", 2), ("tcp", 4), ("shm", 2), ("hosts", 3)])
+@pytest.mark.parametrize("conduct", [hold, repeat, flood, half_open])
+async def test_strangers_at_every_listener(conduct: Conduct, transport: str, world_size: int) -> None:
+    """Rank and store, unix and TCP, all kinds of links; on "hosts", beacons as well."""
+    unix = transport in ("unix", "shm")
+    server = StoreServer(f"unix:@aiocoll-test-{os.urandom(8).hex()}" if unix else "127.0.0.1", key=KEY)
+    there = server.start()
+    with at_every_listener(conduct) as strangers:
+        if unix:
+            strangers.visit(socket.AF_UNIX, address.unix_address(server.host.removeprefix("unix:")))
+        else:
+            strangers.visit(socket.AF_INET, there)
+        try:
+            await job(there, transport, world_size)
+        finally:
+            found = await strangers.leave()
+            await server.aclose()
+        assert found == 1 + 2 * world_size, "the store, and each rank twice"
