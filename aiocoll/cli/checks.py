@@ -18,7 +18,7 @@ from pathlib import Path
 import aiocoll
 from aiocoll.errors import AiocollError
 from aiocoll.options import GroupOptions
-from aiocoll.transport import address
+from aiocoll.transport import address, route
 from aiocoll.transport.stream_link import LOOPBACK_BUFFER
 
 __all__ = ["Finding", "look"]
@@ -184,11 +184,11 @@ def _addresses() -> Iterator[Finding]:
         found: dict[str, None] = {}
         for family in (socket.AF_INET, socket.AF_INET6):
             with suppress(ValueError):
-                found[address.interface_address(name, family)] = None
+                found[route.interface_address(name, family)] = None
         yield Finding("network", f"interface {name}", ", ".join(found) or "no address found")
     master = os.environ.get("MASTER_ADDR")
     try:
-        chosen = address.routable_address(master, options.interface, options.bind)
+        chosen = route.routable_address(master, options.interface, options.bind)
     except (ValueError, AiocollError) as error:
         yield Finding("network", "address for peers", "none", str(error), fine=False)
     else:

@@ -247,8 +247,9 @@ class Recovery(Objects):
             await self._runtime.sleep(NEWS)
             text = (
                 f"group {self._member.name!r} cannot grow: the store where its ranks met is gone ({error}), so "
-                "newcomers do not find it. Start all ranks again, and host the store outside of them: a StoreServer of "
-                "the process that starts them does not end with any rank"
+                "newcomers do not find it. Start all ranks again, and host the store outside of them: run a "
+                "StoreServer in the process that starts them, and give them AIOCOLL_STORE=launcher and its address as "
+                "MASTER_ADDR and MASTER_PORT"
             )
             self._tell(text, gone=True)
             raise StoreUnavailableError(text) from error

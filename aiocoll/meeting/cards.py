@@ -16,9 +16,9 @@ __all__ = ["CALLED_OFF", "Book", "beside", "call_off", "cores", "heed"]
 #: In the store, begins the reason why the ranks cannot meet; a job is hexadecimal, a card a msgpack map.
 CALLED_OFF = b"off:"
 
-#: Types of what a card says: host, event loop, unix socket, process (namespace, pid, start), host and port of TCP,
-#: bytes of a piece in shared memory.
-_CARD = [str, str, str, int, int, int, str, int, int]
+#: Types of what a card says: host, event loop, unix socket, where the store was found, process (namespace, pid, start),
+#: host and port of TCP, bytes of a piece in shared memory.
+_CARD = [str, str, str, str, int, int, int, str, int, int]
 
 
 class Book:
@@ -52,7 +52,15 @@ def _decoded(rank: int, data: bytes) -> Card:
     try:
         card = msgpack.unpackb(data)
         tcp = card["tcp"] or ("", 0)
-        told = card["host"], card.get("loop", ""), card["unix"] or "", *card["process"], *tcp, card["piece"]
+        told = (
+            card["host"],
+            card.get("loop", ""),
+            card["unix"] or "",
+            card.get("store", ""),
+            *card["process"],
+            *tcp,
+            card["piece"],
+        )
         if list(map(type, told)) == _CARD:
             return dict(card)
     except (ValueError, TypeError, KeyError):

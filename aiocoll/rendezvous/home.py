@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -22,11 +22,12 @@ from aiocoll.meeting.growth import Seat, invite
 from aiocoll.meeting.place import Place
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.same_host import tell_hosts_apart
+from aiocoll.rendezvous.unmet import not_come, not_connected
 from aiocoll.runtime import Runtime
-from aiocoll.store import PrefixStore, Store, TCPStore
-from aiocoll.transport.address import is_wildcard, routable_address
+from aiocoll.store import PrefixStore, Store
 from aiocoll.transport.base import Card, Link, Transport
 from aiocoll.transport.memory import Hub, MemoryTransport
+from aiocoll.transport.route import find_route
 from aiocoll.transport.stream import StreamTransport
 from aiocoll.tuning import from_wire, load, to_wire
 
@@ -53,7 +54,6 @@ class Home:
         world_size: number of ranks.
         options: resolved options of the first group.
         key: the job key, or None.
-        master: host of the store, to find the address that peers can reach.
         timeout: seconds the ranks have to meet.
     """
 
@@ -66,7 +66,6 @@ class Home:
         world_size: int,
         options: GroupOptions,
         key: bytes | None,
-        master: str | None,
         timeout: float,
     ) -> None:
         self.rank = rank
@@ -77,7 +76,6 @@ class Home:
         self._prefix = prefix
         self._options = options
         self._key = key
-        self._master = master
         self._timeout = timeout
         self._loop = asyncio.get_running_loop()
         self._runtime = Runtime.of(self._loop)
@@ -85,8 +83,10 @@ class Home:
         self._tuning = Tuning()
         self._opening = asyncio.Lock()
         self._book: Book | None = None
-        # The keys this rank waits for, by the rank that publishes them.
-        self._awaited: Callable[[], list[str]] = list
+        # How far it has come: where it waits for which keys, in the order of the ranks that publish them; then links.
+        self._awaited: tuple[Store, list[str]] | None = None
+        self._stream: StreamTransport | None = None
+        self._joining: Endpoint | None = None
         self._members = 0
         place.hold()
         self._made = 0
@@ -166,11 +166,7 @@ class Home:
         self, seat: Seat, limit: float, timeout: float, options: GroupOptions, store: Store | None = None
     ) -> ProcessGroup:
         """Meet newcomers in a world of its own, in which nothing of an older one is heard."""
-        place, master = self._place, self._master
-        if store is not None:
-            place = Place(store, lambda: store, False)
-            if isinstance(store, TCPStore) and not store.host.startswith("unix:"):
-                master = store.host
+        place = self._place if store is None else Place(store, lambda: store, False)
         home = Home(
             (*self._identity, seat.prefix),
             place,
@@ -179,7 +175,6 @@ class Home:
             seat.world_size,
             self._options,
             self._key,
-            master,
             limit,
         )
         return await home.group(seat.name, timeout, options)
@@ -199,28 +194,43 @@ class Home:
         return store if self._prefix is None else PrefixStore(self._prefix, store)
 
     async def _open(self) -> Endpoint:
+        warning = self._runtime.create_task(self._warn(), f"aiocoll meeting {self.rank}")
         try:
             async with asyncio.timeout(None if self._timeout == float("inf") else self._timeout):
                 return await self._meet()
         except TimeoutError as error:
-            missing = await self._missing()
-            raise RendezvousError(
-                f"rank {self.rank} waited {self._timeout:g} s for rank(s) {', '.join(map(str, missing))} of "
-                f"{self.world_size}, which have not come: are they running, with the same master address?"
-                if missing
-                else f"rank {self.rank} of {self.world_size} did not meet the others within {self._timeout:g} s: "
-                f"{self._store.trouble or error or 'all have come, but not all could connect'}"
-            ) from error
+            raise RendezvousError(await self._unmet(self._timeout)) from error
         except OSError as error:
             if isinstance(error, AiocollError):
                 raise
             raise RendezvousError(f"rank {self.rank} could not meet the others: {error.strerror or error}") from error
+        finally:
+            warning.cancel()
+            await asyncio.wait([warning])
+
+    async def _warn(self) -> None:
+        """Say once whom this rank waits for."""
+        after = self._options.warn_after
+        if after != float("inf"):
+            await self._runtime.sleep(after)
+            logger.warning("%s; waiting on", await self._unmet(after), extra={"rank": self.rank})
+
+    async def _unmet(self, seconds: float) -> str:
+        """Say why the ranks have not met in so many seconds."""
+        trouble = self._store.trouble
+        if missing := await self._missing():
+            return f"rank {self.rank} waited {seconds:g} s for {not_come(missing, self.world_size, trouble)}"
+        why = trouble or not_connected(self._joining, self._stream)
+        return f"rank {self.rank} of {self.world_size} did not meet the others within {seconds:g} s: {why}"
 
     async def _missing(self) -> list[int]:
         """Return the ranks that have not published what this one waits for; [] if the store does not tell."""
+        if self._awaited is None:
+            return []
+        place, keys = self._awaited
         try:
             async with asyncio.timeout(LAST_LOOK):
-                return [rank for rank, key in enumerate(self._awaited()) if not await self._store.check([key])]
+                return [rank for rank, key in enumerate(keys) if not await place.check([key])]
         except (StoreError, TimeoutError):
             return []
 
@@ -242,13 +252,12 @@ class Home:
     async def _meet_once(self) -> Endpoint:
         generation = await self._claim()
         tuning = await self._tune() if self.rank == 0 else None
-        prefix = f"aiocoll/{generation}"
-        place = PrefixStore(prefix, self._store)
-        self._awaited = lambda: [f"{prefix}/job"]
+        place = PrefixStore(f"aiocoll/{generation}", self._store)
+        self._awaited = place, ["job"]
         job = await self._job(place)
-        self._awaited = lambda: [f"{prefix}/card/{rank}" for rank in range(self.world_size)]
         self._book = shared.setdefault((id(self._loop), "cards", job), Book())
         stream, card = await self._listen(job)
+        self._stream = stream
         if self.rank == 0:
             card |= {"medium": self._medium, "tuning": None if tuning is None else to_wire(tuning, cores())}
         transport: Transport = stream
@@ -264,9 +273,11 @@ class Home:
             endpoint = Endpoint(
                 self._runtime, transport, self.rank, self.world_size, self._spin(cards), self._crowded(cards)
             )
+            self._joining = endpoint
             for link in early:
                 endpoint.accept(link)
             await endpoint.join(cards)
+            stream.all_met()
         except BaseException:
             for link in early:
                 link.close()
@@ -337,7 +348,7 @@ class Home:
             connect_timeout=self._timeout,
         )
         card = await transport.listen() if self._runtime.may_listen else transport.card
-        return transport, {**card, "loop": f"{os.getpid()}/{id(self._loop)}"}
+        return transport, {**card, "loop": f"{os.getpid()}/{id(self._loop)}", "store": self._store.reached}
 
     async def _tell_hosts_apart(self, place: Store, stream: StreamTransport) -> Card:
         try:
@@ -366,17 +377,24 @@ class Home:
                 + "".join(f" (rank {rank}: {card['apart']})" for rank, card in cards.items() if card.get("apart"))
             )
         if options.transport == "tcp" or hosts > 1:
-            host = await asyncio.to_thread(routable_address, self._master, options.interface, options.bind)
-            advertised = None
-            if is_wildcard(host):
-                advertised = await asyncio.to_thread(routable_address, self._master, options.interface, None)
-            cards = await self._exchange(place, "tcp", await stream.listen_tcp(host, advertised))
+            stores = {rank: card["store"] for rank, card in cards.items()}
+            cards = await self._exchange(place, "tcp", await self._listen_tcp(place, stream, stores, hosts == 1))
         return stream, cards
+
+    async def _listen_tcp(self, place: Store, stream: StreamTransport, stores: Mapping[int, str], alone: bool) -> Card:
+        options = self._options
+        try:
+            host, told = find_route(self.rank, stores, options.interface, options.bind, together=alone)
+            return await stream.listen_tcp(host, told)
+        except (AiocollError, ValueError) as error:
+            await place.set(f"tcp/{self.rank}", CALLED_OFF + f"rank {self.rank} could not join: {error}".encode())
+            raise
 
     async def _exchange(self, place: Store, what: str, card: Card) -> Mapping[int, Card]:
         """Publish `card`; return everybody's."""
         assert self._book is not None
         keys = [f"{what}/{rank}" for rank in range(self.world_size)]
+        self._awaited = place, keys
         await place.set(keys[self.rank], msgpack.packb(card))
         return self._book.read(await place.multi_get(keys, timeout=self._timeout))
 

@@ -133,9 +133,7 @@ class new_group:
             seat = await take_seat(place.store, timeout)
             identity = (id(place), seat.prefix, seat.rank)
             key = _key(options, self._where.job)
-            home = Home(
-                identity, place, seat.prefix, seat.rank, seat.world_size, options, key, self._where.master, timeout
-            )
+            home = Home(identity, place, seat.prefix, seat.rank, seat.world_size, options, key, timeout)
             group: ProcessGroup = await home.group(seat.name, timeout, options)
             try:
                 await group.broadcast_object(None, 0, key=ADOPTED)
@@ -152,17 +150,21 @@ class new_group:
 
     def _place(self, options: GroupOptions) -> Place:
         where, key = self._where, _key(options, self._where.job)
-        return Place(where.store, lambda: where.open(self._timeout, key), where.hosts)
+        return Place(where.store, lambda: where.open(self._timeout, key, options.bind), where.hosts)
 
     def _home(self, identity: tuple[Any, ...], options: GroupOptions) -> Home:
         where = self._where
         key = _key(options, where.job)
         place = self._place(options)
-        return Home(identity, place, None, where.rank, where.world_size, options, key, where.master, self._timeout)
+        return Home(identity, place, None, where.rank, where.world_size, options, key, self._timeout)
 
     async def _make_by(self, factory: Callable[..., Any], options: GroupOptions) -> ProcessGroup:
         where = self._where
-        store = where.store if where.store is not None else where.open(self._timeout, _key(options, where.job))
+        store = (
+            where.store
+            if where.store is not None
+            else where.open(self._timeout, _key(options, where.job), options.bind)
+        )
         made = factory(store, where.rank, where.world_size, self._timeout, self._device, options=options)
         group: ProcessGroup = await made if inspect.isawaitable(made) else made
         return group
@@ -198,16 +200,11 @@ class _Where(NamedTuple):
     job: str
 
     @property
-    def master(self) -> str | None:
-        """Host of the store, if it has one."""
-        return self.host if self.scheme == "tcp" and not self.host.startswith("unix:") else None
-
-    @property
     def hosts(self) -> bool:
         """Whether this rank serves the store."""
         return self.scheme == "tcp" and self.rank == 0 and not self.hosted
 
-    def open(self, timeout: float, key: bytes | None) -> Store:
+    def open(self, timeout: float, key: bytes | None, bind: str | None) -> Store:
         """Return the store of an init method."""
         if self.scheme == "file":
             return FileStore(self.host, self.world_size or None)
@@ -220,6 +217,7 @@ class _Where(NamedTuple):
             wait_for_workers=False,
             key=key,
             job=self.job,
+            bind=bind,
         )
 
 

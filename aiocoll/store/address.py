@@ -13,12 +13,16 @@ from typing import Any, NamedTuple
 
 from aiocoll.errors import AuthenticationError, StoreUnavailableError
 from aiocoll.handshake import require_key
+from aiocoll.sockets import retry_soon
 
-__all__ = ["Endpoint", "check_peer", "describe", "is_unix", "listen", "resolve"]
+__all__ = ["Endpoint", "check_peer", "describe", "is_unix", "listen", "literal", "resolve"]
 
 _UNIX = "unix:"
 #: Connections the kernel keeps for us until we accept them: all ranks of a large job at once.
 _BACKLOG = 1024
+#: Seconds for which a connection outlives an outage, as long as with the pauses that Linux makes by itself: those who
+#: wait at a store have limits of their own.
+_PATIENCE = 900.0
 
 
 class Endpoint(NamedTuple):
@@ -36,7 +40,7 @@ class Endpoint(NamedTuple):
         sock = socket.socket(self.family, socket.SOCK_STREAM)
         sock.setblocking(False)
         if not isinstance(self.sockaddr, str):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            retry_soon(sock, _PATIENCE)
         return sock
 
 
@@ -58,7 +62,7 @@ async def resolve(host: str, port: int) -> list[Endpoint]:
     Raises:
         OSError: it cannot be resolved.
     """
-    known = _literal(host, port)
+    known = literal(host, port)
     if known is not None:
         return [known]
     loop = asyncio.get_running_loop()
@@ -75,7 +79,7 @@ def listen(host: str, port: int, key: bytes | None) -> socket.socket:
     """
     where = describe(host, port)
     try:
-        endpoint = _literal(host, port) or _first(host, port)
+        endpoint = literal(host, port) or _first(host, port)
         endpoint.require_key(key)
         sock = endpoint.socket()
         try:
@@ -106,7 +110,8 @@ def check_peer(sock: socket.socket) -> None:
         raise AuthenticationError(f"the other end of the unix socket runs as uid {uid}, this process as {os.geteuid()}")
 
 
-def _literal(host: str, port: int) -> Endpoint | None:
+def literal(host: str, port: int) -> Endpoint | None:
+    """Return the endpoint of a numeric address or a unix socket; None for a name."""
     if is_unix(host):
         name = host.removeprefix(_UNIX)
         return Endpoint(socket.AF_UNIX, "\0" + name[1:] if name.startswith("@") else name)
@@ -133,6 +138,8 @@ def _bind(sock: socket.socket, endpoint: Endpoint) -> None:
         if os.name == "posix":
             # A restarted job need not wait for the old job's connections to leave TIME_WAIT.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if path[0] == "::":
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # all addresses, whatever the system's default
         sock.bind(path)
     elif path.startswith("\0"):
         sock.bind(path)

@@ -39,6 +39,11 @@ class Store(ABC):
         return None
 
     @property
+    def reached(self) -> str:
+        """The numeric address at which this process has found the store, "" if it is at none."""
+        return ""
+
+    @property
     def timeout(self) -> float:
         """Seconds a call waits when it is given no timeout."""
         return self._timeout

@@ -31,6 +31,11 @@ class PrefixStore(Store):
         return self._store.trouble
 
     @property
+    def reached(self) -> str:
+        """Where the store below has been found."""
+        return self._store.reached
+
+    @property
     def timeout(self) -> float:
         """Seconds of the store below."""
         return self._store.timeout

@@ -10,9 +10,10 @@ from typing import Any, Self
 from aiocoll.errors import StoreUnavailableError
 from aiocoll.handshake import ConnKind, Identity, job_id
 from aiocoll.runtime import Runtime, running_loop
-from aiocoll.store.address import describe, is_unix, resolve
+from aiocoll.store.address import describe, is_unix
 from aiocoll.store.base import Store
 from aiocoll.store.client import ClientLink, connect
+from aiocoll.store.listening import find_address, way_in
 from aiocoll.store.server import StoreServer
 
 __all__ = ["TCPStore"]
@@ -34,6 +35,7 @@ class TCPStore(Store):
         wait_for_workers: opening waits until `world_size` clients have opened.
         key: the job key, needed where other machines can reach the address.
         job: name of the job; a server of another job is refused.
+        bind: where the master listens if `host` is no address of its machine, or only its loopback; or "any".
         runtime: clock and randomness to use; None is the running loop's.
     """
 
@@ -48,6 +50,7 @@ class TCPStore(Store):
         *,
         key: bytes | None = None,
         job: str = "",
+        bind: str | None = None,
         runtime: Runtime | None = None,
     ) -> None:
         super().__init__(timeout)
@@ -65,17 +68,25 @@ class TCPStore(Store):
         self._key = key
         self._identity = Identity(job_id(job), 0, -1, 0, ConnKind.STORE)
         self._job = job
+        self._bind = bind
         self._runtime = runtime
         self._server: StoreServer | None = None
         self._link: ClientLink | None = None
         self._opening = asyncio.Lock()
         self._closed = False
         self._trouble: str | None = None
+        self._drawback: str | None = None
 
     @property
     def trouble(self) -> str | None:
-        """Why the latest attempt to connect failed; None once one has succeeded."""
-        return self._trouble if self._link is None else None
+        """Why the latest attempt to connect failed, or others may fail to; None once one has succeeded."""
+        return self._trouble if self._link is None else self._drawback
+
+    @property
+    def reached(self) -> str:
+        """The numeric address of the server, once connected; "" for a unix socket."""
+        peer = None if self._link is None else self._link.transport.get_extra_info("peername")
+        return peer[0] if isinstance(peer, tuple) else ""
 
     async def open(self) -> Self:
         """Connect now instead of at the first call; idempotent.
@@ -126,15 +137,16 @@ class TCPStore(Store):
         deadline = runtime.time() + self.timeout
         link: ClientLink | None = None
         try:
+            host = self.host
             if self._is_master:
-                await self._serve()
+                host = await self._serve(runtime)
             link = await connect(
-                self.host,
+                host,
                 self.port,
                 key=self._key,
                 identity=self._identity,
                 runtime=runtime,
-                timeout=self.timeout,
+                timeout=max(0.0, deadline - runtime.time()),
                 trouble=self._note,
             )
             if self._wait_for_workers and self._world_size is not None:
@@ -151,17 +163,20 @@ class TCPStore(Store):
     def _note(self, trouble: str) -> None:
         self._trouble = trouble
 
-    async def _serve(self) -> None:
-        try:
-            endpoint = (await resolve(self.host, self.port))[0]
-        except (OSError, UnicodeError) as exc:
-            raise StoreUnavailableError(
-                f"the store cannot listen on {self.host!r}, which cannot be resolved: {exc}"
-            ) from exc
-        host = self.host if is_unix(self.host) else endpoint.sockaddr[0]
+    async def _serve(self, runtime: Runtime) -> str:
+        """Start the server; return where this process finds it."""
+        host, self._drawback = await find_address(
+            self.host,
+            self._bind,
+            key=self._key,
+            runtime=runtime,
+            timeout=self.timeout,
+            trouble=self._note,
+        )
         server = StoreServer(host, self.port, key=self._key, job=self._job, world_size=self._world_size)
         _, self.port = server.start()
         self._server = server
+        return way_in(host)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,4 +1,4 @@
-"""Where a rank can be reached: which host it is on, which of its addresses peers come to, and the sockets there."""
+"""Where a rank can be reached: which host it is on, and the sockets there."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from typing import Any
 from aiocoll.errors import RendezvousError
 from aiocoll.log import logger
 from aiocoll.runtime import Runtime
+from aiocoll.sockets import retry_soon
 
 __all__ = [
+    "ANY",
     "Listeners",
     "family_of",
     "host_identity",
-    "interface_address",
     "is_missing",
+    "is_outage",
     "is_wildcard",
     "may_connect",
     "may_pass",
@@ -34,17 +36,10 @@ __all__ = [
     "peer_uid",
     "reach",
     "remove_unix",
-    "routable_address",
     "unix_address",
 ]
 
-_ANY: dict[int, str] = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
-#: Linux, <linux/sockios.h>: the IPv4 address of an interface.
-_SIOCGIFADDR = 0x8915
-#: "Discard": nothing is sent there, but a route is looked up for it.
-_DISCARD_PORT = 9
-#: The fields of a line of /proc/net/if_inet6: address, index, prefix length, scope, flags, name.
-_IF_INET6_FIELDS = 6
+ANY: dict[int, str] = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 #: Connections the kernel completes before we accept them: all ranks of a large job may dial at once. The kernel lowers
 #: it to its own limit (net.core.somaxconn, 4096 since Linux 5.4).
 _BACKLOG = 4096
@@ -54,10 +49,10 @@ _ACCEPTS = 16
 _STARVED_PAUSE = 0.1
 #: What a process or its host may lack for a while: descriptors, memory.
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+#: What is said of an outage of the network, which may end: the peer's host has not answered, or a router has for it.
+_OUTAGES = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ETIMEDOUT})
 #: Seconds between two warnings of that, since it can last.
 _WARN_EVERY = 10.0
-_GLOBAL_SCOPE = "00"
-_LINK_SCOPE = "20"
 
 
 def host_identity(override: str | None = None) -> str:
@@ -102,118 +97,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 def is_wildcard(host: str) -> bool:
     """Whether `host` means all addresses of this host, which is nothing that peers could be told."""
-    return host in _ANY.values()
-
-
-def routable_address(master_host: str | None, interface: str | None = None, bind: str | None = None) -> str:
-    """Return the local address by which peers should reach this rank.
-
-    It is `bind`, else the address of `interface`, else the one from which this host reaches the master: loopback for
-    a master on loopback, or for none. No packet is sent, but a name is resolved: call it from a thread if that may
-    take long.
-
-    Args:
-        master_host: name or address of the master; decides between IPv4 and IPv6, too.
-        interface: name of a network interface of this host.
-        bind: an address of this host, or `"any"` for all of them (returns `"0.0.0.0"` or `"::"`).
-
-    Raises:
-        ValueError: `bind` is no address of this host, or there is no such `interface`.
-        RendezvousError: the master's name does not resolve, or there is no route to it.
-    """
-    if bind is not None and bind != "any":
-        return _checked(bind)
-    if master_host is None:
-        return (
-            interface_address(interface, socket.AF_INET) if interface else _ANY[socket.AF_INET] if bind else "127.0.0.1"
-        )
-    family, local = _route(master_host, lookup_only=bool(bind or interface))
-    if bind:
-        return _ANY[family]
-    return interface_address(interface, family) if interface else local
-
-
-def _checked(bind: str) -> str:
-    if is_wildcard(bind):
-        raise ValueError(f"bind={bind!r}: to listen on all addresses say bind='any'")
-    try:
-        family, _, _, _, address = socket.getaddrinfo(bind, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
-    except OSError:
-        raise ValueError(f"bind={bind!r}: must be an IPv4 or IPv6 address of this host, or 'any'") from None
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind(address)
-        except OSError as error:
-            raise ValueError(f"bind={bind!r}: is not an address of this host ({error.strerror})") from None
-    return bind
-
-
-def _route(master_host: str, *, lookup_only: bool) -> tuple[int, str]:
-    """Return family and local address of the first way to the master."""
-    try:
-        found = socket.getaddrinfo(master_host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
-    except OSError as error:
-        raise RendezvousError(f"master address {master_host!r} does not resolve: {error.strerror}") from error
-    if lookup_only:
-        return found[0][0], ""
-    reason: str | None = None
-    for family, kind, _, _, address in found:
-        with socket.socket(family, kind) as probe:
-            try:
-                probe.connect(address)
-                return family, str(probe.getsockname()[0])
-            except OSError as error:
-                reason = error.strerror
-    raise RendezvousError(
-        f"no route from this host to the master at {master_host!r} ({reason}); check MASTER_ADDR, or name the way out "
-        "with the option interface= or bind="
-    )
-
-
-def interface_address(name: str, family: int = socket.AF_INET) -> str:
-    """Return the address of the interface `name`: of `family` if it has one, else of the other family.
-
-    Raises:
-        ValueError: there is no such interface, or it has no address; lists those that exist.
-    """
-    if not sys.platform.startswith("linux"):
-        raise ValueError(f"interface={name!r}: interfaces can be named on Linux only; give an address with bind=")
-    known = [known for _, known in socket.if_nameindex()]
-    if name not in known:
-        raise ValueError(f"interface={name!r}: there is none of this name here; there are {', '.join(known)}")
-    by_family = (_ipv4_of, _ipv6_of) if family == socket.AF_INET else (_ipv6_of, _ipv4_of)
-    for address_of in by_family:
-        if address := address_of(name):
-            return address
-    raise ValueError(f"interface={name!r}: it has no address; there are {', '.join(known)}")
-
-
-def _ipv4_of(name: str) -> str | None:
-    import fcntl  # not on Windows
-
-    # struct ifreq: the name in 16 bytes, then a sockaddr_in, whose address starts at its fifth byte; 40 bytes in all.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("40s", name.encode()))
-        except OSError:
-            return None
-    return socket.inet_ntop(socket.AF_INET, answer[20:24])
-
-
-def _ipv6_of(name: str) -> str | None:
-    try:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
-    except OSError:  # a kernel without IPv6
-        return None
-    found: dict[str, str] = {}
-    for fields in map(str.split, lines):
-        if len(fields) == _IF_INET6_FIELDS and fields[5] == name:
-            found.setdefault(fields[3], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0])))
-    # A link-local address means nothing without the interface it belongs to, so it is the last choice.
-    link = found.pop(_LINK_SCOPE, None)
-    if found:
-        return found.get(_GLOBAL_SCOPE) or next(iter(found.values()))
-    return f"{link}%{name}" if link else None
+    return host in ANY.values()
 
 
 def family_of(host: str) -> int:
@@ -306,6 +190,8 @@ async def reach(loop: asyncio.AbstractEventLoop, family: int, address: Any) -> s
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
+        if family != getattr(socket, "AF_UNIX", None):
+            retry_soon(sock)
         # Not `loop.sock_connect`: it takes EAGAIN, a full backlog of a unix socket, for a connection being made.
         code = sock.connect_ex(address)
         if code == errno.EINPROGRESS:
@@ -327,8 +213,14 @@ async def reach(loop: asyncio.AbstractEventLoop, family: int, address: Any) -> s
 
 
 def may_pass(error: OSError) -> bool:
-    """Whether to dial again: the peer may not listen yet, or this process lacks something just now."""
-    return isinstance(error, ConnectionError | FileNotFoundError | BlockingIOError) or error.errno in _SHORTAGES
+    """Whether to dial again: the peer may not listen yet, the network or this process lacks something just now."""
+    passing = isinstance(error, ConnectionError | FileNotFoundError | BlockingIOError)
+    return passing or error.errno in _SHORTAGES or is_outage(error)
+
+
+def is_outage(error: OSError) -> bool:
+    """Whether the peer's host has said nothing."""
+    return error.errno in _OUTAGES
 
 
 def is_missing(error: OSError) -> bool:
@@ -380,6 +272,8 @@ class Listeners:
                 self._pause(listener, error)
                 return
             sock.setblocking(False)
+            if sock.family != getattr(socket, "AF_UNIX", None):
+                retry_soon(sock)
             self._greet(sock)
 
     def _pause(self, listener: socket.socket, error: OSError) -> None:

@@ -21,6 +21,7 @@ from aiocoll.runtime import Runtime
 from aiocoll.transport import address
 from aiocoll.transport.base import Link
 from aiocoll.transport.crossing import Crossing
+from aiocoll.transport.dial import SILENT, Dial
 from aiocoll.transport.live import Key, Live
 from aiocoll.transport.target import Target
 
@@ -32,7 +33,6 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 #: lost, or an address that means another host there, while the peer itself can reach us.
 _DOUBT = 1.0
 
-_SILENT = "it does not answer"
 _AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
 
 
@@ -42,20 +42,6 @@ class _RetryError(Exception):
 
 class _NoWayError(Exception):
     """Nothing leads there, so the other way has to do."""
-
-
-class _Dial:
-    """A `connect` in progress; bring `limit` forward to interrupt what it is doing."""
-
-    __slots__ = ("done", "limit")
-
-    def __init__(self, done: asyncio.Future[None]) -> None:
-        self.done = done
-        self.limit: asyncio.Timeout | None = None
-
-    def interrupt(self, now: float) -> None:
-        if self.limit is not None and not self.limit.expired():
-            self.limit.reschedule(now)
 
 
 class Dialler:
@@ -72,6 +58,7 @@ class Dialler:
 
     Attributes:
         detours: by peer, why it is not reached by the unix socket it offers.
+        impatient: a host from which nothing comes is unreachable.
     """
 
     def __init__(
@@ -85,6 +72,7 @@ class Dialler:
         handshake_timeout: float,
     ) -> None:
         self.detours: dict[int, str] = {}
+        self.impatient = False
         self._runtime = runtime
         self._identity = identity
         self._key = key
@@ -92,8 +80,15 @@ class Dialler:
         self._crossing = crossing
         self._connect_timeout = connect_timeout
         self._handshake_timeout = handshake_timeout
-        self._dials: dict[Key, _Dial] = {}
+        self._dials: dict[Key, Dial] = {}
+        self._trouble = ""
         self._closed = False
+
+    @property
+    def trouble(self) -> str:
+        """Why a peer that is dialled is not reached yet, or was not when that was cancelled; "" if none is dialled."""
+        now = self._runtime.time()
+        return next((str(dial.failure(now)) for dial in self._dials.values()), self._trouble)
 
     async def connect(self, key: Key, target: Target) -> Link | None:
         """Dial until there is a link; None if it is one that the peer has opened.
@@ -105,9 +100,12 @@ class Dialler:
         """
         if key in self._dials:
             raise RuntimeError(f"rank {self._identity.rank} is already connecting to rank {key[0]} ({key[1].name})")
-        dial = self._dials[key] = _Dial(self._runtime.loop.create_future())
+        dial = self._dials[key] = Dial(key[0], target, self._runtime.loop.create_future(), self._runtime.time())
         try:
-            return await self._dial(dial, key, target)
+            return await self._dial(dial, key)
+        except asyncio.CancelledError:
+            self._trouble = str(dial.failure(self._runtime.time()))
+            raise
         finally:
             del self._dials[key]
             dial.done.set_result(None)
@@ -124,31 +122,35 @@ class Dialler:
             dial.interrupt(self._runtime.time())
         return {dial.done for dial in self._dials.values()}
 
-    async def _dial(self, dial: _Dial, key: Key, target: Target) -> Link | None:
+    async def _dial(self, dial: Dial, key: Key) -> Link | None:
         """Dial whatever others say who have proven nothing; a peer that has, and was promised a link, is waited for."""
-        start = self._runtime.time()
+        time = self._runtime.time
         doubtful = 0.0
         pause = _FIRST_PAUSE
-        reason = _SILENT
-        while (left := start + self._connect_timeout - self._runtime.time()) > 0 and not self._closed:
+        while (left := dial.left(now := time(), self._connect_timeout, impatient=self.impatient)) > 0:
+            if self._closed:
+                break
+            dial.begins(now)
             try:
                 async with asyncio.timeout(min(left, self._handshake_timeout)) as dial.limit:
                     if promised := self._crossing.promised(key):
                         await asyncio.wait([promised])
                     else:
-                        return await self._attempt(key, target)
+                        return await self._attempt(dial, key)
             except TimeoutError:
-                reason = _SILENT
+                dial.reason = SILENT
             except _NoWayError as error:
-                assert target.instead is not None
+                assert dial.target.instead is not None
                 self.detours[key[0]] = str(error)
-                target = target.instead
+                dial.target = dial.target.instead
             except (_RetryError, UnprovenError) as error:
-                reason = str(error)  # itself, it would keep all that was in hand when it was raised
+                dial.reason = str(error)  # itself, it would keep all that was in hand when it was raised
                 if isinstance(error, UnprovenError):
-                    doubtful = doubtful or self._runtime.time()
-                    if self._runtime.time() >= doubtful + _DOUBT:
-                        raise AuthenticationError(f"{target.label} should be rank {key[0]}'s, but {error}") from error
+                    doubtful = doubtful or time()
+                    if time() >= doubtful + _DOUBT:
+                        raise AuthenticationError(
+                            f"{dial.target.label} should be rank {key[0]}'s, but {error}"
+                        ) from error
                 with suppress(TimeoutError):
                     async with asyncio.timeout(None) as dial.limit:
                         await self._runtime.sleep(min(pause, left))
@@ -157,11 +159,13 @@ class Dialler:
                 return None
         if self._closed:
             raise GroupClosedError(f"rank {self._identity.rank} closed its transport while connecting to rank {key[0]}")
-        raise target.unreachable(key[0], f"{reason} (tried for {self._runtime.time() - start:.1f} s)")
+        raise dial.failure(time())
 
-    async def _attempt(self, key: Key, target: Target) -> Link:
+    async def _attempt(self, dial: Dial, key: Key) -> Link:
+        target = dial.target
         try:
             sock = await self._reach(target)
+            dial.answered()
             try:
                 return await self._introduce(sock, key, target)
             except BaseException:
@@ -174,6 +178,8 @@ class Dialler:
         except (AuthenticationError, TimeoutError):
             raise
         except OSError as error:
+            if not address.is_outage(error):
+                dial.answered()
             if address.may_pass(error):
                 raise _RetryError(error.strerror or str(error)) from None
             raise target.unreachable(key[0], str(error)) from error

@@ -6,8 +6,10 @@ import socket
 
 from aiocoll.handshake import ConnKind
 from aiocoll.runtime import Runtime
+from aiocoll.sockets import between_hosts
 from aiocoll.transport.shm.link import ShmLink
 from aiocoll.transport.shm.sharing import Sharing
+from aiocoll.transport.silence import Silence
 from aiocoll.transport.spares import Spares
 from aiocoll.transport.stream_link import StreamLink
 
@@ -31,6 +33,7 @@ class Live:
         self.sharing = sharing
         self._runtime = runtime
         self._spares = Spares()
+        self._silence = Silence(runtime)
         self._links: dict[Key, StreamLink | ShmLink] = {}
 
     def has(self, key: Key) -> bool:
@@ -63,9 +66,9 @@ class Live:
         if pair is not None:
             link = ShmLink(self._runtime, sock, pair, *key)
         else:
-            if sock.family != _AF_UNIX:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link = StreamLink(self._runtime, sock, *key, self._spares)
+            if between_hosts(sock):
+                self._silence.watch(link, sock)
         self._links[key] = link
         return link
 

@@ -104,6 +104,15 @@ class StreamTransport:
         )
 
     @property
+    def trouble(self) -> str:
+        """Why there is no link yet to a rank that is dialled, or was until that was cancelled; "" if none is."""
+        return self._dialler.trouble
+
+    def all_met(self) -> None:
+        """From now on a host from which nothing comes is lost; before that it may not be up yet."""
+        self._dialler.impatient = True
+
+    @property
     def card(self) -> Card:
         """Where this rank can be reached now."""
         tcp = list(self._tcp) if self._tcp else None

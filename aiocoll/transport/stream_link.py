@@ -21,6 +21,7 @@ from aiocoll.errors import ProtocolError
 from aiocoll.handshake import ConnKind
 from aiocoll.process import PidFd, peer_process
 from aiocoll.runtime import BUDGET, Runtime
+from aiocoll.sockets import between_hosts
 from aiocoll.transport.base import Sink
 from aiocoll.transport.frame import HEADER, HEADER_SIZE, SEGMENT, FrameKind, Header
 from aiocoll.transport.spares import Spares
@@ -222,6 +223,10 @@ class StreamLink:
         self._target = None
         self._sock.close()
 
+    def fail(self, error: Exception) -> None:
+        """Close the socket and tell the sink why, as if reading had failed."""
+        self._lost(error)
+
     def detach(self) -> socket.socket:
         """Give the socket to the caller, before `start`: it is used for something else than frames."""
         self._closed = True
@@ -394,9 +399,9 @@ class StreamLink:
 def _size_buffers(sock: socket.socket) -> None:
     if sock.family == socket.AF_UNIX:
         nbytes = UNIX_BUFFER
-    elif sock.getpeername()[0] == sock.getsockname()[0]:
-        nbytes = LOOPBACK_BUFFER
-    else:
+    elif between_hosts(sock):
         return
+    else:
+        nbytes = LOOPBACK_BUFFER
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes)

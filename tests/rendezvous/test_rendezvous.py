@@ -226,6 +226,51 @@ async def test_a_missing_rank_0_is_no_mystery() -> None:
     await store.aclose()
 
 
+async def test_a_connection_that_is_not_made_is_named_on_both_sides(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All have come, but nothing answers: also in a warning, long before the time is over."""
+
+    async def reach(*_: Any) -> socket.socket:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr("aiocoll.transport.address.reach", reach)
+    store = HashStore()
+    place = r"unix socket @aiocoll-\w+"
+    expected = [
+        rf"rank\(s\) 1 \(at {place}\) have not connected to rank 0 at {place}: do they run, and do "
+        r"firewalls let them\?",
+        rf"rank 0 cannot be reached at {place}: it does not answer \(tried for 0\.\d s\)",
+    ]
+
+    async def rank(rank: int) -> None:
+        message = rf"^rank {rank} of 2 did not meet the others within 0.4 s: {expected[rank]}$"
+        options = GroupOptions(transport="unix", warn_after=0.1)
+        with pytest.raises(RendezvousError, match=message):
+            await new_group(store=store, rank=rank, world_size=2, timeout=0.4, options=options)
+
+    await together(2, rank)
+    told = [record.getMessage() for record in caplog.records]
+    for number, text in enumerate(expected):
+        warning = rf"rank {number} of 2 did not meet the others within 0.1 s: {text}; waiting on"
+        assert len([line for line in told if re.fullmatch(warning, line)]) == 1
+    await store.aclose()
+
+
+async def test_waiting_for_a_rank_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    store = HashStore()
+    options = GroupOptions(warn_after=0.05)
+    with pytest.raises(RendezvousError, match=r"rank 0 waited 0\.2 s"):
+        await new_group(store=store, rank=0, world_size=2, timeout=0.2, options=options)
+    expected = (
+        "rank 0 waited 0.05 s for rank(s) 1 of 2, which have not come: are they running, with the same master address?"
+        "; waiting on"
+    )
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [expected]
+    await store.aclose()
+
+
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (3, 3, 4), (3, 4, 3), (4, 3, 3)])
 @pytest.mark.parametrize("backwards", [False, True])
 async def test_world_sizes_that_differ_are_named_on_every_rank(sizes: tuple[int, ...], backwards: bool) -> None:

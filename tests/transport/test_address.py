@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import stat
-import struct
 import sys
 
 import pytest
@@ -80,99 +79,6 @@ def test_parse_endpoint_refuses(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         address.parse_endpoint(text)
     assert repr(text) in str(caught.value)
-
-
-def test_a_master_on_loopback_is_reached_from_loopback() -> None:
-    assert address.routable_address(None) == "127.0.0.1"
-    assert address.routable_address("127.0.0.1") == "127.0.0.1"
-    assert address.routable_address("localhost") in ("127.0.0.1", "::1")
-
-
-@ipv6
-def test_a_master_on_ipv6_loopback_is_reached_from_there() -> None:
-    assert address.routable_address("::1") == "::1"
-    assert address.routable_address("::1", bind="any") == "::"
-
-
-def test_binding_everywhere_must_be_asked_for() -> None:
-    assert address.routable_address(None, bind="any") == "0.0.0.0"
-    assert address.routable_address("127.0.0.1", bind="any") == "0.0.0.0"
-    for wildcard in ("0.0.0.0", "::"):
-        assert address.is_wildcard(wildcard)
-        with pytest.raises(ValueError, match=f"bind='{wildcard}': to listen on all addresses say bind='any'"):
-            address.routable_address(None, bind=wildcard)
-    assert not address.is_wildcard("127.0.0.1")
-
-
-def test_bind_must_be_an_address_of_this_host() -> None:
-    assert address.routable_address("10.0.0.1", bind="127.0.0.1") == "127.0.0.1"
-    with pytest.raises(ValueError, match=r"bind='192\.0\.2\.254': is not an address of this host"):
-        address.routable_address(None, bind="192.0.2.254")
-    with pytest.raises(ValueError, match="bind='myhost': must be an IPv4 or IPv6 address of this host, or 'any'"):
-        address.routable_address(None, bind="myhost")
-
-
-@linux_only
-def test_interface() -> None:
-    assert address.routable_address(None, "lo") == "127.0.0.1"
-    assert address.routable_address("127.0.0.1", "lo") == "127.0.0.1"
-    with pytest.raises(ValueError, match=r"interface='wlan7': there is none of this name here; there are .*\blo\b"):
-        address.routable_address(None, "wlan7")
-
-
-@linux_only
-@ipv6
-def test_interface_with_an_ipv6_master() -> None:
-    assert address.routable_address("::1", "lo") == "::1"
-
-
-IF_INET6 = """\
-fe8000000000000000fc00fffe000001 04 40 20 80     eth0
-fd000000000000000000000000000002 04 40 00 82     eth0
-fe800000000000000000000000000007 05 40 20 80     eth1
-"""
-
-
-@linux_only
-@pytest.mark.parametrize(
-    ("name", "family", "expected"),
-    [
-        ("eth0", socket.AF_INET6, "fd00::2"),
-        ("eth1", socket.AF_INET6, "fe80::7%eth1"),
-        ("eth0", socket.AF_INET, "10.1.2.3"),
-        ("eth2", socket.AF_INET6, "10.1.2.3"),
-    ],
-)
-def test_interface_address(monkeypatch: pytest.MonkeyPatch, name: str, family: int, expected: str) -> None:
-    answer = struct.pack("16sHH4s16x", name.encode(), socket.AF_INET, 0, bytes((10, 1, 2, 3)))
-    monkeypatch.setattr("fcntl.ioctl", lambda *_: answer)
-    monkeypatch.setattr("pathlib.Path.read_text", lambda _: IF_INET6)
-    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1"), (4, "eth2")])
-    assert address.interface_address(name, family) == expected
-
-
-@linux_only
-def test_interface_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pathlib.Path.read_text", lambda _: IF_INET6)
-    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (9, "ghost0")])
-    with pytest.raises(ValueError, match="interface='ghost0': it has no address; there are lo, ghost0"):
-        address.interface_address("ghost0")
-
-
-def test_unresolvable_master(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    monkeypatch.setattr("socket.getaddrinfo", fail)
-    with pytest.raises(RendezvousError, match=r"master address 'nowhere\.invalid' does not resolve: Name or service"):
-        address.routable_address("nowhere.invalid")
-
-
-def test_master_without_a_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("255.255.255.255", 9))]  # a broadcast, so connect() refuses
-    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
-    with pytest.raises(RendezvousError, match=r"no route from this host to the master at 'far' .*interface= or bind="):
-        address.routable_address("far")
 
 
 @linux_only

@@ -1,0 +1,114 @@
+"""Where the process that serves a store listens, when it was told where others look for it."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable
+
+from aiocoll.errors import StoreUnavailableError
+from aiocoll.handshake import is_loopback
+from aiocoll.runtime import Runtime
+from aiocoll.store.address import Endpoint, is_unix, literal, resolve
+
+__all__ = ["find_address", "way_in"]
+
+#: Seconds between two questions for a name that nobody knows yet: name servers remember that they did not know one.
+_ASK_AGAIN = 0.5
+#: All addresses; those of IPv6 are all of IPv4, too.
+_ANY = ("::", "0.0.0.0")
+
+
+async def find_address(
+    host: str,
+    bind: str | None,
+    *,
+    key: bytes | None,
+    runtime: Runtime,
+    timeout: float,
+    trouble: Callable[[str], None],
+) -> tuple[str, str | None]:
+    """Return the address to listen on, that of `host` if it is one of this machine; and why some may not reach it.
+
+    A name may become known only while this waits. One that is this machine's own may mean its loopback here (Debian
+    writes 127.0.1.1 into /etc/hosts) and another address elsewhere: then it is all addresses, if there is a key.
+
+    Args:
+        host: name or address at which others look for the store.
+        bind: an address of this machine to listen on where `host` is none or only its loopback; or "any".
+        key: the job key, without which nothing listens where other machines can reach it.
+        runtime: clock.
+        timeout: seconds in which the name must become known.
+        trouble: told why this has to wait.
+
+    Raises:
+        StoreUnavailableError: `host` cannot be resolved, or is not of this machine.
+        AuthenticationError: other machines can reach it and there is no key.
+    """
+    if is_unix(host):
+        return host, None
+    if bind == "any":
+        return _everywhere(), None
+    named = literal(host, 0) is None
+    found = await _look_up(host, runtime, timeout, trouble)
+    own = [endpoint.sockaddr[0] for endpoint in found if _is_own(endpoint)]
+    if not own and bind is None:
+        found[0].require_key(key)
+        means = f", which means {', '.join(endpoint.sockaddr[0] for endpoint in found)} here" if named else ""
+        raise StoreUnavailableError(
+            f"the store cannot listen on {host}{means}: it is not an address of this machine, where rank 0 hosts the "
+            "store; if it belongs to a service or a router in front of it, set bind='any' (AIOCOLL_BIND=any), or an "
+            "address of this machine"
+        )
+    outside = next((address for address in own if not is_loopback(address)), None)
+    if outside is not None or (own and (not named or _means_loopback(host))):
+        return outside or own[0], None
+    if bind is not None:
+        return bind, None
+    if key is not None:
+        return _everywhere(), None
+    return own[0], (
+        f"the store listens on {own[0]} only, since {host!r} means that here (in /etc/hosts?), so ranks on other hosts "
+        "cannot reach it: give its real address, and a job key"
+    )
+
+
+def way_in(host: str) -> str:
+    """Return where this process itself finds a store that listens on `host`."""
+    return "127.0.0.1" if host in _ANY else host
+
+
+async def _look_up(host: str, runtime: Runtime, timeout: float, trouble: Callable[[str], None]) -> list[Endpoint]:
+    began = runtime.time()
+    while True:
+        try:
+            return await resolve(host, 0)
+        except (OSError, UnicodeError) as error:
+            why = f"the host name {host!r} cannot be resolved ({getattr(error, 'strerror', None) or error})"
+            left = began + timeout - runtime.time()
+            if left <= 0 or isinstance(error, UnicodeError):
+                raise StoreUnavailableError(
+                    f"the store cannot listen: {why}; tried for {runtime.time() - began:.1f} s; it must be a name or "
+                    "an address of this machine, which hosts the store as rank 0"
+                ) from error
+        trouble(f"rank 0 cannot open the store: {why}")
+        await runtime.sleep(min(_ASK_AGAIN, left))
+
+
+def _everywhere() -> str:
+    return next(host for host in _ANY if (endpoint := literal(host, 0)) is not None and _is_own(endpoint))
+
+
+def _is_own(endpoint: Endpoint) -> bool:
+    """Whether this machine has the address; one that another program uses is its own, too."""
+    try:
+        with socket.socket(endpoint.family, socket.SOCK_DGRAM) as probe:
+            probe.bind((endpoint.sockaddr[0], 0, *endpoint.sockaddr[2:]))
+    except OSError as error:
+        return error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+    return True
+
+
+def _means_loopback(name: str) -> bool:
+    """Whether a name is meant for this machine alone."""
+    return name.split(".")[0].lower() in ("localhost", "ip6-localhost", "ip6-loopback", "localhost4", "localhost6")

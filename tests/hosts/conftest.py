@@ -1,0 +1,89 @@
+"""Tests on several hosts: skipped with the reason where there can be none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.network import ROOT, Host, Network, Process, obstacle
+
+PROGRAM = str(Path(__file__).with_name("program.py"))
+#: Of all jobs of these tests.
+KEY = b"of this test and no other"
+#: Every network is new, so every port is free.
+PORT = 29500
+
+_obstacle = cache(obstacle)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.parent == here:
+            item.add_marker(pytest.mark.hosts)
+
+
+@pytest.fixture
+def network() -> Iterator[Callable[[int], Network]]:
+    """Make a network of so many hosts, one in a test."""
+    if reason := _obstacle():
+        pytest.skip(reason)
+    with ExitStack() as stack:
+        yield lambda size: stack.enter_context(Network(size))
+
+
+class Ranks:
+    """Starts `program.py` on hosts; all of it has ended when the test has."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("AIOCOLL_")}
+        # Debug mode reports slow callbacks, and these tests expect silence.
+        kept.pop("PYTHONASYNCIODEBUG", None)
+        self.environment = kept | {
+            "PYTHONPATH": str(ROOT),
+            "PYTHONWARNINGS": "error",
+        }
+        self._processes: list[Process] = []
+
+    async def start(
+        self, host: Host, what: str, rank: int, world_size: int, method: str, user: int = 0, **env: str
+    ) -> Process:
+        """Start one rank, which meets the others by the init method `method`; as root, or a `user` by number."""
+        place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "METHOD": method}
+        place["AIOCOLL_JOB_KEY_FILE"] = str(self._key_of(user))
+        process = await Process.start(host, [PROGRAM, what], self.environment | place | env, user)
+        self._processes.append(process)
+        return process
+
+    async def start_all(self, network: Network, what: str, method: str | None = None, **env: str) -> list[Process]:
+        """Start one rank on each host; rank 0 has the store unless `method` says otherwise."""
+        method = f"tcp://{network.hosts[0].ipv4}:{PORT}" if method is None else method
+        size = len(network.hosts)
+        return [await self.start(host, what, host.number, size, method, **env) for host in network.hosts]
+
+    def _key_of(self, user: int) -> Path:
+        """Return a file with the key that is this user's own."""
+        file = self._path / f"{user}.key"
+        if not file.exists():
+            file.touch(mode=0o600)
+            file.write_bytes(KEY)
+            os.chown(file, user, -1)
+        return file
+
+    async def close(self) -> None:
+        """End all that have not ended."""
+        await asyncio.gather(*(process.kill() for process in self._processes))
+
+
+@pytest.fixture
+async def ranks(tmp_path: Path) -> AsyncIterator[Ranks]:
+    ranks = Ranks(tmp_path)
+    yield ranks
+    await ranks.close()

@@ -1,0 +1,48 @@
+"""The host of rank 0 loses its rank: whether the others can take in another process depends on who has the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tests.hosts.network import Network, Process
+
+if TYPE_CHECKING:
+    from tests.hosts.conftest import Ranks
+
+
+async def kill_the_first(started: list[Process]) -> None:
+    for process in started:
+        assert await process.told() == "ready"
+    started[0].go_on()
+    code, _ = await started[0].end()
+    assert code == -9
+
+
+async def test_with_the_store_in_the_launcher_another_takes_the_place_of_rank_0(
+    network: Callable[[int], Network], ranks: Ranks
+) -> None:
+    net = network(3)
+    where = {"MASTER_ADDR": net.hosts[0].ipv4, "MASTER_PORT": "29500", "AIOCOLL_STORE": "launcher"}
+    launcher = await ranks.start(net.hosts[0], "serve", 0, 3, "env://", **where)
+    assert await launcher.told() == "ready"
+    started = await ranks.start_all(net, "die", "env://", **where)
+    started.append(await ranks.start(net.hosts[0], "total", 0, 3, "env://", JOIN="1", **where))
+    await kill_the_first(started[:3])
+    assert [await process.result() for process in started[1:]] == [[6.0, 6.0]] * 3
+    launcher.go_on()
+    assert await launcher.end() == (0, "")
+
+
+async def test_with_the_store_in_rank_0_growing_fails_and_says_what_to_do(
+    network: Callable[[int], Network], ranks: Ranks
+) -> None:
+    net = network(3)
+    started = await ranks.start_all(net, "die")
+    await kill_the_first(started)
+    for process in started[1:]:
+        assert (await process.result()).endswith(
+            "so newcomers do not find it. Start all ranks again, and host the store outside of them: run a StoreServer "
+            "in the process that starts them, and give them AIOCOLL_STORE=launcher and its address as MASTER_ADDR and "
+            "MASTER_PORT"
+        )

@@ -1,0 +1,144 @@
+"""Ranks on several hosts that meet, or say why they do not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.hosts.network import Network, Process
+
+if TYPE_CHECKING:
+    from tests.hosts.conftest import Ranks
+
+
+async def failure(process: Process) -> tuple[str, str]:
+    """Return the last line of a rank that could not meet the others, and all that it has said."""
+    code, complaints = await process.end()
+    assert code == 1
+    return complaints.splitlines()[-1], complaints
+
+
+async def test_a_firewall_that_hides_a_rank_is_found(network: Callable[[int], Network], ranks: Ranks) -> None:
+    """Only the store can be reached. Both ranks say which connection is missing, and warn of it before."""
+    net = network(2)
+    net.drop(1, 0, "tcp dport != 29500")
+    net.drop(0, 1, "tcp sport != 29500")
+    started = await ranks.start_all(net, "total", TIMEOUT="3", AIOCOLL_WARN_AFTER="1")
+    last = r"aiocoll\.errors\.RendezvousError: "
+    expected = [
+        r"rank\(s\) 1 \(at 10\.77\.0\.2 port \d+\) have not connected to rank 0 at 10\.77\.0\.1 port \d+: "
+        r"do they run, and do firewalls let them\?",
+        r"rank 0 cannot be reached at 10\.77\.0\.1 port \d+: it does not answer \(tried for \d\.\d s\)",
+    ]
+    for rank, (process, text) in enumerate(zip(started, expected, strict=True)):
+        error, complaints = await failure(process)
+        assert re.fullmatch(rf"{last}rank {rank} of 2 did not meet the others within 3 s: {text}", error)
+        warning = rf"^rank {rank} of 2 did not meet the others within 1 s: {text}; waiting on$"
+        assert re.search(warning, complaints, re.MULTILINE)
+
+
+@pytest.mark.parametrize("version", [4, 6])
+async def test_in_a_store_of_the_callers(network: Callable[[int], Network], ranks: Ranks, version: int) -> None:
+    """Ranks tell each other the address by which they have reached it, not that of the loopback."""
+    net = network(3)
+    host = net.hosts[0].ipv4 if version == 4 else net.hosts[0].ipv6
+    started = await ranks.start_all(net, "total", f"store:{host}")
+    assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
+
+
+async def test_in_a_store_that_a_rank_reaches_by_its_loopback(network: Callable[[int], Network], ranks: Ranks) -> None:
+    """The others know by which address that host is found."""
+    net = network(2)
+    started = [
+        await ranks.start(net.hosts[0], "total", 0, 2, "store:0.0.0.0"),
+        await ranks.start(net.hosts[1], "total", 1, 2, f"store:{net.hosts[0].ipv4}"),
+    ]
+    assert [await process.result() for process in started] == [[3.0, 3.0]] * 2
+
+
+async def test_in_a_file(network: Callable[[int], Network], ranks: Ranks, tmp_path: Path) -> None:
+    started = await ranks.start_all(network(3), "total", f"file://{tmp_path}/store")
+    assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
+
+
+async def test_in_a_file_with_two_ways_out(network: Callable[[int], Network], ranks: Ranks, tmp_path: Path) -> None:
+    """What cannot be known is asked for, on every rank; then it is taken."""
+    net = network(2)
+    net.hosts[1].run("ip", "link", "add", "eth1", "type", "veth", "peer", "name", "eth2")
+    net.hosts[1].run("ip", "addr", "add", "10.78.0.2/24", "dev", "eth1")
+    net.hosts[1].run("ip", "link", "set", "eth1", "up")
+    started = await ranks.start_all(net, "total", f"file://{tmp_path}/one")
+    text = (
+        "rank 1 could not join: the ranks are on several hosts, and nothing tells by which address the others reach "
+        "this one: name it with the option interface= or bind= (AIOCOLL_INTERFACE, AIOCOLL_BIND); there is "
+        "eth0 (10.77.0.2), eth1 (10.78.0.2)"
+    )
+    error, _ = await failure(started[0])
+    assert error == f"aiocoll.errors.RendezvousError: {text}"
+    error, _ = await failure(started[1])
+    assert text.endswith(error.removeprefix("aiocoll.errors.RendezvousError: "))
+    started = await ranks.start_all(net, "total", f"file://{tmp_path}/two", AIOCOLL_INTERFACE="eth0")
+    assert [await process.result() for process in started] == [[3.0, 3.0]] * 2
+
+
+async def test_a_default_route_tells_which_way_is_out(
+    network: Callable[[int], Network], ranks: Ranks, tmp_path: Path
+) -> None:
+    net = network(2)
+    for host in net.hosts:
+        host.run("ip", "link", "add", "eth1", "type", "veth", "peer", "name", "eth2")
+        host.run("ip", "addr", "add", f"10.78.{host.number}.2/24", "dev", "eth1")
+        host.run("ip", "link", "set", "eth1", "up")
+        host.run("ip", "route", "add", "default", "dev", "eth0")
+    started = await ranks.start_all(net, "total", f"file://{tmp_path}/store")
+    assert [await process.result() for process in started] == [[3.0, 3.0]] * 2
+
+
+# -- the name of the master
+
+
+async def test_a_name_that_means_the_loopback_on_its_own_host(network: Callable[[int], Network], ranks: Ranks) -> None:
+    """As Debian writes it into /etc/hosts."""
+    net = network(3)
+    net.hosts[0].file("hosts", "127.0.0.1 localhost\n127.0.1.1 master\n")
+    for host in net.hosts[1:]:
+        host.file("hosts", f"{net.hosts[0].ipv4} master\n")
+    started = await ranks.start_all(net, "total", "tcp://master:29500")
+    assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
+
+
+@pytest.mark.parametrize("bind", ["any", "10.77.0.1"])
+async def test_the_address_of_a_service_in_front_of_the_master(
+    network: Callable[[int], Network], ranks: Ranks, bind: str
+) -> None:
+    """Its address is of no host; here the router of rank 1 is what leads to it."""
+    net = network(2)
+    service = "10.96.0.9"
+    net.hosts[1].run("ip", "route", "add", service, "via", net.hosts[0].ipv4)
+    translate(net, service)
+    method = f"tcp://{service}:29500"
+    started = [
+        await ranks.start(net.hosts[0], "total", 0, 2, method, AIOCOLL_BIND=bind),
+        await ranks.start(net.hosts[1], "total", 1, 2, method),
+    ]
+    assert [await process.result() for process in started] == [[3.0, 3.0]] * 2
+
+
+def translate(net: Network, service: str) -> None:
+    rule = f"add rule ip nat out ip daddr {service} dnat to {net.hosts[0].ipv4}"
+    chain = "add chain ip nat out { type nat hook output priority -100; }"
+    net.hosts[1].run("nft", f"add table ip nat; {chain}; {rule}")
+
+
+async def test_the_address_of_a_service_is_explained(network: Callable[[int], Network], ranks: Ranks) -> None:
+    net = network(1)
+    error, _ = await failure(await ranks.start(net.hosts[0], "total", 0, 1, "tcp://10.96.0.9:29500"))
+    assert error == (
+        "aiocoll.errors.StoreUnavailableError: the store cannot listen on 10.96.0.9: it is not an address of this "
+        "machine, where rank 0 hosts the store; if it belongs to a service or a router in front of it, set bind='any' "
+        "(AIOCOLL_BIND=any), or an address of this machine"
+    )

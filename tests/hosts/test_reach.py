@@ -1,0 +1,38 @@
+"""Ranks that cannot reach each other in every way there is, but in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.hosts.network import Network
+
+if TYPE_CHECKING:
+    from tests.hosts.conftest import Ranks
+
+
+@pytest.mark.parametrize("what", ["total", "one_way"])
+async def test_a_firewall_that_is_open_one_way(network: Callable[[int], Network], ranks: Ranks, what: str) -> None:
+    """The lower rank of each pair dials in vain, and has something to send."""
+    net = network(3)
+    for lower, higher in (0, 1), (0, 2), (1, 2):
+        net.refuse_dials(lower, higher)
+    started = await ranks.start_all(net, what)
+    expected = {"total": [[6.0, 6.0]] * 3, "one_way": [0.0, 1.0, 1.0]}[what]
+    assert [await process.result() for process in started] == expected
+
+
+async def test_copies_of_one_machine(network: Callable[[int], Network], ranks: Ranks) -> None:
+    """They believe to be one host, and have no unix socket in common."""
+    started = await ranks.start_all(network(3), "total", AIOCOLL_HOST_ID="copied")
+    assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
+
+
+async def test_two_users_of_one_host(network: Callable[[int], Network], ranks: Ranks) -> None:
+    """As a container without root and a process beside it; each may reach the other by TCP only."""
+    (host,) = network(1).hosts
+    method = f"tcp://{host.ipv4}:29500"
+    started = [await ranks.start(host, "total", rank, 3, method, user=user) for rank, user in enumerate([7, 8, 8])]
+    assert [await process.result() for process in started] == [[6.0, 6.0]] * 3

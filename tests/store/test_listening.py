@@ -1,0 +1,128 @@
+"""Where the master of a store listens: names that are late, that mean the loopback, that are of others."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from aiocoll.errors import AuthenticationError, StoreUnavailableError
+from aiocoll.store import TCPStore, listening
+from aiocoll.store.address import Endpoint
+from aiocoll.store.listening import find_address, way_in
+
+KEY = b"of this test and no other"
+#: Of no machine at all: one of the addresses for examples.
+FOREIGN = "192.0.2.7"
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+
+    def time(self) -> float:
+        return self.now
+
+    async def sleep(self, delay: float) -> None:
+        self.slept.append(delay)
+        self.now += delay
+
+
+class Names:
+    """A name server that knows `addresses` after so many questions."""
+
+    def __init__(self, *addresses: str, unknown: int = 0) -> None:
+        self.addresses = addresses
+        self.unknown = unknown
+
+    async def resolve(self, host: str, port: int) -> list[Endpoint]:
+        if self.unknown:
+            self.unknown -= 1
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [Endpoint(socket.AF_INET, (address, port)) for address in self.addresses]
+
+
+async def found(
+    monkeypatch: pytest.MonkeyPatch, host: str, names: Names, bind: str | None = None, key: bytes | None = KEY
+) -> tuple[str, str | None]:
+    monkeypatch.setattr(listening, "resolve", names.resolve)
+    clock: Any = Clock()
+    return await find_address(host, bind, key=key, runtime=clock, timeout=3.0, trouble=lambda _: None)
+
+
+async def test_a_name_may_become_known_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "resolve", Names("127.0.0.1", unknown=3).resolve)
+    clock: Any = Clock()
+    told: list[str] = []
+    where = await find_address("localhost", None, key=None, runtime=clock, timeout=3.0, trouble=told.append)
+    assert where == ("127.0.0.1", None)
+    assert clock.slept == [0.5] * 3
+    assert (
+        told
+        == ["rank 0 cannot open the store: the host name 'localhost' cannot be resolved (Name or service not known)"]
+        * 3
+    )
+
+
+async def test_a_name_that_stays_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = (
+        r"the store cannot listen: the host name 'master' cannot be resolved \(Name or service not known\); tried for "
+        r"3\.0 s; it must be a name or an address of this machine, which hosts the store as rank 0"
+    )
+    with pytest.raises(StoreUnavailableError, match=message):
+        await found(monkeypatch, "master", Names(unknown=100))
+
+
+async def test_of_several_addresses_the_one_of_this_machine_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await found(monkeypatch, "localhost", Names(FOREIGN, "127.0.0.1")) == ("127.0.0.1", None)
+
+
+@pytest.mark.parametrize("bind", [None, "127.0.0.1"])
+async def test_a_name_that_means_the_loopback_here(monkeypatch: pytest.MonkeyPatch, bind: str | None) -> None:
+    where, drawback = await found(monkeypatch, "myhost", Names("127.0.1.1"), bind)
+    assert drawback is None
+    assert where in ("::", "0.0.0.0") if bind is None else where == bind
+    assert way_in(where) == "127.0.0.1"
+
+
+async def test_without_a_key_it_stays_there_and_says_what_that_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await found(monkeypatch, "myhost", Names("127.0.1.1"), key=None) == (
+        "127.0.1.1",
+        "the store listens on 127.0.1.1 only, since 'myhost' means that here (in /etc/hosts?), so ranks on other hosts "
+        "cannot reach it: give its real address, and a job key",
+    )
+
+
+@pytest.mark.parametrize("name", ["localhost", "LOCALHOST", "localhost.localdomain", "ip6-localhost"])
+async def test_a_name_of_the_loopback_is_taken_at_its_word(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert await found(monkeypatch, name, Names("127.0.0.1")) == ("127.0.0.1", None)
+
+
+async def test_an_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = rf"cannot listen on service, which means {FOREIGN} here: it is not an address of this machine, where rank"
+    with pytest.raises(StoreUnavailableError, match=message):
+        await found(monkeypatch, "service", Names(FOREIGN))
+    with pytest.raises(AuthenticationError, match=f"{FOREIGN} can be reached from other machines"):
+        await found(monkeypatch, "service", Names(FOREIGN), key=None)
+    assert await found(monkeypatch, "service", Names(FOREIGN), "127.0.0.1") == ("127.0.0.1", None)
+    assert (await found(monkeypatch, "service", Names(FOREIGN), "any"))[0] in ("::", "0.0.0.0")
+
+
+async def test_a_master_finds_its_own_store_wherever_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with TCPStore(FOREIGN, 0, is_master=True, bind="any", key=KEY) as store:
+        await store.set("k", b"v")
+        assert await store.get("k") == b"v"
+        assert store.reached == "127.0.0.1"
+        async with TCPStore("127.0.0.1", store.port, key=KEY) as other:
+            assert await other.get("k") == b"v"
+
+
+async def test_why_others_may_not_reach_it_is_told_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "resolve", Names("127.0.0.1").resolve)
+    async with TCPStore("myhost", 0, is_master=True) as store:
+        assert store.trouble is not None
+        assert "the store listens on 127.0.0.1 only, since 'myhost' means that here" in store.trouble

@@ -1,0 +1,117 @@
+"""What TCP connections are told, and what the kernel knows of them; tests/hosts shows what comes of it."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from aiocoll import sockets
+from aiocoll.sockets import between_hosts, keep_asking, retry_soon, silence
+from aiocoll.store import address
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="these are options of Linux")
+
+#: <linux/tcp.h>
+TCP_RTO_MAX_MS = 44
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A connection on loopback."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as here,
+        listener.accept()[0] as there,
+    ):
+        yield here, there
+
+
+def knows_rto_max() -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.getsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS)
+        except OSError:
+            return False
+    return True
+
+
+def option(sock: socket.socket, number: int) -> int:
+    return sock.getsockopt(socket.IPPROTO_TCP, number)
+
+
+@pytest.mark.skipif(not knows_rto_max(), reason="this kernel is older than 6.15")
+def test_after_an_outage_it_is_tried_again_within_a_second(pair: tuple[socket.socket, socket.socket]) -> None:
+    retry_soon(pair[0])
+    assert option(pair[0], TCP_RTO_MAX_MS) == 1000
+
+
+def test_an_older_kernel_is_left_alone(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "_TCP_RTO_MAX_MS", 444)
+    retry_soon(pair[0])
+    assert option(pair[0], socket.TCP_NODELAY) == 1
+
+
+def test_no_connection_of_a_rank_ends_because_its_reader_takes_nothing(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    retry_soon(pair[0])
+    keep_asking(pair[0])
+    assert option(pair[0], socket.TCP_USER_TIMEOUT) == 0
+    assert pair[0].getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert (option(pair[0], socket.TCP_KEEPIDLE), option(pair[0], socket.TCP_KEEPINTVL)) == (1, 1)
+
+
+def test_the_connections_of_a_store_outlive_an_outage_at_both_ends() -> None:
+    with address.listen("127.0.0.1", 0, None) as listener:
+        listener.setblocking(True)
+        with address.Endpoint(socket.AF_INET, listener.getsockname()).socket() as client:
+            client.setblocking(True)
+            client.connect(listener.getsockname())
+            with listener.accept()[0] as accepted:
+                for sock in client, accepted:
+                    assert option(sock, socket.TCP_USER_TIMEOUT) == 900_000
+                    if knows_rto_max():
+                        assert option(sock, TCP_RTO_MAX_MS) == 1000
+
+
+def test_the_other_end_of_loopback_is_on_this_host(pair: tuple[socket.socket, socket.socket]) -> None:
+    assert not any(map(between_hosts, pair))
+    for sock in (unix := socket.socketpair()):
+        assert not between_hosts(sock)
+    for sock in unix:
+        sock.close()
+
+
+@pytest.mark.parametrize(
+    ("sent_again", "asked", "since_data", "since_answer", "expected"),
+    [
+        (0, 0, 60_000, 60_000, 0.0),  # idle, and nothing was asked
+        (4, 0, 60_000, 5_300, 5.3),
+        (0, 5, 5_300, 60_000, 5.3),  # data is an answer, too
+        (2, 1, 60_000, 60_000, 0.0),  # time has passed, as for a host that was paused
+    ],
+)
+def test_silence_is_time_with_questions(
+    pair: tuple[socket.socket, socket.socket],
+    monkeypatch: pytest.MonkeyPatch,
+    sent_again: int,
+    asked: int,
+    since_data: int,
+    since_answer: int,
+    expected: float,
+) -> None:
+    class Known:
+        def getsockopt(self, level: int, name: int, size: int) -> bytes:
+            # struct tcp_info: 8 bytes; rto, ato, two sizes, five counts of segments; last data and ack sent, received.
+            told = struct.pack("=8B13I", 1, 0, sent_again, asked, 0, 0, 0, 0, *range(11), since_data, since_answer)
+            return told[:size]
+
+    known: socket.socket = Known()  # type: ignore[assignment]
+    assert silence(known) == expected
+    assert silence(pair[0]) == 0.0

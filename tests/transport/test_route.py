@@ -1,0 +1,189 @@
+"""By which of its addresses others reach this host."""
+
+import errno
+import socket
+import struct
+import sys
+from typing import Any
+
+import pytest
+
+from aiocoll.errors import RendezvousError
+from aiocoll.transport import address, route
+
+linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells these facts only")
+
+
+def has_ipv6() -> bool:
+    with socket.socket(socket.AF_INET6) as probe:
+        return probe.connect_ex(("::1", 9)) != errno.EADDRNOTAVAIL
+
+
+ipv6 = pytest.mark.skipif(not socket.has_ipv6 or not has_ipv6(), reason="this host has no IPv6 loopback")
+
+
+def test_a_master_on_loopback_is_reached_from_loopback() -> None:
+    assert route.routable_address(None) == "127.0.0.1"
+    assert route.routable_address("127.0.0.1") == "127.0.0.1"
+    assert route.routable_address("localhost") in ("127.0.0.1", "::1")
+
+
+@ipv6
+def test_a_master_on_ipv6_loopback_is_reached_from_there() -> None:
+    assert route.routable_address("::1") == "::1"
+    assert route.routable_address("::1", bind="any") == "::"
+
+
+def test_binding_everywhere_must_be_asked_for() -> None:
+    assert route.routable_address(None, bind="any") == "0.0.0.0"
+    assert route.routable_address("127.0.0.1", bind="any") == "0.0.0.0"
+    for wildcard in ("0.0.0.0", "::"):
+        assert address.is_wildcard(wildcard)
+        with pytest.raises(ValueError, match=f"bind='{wildcard}': to listen on all addresses say bind='any'"):
+            route.routable_address(None, bind=wildcard)
+    assert not address.is_wildcard("127.0.0.1")
+
+
+def test_bind_must_be_an_address_of_this_host() -> None:
+    assert route.routable_address("10.0.0.1", bind="127.0.0.1") == "127.0.0.1"
+    with pytest.raises(ValueError, match=r"bind='192\.0\.2\.254': is not an address of this host"):
+        route.routable_address(None, bind="192.0.2.254")
+    with pytest.raises(ValueError, match="bind='myhost': must be an IPv4 or IPv6 address of this host, or 'any'"):
+        route.routable_address(None, bind="myhost")
+
+
+@linux_only
+def test_interface() -> None:
+    assert route.routable_address(None, "lo") == "127.0.0.1"
+    assert route.routable_address("127.0.0.1", "lo") == "127.0.0.1"
+    with pytest.raises(ValueError, match=r"interface='wlan7': there is none of this name here; there are .*\blo\b"):
+        route.routable_address(None, "wlan7")
+
+
+@linux_only
+@ipv6
+def test_interface_with_an_ipv6_master() -> None:
+    assert route.routable_address("::1", "lo") == "::1"
+
+
+IF_INET6 = """\
+fe8000000000000000fc00fffe000001 04 40 20 80     eth0
+fd000000000000000000000000000002 04 40 00 82     eth0
+fe800000000000000000000000000007 05 40 20 80     eth1
+"""
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("name", "family", "expected"),
+    [
+        ("eth0", socket.AF_INET6, "fd00::2"),
+        ("eth1", socket.AF_INET6, "fe80::7%eth1"),
+        ("eth0", socket.AF_INET, "10.1.2.3"),
+        ("eth2", socket.AF_INET6, "10.1.2.3"),
+    ],
+)
+def test_interface_address(monkeypatch: pytest.MonkeyPatch, name: str, family: int, expected: str) -> None:
+    answer = struct.pack("16sHH4s16x", name.encode(), socket.AF_INET, 0, bytes((10, 1, 2, 3)))
+    monkeypatch.setattr("fcntl.ioctl", lambda *_: answer)
+    monkeypatch.setattr("pathlib.Path.read_text", lambda _: IF_INET6)
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1"), (4, "eth2")])
+    assert route.interface_address(name, family) == expected
+
+
+@linux_only
+def test_interface_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pathlib.Path.read_text", lambda _: IF_INET6)
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (9, "ghost0")])
+    with pytest.raises(ValueError, match="interface='ghost0': it has no address; there are lo, ghost0"):
+        route.interface_address("ghost0")
+
+
+def test_unresolvable_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", fail)
+    with pytest.raises(RendezvousError, match=r"master address 'nowhere\.invalid' does not resolve: Name or service"):
+        route.routable_address("nowhere.invalid")
+
+
+def test_master_without_a_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("255.255.255.255", 9))]  # a broadcast, so connect() refuses
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(RendezvousError, match=r"no route from this host to the master at 'far' .*interface= or bind="):
+        route.routable_address("far")
+
+
+# -- on several hosts
+
+#: Of no machine at all: addresses for examples.
+FOREIGN = ("192.0.2.7", "192.0.2.8")
+
+
+@pytest.fixture
+def no_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no default route: only the way to loopback."""
+    monkeypatch.setattr(route, "_ELSEWHERE", ())
+
+
+@pytest.fixture
+def interfaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The interfaces of this host and their addresses, to be changed."""
+    there = {"lo": "127.0.0.1"}
+    monkeypatch.setattr("socket.if_nameindex", lambda: list(enumerate(there)))
+    monkeypatch.setattr(route, "interface_address", there.__getitem__)
+    return there
+
+
+def find(stores: list[str], interface: str | None = None, bind: str | None = None, together: bool = False) -> Any:
+    return route.find_route(0, dict(enumerate(stores)), interface, bind, together=together)
+
+
+def test_ranks_that_share_a_loopback_use_it() -> None:
+    assert find(["127.0.0.1"] * 3) == ("127.0.0.1", "127.0.0.1")
+    assert find([""] * 3, together=True) == ("127.0.0.1", "127.0.0.1")
+
+
+def test_bind_and_interface_come_first() -> None:
+    assert find(["", FOREIGN[0]], bind="127.0.0.1") == ("127.0.0.1", "127.0.0.1")
+
+
+@linux_only
+def test_an_interface_is_taken_where_nothing_else_is_known() -> None:
+    assert find(["", ""], interface="lo") == ("127.0.0.1", "127.0.0.1")
+
+
+@linux_only
+def test_all_addresses_are_listened_on_and_one_is_told() -> None:
+    assert find(["127.0.0.1"] * 2, bind="any") == ("0.0.0.0", "127.0.0.1")
+    assert find(["", ""], interface="lo", bind="any") == ("0.0.0.0", "127.0.0.1")
+
+
+def test_the_host_of_the_store_is_known_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the addresses by which they have found it the one that is its own."""
+    monkeypatch.setattr(route, "is_own", lambda host: host == FOREIGN[1])
+    monkeypatch.setattr(route, "routable_address", lambda master, *_: master)
+    assert find(["127.0.0.1", *FOREIGN, "127.0.0.1"]) == (FOREIGN[1], FOREIGN[1])
+
+
+@pytest.mark.usefixtures("no_way_out")
+def test_the_only_address_is_taken(interfaces: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(route, "routable_address", lambda master, *_: master)
+    interfaces["eth0"] = FOREIGN[0]
+    assert find(["", ""]) == (FOREIGN[0], FOREIGN[0])
+    assert find(["127.0.0.1", "10.96.0.1"]) == (FOREIGN[0], FOREIGN[0])  # a service's, which is nobody's own
+
+
+@pytest.mark.usefixtures("no_way_out")
+def test_what_cannot_be_known_is_asked_for(interfaces: dict[str, str]) -> None:
+    with pytest.raises(RendezvousError, match=r"AIOCOLL_INTERFACE, AIOCOLL_BIND\); there is only the loopback$"):
+        find(["", ""])
+    interfaces.update(eth1=FOREIGN[1], eth0=FOREIGN[0])
+    with pytest.raises(RendezvousError, match=r"there is eth0 \(192\.0\.2\.7\), eth1 \(192\.0\.2\.8\)$"):
+        find(["", ""])
+
+
+def test_whose_an_address_is() -> None:
+    assert route.is_own("127.0.0.1")
+    assert not any(map(route.is_own, (*FOREIGN, "localhost", "nonsense")))
