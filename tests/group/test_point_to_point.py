@@ -428,7 +428,7 @@ async def test_incoming_asks_for_a_message_that_its_sender_holds_back(monkeypatc
         for _ in range(3):
             await asyncio.sleep(0)
         assert asked == []
-        member.frame(channel, (FrameKind.READY, 0, 0, member.id, op, 6, 0, 0, 4), memoryview(b""))
+        member.frame(channel, (FrameKind.READY, EAGER, 0, member.id, op, 6, 0, 0, 4), memoryview(b""))
         for _ in range(3):
             await asyncio.sleep(0)
         assert asked == [(FrameKind.GRANT, member.id, op)]
