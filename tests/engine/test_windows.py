@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from aiocoll import HashStore, ProcessGroup, ReduceOp, new_group
-from aiocoll.engine.channel import LINK_WINDOW, Channel
+from aiocoll.engine.channel import LINK_WINDOW, WINDOW_LOT, Channel
 from aiocoll.engine.plan import EAGER_WINDOW
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 
@@ -167,6 +167,40 @@ async def test_a_failed_group_gives_its_window_back(transport: str) -> None:
 
     await asyncio.gather(rank(0), rank(1))
     await store.aclose()
+
+
+async def window_is_whole(pg: ProcessGroup) -> None:
+    """Fill the window from rank 0 to rank 1: but for a lot that is not reported yet, all of it can be used."""
+    nbytes = LINK_WINDOW // 16
+    works = []
+
+    def fill() -> None:
+        works.extend(pg.broadcast(np.zeros(nbytes, "uint8"), 0) for _ in range(20))
+
+    await settle(pg)
+    if pg.rank() == 0:
+        fill()
+    await settle(pg)
+    if pg.rank() == 1:
+        assert stash(pg) > LINK_WINDOW - WINDOW_LOT - nbytes
+        fill()
+    for work in works:
+        await work
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+async def test_all_that_was_consumed_is_reported(transport: str) -> None:
+    """Some windows of messages go by, which never fill a lot exactly."""
+    nbytes = 200_003
+
+    async def rank(pg: ProcessGroup) -> None:
+        for number in range(5 * LINK_WINDOW // nbytes):
+            await pg.broadcast(np.zeros(nbytes, "uint8"), 0)
+            if number % 8 == 0:
+                await settle(pg)
+        await window_is_whole(pg)
+
+    await run_ranks(2, rank, transport=transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
