@@ -1,0 +1,117 @@
+"""The one decision of a shrinking group when notes are lost or come late: promises are kept, acceptances remembered.
+
+Ranks run on a virtual clock with links that are whole. What is lost or late are the notes of the agreement alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aiocoll import GroupError, ProcessGroup
+from aiocoll.engine.shrink import Agreement
+from aiocoll.testing.virtual import run_virtual
+
+#: Seconds a frame takes at least and at most.
+LATENCY = (0.0005, 0.02)
+
+Say = Callable[[Agreement, int, dict[str, Any]], None]
+Ranks = tuple[int, ...]
+
+say: Say = Agreement.say
+
+
+def shrunk(
+    world_size: int, between: Say, monkeypatch: pytest.MonkeyPatch, seed: int = 0, late: Callable[[], float] = float
+) -> list[Ranks | None]:
+    """Shrink a group of which nobody has died; return the group that each rank goes on in, None if in none.
+
+    Args:
+        world_size: number of ranks.
+        between: called for each note in place of `say`.
+        monkeypatch: of the test.
+        seed: of the latencies.
+        late: seconds after which a rank calls `shrink`.
+    """
+
+    async def rank(pg: ProcessGroup) -> Ranks | None:
+        if pg.rank() == 0:
+            pg.abort("to shrink")
+        await pg.wait_revoked()
+        await asyncio.sleep(late())
+        try:
+            small = await pg.shrink()
+        except GroupError:
+            small = None
+        # Nobody ends before all have decided: who has ended has no say.
+        await asyncio.sleep(200)
+        if small is None:
+            return None
+        await small.shutdown()
+        return small.global_ranks
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Agreement, "say", between)
+        return run_virtual(world_size, rank, seed=seed, latency=LATENCY)
+
+
+@pytest.mark.parametrize("world_size", [3, 5])
+def test_nobody_accepts_less_than_it_has_promised(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proposals of rank 0 are late: all others have passed it over, and voted at rank 1."""
+    kept: list[tuple[Agreement, int, dict[str, Any]]] = []
+    voted: set[int] = set()
+
+    def between(self: Agreement, rank: int, note: dict[str, Any]) -> None:
+        me = self.endpoint.rank
+        if me == 0 and rank:
+            if note["what"] == "propose" and rank > 1:
+                kept.append((self, rank, note))
+            return
+        if rank == 1 and note["what"] == "vote" and note["ballot"] % world_size == 1:
+            voted.add(me)
+            if len(voted) == world_size - 1:
+                # When all these votes have come, and before rank 1 has waited long enough for that of rank 0.
+                self.endpoint.runtime.call_later(1, lambda: [say(*each) for each in kept])
+        say(self, rank, note)
+
+    first, *others = shrunk(world_size, between, monkeypatch)
+    assert len(kept) >= world_size - 2
+    assert voted == set(range(1, world_size))
+    assert others == [tuple(range(1, world_size))] * (world_size - 1)
+    assert first is None
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(100), pytest.param(range(100, 3000), marks=pytest.mark.soak)], ids=["few", "many"]
+)
+def test_there_is_one_group_whatever_is_lost_or_late(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    went_on = 0
+    for seed in seeds:
+        chance = random.Random(seed)
+        world_size = chance.randrange(2, 7)
+        loss, delay = chance.choice([0.05, 0.2, 0.4]), chance.choice([0.05, 2.0, 5.0])
+
+        def between(
+            self: Agreement,
+            rank: int,
+            note: dict[str, Any],
+            chance: random.Random = chance,
+            loss: float = loss,
+            delay: float = delay,
+        ) -> None:
+            if rank == self.endpoint.rank:
+                say(self, rank, note)
+            elif chance.random() >= loss:
+                self.endpoint.runtime.call_later(chance.uniform(0, delay), say, self, rank, note)
+
+        results = shrunk(
+            world_size, between, monkeypatch, seed, late=lambda chance=chance: chance.choice([0.0, 0.1, 4.0, 9.0])
+        )
+        groups = {result for result in results if result is not None}
+        assert len(groups) <= 1, f"seed {seed}: {results}"
+        went_on += bool(groups)
+    assert went_on > len(seeds) / 2
