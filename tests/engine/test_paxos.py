@@ -59,6 +59,26 @@ def shrunk(
         return run_virtual(world_size, rank, seed=seed, latency=LATENCY)
 
 
+@pytest.mark.parametrize(("world_size", "reached"), [(3, [1]), (3, [2]), (4, [2, 3]), (5, [1, 2]), (5, [3, 4])])
+def test_what_may_be_decided_is_proposed_again(
+    world_size: int, reached: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 decides by the acceptances of a bare quorum and falls silent; another coordinator takes over."""
+    silent = False
+
+    def between(self: Agreement, rank: int, note: dict[str, Any]) -> None:
+        nonlocal silent
+        if self.endpoint.rank == 0 and rank:
+            silent = silent or note["what"] == "decided"
+            if silent or (note["what"] == "propose" and rank not in reached):
+                return
+        say(self, rank, note)
+
+    everybody = tuple(range(world_size))
+    assert shrunk(world_size, between, monkeypatch) == [everybody] * world_size
+    assert silent
+
+
 @pytest.mark.parametrize("world_size", [3, 5])
 def test_nobody_accepts_less_than_it_has_promised(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proposals of rank 0 are late: all others have passed it over, and voted at rank 1."""
@@ -83,6 +103,29 @@ def test_nobody_accepts_less_than_it_has_promised(world_size: int, monkeypatch: 
     assert voted == set(range(1, world_size))
     assert others == [tuple(range(1, world_size))] * (world_size - 1)
     assert first is None
+
+
+def test_of_two_that_were_accepted_the_later_is_proposed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 4 alone accepts what rank 0 proposes, then ranks 1 to 3 decide something else, and rank 1 falls silent."""
+    silent = False
+
+    def between(self: Agreement, rank: int, note: dict[str, Any]) -> None:
+        nonlocal silent
+        me, what = self.endpoint.rank, note["what"]
+        if me == 0 and rank and (what != "propose" or rank != 4):
+            return
+        if me == 4 and rank == 1:
+            return
+        if me == 1 and rank != 1:
+            silent = silent or what == "decided"
+            if silent or (what == "propose" and rank == 4):
+                return
+        say(self, rank, note)
+
+    results = shrunk(5, between, monkeypatch)
+    assert silent
+    assert results[1:4] == [(1, 2, 3)] * 3
+    assert {results[0], results[4]} == {None}
 
 
 @pytest.mark.parametrize(
