@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ SEED = "planted"
 BY_HAND = "by hand"
 #: Seconds that a run of tests may take: some times what one without a fault takes, and a floor for a busy machine. Who
 #: takes longer hangs.
-FLOOR, TIMES = 30.0, 5.0
+FLOOR, TIMES = 60.0, 4.0
 #: What of the tree tests need.
 PARTS = ("aiocoll", "tests", "docs", "examples", "bench", "pyproject.toml", "Makefile", "README.md", "CHANGELOG.md")
 
@@ -158,55 +158,63 @@ def drawn_again(faults: Sequence[Mutant]) -> list[Mutant]:
     return sorted([*kept, *lost], key=lambda mutant: (mutant.kind != BY_HAND, subjects.index(mutant.subject)))
 
 
-def limits(tree: Tree, subjects: Collection[str]) -> dict[str, list[float]]:
-    """Run the tests of some subjects without any fault; return how long they may take with one."""
-    found: dict[str, list[float]] = {}
-    for subject in subjects:
-        found[subject] = []
-        for run in SUBJECTS[subject].tests:
-            start = time.monotonic()
-            if (failed := tree.tests([run], [600.0])) is not None:
-                raise RuntimeError(f"{subject}: the tests fail without any fault: {failed}")
-            found[subject].append(FLOOR + TIMES * (time.monotonic() - start))
-    return found
+class Limits:
+    """How long the tests of a subject may take: found out when they are first needed, without any fault."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[float]] = {}
+        self._locks = {subject: threading.Lock() for subject in SUBJECTS}
+
+    def of(self, subject: str, tree: Tree) -> list[float]:
+        """Return seconds for each run of the tests; `tree` has no fault in it."""
+        with self._locks[subject]:
+            if subject not in self._found:
+                self._found[subject] = [self._measured(subject, run, tree) for run in SUBJECTS[subject].tests]
+            return self._found[subject]
+
+    def _measured(self, subject: str, run: tuple[str, ...], tree: Tree) -> float:
+        start = time.monotonic()
+        if (failed := tree.tests([run], [600.0])) is not None:
+            raise RuntimeError(f"{subject}: the tests fail without any fault: {failed}")
+        return FLOOR + TIMES * (time.monotonic() - start)
 
 
 def judge_all(faults: Sequence[Mutant], jobs: int, out: Path) -> list[Verdict]:
     """Judge faults, `jobs` at a time, each in a copy of its own."""
     waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
-    equivalent = reasons()
+    equivalent, limits = reasons(), Limits()
     verdicts = [Verdict(each, "equivalent", equivalent[key(each)], 0.0) for each in faults if key(each) in equivalent]
-    left = [mutant for mutant in faults if key(mutant) not in equivalent]
-    for mutant in left:
-        waiting.put(mutant)
-    trees = [Tree() for _ in range(jobs)]
+    for mutant in faults:
+        if key(mutant) not in equivalent:
+            waiting.put(mutant)
     errors: list[BaseException] = []
-    try:
-        bounds = limits(trees[0], dict.fromkeys(mutant.subject for mutant in left))
 
-        def work(tree: Tree) -> None:
-            try:
-                while not errors:
-                    mutant = waiting.get_nowait()
-                    start = time.monotonic()
-                    test = tree.judge(mutant, SUBJECTS[mutant.subject].tests, bounds[mutant.subject])
-                    outcome = "survived" if test is None else "caught"
-                    verdicts.append(Verdict(mutant, outcome, test or "", time.monotonic() - start))
-                    print(f"{len(verdicts)}/{len(faults)} {told(verdicts[-1])}", flush=True)
-                    report(verdicts, out)
-            except queue.Empty:
-                return
-            except BaseException as error:
-                errors.append(error)
+    def judge(mutant: Mutant, tree: Tree) -> None:
+        allowed = limits.of(mutant.subject, tree)
+        start = time.monotonic()
+        test = tree.judge(mutant, SUBJECTS[mutant.subject].tests, allowed)
+        outcome = "survived" if test is None else "caught"
+        verdicts.append(Verdict(mutant, outcome, test or "", time.monotonic() - start))
+        print(f"{len(verdicts)}/{len(faults)} {told(verdicts[-1])}", flush=True)
 
-        threads = [threading.Thread(target=work, args=(tree,)) for tree in trees]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        for tree in trees:
+    def work() -> None:
+        tree = Tree()
+        try:
+            while not errors:
+                judge(waiting.get_nowait(), tree)
+                report(list(verdicts), out)
+        except queue.Empty:
+            return
+        except BaseException as error:
+            errors.append(error)
+        finally:
             tree.close()
+
+    threads = [threading.Thread(target=work) for _ in range(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     if errors:
         raise errors[0]
     return verdicts
