@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from aiocoll import GroupError, ProcessGroup
+from aiocoll import GroupError, PeerLostError, ProcessGroup
 from aiocoll.engine.shrink import Agreement
 from aiocoll.testing.virtual import run_virtual
 
@@ -26,7 +26,12 @@ say: Say = Agreement.say
 
 
 def shrunk(
-    world_size: int, between: Say, monkeypatch: pytest.MonkeyPatch, seed: int = 0, late: Callable[[], float] = float
+    world_size: int,
+    between: Say,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int = 0,
+    late: Callable[[], float] = float,
+    tries: int = 1,
 ) -> list[Ranks | None]:
     """Shrink a group of which nobody has died; return the group that each rank goes on in, None if in none.
 
@@ -36,6 +41,7 @@ def shrunk(
         monkeypatch: of the test.
         seed: of the latencies.
         late: seconds after which a rank calls `shrink`.
+        tries: how often it does, if there is no quorum.
     """
 
     async def rank(pg: ProcessGroup) -> Ranks | None:
@@ -43,10 +49,15 @@ def shrunk(
             pg.abort("to shrink")
         await pg.wait_revoked()
         await asyncio.sleep(late())
-        try:
-            small = await pg.shrink()
-        except GroupError:
-            small = None
+        small = None
+        for _ in range(tries):
+            try:
+                small = await pg.shrink()
+            except PeerLostError:
+                continue
+            except GroupError:
+                pass
+            break
         # Nobody ends before all have decided: who has ended has no say.
         await asyncio.sleep(200)
         if small is None:
@@ -126,6 +137,27 @@ def test_of_two_that_were_accepted_the_later_is_proposed_again(monkeypatch: pyte
     assert silent
     assert results[1:4] == [(1, 2, 3)] * 3
     assert {results[0], results[4]} == {None}
+
+
+def test_who_accepts_something_else_later_stands_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has accepted its own proposal alone, then accepts, unasked before, what decides for ranks 1 and 2."""
+    decided = False
+
+    def between(self: Agreement, rank: int, note: dict[str, Any]) -> None:
+        nonlocal decided
+        me, what = self.endpoint.rank, note["what"]
+        decided = decided or (me == 1 and what == "decided")
+        if me != rank:
+            if me == 0 and not decided and what != "accept":
+                return
+            if me == 1 and (decided or (rank == 0) != (what == "propose")):
+                return
+        say(self, rank, note)
+
+    first, *others = shrunk(3, between, monkeypatch, tries=9)
+    assert decided
+    assert others == [(1, 2)] * 2
+    assert first is None
 
 
 @pytest.mark.parametrize(
