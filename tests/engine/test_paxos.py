@@ -160,6 +160,17 @@ def test_who_accepts_something_else_later_stands_by_that(monkeypatch: pytest.Mon
     assert first is None
 
 
+def test_a_coordinator_that_takes_over_asks_those_that_vote_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rank 0 only rank 2 hears anything, so it alone would stay there, and be left out by the others."""
+
+    def between(self: Agreement, rank: int, note: dict[str, Any]) -> None:
+        if self.endpoint.rank != 0 or rank in (0, 2):
+            say(self, rank, note)
+
+    everybody = (0, 1, 2, 3, 4)
+    assert shrunk(5, between, monkeypatch) == [everybody] * 5
+
+
 @pytest.mark.parametrize(
     "seeds", [range(100), pytest.param(range(100, 3000), marks=pytest.mark.soak)], ids=["few", "many"]
 )
