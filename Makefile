@@ -4,7 +4,7 @@ PYTHON ?= python3
 # What pytest or the benchmark gets besides: make test ARGS="tests/store -x"
 ARGS ?=
 
-.PHONY: help demo test check coverage-gpu matrix soak bench gpu clean
+.PHONY: help demo test check coverage-gpu matrix planted soak bench gpu clean
 .DELETE_ON_ERROR:
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo 'make coverage-gpu  whether tests on fake devices reach all that is for GPUs'
 	@echo 'make matrix        the full matrices, Pythons 3.11 to 3.13, asyncio and uvloop'
 	@echo 'make soak          what takes long: many operations, a slow receiver, chaos'
+	@echo 'make planted       faults planted in a copy of the tree, one at a time: which ones do the tests not notice?'
 	@echo 'make bench         against Gloo, MPICH and Open MPI (installs them); ARGS=--quick: a glance'
 	@echo 'make gpu           what needs a GPU, in under 8 minutes; PYTHON= one with CuPy, NCCL, pytest-asyncio; ARGS=--fake'
 	@echo 'make clean         remove the environments and caches'
@@ -59,6 +60,9 @@ matrix-%:
 soak: .venv/installed
 	.venv/bin/python -m pytest -m soak -o faulthandler_timeout=0 $(ARGS)
 
+planted: .venv/installed
+	.venv/bin/python -m tests.planted $(ARGS)
+
 .venv-bench/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python -m pip install --quiet --editable '.[bench]'
@@ -73,4 +77,5 @@ gpu:
 	$(PYTHON) tests/gpu/run.py $(ARGS)
 
 clean:
-	rm -rf .coverage .venv .venv-* bench/.venvs .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist gpu-figures
+	rm -rf .coverage .venv .venv-* bench/.venvs .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist \
+		gpu-figures planted-figures

@@ -225,6 +225,7 @@ def test_sizes_are_capped_on_both_sides() -> None:
     assert dumps("x" * 100, max_bytes=102) == data
     with pytest.raises(SerializationError, match="takes at least 102 bytes, max_bytes is 101"):
         dumps("x" * 100, max_bytes=101)
+    assert loads(data, max_bytes=102) == "x" * 100
     with pytest.raises(SerializationError, match="takes 102 bytes, max_bytes is 101"):
         loads(data, max_bytes=101)
 

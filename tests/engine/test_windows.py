@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll import HashStore, ProcessGroup, ReduceOp, new_group
-from aiocoll.engine.channel import Channel
+from aiocoll import CollectiveMismatchError, HashStore, ProcessGroup, ReduceOp, Work, new_group
+from aiocoll.engine.channel import WINDOW_LOT, Channel
 from aiocoll.engine.plan import EAGER_WINDOW
 from aiocoll.engine.windows import LINK_WINDOW
+from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 
 from ..ranks import TRANSPORTS, options, run_ranks
@@ -168,6 +169,97 @@ async def test_a_failed_group_gives_its_window_back(transport: str) -> None:
 
     await asyncio.gather(rank(0), rank(1))
     await store.aclose()
+
+
+async def window_is_whole(pg: ProcessGroup) -> None:
+    """Fill the window from rank 0 to rank 1: but for a lot that is not reported yet, all of it can be used."""
+    nbytes = LINK_WINDOW // 16
+    works = []
+
+    def fill() -> None:
+        works.extend(pg.broadcast(np.zeros(nbytes, "uint8"), 0) for _ in range(20))
+
+    await settle(pg)
+    if pg.rank() == 0:
+        fill()
+    await settle(pg)
+    if pg.rank() == 1:
+        assert stash(pg) > LINK_WINDOW - WINDOW_LOT - nbytes
+        fill()
+    for work in works:
+        await work
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+async def test_all_that_was_consumed_is_reported(transport: str) -> None:
+    """Some windows of messages go by, which never fill a lot exactly."""
+    nbytes = 200_003
+
+    async def rank(pg: ProcessGroup) -> None:
+        for number in range(5 * LINK_WINDOW // nbytes):
+            await pg.broadcast(np.zeros(nbytes, "uint8"), 0)
+            if number % 8 == 0:
+                await settle(pg)
+        await window_is_whole(pg)
+
+    await run_ranks(2, rank, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.parametrize("fate", ["received", "aborted", "never made"])
+@pytest.mark.parametrize("sort", ["collectives", "messages"])
+async def test_what_came_before_its_group_gives_its_window_back(sort: str, fate: str, transport: str) -> None:
+    """Rank 0 sends three quarters of the window for a group that rank 1 makes later, or never; and again."""
+    count, nbytes = 12, LINK_WINDOW // 16
+
+    def call(group: ProcessGroup) -> Work[Any]:
+        tensor = np.zeros(nbytes, "uint8")
+        if sort == "collectives":
+            return group.broadcast(tensor, 0)
+        return group.send(tensor, 1) if group.rank() == 0 else group.recv(tensor, 0)
+
+    async def rank(pg: ProcessGroup) -> None:
+        for number in range(2):
+            if pg.rank() == 1:
+                await settle(pg)  # what rank 0 sends for the group is here
+            ranks = [1] if pg.rank() and fate == "never made" else [0, 1]
+            part = await pg.split_group(ranks, group_name=f"part{number}")
+            assert part is not None
+            works = [call(part) for _ in range(count)] if pg.rank() == 0 or fate == "received" else []
+            if pg.rank() == 0:
+                if fate == "aborted":
+                    part.abort("a test")
+                await settle(pg)
+            if fate == "received":
+                for work in works:
+                    await work
+            elif fate == "never made" and pg.rank() == 0:
+                with pytest.raises(CollectiveMismatchError):
+                    await part.barrier()
+            elif fate == "aborted":
+                await part.wait_revoked()
+            await settle(pg)
+            await part.shutdown()
+        await window_is_whole(pg)
+
+    await run_ranks(2, rank, transport=transport)
+
+
+def test_what_comes_when_its_group_is_over_gives_its_window_back() -> None:
+    """Rank 1 has left the group before the frames come that rank 0 sends, which has not heard of it."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        for number in range(3):
+            await settle(pg)
+            part = await pg.split_group([0, 1], group_name=f"part{number}")
+            assert part is not None
+            if pg.rank() == 0:
+                await asyncio.gather(*(part.broadcast(np.zeros(LINK_WINDOW // 16, "uint8"), 0) for _ in range(12)))
+            await part.shutdown()
+            await settle(pg)
+        await window_is_whole(pg)
+
+    run_virtual(2, rank, latency=(0.01, 0.02))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

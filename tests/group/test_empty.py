@@ -319,6 +319,34 @@ async def test_a_failed_operation_tells_that_its_memory_is_its_owners_again(puts
     await run_ranks(2, rank, transport="shm")
 
 
+async def test_a_failed_operation_takes_back_what_its_neighbour_has_only_to_read(puts: Puts) -> None:
+    """It has put all of its pieces and given up the lane; the neighbour must not end well with what comes after."""
+    groups: dict[int, tuple[ProcessGroup, Any]] = {}
+    count = 2 * PIECE // 8  # of each of two ranks' parts one piece
+
+    async def rank(pg: ProcessGroup) -> None:
+        array = await filled(pg, np.zeros(count))
+        await warm(pg, array)
+        groups[pg.rank()] = pg, array
+        await pg.barrier()
+        if pg.rank() == 0:
+            other, theirs = groups[1]
+            theirs[:] = array[:] = 1
+            puts.clear()
+            # In one turn of the loop: rank 1 does not look again before rank 0 has failed.
+            works = [other.allreduce(theirs), pg.allreduce(array)]
+            assert puts.places == 3, "both pieces of rank 0, and one of rank 1"
+            pg.abort("over")
+            array[:] = -1e300
+            for work in works:
+                with pytest.raises(GroupError, match="over"):
+                    await work
+            assert not (theirs == -1e300).any()
+        await pg.wait_revoked()
+
+    await run_ranks(2, rank, transport="shm")
+
+
 async def test_after_an_abort_the_survivors_go_on() -> None:
     async def rank(pg: ProcessGroup) -> None:
         array = await filled(pg, np.zeros(LARGE))

@@ -168,6 +168,22 @@ async def test_cancelling_a_pop_at_any_turn_loses_no_item(store, other):
         assert await other.queue_len("q") == 0
 
 
+async def test_cancelling_a_pop_at_any_turn_keeps_the_order(store, other):
+    for turns in range(12):
+        pop = asyncio.create_task(store.queue_pop("q"))
+        pushes = [asyncio.create_task(other.queue_push("q", b"%d" % number)) for number in range(3)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        pop.cancel()
+        (popped,) = await asyncio.gather(pop, return_exceptions=True)
+        await asyncio.gather(*pushes)
+        # What the cancelled pop had got is back before its store does anything else.
+        assert await store.check([])
+        items = [] if isinstance(popped, asyncio.CancelledError) else [popped]
+        items += [await other.queue_pop("q", timeout=10) for _ in range(3 - len(items))]
+        assert items == [b"0", b"1", b"2"]
+
+
 async def test_a_cancelled_wait_leaves_the_store_usable(store, other):
     waiting = asyncio.create_task(store.get("never"))
     popping = asyncio.create_task(store.queue_pop("q"))

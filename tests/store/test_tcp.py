@@ -221,6 +221,28 @@ async def test_a_client_that_vanishes_takes_its_waits_along(server):
         assert await store.queue_pop("q", timeout=0) == b"1"
 
 
+async def test_an_item_for_a_client_that_is_being_cut_off_goes_to_the_next(server):
+    async with client(server) as store, client(server) as cut_off:
+        popping = asyncio.create_task(cut_off.queue_pop("q"))
+        await asyncio.sleep(0)
+        await cut_off.num_keys()
+        (session,) = [session for session in server._sessions if session._waits]
+        done = threading.Event()
+
+        def cut_and_push() -> None:
+            """In one turn of the server's loop, so before it hears that the connection is gone."""
+            session.abort()
+            server.core.apply("queue_push", ("q", b"1"))
+            server.core.apply("queue_push", ("q", b"2"))
+            done.set()
+
+        server._loop.call_soon_threadsafe(cut_and_push)
+        assert await asyncio.to_thread(done.wait, 20)
+        with pytest.raises(StoreUnavailableError):
+            await popping
+        assert [await store.queue_pop("q", timeout=0) for _ in range(2)] == [b"1", b"2"]
+
+
 async def test_a_wait_does_not_hold_up_other_requests(server):
     async with client(server) as store:
         waiting = asyncio.create_task(store.get("k"))

@@ -1,0 +1,55 @@
+"""A death concerns every group of the dead rank on every other rank, linked to it or not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupError, PeerLostError, ProcessGroup
+from aiocoll.testing.virtual import run_virtual
+
+from .test_shrink import LATENCY, Job, now
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+def test_every_rank_hears_of_it_in_every_group(world_size: int) -> None:
+    """In a group of two there is nobody who could tell it, but those who are in other groups."""
+    for victim in range(world_size):
+        job = Job()
+
+        async def body(pg: ProcessGroup, job: Job = job, victim: int = victim) -> Any:
+            pairs = [
+                await pg.split_group([min(victim, rank), max(victim, rank)])
+                for rank in range(world_size)
+                if rank != victim
+            ]
+            if pg.rank() == victim:
+                # Before anybody has begun to wonder: who waits for long opens a link of its own.
+                await asyncio.sleep(0.1)
+                job.kill(victim)
+                await asyncio.get_running_loop().create_future()
+            (pair,) = [pair for pair in pairs if pair is not None]
+            start = now()
+            with pytest.raises(PeerLostError) as raised:
+                await pair.recv(np.zeros(1), 1 - pair.rank())
+            assert now() - start < 6.5
+            assert raised.value.ranks == (1 - pair.rank(),)
+            with pytest.raises(GroupError):
+                await pg.barrier()
+            await asyncio.sleep(1)
+            await pair.shutdown()
+            return True
+
+        async def rank(pg: ProcessGroup, job: Job = job, body: Any = body) -> Any:
+            # Not by `job.run`, which opens links.
+            job.groups[pg.rank()] = pg
+            task = job.bodies[pg.rank()] = asyncio.ensure_future(body(pg))
+            await asyncio.wait([task])
+            return None if pg.rank() in job.killed else task.result()
+
+        assert run_virtual(world_size, rank, latency=LATENCY) == [
+            None if rank == victim else True for rank in range(world_size)
+        ]

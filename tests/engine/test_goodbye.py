@@ -1,0 +1,88 @@
+"""A rank that leaves: what it has sent arrives, however much sooner its goodbye does."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import PeerLostError, ProcessGroup
+from aiocoll.testing.virtual import run_virtual
+
+#: Seconds a frame takes at least and at most. Each link is first in, first out, and knows nothing of the others: half
+#: of all goodbyes on a control link are there before what was sent on the data link.
+LATENCY = (0.001, 0.5)
+#: Elements of float64: what fits one frame, and what travels in some.
+COUNTS = (3, 30_000)
+
+
+async def all_links(pg: ProcessGroup) -> None:
+    """Open the links between all ranks."""
+    await pg.alltoall_object([None] * pg.size())
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+@pytest.mark.parametrize("ends", [False, True], ids=["leaves a group", "ends"])
+def test_what_a_rank_has_sent_arrives_though_it_has_left(ends: bool, world_size: int, count: int) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await all_links(pg)
+        part: Any = pg if ends else await pg.split_group(range(world_size))
+        me = pg.rank()
+        if me:
+            receives = [part.recv(np.zeros(count), source, 5) for source in range(me)]
+            for source, work in enumerate(receives):
+                assert (await work == source).all()
+        # All of it travels unasked: the sends are done before anything has arrived.
+        sends = [part.send(np.full(count, float(me)), target, 5) for target in range(me + 1, world_size)]
+        assert all(work.done() for work in sends)
+        await part.shutdown()
+
+    for seed in range(6):
+        run_virtual(world_size, rank, seed=seed, latency=LATENCY)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+def test_who_has_its_result_may_leave_at_once(world_size: int) -> None:
+    """The last messages of a collective are on their way when the ranks that have sent them are done with it."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        await all_links(pg)
+        for count in COUNTS:
+            part = await pg.split_group(range(world_size))
+            assert part is not None
+            got = await part.allgather(None, np.full(count, 1.0 + pg.rank()))
+            assert [float(each[0]) for each in got] == [1.0 + rank for rank in range(world_size)]
+            await part.shutdown()
+        tensor = np.full(30_000, 2.0 ** pg.rank())
+        await pg.allreduce(tensor)
+        assert (tensor == 2.0**world_size - 1).all()
+
+    for seed in range(6):
+        run_virtual(world_size, rank, seed=seed, latency=LATENCY)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+@pytest.mark.parametrize("ends", [False, True], ids=["leaves a group", "ends"])
+def test_who_waits_for_a_rank_that_has_left_is_told_behind_its_data(ends: bool, world_size: int) -> None:
+    """One message has been sent, two are wanted: the first arrives, the second fails, whatever comes first."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        await all_links(pg)
+        part: Any = pg if ends else await pg.split_group(range(world_size))
+        last = world_size - 1
+        if pg.rank() == last:
+            await asyncio.gather(*(part.send(np.ones(3), peer) for peer in range(last)))
+            await part.shutdown()
+        else:
+            works = [part.recv(np.zeros(3), last) for _ in range(2)]
+            assert (await works[0] == 1).all()
+            with pytest.raises(PeerLostError, match=f"needs rank {last}, which has left"):
+                await works[1]
+        if not ends:
+            await pg.barrier()  # until all have been told, by who is there still
+
+    for seed in range(6):
+        run_virtual(world_size, rank, seed=seed, latency=LATENCY)

@@ -1,0 +1,87 @@
+"""A rank that sends more than it has announced: nobody takes it, and the group fails by the name of that rank."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupError, ProcessGroup, Work
+from aiocoll.transport.frame import HEADER, SEGMENT, FrameKind
+
+from ..ranks import TRANSPORTS, run_ranks
+
+#: Bytes too many: two elements.
+EXTRA = 16
+#: Elements of a message of one frame, of one whose payload is received in its place, and of one of some frames.
+COUNTS = (5, 20_000, 2 * SEGMENT // 8 + 7)
+MARK = -7.0
+
+
+class Stretched:
+    """A link that puts bytes behind the last frame of every message, and counts them in."""
+
+    def __init__(self, link: Any) -> None:
+        self._link = link
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+    def write(self, header: bytes, payload: memoryview | None = None) -> bool:
+        fields = list(HEADER.unpack(header))
+        kind, offset, length, total = fields[0], *fields[6:]
+        if kind == FrameKind.DATA and length and offset + length == total:
+            assert payload is not None
+            fields[7] += EXTRA
+            header, payload = HEADER.pack(*fields), memoryview(bytes(payload) + bytes(EXTRA))
+        return self._link.write(header, payload)
+
+
+def gather(pg: ProcessGroup, array: Any) -> Work[Any]:
+    """Rank 0 sends what comes first in the output of all: what is too much would be in the part of rank 1."""
+    half = len(array) // 2
+    return pg.allgather_into_tensor(array, array[pg.rank() * half : (pg.rank() + 1) * half].copy())
+
+
+#: How many times the elements of a message the array has, and the call.
+CALLS: dict[str, tuple[int, Callable[[ProcessGroup, Any], Work[Any]]]] = {
+    "broadcast": (1, lambda pg, array: pg.broadcast(array, 0)),
+    "reduce": (1, lambda pg, array: pg.reduce(array, 1)),
+    "allgather": (2, gather),
+    "scan": (1, lambda pg, array: pg.scan(array)),
+    "message": (1, lambda pg, array: pg.recv(array, 0) if pg.rank() else pg.send(array, 1)),
+}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_what_is_longer_than_its_message_ends_the_group(transport: str, name: str, count: int) -> None:
+    times, call = CALLS[name]
+    ready = asyncio.Event()
+
+    async def rank(pg: ProcessGroup) -> None:
+        # There is a link, and nothing on its way.
+        await pg.alltoall_object([None] * 2)
+        whole = np.full(times * count + 4, MARK)
+        array = whole[2:-2]
+        if pg.rank() == 0:
+            channel = pg._member.channels[1]
+            channel.link = Stretched(channel.link)  # type: ignore[assignment]
+            await ready.wait()
+            call(pg, array)
+        else:
+            work = call(pg, array)
+            ready.set()
+            with pytest.raises(GroupError, match=r"rank 0 sent more than the \d+ bytes of its message"):
+                await work
+            # What was called for may hold anything by now, but nothing is where nothing belongs.
+            assert (array[count:] == MARK).all()
+        await pg.wait_revoked()
+        assert (whole[:2] == MARK).all()
+        assert (whole[-2:] == MARK).all()
+
+    await run_ranks(2, rank, transport=transport, timeout=20)

@@ -1,0 +1,7 @@
+"""`python -m tests.planted`; see `tests.planted.run`."""
+
+import sys
+
+from .run import main
+
+sys.exit(main())

@@ -1,0 +1,279 @@
+"""Plant faults in a copy of the tree, one at a time, and see which ones the tests do not notice.
+
+python -m tests.planted                     all faults: those by hand, and those that were drawn
+python -m tests.planted --only relay        those of a subject, or with such words in their line
+python -m tests.planted --draw              draw again those whose place is not there any more
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .mutations import Mutant, draw, mutants
+from .places import Package
+from .subjects import SUBJECTS, files, found, quota
+
+__all__ = ["BY_HAND", "FAULTS", "ROOT", "Tree", "key", "main", "read", "reasons"]
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+FAULTS = HERE / "faults.json"
+EQUIVALENT = HERE / "equivalent.json"
+#: Whoever draws with another one gets other faults.
+SEED = "planted"
+BY_HAND = "by hand"
+#: Seconds that a run of tests may take: some times what one without a fault takes, and a floor for a busy machine. Who
+#: takes longer hangs.
+FLOOR, TIMES = 60.0, 4.0
+#: What of the tree tests need.
+PARTS = ("aiocoll", "tests", "docs", "examples", "bench", "pyproject.toml", "Makefile", "README.md", "CHANGELOG.md")
+
+
+class Verdict(NamedTuple):
+    """What became of one fault: "caught", by which test, or "survived"; "equivalent", and why."""
+
+    mutant: Mutant
+    outcome: str
+    detail: str
+    seconds: float
+
+
+def read(path: Path = FAULTS) -> list[Mutant]:
+    """Return the faults of a file."""
+    return [
+        Mutant(**{**each, "old": tuple(each["old"]), "new": tuple(each["new"])})
+        for each in json.loads(path.read_text())
+    ]
+
+
+def write(faults: Sequence[Mutant], path: Path = FAULTS) -> None:
+    """Write faults, one per line."""
+    lines = ",\n".join(json.dumps(each._asdict(), ensure_ascii=False) for each in faults)
+    path.write_text(f"[\n{lines}\n]\n")
+
+
+def reasons(path: Path = EQUIVALENT) -> dict[tuple[str, str, str], str]:
+    """Return why some faults change nothing that anybody could notice, by place and by what is put there."""
+    return {(each["where"], each["old"], each["new"]): each["why"] for each in json.loads(path.read_text())}
+
+
+def key(mutant: Mutant) -> tuple[str, str, str]:
+    return mutant.where, "; ".join(mutant.old), "; ".join(mutant.new)
+
+
+class Tree:
+    """A copy of the tree, in which one fault at a time is planted.
+
+    Args:
+        root: the tree.
+        parts: files and folders of it to copy; the first one is the package.
+    """
+
+    def __init__(self, root: Path = ROOT, parts: Sequence[str] = PARTS) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="planted-"))
+        for part in parts:
+            if (root / part).is_dir():
+                shutil.copytree(root / part, self.root / part, ignore=shutil.ignore_patterns("__pycache__", ".venvs"))
+            elif (root / part).exists():
+                shutil.copy(root / part, self.root / part)
+        # By hash: a file that is changed and changed back within a second is not taken for the one that was compiled.
+        compiled = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", parts[0]]
+        subprocess.run(compiled, cwd=self.root, check=True)
+        self._package = Package(self.root / parts[0])
+
+    def close(self) -> None:
+        """Remove the copy."""
+        shutil.rmtree(self.root)
+
+    def tests(self, runs: Sequence[tuple[str, ...]], limits: Sequence[float]) -> str | None:
+        """Run tests; return the first one that fails, or "no end within ... s"; None if all pass."""
+        for run, limit in zip(runs, limits, strict=True):
+            arguments = found(self.root / "tests", run)
+            failed = self._pytest(arguments, limit)
+            if failed is not None and "::" in failed and self._pytest([failed.partition(" ")[2]], limit) is None:
+                # It may have been the machine, which was busy.
+                failed = self._pytest(arguments, limit)
+            if failed is not None:
+                return failed
+        return None
+
+    def _pytest(self, arguments: list[str], limit: float) -> str | None:
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not soak and not matrix and not gpu"]
+        environment = {**os.environ, "PYTHONPATH": str(self.root), "PYTHONASYNCIODEBUG": "0"}
+        process = subprocess.Popen(
+            [*command, *arguments],
+            cwd=self.root,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            said, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            return f"no end within {limit:.0f} s"
+        finally:
+            if process.poll() is None:
+                # With the processes that tests have started, which are of its session.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        if process.returncode == 0:
+            return None
+        failed = [line for line in said.splitlines() if line.startswith(("FAILED tests", "ERROR tests"))]
+        return failed[0].split(" - ")[0] if failed else f"pytest ended with {process.returncode}"
+
+    def judge(self, mutant: Mutant, runs: Sequence[tuple[str, ...]], limits: Sequence[float]) -> str | None:
+        """Plant a fault, run its tests as `tests` does, and take it back."""
+        spots = self._package.find(mutant.place)
+        if len(spots) != 1:
+            raise LookupError(f"{mutant.where}: {len(spots)} places with {'; '.join(mutant.old)}; use --draw")
+        source = spots[0].path.read_bytes()
+        try:
+            spots[0].path.write_bytes(spots[0].replaced(source, mutant.new))
+            return self.tests(runs, limits)
+        finally:
+            spots[0].path.write_bytes(source)
+
+
+def drawn_again(faults: Sequence[Mutant]) -> list[Mutant]:
+    """Return the faults that are there, and new ones instead of those whose place is not there any more."""
+    package = Package(ROOT / "aiocoll")
+    kept = [mutant for mutant in faults if len(package.find(mutant.place)) == 1]
+    for subject, count in quota().items():
+        mine = [mutant for mutant in kept if mutant.subject == subject and mutant.kind != BY_HAND]
+        candidates = mutants(package, subject, files(package, subject))
+        kept += draw(candidates, count - len(mine), f"{SEED} {subject}", kept)
+    subjects = list(SUBJECTS)
+    # A fault by hand whose place has changed has to be planted anew by hand: it stays, and a test says so.
+    lost = [mutant for mutant in faults if mutant.kind == BY_HAND and mutant not in kept]
+    return sorted([*kept, *lost], key=lambda mutant: (mutant.kind != BY_HAND, subjects.index(mutant.subject)))
+
+
+class Limits:
+    """How long the tests of a subject may take: found out when they are first needed, without any fault."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[float]] = {}
+        self._locks = {subject: threading.Lock() for subject in SUBJECTS}
+
+    def of(self, subject: str, tree: Tree) -> list[float]:
+        """Return seconds for each run of the tests; `tree` has no fault in it."""
+        with self._locks[subject]:
+            if subject not in self._found:
+                self._found[subject] = [self._measured(subject, run, tree) for run in SUBJECTS[subject].tests]
+            return self._found[subject]
+
+    def _measured(self, subject: str, run: tuple[str, ...], tree: Tree) -> float:
+        start = time.monotonic()
+        if (failed := tree.tests([run], [600.0])) is not None:
+            raise RuntimeError(f"{subject}: the tests fail without any fault: {failed}")
+        return FLOOR + TIMES * (time.monotonic() - start)
+
+
+def judge_all(faults: Sequence[Mutant], jobs: int, out: Path) -> list[Verdict]:
+    """Judge faults, `jobs` at a time, each in a copy of its own."""
+    waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
+    equivalent, limits = reasons(), Limits()
+    verdicts = [Verdict(each, "equivalent", equivalent[key(each)], 0.0) for each in faults if key(each) in equivalent]
+    for mutant in faults:
+        if key(mutant) not in equivalent:
+            waiting.put(mutant)
+    errors: list[BaseException] = []
+
+    def judge(mutant: Mutant, tree: Tree) -> None:
+        allowed = limits.of(mutant.subject, tree)
+        start = time.monotonic()
+        test = tree.judge(mutant, SUBJECTS[mutant.subject].tests, allowed)
+        outcome = "survived" if test is None else "caught"
+        verdicts.append(Verdict(mutant, outcome, test or "", time.monotonic() - start))
+        print(f"{len(verdicts)}/{len(faults)} {told(verdicts[-1])}", flush=True)
+
+    def work() -> None:
+        tree = Tree()
+        try:
+            while not errors:
+                judge(waiting.get_nowait(), tree)
+                report(list(verdicts), out)
+        except queue.Empty:
+            return
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            tree.close()
+
+    threads = [threading.Thread(target=work) for _ in range(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return verdicts
+
+
+def told(verdict: Verdict) -> str:
+    """Return a verdict in one line."""
+    mutant = verdict.mutant
+    fault = f"{'; '.join(mutant.old)}  ->  {'; '.join(mutant.new)}"
+    return f"{verdict.outcome}: {mutant.subject}, {mutant.where}: {fault}  [{verdict.detail}] {verdict.seconds:.0f} s"
+
+
+def report(verdicts: Sequence[Verdict], out: Path) -> None:
+    """Write what is known so far: `planted.json`, and `planted.md`, which begins with the survivors."""
+    out.mkdir(parents=True, exist_ok=True)
+    ordered = sorted(verdicts, key=lambda each: (each.outcome != "survived", each.outcome, each.mutant))
+    rows: list[dict[str, Any]] = [
+        {**each.mutant._asdict(), "outcome": each.outcome, "detail": each.detail, "seconds": round(each.seconds, 1)}
+        for each in ordered
+    ]
+    (out / "planted.json").write_text(json.dumps(rows, indent=1, ensure_ascii=False))
+    counts = {outcome: sum(each.outcome == outcome for each in verdicts) for outcome in ("caught", "equivalent")}
+    lines = [
+        f"{len(verdicts)} faults: {counts['caught']} caught, {counts['equivalent']} equivalent, "
+        f"{len(verdicts) - sum(counts.values())} survived.\n",
+        "| outcome | subject | kind | where | fault | by |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        fault = f"`{'; '.join(row['old'])}` → `{'; '.join(row['new'])}`".replace("|", "\\|")
+        cells = (row["outcome"], row["subject"], row["kind"], f"`{row['where']}`", fault, row["detail"])
+        lines.append(f"| {' | '.join(cells)} |")
+    (out / "planted.md").write_text("\n".join(lines) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Carry out what the command line says; 1 if a fault has survived."""
+    parser = argparse.ArgumentParser(prog="python -m tests.planted", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--draw", action="store_true", help="draw again those whose place is not there any more")
+    parser.add_argument("--only", nargs="*", default=[], help="subjects, or functions by their qualified names")
+    parser.add_argument("--jobs", type=int, default=2, help="faults at a time (2)")
+    parser.add_argument("--out", type=Path, default=ROOT / "planted-figures", help="folder of the results")
+    options = parser.parse_args(arguments)
+    faults = read()
+    if options.draw:
+        faults = drawn_again(faults)
+        write(faults)
+        return 0
+    if options.only:
+        faults = [each for each in faults if any(only in (each.subject, each.where) for only in options.only)]
+    verdicts = judge_all(faults, options.jobs, options.out)
+    report(verdicts, options.out)
+    survivors = [verdict for verdict in verdicts if verdict.outcome == "survived"]
+    print(f"{len(verdicts)} faults, {len(survivors)} survived; all of them in {options.out}")
+    for verdict in survivors:
+        print(told(verdict))
+    return bool(survivors)

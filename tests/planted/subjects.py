@@ -1,0 +1,129 @@
+"""What is planted where, and which tests concern it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from .places import Package
+
+__all__ = ["COUNT", "SUBJECTS", "Subject", "files", "found", "quota"]
+
+#: Mutants that are drawn.
+COUNT = 150
+
+
+class Subject(NamedTuple):
+    """A part of the package.
+
+    Attributes:
+        names: functions, by their qualified names, of the modules that belong to it, one of each.
+        tests: runs of pytest, one after the other until one fails: files and folders by their names, wherever in
+            `tests/` they are, and options.
+    """
+
+    names: tuple[str, ...]
+    tests: tuple[tuple[str, ...], ...]
+
+
+WINDOWS = ("test_windows.py", "-k", "(memory or is_over or take_turns) and not any_mix and not giants and not never")
+GOODBYE = ("test_goodbye.py", "-k", "2 or 3")
+EVERY_CALL = ("test_virtual.py", "-k", "every_call and not 8 or leaves or missing")
+RECOVERY = ("group/test_recovery.py", "engine/test_shrink.py")
+
+SUBJECTS: Mapping[str, Subject] = MappingProxyType(
+    {
+        "store core": Subject(
+            ("StoreCore.apply",),
+            (
+                ("test_core.py", "store/test_contract.py", "-k", "hash and not prefix or put_back"),
+                ("test_tcp.py", "-k", "cut_off or cancelled or vanishes or limited or wait"),
+            ),
+        ),
+        "codec": Subject(
+            ("_Encoder.put", "_Decoder.list_hook", "_join_array"),
+            (("test_roundtrip.py", "-k", "not 65537 and not 32769"), ("test_refusals.py",)),
+        ),
+        "relay": Subject(
+            ("Relay.look",),
+            (
+                ("test_relay.py", "test_shared_memory.py"),
+                ("test_empty.py", "-k", "read or tells or failing or counts_around and shm and not 7"),
+            ),
+        ),
+        "exchange": Subject(
+            ("Exchange.take",),
+            (
+                EVERY_CALL,
+                ("test_overlong.py", "-k", "memory or unix"),
+                WINDOWS,
+                ("test_uneven.py",),
+                ("group/test_collectives.py", "-k", "memory"),
+            ),
+        ),
+        "channel": Subject(
+            ("Channel.pump",),
+            (
+                WINDOWS,
+                ("test_overlong.py", "-k", "memory or unix"),
+                GOODBYE,
+                EVERY_CALL,
+                ("test_cancellation.py", "-k", "not sockets"),
+                ("test_oneshot.py", "test_relay.py", "-k", "frames or link or order"),
+            ),
+        ),
+        "handshake": Subject(("ServerHandshake.verify",), (("test_handshake.py",), ("test_stream.py",))),
+        "shrink": Subject(
+            ("Agreement.vote",),
+            (("test_paxos.py", "-k", "not whatever"), RECOVERY, ("test_paxos.py", "-k", "whatever")),
+        ),
+        "coordinator": Subject(
+            ("Coordinator.consider",),
+            (("test_paxos.py", "-k", "not whatever"), RECOVERY, ("test_paxos.py", "-k", "whatever")),
+        ),
+        "endpoint": Subject(
+            ("Endpoint.died",),
+            (
+                GOODBYE,
+                RECOVERY,
+                ("test_windows.py", "-k", "memory and (came_before or failed_group) or is_over"),
+                ("group/test_group.py", "test_subgroups.py", "test_connect.py", "test_waiting.py"),
+                ("integration/test_alive.py", "integration/test_ends.py", "integration/test_recovery.py"),
+            ),
+        ),
+        "session": Subject(("Session.message_received",), (("test_tcp.py", "-k", "cut_off"),)),
+        "control": Subject(("Control.flood",), (GOODBYE,)),
+    }
+)
+#: Of the last ones there are faults by hand only.
+BY_HAND = ("session", "control")
+
+
+def quota() -> dict[str, int]:
+    """Return how many mutants of each subject are drawn."""
+    drawn = [name for name in SUBJECTS if name not in BY_HAND]
+    return {name: COUNT // len(drawn) + (place < COUNT % len(drawn)) for place, name in enumerate(drawn)}
+
+
+def files(package: Package, subject: str) -> set[Path]:
+    """Return the modules of a subject."""
+    found = {path for name in SUBJECTS[subject].names for path, _ in package.functions.get(name, ())}
+    if len(found) < len(SUBJECTS[subject].names):
+        raise LookupError(f"{subject}: there is no {' or no '.join(SUBJECTS[subject].names)}; see `SUBJECTS`")
+    return found
+
+
+def found(tests: Path, run: tuple[str, ...]) -> list[str]:
+    """Return the arguments of a run of pytest, with files and folders found by name."""
+    arguments = []
+    for each in run:
+        if not each.endswith(".py"):
+            arguments.append(each)
+            continue
+        paths = sorted(path for path in tests.rglob(each.rpartition("/")[2]) if path.match(each))
+        if len(paths) != 1:
+            raise LookupError(f"{each}: {len(paths)} files of that name in {tests}; see `SUBJECTS`")
+        arguments.append(str(paths[0]))
+    return arguments

@@ -1,0 +1,150 @@
+"""Planting faults: what is drawn, that it is found where code has moved, and what is told of what became of it."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from .mutations import KINDS, Mutant, draw, mutants
+from .places import Package, Place
+from .run import BY_HAND, ROOT, Tree, key, read, reasons
+from .subjects import COUNT, SUBJECTS, files, found, quota
+
+PACKAGE = Package(ROOT / "aiocoll")
+FAULTS = read()
+
+TOY = """\
+class Adder:
+    def total(self, numbers):
+        \"\"\"Add up; ü is for bytes that are no characters.\"\"\"
+        found = 0  # nothing yet
+        for number in numbers:
+            if number > 0 or not self.only_positive:
+                found += number
+        return found
+
+    only_positive = False
+
+
+def count(numbers):
+    left = list(numbers)
+    done = 0
+    while left:
+        left.pop()
+        done += 1
+    return done
+"""
+TESTS = """\
+from toy.sums import Adder, count
+
+def test_total():
+    assert Adder().total([1, 2, 3]) == 6
+
+def test_count():
+    assert count("abc") == 3
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    for name, text in {"toy/__init__.py": "", "toy/sums.py": TOY, "tests/test_sums.py": TESTS}.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def fault(where: str, old: str, new: str) -> Mutant:
+    return Mutant("toy", BY_HAND, where, tuple(old.split("; ")), tuple(new.split("; ")))
+
+
+HANGS = fault("count", "left.pop()", "pass")
+
+
+@pytest.mark.parametrize(
+    ("planted", "test"),
+    [
+        (fault("Adder.total", "found += number", "found -= number"), "test_total"),
+        (fault("Adder.total", "number > 0 or not self.only_positive", "number > 0"), None),
+        (HANGS, "no end within 3 s"),
+    ],
+)
+def test_a_fault_is_planted_and_caught_or_survives(planted: Mutant, test: str | None, toy: Path) -> None:
+    tree = Tree(toy, ("toy", "tests"))
+    try:
+        failed = tree.judge(planted, [("test_sums.py",)], [3.0 if planted == HANGS else 60.0])
+        assert (tree.root / "toy/sums.py").read_text() == TOY, "the next one finds something else"
+    finally:
+        tree.close()
+    assert not tree.root.exists()
+    assert failed is None if test is None else test in str(failed)
+    assert (toy / "toy/sums.py").read_text() == TOY
+
+
+def test_a_fault_replaces_its_place_and_nothing_else(toy: Path) -> None:
+    (spot,) = Package(toy).find(Place("count", ("left.pop()", "done += 1")))
+    changed = spot.replaced(TOY.encode(), ("done += 2", "left.pop()")).decode()
+    assert changed == TOY.replace("left.pop()\n        done += 1", "done += 2\n        left.pop()")
+    (spot,) = Package(toy).find(Place("Adder.total", ("number > 0 or not self.only_positive",)))
+    assert spot.replaced(TOY.encode(), ("True",)).decode() == TOY.replace(
+        "number > 0 or not self.only_positive", "True"
+    )
+
+
+def test_a_place_is_found_where_its_function_has_moved(toy: Path) -> None:
+    place = Place("Adder.total", ("found += number",))
+    (toy / "toy/sums.py").unlink()
+    (toy / "toy/inner").mkdir()
+    (toy / "toy/inner/adding.py").write_text("# Other lines above.\n\n\n" + TOY)
+    (spot,) = Package(toy).find(place)
+    assert spot.path == toy / "toy/inner/adding.py"
+    (toy / "toy/again.py").write_text(TOY)
+    assert len(Package(toy).find(place)) == 2
+
+
+def test_drawing_is_decided_by_the_seed_and_takes_of_all_kinds(toy: Path) -> None:
+    package = Package(toy / "toy")
+    candidates = mutants(package, "toy", [toy / "toy/sums.py"])
+    assert {mutant.kind for mutant in candidates} == set(KINDS) - {"arguments"}
+    assert len(set(candidates)) == len(candidates)
+    drawn = draw(candidates, 8, "a")
+    assert drawn == draw(candidates, 8, "a")
+    assert drawn != draw(candidates, 8, "b")
+    assert len({mutant.place for mutant in drawn}) == 8
+    assert not {mutant.place for mutant in draw(candidates, 3, "a", drawn)} & {mutant.place for mutant in drawn}
+    for mutant in candidates:
+        (spot,) = package.find(mutant.place)
+        ast.parse(spot.replaced(TOY.encode(), mutant.new))
+
+
+@pytest.mark.parametrize("mutant", FAULTS, ids=lambda mutant: f"{mutant.where}: {'; '.join(mutant.new)}"[:80])
+def test_every_place_is_there(mutant: Mutant) -> None:
+    spots = PACKAGE.find(mutant.place)
+    what_to_do = "change it in faults.json" if mutant.kind == BY_HAND else "run `python -m tests.planted --draw`"
+    assert len(spots) == 1, f"{mutant.where} has no {'; '.join(mutant.old)!r} any more: {what_to_do}"
+    source = spots[0].path.read_bytes()
+    changed = spots[0].replaced(source, mutant.new)
+    assert changed != source
+    ast.parse(changed)
+
+
+def test_as_many_are_drawn_as_there_should_be() -> None:
+    drawn = Counter(mutant.subject for mutant in FAULTS if mutant.kind != BY_HAND)
+    assert drawn == quota()
+    assert sum(quota().values()) == COUNT
+    assert len(set(FAULTS)) == len(FAULTS)
+
+
+def test_every_reason_is_of_a_fault() -> None:
+    strange = reasons().keys() - {key(mutant) for mutant in FAULTS}
+    assert not strange, f"take them out of equivalent.json: {strange}"
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_the_modules_and_the_tests_of_a_subject_are_there(subject: str) -> None:
+    assert files(PACKAGE, subject)
+    for run in SUBJECTS[subject].tests:
+        assert found(ROOT / "tests", run)

@@ -1,0 +1,167 @@
+"""The contents of a store: what is counted and limited, queues whose items are put back, and who waits for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aiocoll.errors import StoreError
+from aiocoll.store import core as module
+from aiocoll.store.core import StoreCore
+
+
+def popped(core: StoreCore, count: int) -> list[bytes | None]:
+    return [core.apply("queue_take", ("q",)) for _ in range(count)]
+
+
+def filled(*items: bytes) -> StoreCore:
+    core = StoreCore()
+    for item in items:
+        core.apply("queue_push", ("q", item))
+    return core
+
+
+def test_what_is_put_back_comes_first_again() -> None:
+    core = filled(b"1", b"2", b"3")
+    first, second = popped(core, 2)
+    core.apply("queue_return", ("q", second))
+    core.apply("queue_return", ("q", first))
+    assert core.apply("queue_len", ("q",)) == 3
+    assert popped(core, 4) == [b"1", b"2", b"3", None]
+
+
+def test_what_is_put_back_goes_to_who_has_waited_longest() -> None:
+    core = filled()
+    got: list[tuple[str, Any]] = []
+    for name in ("first", "second"):
+        core.start("queue_pop", ("q",), lambda item, name=name: got.append((name, item)))
+    core.apply("queue_return", ("q", b"1"))
+    assert got == [("first", b"1")]
+    assert core.apply("queue_len", ("q",)) == 0
+    core.apply("queue_push", ("q", b"2"))
+    assert got == [("first", b"1"), ("second", b"2")]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> StoreCore:
+    """A store of 4 keys and queued items, and of 20 bytes."""
+    monkeypatch.setattr(module, "MAX_ENTRIES", 4)
+    monkeypatch.setattr(module, "MAX_TOTAL_BYTES", 20)
+    return StoreCore()
+
+
+def fits(core: StoreCore, command: str, *arguments: Any) -> bool:
+    try:
+        core.apply(command, arguments)
+    except StoreError:
+        return False
+    return True
+
+
+def room(core: StoreCore) -> tuple[int, int]:
+    """Return how many more keys and bytes there is room for, and leave it at that."""
+    keys = next(number for number in range(9) if not fits(core, "set", f"room{number}", b""))
+    for number in range(keys):
+        core.apply("delete_key", (f"room{number}",))
+    if not keys:
+        return 0, 0
+    nbytes = next(number for number in range(99) if not fits(core, "append", "room", b"x"))
+    if nbytes:
+        core.apply("delete_key", ("room",))
+    return keys, nbytes
+
+
+def test_what_is_stored_is_counted_and_what_is_taken_is_not(small: StoreCore) -> None:
+    assert room(small) == (4, 20)
+    small.apply("set", ("a", bytes(5)))
+    assert room(small) == (3, 15)
+    small.apply("set", ("a", bytes(3)))
+    assert room(small) == (3, 17)
+    small.apply("multi_set", (["a", "b"], [bytes(4), bytes(2)]))
+    assert room(small) == (2, 14)
+    small.apply("queue_push", ("q", bytes(6)))
+    assert room(small) == (1, 8)
+    small.apply("add", ("n", 100))
+    assert room(small) == (0, 0)
+    assert small.apply("delete_key", ("b",)) is True
+    assert room(small) == (1, 7)
+    assert small.apply("queue_take", ("q",)) == bytes(6)
+    assert room(small) == (2, 13)
+    assert small.apply("compare_set", ("c", b"", b"123")) == b"123"
+    assert room(small) == (1, 10)
+
+
+def test_a_store_may_be_full_to_the_last_byte(small: StoreCore) -> None:
+    small.apply("queue_push", ("q", bytes(20)))
+    with pytest.raises(StoreError, match="20 bytes of values"):
+        small.apply("queue_push", ("q", b"x"))
+    with pytest.raises(StoreError, match="20 bytes of values"):
+        small.apply("set", ("k", b"x"))
+    small.apply("set", ("k", b""))
+    assert small.apply("queue_len", ("q",)) == 1
+    assert small.apply("list_keys", ("",)) == ["k"]
+
+
+def test_what_a_limit_refuses_changes_nothing(small: StoreCore) -> None:
+    got: list[Any] = []
+    small.apply("set", ("a", bytes(15)))
+    small.start("get", ("b",), got.append)
+    before = small.changes
+    for command, arguments in {
+        "set": ("b", bytes(6)),
+        "append": ("a", bytes(6)),
+        "multi_set": (["b", "c"], [bytes(3), bytes(3)]),
+        "queue_push": ("q", bytes(6)),
+    }.items():
+        with pytest.raises(StoreError, match="20 bytes of values"):
+            small.apply(command, arguments)
+    assert small.changes == before
+    assert got == []
+    assert small.apply("list_keys", ("",)) == ["a"]
+    assert small.apply("queue_len", ("q",)) == 0
+    assert room(small) == (3, 5)
+
+
+def test_what_is_put_back_is_counted_and_goes_past_the_limits(small: StoreCore) -> None:
+    small.apply("queue_push", ("q", bytes(6)))
+    item = small.apply("queue_take", ("q",))
+    small.apply("queue_return", ("q", item))
+    assert room(small) == (3, 14)
+    item = small.apply("queue_take", ("q",))
+    for number in range(4):
+        small.apply("set", (str(number), bytes(5)))
+    small.apply("queue_return", ("q", item))
+    with pytest.raises(StoreError):
+        small.apply("queue_push", ("q", b""))
+    assert small.apply("queue_take", ("q",)) == bytes(6)
+    small.apply("delete_key", ("0",))
+    assert room(small) == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "changes"),
+    [
+        ("set", ("a", b"1"), 1),
+        ("check", (["a"],), 0),
+        ("multi_set", ([], []), 0),
+        ("multi_set", (["a", "b"], [b"", b""]), 1),
+        ("add", ("a", 1), 1),
+        ("append", ("a", b"1"), 1),
+        ("compare_set", ("a", b"7", b"8"), 0),
+        ("compare_set", ("a", b"2", b"8"), 1),
+        ("delete_key", ("b",), 0),
+        ("delete_key", ("a",), 1),
+        ("queue_push", ("q", b"1"), 1),
+        ("queue_len", ("q",), 0),
+        ("queue_take", ("q",), 1),
+        ("queue_take", ("r",), 0),
+        ("queue_return", ("q", b"1"), 1),
+    ],
+)
+def test_every_change_is_counted_and_nothing_else(command: str, arguments: tuple[Any, ...], changes: int) -> None:
+    core = filled(b"1", b"2")
+    core.apply("set", ("a", b"2"))
+    before = core.changes
+    core.apply(command, arguments)
+    assert core.changes - before == changes
