@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from aiocoll import GroupError, PeerLostError, ProcessGroup
-from aiocoll.testing.virtual import run_virtual
 
-from .test_shrink import LATENCY, Job, now
+from .test_shrink import Job, now
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
@@ -43,13 +42,5 @@ def test_every_rank_hears_of_it_in_every_group(world_size: int) -> None:
             await pair.shutdown()
             return True
 
-        async def rank(pg: ProcessGroup, job: Job = job, body: Any = body) -> Any:
-            # Not by `job.run`, which opens links.
-            job.groups[pg.rank()] = pg
-            task = job.bodies[pg.rank()] = asyncio.ensure_future(body(pg))
-            await asyncio.wait([task])
-            return None if pg.rank() in job.killed else task.result()
-
-        assert run_virtual(world_size, rank, latency=LATENCY) == [
-            None if rank == victim else True for rank in range(world_size)
-        ]
+        expected = [None if rank == victim else True for rank in range(world_size)]
+        assert job.run(world_size, body, linked=False) == expected

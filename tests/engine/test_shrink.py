@@ -37,7 +37,7 @@ class Job:
     def killed(self) -> set[int]:
         return self.hosts.killed
 
-    def run(self, world_size: int, body: Body, seed: int = 0) -> list[Any]:
+    def run(self, world_size: int, body: Body, seed: int = 0, linked: bool = True) -> list[Any]:
         if not self.hosts.hosts:
             self.hosts = Hosts([0] * world_size, seed)
         hosts = self.hosts
@@ -47,8 +47,9 @@ class Job:
                 store=store, rank=rank, world_size=world_size, options=hosts.options(rank)
             ) as self.groups[rank]:
                 pg = self.groups[rank]
-                await pg.barrier()
-                await asyncio.sleep(1)  # virtual: all have left the barrier
+                if linked:
+                    await pg.barrier()
+                    await asyncio.sleep(1)  # virtual: all have left the barrier
                 return await body(pg)
 
         async def main() -> list[Any]:
