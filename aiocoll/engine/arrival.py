@@ -10,6 +10,7 @@ from aiocoll.transport.frame import FrameKind, Header
 if TYPE_CHECKING:
     from aiocoll.engine.channel import Channel
     from aiocoll.engine.mailbox import Posted
+    from aiocoll.engine.stepwise import Steps
 
 __all__ = ["TAG_LIMIT", "Arrival"]
 
@@ -23,6 +24,7 @@ class Arrival:
     Attributes:
         offer: number and size of the batch it is part of at its sender, which could send it from device to device;
             None of any other message, and once it has been asked for.
+        steps: what reads its object, if somebody has begun to and was cancelled.
     """
 
     __slots__ = (
@@ -37,6 +39,7 @@ class Arrival:
         "posted",
         "ready",
         "received",
+        "steps",
         "total",
     )
 
@@ -51,6 +54,7 @@ class Arrival:
         self.held = 0
         self.posted: Posted | None = None
         self.discard = False
+        self.steps: Steps | None = None
         self.ready = header[0] == FrameKind.READY
         self.offer = (header[6], header[2]) if self.ready and header[2] else None
 
