@@ -14,6 +14,7 @@ from aiocoll.transport.frame import EAGER, FrameKind, Header
 if TYPE_CHECKING:
     from aiocoll.engine.channel import Channel
     from aiocoll.engine.mailbox import Posted
+    from aiocoll.engine.stepwise import Steps
 
 __all__ = ["TAG_LIMIT", "Arrival"]
 
@@ -30,6 +31,7 @@ class Arrival:
         empty: it has no bytes, and is here only once a frame of it says so.
         offer: number and size of the batch it is part of at its sender, which could send it from device to device;
             None of any other message, and once it has been asked for.
+        steps: what reads its object, if somebody has begun to and was cancelled.
     """
 
     __slots__ = (
@@ -46,6 +48,7 @@ class Arrival:
         "posted",
         "ready",
         "received",
+        "steps",
         "total",
     )
 
@@ -61,6 +64,7 @@ class Arrival:
         self.asked = False
         self.posted: Posted | None = None
         self.discard = False
+        self.steps: Steps | None = None
         self.ready = header[0] == FrameKind.READY
         self.offer = (header[6], header[2]) if self.ready and header[2] else None
         self.empty = self.ready and not self.total

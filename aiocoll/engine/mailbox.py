@@ -300,9 +300,10 @@ class Mailbox:
         arrival.release()
         self._active.pop((arrival.peer, arrival.op), None)
 
-    def put_back(self, arrival: Arrival, data: bytes) -> None:
-        """Let the next one take what `next_message` has given, and whose data was read in vain."""
+    def put_back(self, arrival: Arrival, data: bytes, steps: Steps) -> None:
+        """Let the next one take what `next_message` has given, and go on with `steps`, which have read some of it."""
         arrival.parts.append(data)
+        arrival.steps = steps
         self._waiting.setdefault(arrival.tag, deque()).appendleft(arrival)
         self._announce(arrival.tag)
 

@@ -235,8 +235,8 @@ class _Incoming(AsyncIterator[tuple[int, Any]]):
         return arrival.peer, np.frombuffer(bytearray(data), dtype.storage).view(array_dtype(dtype))
 
     async def _read(self, arrival: Arrival, data: bytes) -> Any:
-        """Read an object, leaving the loop its turns; who is cancelled meanwhile leaves the message to the next one."""
-        steps = reading(data, allow_pickle=self._allow_pickle)
+        """Read an object, leaving the loop its turns; who is cancelled meanwhile leaves the rest to the next one."""
+        steps = arrival.steps or reading(data, allow_pickle=self._allow_pickle)
         ticks = self._member.endpoint.runtime.ticks
         deadline = ticks() + BUDGET
         try:
@@ -248,7 +248,7 @@ class _Incoming(AsyncIterator[tuple[int, Any]]):
         except StopIteration as end:
             return end.value
         except asyncio.CancelledError:
-            self._member.mailbox.put_back(arrival, data)
+            self._member.mailbox.put_back(arrival, data, steps)
             raise
 
 

@@ -123,6 +123,8 @@ async def test_what_is_no_object_in_the_end(call: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_cancelling_incoming_while_it_reads_loses_nothing(transport: str) -> None:
+    """Nor what has been read: who is always cancelled soon gets each message some time."""
+
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         hurry(pg)
@@ -133,16 +135,16 @@ async def test_cancelling_incoming_while_it_reads_loses_nothing(transport: str) 
             got, cancelled = [], 0
             while len(got) < 3:
                 task = asyncio.ensure_future(anext(pg.incoming()))
-                for _ in range(STEPS // 2 if cancelled < 20 else 10 * STEPS):
+                for _ in range(3):
                     await asyncio.sleep(0)
-                if not task.done():
-                    cancelled += 1
                 task.cancel()
                 await asyncio.wait([task])
-                if not task.cancelled():
+                if task.cancelled():
+                    cancelled += 1
+                else:
                     got.append(task.result())
             assert got == [(0, [number, NUMBERS]) for number in range(3)]
-            assert cancelled >= 20
+            assert cancelled >= STEPS
         await pg.barrier()
 
     await run_ranks(2, rank, transport=transport)
