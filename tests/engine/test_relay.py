@@ -8,7 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from aiocoll import ProcessGroup, ReduceOp
+from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
+from aiocoll.engine import watch
 from aiocoll.engine.relay import LAG, Relay, order
 from aiocoll.transport.shm.layout import LANE
 
@@ -216,3 +217,16 @@ async def test_a_function_that_raises_leaves_the_lane_in_order(world_size: int) 
         await check([call(pg, 300_000) for pg in groups], world_size)
         await whole_lane(groups)
         await asyncio.gather(*(pg.shutdown() for pg in groups))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+async def test_who_finds_another_call_in_the_lane_names_both(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not wait until all ranks have reported what they are in."""
+    monkeypatch.setattr(watch, "REPORT_AFTER", 1000.0)
+    async with jobs(world_size) as (pgs,):
+        works = [pg.allreduce(mine(pg, 300_000), ReduceOp.MAX if pg.rank() else ReduceOp.SUM) for pg in pgs]
+        assert in_the_lane(pgs[0]) == [True]
+        for work in works:
+            with pytest.raises(CollectiveMismatchError, match=r"rank 0 called ALLREDUCE.*SUM.*; rank \d called .*MAX"):
+                async with asyncio.timeout(20):
+                    await work
