@@ -21,6 +21,12 @@ MIB = 1024 * 1024
 PIECE = 32768
 
 
+@pytest.fixture(autouse=True)
+def _nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits looks again when it reports that. Here nothing but what it waits for wakes it."""
+    monkeypatch.setattr(watch, "REPORT_AFTER", 1000.0)
+
+
 @pytest.mark.parametrize("pieces", range(1, 10))
 @pytest.mark.parametrize("steps", range(2, 9))
 def test_every_piece_of_every_step_comes_once_and_after_what_it_needs(steps: int, pieces: int) -> None:
@@ -138,6 +144,15 @@ async def test_keyed_giants_in_opposite_orders(tasks: bool) -> None:
         await asyncio.gather(*(rank(pg) for pg in pgs))
 
 
+async def test_who_waits_has_nothing_to_do() -> None:
+    async with jobs(2) as ((zero, one),):
+        calls = [call(zero, 10 * PIECE)]
+        (waiting,) = zero._member.pending
+        assert isinstance(waiting, Relay)
+        assert waiting.look() is False
+        await check([*calls, call(one, 10 * PIECE)], 2)
+
+
 async def test_an_operation_its_reader_does_not_know_delays_nobody() -> None:
     async with jobs(2) as ((zero, one),):
         held = [call(zero, 300_000, "later")]
@@ -220,9 +235,8 @@ async def test_a_function_that_raises_leaves_the_lane_in_order(world_size: int) 
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-async def test_who_finds_another_call_in_the_lane_names_both(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_finds_another_call_in_the_lane_names_both(world_size: int) -> None:
     """It does not wait until all ranks have reported what they are in."""
-    monkeypatch.setattr(watch, "REPORT_AFTER", 1000.0)
     async with jobs(world_size) as (pgs,):
         works = [pg.allreduce(mine(pg, 300_000), ReduceOp.MAX if pg.rank() else ReduceOp.SUM) for pg in pgs]
         assert in_the_lane(pgs[0]) == [True]
