@@ -8,7 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from aiocoll import ProcessGroup, ReduceOp
+from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
+from aiocoll.engine import watch
 from aiocoll.engine.relay import LAG, Relay, order
 from aiocoll.transport.shm.layout import LANE
 
@@ -18,6 +19,12 @@ from .test_oneshot import call, check, fails, jobs, mine, shrunk
 MIB = 1024 * 1024
 #: Elements of float64 in a piece.
 PIECE = 32768
+
+
+@pytest.fixture(autouse=True)
+def _nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits looks again when it reports that. Here nothing but what it waits for wakes it."""
+    monkeypatch.setattr(watch, "REPORT_AFTER", 1000.0)
 
 
 @pytest.mark.parametrize("pieces", range(1, 10))
@@ -137,6 +144,15 @@ async def test_keyed_giants_in_opposite_orders(tasks: bool) -> None:
         await asyncio.gather(*(rank(pg) for pg in pgs))
 
 
+async def test_who_waits_has_nothing_to_do() -> None:
+    async with jobs(2) as ((zero, one),):
+        calls = [call(zero, 10 * PIECE)]
+        (waiting,) = zero._member.pending
+        assert isinstance(waiting, Relay)
+        assert waiting.look() is False
+        await check([*calls, call(one, 10 * PIECE)], 2)
+
+
 async def test_an_operation_its_reader_does_not_know_delays_nobody() -> None:
     async with jobs(2) as ((zero, one),):
         held = [call(zero, 300_000, "later")]
@@ -216,3 +232,15 @@ async def test_a_function_that_raises_leaves_the_lane_in_order(world_size: int) 
         await check([call(pg, 300_000) for pg in groups], world_size)
         await whole_lane(groups)
         await asyncio.gather(*(pg.shutdown() for pg in groups))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+async def test_who_finds_another_call_in_the_lane_names_both(world_size: int) -> None:
+    """It does not wait until all ranks have reported what they are in."""
+    async with jobs(world_size) as (pgs,):
+        works = [pg.allreduce(mine(pg, 300_000), ReduceOp.MAX if pg.rank() else ReduceOp.SUM) for pg in pgs]
+        assert in_the_lane(pgs[0]) == [True]
+        for work in works:
+            with pytest.raises(CollectiveMismatchError, match=r"rank 0 called ALLREDUCE.*SUM.*; rank \d called .*MAX"):
+                async with asyncio.timeout(20):
+                    await work

@@ -31,7 +31,12 @@ class Subject(NamedTuple):
 WINDOWS = ("test_windows.py", "-k", "(memory or is_over or take_turns) and not any_mix and not giants and not never")
 GOODBYE = ("test_goodbye.py", "-k", "2 or 3")
 EVERY_CALL = ("test_virtual.py", "-k", "every_call and not 8 or leaves or missing")
-RECOVERY = ("group/test_recovery.py", "engine/test_shrink.py")
+RECOVERY = ("group/test_recovery.py", "engine/test_shrink.py", "-k", "not at_any_message")
+AGREEMENT = (
+    ("test_paxos.py", "-k", "not whatever"),
+    RECOVERY,
+    ("test_paxos.py", "engine/test_shrink.py", "-k", "whatever or at_any_message"),
+)
 
 SUBJECTS: Mapping[str, Subject] = MappingProxyType(
     {
@@ -75,18 +80,12 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ),
         ),
         "handshake": Subject(("ServerHandshake.verify",), (("test_handshake.py",), ("test_stream.py",))),
-        "shrink": Subject(
-            ("Agreement.vote",),
-            (("test_paxos.py", "-k", "not whatever"), RECOVERY, ("test_paxos.py", "-k", "whatever")),
-        ),
-        "coordinator": Subject(
-            ("Coordinator.consider",),
-            (("test_paxos.py", "-k", "not whatever"), RECOVERY, ("test_paxos.py", "-k", "whatever")),
-        ),
+        "shrink": Subject(("Agreement.vote",), AGREEMENT),
+        "coordinator": Subject(("Coordinator.consider",), AGREEMENT),
         "endpoint": Subject(
             ("Endpoint.died",),
             (
-                GOODBYE,
+                ("test_goodbye.py", "test_deaths.py", "-k", "2 or 3"),
                 RECOVERY,
                 ("test_windows.py", "-k", "memory and (came_before or failed_group) or is_over"),
                 ("group/test_group.py", "test_subgroups.py", "test_connect.py", "test_waiting.py"),
