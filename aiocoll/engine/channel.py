@@ -202,12 +202,13 @@ class Channel:
             if message.announces and self.peer not in operation.granted:
                 self._ask(link, message)
             return
-        flags = 0
+        flags, cut = 0, False
         if self.peer not in operation.granted:
             flags = EAGER
             room = LINK_WINDOW - self._unasked
             allowed = min(EAGER_WINDOW - moved, room)
             if allowed < nbytes or room < LEAST:
+                cut = True
                 nbytes = max(0, allowed) // ALIGN * ALIGN
                 if not nbytes or room < LEAST:
                     self._ask(link, message)
@@ -225,10 +226,14 @@ class Channel:
             message.total & 0xFFFFFFFF,
         )
         message.moved = moved + nbytes
-        if message.moved < message.limit:
+        written = link.write(header, message.view[moved : moved + nbytes] if nbytes else None)
+        if cut:
+            # At once: news of later messages must not take what is left for it.
+            self._ask(link, message)
+        elif message.moved < message.limit:
             message.queued = True
             self._queue.append(message)
-        if link.write(header, message.view[moved : moved + nbytes] if nbytes else None):
+        if written:
             operation.sent(message, nbytes)
         else:
             self._inflight = message, nbytes
@@ -299,23 +304,31 @@ class Channel:
 
     def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
         """Hand a complete frame to the group it is for."""
-        kind = header[0]
         self.receiving = None
         try:
-            if kind == _WINDOW:
-                self._credited(header[6])
-            elif kind == _CONTROL:
-                self._endpoint.control.heard(self.peer, payload, notes.DATA)
-            else:
-                group = self._endpoint.groups.get(header[3])
-                take = self._early if group is None else group.frame
-                if take(self, header, payload) and header[1] & EAGER:
-                    length = header[7]
-                    self.consume(length if length > LEAST else LEAST)
+            if header[0] != _DATA and self._is_ours(header, payload):
+                return
+            group = self._endpoint.groups.get(header[3])
+            take = self._early if group is None else group.frame
+            if take(self, header, payload) and header[1] & EAGER:
+                length = header[7]
+                self.consume(length if length > LEAST else LEAST)
         except ProtocolError:
             raise
         except Exception as error:
             raise self._untaken(header, error) from error
+
+    def _is_ours(self, header: Header, payload: memoryview | None) -> bool:
+        """Take a frame that is not about one operation; whether it was one."""
+        kind = header[0]
+        if kind == _CONTROL:
+            self._endpoint.control.heard(self.peer, payload, notes.DATA)
+            return True
+        if header[7]:
+            raise ProtocolError(f"rank {self.peer} sent {header[7]} bytes with a {FrameKind(kind).name} frame")
+        if kind == _WINDOW:
+            self._credited(header[6])
+        return kind == _WINDOW
 
     def _early(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
         """Keep a frame of a group that this rank has not made; True if nobody will ask for it."""

@@ -53,18 +53,18 @@ class Waiting:
         """
         kind, flags, _, _, op, _, offset, length, _ = header
         if kind == _GRANT:
-            self._grants += 1
-            if self._grants > EARLY_GRANTS:
+            if self._grants >= EARLY_GRANTS:
                 raise ProtocolError(f"rank {self._peer} has granted more than {EARLY_GRANTS} operations ahead")
+            self._grants += 1
             return
+        nbytes = max(length, LEAST)
         window = LINK_WINDOW if kind == _DATA else LINK_WINDOW + ASK_WINDOW
-        self._nbytes += max(length, LEAST)
-        if not self._checks:
-            return
-        if not flags & EAGER or (kind == _DATA and offset + length > EAGER_WINDOW):
-            raise ProtocolError(f"rank {self._peer} sent more of operation {op:#x} than it was asked for")
-        if self._nbytes + unreported > window:
-            raise ProtocolError(f"rank {self._peer} sent more than the {window} bytes that may wait for this rank")
+        if self._checks:
+            if not flags & EAGER or (kind == _DATA and offset + length > EAGER_WINDOW):
+                raise ProtocolError(f"rank {self._peer} sent more of operation {op:#x} than it was asked for")
+            if self._nbytes + nbytes + unreported > window:
+                raise ProtocolError(f"rank {self._peer} sent more than the {window} bytes that may wait for this rank")
+        self._nbytes += nbytes
 
     @contextmanager
     def again(self) -> Iterator[None]:
