@@ -84,9 +84,9 @@ class PeerLostError(GroupError, ConnectionError):
     """A rank is gone.
 
     Attributes:
-        how: ``"killed"`` (its connection broke, or its process is gone), ``"left"`` (it said goodbye), ``"stopped"``
-            (its process, on this host, has not been allowed to run for seconds: SIGSTOP, a debugger) or
-            ``"unreachable"`` (no sign of life has come from its process, on another host, for seconds).
+        how: ``"killed"`` (a process of its host has seen that its process is gone), ``"left"`` (it said goodbye),
+            ``"stopped"`` (its process, on this host, has not been allowed to run for seconds: SIGSTOP, a debugger) or
+            ``"unreachable"`` (its connection broke, or no sign of life has come for seconds: it may live).
     """
 
     def __init__(

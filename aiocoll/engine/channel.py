@@ -76,6 +76,10 @@ class Channel:
 
     def attach(self, link: Link) -> None:
         """Use `link` from now on."""
+        if self.link is not None:
+            # The peer has none any more, and this end has not heard of it.
+            self.link.close()
+            self.lost(self.link, None)
         self.link = link
         self.shared = link if isinstance(link, ShmLink) else None
         self.dialling = False
@@ -284,15 +288,19 @@ class Channel:
     def consume(self, nbytes: int) -> None:
         """Eager bytes have left our memory; tell the sender from time to time."""
         self._consumed += nbytes
-        if self._consumed >= WINDOW_LOT:
+        if self._consumed >= WINDOW_LOT and self.link is not None:
             self.control(FrameKind.WINDOW, 0, 0, self._consumed)
             self._consumed = 0
 
     def lost(self, link: Link, error: Exception | None) -> None:
-        """The link is gone."""
+        """The link is gone, and with it all that was to go over it; another one begins anew."""
+        if self.link is not link:
+            return
         self.link = None
         self.receiving = None
         self._inflight = None
+        self._unasked = self._consumed = 0
+        self._held.clear()
         self._endpoint.lost(self.peer, error)
 
     def give_back(self) -> None:

@@ -1,7 +1,7 @@
 """The control plane of an endpoint: a star of eager links to the lowest rank that is there, the hub.
 
 Small msgpack maps: who has left, what has failed, who waits for whom. A message between two ranks that have no link
-goes through the hub; what concerns everybody is flooded by it. A broken control link is how a death is noticed, so a
+goes through the hub; what concerns everybody is flooded by it. A broken control link is how a loss is noticed, so a
 rank that ends first makes sure that all others know: it tells the hub, which passes it on and answers; the hub itself
 waits until every other rank is linked to it, and tells them all.
 """
@@ -9,7 +9,6 @@ waits until every other rank is linked to it, and tells them all.
 from __future__ import annotations
 
 import asyncio
-import errno
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from aiocoll.transport.frame import HEADER, FrameKind, Header
 if TYPE_CHECKING:
     from aiocoll.engine.endpoint import Endpoint
 
-__all__ = ["DEVICE", "UNREADABLE", "Control", "Note", "frame_of", "how_lost", "send_note"]
+__all__ = ["DEVICE", "UNREADABLE", "Control", "Note", "frame_of", "send_note"]
 
 Note = dict[str, Any]
 
@@ -34,8 +33,6 @@ DEVICE = "device"
 #: What a note raises that makes no sense.
 UNREADABLE = (ValueError, KeyError, TypeError)
 
-#: Errors of a connection whose other end has not answered, while the end of a process resets or closes it.
-NO_WAY = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN})
 #: Seconds for which the hub lets others end before it does: ranks that end together are spared a row of new hubs.
 PATIENCE = 0.05
 #: Seconds after which a rank ends whether or not all others have heard of it.
@@ -50,8 +47,8 @@ class Control:
         self._links: dict[int, Link] = {}
         self._gone: set[int] = set()
         self._hub = 0
-        # As the hub: who has ended in this turn of the loop, and is linked to whom.
-        self._ended: dict[int, list[int]] = {}
+        # As the hub: who has ended in this turn of the loop, is linked to whom, and has gone on from which groups.
+        self._ended: list[tuple[int, list[int], list[int]]] = []
         self._dialling: set[int] = set()
         self._backlog: list[tuple[int, Note]] = []
         self._formed: asyncio.Future[None] = endpoint.loop.create_future()
@@ -77,6 +74,10 @@ class Control:
     def is_gone(self, rank: int) -> bool:
         """Whether `rank` has left or died."""
         return rank in self._gone
+
+    def link(self, rank: int) -> Link | None:
+        """Return the control link to `rank`, if there is one."""
+        return self._links.get(rank)
 
     def linked(self, rank: int) -> bool:
         """Whether there is a link to `rank`, or one on its way, or never will be."""
@@ -105,6 +106,10 @@ class Control:
 
     def attach(self, link: Link) -> None:
         """Use a link that was opened by us or by a peer."""
+        if (broken := self._links.pop(link.peer, None)) is not None:
+            # The peer has none any more, and has not been heard saying so.
+            broken.close()
+            self._endpoint.cut_off(link.peer)
         self._links[link.peer] = link
         link.sink = self
         link.start()
@@ -116,6 +121,8 @@ class Control:
         backlog, self._backlog = self._backlog, []
         for rank, note in backlog:
             self.tell(rank, note)
+        self._endpoint.liveness.linked(link)
+        self._endpoint.restored(link.peer)
         self._endpoint.direct.attached(link)
         self._part()
 
@@ -159,7 +166,8 @@ class Control:
 
     def _end(self) -> Note:
         """Say who finds the end behind the data on a link of its own."""
-        return {"t": "end", "linked": [link.peer for link in self._endpoint.polling.links]}
+        endpoint = self._endpoint
+        return {"t": "end", "linked": [link.peer for link in endpoint.polling.links], "moved": endpoint.moved()}
 
     # -- hearing: the sink of control links
 
@@ -175,12 +183,14 @@ class Control:
         """Nothing waits for this: control messages are written without looking back."""
 
     def lost(self, link: Link, error: Exception | None) -> None:
-        """A control link is gone: its peer has ended in order, or died."""
+        """A control link is gone: its peer has ended in order, has died, or cannot be reached."""
         peer = link.peer
-        self._links.pop(peer, None)
-        detail = f"its control connection broke ({error or 'closed without a goodbye'})"
-        self._endpoint.died(peer, detail, how=how_lost(error))
-        self.gone(peer)
+        if self._links.get(peer) is not link:
+            return  # there is another one since
+        del self._links[peer]
+        if peer in self._endpoint.over:
+            self.gone(peer)
+        self._endpoint.liveness.broken(peer, f"its control connection broke ({error or 'closed without a goodbye'})")
 
     def heard(self, peer: int, payload: memoryview | None, direct: bool) -> None:
         """Take a note from `peer`; `direct` if it came on the data link, behind all data."""
@@ -202,15 +212,15 @@ class Control:
             if not self._formed.done():
                 self._formed.set_result(None)
         elif kind == "end":
-            endpoint.over.add(peer)
+            endpoint.finished(peer, note["moved"])
             if not direct:
-                self._heard_end(peer, note["linked"])
+                self._heard_end(peer, note["linked"], note["moved"])
             endpoint.ended(peer, () if direct else note["linked"])
         elif kind == "ended":
-            ended = dict(note["ranks"])
-            endpoint.over.update(ended)
-            self._gone_too(ended)
-            for rank, linked in ended.items():
+            for rank, _, moved in note["ranks"]:
+                endpoint.finished(rank, moved)
+            self._gone_too([rank for rank, _, _ in note["ranks"]])
+            for rank, linked, _ in note["ranks"]:
                 endpoint.ended(rank, linked)
         elif kind == "known":
             self._parted()
@@ -221,6 +231,10 @@ class Control:
                 endpoint.departed(peer, note["g"])
         elif kind == "died":
             endpoint.died(note["rank"], note["detail"], tell=False, how=note["how"])
+        elif kind == "probe":
+            self.tell(peer, {"t": "alive"})
+        elif kind == "alive":
+            endpoint.restored(peer)
         elif kind == "waits":
             endpoint.liveness.needed()
         elif kind == "revoke":
@@ -244,8 +258,16 @@ class Control:
     # -- hubs come and go
 
     def gone(self, rank: int) -> None:
-        """The rank has died or ended: nothing is sent to it, and the next lowest rank may be the hub now."""
+        """The rank is lost or has ended: nothing is sent to it, and the next lowest rank may be the hub now."""
         self._gone_too([rank])
+
+    def back(self, rank: int) -> None:
+        """A lost rank can be reached again; it may be the hub."""
+        hub = self.hub
+        self._gone.discard(rank)
+        self._hub = 0
+        if self.hub != hub:
+            self.succeed_hub()
 
     def _gone_too(self, ranks: Iterable[int]) -> None:
         hub, before = self.hub, len(self._gone)
@@ -262,20 +284,20 @@ class Control:
             self._lost_early = RendezvousError(f"rank {rank} was lost while the ranks met: {detail}")
             self._formed.set_result(None)
 
-    def _heard_end(self, peer: int, linked: list[int]) -> None:
+    def _heard_end(self, peer: int, linked: list[int], moved: list[int]) -> None:
         """A rank that is not the hub tells only the hub, so that one tells the others."""
         was_hub = peer == self.hub
         self.gone(peer)
         if not was_hub:
             if not self._ended:
                 self._endpoint.runtime.call_soon(self._pass_on)
-            self._ended[peer] = linked
+            self._ended.append((peer, linked, moved))
 
     def _pass_on(self) -> None:
         """Tell the others who has ended; where many end in one turn of the loop, most need not be told."""
-        ended, self._ended = self._ended, {}
-        self.flood({"t": "ended", "ranks": list(ended.items())}, range(self._endpoint.world_size))
-        for rank in ended:
+        ended, self._ended = self._ended, []
+        self.flood({"t": "ended", "ranks": ended}, range(self._endpoint.world_size))
+        for rank, _, _ in ended:
             if rank in self._links:
                 send_note(self._links[rank], {"t": "known"})
 
@@ -325,11 +347,6 @@ class Control:
         link = await self._endpoint.connect(rank, ConnKind.CONTROL)
         if link is not None:
             self.attach(link)
-
-
-def how_lost(error: Exception | None) -> str:
-    """Say what a broken link tells: that the process at its other end is gone, or only that nothing gets through."""
-    return "unreachable" if isinstance(error, OSError) and error.errno in NO_WAY else "killed"
 
 
 def send_note(link: Link, note: Note) -> None:

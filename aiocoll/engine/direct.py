@@ -1,7 +1,11 @@
-"""Notes on a way of their own: between ranks of which neither is the hub, since the hub may be what does not answer."""
+"""Control links between ranks of which neither is the hub, since the hub may be what does not answer.
+
+A lost rank is reached again in the same way: a new link, or an answer on the one there is, shows that it lives.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from aiocoll.engine.control import Note, send_note
@@ -14,6 +18,9 @@ if TYPE_CHECKING:
     from aiocoll.engine.endpoint import Endpoint
 
 __all__ = ["Direct"]
+
+#: Seconds in which a lost rank is to be reached again before what waits for it is dropped; it is said again anyway.
+REACH = 2.0
 
 
 class Direct:
@@ -31,10 +38,25 @@ class Direct:
         if endpoint.closed or control.hub in (rank, endpoint.rank) or control.linked(rank):
             control.tell(rank, note)
             return
-        self._held.setdefault(rank, []).append(note)
+        self.send(rank, note)
+
+    def send(self, rank: int, note: Note) -> None:
+        """Send `note` to `rank` on a link of their own, whichever rank is the hub and even if `rank` is lost."""
+        link = self._endpoint.control.link(rank)
+        if link is not None:
+            send_note(link, note)
+        elif not self._endpoint.closed:
+            self._held.setdefault(rank, []).append(note)
+            self._connect(rank)
+
+    def reach(self, rank: int) -> None:
+        """Find out whether a lost rank can be reached again."""
+        self.send(rank, {"t": "probe"})
+
+    def _connect(self, rank: int) -> None:
         if rank not in self._dialling:
             self._dialling.add(rank)
-            endpoint.spawn(self._dial(rank), "aiocoll control")
+            self._endpoint.spawn(self._dial(rank), "aiocoll control")
 
     def dials(self, rank: int) -> bool:
         """Whether a link to `rank` is on its way."""
@@ -47,11 +69,14 @@ class Direct:
 
     async def _dial(self, rank: int) -> None:
         endpoint = self._endpoint
+        lost = rank in endpoint.suspected
         try:
-            link = await endpoint.transport.connect(rank, endpoint.cards[rank], ConnKind.CONTROL)
-        except (OSError, AiocollError) as error:
+            async with asyncio.timeout(REACH if lost else None):
+                link = await endpoint.transport.connect(rank, endpoint.cards[rank], ConnKind.CONTROL)
+        except (OSError, AiocollError, TimeoutError) as error:
             link = None
             self._held.pop(rank, None)
+            endpoint.liveness.examine(rank)
             logger.debug("rank %d did not reach rank %d: %s", endpoint.rank, rank, error, extra={"rank": endpoint.rank})
         finally:
             self._dialling.discard(rank)

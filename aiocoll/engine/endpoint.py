@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from aiocoll.engine.channel import Channel
-from aiocoll.engine.control import Control, Note, how_lost
+from aiocoll.engine.control import Control, Note
 from aiocoll.engine.diagnosis import cause_of, error_from
 from aiocoll.engine.direct import Direct
 from aiocoll.engine.liveness import Liveness
@@ -58,9 +58,9 @@ class Endpoint:
         self.world_size = world_size
         self.cards: Mapping[int, Card] = {}
         self.groups: dict[int, Membership] = {}
-        #: How each rank was lost that has not left in order, and what tells so.
+        #: How each lost rank was lost, and what tells so: proven dead ("killed"), or only unreachable or stopped.
         self.dead: dict[int, tuple[str, str]] = {}
-        #: Ranks that have ended or died: that a connection to one of them breaks tells nothing new.
+        #: Ranks that have ended or are lost: that a connection to one of them breaks tells nothing new.
         self.over: set[int] = set()
         self.closed = self._closing = False
         self.watch = Watch(self)
@@ -204,11 +204,10 @@ class Endpoint:
     def lost(self, peer: int, error: Exception | None) -> None:
         """The data link to `peer` is gone."""
         self._count_links()
-        if peer in self.over:
+        if peer not in self.over:
+            self.liveness.broken(peer, f"its connection broke ({error or 'closed without a goodbye'})")
+        elif peer not in self.dead:
             self.ended(peer, ())
-        elif not self.closed:
-            self.died(peer, f"its connection broke ({error or 'closed without a goodbye'})", how=how_lost(error))
-        # Whatever needed it has ended now.
         if (shared := self.channel(peer).shared) is not None:
             shared.lending.forget()
 
@@ -259,28 +258,71 @@ class Endpoint:
     # -- ranks come and go
 
     def died(self, rank: int, detail: str, tell: bool = True, how: str = "killed") -> None:
-        """A rank is dead: every group it belongs to fails, here and, if we are first to know, everywhere."""
+        """A rank is lost: every group it belongs to fails, here and, if we are first to know, everywhere.
+
+        Args:
+            rank: which one.
+            detail: what tells so.
+            tell: this rank is the first to know.
+            how: "killed" only if a witness has proven it: nothing of that rank is heard any more. "unreachable" and
+                "stopped" ranks may come back, and keep their say.
+        """
         if self.closed or rank == self.rank:
             return
         self.transport.catch_up()
-        if rank in self.over:
-            if rank in self.suspected and how == "killed":
-                self.dead[rank] = how, detail
-                self.thinned()
+        known = rank in self.over
+        if known and (rank not in self.suspected or how != "killed"):
             return
+        self._lose(rank, detail, how)
+        if tell:
+            self.control.flood({"t": "died", "rank": rank, "detail": detail, "how": how}, range(self.world_size))
+        if not known:
+            for group in list(self.groups.values()):
+                if rank in group.position:
+                    group.lost(rank, detail, how)
+
+    def cut_off(self, rank: int) -> None:
+        """The connection to a rank broke although its process lives: what both need fails, for the same reason."""
+        if self.closed or rank in self.over:
+            return
+        self.transport.catch_up()
+        self._lose(rank, "its connection broke, though its process lives", "unreachable")
+        for group in list(self.groups.values()):
+            if rank in group.position:
+                group.torn(rank)
+
+    def _lose(self, rank: int, detail: str, how: str) -> None:
         self.over.add(rank)
         self.dead[rank] = how, detail
         self.control.gone(rank)
         self.control.miss(rank, detail)
-        if tell:
-            self.control.flood({"t": "died", "rank": rank, "detail": detail, "how": how}, range(self.world_size))
-        for group in list(self.groups.values()):
-            if rank in group.position:
-                group.lost(rank, detail, how)
+        self.thinned()
+        self.liveness.examine(rank)
+
+    def restored(self, rank: int) -> None:
+        """A rank that was lost, and not proven dead, is heard again: it can be in new groups."""
+        if rank in self.suspected and not self.closed:
+            del self.dead[rank]
+            self.over.discard(rank)
+            self.control.back(rank)
+            self.thinned()
+
+    def finished(self, rank: int, moved: Sequence[int]) -> None:
+        """A rank has ended in order; it went on elsewhere from the groups `moved`."""
+        self.over.add(rank)
+        if rank in self.suspected:
+            del self.dead[rank]
+        for identity in moved:
+            if (group := self.groups.get(identity)) is not None:
+                self.agreement(identity, group.ranks).moved.add(rank)
+
+    def moved(self) -> list[int]:
+        """Return the groups from which this rank has gone on to another."""
+        return [identity for identity, agreement in self._agreements.items() if agreement.taken]
 
     @property
     def suspected(self) -> set[int]:
-        """The lost ranks that may still live: stopped ones, and those nothing is heard of."""
+        """The lost ranks that may still live: stopped ones, and those that cannot be reached."""
         return {rank for rank, (how, _) in self.dead.items() if how != "killed"}
 
     def departed(self, rank: int, identity: int) -> None:
@@ -315,7 +357,7 @@ class Endpoint:
         return found
 
     def thinned(self) -> None:
-        """A rank has died or ended: agreements go on without it."""
+        """A rank was lost, has ended, or is back: agreements take note."""
         for agreement in list(self._agreements.values()):
             agreement.changed()
 
@@ -349,7 +391,7 @@ class Endpoint:
         await self._stop_tasks()
         await self.transport.aclose()
         for channel in self._channels.values():
-            channel.say({"t": "end"})
+            channel.say({"t": "end", "moved": self.moved()})
         self.control.goodbye()
         links = self._all_links()
         for link in links:

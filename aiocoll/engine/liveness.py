@@ -2,6 +2,9 @@
 
 The hub watches all ranks, and all watch the hub. A process of the same host is looked at while something waits for it;
 with a rank whose process cannot be seen from here there is a beacon. Ranks of one process need none of this.
+
+A connection that breaks proves nothing: firewalls, proxies and cables do it to the living. Only who sees the process
+knows that it is gone, here or on another rank of its host, which then tells all; see `aiocoll.engine.quorum`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from aiocoll.engine.sentinel import ROUND, Sentinel
 from aiocoll.errors import AiocollError
 from aiocoll.handshake import ConnKind
 from aiocoll.log import logger
-from aiocoll.process import GONE, ProcessId, state
+from aiocoll.process import GONE, PidFd, ProcessId, state
 from aiocoll.transport.base import Card, Link
 from aiocoll.transport.stream_link import StreamLink
 
@@ -26,6 +29,11 @@ __all__ = ["Liveness"]
 ASK_AGAIN = 1.0
 #: Seconds in which what a process said before its end is heard, the goodbye perhaps.
 LAST_WORDS = 0.05
+#: Seconds in which a process that ends is seen to be gone after its connections broke. The kernel closes them in one of
+#: the last steps of its end; a loaded host may let it wait there.
+GRACE = 0.3
+#: Seconds between two looks at such a process.
+LOOK = 0.005
 
 
 class Liveness:
@@ -35,6 +43,8 @@ class Liveness:
         self._endpoint = endpoint
         self._sentinel: Sentinel | None = None
         self._processes: dict[int, ProcessId] = {}
+        #: Processes of this host that /proc does not show, since they are in another namespace.
+        self._pidfds: dict[int, PidFd] = {}
         self._beacons: list[Link] = []
         self._dialling = False
         self._asked_at = -ASK_AGAIN
@@ -58,6 +68,8 @@ class Liveness:
         for link in self._beacons:
             self.attach(link)
         self._beacons.clear()
+        for link in endpoint.control.links:
+            self.linked(link)
         self.follow_hub()
 
     def stop(self) -> None:
@@ -68,6 +80,17 @@ class Liveness:
             self._sentinel = None
         for link in self._beacons:
             link.close()
+        for pidfd in self._pidfds.values():
+            pidfd.close()
+
+    def linked(self, link: Link) -> None:
+        """Keep the process at the other end of a control link in sight, if this is the only way to it."""
+        peer = link.peer
+        if self._sentinel is None or peer in self._processes or peer in self._pidfds:
+            return
+        pidfd = link.peer_process()
+        if pidfd is not None:
+            self._pidfds[peer] = pidfd
 
     def attach(self, link: Link) -> None:
         """Use a beacon."""
@@ -121,6 +144,41 @@ class Liveness:
         if silence is None:
             return ""
         return "its process is alive" if silence <= 2 * ROUND else f"nothing of it has been heard for {silence:.1f} s"
+
+    # -- broken connections
+
+    def broken(self, rank: int, detail: str) -> None:
+        """A connection to a rank broke: its process has ended, or it cannot be reached."""
+        endpoint = self._endpoint
+        if endpoint.closed:
+            return
+        if rank in endpoint.over:
+            self.examine(rank)
+        elif self._in_sight(rank):
+            self._look(rank, endpoint.runtime.time() + GRACE, cut=True)
+        else:
+            endpoint.died(rank, detail, how="unreachable")
+
+    def examine(self, rank: int) -> None:
+        """Tell everybody if the process of a lost rank is seen to be gone."""
+        if rank in self._endpoint.suspected and self._in_sight(rank):
+            self._look(rank, self._endpoint.runtime.time() + GRACE, cut=False)
+
+    def _in_sight(self, rank: int) -> bool:
+        return rank in self._processes or rank in self._pidfds
+
+    def _look(self, rank: int, until: float, cut: bool) -> None:
+        """Look at a process until it is gone, or at least `until`; `cut` if a connection to it broke."""
+        endpoint = self._endpoint
+        if self._over:
+            return
+        seen = self._processes.get(rank) or self._pidfds[rank]
+        if state(seen) == GONE:
+            endpoint.died(rank, "its process is gone")
+        elif endpoint.runtime.time() < until:
+            endpoint.runtime.call_later(LOOK, self._look, rank, until, cut)
+        elif cut:
+            endpoint.cut_off(rank)
 
     # -- what the sentinel reports
 

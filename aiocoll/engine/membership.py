@@ -284,11 +284,19 @@ class Membership:
         """A rank of the group (numbered as in the job) is dead, or as good as that."""
         peer = self.position[rank]
         if peer not in self.left:
-            self.revoke(
-                PeerLostError(
-                    f"rank {peer} of group {self.name!r} is gone: {detail}", group=self.name, ranks=[peer], how=how
-                )
+            state = "is gone" if how == "killed" else "is lost"
+            text = f"rank {peer} of group {self.name!r} {state}: {detail}"
+            self.revoke(PeerLostError(text, group=self.name, ranks=[peer], how=how))
+
+    def torn(self, rank: int) -> None:
+        """The connection to a rank of the group (numbered as in the job) broke, and both live."""
+        peer = self.position[rank]
+        if peer not in self.left:
+            ends = sorted((peer, self.rank))
+            text = (
+                f"the connection between ranks {ends[0]} and {ends[1]} of group {self.name!r} broke, though both live"
             )
+            self.revoke(PeerLostError(text, group=self.name, ranks=ends, how="unreachable"))
 
     def departed(self, rank: int) -> None:
         """A rank of the group (numbered as in the job) has left in order: whatever needs it fails."""

@@ -1,14 +1,16 @@
 """How the ranks of a revoked group agree on who goes on: a single decision that survives the death of any of them.
 
 It is Paxos over the control plane, with the ballots handed out by circumstance. Every rank whose program calls
-`shrink` votes at the rank it takes for the coordinator, the lowest one alive; the vote is the promise not to accept
-from a coordinator with a lower ballot. When all ranks have voted that can (or, after a bound, a quorum), the
-coordinator proposes the voters; they accept, and with the acceptances of a quorum it is decided. A coordinator that
-takes over proposes again what a voter has accepted already, since somebody may have returned with it.
+`shrink` votes at the rank it takes for the coordinator, the lowest one that answers; the vote is the promise not to
+accept from a coordinator with a lower ballot. The coordinator asks all other ranks for their promise, also those whose
+program has not called, or has closed the group: these promise and accept, but are no candidates. When all candidates
+have voted that can (or, after a bound, enough), the coordinator proposes those that reach each other; a quorum of
+acceptances decides. A coordinator that takes over proposes again what a voter has accepted already, since somebody may
+have returned with it. `aiocoll.engine.quorum` says what a quorum is, and why no two decisions differ.
 
-Who is proven dead, has ended, or is excluded has no say: more than half of the others is a quorum, or exactly half
-with the lowest of them. Votes are said again when a rank dies and from time to time, and answered by whatever the
-coordinator has come to, so a note lost with the rank that relayed it does no harm.
+A rank whose connection broke, or that was silent, is dialled again first: it votes if it can be reached. Votes are said
+again when something changes and from time to time, and answered by whatever the coordinator has come to, so a note lost
+with a connection does no harm.
 """
 
 from __future__ import annotations
@@ -46,6 +48,9 @@ class Agreement:
         endpoint, group, ranks: as given.
         outcome: the decision, once this rank knows it.
         accepted: the ballot and the proposal this rank accepted last.
+        promised: the highest ballot this rank has promised; -1 before the first.
+        assumed: ranks that are dead by the word of a program.
+        moved: ranks that have ended here after they went on elsewhere.
         taken: this rank has made the group that goes on.
     """
 
@@ -57,19 +62,33 @@ class Agreement:
         self.taken = False
         self.accepted: tuple[int, Outcome] | None = None
         # A ballot is a number whose remainder by the world size is its coordinator.
-        self._vote: Note | None = None
+        self.promised = -1
+        self.assumed: set[int] = set()
+        self.moved: set[int] = set()
+        self._candidacy: Note | None = None
         self._waiter: asyncio.Future[Outcome] | None = None
-        self._promised = -1
         self._answered = False
         self._silent: set[int] = set()
         self._prompt: asyncio.TimerHandle | None = None
         self._coordinator = Coordinator(self)
 
-    async def vote(self, exclude: Iterable[int], completed: dict[str, Any]) -> Outcome:
+    @property
+    def away(self) -> set[int]:
+        """The ranks that can take no part any more: proven dead, ended, or dead by a program's word."""
+        endpoint = self.endpoint
+        return {
+            rank
+            for rank in self.ranks
+            if rank in self.assumed
+            or (rank in endpoint.over and rank not in endpoint.suspected and rank not in self.moved)
+        }
+
+    async def vote(self, exclude: Iterable[int], assume_dead: Iterable[int], completed: dict[str, Any]) -> Outcome:
         """Take part; return what is decided.
 
         Args:
             exclude: ranks to go on without.
+            assume_dead: ranks that are dead by the word of the program.
             completed: this rank's report.
 
         Raises:
@@ -79,16 +98,18 @@ class Agreement:
         if self._waiter is not None:
             raise RuntimeError("shrink() of this group is under way already: await that call")
         self._waiter = self.endpoint.loop.create_future()
-        self._vote = {"exclude": sorted(exclude), "completed": completed}
+        self.assumed.update(assume_dead)
+        self._candidacy = {"exclude": sorted({*exclude, *self.assumed}), "completed": completed}
         self._silent.clear()
         try:
             if self.outcome is not None:
                 self._waiter.set_result(self.outcome)
             else:
+                self._reach_lost()
                 self._cast()
             outcome = await self._waiter
         finally:
-            self._waiter = self._vote = None
+            self._waiter = self._candidacy = None
             self._stop()
         self._check_membership(outcome)
         self.taken = True
@@ -100,6 +121,10 @@ class Agreement:
 
     def heard(self, peer: int, note: Note) -> None:
         """Take a note of `peer`."""
+        if peer in self.away:
+            if self.outcome is not None:
+                self.endpoint.direct.send(peer, self._signed({"what": "decided", "outcome": self.outcome}))
+            return
         handler = {
             "vote": self._coordinator.voted,
             "ask": self._asked,
@@ -108,14 +133,24 @@ class Agreement:
             "decided": self._decided,
             "refuse": self._refused,
         }[note["what"]]
+        for rank, why in note["dead"]:
+            self.endpoint.died(rank, why, tell=False)
+        self.assumed.update(note["assumed"])
         handler(peer, note)
 
     def changed(self) -> None:
-        """A rank has died or ended: it may be the coordinator, or the relay that has lost a note."""
+        """A rank was lost, has ended, or is reached again: it may be the coordinator, or have lost a note."""
         if self.outcome is None:
             if self._waiter is not None:
                 self._cast()
             self._coordinator.consider()
+
+    def cast(self) -> None:
+        """Vote where one has promised to, as candidate if the program has called."""
+        if self._waiter is not None:
+            self._cast()
+        else:
+            self._say_vote()
 
     def close(self) -> None:
         """This rank ends; if others go on with it, they must not wait for it."""
@@ -126,77 +161,90 @@ class Agreement:
             note = {"t": "bye", "g": self.identity(outcome["members"]), "cause": None, "linked": False}
             self.endpoint.control.flood(note, outcome["members"])
 
+    def promise(self, ballot: int) -> bool:
+        """As coordinator of `ballot`, promise it first of all; False if a higher one is promised already."""
+        if ballot > self.promised:
+            self.promised = ballot
+        return ballot == self.promised
+
     def _cast(self) -> None:
-        """Vote: where one has promised to, or at the lowest rank that may answer."""
-        assert self._vote is not None
+        """Vote as candidate: where one has promised to, or at the lowest rank that may answer."""
         size = self.endpoint.world_size
-        if self._promised < 0 or not self._may_answer(self._promised % size):
+        if self.promised < 0 or not self._may_answer(self.promised % size):
             # Never empty: this rank answers itself.
             coordinator = next(rank for rank in self.ranks if self._may_answer(rank))
-            rounds = (self._promised - coordinator) // size + 1
-            self._promised = max(0, rounds) * size + coordinator
+            rounds = (self.promised - coordinator) // size + 1
+            self.promised = max(0, rounds) * size + coordinator
         self._stop()
         self._prompt = self.endpoint.runtime.call_later(PROMPT, self._remind)
-        self.say(
-            self._promised % size,
-            {
-                "what": "vote",
-                **self._vote,
-                "ballot": self._promised,
-                "accepted": self.accepted,
-                "dead": [(rank, why) for rank, (how, why) in self.endpoint.dead.items() if how == "killed"],
-            },
-        )
+        self._say_vote()
+
+    def _say_vote(self) -> None:
+        lost = sorted(self.endpoint.suspected.intersection(self.ranks))
+        candidacy = None if self._candidacy is None else {**self._candidacy, "lost": lost}
+        vote = {"what": "vote", "ballot": self.promised, "candidacy": candidacy, "accepted": self.accepted}
+        self.say(self.promised % self.endpoint.world_size, vote)
 
     def _may_answer(self, rank: int) -> bool:
         if rank == self.endpoint.rank:
             return True
-        assert self._vote is not None
-        return not (rank in self._silent or rank in self._vote["exclude"] or self.endpoint.control.is_gone(rank))
+        assert self._candidacy is not None
+        return not (rank in self._silent or rank in self._candidacy["exclude"] or rank in self.away)
+
+    def _reach_lost(self) -> None:
+        for rank in self.endpoint.suspected.intersection(self.ranks) - self.away:
+            self.endpoint.direct.reach(rank)
 
     def _remind(self) -> None:
         """Say the vote again; a coordinator that has not answered the last one is blocked, or cut off."""
-        coordinator = self._promised % self.endpoint.world_size
+        coordinator = self.promised % self.endpoint.world_size
         if not self._answered and coordinator != self.endpoint.rank:
-            self._silent.add(coordinator)
+            self._silent |= {coordinator, *self.endpoint.suspected}
         self._answered = False
+        self._reach_lost()
         self._cast()
 
     def _asked(self, peer: int, note: Note) -> None:
         """A coordinator lets us know its ballot, or that it has our vote."""
         if self.outcome is not None:
-            self.say(peer, {"what": "decided", "outcome": self.outcome})
-        elif note["ballot"] == self._promised:
+            self.say_decided(peer)
+        elif note["ballot"] == self.promised:
             self._answered = True
-        elif note["ballot"] > self._promised:
-            self._promised = note["ballot"]
+            if self._waiter is None:
+                self._say_vote()
+        elif note["ballot"] > self.promised:
+            self.promised = note["ballot"]
             self._silent.discard(peer)
-            if self._waiter is not None:
-                self._cast()
+            self.cast()
 
     def _proposed(self, peer: int, note: Note) -> None:
-        if note["ballot"] >= self._promised and self.outcome is None:
-            self._promised = note["ballot"]
+        if self.outcome is not None:
+            self.say_decided(peer)
+        elif note["ballot"] >= self.promised:
+            self.promised = note["ballot"]
             self.accepted = note["ballot"], note["outcome"]
             self._answered = True
             self.say(peer, {"what": "accept", "ballot": note["ballot"]})
 
     def _decided(self, peer: int, note: Note) -> None:
-        if self.outcome is None:
-            self.outcome = note["outcome"]
-            self._stop()
-            self._coordinator.stop()
-            group = self.endpoint.groups.get(self.group)
-            if group is not None:
-                others = self.named(note["outcome"]["members"])
-                group.revoke(
-                    GroupError(f"{others} of group {group.name!r} went on as a new group", group=group.name), tell=False
-                )
-            if self._waiter is not None and not self._waiter.done():
-                self._waiter.set_result(note["outcome"])
+        if self.outcome is not None:
+            return
+        self.outcome = note["outcome"]
+        self._stop()
+        self._coordinator.stop()
+        members = note["outcome"]["members"]
+        group = self.endpoint.groups.get(self.group)
+        if group is not None:
+            text = f"{self.named(members)} of group {group.name!r} went on as a new group"
+            group.revoke(GroupError(text, group=group.name), tell=False)
+        if self.endpoint.rank in members:
+            for rank in members:
+                self.endpoint.restored(rank)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(note["outcome"])
 
     def _refused(self, peer: int, note: Note) -> None:
-        if note["ballot"] == self._promised and self._waiter is not None and not self._waiter.done():
+        if note["ballot"] == self.promised and self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(error_from(note["cause"]))
 
     def _check_membership(self, outcome: Outcome) -> None:
@@ -207,7 +255,7 @@ class Agreement:
         why = (
             "was excluded"
             if me in outcome["excluded"]
-            else "was taken for dead, or called shrink() when they had decided"
+            else "could not be reached by all, was taken for dead, or called shrink() when they had decided"
         )
         raise GroupError(
             f"rank {self.position(me)} {why}: {others} went on without it; close the group, and join again "
@@ -222,13 +270,25 @@ class Agreement:
         for rank in self.ranks:
             self.say(rank, note)
 
+    def say_decided(self, rank: int) -> None:
+        """Tell `rank` what has been decided."""
+        self.say(rank, {"what": "decided", "outcome": self.outcome})
+
     def say(self, rank: int, note: Note) -> None:
         """Say `note` to `rank`, be it this one."""
-        note = {"t": "shrink", "g": self.group, "ranks": list(self.ranks), **note}
+        note = self._signed(note)
         if rank == self.endpoint.rank:
             self.heard(rank, note)
-        else:
-            self.endpoint.control.tell(rank, note)
+        elif rank not in self.away:
+            self.endpoint.direct.send(rank, note)
+
+    def _signed(self, note: Note) -> Note:
+        """Add to `note` what every one of them tells: the group, and who is away by proof or by a program's word."""
+        dead = [
+            (rank, why) for rank, (how, why) in self.endpoint.dead.items() if how == "killed" and rank in self.ranks
+        ]
+        assumed = sorted(self.assumed)
+        return {"t": "shrink", "g": self.group, "ranks": list(self.ranks), "dead": dead, "assumed": assumed, **note}
 
     def position(self, rank: int) -> int:
         """Return the number of `rank` in the group, which is what error messages use."""

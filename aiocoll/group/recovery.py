@@ -58,15 +58,19 @@ class Recovery(Objects):
         group._devices = self._devices
         return group
 
-    async def shrink(self, exclude: Iterable[int] | None = None) -> Self:
+    async def shrink(self, exclude: Iterable[int] | None = None, *, assume_dead: Iterable[int] | None = None) -> Self:
         """Make a new group of the ranks that are alive and call this, numbered anew in the same order.
 
         On a failed group it keeps everybody who lives; on a healthy one, which it revokes, all but `exclude`: what is
         pending on this rank fails, so await it before. The new group works at once, and its `completed_everywhere` and
         `completed_somewhere` tell where to resume. The old one is of no more use: close it at any time.
 
+        Lost ranks that are not proven dead are tried again first, for 2.5 s at most: a connection that was reset costs
+        nobody the place. A death is proven by a process of the same host that sees it, or by who started the process.
+
         Once all living ranks have called it, it takes a few messages. Those that do not call it within 6 s are left
-        out, if the others are more than half of all that are not proven dead, or half of them with the lowest.
+        out, if the others are enough to be sure that no other part of the group goes on: all ranks that are not proven
+        dead have to answer, or more than half of all ranks of the group, or half of them with the lowest.
 
         Cancelling it does not take this rank's word back: it may be counted as a member. Call it again, then, or close
         the group.
@@ -74,6 +78,9 @@ class Recovery(Objects):
         Args:
             exclude: ranks of this group to go on without; give the same on all ranks. Where they differ, a rank is
                 out if any that takes part excludes it.
+            assume_dead: ranks of this group that are dead by the word of the program, where nobody can prove it: their
+                host has lost power, say. **If one of them lives and goes on as well, there are two groups**, each of
+                which takes itself for the only one: whatever they write, they write twice.
 
         Raises:
             PeerLostError: too few ranks could be reached to be sure that the others do not go on by themselves; its
@@ -81,9 +88,8 @@ class Recovery(Objects):
             GroupError: this rank is out, since it was excluded, was taken for dead, or called too late.
         """
         member = self._member
-        excluded = {member.ranks[self._check_rank(rank, "exclude")] for rank in exclude or ()}
-        if member.endpoint.rank in excluded:
-            raise ValueError(f"exclude names rank {self._rank}, which is calling: a rank that is to go does not shrink")
+        excluded = self._others(exclude, "exclude")
+        assumed = self._others(assume_dead, "assume_dead")
         self._check_owner()
         agreement = member.endpoint.agreement(member.id, member.ranks)
         if agreement.taken:
@@ -100,7 +106,7 @@ class Recovery(Objects):
             # The others may still be completing what is complete here; what is not will not be complete there.
             tell=bool(member.pending),
         )
-        outcome = await agreement.vote(excluded, report(member))
+        outcome = await agreement.vote(excluded, assumed, report(member))
         members: list[int] = outcome["members"]
         group = self._derive(
             agreement.identity(members), following(member.name), members, member.timeout, self._options
@@ -108,6 +114,14 @@ class Recovery(Objects):
         group.completed_everywhere = Completed.of(outcome["everywhere"])
         group.completed_somewhere = Completed.of(outcome["somewhere"])
         return group
+
+    def _others(self, ranks: Iterable[int] | None, what: str) -> set[int]:
+        """Check ranks to go on without; return them numbered as in the job."""
+        member = self._member
+        found = {member.ranks[self._check_rank(rank, what)] for rank in ranks or ()}
+        if member.endpoint.rank in found:
+            raise ValueError(f"{what} names rank {self._rank}, which is calling: a rank that is to go does not shrink")
+        return found
 
     async def grow(self, n: int, timeout: Timeout = None) -> Self:
         """Make a new group of the ranks of this one, which keep their numbers, and `n` newcomers after them.

@@ -141,9 +141,9 @@ class Subgroups(Recovery):
         await self.broadcast_object({"seat": list(seat)}, 0)
         return seat
 
-    async def shrink(self, exclude: Iterable[int] | None = None) -> Self:
+    async def shrink(self, exclude: Iterable[int] | None = None, *, assume_dead: Iterable[int] | None = None) -> Self:
         """See `Recovery.shrink`. What goes on of a sub-group is closed with the same group as the sub-group."""
-        group = await super().shrink(exclude)
+        group = await super().shrink(exclude, assume_dead=assume_dead)
         if self._parent is not None:
             self._parent._adopt(group)
         return group

@@ -254,9 +254,9 @@ class _Silent(Control):
 class _Willing(Agreement):
     """Everybody agrees with this rank."""
 
-    async def vote(self, exclude: Iterable[int], completed: dict[str, Any]) -> Outcome:
+    async def vote(self, exclude: Iterable[int], assume_dead: Iterable[int], completed: dict[str, Any]) -> Outcome:
         self.taken = True
-        members = sorted(set(self.ranks).difference(exclude))
+        members = sorted(set(self.ranks).difference(exclude, assume_dead))
         return {"members": members, "everywhere": completed, "somewhere": completed}
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from aiocoll.handshake import ConnKind
+from aiocoll.process import PidFd
 from aiocoll.transport.frame import Header
 
 __all__ = ["Card", "Link", "Sink", "Transport"]
@@ -49,6 +50,9 @@ class Link(Protocol):
     @property
     def writable(self) -> bool:
         """Whether nothing waits to be handed over."""
+
+    def peer_process(self) -> PidFd | None:
+        """Return the process at the other end, for the caller to close; None if that cannot be told."""
 
     def start(self) -> None:
         """Begin to read; `sink` is set by now."""

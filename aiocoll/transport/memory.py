@@ -34,11 +34,39 @@ class Hub:
         self.awaited: dict[int, list[asyncio.Future[None]]] = {}
         self.connected: set[tuple[int, int, ConnKind]] = set()
         self.links: dict[MemoryLink, None] = {}
+        #: Ways, by source and target, on which nothing gets through now.
+        self.blocked: set[tuple[int, int]] = set()
+        self._opened: asyncio.Event = asyncio.Event()
 
     def cut(self, a: int, b: int) -> None:
         """Break every link between ranks `a` and `b`, as when a cable is pulled and noticed at once."""
         for link in [link for link in self.links if link.ends == (min(a, b), max(a, b))]:
             link.break_off(ConnectionResetError(f"the link between rank {a} and rank {b} was cut"))
+
+    def block(self, source: int, target: int) -> None:
+        """Hold back what `source` sends to `target`; a link that is to be opened waits. Needs a latency."""
+        self.blocked.add((source, target))
+
+    def unblock(self, source: int, target: int) -> None:
+        """Let through what was held back, in order."""
+        self.blocked.discard((source, target))
+        self.look_again()
+
+    def is_blocked(self, source: int, target: int) -> bool:
+        """Whether nothing gets through from one rank to another now."""
+        return (source, target) in self.blocked
+
+    def look_again(self) -> None:
+        """A way is free again, perhaps."""
+        self._opened.set()
+        for link in list(self.links):
+            link.release()
+
+    async def way(self, a: int, b: int) -> None:
+        """Wait until there is a way between ranks `a` and `b`, in both directions."""
+        while self.is_blocked(a, b) or self.is_blocked(b, a):
+            self._opened.clear()
+            await self._opened.wait()
 
 
 class MemoryLink:
@@ -57,6 +85,7 @@ class MemoryLink:
         self._started = False
         self._closed = False
         self._due = 0.0
+        self._held = 0
         self._flying: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
         hub.links[self] = None
 
@@ -64,6 +93,9 @@ class MemoryLink:
     def writable(self) -> bool:
         """Always: frames are copied."""
         return True
+
+    def peer_process(self) -> None:
+        """Both ends are in one process."""
 
     def start(self) -> None:
         """Begin to hand out frames."""
@@ -122,8 +154,17 @@ class MemoryLink:
         runtime.call_later(self._due - now, self._land)
 
     def _land(self) -> None:
+        if self._hub.is_blocked(self._rank, self.peer):
+            self._held += 1
+            return
         call, args = self._flying.popleft()
         call(*args)
+
+    def release(self) -> None:
+        """Let go on what was held back on its way to the peer, if its way is free again."""
+        held, self._held = self._held, 0
+        for _ in range(held):
+            self._hub.runtime.call_soon(self._land)
 
     def _arrive(self, header: Header, payload: bytes) -> None:
         if not self._closed:
@@ -169,6 +210,7 @@ class MemoryTransport:
             came = hub.runtime.loop.create_future()
             hub.awaited.setdefault(peer, []).append(came)
             await came
+        await hub.way(self._rank, peer)
         if (self._rank, peer, kind) in hub.connected:
             return None
         hub.connected |= {(self._rank, peer, kind), (peer, self._rank, kind)}

@@ -19,6 +19,7 @@ from typing import Literal
 
 from aiocoll.errors import ProtocolError
 from aiocoll.handshake import ConnKind
+from aiocoll.process import PidFd, peer_process
 from aiocoll.runtime import BUDGET, Runtime
 from aiocoll.sockets import between_hosts
 from aiocoll.transport.base import Sink
@@ -124,6 +125,10 @@ class StreamLink:
     def closed(self) -> bool:
         """Whether the socket is closed."""
         return self._closed
+
+    def peer_process(self) -> PidFd | None:
+        """Return the process at the other end of a unix socket."""
+        return peer_process(self._sock)
 
     def start(self) -> None:
         """Begin to read."""

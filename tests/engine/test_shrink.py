@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from aiocoll import GroupError, GroupRevokedError, PeerLostError, ProcessGroup, RendezvousError, new_group
-from aiocoll.engine.coordinator import is_quorum
+from aiocoll.engine.quorum import connected, decides
 from aiocoll.engine.shrink import Agreement
-from aiocoll.handshake import ConnKind
-from aiocoll.testing.virtual import run_virtual
-from aiocoll.transport.base import Link
-from aiocoll.transport.frame import Header
-from aiocoll.transport.memory import MemoryLink
+from aiocoll.store import HashStore
+from tests.engine.hosts import Hosts
 from tests.ranks import hub
-
-#: Seconds a frame takes at least and at most.
-LATENCY = (0.0005, 0.02)
 
 Body = Callable[[ProcessGroup], Any]
 
@@ -33,35 +27,42 @@ def now() -> float:
 
 
 class Job:
-    """Ranks that can be killed: run `body` on each, and return None for those that were."""
+    """Ranks of one host that can be killed: run `body` on each, and return None for those that were."""
 
-    def __init__(self) -> None:
+    def __init__(self, hosts: Hosts | None = None) -> None:
+        self.hosts = hosts or Hosts([])
         self.groups: dict[int, ProcessGroup] = {}
-        self.bodies: dict[int, asyncio.Task[Any]] = {}
-        self.killed: set[int] = set()
+
+    @property
+    def killed(self) -> set[int]:
+        return self.hosts.killed
 
     def run(self, world_size: int, body: Body, seed: int = 0) -> list[Any]:
-        async def rank(pg: ProcessGroup) -> Any:
-            self.groups[pg.rank()] = pg
-            await pg.barrier()
-            await asyncio.sleep(1)  # virtual: all have left the barrier
-            task = self.bodies[pg.rank()] = asyncio.ensure_future(body(pg))
-            await asyncio.wait([task])
-            return None if pg.rank() in self.killed else task.result()
+        if not self.hosts.hosts:
+            self.hosts = Hosts([0] * world_size, seed)
+        hosts = self.hosts
 
-        return run_virtual(world_size, rank, seed=seed, latency=LATENCY)
+        async def program(rank: int, store: HashStore) -> Any:
+            async with new_group(
+                store=store, rank=rank, world_size=world_size, options=hosts.options(rank)
+            ) as self.groups[rank]:
+                pg = self.groups[rank]
+                await pg.barrier()
+                await asyncio.sleep(1)  # virtual: all have left the barrier
+                return await body(pg)
+
+        async def main() -> list[Any]:
+            async with HashStore() as store:
+                tasks = [hosts.start(rank, partial(program, rank, store)) for rank in range(world_size)]
+                await asyncio.wait(tasks)
+                return [None if rank in self.killed else task.result() for rank, task in enumerate(tasks)]
+
+        found: list[Any] = hosts.run(main)
+        return found
 
     def kill(self, rank: int) -> None:
-        """End `rank` as SIGKILL does: its links break, and it says nothing any more."""
-        self.killed.add(rank)
-        pg = self.groups[rank]
-        endpoint = pg._member.endpoint
-        endpoint.closed = True
-        endpoint.transport.accepted = refuse
-        for other in self.groups:
-            if other != rank:
-                hub(pg).cut(rank, other)
-        self.bodies[rank].cancel()
+        """End `rank` as SIGKILL does."""
+        self.hosts.kill(rank)
 
     async def die(self, rank: int) -> None:
         """Kill `rank`, which is calling, when all others wait for it."""
@@ -71,33 +72,11 @@ class Job:
 
     def cut(self, one: Iterable[int], other: Iterable[int]) -> None:
         """Let nothing through between the ranks of both sides, which is not noticed."""
-        pairs = {(min(a, b), max(a, b)) for a in one for b in other}
-        for link in hub(self.groups[0]).links:
-            if link.ends in pairs:
-                link.write = lambda header, payload=None: True  # type: ignore[method-assign]
-
-
-def refuse(link: Link) -> None:
-    """Break a link to a dead rank as soon as the other end is in use."""
-    assert isinstance(link, MemoryLink)
-    link.sink = Nobody()
-    asyncio.get_running_loop().call_soon(link.break_off, ConnectionResetError("killed"))
-
-
-class Nobody:
-    """The sink of links to a dead rank."""
-
-    def route(self, link: Link, header: Header) -> None:
-        pass
-
-    def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
-        pass
-
-    def drained(self, link: Link) -> None:
-        pass
-
-    def lost(self, link: Link, error: Exception | None) -> None:
-        pass
+        network = hub(self.groups[0])
+        for a in one:
+            for b in other:
+                network.block(a, b)
+                network.block(b, a)
 
 
 async def works(pg: ProcessGroup) -> tuple[int, ...]:
@@ -107,6 +86,18 @@ async def works(pg: ProcessGroup) -> tuple[int, ...]:
     assert (tensor == 2.0 ** pg.size() - 1).all()
     assert await pg.allgather_object(pg.rank()) == list(range(pg.size()))
     return pg.global_ranks
+
+
+async def fails(pg: ProcessGroup) -> PeerLostError:
+    """Reduce now and then, until the group fails; return the cause."""
+    try:
+        while True:
+            await pg.allreduce(np.ones(30_000))
+            await asyncio.sleep(0.5)
+    except (PeerLostError, GroupRevokedError):
+        cause = await pg.wait_revoked()
+        assert isinstance(cause, PeerLostError)
+        return cause
 
 
 async def recover(pg: ProcessGroup) -> tuple[int, ...]:
@@ -123,24 +114,56 @@ async def recover(pg: ProcessGroup) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "electorate", "decides"),
+    ("ranks", "group", "away", "decide"),
     [
-        ([0], [0], True),
-        ([1], [0, 1], False),
-        ([0], [0, 1], True),
-        ([2, 3], [0, 1, 2, 3], False),
-        ([0, 3], [0, 1, 2, 3], True),
-        ([1, 2, 3], [0, 1, 2, 3], True),
-        ([1, 2], [1, 2, 5], True),
-        ([5], [1, 2, 5], False),
-        ([7, 8, 9], [1, 2, 5], False),
-        ([], [], False),
+        ([0], [0], [], True),
+        ([1], [0, 1], [], False),
+        ([0], [0, 1], [], True),
+        ([1], [0, 1], [0], True),
+        ([2, 3], [0, 1, 2, 3], [], False),
+        ([0, 3], [0, 1, 2, 3], [], True),
+        ([1, 2, 3], [0, 1, 2, 3], [], True),
+        ([2, 3], [0, 1, 2, 3], [0, 1], True),
+        ([2, 3], [0, 1, 2, 3], [1], False),  # 0 may have gone on with 1 before it died
+        ([3, 4], [0, 1, 2, 3, 4], [0, 1], False),
+        ([3], [0, 1, 2, 3, 4], [0, 1, 2, 4], True),
+        ([1, 2], [1, 2, 5], [], True),
+        ([5], [1, 2, 5], [], False),
+        ([7, 8, 9], [1, 2, 5], [], False),
+        ([], [0, 1], [0, 1], False),
+        ([], [], [], False),
     ],
 )
-def test_a_quorum_is_more_than_half_or_half_with_the_lowest(
-    ranks: list[int], electorate: list[int], decides: bool
+def test_all_the_living_decide_or_more_than_half_of_all_or_half_with_the_lowest(
+    ranks: list[int], group: list[int], away: list[int], decide: bool
 ) -> None:
-    assert is_quorum(ranks, electorate) is decides
+    assert decides(ranks, group, away) is decide
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_two_parts_of_a_group_never_both_decide(size: int) -> None:
+    """Whoever is away may have been in the other part before."""
+    group = range(size)
+    for parts in itertools.product(("here", "there", "dead, was there"), repeat=size):
+        here, there, dead = ([rank for rank in group if parts[rank] == part] for part in ("here", "there", parts[-1]))
+        dead = [rank for rank in group if parts[rank] == "dead, was there"]
+        if there:
+            assert not (decides(here, group, dead) and decides(there + dead, group, []))
+
+
+@pytest.mark.parametrize(
+    ("candidates", "lost", "kept"),
+    [
+        ([0, 1, 2], {}, [0, 1, 2]),
+        ([0, 1, 2], {1: [2]}, [0, 1]),
+        ([0, 1, 2], {0: [1], 1: [0]}, [0, 2]),
+        ([0, 1, 2, 3], {0: [1, 2], 3: [0]}, [1, 2, 3]),
+        ([0, 1], {0: [7]}, [0, 1]),
+        ([], {}, []),
+    ],
+)
+def test_those_go_on_that_reach_each_other(candidates: list[int], lost: dict[int, list[int]], kept: list[int]) -> None:
+    assert connected(candidates, lost) == kept
 
 
 # -- ranks die
@@ -279,7 +302,9 @@ def test_who_does_not_call_it_is_left_out_and_told(late: int) -> None:
         start = now()
         if pg.rank() == late:
             await asyncio.sleep(20)
-            with pytest.raises(GroupError, match=f"rank {late} was taken for dead, or called .* went on without it"):
+            with pytest.raises(
+                GroupError, match=f"rank {late} could not be reached .* or called .* went on without it"
+            ):
                 await pg.shrink()
             return None
         small = await pg.shrink()
@@ -379,30 +404,95 @@ def test_who_has_left_the_group_has_no_say() -> None:
     assert job.run(4, body) == [None, None, (2, 3), (2, 3)]
 
 
-@pytest.mark.parametrize(("suspects", "decide"), [({2, 3}, True), ({0, 1}, False)])
-def test_suspected_ranks_are_not_waited_for_but_count(suspects: set[int], decide: bool) -> None:
-    """Half of the ranks is lost without being proven dead: a quorum of all must go on, not of the rest."""
+@pytest.mark.parametrize("lost", [{2, 3}, {0, 1}])
+def test_ranks_that_cannot_be_reached_are_tried_again_and_count(lost: set[int]) -> None:
+    """Half of the ranks is lost without being proven dead: a quorum of all must go on, or the program's word."""
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
-        if pg.rank() in suspects:
+        if pg.rank() in lost:
             await asyncio.sleep(60)
             return None
-        for rank in suspects:
+        job.cut(lost, {0, 1, 2, 3} - lost)
+        for rank in lost:
             pg._member.endpoint.died(rank, "nothing has been heard of it", how="unreachable")
         start = now()
-        if not decide:
-            with pytest.raises(PeerLostError) as raised:
+        if 0 in lost:
+            with pytest.raises(
+                PeerLostError, match=r"certain that they are dead: shrink\(assume_dead=\[0, 1\]\)"
+            ) as raised:
                 await pg.shrink()
             assert raised.value.ranks == (0, 1)
-            # It turns out that one of them was killed: now the others are a quorum.
-            pg._member.endpoint.died(1, "its process is gone", how="killed")
-        small = await pg.shrink()
-        assert now() - start < 1
+            assert 2.5 <= now() - start < 5
+        small = await pg.shrink(assume_dead=[0, 1] if 0 in lost else None)
+        assert now() - start < 5
         return await works(small)
 
-    living = tuple({0, 1, 2, 3} - suspects)
+    living = tuple({0, 1, 2, 3} - lost)
     assert job.run(4, body) == [living if rank in living else None for rank in range(4)]
+
+
+def test_a_death_is_proven_by_a_process_of_the_same_host() -> None:
+    """Ranks 2 and 3 see that 1 is gone; 0, on another host, hears it from them, and goes on with them."""
+    hosts = Hosts([0, 1, 1, 1])
+
+    async def body(pg: ProcessGroup) -> Any:
+        if pg.rank() == 1:
+            await asyncio.sleep(1)
+            hosts.kill(1)
+        start = now()
+        cause = await pg.wait_revoked()
+        assert isinstance(cause, PeerLostError)
+        assert cause.ranks == (1,)
+        assert now() - start < 2
+        small = await pg.shrink()
+        assert now() - start < 2.5  # at once: nobody is tried again
+        assert [pg._member.endpoint.dead[1][0]] == ["killed"]
+        return await works(small)
+
+    assert Job(hosts).run(4, body) == [(0, 2, 3), None, (0, 2, 3), (0, 2, 3)]
+
+
+def test_a_broken_connection_between_the_living_leaves_nobody_out() -> None:
+    for one, other in itertools.combinations(range(3), 2):
+        for where in ([0, 0, 0], [0, 1, 2]):
+            hosts = Hosts(where)
+
+            async def body(
+                pg: ProcessGroup, hosts: Hosts = hosts, one: int = one, other: int = other, where: list[int] = where
+            ) -> Any:
+                if pg.rank() == one:
+                    asyncio.get_running_loop().call_later(1, hosts.reset, one, other)
+                cause = await fails(pg)
+                assert cause.how == "unreachable"
+                if len(set(where)) == 1:
+                    text = f"the connection between ranks {one} and {other} of group 'world:0' broke, though both live"
+                    assert (str(cause), cause.ranks) == (text, (one, other))
+                else:
+                    assert set(cause.ranks) <= {one, other}
+                return await works(await pg.shrink())
+
+            assert Job(hosts).run(3, body) == [(0, 1, 2)] * 3, (one, other, where)
+
+
+def test_one_of_two_that_are_cut_off_from_each_other_is_left_out() -> None:
+    hosts = Hosts([0, 1, 2, 3])
+
+    async def body(pg: ProcessGroup) -> Any:
+        await pg.alltoall([np.empty(1) for _ in range(4)], [np.ones(1) for _ in range(4)])
+        if pg.rank() == 1:
+            hosts.cut(1, 2)
+            hosts.cut(2, 1)
+        await fails(pg)
+        try:
+            small = await pg.shrink()
+        except GroupError as error:
+            return str(error)
+        return await works(small)
+
+    *others, left_out, other = Job(hosts).run(4, body)
+    assert [*others, other] == [(0, 1, 3)] * 3
+    assert left_out.startswith("rank 2 could not be reached by all, was taken for dead, or called shrink() when they")
 
 
 @pytest.mark.parametrize(
@@ -481,29 +571,3 @@ def test_a_rank_dies_while_the_group_meets_newcomers() -> None:
         return ranks
 
     assert job.run(3, body) == [(0, 1, 2), (0, 1, 2), None]
-
-
-@pytest.mark.parametrize(
-    ("error", "how"),
-    [
-        (None, "killed"),
-        (ConnectionResetError(errno.ECONNRESET, "reset"), "killed"),
-        (BrokenPipeError(errno.EPIPE, "broken pipe"), "killed"),
-        (TimeoutError(errno.ETIMEDOUT, "timed out"), "unreachable"),
-        (OSError(errno.EHOSTUNREACH, "no route"), "unreachable"),
-    ],
-)
-def test_only_the_end_of_a_connection_proves_a_death(error: Exception | None, how: str) -> None:
-    job = Job()
-
-    async def body(pg: ProcessGroup) -> Any:
-        if pg.rank() == 1:
-            await pg.wait_revoked()
-            return None
-        link = next(link for link in hub(pg).links if link._rank == 0 and link.kind is ConnKind.CONTROL)
-        pg._member.endpoint.control.lost(link, error)
-        cause = await pg.wait_revoked()
-        assert isinstance(cause, PeerLostError)
-        return cause.how
-
-    assert job.run(2, body) == [how, None]

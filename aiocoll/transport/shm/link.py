@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from aiocoll.errors import ProtocolError
 from aiocoll.handshake import ConnKind
+from aiocoll.process import PidFd, peer_process
 from aiocoll.runtime import BUDGET, Runtime
 from aiocoll.transport.base import Sink
 from aiocoll.transport.frame import SEGMENT, FrameKind
@@ -129,6 +130,10 @@ class ShmLink:
     def closed(self) -> bool:
         """Whether the link has ended."""
         return self._closed
+
+    def peer_process(self) -> PidFd | None:
+        """Return the process at the other end."""
+        return peer_process(self._sock)
 
     def start(self) -> None:
         """Begin to read."""

@@ -1,0 +1,270 @@
+"""Ranks on simulated hosts, on a virtual clock: processes are killed and stopped, connections are reset and cut."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+from unittest import mock
+
+from aiocoll import GroupOptions
+from aiocoll.engine.endpoint import Endpoint
+from aiocoll.handshake import ConnKind
+from aiocoll.process import GONE, STOPPED, PidFd, ProcessId
+from aiocoll.testing.virtual import VirtualLoop
+from aiocoll.transport.base import Link
+from aiocoll.transport.frame import Header
+from aiocoll.transport.memory import Hub, MemoryLink, MemoryTransport
+
+__all__ = ["Hosts"]
+
+#: Seconds a frame takes at least and at most.
+LATENCY = (0.0005, 0.02)
+#: Seconds after which the threads that watch processes, and the kernel on a connection, take silence for an end.
+SILENCE = 5.0
+#: Virtual seconds that everything may take.
+LIMIT = 3600.0
+
+_process: ContextVar[int] = ContextVar("process")
+
+
+class Hosts:
+    """The processes of a job, their hosts and the network between them.
+
+    Args:
+        hosts: the host of each process; processes are numbered as the ranks of the first group are.
+        seed: of all randomness on the loop.
+
+    Attributes:
+        killed, stopped: processes.
+        endpoints: with the process of each.
+        programs: what `start` has started, by process.
+        frames: how many have been sent.
+        at_frame: what is to happen after that many.
+    """
+
+    def __init__(self, hosts: Sequence[int], seed: int = 0) -> None:
+        self.hosts = tuple(hosts)
+        self.seed = seed
+        self.killed: set[int] = set()
+        self.stopped: set[int] = set()
+        self.endpoints: dict[Endpoint, int] = {}
+        self.programs: dict[int, asyncio.Task[Any]] = {}
+        self.frames = 0
+        self.at_frame: dict[int, Callable[[], None]] = {}
+        self._networks: dict[Hub, None] = {}
+        self._cuts: dict[tuple[int, int], object] = {}
+
+    @property
+    def living(self) -> list[int]:
+        """The processes that were started and not killed."""
+        return [process for process in self.programs if process not in self.killed]
+
+    def run(self, main: Callable[[], Awaitable[Any]]) -> Any:
+        """Run ``await main()`` on a fresh virtual loop."""
+
+        async def bounded() -> Any:
+            async with asyncio.timeout(LIMIT):
+                return await main()
+
+        with self._simulated(), asyncio.Runner(loop_factory=lambda: VirtualLoop(self.seed, LATENCY)) as runner:
+            return runner.run(bounded())
+
+    def start(self, process: int, program: Callable[[], Awaitable[Any]]) -> asyncio.Task[Any]:
+        """Run a program as `process`; killed, its task is cancelled."""
+
+        async def main() -> Any:
+            _process.set(process)
+            return await program()
+
+        task = self.programs[process] = asyncio.create_task(main(), name=f"process {process}")
+        return task
+
+    def options(self, process: int) -> GroupOptions:
+        """Return the options that tell the host of a process."""
+        return GroupOptions(host_id=f"host {self.hosts[process]}", spin_us=0)
+
+    # -- faults
+
+    def kill(self, process: int) -> None:
+        """End a process as SIGKILL does: what it has sent still arrives, and then its connections break."""
+        if process in self.killed:
+            return
+        self.killed.add(process)
+        for endpoint in self._of(process):
+            endpoint.closed = True
+            endpoint.transport.accepted = _refuse
+            for link in [
+                link
+                for hub in self._networks
+                for link in hub.links
+                if link._rank == endpoint.rank and hub is endpoint.transport._hub
+            ]:
+                link.close()
+        self.programs[process].cancel()
+        if process in self.stopped:
+            self.resume(process)
+
+    def reset(self, one: int, other: int, kinds: Sequence[ConnKind] = tuple(ConnKind)) -> None:
+        """Break the connections of `kinds` between two processes; both live, and notice it."""
+        for hub, a, b in self._pairs(one, other):
+            for link in [link for link in hub.links if link.ends == (min(a, b), max(a, b)) and link.kind in kinds]:
+                link.break_off(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
+
+    def cut(self, source: int, target: int) -> None:
+        """Let nothing through from one process to another; noticed only if it lasts."""
+        self._cuts[source, target] = mark = object()
+
+        def silent() -> None:
+            if self._cuts.get((source, target)) is mark:
+                self.reset(source, target)
+                asyncio.get_running_loop().call_later(SILENCE, silent)
+
+        asyncio.get_running_loop().call_later(SILENCE, silent)
+
+    def heal(self, source: int, target: int) -> None:
+        """Let through again what was held back."""
+        self._cuts.pop((source, target), None)
+        self._look_again()
+
+    def stop(self, process: int) -> None:
+        """Stop a process (SIGSTOP): it neither hears nor says anything, and its connections stand."""
+        self.stopped.add(process)
+        asyncio.get_running_loop().call_later(SILENCE, self._still_stopped, process)
+
+    def resume(self, process: int) -> None:
+        """Let a stopped process go on (SIGCONT)."""
+        self.stopped.discard(process)
+        self._look_again()
+
+    # -- what is simulated
+
+    def state(self, process: ProcessId | PidFd) -> str:
+        """Say what a process of the simulation does."""
+        assert isinstance(process, ProcessId)
+        return GONE if process.pid in self.killed else STOPPED if process.pid in self.stopped else "running"
+
+    def _of(self, process: int) -> list[Endpoint]:
+        return [endpoint for endpoint, owner in self.endpoints.items() if owner == process]
+
+    def _pairs(self, one: int, other: int) -> Iterator[tuple[Hub, int, int]]:
+        """Return the networks in which both processes are, and their ranks there."""
+        for hub in self._networks:
+            ranks = {transport.process: rank for rank, transport in hub.ranks.items()}  # type: ignore[attr-defined]
+            if one in ranks and other in ranks:
+                yield hub, ranks[one], ranks[other]
+
+    def _blocked(self, source: int, target: int) -> bool:
+        return (source, target) in self._cuts or bool({source, target} & self.stopped)
+
+    def _look_again(self) -> None:
+        for hub in self._networks:
+            hub.look_again()
+
+    def _still_stopped(self, process: int) -> None:
+        """Let the threads of those that watch a stopped process tell their loops."""
+        if process not in self.stopped:
+            return
+        for endpoint, other in list(self.endpoints.items()):
+            transport = endpoint.transport
+            assert isinstance(transport, MemoryTransport)
+            ranks = {each.process: rank for rank, each in transport._hub.ranks.items()}  # type: ignore[attr-defined]
+            watches = endpoint.control.hub in (endpoint.rank, ranks.get(process))
+            if process in ranks and other not in self.stopped | self.killed and watches and not endpoint.closed:
+                how = "stopped" if self.hosts[process] == self.hosts[other] else "unreachable"
+                endpoint.liveness._lost(ranks[process], how, SILENCE)
+        asyncio.get_running_loop().call_later(SILENCE, self._still_stopped, process)
+
+    @contextmanager
+    def _simulated(self) -> Iterator[None]:
+        """Put the processes of this simulation in place of this one, and its threads and its network."""
+        hosts = self
+
+        class Network(Hub):
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                hosts._networks[self] = None
+
+            def is_blocked(self, source: int, target: int) -> bool:
+                one, other = (
+                    self.ranks[rank].process if rank in self.ranks else -1  # type: ignore[attr-defined]
+                    for rank in (source, target)
+                )
+                return super().is_blocked(source, target) or hosts._blocked(one, other)
+
+        class Way(MemoryTransport):
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                self.process = _process.get()
+
+        class Watched(Endpoint):
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                hosts.endpoints[self] = _process.get()
+
+        def written(link: MemoryLink, header: bytes, payload: memoryview | None = None) -> bool:
+            hosts.frames += 1
+            if (fault := hosts.at_frame.pop(hosts.frames, None)) is not None:
+                asyncio.get_running_loop().call_soon(fault)
+            return write(link, header, payload)
+
+        def process() -> ProcessId:
+            return ProcessId(1, _process.get(), 0)
+
+        write = MemoryLink.write
+        with (
+            mock.patch("aiocoll.rendezvous.home.Hub", Network),
+            mock.patch("aiocoll.rendezvous.home.MemoryTransport", Way),
+            mock.patch("aiocoll.rendezvous.home.Endpoint", Watched),
+            mock.patch("aiocoll.transport.stream.this_process", process),
+            mock.patch("aiocoll.engine.liveness.state", self.state),
+            mock.patch("aiocoll.engine.liveness.Sentinel", _NoThread),
+            mock.patch("aiocoll.engine.liveness.Liveness.follow_hub"),
+            mock.patch.object(MemoryLink, "write", written),
+        ):
+            yield
+
+
+class _NoThread:
+    """In place of the thread that watches processes: `Hosts` tells what it would."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def observe(self, processes: Mapping[int, ProcessId]) -> None:
+        pass
+
+    def silence(self, rank: int) -> None:
+        pass
+
+
+def _refuse(link: Link) -> None:
+    """Break a link to a dead rank as soon as the other end is in use."""
+    assert isinstance(link, MemoryLink)
+    link.sink = _Nobody()
+    asyncio.get_running_loop().call_soon(link.break_off, ConnectionResetError(errno.ECONNRESET, "killed"))
+
+
+class _Nobody:
+    """The sink of links to a dead rank."""
+
+    def route(self, link: Link, header: Header) -> None:
+        pass
+
+    def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
+        pass
+
+    def drained(self, link: Link) -> None:
+        pass
+
+    def lost(self, link: Link, error: Exception | None) -> None:
+        pass
