@@ -73,6 +73,17 @@ async def busy(pg: aiocoll.ProcessGroup) -> Any:
         return told_of(error)
 
 
+async def go_on(pg: aiocoll.ProcessGroup) -> Any:
+    """Be busy until that fails; return the ranks that go on together, or None if this one does not."""
+    await busy(pg)
+    try:
+        async with await pg.shrink() as small:
+            assert await small.allreduce(1) == small.size()
+            return list(small.global_ranks)
+    except aiocoll.GroupError:
+        return None
+
+
 async def receive(pg: aiocoll.ProcessGroup) -> Any:
     """Ranks 1 and 2 wait for messages from each other, which are never sent, over a link that has been used."""
     await pg.allreduce(np.ones(1_000_000))

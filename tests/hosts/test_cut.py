@@ -53,6 +53,18 @@ async def test_two_ranks_cut_off_from_each_other_are_lost_to_one_another(
         assert told["at"] - cut <= UNREACHABLE
 
 
+async def test_of_two_ranks_cut_off_from_each_other_one_goes_on_with_the_rest(
+    network: Callable[[int], Network], ranks: Ranks
+) -> None:
+    """Each may have said first that the other is lost; there are two that all others reach, and rank 0 decides."""
+    net = network(3)
+    started = await ranks.start_all(net, "go_on")
+    await ready(started)
+    net.separate(1, 2)
+    went_on = [await warned(process) for process in started]
+    assert went_on in ([[0, 1], [0, 1], None], [[0, 2], None, [0, 2]])
+
+
 async def test_an_outage_that_heals_in_time_costs_nothing_but_time(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
