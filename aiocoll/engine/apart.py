@@ -70,10 +70,21 @@ class _Reach:
 
 def _arrays(layout: Layout, members: Sequence[Recorded]) -> Iterator[tuple[int, NDArray[Any], bool]]:
     for bucket in layout.buckets:
-        for position in bucket.members if bucket.plan is not None else ():
+        if bucket.plan is None:
+            for position in bucket.members:
+                for array in _read_by(members[position]):
+                    yield position, array, False
+            continue
+        for position in bucket.members:
             for buffer, array in enumerate(members[position].arrays):
                 if array is not None:
                     yield position, array, buffer in bucket.writes
+
+
+def _read_by(member: Recorded) -> Sequence[NDArray[Any]]:
+    """Return the arrays of the host that a call without a plan reads."""
+    call = member.call
+    return () if call.on_device is not None or call.arrays is None else call.arrays
 
 
 def _spans(layout: Layout, members: Sequence[Recorded]) -> Iterator[Span]:
@@ -89,6 +100,8 @@ def _are_owners(layout: Layout, members: Sequence[Recorded]) -> bool:
     seen: set[int] = set()
     for bucket in layout.buckets:
         if bucket.plan is None:
+            if any(map(_read_by, map(members.__getitem__, bucket.members))):
+                return False  # too few to be quick about
             continue
         arrays = [members[position].arrays for position in bucket.members]
         if len(arrays[0]) == 1:

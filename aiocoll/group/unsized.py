@@ -30,7 +30,7 @@ def allgather_unsized(group: Launcher, source: Buffer, timeout: Timeout, key: st
         return _Allgather(group, source, terms, limit, work, identity).begin()
 
     nbytes = source.nbytes * (group._size - 1)
-    return group._begin(terms.op, make, limit, terms, key, source.shape, nbytes=nbytes)
+    return group._begin(terms.op, make, limit, terms, key, source.shape, nbytes=nbytes, arrays=[source.array])
 
 
 def gather_unsized(
