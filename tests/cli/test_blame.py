@@ -248,6 +248,62 @@ def test_a_rank_that_is_failing_may_take_its_time_to_end(launch: Launch) -> None
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "[1] ValueError: no data")
 
 
+def test_a_rank_that_ends_when_it_is_told_to_is_not_to_blame(launch: Launch) -> None:
+    """Rank 1 never comes; the others know it only by a timeout, and it says nothing until it is stopped."""
+    script = """
+import asyncio, signal, sys
+import aiocoll
+
+async def main():
+    async with aiocoll.new_group() as pg:
+        await pg.barrier()
+        if pg.rank() == 1:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+            signal.pause()
+        await pg.barrier(timeout=0.1)
+
+asyncio.run(main())
+"""
+    done = launch("-n", 2, script=script).finish()
+    *others, last = blocks(done.stderr)
+    assert others[-1] == ["aiocoll run: rank 1 exited with code 5"]
+    assert last[0].startswith("aiocoll run: rank 0 was the first to hear of a failure, and none here failed by itself")
+    assert "CollectiveTimeoutError" in last[-1]
+    assert done.returncode == 1
+
+
+def test_a_rank_that_has_failed_and_does_not_end_is_told_of(launch: Launch) -> None:
+    """A thread keeps the interpreter; the user sees why, and the job ends when the thread does."""
+    script = """
+        import sys, threading
+        threading.Thread(target=lambda: open(sys.argv[1]).read()).start()
+        raise ValueError('no data')
+    """
+    os.mkfifo(launch.path / "fifo")
+    job = launch("-n", 1, script=script, args=[launch.path / "fifo"])
+    said = [job.process.stderr.readline() for _ in range(5)]
+    assert said[0] == "aiocoll run: failed, but not at an end yet: rank 0\n"
+    assert said[-1] == "[0] ValueError: no data\n"
+    (launch.path / "fifo").write_text(".")
+    done = job.finish()
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "[0] ValueError: no data")
+
+
+def test_processes_that_a_rank_spawns_find_its_program(launch: Launch) -> None:
+    script = """
+        import multiprocessing, os
+
+        def square(x):
+            return x * x
+
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(pool.map(square, [1, 2, 3]))
+    """
+    done = launch("-n", 1, script=script).finish()
+    assert (done.returncode, done.stdout) == (0, "[0] [1, 4, 9]\n"), done.stderr
+
+
 # -- a program finds what it would find under Python itself
 
 PLACE = """
