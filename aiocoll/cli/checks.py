@@ -19,7 +19,7 @@ import aiocoll
 from aiocoll.errors import AiocollError
 from aiocoll.options import GroupOptions
 from aiocoll.transport import address, route
-from aiocoll.transport.stream_link import LOOPBACK_BUFFER
+from aiocoll.transport.socket_buffers import LOOPBACK_BUFFER
 
 __all__ = ["Finding", "look"]
 

@@ -18,6 +18,7 @@ from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, S
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.log import logger
 from aiocoll.meeting.cards import CALLED_OFF, Book, beside, call_off, cores, heed
+from aiocoll.meeting.claim import call_off_all, claim
 from aiocoll.meeting.growth import Seat, invite
 from aiocoll.meeting.place import Place
 from aiocoll.options import GroupOptions
@@ -250,7 +251,7 @@ class Home:
                 self._place.reopen()
 
     async def _meet_once(self) -> Endpoint:
-        generation = await self._claim()
+        generation = await claim(self._store, self.rank, self.world_size)
         tuning = await self._tune() if self.rank == 0 else None
         place = PrefixStore(f"aiocoll/{generation}", self._store)
         self._awaited = place, ["job"]
@@ -286,32 +287,6 @@ class Home:
         await place.set(f"member/{self.rank}", b"in")
         return endpoint
 
-    async def _claim(self) -> int:
-        """Take this rank's place; return how many times the ranks have met on this store, this time included."""
-        size = str(self.world_size).encode()
-        agreed = await self._store.compare_set("aiocoll/world_size", b"", size)
-        if agreed != size:
-            reason = (
-                f"rank {self.rank} was started with world_size={self.world_size}, others with "
-                f"world_size={agreed.decode(errors='replace')}: give all ranks the same"
-            )
-            if agreed.isdigit():
-                await self._call_off(int(agreed), reason)
-            raise RendezvousError(reason)
-        times = await self._store.add(f"aiocoll/rank/{self.rank}", 1)
-        if times > 1 and not await self._store.check([f"aiocoll/{times - 1}/member/{self.rank}"]):
-            raise RendezvousError(
-                f"rank {self.rank} is taken: another process joined as rank {self.rank}; give each process its own rank"
-            )
-        return times
-
-    async def _call_off(self, world_size: int, reason: str) -> None:
-        """Put the reason where the others wait for what they will not get."""
-        times = max([await self._store.add(f"aiocoll/rank/{rank}", 0) for rank in range(world_size)])
-        place = PrefixStore(f"aiocoll/{times}", self._store)
-        for key in ("job", *(f"card/{rank}" for rank in range(world_size))):
-            await place.compare_set(key, b"", CALLED_OFF + reason.encode())
-
     @property
     def _medium(self) -> Medium:
         """What carries most messages if all ranks are on one host; a link that cannot be had so is only slower."""
@@ -324,7 +299,7 @@ class Home:
         try:
             return load(self._options.tuning, os.environ)
         except ValueError as error:
-            await self._call_off(self.world_size, f"rank 0 could not join: {error}")
+            await call_off_all(self._store, self.world_size, f"rank 0 could not join: {error}")
             raise
 
     async def _job(self, place: Store) -> str:
@@ -354,7 +329,7 @@ class Home:
         try:
             return await tell_hosts_apart(place, stream, trusted=self._key is not None)
         except AuthenticationError as error:
-            await self._call_off(self.world_size, str(error))
+            await call_off_all(self._store, self.world_size, str(error))
             raise
 
     async def _settle(

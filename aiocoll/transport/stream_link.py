@@ -21,9 +21,9 @@ from aiocoll.errors import ProtocolError
 from aiocoll.handshake import ConnKind
 from aiocoll.process import PidFd, peer_process
 from aiocoll.runtime import BUDGET, Runtime
-from aiocoll.sockets import between_hosts
 from aiocoll.transport.base import Sink
 from aiocoll.transport.frame import HEADER, HEADER_SIZE, SEGMENT, FrameKind, Header
+from aiocoll.transport.socket_buffers import size_buffers
 from aiocoll.transport.spares import Spares
 
 __all__ = ["StreamLink"]
@@ -44,12 +44,6 @@ BATCH = LOOKAHEAD
 CLOSELY = 100e-6
 #: Buffers per `sendmsg`; far below every system's IOV_MAX (1024).
 IOVECS = 64
-#: Bytes the kernel may hold in each direction on one host: some segments, so that sender and receiver overlap without
-#: a wake-up per segment, and not so many that the bytes leave the cache before they are read. Measured from 128 KiB to
-#: 4 MiB: TCP counts its own overhead, and acknowledges, so it needs more. Between hosts the kernel tunes by itself.
-UNIX_BUFFER = 2 * SEGMENT
-LOOPBACK_BUFFER = 8 * SEGMENT
-
 _KINDS = frozenset(FrameKind)
 _NO_BUFFER = memoryview(b"")
 
@@ -112,7 +106,7 @@ class StreamLink:
         self._deaf = False
         # Complete frames may be left in the buffer.
         self._unparsed = False
-        _size_buffers(sock)
+        size_buffers(sock)
 
     @property
     def carrier(self) -> str:
@@ -394,14 +388,3 @@ class StreamLink:
             self.close()
             if not self._deaf:
                 self.sink.lost(self, error)
-
-
-def _size_buffers(sock: socket.socket) -> None:
-    if sock.family == socket.AF_UNIX:
-        nbytes = UNIX_BUFFER
-    elif between_hosts(sock):
-        return
-    else:
-        nbytes = LOOPBACK_BUFFER
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes)

@@ -21,7 +21,7 @@ from aiocoll.cli import checks, doctor
 from aiocoll.cli.checks import Finding, look
 from aiocoll.cli.main import main
 from aiocoll.transport import address
-from aiocoll.transport.stream_link import LOOPBACK_BUFFER
+from aiocoll.transport.socket_buffers import LOOPBACK_BUFFER
 
 LIMIT = 120
 #: What changes the outcome or, on a busy machine, the output, and may be set where the tests run.

@@ -1,0 +1,41 @@
+"""Which rank a process is among those that meet in a store, and that no other process is it."""
+
+from __future__ import annotations
+
+from aiocoll.errors import RendezvousError
+from aiocoll.meeting.cards import CALLED_OFF
+from aiocoll.store import PrefixStore, Store
+
+__all__ = ["call_off_all", "claim"]
+
+
+async def claim(store: Store, rank: int, world_size: int) -> int:
+    """Take the place of a rank; return how many times the ranks have met on this store, this time included.
+
+    Raises:
+        RendezvousError: others were started with another world size, or another process is that rank.
+    """
+    size = str(world_size).encode()
+    agreed = await store.compare_set("aiocoll/world_size", b"", size)
+    if agreed != size:
+        reason = (
+            f"rank {rank} was started with world_size={world_size}, others with "
+            f"world_size={agreed.decode(errors='replace')}: give all ranks the same"
+        )
+        if agreed.isdigit():
+            await call_off_all(store, int(agreed), reason)
+        raise RendezvousError(reason)
+    times = await store.add(f"aiocoll/rank/{rank}", 1)
+    if times > 1 and not await store.check([f"aiocoll/{times - 1}/member/{rank}"]):
+        raise RendezvousError(
+            f"rank {rank} is taken: another process joined as rank {rank}; give each process its own rank"
+        )
+    return times
+
+
+async def call_off_all(store: Store, world_size: int, reason: str) -> None:
+    """Put the reason where the others wait for what they will not get."""
+    times = max([await store.add(f"aiocoll/rank/{rank}", 0) for rank in range(world_size)])
+    place = PrefixStore(f"aiocoll/{times}", store)
+    for key in ("job", *(f"card/{rank}" for rank in range(world_size))):
+        await place.compare_set(key, b"", CALLED_OFF + reason.encode())
