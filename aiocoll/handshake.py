@@ -15,7 +15,8 @@
 
     offset  size  PROOF and VERDICT
          0     1  PROOF: ConnKind; VERDICT: Status
-         1     3  reserved, zero
+         1     1  reserved, zero
+         2     2  connections of this kind that the speaker has had with the other and that are over, modulo 65536
          4    16  job id
         20     8  epoch
         28     4  rank, -1 where the speaker has none (a store)
@@ -77,7 +78,7 @@ MAGIC = b"aioc"
 WIRE_VERSION = 2
 
 _OPENING = struct.Struct("!4sB3x32s")
-_CLAIM = struct.Struct("!B3x16sQiI")
+_CLAIM = struct.Struct("!BxH16sQiI")
 _MAC_SIZE = hashlib.sha256().digest_size
 HELLO_SIZE = CHALLENGE_SIZE = _OPENING.size
 PROOF_SIZE = VERDICT_SIZE = _CLAIM.size + _MAC_SIZE
@@ -121,13 +122,17 @@ class Status(IntEnum):
 
 
 class Identity(NamedTuple):
-    """Who one end of a connection is: 16-byte job id, epoch, rank (-1: none), world size (0: not known) and purpose."""
+    """Who one end of a connection is: 16-byte job id, epoch, rank (-1: none), world size (0: not known) and purpose.
+
+    `ended` counts the connections of that kind that it has had with the other end and that are over, modulo 65536.
+    """
 
     job_id: bytes
     epoch: int
     rank: int
     world_size: int
     kind: ConnKind
+    ended: int = 0
 
 
 class Peer(Identity):
@@ -274,12 +279,15 @@ class ServerHandshake:
         self._secret = _derive(self._key, self._said)
         return self._opening
 
-    def verdict(self, proof: bytes, decide: Callable[[Peer], Status]) -> bytes:
+    def verdict(
+        self, proof: bytes, decide: Callable[[Peer], Status], ended: Callable[[Peer], int] = lambda peer: 0
+    ) -> bytes:
         """Return VERDICT, the answer to `PROOF_SIZE` bytes.
 
         Args:
             proof: what the client sent.
             decide: asked about a client that has proven the key and whose identity agrees with this end's.
+            ended: says how many connections with such a client are over.
         """
         try:
             status = self._judge(_proven(self._secret, b"C", self._said, proof, "the client"), decide)
@@ -287,7 +295,8 @@ class ServerHandshake:
             self.refusal = error
             return bytes(VERDICT_SIZE)
         self._said += proof
-        verdict = _claim(self._identity, status)
+        over = ended(self._peer) if self._peer is not None else 0
+        verdict = _claim(self._identity._replace(ended=over), status)
         verdict += _mac(self._secret, b"S", self._said + verdict)
         self._said += verdict
         return verdict
@@ -355,12 +364,12 @@ def _proven(secret: bytes, label: bytes, said: bytes, message: bytes, who: str) 
 
 
 def _claim(identity: Identity, code: int) -> bytes:
-    return _CLAIM.pack(code, identity.job_id, identity.epoch, identity.rank, identity.world_size)
+    return _CLAIM.pack(code, identity.ended, identity.job_id, identity.epoch, identity.rank, identity.world_size)
 
 
 def _read(claim: bytes, kind: ConnKind) -> tuple[int, Peer]:
-    code, job, epoch, rank, world_size = _CLAIM.unpack(claim)
-    return code, Peer(job, epoch, rank, world_size, kind)
+    code, ended, job, epoch, rank, world_size = _CLAIM.unpack(claim)
+    return code, Peer(job, epoch, rank, world_size, kind, ended)
 
 
 def _compare(mine: Identity, peer: Peer) -> Status:

@@ -108,7 +108,7 @@ class Liveness:
         hub = endpoint.control.hub
         if self._sentinel is None or self._dialling or hub in (endpoint.rank, *self._processes):
             return
-        if _whereabouts(endpoint.cards[hub]) != _whereabouts(endpoint.cards[endpoint.rank]):
+        if endpoint.cards[hub]["process"] != endpoint.cards[endpoint.rank]["process"]:
             self._dialling = True
             endpoint.spawn(self._dial(hub), "aiocoll beacon")
 

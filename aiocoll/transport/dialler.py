@@ -202,7 +202,8 @@ class Dialler:
 
     async def _introduce(self, sock: socket.socket, key: Key, target: Target) -> Link:
         peer, kind = key
-        exchange = ClientHandshake(self._identity._replace(kind=kind), self._key, self._runtime.random_bytes)
+        identity = self._identity._replace(kind=kind, ended=self._live.ended(key))
+        exchange = ClientHandshake(identity, self._key, self._runtime.random_bytes)
         send(sock, exchange.hello())
         send(sock, exchange.prove(await receive(self._runtime, sock, CHALLENGE_SIZE)))
         last_word = exchange.confirm(await receive(self._runtime, sock, VERDICT_SIZE))
@@ -213,7 +214,7 @@ class Dialler:
             raise _RetryError("the connection that it opened came first")
         with self._crossing.confirm(key):
             send(sock, last_word)
-            link = await self._live.adopt(sock, key, dialled=True)
+            link = await self._live.adopt(sock, exchange.peer, dialled=True)
         if link is None:
             raise _RetryError("the connection that it opened came first")
         return link

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+from collections import Counter
 
-from aiocoll.handshake import ConnKind
+from aiocoll.handshake import ConnKind, Peer
 from aiocoll.runtime import Runtime
 from aiocoll.sockets import between_hosts
 from aiocoll.transport.shm.link import ShmLink
@@ -14,6 +16,9 @@ from aiocoll.transport.spares import Spares
 from aiocoll.transport.stream_link import StreamLink
 
 __all__ = ["Key", "Live"]
+
+#: What counts of links are told modulo.
+MANY = 1 << 16
 
 Key = tuple[int, ConnKind]
 """The peer, and what the link is for."""
@@ -35,16 +40,31 @@ class Live:
         self._spares = Spares()
         self._silence = Silence(runtime)
         self._links: dict[Key, StreamLink | ShmLink] = {}
+        # How many are over, and how many were at the peer when the one that is open began.
+        self._ended: Counter[Key] = Counter()
+        self._theirs: dict[Key, int] = {}
 
     def has(self, key: Key) -> bool:
         """Whether there is such a link."""
         link = self._links.get(key)
         if link is not None and link.closed:
             del self._links[key]
+            self._ended[key] += 1
             return False
         return link is not None
 
-    async def adopt(self, sock: socket.socket, key: Key, *, dialled: bool) -> StreamLink | ShmLink | None:
+    def ended(self, key: Key) -> int:
+        """Return how many such links are over, modulo 65536: what the handshake tells the peer."""
+        self.has(key)
+        return self._ended[key] % MANY
+
+    def catch_up(self, key: Key, ended: int) -> None:
+        """Let go of a link which is over for the peer: `ended` more are than when it began."""
+        link = self._links.get(key)
+        if link is not None and 0 < (ended - self._theirs[key]) % MANY < MANY // 2:
+            link.fail(ConnectionResetError(errno.ECONNRESET, "the peer has lost the connection, and opens another"))
+
+    async def adopt(self, sock: socket.socket, peer: Peer, *, dialled: bool) -> StreamLink | ShmLink | None:
         """Make a link of `sock`; None if there is one by now, and `sock` is still the caller's.
 
         Both ends do this after the handshake, the one that dialled with `dialled`. A data link between processes of
@@ -54,6 +74,7 @@ class Live:
             OSError: the peer closed the connection.
             ProtocolError: it offered what is no shared memory.
         """
+        key = peer.rank, peer.kind
         pair = None
         if sock.family == _AF_UNIX and key[1] is ConnKind.DATA:
             share = self.sharing.propose if dialled else self.sharing.accept
@@ -70,6 +91,7 @@ class Live:
             if between_hosts(sock):
                 self._silence.watch(link, sock)
         self._links[key] = link
+        self._theirs[key] = peer.ended
         return link
 
     def carrier(self, peer: int) -> str:

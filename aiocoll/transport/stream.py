@@ -258,9 +258,10 @@ class StreamTransport:
         def decide(peer: Peer) -> Status:
             nonlocal key
             key = (peer.rank, peer.kind)
+            self._live.catch_up(key, peer.ended)
             return self._crossing.decide(key)
 
-        verdict = exchange.verdict(proof, decide)
+        verdict = exchange.verdict(proof, decide, lambda peer: self._live.ended((peer.rank, peer.kind)))
         if exchange.refusal is not None:
             send(sock, verdict)
             raise exchange.refusal
@@ -270,8 +271,8 @@ class StreamTransport:
         self._unproven.release(task)
         with self._crossing.promise(key):
             send(sock, verdict)
-            exchange.accept(await receive(self._runtime, sock, handshake.CONFIRM_SIZE))
-            link = await self._live.adopt(sock, key, dialled=False)
+            peer = exchange.accept(await receive(self._runtime, sock, handshake.CONFIRM_SIZE))
+            link = await self._live.adopt(sock, peer, dialled=False)
         if link is None:
             return False
         self._dialler.interrupt(key)

@@ -811,3 +811,40 @@ async def test_nothing_is_left_of_a_cancelled_connect(flavour: str, turns: int) 
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_link_that_is_over_for_the_peer_gives_way_to_another(flavour: str) -> None:
+    """Rank 1 has not heard of the end: it takes a new link, once, for the peer says that it has none."""
+    async with started(2, flavour) as (zero, one):
+        for ended in range(3):
+            link = await zero.connect(one)
+            assert link is not None
+            await one.until(lambda: one.links)
+            (other,) = one.links
+            asyncio.get_running_loop().remove_reader(other._sock.fileno())
+            link.close()
+            assert not other.closed
+            await zero.connect(one)
+            await one.until(lambda ended=ended: len(one.gone) == ended + 1)
+            assert other.closed
+            await one.until(lambda: one.links)
+            for rank in (zero, one):
+                for each in rank.links:
+                    each.close()
+
+
+async def test_a_dial_from_before_does_not_end_a_link(flavour: str) -> None:
+    """What a peer proves to have lost counts only if the link that is open began before."""
+    async with started(2, flavour) as (zero, one):
+        kind = DATA if flavour == "shm" else CONTROL
+        link = await zero.connect(one)
+        assert link is not None
+        await one.until(lambda: one.links)
+        (other,) = one.links
+        one.transport._live.catch_up((0, kind), 0)
+        assert not other.closed
+        one.transport._live.catch_up((0, kind), 1 << 15)  # an older count, since counts are told modulo 65536
+        assert not other.closed
+        one.transport._live.catch_up((0, kind), 1)
+        assert other.closed
+        assert one.gone == [0]

@@ -196,6 +196,10 @@ class ShmLink:
         if not self._kept and not self._closed:
             self._shutdown()
 
+    def fail(self, error: Exception) -> None:
+        """Close the link and tell the sink why, as if reading had failed."""
+        self._lost(error)
+
     def close(self) -> None:
         """Close the socket and leave the memory to the peer."""
         if self._closed:
