@@ -84,14 +84,14 @@ async def _look_up(host: str, runtime: Runtime, timeout: float, trouble: Callabl
         try:
             return await resolve(host, 0)
         except (OSError, UnicodeError) as error:
-            why = f"the host name {host!r} cannot be resolved ({getattr(error, 'strerror', None) or error})"
+            why = f"{host!r}, which cannot be resolved ({getattr(error, 'strerror', None) or error})"
             left = began + timeout - runtime.time()
             if left <= 0 or isinstance(error, UnicodeError):
                 raise StoreUnavailableError(
-                    f"the store cannot listen: {why}; tried for {runtime.time() - began:.1f} s; it must be a name or "
-                    "an address of this machine, which hosts the store as rank 0"
+                    f"the store cannot listen on {why}; tried for {runtime.time() - began:.1f} s: it must be a name or "
+                    "an address of this machine, where rank 0 hosts the store"
                 ) from error
-        trouble(f"rank 0 cannot open the store: {why}")
+        trouble(f"the store cannot listen on {why} as yet")
         await runtime.sleep(min(_ASK_AGAIN, left))
 
 

@@ -63,15 +63,14 @@ async def test_a_name_may_become_known_late(monkeypatch: pytest.MonkeyPatch) -> 
     assert clock.slept == [0.5] * 3
     assert (
         told
-        == ["rank 0 cannot open the store: the host name 'localhost' cannot be resolved (Name or service not known)"]
-        * 3
+        == ["the store cannot listen on 'localhost', which cannot be resolved (Name or service not known) as yet"] * 3
     )
 
 
 async def test_a_name_that_stays_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     message = (
-        r"the store cannot listen: the host name 'master' cannot be resolved \(Name or service not known\); tried for "
-        r"3\.0 s; it must be a name or an address of this machine, which hosts the store as rank 0"
+        r"the store cannot listen on 'master', which cannot be resolved \(Name or service not known\); tried for "
+        r"3\.0 s: it must be a name or an address of this machine, where rank 0 hosts the store"
     )
     with pytest.raises(StoreUnavailableError, match=message):
         await found(monkeypatch, "master", Names(unknown=100))
