@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from math import isfinite
 from typing import Any, NamedTuple
 
 import msgpack
@@ -32,7 +31,20 @@ from aiocoll.engine.shapes import (
 )
 from aiocoll.errors import ProtocolError
 
-__all__ = ["CONTROL", "DATA", "DEVICE", "PROTOCOL", "RELAYED", "SHAPES", "Facts", "Note", "read"]
+__all__ = [
+    "CALLED",
+    "CONTROL",
+    "DATA",
+    "DEVICE",
+    "NAMED",
+    "PROTOCOL",
+    "RELAYED",
+    "SHAPES",
+    "Facts",
+    "Note",
+    "read",
+    "seconds",
+]
 
 Note = dict[str, Any]
 
@@ -47,6 +59,8 @@ PROTOCOL = "protocol"
 LEVELS = 256
 #: Members of a flush: many times what anybody records in one block.
 MEMBERS = 1 << 20
+#: Seconds that no clock shows: 30,000 years.
+LONG = 1e12
 #: Bytes of the name of an NCCL communicator: it has 128.
 UNIQUE_ID = 1024
 _U16, _U32, _U63, _U64 = 1 << 16, 1 << 32, 1 << 63, 1 << 64
@@ -127,8 +141,9 @@ def _per_rank(value: Any, scope: Scope) -> None:
         raise Misfit(f"{len(value)} numbers are not one for each of the {scope.group} ranks of the group")
 
 
-def _seconds(value: Any, scope: Scope) -> None:
-    if type(value) not in (int, float) or not isfinite(value):
+def seconds(value: Any, scope: Scope) -> None:
+    """Seconds, of any clock."""
+    if type(value) not in (int, float) or not -LONG < value < LONG:
         refuse(value, "a number of seconds")
 
 
@@ -160,22 +175,15 @@ _MEMBERS = fields(
     rest=integer(_U32),
     runs=listed(fields(_CALL, op=_TEXT, count=integer(MEMBERS, 1))),
 )
-#: What a rank has called; see `aiocoll.engine.operation.description`.
-_DESCRIPTION = fields(
-    {
-        **_CALL,
-        "shape": listed(_COUNT),
-        "members": maybe(_members),
-        "debug": maybe(text(64)),
-        "src": maybe(_position),
-        "dst": _position,
-        "tag": integer(_U32),
-    },
-    rank=_position,
-    op=_TEXT,
-    seq=maybe(integer(_U64)),
-    key=maybe(_TEXT),
-)
+#: What a rank has called, see `aiocoll.engine.operation.description`: what is always said of it, and what else may be.
+NAMED: dict[str, Check] = {"rank": _position, "op": _TEXT, "seq": maybe(integer(_U64)), "key": maybe(_TEXT)}
+CALLED: dict[str, Check] = {
+    **_CALL,
+    "shape": listed(_COUNT),
+    "members": maybe(_members),
+    "debug": maybe(text(64)),
+}
+_DESCRIPTION = fields({**CALLED, "src": maybe(_position), "dst": _position, "tag": integer(_U32)}, **NAMED)
 #: An error that travels; see `aiocoll.engine.diagnosis.cause_of`.
 _CAUSE = fields(
     kind=text(64),
@@ -288,12 +296,12 @@ SHAPES: dict[str, _Shape] = {
     # Of operations, see `aiocoll.engine.diagnosis` and `disagreement`.
     "report": _note(_of_group({"asked": _TRUE}, op=_OPERATION, mine=_DESCRIPTION), CONTROL, RELAYED),
     "query": _note(_of_group(op=_OPERATION), CONTROL, RELAYED),
-    "absent": _note(_of_group(op=_OPERATION, last=_TEXT, age=maybe(_seconds), asked=_TRUE), CONTROL, RELAYED),
+    "absent": _note(_of_group(op=_OPERATION, last=_TEXT, age=maybe(seconds), asked=_TRUE), CONTROL, RELAYED),
     "status": _note(
         _of_group(
             op=_OPERATION,
             missing=listed(_position),
-            known=listed(row(_position, _BOOL, maybe(_TEXT), maybe(_seconds), _seconds, _TEXT)),
+            known=listed(row(_position, _BOOL, maybe(_TEXT), maybe(seconds), seconds, _TEXT)),
         ),
         CONTROL,
         RELAYED,

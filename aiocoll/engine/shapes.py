@@ -14,12 +14,14 @@ __all__ = [
     "Check",
     "Misfit",
     "Scope",
+    "anything",
     "data",
     "either",
     "fields",
     "fitting",
     "integer",
     "listed",
+    "mapped",
     "maybe",
     "one_of",
     "refuse",
@@ -140,6 +142,22 @@ def listed(inner: Check, limit: int = LIST) -> Check:
             inner(each, scope)
 
     return check
+
+
+def mapped(inner: Check) -> Check:
+    """A map from texts to things that fit."""
+
+    def check(value: Any, scope: Scope) -> None:
+        if type(value) is not dict or not all(type(name) is str for name in value):
+            refuse(value, "a map from texts")
+        for each in value.values():
+            inner(each, scope)
+
+    return check
+
+
+def anything(value: Any, scope: Scope) -> None:
+    """Whatever there is: it is checked elsewhere, or only shown."""
 
 
 def row(*checks: Check) -> Check:
