@@ -398,13 +398,17 @@ async def test_a_rank_that_fails_when_others_make_the_communicator_holds_none_of
 
 
 async def test_a_rank_that_said_something_of_a_group_it_is_not_in_is_refused_as_that_is_made() -> None:
+    made: list[int] = []
+
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         endpoint = pg._member.endpoint
         if pg.rank() == 0:
+            await until(lambda: len(made) == 2)
             identity = Split(pg._member.id, 0, None, (0, 1)).identity(endpoint)
             endpoint.early.keep_note(identity, 2, {"t": "device", "g": identity, "ready": True})
         part = await pg.split_group([[0, 1], [2]])
         assert part is not None
+        made.append(pg.rank())
         with pytest.raises(PeerProtocolError, match="about rank 2 in a group of ranks"):
             raise await pg.wait_revoked()
         if pg.rank() < 2:
