@@ -56,7 +56,8 @@ matrix-%:
 		PYTHONASYNCIODEBUG=1 AIOCOLL_TEST_LOOP=$$loop .venv-$*/bin/python -m pytest -m 'not soak' $(ARGS); \
 	done
 
-# Not in asyncio's debug mode: it is the library's memory and time that are looked at.
+# Not in asyncio's debug mode: it is the library's memory and time that are looked at. Each fuzzer of tests/fuzz runs for
+# a minute, or for AIOCOLL_FUZZ_SECONDS.
 soak: .venv/installed
 	.venv/bin/python -m pytest -m soak -o faulthandler_timeout=0 $(ARGS)
 

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from aiocoll.dump.files import FORMAT, VERSION
 from aiocoll.dump.timeline import offsets
+from aiocoll.engine.notes import CALLED, NAMED
+from aiocoll.engine.shapes import (Misfit, Scope, anything, fields, integer, listed, mapped, maybe, one_of, seconds, seconds
+    Check, text)
 
 __all__ = ["Call", "Group", "Unusable", "collect"]
 
 Dump = dict[str, Any]
 Entry = dict[str, Any]
 
-#: What is used of a dump, and of an entry, and what type it has.
-_FIELDS: dict[str, tuple[type, ...]] = {
-    "group": (str,), "id": (int,), "rank": (int,), "world_size": (int,), "global_ranks": (list,), "host": (str,),
-    "pid": (int,), "clock": (dict,), "state": (str,), "cause": (dict, type(None)), "entered": (int,), "keys": (dict,),
-    "entries": (list,),
+_NUMBER, _TEXT = integer(1 << 64), text()
+#: What is used of a dump, and of an entry.
+_DUMP: dict[str, Check] = {
+    "group": _TEXT, "id": _NUMBER, "rank": _NUMBER, "world_size": _NUMBER, "global_ranks": listed(_NUMBER),
+    "host": _TEXT, "pid": _NUMBER, "state": _TEXT, "entered": _NUMBER, "keys": mapped(_NUMBER),
+    "clock": fields(host=_TEXT, monotonic=seconds, wall=seconds), "cause": maybe(mapped(anything)),
+    "entries": listed(anything, 1 << 20),
 }  # fmt: skip
-_ENTRY: dict[str, tuple[type, ...]] = {
-    "kind": (str,), "op": (str,), "rank": (int,), "seq": (int, type(None)), "key": (str, type(None)), "shape": (list,),
-    "entered": (float, int), "finished": (float, int, type(None)), "state": (str,), "site": (str,), "function": (str,),
+_ENTRY: dict[str, Check] = {
+    **NAMED, "kind": one_of("collective", "message"), "shape": listed(_NUMBER), "entered": seconds,
+    "finished": maybe(seconds), "state": one_of("pending", "finished", "failed"), "site": _TEXT, "function": _TEXT,
 }  # fmt: skip
-_CLOCK: dict[str, tuple[type, ...]] = {"host": (str,), "monotonic": (float, int), "wall": (float, int)}
+_PERHAPS: dict[str, Check] = {
+    **CALLED, "peer": maybe(_NUMBER), "tag": maybe(_NUMBER), "error": maybe(_TEXT), "bytes": maybe(_NUMBER),
+}  # fmt: skip
 
 
 class Unusable(Exception):
@@ -78,6 +85,8 @@ class Group:
         calls: dict[tuple[str | None, int], Call] = {}
         for rank in self.ranks:
             for entry in self.entries(rank, "collective"):
+                if entry["seq"] is None:
+                    continue  # of the library's own: nobody has called it
                 call = calls.setdefault((entry["key"], entry["seq"]), Call(entry["key"], entry["seq"]))
                 call.entries[rank] = entry
                 call.entered[rank] = entry["entered"] + self.shifts[rank]
@@ -129,7 +138,7 @@ def _load(path: str) -> Dump:
         dump = json.loads(Path(path).read_bytes())
     except OSError as error:
         raise Unusable(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # of JSON, or of what is no text
+    except (ValueError, RecursionError) as error:  # of JSON, or of what is no text
         raise Unusable(f"{path}: is no JSON, or not all of it: {error}") from None
     if isinstance(dump, dict) and "traceEvents" in dump:
         raise Unusable(f"{path}: is a trace for Perfetto; give the dumps it was made of")
@@ -140,17 +149,26 @@ def _load(path: str) -> Dump:
             f"{path}: has version {dump.get('version')!r} of the format, and this aiocoll reads version {VERSION}: "
             "use the aiocoll that wrote it"
         )
-    wrong = _wrong(dump, _FIELDS) or _wrong(dump["clock"], _CLOCK)
-    wrong = wrong or next(filter(None, (_wrong(entry, _ENTRY) for entry in dump["entries"])), None)
-    if wrong is None and not (len(dump["global_ranks"]) == dump["world_size"] > dump["rank"] >= 0):
-        wrong = "rank"
-    if wrong is not None:
-        raise Unusable(f"{path}: is damaged: {wrong!r} is missing or wrong")
-    return dump
+    try:
+        return _checked(dump)
+    except Misfit as error:
+        raise Unusable(f"{path}: is damaged: {error}") from None
 
 
-def _wrong(found: Any, fields: dict[str, tuple[type, ...]]) -> str | None:
-    """Return the first of `fields` that is not there or has another type."""
-    if not isinstance(found, dict):
-        return "entries"
-    return next((name for name, types in fields.items() if type(found.get(name, ...)) not in types), None)
+def _checked(dump: Dump) -> Dump:
+    """Return what is used of a dump; raises `Misfit` if it is not what a dump has."""
+    found = _taken(dump, _DUMP, {}, Scope(0, None))
+    size = found["world_size"]
+    if not len(found["global_ranks"]) == size > found["rank"]:
+        raise Misfit("rank: it is none of the group's")
+    found["entries"] = [_taken(entry, _ENTRY, _PERHAPS, Scope(size, size)) for entry in found["entries"]]
+    return found
+
+
+def _taken(given: Any, needed: Mapping[str, Check], perhaps: Mapping[str, Check], scope: Scope) -> dict[str, Any]:
+    """Return the fields that are known; later versions may write more."""
+    if not isinstance(given, dict):
+        raise Misfit("entries: there is one that is no map")
+    found = {name: value for name, value in given.items() if name in needed or name in perhaps}
+    fields(perhaps, **needed)(found, scope)
+    return found

@@ -82,8 +82,7 @@ class Channel:
         self._unasked = 0
         self._consumed = 0
         self._waiting = Waiting(peer)
-        self._pumping = False
-        self._again = False
+        self._pumping = self._again = False
 
     def attach(self, link: Link) -> None:
         """Use `link` from now on."""
@@ -371,7 +370,7 @@ class Channel:
     def consume(self, nbytes: int) -> None:
         """Eager bytes have left our memory; tell the sender from time to time."""
         self._consumed += nbytes
-        if self._consumed >= WINDOW_LOT:
+        if self._consumed >= WINDOW_LOT and self.link is not None:
             self.control(FrameKind.WINDOW, 0, 0, self._consumed)
             self._consumed = 0
 
@@ -383,8 +382,7 @@ class Channel:
     def cut(self) -> list[Link]:
         """Use the link no more; return it, if there is one."""
         link, self.link = self.link, None
-        self.receiving = None
-        self._inflight = None
+        self.receiving = self._inflight = None
         return [] if link is None else [link]
 
     def give_back(self) -> None:

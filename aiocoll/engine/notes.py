@@ -17,7 +17,6 @@ from aiocoll.engine.shapes import (
     Misfit,
     Scope,
     data,
-    duration,
     either,
     fields,
     group_rank,
@@ -30,12 +29,25 @@ from aiocoll.engine.shapes import (
     rank_list,
     refuse,
     row,
+    seconds,
     shown,
     text,
 )
 from aiocoll.errors import ProtocolError
 
-__all__ = ["CONTROL", "DATA", "DEVICE", "PROTOCOL", "RELAYED", "SHAPES", "Facts", "Note", "read"]
+__all__ = [
+    "CALLED",
+    "CONTROL",
+    "DATA",
+    "DEVICE",
+    "NAMED",
+    "PROTOCOL",
+    "RELAYED",
+    "SHAPES",
+    "Facts",
+    "Note",
+    "read",
+]
 
 Note = dict[str, Any]
 
@@ -137,22 +149,15 @@ _MEMBERS = fields(
     rest=integer(_U32),
     runs=listed(fields(_CALL, op=_TEXT, count=integer(MEMBERS, 1))),
 )
-#: What a rank has called; see `aiocoll.engine.operation.description`.
-_DESCRIPTION = fields(
-    {
-        **_CALL,
-        "shape": listed(_COUNT),
-        "members": maybe(_members),
-        "debug": maybe(text(64)),
-        "src": maybe(group_rank),
-        "dst": group_rank,
-        "tag": integer(_U32),
-    },
-    rank=group_rank,
-    op=_TEXT,
-    seq=maybe(integer(_U64)),
-    key=maybe(_TEXT),
-)
+#: What a rank has called, see `aiocoll.engine.operation.description`: what is always said of it, and what else may be.
+NAMED: dict[str, Check] = {"rank": group_rank, "op": _TEXT, "seq": maybe(integer(_U64)), "key": maybe(_TEXT)}
+CALLED: dict[str, Check] = {
+    **_CALL,
+    "shape": listed(_COUNT),
+    "members": maybe(_members),
+    "debug": maybe(text(64)),
+}
+_DESCRIPTION = fields({**CALLED, "src": maybe(group_rank), "dst": group_rank, "tag": integer(_U32)}, **NAMED)
 #: An error that travels; see `aiocoll.engine.diagnosis.cause_of`.
 _CAUSE = fields(
     kind=text(64),
@@ -280,12 +285,12 @@ SHAPES: dict[str, _Shape] = {
     # Of operations, see `aiocoll.engine.diagnosis` and `disagreement`.
     "report": _note(_of_group({"asked": _TRUE}, op=_OPERATION, mine=_DESCRIPTION), CONTROL, RELAYED),
     "query": _note(_of_group(op=_OPERATION), CONTROL, RELAYED),
-    "absent": _note(_of_group(op=_OPERATION, last=_TEXT, age=maybe(duration), asked=_TRUE), CONTROL, RELAYED),
+    "absent": _note(_of_group(op=_OPERATION, last=_TEXT, age=maybe(seconds), asked=_TRUE), CONTROL, RELAYED),
     "status": _note(
         _of_group(
             op=_OPERATION,
             missing=listed(group_rank),
-            known=listed(row(group_rank, _BOOL, maybe(_TEXT), maybe(duration), duration, _TEXT)),
+            known=listed(row(group_rank, _BOOL, maybe(_TEXT), maybe(seconds), seconds, _TEXT)),
         ),
         CONTROL,
         RELAYED,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from math import isfinite
 from typing import Any, NamedTuple
 
 __all__ = [
@@ -16,8 +15,8 @@ __all__ = [
     "Check",
     "Misfit",
     "Scope",
+    "anything",
     "data",
-    "duration",
     "either",
     "fields",
     "fitting",
@@ -25,12 +24,14 @@ __all__ = [
     "integer",
     "job_rank",
     "listed",
+    "mapped",
     "maybe",
     "one_of",
     "per_rank",
     "rank_list",
     "refuse",
     "row",
+    "seconds",
     "shown",
     "text",
 ]
@@ -149,6 +150,22 @@ def listed(inner: Check, limit: int = LIST) -> Check:
     return check
 
 
+def mapped(inner: Check) -> Check:
+    """A map from texts to things that fit."""
+
+    def check(value: Any, scope: Scope) -> None:
+        if type(value) is not dict or not all(type(name) is str for name in value):
+            refuse(value, "a map from texts")
+        for each in value.values():
+            inner(each, scope)
+
+    return check
+
+
+def anything(value: Any, scope: Scope) -> None:
+    """Whatever there is: it is checked elsewhere, or only shown."""
+
+
 def row(*checks: Check) -> Check:
     """A list with one thing for each of these."""
 
@@ -188,6 +205,8 @@ def fitting(words: str) -> str:
     return words[:TEXT].encode("utf-8", "replace").decode()
 
 
+#: Seconds that no clock shows: 30,000 years.
+LONG = 1e12
 _COUNT = integer(1 << 63)
 
 
@@ -218,7 +237,7 @@ def per_rank(value: Any, scope: Scope) -> None:
         raise Misfit(f"{len(value)} numbers are not one for each of the {scope.group} ranks of the group")
 
 
-def duration(value: Any, scope: Scope) -> None:
-    """A number of seconds."""
-    if type(value) not in (int, float) or not isfinite(value):
+def seconds(value: Any, scope: Scope) -> None:
+    """Seconds, of any clock."""
+    if type(value) not in (int, float) or not -LONG < value < LONG:
         refuse(value, "a number of seconds")

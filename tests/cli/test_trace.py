@@ -261,12 +261,12 @@ def good(**changes: Any) -> dict[str, Any]:
         (b'{"a": 1}', "is no dump of pg.recorder"),
         (b'{"traceEvents": []}', "is a trace for Perfetto; give the dumps it was made of"),
         (good(version=2), "has version 2 of the format, and this aiocoll reads version 1"),
-        (good(rank=2), "is damaged: 'rank'"),
-        (good(rank=True), "is damaged: 'rank'"),
-        (good(clock={}), "is damaged: 'host'"),
-        (good(entries=[1]), "is damaged: 'entries'"),
-        (good(entries=[{"kind": "collective"}]), "is damaged: 'op'"),
-        ({key: value for key, value in good().items() if key != "cause"}, "is damaged: 'cause'"),
+        (good(rank=2), "is damaged: rank: it is none of the group's"),
+        (good(rank=True), "is damaged: rank: True is not a number"),
+        (good(clock={}), "is damaged: clock: host is missing"),
+        (good(entries=[1]), "is damaged: entries: there is one that is no map"),
+        (good(entries=[{"kind": "collective"}]), "is damaged: rank is missing"),
+        ({key: value for key, value in good().items() if key != "cause"}, "is damaged: cause is missing"),
     ],
 )
 def test_a_file_that_is_no_dump(

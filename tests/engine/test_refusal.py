@@ -357,3 +357,41 @@ async def test_an_exception_in_an_operation_ends_the_group_by_name(
         assert not pg.pending()
 
     await run_ranks(3, rank, transport=transport)
+
+
+#: Lengths of frames of a broadcast of 800 bytes of eight each, and what is wrong with the last of them.
+TOO_MUCH: dict[str, tuple[list[int], str]] = {
+    "a frame beyond the end": ([792, 16], "more than the 800 bytes"),
+    "a frame without bytes": ([0], "sent nothing where 800 bytes belong"),
+    "a part of an element": ([796], "could not take .* ValueError"),
+}
+
+
+@pytest.mark.parametrize("what", TOO_MUCH)
+@pytest.mark.parametrize("transport", ["memory", "tcp"])
+async def test_more_than_a_message_is_refused(transport: str, what: str) -> None:
+    lengths, words = TOO_MUCH[what]
+    waiting: list[int] = []
+
+    async def rank(pg: ProcessGroup) -> None:
+        await met(pg)
+        if pg.rank() == 0:
+            work = pg.broadcast(np.zeros(100), 1)
+            waiting.append(pg._member.entered)
+        else:
+            await until(lambda: waiting)
+            work = pg.recv(np.zeros(1), 0)
+            pg.broadcast(np.zeros(100), 1, key="alike").add_done_callback(lambda _: None)
+            terms = pg._member.recorder.last().terms  # type: ignore[union-attr]
+            at = 0
+            for length in lengths:
+                header = HEADER.pack(
+                    FrameKind.DATA, EAGER, 0, pg._member.id, waiting[0], terms.fingerprint(), at, length, 800
+                )
+                data_link(pg, 0).write(header, memoryview(bytes(length)) if length else None)
+                at += length
+        with pytest.raises(PeerProtocolError, match=words):
+            async with asyncio.timeout(OVER):
+                await work
+
+    await run_ranks(2, rank, transport=transport)

@@ -46,7 +46,7 @@ frames = st.tuples(
 )
 
 
-@fuzz(st.lists(st.tuples(frames, st.integers(0, 1)), min_size=1, max_size=6), examples=60)
+@fuzz(st.lists(st.tuples(frames, st.integers(0, 1)), min_size=1, max_size=6), examples=150)
 def test_whatever_is_sent_every_work_ends(sent: list[tuple[tuple[int, ...], int]]) -> None:
     def attack(pg: Any, pair: int) -> None:
         member = pg._member

@@ -54,7 +54,7 @@ def test_bytes_fit_or_are_refused(body: bytes, way: str) -> None:
         return
 
 
-@fuzz(st.lists(st.tuples(mutated(valid), st.booleans(), st.integers(0, 1)), min_size=1, max_size=3), examples=40)
+@fuzz(st.lists(st.tuples(mutated(valid), st.booleans(), st.integers(0, 1)), min_size=1, max_size=3), examples=150)
 def test_whatever_is_said_every_work_ends(said: list[tuple[Any, bool, int]]) -> None:
     """And if all of it is nonsense, groups of the others go on."""
     nonsense: list[bool] = []

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll import CollectiveTimeoutError, GroupError, GroupRevokedError, PeerLostError, ProcessGroup
-from aiocoll.engine.control import Control
+from aiocoll import CollectiveTimeoutError, GroupError, GroupRevokedError, ProcessGroup
+from aiocoll.engine.lineage import Split
 from aiocoll.engine.plan import EAGER_WINDOW
+from aiocoll.errors import PeerProtocolError
 from aiocoll.gpu.turns import Turn, Turns
 from aiocoll.group.cuda import communicator, deciding
 from aiocoll.group.cuda.cards import Decision
@@ -142,8 +143,8 @@ async def test_a_rank_may_make_its_group_after_others_have_called(late: int) -> 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         if rank == late:
-            control = pg._member.endpoint.control
-            await until(lambda: control._early) if rank == 0 else await pg.recv_object(0)
+            early = pg._member.endpoint.early
+            await until(lambda: early._unmade) if rank == 0 else await pg.recv_object(0)
         elif rank == 0:
             pg.send_object(None, late)
         part = await pg.split_group([[0, 1], [2]])
@@ -152,7 +153,7 @@ async def test_a_rank_may_make_its_group_after_others_have_called(late: int) -> 
         await part.allreduce(tensor)
         assert host(tensor).tolist() == [part.size()] * 3
         assert is_native(part)
-        assert not pg._member.endpoint.control._early
+        assert not any(group.notes for group in pg._member.endpoint.early._unmade.values())
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
@@ -166,10 +167,10 @@ async def test_notes_for_groups_that_are_over_or_of_others_are_not_kept() -> Non
         await part.shutdown()
         for identity in (part._member.id, 7):
             endpoint.control.tell(1 - pg.rank(), {"t": "device", "g": identity, "ready": True})
-        await until(lambda: endpoint.control._early)
-        assert list(endpoint.control._early) == [7]
-        endpoint.disown(7)
-        assert not endpoint.control._early
+        await until(lambda: endpoint.early._unmade)
+        assert list(endpoint.early._unmade) == [7]
+        endpoint.early.disown(7, 1 - pg.rank())
+        assert not endpoint.early._unmade
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
@@ -355,13 +356,12 @@ async def test_notes_that_make_no_sense_end_the_link(sender: int, note: dict[str
         if rank == sender:
             member.endpoint.control.tell(1 - rank, {"t": "device", "g": member.id, **note})
         elif when == "before":
-            await until(lambda: member._device_notes)
+            await until(lambda: member._device_notes or member.cause)
             with pytest.raises(GroupRevokedError):
                 pg.send(gpu.tensor(np.ones(1), rank), sender)
         error = await pg.wait_revoked()
-        assert isinstance(error, PeerLostError)
-        if rank != sender:
-            assert "sent a control message that cannot be read" in str(error)
+        assert isinstance(error, PeerProtocolError)
+        assert f"rank {sender}" in str(error)
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
@@ -397,15 +397,22 @@ async def test_a_rank_that_fails_when_others_make_the_communicator_holds_none_of
         assert calls.count("init") == 6
 
 
-async def test_notes_of_ranks_that_are_not_in_the_group_are_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    early = Control.early
-    note = {"t": "device", "ready": True}
-    monkeypatch.setattr(Control, "early", lambda control, identity: [*early(control, identity), (2, note)])
+async def test_a_rank_that_said_something_of_a_group_it_is_not_in_is_refused_as_that_is_made() -> None:
+    made: list[int] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        endpoint = pg._member.endpoint
+        if pg.rank() == 0:
+            await until(lambda: len(made) == 2)
+            identity = Split(pg._member.id, 0, None, (0, 1)).identity(endpoint)
+            endpoint.early.keep_note(identity, 2, {"t": "device", "g": identity, "ready": True})
         part = await pg.split_group([[0, 1], [2]])
         assert part is not None
-        assert part._member._device_notes == ([(0, note)] if pg.rank() == 2 else [])
+        made.append(pg.rank())
+        with pytest.raises(PeerProtocolError, match="about rank 2 in a group of ranks"):
+            raise await pg.wait_revoked()
+        if pg.rank() < 2:
+            assert (await part.allreduce(1.0)) == 2.0
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)

@@ -616,7 +616,7 @@ def test_nothing_is_left_when_a_run_is_cancelled_in_the_middle(name, tmp_path):
         runner.run(main())
 
 
-async def test_an_exception_while_a_request_is_carried_out_ends_its_connection_only(server, monkeypatch):
+async def test_an_exception_while_a_request_is_carried_out_ends_its_connection_only(server, monkeypatch, caplog):
     async with client(server) as store:
         waiting = asyncio.create_task(store.get("k"))
         await store.num_keys()
@@ -633,6 +633,7 @@ async def test_an_exception_while_a_request_is_carried_out_ends_its_connection_o
                 await other.append("k", b"1")
         await store.set("k", b"1")
         assert await waiting == b"1"
+    assert not [record for record in caplog.records if record.name == "asyncio"], "the loop had to end it"
 
 
 async def test_an_exception_while_a_wait_is_answered_ends_the_connection_that_waits(server, monkeypatch):

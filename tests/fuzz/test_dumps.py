@@ -1,0 +1,64 @@
+"""Dumps of flight recorders that are nearly right: `aiocoll trace` reports on them, or names the file that is none."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from aiocoll import ProcessGroup
+from aiocoll.cli.main import main
+from aiocoll.errors import CollectiveMismatchError
+from aiocoll.testing.virtual import run_virtual
+
+from .budget import fuzz
+from .mutation import mutated
+
+
+@cache
+def dumped() -> list[dict[str, Any]]:
+    """Return the dumps of three ranks that have done something of each kind, the last thing not alike."""
+
+    async def rank(pg: ProcessGroup) -> dict[str, Any]:
+        await pg.allreduce(np.ones(3))
+        await pg.allreduce(np.ones(3), key="k")
+        await pg.alltoall([np.zeros(2) for _ in range(3)], [np.zeros(2)] * 3)
+        async with pg.coalescing():
+            pg.allreduce(np.ones(2))
+            pg.broadcast(np.ones(4), 0)
+        sent = pg.send(np.ones(2), (pg.rank() + 1) % 3)
+        await pg.recv(np.ones(2), (pg.rank() - 1) % 3)
+        await sent
+        with contextlib.suppress(CollectiveMismatchError):
+            await pg.allreduce(np.ones(3 + (pg.rank() == 2)))
+        return pg.recorder.dump()
+
+    found: list[dict[str, Any]] = json.loads(json.dumps(run_virtual(3, rank)))
+    return found
+
+
+@fuzz(mutated(st.deferred(lambda: st.just(dumped()))), examples=150)
+def test_dumps_are_reported_on_or_refused(dumps: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        paths = []
+        for number, dump in enumerate(dumps if isinstance(dumps, list) else [dumps]):
+            path = Path(folder) / f"{number}.json"
+            try:
+                path.write_text(json.dumps(dump), encoding="ascii")
+            except TypeError:
+                return  # bytes, which JSON does not have
+            paths.append(str(path))
+        if not paths:
+            return
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            code = main(["trace", *paths, "--perfetto", str(Path(folder) / "trace")])
+        assert code in (0, 1, 2)
+        assert out.getvalue()
