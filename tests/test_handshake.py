@@ -23,6 +23,7 @@ from aiocoll.handshake import (
     UnprovenError,
     is_loopback,
     job_id,
+    may_be_ours,
     require_key,
 )
 
@@ -266,3 +267,14 @@ def test_short_keys_are_refused_everywhere(host):
 
 def test_job_id_is_a_fixed_hash():
     assert job_id("") == bytes.fromhex("e3b0c44298fc1c149afbf4c8996fb924")
+
+
+def test_the_beginning_of_a_message_is_told_from_other_bytes() -> None:
+    hello = client().hello()
+    challenge = server().challenge(hello, accept)
+    for message in (hello, challenge):
+        assert all(may_be_ours(message[:count]) for count in range(len(message) + 1))
+    for place in range(4):
+        other = bytearray(hello)
+        other[place] ^= 1
+        assert [may_be_ours(bytes(other[:count])) for count in range(6)] == [count <= place for count in range(6)]

@@ -171,6 +171,26 @@ def test_a_coordinator_that_takes_over_asks_those_that_vote_elsewhere(monkeypatc
     assert shrunk(5, between, monkeypatch) == [everybody] * 5
 
 
+def test_a_coordinator_learns_from_a_vote_who_is_dead() -> None:
+    """Only rank 2 has seen the end of rank 3: the others need not wait for its vote."""
+
+    async def rank(pg: ProcessGroup) -> Ranks | None:
+        if pg.rank() == 3:
+            await asyncio.sleep(60)
+            return None
+        if pg.rank() == 2:
+            pg._member.endpoint.died(3, "its process is gone", tell=False, how="killed")
+        await pg.wait_revoked()
+        start = asyncio.get_running_loop().time()
+        small = await pg.shrink()
+        assert asyncio.get_running_loop().time() - start < 1
+        assert set(pg._member.endpoint.dead) == {3}
+        await small.shutdown()
+        return small.global_ranks
+
+    assert run_virtual(4, rank, latency=LATENCY) == [(0, 1, 2)] * 3 + [None]
+
+
 @pytest.mark.parametrize(
     "seeds", [range(100), pytest.param(range(100, 3000), marks=pytest.mark.soak)], ids=["few", "many"]
 )

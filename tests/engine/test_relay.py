@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from aiocoll.engine import watch
 from aiocoll.engine.relay import LAG, Relay, order
 from aiocoll.transport.shm.layout import LANE
 
-from ..ranks import run_ranks
+from ..ranks import run_ranks, until
 from .test_oneshot import call, check, fails, jobs, mine, shrunk
 
 MIB = 1024 * 1024
@@ -142,6 +143,40 @@ async def test_keyed_giants_in_opposite_orders(tasks: bool) -> None:
 
     async with jobs(2) as (pgs,):
         await asyncio.gather(*(rank(pg) for pg in pgs))
+
+
+class Gate:
+    """A link that takes one frame, and no more until it is open."""
+
+    def __init__(self, link: Any) -> None:
+        self._link = link
+        self.open = False
+        self._taken = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+    @property
+    def writable(self) -> bool:
+        return self.open or not self._taken
+
+    def write(self, header: bytes, payload: memoryview | None = None) -> bool:
+        self._taken += 1
+        return self._link.write(header, payload)
+
+
+async def test_it_ends_with_its_last_frame_if_all_has_come() -> None:
+    async with jobs(2) as ((zero, one),):
+        channel = zero._member.channels[1]
+        gate = channel.link = Gate(channel.link)  # type: ignore[assignment]
+        calls = [call(zero, 2 * PIECE), call(one, 2 * PIECE)]
+        (operation,) = zero._member.pending
+        await until(lambda: not operation.awaited())
+        assert not calls[0][1].done()
+        gate.open = True
+        channel.drained(gate)
+        assert calls[0][1].done()
+        await check(calls, 2)
 
 
 async def test_who_waits_has_nothing_to_do() -> None:

@@ -164,24 +164,22 @@ def drawn_again(faults: Sequence[Mutant]) -> list[Mutant]:
 
 
 class Limits:
-    """How long the tests of a subject may take: found out when they are first needed, without any fault."""
+    """How long a run of tests may take: found out when it is first needed, without any fault."""
 
     def __init__(self) -> None:
-        self._found: dict[str, list[float]] = {}
-        self._locks = {subject: threading.Lock() for subject in SUBJECTS}
+        self._found: dict[tuple[str, ...], float] = {}
+        self._lock = threading.Lock()
 
     def of(self, subject: str, tree: Tree) -> list[float]:
-        """Return seconds for each run of the tests; `tree` has no fault in it."""
-        with self._locks[subject]:
-            if subject not in self._found:
-                self._found[subject] = [self._measured(subject, run, tree) for run in SUBJECTS[subject].tests]
-            return self._found[subject]
-
-    def _measured(self, subject: str, run: tuple[str, ...], tree: Tree) -> float:
-        start = time.monotonic()
-        if (failed := tree.tests([run], [600.0])) is not None:
-            raise RuntimeError(f"{subject}: the tests fail without any fault: {failed}")
-        return FLOOR + TIMES * (time.monotonic() - start)
+        """Return seconds for each run of a subject's tests; `tree` has no fault in it."""
+        with self._lock:
+            for run in SUBJECTS[subject].tests:
+                if run not in self._found:
+                    start = time.monotonic()
+                    if (failed := tree.tests([run], [600.0])) is not None:
+                        raise RuntimeError(f"{subject}: the tests fail without any fault: {failed}")
+                    self._found[run] = FLOOR + TIMES * (time.monotonic() - start)
+            return [self._found[run] for run in SUBJECTS[subject].tests]
 
 
 def judge_all(faults: Sequence[Mutant], jobs: int, out: Path) -> list[Verdict]:

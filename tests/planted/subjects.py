@@ -89,7 +89,6 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 RECOVERY,
                 ("test_windows.py", "-k", "memory and (came_before or failed_group) or is_over"),
                 ("group/test_group.py", "test_subgroups.py", "test_connect.py", "test_waiting.py"),
-                ("integration/test_alive.py", "integration/test_ends.py", "integration/test_recovery.py"),
             ),
         ),
         "session": Subject(("Session.message_received",), (("test_tcp.py", "-k", "cut_off"),)),
