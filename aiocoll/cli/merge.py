@@ -11,8 +11,20 @@ from typing import Any
 from aiocoll.dump.files import FORMAT, VERSION
 from aiocoll.dump.timeline import offsets
 from aiocoll.engine.notes import CALLED, NAMED
-from aiocoll.engine.shapes import (Misfit, Scope, anything, fields, integer, listed, mapped, maybe, one_of, seconds, seconds
-    Check, text)
+from aiocoll.engine.shapes import (
+    Check,
+    Misfit,
+    Scope,
+    anything,
+    fields,
+    integer,
+    listed,
+    mapped,
+    maybe,
+    one_of,
+    seconds,
+    text,
+)
 
 __all__ = ["Call", "Group", "Unusable", "collect"]
 
