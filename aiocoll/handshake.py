@@ -43,7 +43,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import struct
 from collections.abc import Callable
 from enum import IntEnum
@@ -56,7 +55,6 @@ __all__ = [
     "CONFIRM_SIZE",
     "HANDSHAKE_TIMEOUT",
     "HELLO_SIZE",
-    "MIN_KEY_SIZE",
     "PROOF_SIZE",
     "VERDICT_SIZE",
     "WIRE_VERSION",
@@ -68,10 +66,8 @@ __all__ = [
     "ServerHandshake",
     "Status",
     "UnprovenError",
-    "is_loopback",
     "job_id",
     "may_be_ours",
-    "require_key",
 ]
 
 MAGIC = b"aioc"
@@ -86,14 +82,6 @@ CONFIRM_SIZE = _MAC_SIZE
 
 #: Seconds for the five messages together: ample for a loaded host, short enough that a silent client is soon gone.
 HANDSHAKE_TIMEOUT = 5.0
-
-#: Bytes of the shortest job key taken: 128 bits cannot be guessed from a recorded handshake.
-MIN_KEY_SIZE = 16
-
-_HOW_TO_GET_A_KEY = (
-    "start the job with `aiocoll run`, which makes one, or pass the same job_key= (or AIOCOLL_JOB_KEY) to every rank; "
-    'make one with: python -c "import secrets; print(secrets.token_hex(32))"'
-)
 
 
 class ConnKind(IntEnum):
@@ -161,33 +149,6 @@ def job_id(name: str) -> bytes:
 def may_be_ours(said: bytes) -> bool:
     """Say whether a handshake message may begin with the few bytes `said` (or none)."""
     return said[: len(MAGIC)] == MAGIC[: len(said)]
-
-
-def is_loopback(host: str) -> bool:
-    """Say whether `host` (an address, or "localhost") cannot be reached from another machine; other names are not."""
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-
-
-def require_key(host: str, key: bytes | None) -> None:
-    """Refuse an address that other machines can reach when there is no job key, and any key that is too short.
-
-    Raises:
-        AuthenticationError: says how to make a key.
-    """
-    if key is not None and len(key) < MIN_KEY_SIZE:
-        raise AuthenticationError(
-            f"job_key has {len(key)} bytes, at least {MIN_KEY_SIZE} are needed: {_HOW_TO_GET_A_KEY}"
-        )
-    if key is None and not is_loopback(host):
-        raise AuthenticationError(
-            f"{host} can be reached from other machines, and no job key keeps strangers out: {_HOW_TO_GET_A_KEY}"
-        )
 
 
 class ClientHandshake:

@@ -25,7 +25,7 @@ LAYERS: list[set[str]] = [
     {"runtime", "unseen"},
     {"threads", "loading"},
     {"elements", "codec"},
-    {"work", "handshake", "unproven", "options", "process", "backends", "dump", "sockets"},
+    {"work", "handshake", "keys", "unproven", "options", "process", "backends", "dump", "sockets"},
     {"transport", "store", "gpu"},
     {"algorithms"},
     {"engine"},

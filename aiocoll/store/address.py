@@ -12,7 +12,7 @@ import struct
 from typing import Any, NamedTuple
 
 from aiocoll.errors import AuthenticationError, StoreUnavailableError
-from aiocoll.handshake import require_key
+from aiocoll.keys import require_key
 from aiocoll.sockets import retry_soon
 
 __all__ = ["Endpoint", "check_peer", "describe", "is_unix", "listen", "literal", "resolve"]

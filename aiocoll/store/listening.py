@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 
 from aiocoll.errors import StoreUnavailableError
-from aiocoll.handshake import is_loopback
+from aiocoll.keys import is_loopback
 from aiocoll.runtime import Runtime
 from aiocoll.store.address import Endpoint, is_unix, literal, resolve
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from aiocoll.errors import RendezvousError
-from aiocoll.handshake import is_loopback
+from aiocoll.keys import is_loopback
 from aiocoll.transport.address import ANY, is_wildcard
 
 __all__ = ["find_route", "interface_address", "is_own", "routable_address"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Any, NamedTuple
 
-from aiocoll import handshake
+from aiocoll import keys
 from aiocoll.errors import PeerLostError, RendezvousError
 from aiocoll.log import logger
 from aiocoll.transport import address
@@ -74,12 +74,12 @@ class Targets:
     def _tcp(self, card: Card) -> Target:
         host, port = card["tcp"]
         self.check_key(host)
-        hint = ", which other hosts cannot reach" if card["host"] != self.host and handshake.is_loopback(host) else ""
+        hint = ", which other hosts cannot reach" if card["host"] != self.host and keys.is_loopback(host) else ""
         return Target(address.family_of(host), (host, port), f"{host} port {port}{hint}")
 
     def check_key(self, host: str) -> None:
         """Refuse to use TCP on `host` without a job key, or warn once where that is a smaller risk."""
-        handshake.require_key(host, self._key)
+        keys.require_key(host, self._key)
         if self._key is None and not self._warned_keyless:
             self._warned_keyless = True
             risk = "every user of this host could join; start the job with `aiocoll run`, or pass job_key="

@@ -1,0 +1,44 @@
+"""Where a job key is needed, and what one has to be."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from aiocoll.errors import AuthenticationError
+
+__all__ = ["MIN_KEY_SIZE", "is_loopback", "require_key"]
+
+#: Bytes of the shortest job key taken: 128 bits cannot be guessed from a recorded handshake.
+MIN_KEY_SIZE = 16
+
+_HOW_TO_GET_A_KEY = (
+    "start the job with `aiocoll run`, which makes one, or pass the same job_key= (or AIOCOLL_JOB_KEY) to every rank; "
+    'make one with: python -c "import secrets; print(secrets.token_hex(32))"'
+)
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether `host` (an address, or "localhost") cannot be reached from another machine; other names are not."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def require_key(host: str, key: bytes | None) -> None:
+    """Refuse an address that other machines can reach when there is no job key, and any key that is too short.
+
+    Raises:
+        AuthenticationError: says how to make a key.
+    """
+    if key is not None and len(key) < MIN_KEY_SIZE:
+        raise AuthenticationError(
+            f"job_key has {len(key)} bytes, at least {MIN_KEY_SIZE} are needed: {_HOW_TO_GET_A_KEY}"
+        )
+    if key is None and not is_loopback(host):
+        raise AuthenticationError(
+            f"{host} can be reached from other machines, and no job key keeps strangers out: {_HOW_TO_GET_A_KEY}"
+        )
