@@ -44,3 +44,20 @@ def test_every_rank_hears_of_it_in_every_group(world_size: int) -> None:
 
         expected = [None if rank == victim else True for rank in range(world_size)]
         assert job.run(world_size, body, linked=False) == expected
+
+
+def test_what_is_done_about_it_raises_nothing_of_its_own() -> None:
+    """An exception in a callback would only be logged."""
+    job = Job()
+    told: list[dict[str, Any]] = []
+
+    async def body(pg: ProcessGroup) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        if pg.rank() == 1:
+            await job.die(1)
+        with pytest.raises(PeerLostError):
+            await pg.allreduce(np.ones(3))
+        await asyncio.sleep(1)
+
+    job.run(3, body)
+    assert told == []
