@@ -51,12 +51,16 @@ class Trial:
 
     async def _main(self) -> None:
         loop = asyncio.get_running_loop()
-        for _ in range(self.chance.randrange(1, 6)):
+        chance = self.chance
+        storm = chance.choice([None, chance.uniform(0, CALM / 2)])
+        for _ in range(chance.randrange(1, 6)):
             fault = self._fault()
-            if self.chance.random() < 0.7:
-                self.hosts.at_frame[int(10 ** self.chance.uniform(0, 3.3))] = fault
+            if storm is not None:  # in the same agreement, and around the bounds of its steps
+                loop.call_later(storm + chance.choice([0, 0.02, 0.5, 2.5, 5.0, 7.5]) + chance.uniform(0, 0.1), fault)
+            elif chance.random() < 0.7:
+                self.hosts.at_frame[int(10 ** chance.uniform(0, 3.3))] = fault
             else:
-                loop.call_later(self.chance.uniform(0, CALM), fault)
+                loop.call_later(chance.uniform(0, CALM), fault)
         async with HashStore() as store:
             for process in range(self.size):
                 self.hosts.start(process, partial(self._member, process, store))
