@@ -68,9 +68,10 @@ def _decoded(rank: int, data: bytes) -> Card:
     raise RendezvousError(f"what rank {rank} published in the store is no address of a rank: {data[:64]!r}")
 
 
-async def call_off(place: Store, reason: str) -> None:
-    """Let the ranks that meet in `place` find the reason why they cannot, however far they have come."""
-    await place.multi_set(["job", "card/0", "tcp/0"], [CALLED_OFF + reason.encode()] * 3)
+async def call_off(place: Store, world_size: int, reason: str) -> None:
+    """Let the ranks that meet in `place` find the reason why they cannot, however far they, and others, have come."""
+    keys = ["job", *(f"{what}/{rank}" for what in ("card", "tcp") for rank in range(world_size))]
+    await place.multi_set(keys, [CALLED_OFF + reason.encode()] * len(keys))
 
 
 def heed(data: bytes) -> None:

@@ -185,7 +185,7 @@ class Home:
         place = PrefixStore(f"{seat.prefix}/aiocoll/1", self._place.store if store is None else store)
         with contextlib.suppress(StoreError, TimeoutError):
             async with asyncio.timeout(LAST_LOOK):
-                await call_off(place, reason)
+                await call_off(place, seat.world_size, reason)
 
     # -- meeting
 
