@@ -48,7 +48,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ),
         ),
         "codec": Subject(
-            ("_Encoder.put", "_Decoder.list_hook", "_join_array"),
+            ("_Encoder.put", "_Decoder._list", "_join_array"),
             (("test_roundtrip.py", "-k", "not 65537 and not 32769"), ("test_refusals.py",)),
         ),
         "relay": Subject(
@@ -79,11 +79,11 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 ("test_oneshot.py", "test_relay.py", "-k", "frames or link or order"),
             ),
         ),
-        "handshake": Subject(("ServerHandshake.verify",), (("test_handshake.py",), ("test_stream.py",))),
-        "shrink": Subject(("Agreement.vote",), AGREEMENT),
+        "handshake": Subject(("ServerHandshake.verdict",), (("test_handshake.py",), ("test_stream.py",))),
+        "shrink": Subject(("Agreement.shrink",), AGREEMENT),
         "coordinator": Subject(("Coordinator.consider",), AGREEMENT),
         "endpoint": Subject(
-            ("Endpoint.died",),
+            ("Endpoint.add", "Roster.died", "Early.keep_frame"),
             (
                 ("test_goodbye.py", "test_deaths.py", "-k", "2 or 3"),
                 RECOVERY,
