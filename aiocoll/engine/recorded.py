@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from numpy.typing import NDArray
 
 from aiocoll.engine.plan import Plan
-from aiocoll.work import Progress, Work
+from aiocoll.work import AT_ONCE, Progress, Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.operation import Operation
@@ -105,7 +105,7 @@ class Part(Work[Any]):
         operation: once it is made.
     """
 
-    __slots__ = ("ended", "operation", "stands_for")
+    __slots__ = ("operation", "stands_for")
 
     def __init__(
         self,
@@ -119,13 +119,8 @@ class Part(Work[Any]):
     ) -> None:
         super().__init__(progress, op, seq, key, group, 0)
         self.stands_for = stands_for
-        self.ended = ended
         self.operation: Operation | None = None
-
-    def _finish(self, result: Any, exception: BaseException | None = None) -> None:
-        super()._finish(result, exception)
-        if self._done:  # else a call of several steps goes on with the next one
-            self.ended(self._result, self._exception)
+        self._call_back(lambda work: ended(work._result, work._exception), AT_ONCE)
 
     def _failed(self, error: BaseException) -> None:
         """The works it stands for tell."""

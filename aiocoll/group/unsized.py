@@ -25,9 +25,10 @@ def allgather_unsized(group: Launcher, source: Buffer, timeout: Timeout, key: st
     """Start an allgather in which no rank gives outputs: first all learn how long they have to be."""
     limit = group._member.timeout if timeout is None else seconds(timeout, "timeout")
     terms = Terms("ALLGATHER_ALLOCATED", source.dtype.name, (), None, None)
+    dtype = array_dtype(source.dtype)
 
     def make(identity: int, work: Work[Any]) -> Operation:
-        return _Allgather(group, source, terms, limit, work, identity).begin()
+        return _Allgather(group, source, dtype, terms, limit, work, identity).begin()
 
     nbytes = source.nbytes * (group._size - 1)
     return group._begin(terms.op, make, limit, terms, key, source.shape, nbytes=nbytes, arrays=[source.array])
@@ -39,9 +40,9 @@ def gather_unsized(
     """Start the root's part of a gather; the other ranks do what they always do."""
     limit = group._member.timeout if timeout is None else seconds(timeout, "timeout")
     terms = Terms("GATHER", source.dtype.name, (), root, None)
+    dtype = array_dtype(source.dtype)
 
     def pack(parts: list[NDArray[Any]]) -> list[Any]:
-        dtype = array_dtype(source.dtype)
         return [part.view(dtype).reshape(_shape(source, part.size)) for part in parts]
 
     def make(identity: int, work: Work[Any]) -> Operation:
@@ -54,10 +55,18 @@ class _Allgather(Steps):
     """One call on one rank."""
 
     def __init__(
-        self, group: Launcher, source: Buffer, terms: Terms, limit: float, work: Work[Any], identity: int
+        self,
+        group: Launcher,
+        source: Buffer,
+        dtype: np.dtype[Any],
+        terms: Terms,
+        limit: float,
+        work: Work[Any],
+        identity: int,
     ) -> None:
         super().__init__(group, terms, source.shape, limit, work, identity)
         self._source = source
+        self._dtype = dtype
         self._outputs: list[Any]
 
     def begin(self) -> Operation:
@@ -66,8 +75,7 @@ class _Allgather(Steps):
 
     def _gather(self) -> Any:
         source, counts = self._source, self._counts.tolist()
-        dtype = array_dtype(source.dtype)
-        self._outputs = [np.empty(_shape(source, count), dtype) for count in counts]
+        self._outputs = [np.empty(_shape(source, count), self._dtype) for count in counts]
         arrays = [view(output).array for output in self._outputs]
         plan = self._group._plan("allgather", source.dtype, (tuple(counts),))
         return self._carry_out("gather", plan, [*arrays, source.array], lambda: self._outputs)
