@@ -116,6 +116,16 @@ async def recover(pg: aiocoll.ProcessGroup) -> Any:
             return [took, await check(grown)]
 
 
+async def alone(pg: aiocoll.ProcessGroup) -> Any:
+    """Lose rank `VICTIM`; return how, and how many go on at once."""
+    if pg.rank() == int(os.environ["VICTIM"]):
+        return await lose(pg)
+    _, how, *_ = await failure(pg, await large(pg))
+    start = time.perf_counter()
+    async with await pg.shrink() as small:
+        return how, await check(small), time.perf_counter() - start
+
+
 async def lose_growing(pg: aiocoll.ProcessGroup) -> Any:
     """Rank `VICTIM` dies while the group waits for newcomers; return when and how the others hear of it."""
     growing = asyncio.ensure_future(pg.grow(1))
@@ -190,6 +200,7 @@ async def main() -> Any:
         "leave": leave,
         "meet": meet,
         "recover": recover,
+        "alone": alone,
         "join": join,
         "replace": replace,
     }[sys.argv[1]]

@@ -1,0 +1,39 @@
+"""Ranks of one host in process namespaces of their own, as in containers that share a network."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.integration.conftest import LIMIT, PROGRAM
+from tests.integration.test_recovery import result
+
+if TYPE_CHECKING:
+    from tests.integration.conftest import Ranks
+
+#: Seconds: a death that is proven is not waited for (2.5 s without a proof).
+AT_ONCE = 2.0
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root makes process namespaces"),
+    pytest.mark.skipif(shutil.which("unshare") is None, reason="unshare, of util-linux, is not installed"),
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux has process namespaces"),
+]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_death_in_another_process_namespace_is_seen(ranks: Ranks, port: int, victim: int) -> None:
+    """Neither sees the other in /proc; the socket between them tells of the process."""
+    env = {"VICTIM": str(victim), "AIOCOLL_TRANSPORT": "unix"}
+    # A process that is the first of its namespace does not die of its own signals.
+    inside = ["-c", "import os, sys; os.execvp('unshare', sys.argv[1:])", "unshare", "--pid", "--fork", "--kill-child"]
+    command = [*inside, "sh", "-c", '"$@"; exit $?', "sh", sys.executable, PROGRAM, "alone", f"tcp://127.0.0.1:{port}"]
+    processes = [ranks.start(*command, str(rank), "2", env=env) for rank in range(2)]
+    how, size, took = result(processes[1 - victim])["result"]
+    assert (how, size) == ("killed", 1)
+    assert took < AT_ONCE
+    assert processes[victim].wait(LIMIT) == 128 + 9
