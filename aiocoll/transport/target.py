@@ -26,7 +26,8 @@ class Target(NamedTuple):
 
     def unreachable(self, peer: int, reason: str) -> PeerLostError:
         """Say that rank `peer` could not be reached here."""
-        return PeerLostError(f"rank {peer} cannot be reached at {self.label}: {reason}", ranks=[peer])
+        text = f"rank {peer} cannot be reached at {self.label}: {reason}"
+        return PeerLostError(text, how="unreachable", ranks=[peer])
 
 
 class Targets:

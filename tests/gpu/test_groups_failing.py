@@ -117,11 +117,11 @@ async def test_a_rank_that_is_lost(way: str, call: Any) -> None:
             work = call(pg, gpu)
             await asyncio.sleep(0)
             hub(pg).cut(0, 1)
-            await fails(pg, work, "rank . .* is gone", PeerLostError)
+            await fails(pg, work, "rank . .* is lost", PeerLostError)
             gate.open()
         else:
             await pg.send_object("ready", 0)
-            await fails(pg, called(pg, gpu, call), "rank . .* is gone", PeerLostError)
+            await fails(pg, called(pg, gpu, call), "rank . .* is lost", PeerLostError)
 
     with gpus(2, way) as gpu:
         await run_ranks(2, body, gpu)

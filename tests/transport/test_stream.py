@@ -599,7 +599,7 @@ async def test_unreachable_peer(flavour: str) -> None:
         # Seconds 1 to 5 each find that there is time for another attempt, second 6 that there is none.
         assert str(caught.value) == f"rank 1 cannot be reached at {where}: Connection refused (tried for 7.0 s)"
         assert caught.value.ranks == (1,)
-        assert caught.value.how == "killed"
+        assert caught.value.how == "unreachable"
 
 
 async def test_peer_that_does_not_answer() -> None:
