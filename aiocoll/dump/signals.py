@@ -54,10 +54,10 @@ def listen(listener: Listener, *, asked: bool) -> None:
     if NUMBER is None:
         return
     _listeners.add(listener)
-    # Once: a handler that somebody has put since then may call this one.
-    if _installed:
-        return
     before = signal.getsignal(NUMBER)
+    # Once: a handler that somebody has put since then may call this one.
+    if _installed and not _would_end_us(before):
+        return
     # None: one that is not Python's, which could neither be called nor put back.
     if before is None or not (asked or _would_end_us(before)):
         return

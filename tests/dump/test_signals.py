@@ -8,11 +8,13 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from weakref import WeakSet
 
 import numpy as np
 import pytest
 
 from aiocoll import HashStore, ProcessGroup, new_group
+from aiocoll.dump import signals
 from tests.ranks import run_ranks
 
 
@@ -21,8 +23,10 @@ async def one_rank(name: str | None = None) -> ProcessGroup:
 
 
 @pytest.fixture
-def default() -> Iterator[None]:
-    """The signal would end the process."""
+def default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The signal would end the process, and nobody listens, not even what other tests have left to the collector."""
+    monkeypatch.setattr(signals, "_listeners", WeakSet())
+    monkeypatch.setattr(signals, "_installed", False)
     old = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     yield
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL, "it would again"
@@ -53,17 +57,18 @@ async def test_without_a_directory_the_signal_tells_in_words(default: None, capf
 async def test_the_ranks_of_one_process_tell_whom_they_wait_for(
     default: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    asked, told = asyncio.Event(), asyncio.Event()
+    asked, told = [asyncio.Event(), asyncio.Event()], asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         if pg.rank() == 2:
-            await asked.wait()
+            for each in asked:
+                await each.wait()
             signal.raise_signal(signal.SIGUSR2)
             told.set()
         work = pg.barrier()
         if pg.rank() < 2:
-            asked.set()
+            asked[pg.rank()].set()
             await told.wait()
         await work
 
