@@ -70,7 +70,11 @@ class Hosts:
             async with asyncio.timeout(LIMIT):
                 return await main()
 
-        with self._simulated(), asyncio.Runner(loop_factory=lambda: VirtualLoop(self.seed, LATENCY)) as runner:
+        def loop() -> VirtualLoop:
+            return VirtualLoop(self.seed, LATENCY)
+
+        # Not in debug mode, which is for the calls of a program: thousands of jobs would take minutes.
+        with self._simulated(), asyncio.Runner(debug=False, loop_factory=loop) as runner:
             return runner.run(bounded())
 
     def start(self, process: int, program: Callable[[], Awaitable[Any]]) -> asyncio.Task[Any]:
