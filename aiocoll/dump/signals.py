@@ -53,8 +53,10 @@ def listen(listener: Listener, *, asked: bool) -> None:
     global _before, _installed
     if NUMBER is None:
         return
-    _listeners.add(listener)
     before = signal.getsignal(NUMBER)
+    if not _listeners:  # the last one may have been collected without a word
+        _installed = before is _handle
+    _listeners.add(listener)
     # Once: a handler that somebody has put since then may call this one.
     if _installed and not _would_end_us(before):
         return

@@ -26,7 +26,6 @@ async def one_rank(name: str | None = None) -> ProcessGroup:
 def default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The signal would end the process, and nobody listens, not even what other tests have left to the collector."""
     monkeypatch.setattr(signals, "_listeners", WeakSet())
-    monkeypatch.setattr(signals, "_installed", False)
     old = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     yield
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL, "it would again"
@@ -116,3 +115,22 @@ async def test_the_words_of_many_operations_are_few(default: None, capfd: pytest
         pg.abort()
     assert (said.count("pending: RECV"), said.count("finished: BARRIER")) == (20, 3)
     assert "  and 10 more that are pending\n" in said
+
+
+def test_a_listener_that_was_collected_is_not_waited_for(default: None) -> None:
+    """The handler that the program has put there since is called after ours."""
+    heard: list[object] = []
+
+    class Listener:
+        def signalled(self) -> str:
+            heard.append(self)
+            return ""
+
+    signals.listen(Listener(), asked=True)  # gone at once
+    signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    listener = Listener()
+    signals.listen(listener, asked=True)
+    signal.raise_signal(signal.SIGUSR2)
+    signals.unlisten(listener)
+    assert heard == [listener, signal.SIGUSR2]
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)

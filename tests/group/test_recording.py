@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
 
 from aiocoll import GroupOptions, HashStore, ProcessGroup, new_group, testing
+from aiocoll.dump import signals
 from aiocoll.dump.files import file_name
 from aiocoll.dump.timeline import chrome_trace, lanes
 from aiocoll.testing.virtual import run_virtual
@@ -262,8 +264,9 @@ async def test_without_a_directory_the_log_says_how_to_get_a_dump(caplog: pytest
 
 
 @pytest.fixture
-def before() -> Iterator[list[int]]:
-    """Have a handler before any group; yields the signals it has had."""
+def before(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Have a handler before any group, also such as other tests have left; yields the signals it has had."""
+    monkeypatch.setattr(signals, "_listeners", WeakSet())
     had: list[int] = []
 
     def handler(number: int, _: object) -> None:
