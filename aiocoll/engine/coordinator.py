@@ -125,8 +125,7 @@ class Coordinator:
         away = agreement.away
         if self._proposal is not None:
             if decides(self._acks, agreement.ranks, away):
-                for rank in agreement.ranks:
-                    agreement.say(rank, {"what": "decided", "outcome": self._proposal})
+                agreement.tell_all({"what": "decided", "outcome": self._proposal})
             elif self._expired:
                 self._give_up(self._acks)
             return
