@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -175,14 +176,23 @@ def end(process: subprocess.Popen[bytes]) -> None:
     """End a process and all that it has started: by a signal at which each writes its stacks, then for good."""
     family = [process.pid, *_descendants(process.pid)]
     if process.poll() is None:
-        for pid in family:
-            _kill(pid, signal.SIGABRT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(LAST_WORDS)
+        _abort(family)
     for pid in {*family[1:], *_descendants(process.pid)}:
         _kill(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):  # what was its child, and has lost its parent
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _abort(family: Sequence[int]) -> None:
+    """Have processes write their stacks one after another: what they write at once would be mixed in their log."""
+    deadline = monotonic() + LAST_WORDS
+    for pid in family:
+        _kill(pid, signal.SIGSTOP)  # what has not come to its turn does not react to the end of the others
+    for pid in family:
+        with contextlib.suppress(ProcessLookupError), open(os.pidfd_open(pid), "rb", buffering=0) as ended:
+            os.kill(pid, signal.SIGABRT)
+            os.kill(pid, signal.SIGCONT)
+            select.select([ended], [], [], max(0.0, deadline - monotonic()))
 
 
 def _kill(pid: int, how: signal.Signals) -> None:
