@@ -358,9 +358,7 @@ class Channel:
     ) -> None:
         """Hand a frame that has waited here to `take`, which may let it wait again."""
         nbytes = self._waiting.remove(header)
-        with self._waiting.again():
-            taken = take(self, header, memoryview(payload))
-        if taken:
+        if self._waiting.again(take, self, header, memoryview(payload)):
             self.consume(nbytes)
 
     def release(self, header: Header) -> None:

@@ -212,7 +212,8 @@ class Relay(Operation):
     # -- from the left
 
     def _take_next(self) -> bool:
-        step, start, stop = self._incoming(self._taken)
+        step, piece, _ = self._order[self._taken]
+        start, stop = self._piece((self.group.rank - step - 2) % len(self._parts), piece)
         count = stop - start
         framed = None if self._framed is None else self._framed.get(self._taken)
         link = self.group.channels[self._left].shared
@@ -267,7 +268,8 @@ class Relay(Operation):
         if self._framed is None:
             self._framed = {}
         framed = self._framed.setdefault(step, bytearray())
-        _, start, stop = self._incoming(step)
+        ring_step, piece, _ = self._order[step]
+        start, stop = self._piece((self.group.rank - ring_step - 2) % len(self._parts), piece)
         if step < self._taken or len(framed) + length > (stop - start) * self._plan.itemsize:
             raise ProtocolError(f"rank {peer} sent more than piece {step} of its message")
         if (link := self.group.channels[peer].shared) is not None:
@@ -311,11 +313,6 @@ class Relay(Operation):
             link = self.group.channels[self._right].shared
             if link is not None:
                 link.lane_out.leave(failed=failed)
-
-    def _incoming(self, number: int) -> tuple[int, int, int]:
-        """Return of what comes from the left, by its number, the step, and where in the tensor it belongs."""
-        step, piece, _ = self._order[number]
-        return step, *self._piece((self.group.rank - step - 2) % len(self._parts), piece)
 
     def _piece(self, part: int, piece: int) -> tuple[int, int]:
         start, stop = self._parts[part]

@@ -7,8 +7,7 @@ reported, never exceed the window of a sender that keeps to the protocol.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from aiocoll.engine.plan import EAGER_WINDOW
 from aiocoll.errors import ProtocolError
@@ -66,12 +65,11 @@ class Waiting:
                 raise ProtocolError(f"rank {self._peer} sent more than the {window} bytes that may wait for this rank")
         self._nbytes += nbytes
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Let a frame wait again that has waited elsewhere: with those that came after it, it may exceed its window."""
+    def again(self, take: Callable[..., bool], *frame: object) -> bool:
+        """Call `take` with a frame that has waited: to wait again, it may exceed its window with what came after."""
         self._checks = False
         try:
-            yield
+            return take(*frame)
         finally:
             self._checks = True
 
