@@ -215,9 +215,9 @@ class Device:
                 seconds,
             )
             return False
-        del self._leaving[stream]
-        with suppress(DeviceError):
-            self._events.there(partial(self.cuda.stream_destroy, stream))
+        if self._leaving.pop(stream, None) is not None:  # `close` may have come first
+            with suppress(DeviceError):
+                self._events.there(partial(self.cuda.stream_destroy, stream))
         return True
 
     def close(self, seconds: float) -> bool:

@@ -362,6 +362,16 @@ async def test_a_stream_that_does_not_end_is_left_behind(
     assert len(kept.gone) == 1
 
 
+async def test_a_device_that_is_closed_gives_back_a_stream_that_is_being_closed(cuda: FakeCuda, device: Device) -> None:
+    stream = device.stream()
+    await begin(device, stream)[1]
+    closing = asyncio.create_task(device.close_stream(stream, 10))
+    await asyncio.sleep(0)  # it has begun
+    assert device.close(10)
+    assert cuda.live()["streams"] == 0
+    assert await closing
+
+
 async def test_a_stream_that_cannot_be_made_leaves_no_thread(cuda: FakeCuda, device: Device) -> None:
     before = threading.active_count()
     cuda.fail_next("stream_create", "out of memory")
