@@ -12,6 +12,7 @@ variables (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK`,
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import secrets
 import sys
@@ -23,7 +24,9 @@ from aiocoll.cli.arguments import integer, positive
 from aiocoll.cli.supervise import supervise
 from aiocoll.errors import AiocollError
 from aiocoll.options import job_key, read_key_file
+from aiocoll.runtime import Runtime, running_loop
 from aiocoll.store import StoreServer
+from aiocoll.store.listening import find_address, way_in
 
 __all__ = ["add_parser"]
 
@@ -31,6 +34,8 @@ __all__ = ["add_parser"]
 _DEFAULT_PORT = 29500
 #: 256 bits, the width of the hash that the handshake uses.
 _KEY_SIZE = 32
+#: Seconds in which the name of host 0 must become known there.
+_KNOWN_WITHIN = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +90,14 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     with ExitStack() as stack:
         host, port = job.master
         if job.node_rank == 0:
-            server = StoreServer(host, port, key=job.key, job=job.name, world_size=job.nproc * job.nnodes)
             try:
-                host, port = server.start()
+                host = asyncio.run(_where_to_listen(job, environ.get("AIOCOLL_BIND")))
+                server = StoreServer(host, port, key=job.key, job=job.name, world_size=job.nproc * job.nnodes)
+                _, port = server.start()
             except AiocollError as error:
                 print(f"aiocoll run: {error}", file=sys.stderr)
                 return 1
+            host = way_in(host)
             stack.callback(server.close)
         first = job.node_rank * job.nproc
         environments = {first + local: environ | _variables(job, local, host, port) for local in range(job.nproc)}
@@ -131,6 +138,25 @@ def _job(args: argparse.Namespace, environ: MutableMapping[str, str]) -> _Job:
         # All hosts must come to the same name without talking; on one host, jobs that follow each other differ.
         name=f"{host}:{port}" if args.nnodes > 1 else secrets.token_hex(8),
     )
+
+
+async def _where_to_listen(job: _Job, bind: str | None) -> str:
+    said: set[str] = set()
+
+    def say(trouble: str) -> None:
+        if trouble not in said:
+            said.add(trouble)
+            print(f"aiocoll run: {trouble}", file=sys.stderr)
+
+    host, _ = await find_address(
+        job.master[0],
+        bind if job.nnodes > 1 else None,
+        key=job.key,
+        runtime=Runtime.of(running_loop()),
+        timeout=_KNOWN_WITHIN,
+        trouble=say,
+    )
+    return host
 
 
 def _variables(job: _Job, local_rank: int, host: str, port: int) -> dict[str, str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -173,12 +174,12 @@ class Process:
         )
 
     async def told(self) -> Any:
-        """Wait for the next line; the whole standard error is in the failure if there is none."""
+        """Wait for the next line, be it a launcher's; the whole standard error is in the failure if there is none."""
         assert self._process.stdout is not None
         async with asyncio.timeout(LIMIT):
             line = await self._process.stdout.readline()
         assert line, (await self.end())[1]
-        return json.loads(line)
+        return json.loads(re.sub(rb"^\[\d+\] ", b"", line))
 
     def go_on(self) -> None:
         """Give it the line that it waits for."""

@@ -111,6 +111,27 @@ async def test_a_name_that_means_the_loopback_on_its_own_host(network: Callable[
     assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
 
 
+async def test_a_name_that_means_the_loopback_on_the_host_of_the_launcher(
+    network: Callable[[int], Network], ranks: Ranks
+) -> None:
+    net = network(2)
+    net.hosts[0].file("hosts", "127.0.0.1 localhost\n127.0.1.1 master\n")
+    net.hosts[1].file("hosts", f"{net.hosts[0].ipv4} master\n")
+    started = await ranks.launch(net, "total", "master")
+    assert [await process.result() for process in started] == [[3.0, 3.0]] * 2
+
+
+async def test_the_address_of_a_service_in_front_of_the_launcher(
+    network: Callable[[int], Network], ranks: Ranks
+) -> None:
+    net = network(2)
+    service = "10.96.0.9"
+    net.hosts[1].run("ip", "route", "add", service, "via", net.hosts[0].ipv4)
+    translate(net, service)
+    started = await ranks.launch(net, "total", service, AIOCOLL_BIND="any")
+    assert [await process.result() for process in started] == [[3.0, 3.0]] * 2
+
+
 @pytest.mark.parametrize("bind", ["any", "10.77.0.1"])
 async def test_the_address_of_a_service_in_front_of_the_master(
     network: Callable[[int], Network], ranks: Ranks, bind: str
