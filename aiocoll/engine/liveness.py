@@ -164,16 +164,23 @@ class Liveness:
         if rank in self._endpoint.suspected and self._in_sight(rank):
             self._look(rank, self._endpoint.runtime.time() + GRACE, cut=False)
 
+    def look(self, rank: int) -> None:
+        """Tell everybody if the process of a rank is seen to be gone, which no connection tells while it is dialled."""
+        if self._in_sight(rank) and state(self._process(rank)) == GONE:
+            self._lost(rank, "killed", 0.0)
+
     def _in_sight(self, rank: int) -> bool:
         return rank in self._processes or rank in self._pidfds
+
+    def _process(self, rank: int) -> ProcessId | PidFd:
+        return self._processes.get(rank) or self._pidfds[rank]
 
     def _look(self, rank: int, until: float, cut: bool) -> None:
         """Look at a process until it is gone, or at least `until`; `cut` if a connection to it broke."""
         endpoint = self._endpoint
         if self._over:
             return
-        seen = self._processes.get(rank) or self._pidfds[rank]
-        if state(seen) == GONE:
+        if state(self._process(rank)) == GONE:
             endpoint.died(rank, "its process is gone")
         elif endpoint.runtime.time() < until:
             endpoint.runtime.call_later(LOOK, self._look, rank, until, cut)

@@ -243,6 +243,8 @@ class Agreement:
         if not self._answered and coordinator != self.endpoint.rank:
             self._silent |= {coordinator, *self.endpoint.suspected}
         self._answered = False
+        for rank in set(self.ranks) - self.away - {self.endpoint.rank}:
+            self.endpoint.liveness.look(rank)
         self._reach_lost()
         self._cast()
 

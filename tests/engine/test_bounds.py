@@ -13,8 +13,9 @@ import pytest
 
 from aiocoll import ProcessGroup
 from aiocoll.engine import channel, early, windows
+from aiocoll.engine.plan import EAGER_WINDOW
 from aiocoll.engine.windows import LEAST, LINK_WINDOW
-from aiocoll.errors import PeerProtocolError
+from aiocoll.errors import PeerProtocolError, ProtocolError
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind
 
@@ -234,3 +235,60 @@ async def test_ten_thousand_messages_without_bytes_wait() -> None:
             assert pg._member.channels[0]._waiting._nbytes == 0
 
     await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("room", [LEAST - 1, LEAST])
+@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+async def test_a_small_message_is_sent_unasked_if_what_it_counts_as_fits(transport: str, room: int) -> None:
+    sent = asyncio.Event()
+
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        there = pg._member.channels[1 - pg.rank()]
+        fill = LINK_WINDOW - room - there._unasked
+        sizes = [*(fill // EAGER_WINDOW * [EAGER_WINDOW]), fill % EAGER_WINDOW]
+        if pg.rank() == 1:
+            await sent.wait()
+            for size in sizes:
+                await pg.recv(np.zeros(size, "uint8"), 0)
+            assert ((await pg.recv(np.zeros(8), 0)) == 1).all()
+            return
+        works = [pg.send(np.zeros(size, "uint8"), 1) for size in sizes]
+        await until(lambda: there._unasked == LINK_WINDOW - room)
+        last = pg.send(np.ones(8), 1)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert last.done() is (room == LEAST)
+        sent.set()
+        for work in (*works, last):
+            await work
+
+    await run_ranks(2, rank, transport=transport)
+
+
+async def test_what_is_said_of_groups_that_there_are_not_is_bounded_for_each_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who speaks of agreements of groups is counted as who speaks of the groups."""
+    monkeypatch.setattr(early, "GROUPS", FEW)
+
+    async def rank(pg: ProcessGroup) -> None:
+        endpoint = pg._member.endpoint
+        for peer in (1, 2):
+            for number in range(FEW):
+                endpoint.agreement(peer * UNMADE * FEW + number, 0, (0, 1, 2), peer)
+            with pytest.raises(ProtocolError, match=f"rank {peer} has spoken of more than {FEW} groups"):
+                endpoint.agreement(UNMADE, 0, (0, 1, 2), peer)
+
+    await run_ranks(3, rank)
+
+
+def test_groups_that_a_peer_splits_off_are_bounded_for_each_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "GROUPS", FEW)
+    kept = early.Early()
+    for peer in (1, 2):
+        for number in range(FEW):
+            kept.disown(peer * UNMADE * FEW + number, peer)
+            kept.disown(peer * UNMADE * FEW + number, peer)  # it is known by now
+        with pytest.raises(ProtocolError, match=f"rank {peer} has split off more than {FEW} groups"):
+            kept.disown(UNMADE, peer)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
 import pytest
 
-from aiocoll import PeerLostError, ProcessGroup
+from aiocoll import GroupError, PeerLostError, ProcessGroup
 from aiocoll.engine import endpoint as module
 
 from ..ranks import run_ranks
@@ -40,3 +41,24 @@ async def test_a_rank_that_does_not_answer(lives: bool, monkeypatch: pytest.Monk
 
     assert await run_ranks(2, rank, transport="unix") == ([1.0, 1.0] if lives else ["unreachable"] * 2)
     assert dials == ([0] * 3 if lives else [0])
+
+
+async def test_a_dial_ends_with_the_rank_that_dials(monkeypatch: pytest.MonkeyPatch) -> None:
+    dialling = asyncio.Event()
+
+    async def unanswered(*args: Any) -> Any:
+        dialling.set()
+        await asyncio.Event().wait()
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            monkeypatch.setattr(pg._member.endpoint.transport, "connect", unanswered)
+            work = pg.send(np.ones(1), 1)
+            await dialling.wait()
+            pg.abort("a test")
+            with pytest.raises(GroupError, match="a test"):
+                await work
+            await pg.shutdown()
+            assert [task for task in asyncio.all_tasks() if task.get_name() == "aiocoll dial 1"] == []
+
+    await run_ranks(2, rank, transport="unix")

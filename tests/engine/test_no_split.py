@@ -17,9 +17,10 @@ from aiocoll.handshake import ConnKind
 from aiocoll.store import HashStore
 from tests.engine.hosts import Hosts
 
-#: Seeds of `make test`, and of `make soak`, where there may be more.
+#: Seeds of `make test`, and of `make soak`, where there may be more. Taken out of the environment, where the library
+#: refuses what it does not know.
 FEW = 500
-MANY = int(os.environ.get("AIOCOLL_SPLIT_SEEDS", "20000"))
+MANY = int(os.environ.pop("AIOCOLL_SPLIT_SEEDS", "20000"))
 #: Virtual second by which all faults have been, and the one by which all cuts have healed and stopped ranks go on.
 CALM, HEALED = 30.0, 60.0
 #: Virtual second at which the ranks that go on say so: every agreement is over by then.
@@ -196,3 +197,49 @@ def test_two_parts_of_a_job_never_both_go_on(seeds: range) -> None:
         trial.run()
         went_on += bool(trial.on)
     assert went_on >= 0.8 * len(seeds)  # it is not safe by never going on
+
+
+def test_the_dead_are_counted_while_a_living_rank_is_missing() -> None:
+    """Ranks 0 to 2 go on without 3 and 4, which are cut off; then 0 and 1 die. Most of the living are 3 and 4 now."""
+    hosts = Hosts([0, 0, 1, 0, 0])
+    here, there = (0, 1, 2), (3, 4)
+    on: dict[int, tuple[int, ...]] = {}
+    without: dict[int, tuple[int, ...]] = {}
+    decided = asyncio.Event()
+
+    async def member(process: int, store: HashStore) -> str:
+        pg = await new_group(store=store, rank=process, world_size=5, options=hosts.options(process))
+        await pg.wait_revoked()
+        while True:
+            try:
+                on[process] = (await pg.shrink()).global_ranks
+            except PeerLostError as error:
+                without[process] = error.ranks
+                await asyncio.sleep(1)
+            except GroupError as error:
+                return str(error)
+            else:
+                if len(on) == len(here):
+                    decided.set()
+                await asyncio.sleep(END)
+
+    async def main() -> None:
+        async with HashStore() as store:
+            for process in range(5):
+                hosts.start(process, partial(member, process, store))
+            await asyncio.sleep(1)
+            for one, other in itertools.product(here, there):
+                hosts.cut(one, other)
+                hosts.cut(other, one)
+            await decided.wait()
+            hosts.kill(0)
+            hosts.kill(1)
+            await asyncio.sleep(CALM)
+            assert without == dict.fromkeys(there, (2,))
+            assert on == dict.fromkeys(here, here)
+            hosts.calm()
+            for process in there:
+                assert "ranks 0, 1, 2 went on without it" in await hosts.programs[process]
+            hosts.programs[2].cancel()
+
+    hosts.run(main)

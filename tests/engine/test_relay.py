@@ -80,6 +80,12 @@ def in_the_lane(pg: ProcessGroup) -> list[bool]:
     return [operation._holds for operation in pg._member.pending if isinstance(operation, Relay)]
 
 
+def look(pg: ProcessGroup) -> None:
+    """Let this rank do all that it can without the other ones."""
+    while any(operation.look() for operation in list(pg._member.pending) if isinstance(operation, Relay)):
+        pass
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("count", [PIECE + 1, 4 * PIECE - 1, 4 * PIECE, 4 * PIECE + 1, 500_000])
 async def test_the_lane_carries_what_is_large(world_size: int, count: int) -> None:
@@ -233,6 +239,23 @@ async def test_what_is_put_after_the_peer_has_given_up_is_in_nobodys_way() -> No
         await check([call(pg, 300_000) for pg in groups], 2)
         await whole_lane(groups)
         await asyncio.gather(*(pg.shutdown() for pg in groups))
+
+
+async def test_a_writer_that_waits_for_a_block_is_woken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of one loop find the free block by themselves; those of processes may be asleep."""
+    async with jobs(2) as (pgs,):
+        calls = [call(pgs[1], 6 * PIECE), call(pgs[0], 6 * PIECE)]
+        look(pgs[0])
+        full = pieces_put(pgs[0], 1) == LANE
+        link = pgs[1]._member.channels[0].shared
+        assert link is not None
+        put, announce = [pieces_put(pgs[1], 0)], link.announce
+        monkeypatch.setattr(link, "announce", lambda: (put.append(pieces_put(pgs[1], 0)), announce()))
+        look(pgs[1])
+        await check(calls, 2)
+        assert full
+        # To announce something else than a piece, it tells of blocks: as the first of four is free.
+        assert [one == other for one, other in pairwise(put)].count(True) == 1
 
 
 async def test_a_writer_that_waits_behind_a_group_that_failed_is_woken() -> None:

@@ -33,6 +33,7 @@ GOODBYE = ("test_goodbye.py", "-k", "2 or 3")
 EVERY_CALL = ("test_virtual.py", "-k", "every_call and not 8 or leaves or missing")
 RECOVERY = ("group/test_recovery.py", "engine/test_shrink.py", "-k", "not at_any_message")
 AGREEMENT = (
+    ("test_agreement.py",),
     ("test_paxos.py", "-k", "not whatever"),
     RECOVERY,
     ("test_paxos.py", "engine/test_shrink.py", "-k", "whatever or at_any_message"),
@@ -49,7 +50,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         ),
         "codec": Subject(
             ("_Encoder.put", "_Decoder._list", "_join_array"),
-            (("test_roundtrip.py", "-k", "not 65537 and not 32769"), ("test_refusals.py",)),
+            (("test_roundtrip.py", "-k", "not 65537 and not 32769"), ("test_refusals.py",), ("codec/test_reading.py",)),
         ),
         "relay": Subject(
             ("Relay.look",),
@@ -77,6 +78,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 EVERY_CALL,
                 ("test_cancellation.py", "-k", "not sockets"),
                 ("test_oneshot.py", "test_relay.py", "-k", "frames or link or order"),
+                ("test_bounds.py", "-k", "fits and not shm"),
             ),
         ),
         "handshake": Subject(("ServerHandshake.verdict",), (("test_handshake.py",), ("test_stream.py",))),
@@ -89,6 +91,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 RECOVERY,
                 ("test_windows.py", "-k", "memory and (came_before or failed_group) or is_over"),
                 ("group/test_group.py", "test_subgroups.py", "test_connect.py", "test_waiting.py"),
+                ("test_bounds.py", "-k", "for_each_peer"),
             ),
         ),
         "session": Subject(("Session.message_received",), (("test_tcp.py", "-k", "cut_off"),)),

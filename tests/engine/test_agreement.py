@@ -1,0 +1,160 @@
+"""What one rank says in the agreement about a failed group, note by note: as coordinator, and as voter."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from aiocoll.engine.completed import Completed
+from aiocoll.engine.shrink import PROMPT, Agreement
+
+GROUP = 7
+#: The report of a rank that has completed no collective.
+NOTHING = Completed(0, frozenset(), frozenset()).told()
+Said = list[tuple[int, dict[str, Any]]]
+
+
+class Alone:
+    """Stands for the endpoint of a rank: it keeps what is said to the others, and has a clock that is set by hand."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.loop = asyncio.get_running_loop()
+        self.over: set[int] = set()
+        self.dead: dict[int, tuple[str, str]] = {}
+        self.groups: dict[int, Any] = {}
+        self.runtime = self.direct = self.liveness = self
+        self.said: Said = []
+        self._timers: list[tuple[float, asyncio.TimerHandle, Any]] = []
+        self._now = 0.0
+        self.agreement = Agreement(self, GROUP, 0, range(world_size))  # type: ignore[arg-type]
+
+    @property
+    def suspected(self) -> set[int]:
+        return {rank for rank, (how, _) in self.dead.items() if how != "killed"}
+
+    def restored(self, rank: int) -> None:
+        self.dead.pop(rank, None)
+
+    def send(self, rank: int, note: dict[str, Any]) -> None:
+        self.said.append((rank, note))
+
+    def reach(self, rank: int) -> None:
+        """Nobody is lost for good here."""
+
+    def look(self, rank: int) -> None:
+        """All processes run."""
+
+    def call_later(self, delay: float, callback: Any, *args: Any) -> asyncio.TimerHandle:
+        handle = self.loop.call_later(1000, callback, *args)
+        self._timers.append((self._now + delay, handle, lambda: callback(*args)))
+        return handle
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass."""
+        self._now += seconds
+        due = [timer for timer in self._timers if timer[0] <= self._now]
+        self._timers = [timer for timer in self._timers if timer[0] > self._now]
+        for _, handle, call in due:
+            if not handle.cancelled():
+                call()
+
+    def hear(self, peer: int, what: str, **more: Any) -> list[tuple[int, str, int]]:
+        """Take a note; return what is said then: to whom, what, and of which ballot."""
+        self.said.clear()
+        self.agreement.heard(peer, {"what": what, "dead": [], "assumed": [], **more})
+        return self.told()
+
+    def told(self) -> list[tuple[int, str, int]]:
+        return [(rank, note["what"], note.get("ballot", -1)) for rank, note in self.said]
+
+    def vote(self, peer: int, ballot: int, **candidacy: Any) -> list[tuple[int, str, int]]:
+        """Take the vote of a rank that has called `shrink`, or `grow`."""
+        candidacy = {"lost": [], **candidacy}
+        if "exclude" in candidacy:
+            candidacy["completed"] = NOTHING
+        return self.hear(peer, "vote", ballot=ballot, accepted=None, candidacy=candidacy)
+
+    def close(self) -> None:
+        self.agreement.close()
+        for _, handle, _ in self._timers:
+            handle.cancel()
+
+
+async def test_the_first_vote_makes_the_coordinator_ask_all_others() -> None:
+    alone = Alone(0, 4)
+    assert alone.vote(2, 0, exclude=[]) == [(1, "ask", 0), (3, "ask", 0), (2, "ask", 0)]
+    alone.close()
+
+
+async def test_a_coordinator_whose_program_has_not_called_counts_its_own_promise() -> None:
+    """Of three ranks two have promised then, so the only one that goes on need not wait for the third."""
+    alone = Alone(0, 3)
+    said = alone.vote(1, 0, exclude=[0, 2])
+    assert [each for each in said if each[1] == "propose"] == [(1, "propose", 0), (2, "propose", 0), (1, "propose", 0)]
+    assert alone.said[-1][1]["outcome"]["members"] == [1]
+    alone.close()
+
+
+async def test_who_votes_is_heard_again() -> None:
+    alone = Alone(0, 3)
+    alone.dead[2] = "stopped", "it was silent"
+    alone.vote(2, 0, exclude=[])
+    assert not alone.dead
+    alone.close()
+
+
+@pytest.mark.parametrize("ballot", [0, 3])
+async def test_who_votes_for_less_than_the_coordinator_has_promised_hears_what_that_is(ballot: int) -> None:
+    alone = Alone(0, 3)
+    alone.vote(2, 3, exclude=[])
+    assert alone.hear(1, "ask", ballot=4) == [(1, "vote", 4)]
+    assert alone.vote(2, ballot, exclude=[]) == [(2, "ask", 4)]
+    alone.close()
+
+
+async def test_what_was_proposed_in_a_ballot_that_is_past_is_not_said_again() -> None:
+    alone = Alone(0, 3)
+    alone.vote(1, 3, exclude=[0])
+    assert (2, "propose", 3) in alone.vote(2, 3, exclude=[0])
+    alone.hear(1, "ask", ballot=4)
+    assert alone.vote(2, 3, exclude=[0]) == [(2, "ask", 4)]
+    alone.close()
+
+
+async def test_the_acceptance_that_is_still_missing_decides() -> None:
+    alone = Alone(0, 3)
+    alone.vote(1, 0, exclude=[0])
+    assert (2, "propose", 0) in alone.vote(2, 0, exclude=[0])
+    assert [what for _, what, _ in alone.hear(1, "accept", ballot=0)] == ["decided"] * 2
+    assert alone.agreement.outcome is not None
+    assert alone.agreement.outcome["members"] == [1, 2]
+    alone.close()
+
+
+async def test_two_groups_that_one_could_have_grown_to_are_none_at_once() -> None:
+    alone = Alone(0, 3)
+    alone.vote(1, 0, grown="one")
+    assert alone.vote(2, 0, grown="one") == [(2, "ask", 0)]
+    assert [each[:2] for each in alone.vote(2, 0, grown="other")[:2]] == [(1, "refuse"), (2, "refuse")]
+    alone.close()
+
+
+@pytest.mark.parametrize("answer", ["ask", "propose"])
+async def test_a_coordinator_that_has_said_anything_is_not_passed_over(answer: str) -> None:
+    alone = Alone(2, 3)
+    waiting = asyncio.create_task(alone.agreement.shrink((), (), NOTHING))
+    await asyncio.sleep(0)
+    assert alone.told() == [(0, "vote", 0)]
+    alone.hear(0, answer, ballot=0, outcome={"members": [0, 1], "excluded": [], "grown": ""})
+    for coordinator in (0, 1):  # it has said nothing more by the second time
+        alone.said.clear()
+        alone.wait(PROMPT)
+        assert [each[0] for each in alone.told()] == [coordinator]
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    alone.close()
