@@ -166,7 +166,7 @@ class Liveness:
 
     def look(self, rank: int) -> None:
         """Tell everybody if the process of a rank is seen to be gone, which no connection tells while it is dialled."""
-        if self._in_sight(rank) and state(self._process(rank)) == GONE:
+        if not self._over and self._in_sight(rank) and state(self._process(rank)) == GONE:
             self._lost(rank, "killed", 0.0)
 
     def _in_sight(self, rank: int) -> bool:

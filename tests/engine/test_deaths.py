@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,9 @@ import pytest
 
 from aiocoll import GroupError, PeerLostError, ProcessGroup
 
+from aiocoll.process import PidFd
+
+from ..ranks import run_ranks
 from .test_shrink import Job, now
 
 
@@ -61,3 +65,16 @@ def test_what_is_done_about_it_raises_nothing_of_its_own() -> None:
 
     job.run(3, body)
     assert told == []
+
+
+async def test_nobody_looks_at_processes_after_the_end() -> None:
+    """A rank may be about to shrink its group when its program closes that."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        liveness = pg._member.endpoint.liveness
+        liveness._pidfds[1 - pg.rank()] = PidFd(os.pidfd_open(os.getpid()))
+        liveness.look(1 - pg.rank())
+        await pg.shutdown()
+        liveness.look(1 - pg.rank())
+
+    await run_ranks(2, rank)
