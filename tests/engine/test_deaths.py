@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from aiocoll import GroupError, PeerLostError, ProcessGroup
-
 from aiocoll.process import PidFd
 
 from ..ranks import run_ranks
