@@ -82,8 +82,9 @@ async def measured(what: str, conduct: str, transport: str) -> tuple[list[list[f
     parts: list[list[float]] = [[] for _ in changes]
     for begin, seconds in took:
         number = sum(change <= begin for change in changes) - 1
-        # What overlaps a change belongs to neither.
-        if number >= 0 and begin > changes[number] + PART / 10 and begin + seconds <= changes[number] + PART:
+        # What overlaps a change is of neither; but strangers may be why a meeting has not ended before they went.
+        ends = begin + seconds <= changes[number] + PART or (what == "meet" and number % 2 == 0)
+        if number >= 0 and begin > changes[number] + PART / 10 and ends:
             parts[number].append(seconds)
     return parts[::2], parts[1::2]
 
