@@ -106,12 +106,13 @@ class Control:
 
     def attach(self, link: Link) -> None:
         """Use a link that was opened by us or by a peer."""
-        if (broken := self._links.pop(link.peer, None)) is not None:
-            # The peer has none any more, and has not been heard saying so.
-            broken.close()
-            self._endpoint.cut_off(link.peer)
+        broken = self._links.get(link.peer)
         self._links[link.peer] = link
         link.sink = self
+        if broken is not None:
+            # The peer has none any more, and has not been heard saying so. What is to be said now goes by the new one.
+            broken.close()
+            self._endpoint.cut_off(link.peer)
         link.start()
         enough = len(self._links) >= self._endpoint.world_size - 1
         if enough and not self._formed.done() and self._endpoint.rank == self.hub and not self.absent():

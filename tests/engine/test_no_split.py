@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import random
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -187,10 +188,16 @@ class Trial:
         assert all(len(outcomes) == 1 for outcomes in decided.values()), f"{told}, {decided}"
 
 
+#: Seeds that failed once: a rank gets a link anew before it has noticed the end of the old one.
+FAILED = [17391]
+
+
 @pytest.mark.parametrize(
-    "seeds", [range(FEW), pytest.param(range(FEW, MANY), marks=pytest.mark.soak)], ids=["few", "many"]
+    "seeds",
+    [range(FEW), FAILED, pytest.param(range(FEW, MANY), marks=pytest.mark.soak)],
+    ids=["few", "failed once", "many"],
 )
-def test_two_parts_of_a_job_never_both_go_on(seeds: range) -> None:
+def test_two_parts_of_a_job_never_both_go_on(seeds: Sequence[int]) -> None:
     went_on = 0
     for seed in seeds:
         trial = Trial(seed)
