@@ -126,7 +126,6 @@ async def test_the_address_of_a_service_in_front_of_the_launcher(
 ) -> None:
     net = network(2)
     service = "10.96.0.9"
-    net.hosts[1].run("ip", "route", "add", service, "via", net.hosts[0].ipv4)
     translate(net, service)
     started = await ranks.launch(net, "total", service, AIOCOLL_BIND="any")
     assert [await process.result() for process in started] == [[3.0, 3.0]] * 2
@@ -139,7 +138,6 @@ async def test_the_address_of_a_service_in_front_of_the_master(
     """Its address is of no host; here the router of rank 1 is what leads to it."""
     net = network(2)
     service = "10.96.0.9"
-    net.hosts[1].run("ip", "route", "add", service, "via", net.hosts[0].ipv4)
     translate(net, service)
     method = f"tcp://{service}:29500"
     started = [
@@ -150,6 +148,8 @@ async def test_the_address_of_a_service_in_front_of_the_master(
 
 
 def translate(net: Network, service: str) -> None:
+    """Let the router of host 1 lead to host 0 by the address of a service, which is of no host."""
+    net.hosts[1].run("ip", "route", "add", service, "via", net.hosts[0].ipv4)
     rule = f"add rule ip nat out ip daddr {service} dnat to {net.hosts[0].ipv4}"
     chain = "add chain ip nat out { type nat hook output priority -100; }"
     net.hosts[1].run("nft", f"add table ip nat; {chain}; {rule}")
