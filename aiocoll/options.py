@@ -97,7 +97,7 @@ class GroupOptions:
         host_id: pretend to be on another host than ranks with another one (for tests).
         tuning: path of a file by `aiocoll bench --tune`; only rank 0 reads it, and tells the others.
         dump_dir: directory for what this rank did last, written when the group fails and on SIGUSR2; see
-            `aiocoll.group.recording`.
+            `aiocoll.group.flight_recorder`.
 
     Raises:
         TypeError: a value has a wrong type.

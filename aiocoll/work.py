@@ -16,7 +16,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 from aiocoll.elements.streams import stream_address
 from aiocoll.runtime import Runtime
 from aiocoll.threads import wait_in_thread
-from aiocoll.unseen import Call, Unseen
+from aiocoll.unretrieved import CallSite, Unretrieved
 
 __all__ = ["GOES_ON", "Progress", "Work"]
 
@@ -109,7 +109,7 @@ class Work(Generic[T]):
         self._callbacks: list[tuple[Callable[[Work[T]], object], contextvars.Context | None]] | None = None
         self._withdraw: Callable[[], None] | None = None
         self._unwrap: Callable[[], Any] | None = None
-        self._unseen: Unseen | None = None
+        self._unseen: Unretrieved | None = None
         # Where the user called, as what costs least and keeps no frame: the line is looked up when it is needed. At
         # `depth` or above it: each frame that is looked at costs 50 ns and more.
         frame = _frame(depth)
@@ -293,7 +293,7 @@ class Work(Generic[T]):
             return
         self._unseen = self.group._failures.of(error)
         if self._unseen is not None:
-            self._unseen.add(Call(self.op, self.key or self.seq, self._code, self._instruction))
+            self._unseen.add(CallSite(self.op, self.key or self.seq, self._code, self._instruction))
 
     def _check_loop(self) -> None:
         if asyncio._get_running_loop() is not self._progress.loop:

@@ -33,7 +33,7 @@ from aiocoll.cli.workload import Case
 from aiocoll.elements import buffers
 from aiocoll.elements.streams import stream_address
 from aiocoll.gpu.provider import runtime
-from aiocoll.group.cuda.on_device import side_of
+from aiocoll.group.cuda.on_device import device_state_of
 from aiocoll.store import HashStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -114,7 +114,7 @@ def our_ways(pg: ProcessGroup, made: World, tensors: Sequence[Any]) -> dict[str,
 
     async def marked() -> None:
         array = buffers.view(empty).array
-        side = side_of(pg, [array])
+        side = device_state_of(pg, [array])
         side.unmark(side.mark([array]))
 
     ways = (awaited, ordered, in_flight, agreed, marked, on_host)
@@ -127,9 +127,9 @@ async def native(made: World, nbytes: int, rounds: int) -> Times:
     with bare_ways(made, tensors[0]) as ways:
         async with new_group(store=HashStore(), rank=0, world_size=1) as pg:
             await pg.allreduce(tensors[0])
-            assert pg._side is not None
-            assert pg._side.decision is not None
-            assert pg._side.decision.native, pg._side.decision.why
+            assert pg._device_state is not None
+            assert pg._device_state.decision is not None
+            assert pg._device_state.decision.native, pg._device_state.decision.why
             times = await timed({**ways, **our_ways(pg, made, tensors)}, rounds)
     times[EACH] = [each / len(tensors) for each in times[EACH]]
     return times

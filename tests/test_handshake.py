@@ -6,7 +6,7 @@ import os
 import pytest
 
 from aiocoll.errors import AuthenticationError
-from aiocoll.handshake import (
+from aiocoll.security.handshake import (
     CHALLENGE_SIZE,
     CONFIRM_SIZE,
     HELLO_SIZE,
@@ -24,7 +24,7 @@ from aiocoll.handshake import (
     job_id,
     may_be_ours,
 )
-from aiocoll.keys import is_loopback, require_key
+from aiocoll.security.keys import is_loopback, require_key
 
 KEY = bytes(range(32))
 JOB = job_id("training")

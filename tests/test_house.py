@@ -22,10 +22,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: for all that is in it.
 LAYERS: list[set[str]] = [
     {"errors", "log", "numerals", "environment"},
-    {"runtime", "unseen"},
+    {"runtime", "unretrieved"},
     {"threads", "loading"},
     {"elements", "codec"},
-    {"work", "handshake", "keys", "unproven", "options", "process", "backends", "dump", "sockets"},
+    {"work", "security", "options", "process", "backends", "dump", "sockets"},
     {"transport", "store", "gpu"},
     {"algorithms"},
     {"engine"},

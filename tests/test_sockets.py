@@ -70,7 +70,7 @@ def test_no_connection_of_a_rank_ends_because_its_reader_takes_nothing(
 def test_the_connections_of_a_store_outlive_an_outage_at_both_ends() -> None:
     with address.listen("127.0.0.1", 0, None) as listener:
         listener.setblocking(True)
-        with address.Endpoint(socket.AF_INET, listener.getsockname()).socket() as client:
+        with address.StoreEndpoint(socket.AF_INET, listener.getsockname()).socket() as client:
             client.setblocking(True)
             client.connect(listener.getsockname())
             with listener.accept()[0] as accepted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiocoll.unproven import MIN_PLACES, Unproven
+from aiocoll.security.unproven import MIN_PLACES, Unproven
 
 
 @pytest.mark.parametrize(("world_size", "places"), [(0, MIN_PLACES), (4, MIN_PLACES), (1000, 2000)])

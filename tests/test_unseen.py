@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveTimeoutError, GroupError, HashStore, ProcessGroup, Recv, Work, new_group
-from aiocoll.unseen import Call
+from aiocoll.unretrieved import CallSite
 
 from .ranks import run_ranks, until
 
@@ -273,7 +273,7 @@ async def test_every_call_knows_where_it_was_made() -> None:
         works = {name: call(pg) for name, call in CALLS.items()}
         pg.abort()
         for name, work in works.items():
-            place = str(Call("IT", None, work._code, work._instruction))
+            place = str(CallSite("IT", None, work._code, work._instruction))
             assert place == f"IT called at {__file__}:{CALLS[name].__code__.co_firstlineno}"
 
     await run_ranks(2, rank)

@@ -6,7 +6,7 @@ carries it out.
 
 from aiocoll.algorithms.cost import Load, cost, predict
 from aiocoll.algorithms.machine import Machine, Tuning
-from aiocoll.algorithms.schedule import Action, Program, Region, Verb
+from aiocoll.algorithms.program import Action, Program, Region, Verb
 from aiocoll.algorithms.select import build, choose
 
 __all__ = [

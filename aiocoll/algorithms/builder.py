@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from aiocoll.algorithms.schedule import Action, Program, Region, Verb
+from aiocoll.algorithms.program import Action, Program, Region, Verb
 
 __all__ = ["Builder", "Deps", "chunks", "reduced_alone"]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
+from aiocoll.algorithms.flat.tree import RADIX, children
 from aiocoll.algorithms.machine import PIECE, Machine
-from aiocoll.algorithms.tree import RADIX, children
 
 __all__ = ["Load", "cost", "in_a_row", "predict", "seconds_of"]
 

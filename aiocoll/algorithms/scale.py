@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from aiocoll.algorithms.schedule import Action, Program, Region, Verb
+from aiocoll.algorithms.program import Action, Program, Region, Verb
 
 __all__ = ["scaled"]
 

@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
 
-from aiocoll.algorithms import chain, circulant, direct, pairwise, ring, scan, tree, two_level
+from aiocoll.algorithms.flat import chain, circulant, pairwise, ring, scan, tree
+from aiocoll.algorithms.flat import point_to_all as direct
 from aiocoll.algorithms.machine import PIECE, Machine, Tuning
-from aiocoll.algorithms.schedule import Program
+from aiocoll.algorithms.program import Program
+from aiocoll.algorithms.two_level import select as two_level
 
-__all__ = ["ALGORITHMS", "RULES", "Rule", "build", "choose"]
+__all__ = ["ALGORITHMS", "RULES", "TwoLevelRule", "build", "choose"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class TwoLevelRule:
     """One line of the table: `algorithm` is used as long as none of the limits (all inclusive) is exceeded.
 
     Attributes:
@@ -63,81 +65,81 @@ class Rule:
 
 _SCANS = (
     # One step, until the p-1 tensors that the last rank gets take longer than the p-1 wake-ups of a line.
-    Rule("fold", max_volume=8),
+    TwoLevelRule("fold", max_volume=8),
     # The least traffic, streaming.
-    Rule("chain"),
+    TwoLevelRule("chain"),
     # Ordered ops: a line would round at each rank.
-    Rule("fold"),
+    TwoLevelRule("fold"),
 )
 
-RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
+RULES: Mapping[str, tuple[TwoLevelRule, ...]] = MappingProxyType(
     {
         "allreduce": (
             # Two ranks exchange, until what they reduce has to wait for what they send.
-            Rule("exchange", max_world=2, min_world=2, max_stages=0.42),
-            Rule("oneround", max_world=2, max_nbytes=4),
+            TwoLevelRule("exchange", max_world=2, min_world=2, max_stages=0.42),
+            TwoLevelRule("oneround", max_world=2, max_nbytes=4),
             # Each rank reduces one half, streaming in both directions.
-            Rule("ring", max_world=2),
+            TwoLevelRule("ring", max_world=2),
             # One step, until the messages of a rank take longer than the steps saved, or their bytes.
-            Rule("oneround", max_volume=4, max_fan=0.6),
+            TwoLevelRule("oneround", max_volume=4, max_fan=0.6),
             # Half the steps of circulant, until the bytes of the gathering weigh more.
-            Rule("bruck", max_volume=4),
+            TwoLevelRule("bruck", max_volume=4),
             # Ops whose bits depend on the place: every chunk folded on one rank, in two steps.
-            Rule("pairwise", max_volume=4, max_fan=0.25),
+            TwoLevelRule("pairwise", max_volume=4, max_fan=0.25),
             # Least bytes in few steps; above, the ring's extra steps are hidden by streaming.
-            Rule("circulant", max_chunk=15),
-            Rule("ring"),
+            TwoLevelRule("circulant", max_chunk=15),
+            TwoLevelRule("ring"),
             # Ordered ops: that every chunk is folded in one place takes 4(p-2) messages more.
-            Rule("bruck", max_gaps=2),
+            TwoLevelRule("bruck", max_gaps=2),
             # The least bytes.
-            Rule("pairwise"),
+            TwoLevelRule("pairwise"),
         ),
         "reduce": (
             # All tensors at the root in one step, while they take no longer than the steps of a tree.
-            Rule("linear", max_volume=2.5, max_fan=0.75),
+            TwoLevelRule("linear", max_volume=2.5, max_fan=0.75),
             # log2(p) whole tensors, until a line that carries one is filled in the same time.
-            Rule("binomial", max_stages=0.3),
+            TwoLevelRule("binomial", max_stages=0.3),
             # The least traffic, streaming.
-            Rule("chain"),
+            TwoLevelRule("chain"),
             # Ordered ops: the root folds alone while that is little, all ranks fold above.
-            Rule("linear", max_gaps=3),
-            Rule("pairwise"),
+            TwoLevelRule("linear", max_gaps=3),
+            TwoLevelRule("pairwise"),
         ),
         "reduce_scatter": (
             # One step, and few messages per rank.
-            Rule("pairwise", max_fan=0.5, max_nbytes=4),
+            TwoLevelRule("pairwise", max_fan=0.5, max_nbytes=4),
             # Few steps; it copies its input once, which streaming saves above.
-            Rule("circulant", max_chunk=2),
-            Rule("ring"),
+            TwoLevelRule("circulant", max_chunk=2),
+            TwoLevelRule("ring"),
             # Ordered ops of any size.
-            Rule("pairwise"),
+            TwoLevelRule("pairwise"),
         ),
         "allgather": (
             # One step, and few messages per rank; for up to four ranks measured to be the fastest on every medium.
-            Rule("direct", max_world=4, max_stages=1),
-            Rule("direct", max_fan=0.75, max_stages=1),
+            TwoLevelRule("direct", max_world=4, max_stages=1),
+            TwoLevelRule("direct", max_fan=0.75, max_stages=1),
             # Few steps; above, the bytes take longer than the messages of all others, and it copies its output.
-            Rule("circulant", max_chunk=0.35),
-            Rule("direct", max_stages=1),
+            TwoLevelRule("circulant", max_chunk=0.35),
+            TwoLevelRule("direct", max_stages=1),
             # As fast, and no link has to carry what all others send at once.
-            Rule("ring"),
+            TwoLevelRule("ring"),
         ),
         "broadcast": (
             # Nothing to relay.
-            Rule("linear", max_world=2),
+            TwoLevelRule("linear", max_world=2),
             # One step, while the sends of the root take less than a second one.
-            Rule("linear", max_fan=0.5, max_volume=4),
+            TwoLevelRule("linear", max_fan=0.5, max_volume=4),
             # Two or three levels instead of p-1 wake-ups, until the root's repeated bytes cost more than a line's.
-            Rule("knomial", max_stages=0.2),
-            Rule("chain"),
+            TwoLevelRule("knomial", max_stages=0.2),
+            TwoLevelRule("chain"),
         ),
         # A relay cannot save the root anything.
-        "gather": (Rule("linear"),),
-        "scatter": (Rule("linear"),),
+        "gather": (TwoLevelRule("linear"),),
+        "scatter": (TwoLevelRule("linear"),),
         # Lengths differ from rank to rank, so no rule could ask for them.
-        "alltoall": (Rule("pairwise"),),
-        "barrier": (Rule("dissemination"),),
-        "monitored_barrier": (Rule("linear"),),
+        "alltoall": (TwoLevelRule("pairwise"),),
+        "barrier": (TwoLevelRule("dissemination"),),
+        "monitored_barrier": (TwoLevelRule("linear"),),
         "scan": _SCANS,
         "exscan": _SCANS,
     }
@@ -207,7 +209,7 @@ def choose(
         ordered: the op must fold all inputs in rank order at one place. Only for kinds that reduce.
         portable: the op gives the same bits on every rank; if not, each element is reduced on one rank only.
         tuning: what the machine and the group's medium can do; the same on all ranks.
-        hosts: host number of each rank (see `aiocoll.algorithms.hosts`); by default all are on one.
+        hosts: host number of each rank (see `aiocoll.algorithms.two_level.hosts`); by default all are on one.
 
     Raises:
         ValueError: if `kind` is unknown.
@@ -264,7 +266,7 @@ def build(
     return generate(rank, world_size, *sizes)
 
 
-def _rules(kind: str) -> tuple[Rule, ...]:
+def _rules(kind: str) -> tuple[TwoLevelRule, ...]:
     rules = RULES.get(kind)
     if rules is None:
         raise ValueError(f"kind={kind!r} is not a collective; use one of {', '.join(RULES)}")

@@ -18,10 +18,11 @@ from pathlib import Path
 import aiocoll
 from aiocoll.errors import AiocollError
 from aiocoll.options import GroupOptions
-from aiocoll.transport import address, route
-from aiocoll.transport.socket_buffers import LOOPBACK_BUFFER
+from aiocoll.transport.stream import addresses as address
+from aiocoll.transport.stream import route
+from aiocoll.transport.stream.socket_buffers import LOOPBACK_BUFFER
 
-__all__ = ["Finding", "look"]
+__all__ = ["CheckResult", "look"]
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -29,7 +30,7 @@ _SHM = Path("/dev/shm")
 #: Distributions; looked up by name, since importing some of them takes seconds.
 _NEEDED = ("numpy", "msgpack", "uvloop")
 _USED_IF_THERE = ("ml_dtypes", "torch", "cupy", "cupy-cuda12x", "cupy-cuda13x")
-#: Descriptors of one peer: control, data, and what wakes it or a beacon; and what a program has open besides.
+#: Descriptors of one peer: control, data, and what wakes it or a heartbeat; and what a program has open besides.
 _FILES_PER_PEER = 3
 _FILES_BESIDE = 64
 #: What nearly every system allows; fewer has been somebody's decision.
@@ -41,7 +42,7 @@ _NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """One fact about this host.
 
     Attributes:
@@ -59,7 +60,7 @@ class Finding:
     fine: bool = True
 
 
-def look(ranks: int) -> Iterator[Finding]:
+def look(ranks: int) -> Iterator[CheckResult]:
     """Yield what `ranks` ranks would find on this host; imports nothing heavy and leaves nothing behind."""
     yield from _versions()
     yield from _host(ranks)
@@ -71,36 +72,36 @@ def look(ranks: int) -> Iterator[Finding]:
     yield from _addresses()
 
 
-def _versions() -> Iterator[Finding]:
-    yield Finding("versions", "python", f"{platform.python_version()} ({platform.python_implementation()})")
-    yield Finding("versions", "aiocoll", aiocoll.__version__)
+def _versions() -> Iterator[CheckResult]:
+    yield CheckResult("versions", "python", f"{platform.python_version()} ({platform.python_implementation()})")
+    yield CheckResult("versions", "aiocoll", aiocoll.__version__)
     for name in (*_NEEDED, *_USED_IF_THERE):
         try:
-            yield Finding("versions", name, version(name))
+            yield CheckResult("versions", name, version(name))
         except PackageNotFoundError:
             if name in _NEEDED:
                 advice = f"aiocoll depends on it: pip install {name}"
-                yield Finding("versions", name, "not installed", advice, fine=False)
+                yield CheckResult("versions", name, "not installed", advice, fine=False)
 
 
-def _host(ranks: int) -> Iterator[Finding]:
+def _host(ranks: int) -> Iterator[CheckResult]:
     linux = sys.platform.startswith("linux")
     advice = "" if linux else "speed is promised on Linux; here ranks use sockets"
-    yield Finding("host", "platform", platform.platform(), advice)
+    yield CheckResult("host", "platform", platform.platform(), advice)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     advice = (
         "" if ranks <= cores else f"{ranks} ranks take turns on {cores}: each operation takes several times as long"
     )
-    yield Finding("host", "cores usable", str(cores), advice)
+    yield CheckResult("host", "cores usable", str(cores), advice)
     loop = asyncio.new_event_loop()
     loop.close()
     kind = f"{type(loop).__module__}.{type(loop).__qualname__}"
     advice = "" if kind.startswith("uvloop") else "uvloop.run(main()) in place of asyncio.run(main()) is faster"
-    yield Finding("host", "event loop", kind, advice)
-    yield Finding("host", "identity", address.host_identity(os.environ.get("AIOCOLL_HOST_ID")))
+    yield CheckResult("host", "event loop", kind, advice)
+    yield CheckResult("host", "identity", address.host_identity(os.environ.get("AIOCOLL_HOST_ID")))
 
 
-def _limits() -> Iterator[Finding]:
+def _limits() -> Iterator[CheckResult]:
     try:
         import resource
     except ImportError:  # on Windows, which has none of these limits
@@ -111,8 +112,8 @@ def _limits() -> Iterator[Finding]:
     few = 0 <= files < _USUAL_FILES
     advice = f"enough for about {peers} peers; raise it with ulimit -n {_USUAL_FILES} or more" if few else ""
     value = "no limit" if files < 0 else str(files)
-    yield Finding("limits", "open files", value, advice, fine=not few)
-    yield Finding("limits", "locked memory", _size(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]))
+    yield CheckResult("limits", "open files", value, advice, fine=not few)
+    yield CheckResult("limits", "locked memory", _size(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]))
     with suppress(OSError):
         shm = os.statvfs(_SHM)
         free = shm.f_bavail * shm.f_frsize
@@ -120,29 +121,31 @@ def _limits() -> Iterator[Finding]:
             "" if free >= _USUAL_SHM else f"memory may run out: empty {_SHM}, or enlarge it (docker: --shm-size=1g)"
         )
         value = f"{_size(free)} free of {_size(shm.f_blocks * shm.f_frsize)}"
-        yield Finding("limits", str(_SHM), value, advice, fine=not advice)
+        yield CheckResult("limits", str(_SHM), value, advice, fine=not advice)
     # Version 2 of cgroups, as a container sees its own and as a host does, then version 1.
     group = next((line[3:].lstrip("/") for line in _read(_PROC / "self/cgroup").splitlines() if line[:3] == "0::"), "")
     for path in (_CGROUP / group / "memory.max", _CGROUP / "memory.max", _CGROUP / "memory/memory.limit_in_bytes"):
         if limit := _read(path):
             nbytes = -1 if limit == "max" or int(limit) >= _NO_LIMIT else int(limit)
-            yield Finding("limits", "memory of the cgroup", _size(nbytes))
+            yield CheckResult("limits", "memory of the cgroup", _size(nbytes))
             break
     for name in ("rmem_max", "wmem_max"):
         if most := _read(_PROC / "sys/net/core" / name):
             advice = (
                 f"large messages take longer; sysctl -w net.core.{name}={LOOPBACK_BUFFER} lets buffers be as wished"
             )
-            yield Finding("limits", f"net.core.{name}", _size(int(most)), advice if int(most) < LOOPBACK_BUFFER else "")
+            yield CheckResult(
+                "limits", f"net.core.{name}", _size(int(most)), advice if int(most) < LOOPBACK_BUFFER else ""
+            )
 
 
-def _try(name: str, use: Callable[[], str], otherwise: str) -> Finding:
+def _try(name: str, use: Callable[[], str], otherwise: str) -> CheckResult:
     """Use something of the system; if it is not there, ranks go on otherwise."""
     try:
-        return Finding("means", name, use())
+        return CheckResult("means", name, use())
     except (OSError, AttributeError) as error:
         advice = f"{otherwise}; see whether a sandbox (seccomp, systemd) forbids it"
-        return Finding("means", name, f"failed: {error}", advice, fine=False)
+        return CheckResult("means", name, f"failed: {error}", advice, fine=False)
 
 
 def _use_memfd() -> str:
@@ -173,28 +176,28 @@ def _use_unix() -> str:
         address.remove_unix(name)
 
 
-def _addresses() -> Iterator[Finding]:
+def _addresses() -> Iterator[CheckResult]:
     """Yield the interfaces, and the address a job over several hosts would use."""
     try:
         options = GroupOptions.resolve(None, os.environ)
     except (ValueError, AiocollError) as error:
-        yield Finding("network", "environment", "not usable", str(error), fine=False)
+        yield CheckResult("network", "environment", "not usable", str(error), fine=False)
         options = GroupOptions.resolve(None, {})
     for _, name in socket.if_nameindex():
         found: dict[str, None] = {}
         for family in (socket.AF_INET, socket.AF_INET6):
             with suppress(ValueError):
                 found[route.interface_address(name, family)] = None
-        yield Finding("network", f"interface {name}", ", ".join(found) or "no address found")
+        yield CheckResult("network", f"interface {name}", ", ".join(found) or "no address found")
     master = os.environ.get("MASTER_ADDR")
     try:
         chosen = route.routable_address(master, options.interface, options.bind)
     except (ValueError, AiocollError) as error:
-        yield Finding("network", "address for peers", "none", str(error), fine=False)
+        yield CheckResult("network", "address for peers", "none", str(error), fine=False)
     else:
         why = f"the way to MASTER_ADDR={master}" if master else "MASTER_ADDR is not set, so for ranks of this host"
         why = f"bind={options.bind}" if options.bind else f"interface={options.interface}" if options.interface else why
-        yield Finding("network", "address for peers", f"{chosen} ({why})")
+        yield CheckResult("network", "address for peers", f"{chosen} ({why})")
 
 
 def _size(nbytes: float) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
 
-from aiocoll.cli.merge import Call, Entry, Group
+from aiocoll.cli.merge import Entry, Group, MergedCall
 from aiocoll.dump.files import KEYS
-from aiocoll.engine.disagreement import called, mismatch, opposed
-from aiocoll.engine.watch import REPORT_AFTER
+from aiocoll.engine.failure.deadlines import REPORT_AFTER
+from aiocoll.engine.failure.mismatch import called, mismatch, opposed
 
 __all__ = ["Divergence", "Lateness", "divergence", "lateness", "report"]
 
@@ -28,7 +28,7 @@ class Divergence:
         later: number of collectives after it of which the same could be said.
     """
 
-    call: Call
+    call: MergedCall
     words: str | None
     missing: tuple[int, ...]
     later: int
@@ -67,7 +67,7 @@ def divergence(group: Group) -> Divergence | None:
     return Divergence(call, words, missing, len(found) - 1)
 
 
-def _apart(group: Group, call: Call) -> Iterator[tuple[str | None, tuple[int, ...]]]:
+def _apart(group: Group, call: MergedCall) -> Iterator[tuple[str | None, tuple[int, ...]]]:
     """Yield how the calls of the ranks differ and who is missing, if either is the case."""
     words = _differ(group, call)
     missing = tuple(rank for rank in group.ranks if rank not in call.entries and _is_missing(group, call, rank))
@@ -75,7 +75,7 @@ def _apart(group: Group, call: Call) -> Iterator[tuple[str | None, tuple[int, ..
         yield words, missing
 
 
-def _differ(group: Group, call: Call) -> str | None:
+def _differ(group: Group, call: MergedCall) -> str | None:
     # What was compared before data moved is compared here by the same rules as all else.
     calls = [{**entry, "debug": None} for _, entry in sorted(call.entries.items())]
     for index, each in enumerate(calls[1:], 1):
@@ -85,7 +85,7 @@ def _differ(group: Group, call: Call) -> str | None:
     return None
 
 
-def _is_missing(group: Group, call: Call, rank: int) -> bool:
+def _is_missing(group: Group, call: MergedCall, rank: int) -> bool:
     """Whether a rank without an entry of `call` has not entered it, rather than forgotten it or gone on since."""
     dump = group.dumps[rank]
     if call.key is None:
@@ -140,7 +140,7 @@ def _told(group: Group, apart: Divergence) -> list[str]:
     lines = [f"  diverged first: {_named(call.entries[min(call.entries)])}"]
     if apart.words is not None and (group.cause is None or apart.words != group.cause.get("text")):
         lines.append(f"    {apart.words}")
-    for entry, ranks in _alike(call):
+    for entry, ranks in _plans_by_array(call):
         lines.append(f"    {_ranks(ranks)} called {called(entry)} at {_site(entry)}")
     lines += [f"    missing: rank {rank}, {_last(group, rank)}" for rank in apart.missing]
     if apart.later:
@@ -148,7 +148,7 @@ def _told(group: Group, apart: Divergence) -> list[str]:
     return lines
 
 
-def _alike(call: Call) -> list[tuple[Entry, list[int]]]:
+def _plans_by_array(call: MergedCall) -> list[tuple[Entry, list[int]]]:
     """Return the calls of the ranks, those that read the same together."""
     found: dict[tuple[str, str], tuple[Entry, list[int]]] = {}
     for rank, entry in sorted(call.entries.items()):

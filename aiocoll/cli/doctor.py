@@ -11,11 +11,11 @@ from dataclasses import asdict
 from typing import Any
 
 from aiocoll.cli.arguments import positive
-from aiocoll.cli.checks import Finding, look
+from aiocoll.cli.checks import CheckResult, look
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.testing.processes import run_processes
-from aiocoll.transport.stream import StreamTransport
+from aiocoll.transport.stream.transport import StreamTransport
 
 __all__ = ["add_parser"]
 
@@ -49,13 +49,13 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if fine else 1
 
 
-def _meeting(ranks: int) -> tuple[list[dict[str, Any]], Finding]:
+def _meeting(ranks: int) -> tuple[list[dict[str, Any]], CheckResult]:
     """Let ranks meet, each in a process of its own; return how each pair is connected."""
     try:
         results = asyncio.run(run_processes(ranks, _meet, timeout=_PATIENCE))
     except Exception as error:
         advice = f"no group can be formed here: {error}"
-        return [], Finding("ranks", "meeting", f"failed ({type(error).__name__})", advice, fine=False)
+        return [], CheckResult("ranks", "meeting", f"failed ({type(error).__name__})", advice, fine=False)
     pairs = [
         {"ranks": [rank, peer], "transport": transport, "why": why}
         for rank, found in enumerate(results)
@@ -64,7 +64,7 @@ def _meeting(ranks: int) -> tuple[list[dict[str, Any]], Finding]:
     wanted = GroupOptions.resolve(None, os.environ).transport in ("auto", "shm")
     slow = wanted and any(pair["transport"] != "shm" for pair in pairs)
     advice = "ranks of this host could share memory, which is faster, but do not: see why below" if slow else ""
-    return pairs, Finding("ranks", "meeting", f"{ranks} met and talked, each with each", advice, fine=not slow)
+    return pairs, CheckResult("ranks", "meeting", f"{ranks} met and talked, each with each", advice, fine=not slow)
 
 
 async def _meet(pg: ProcessGroup) -> list[tuple[int, str, str]]:
@@ -88,7 +88,7 @@ def _transport_of(pg: ProcessGroup, peer: int) -> tuple[str, str]:
     return carrier, f"both are on this host, but without shared memory: {trouble or f'rank {peer} has none'}"
 
 
-def _lines(findings: Sequence[Finding], pairs: list[dict[str, Any]]) -> Iterator[str]:
+def _lines(findings: Sequence[CheckResult], pairs: list[dict[str, Any]]) -> Iterator[str]:
     topic = ""
     width = max(len(finding.name) for finding in findings)
     for finding in findings:

@@ -10,8 +10,8 @@ from typing import Any
 
 from aiocoll.dump.files import FORMAT, VERSION
 from aiocoll.dump.timeline import offsets
-from aiocoll.engine.notes import CALLED, NAMED
-from aiocoll.engine.shapes import (
+from aiocoll.engine.control.messages import CALLED, NAMED
+from aiocoll.engine.control.shapes import (
     Check,
     Misfit,
     Scope,
@@ -26,7 +26,7 @@ from aiocoll.engine.shapes import (
     text,
 )
 
-__all__ = ["Call", "Group", "Unusable", "collect"]
+__all__ = ["Group", "MergedCall", "Unusable", "collect"]
 
 Dump = dict[str, Any]
 Entry = dict[str, Any]
@@ -53,7 +53,7 @@ class Unusable(Exception):
 
 
 @dataclass
-class Call:
+class MergedCall:
     """One collective as the ranks have recorded it.
 
     Attributes:
@@ -94,12 +94,12 @@ class Group:
         self.ranks = list(self.dumps)
         self.silent = [rank for rank in range(self.world_size) if rank not in self.dumps]
         self.shifts: dict[int, float] = dict(zip(self.dumps, offsets(dumps), strict=True))
-        calls: dict[tuple[str | None, int], Call] = {}
+        calls: dict[tuple[str | None, int], MergedCall] = {}
         for rank in self.ranks:
             for entry in self.entries(rank, "collective"):
                 if entry["seq"] is None:
                     continue  # of the library's own: nobody has called it
-                call = calls.setdefault((entry["key"], entry["seq"]), Call(entry["key"], entry["seq"]))
+                call = calls.setdefault((entry["key"], entry["seq"]), MergedCall(entry["key"], entry["seq"]))
                 call.entries[rank] = entry
                 call.entered[rank] = entry["entered"] + self.shifts[rank]
         self.calls = sorted(calls.values(), key=lambda call: call.first)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import IO
 
-__all__ = ["Output", "Relay"]
+__all__ = ["Output", "OutputRelay"]
 
 #: Bytes of one read, and of the longest line that is kept whole; what is longer is cut, so that memory stays bounded.
 _CHUNK = 1 << 16
@@ -47,7 +47,7 @@ class Output:
             self._on_closed()
 
 
-class Relay(threading.Thread):
+class OutputRelay(threading.Thread):
     """Passes on what comes out of a pipe, until that ends.
 
     Args:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from aiocoll.cli.output import Output, Relay
+from aiocoll.cli.output import Output, OutputRelay
 
 __all__ = ["Exit", "RankProcess", "Report"]
 
@@ -94,8 +94,8 @@ class RankProcess:
         assert self._process.stderr is not None
         prefix = b"[%d] " % rank
         self._relays = [
-            Relay(prefix, self._process.stdout, sys.stdout, output),
-            Relay(prefix, self._process.stderr, sys.stderr, output),
+            OutputRelay(prefix, self._process.stdout, sys.stdout, output),
+            OutputRelay(prefix, self._process.stderr, sys.stderr, output),
         ]
         self._listeners = [
             threading.Thread(target=self._wait, args=(theirs,), name=f"rank-{rank}-end", daemon=True),

@@ -17,7 +17,7 @@ from math import inf
 
 from aiocoll.cli.output import Output
 from aiocoll.cli.rank import Exit, RankProcess, Report
-from aiocoll.cli.verdict import Outcome, culprit, tracebacks, words
+from aiocoll.cli.verdict import RankOutcome, culprit, tracebacks, words
 
 __all__ = ["DRAIN", "GRACE", "RELEASE", "supervise"]
 
@@ -92,7 +92,7 @@ class _Supervisor:
         self._running = dict(ranks)
         self._events = events
         self._output = output
-        self._outcomes = {rank: Outcome(rank) for rank in ranks}
+        self._outcomes = {rank: RankOutcome(rank) for rank in ranks}
         #: When the next step towards the end of all is due, when the last one is, and when all were told to end.
         self._deadline = self._end = inf
         self._stopped = inf

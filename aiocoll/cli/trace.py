@@ -40,7 +40,7 @@ def _trace(args: argparse.Namespace) -> int:
             dumps = [group.dumps[rank] for group in groups for rank in group.ranks]
             write_json(args.perfetto, chrome_trace(dumps))
         if args.png is not None:
-            from aiocoll.cli.picture import draw
+            from aiocoll.cli.timeline_plot import draw
 
             draw(groups, args.png)
     except (Unusable, OSError) as error:

@@ -9,11 +9,11 @@ from math import inf
 
 from aiocoll.cli.rank import Exit, Report
 
-__all__ = ["Outcome", "culprit", "tracebacks", "words"]
+__all__ = ["RankOutcome", "culprit", "tracebacks", "words"]
 
 
 @dataclass(slots=True)
-class Outcome:
+class RankOutcome:
     """What is known of one rank.
 
     Attributes:
@@ -51,7 +51,7 @@ class Outcome:
         return 128 - code if code < 0 else code
 
 
-def culprit(outcomes: Mapping[int, Outcome], stopped: float) -> Outcome | None:
+def culprit(outcomes: Mapping[int, RankOutcome], stopped: float) -> RankOutcome | None:
     """Return the rank that failed first by itself, else the first of all; None if none did.
 
     Args:
@@ -63,7 +63,7 @@ def culprit(outcomes: Mapping[int, Outcome], stopped: float) -> Outcome | None:
     return min(failed, key=lambda outcome: (outcome.degree, outcome.time), default=None)
 
 
-def words(outcomes: Mapping[int, Outcome], to_blame: Outcome, stopped: float) -> Iterator[str]:
+def words(outcomes: Mapping[int, RankOutcome], to_blame: RankOutcome, stopped: float) -> Iterator[str]:
     """Yield a line for each rank, then that to blame, its traceback last."""
     for rank, outcome in sorted(outcomes.items()):
         if outcome is not to_blame:
@@ -79,7 +79,7 @@ def words(outcomes: Mapping[int, Outcome], to_blame: Outcome, stopped: float) ->
     yield from tracebacks({rank: to_blame})
 
 
-def tracebacks(outcomes: Mapping[int, Outcome]) -> Iterator[str]:
+def tracebacks(outcomes: Mapping[int, RankOutcome]) -> Iterator[str]:
     """Yield the traceback of each rank that has one."""
     for rank, outcome in sorted(outcomes.items()):
         if outcome.report is not None:
@@ -94,7 +94,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _end(outcome: Outcome, stopped: float) -> str:
+def _end(outcome: RankOutcome, stopped: float) -> str:
     report, end = outcome.report, outcome.exit
     if report is not None and report.code is not None:
         return f"exited with code {report.code}" + (f", after {report.error}" if report.error else "")

@@ -38,7 +38,7 @@ __all__ = [
     "SEQUENCE_CODES",
     "SET",
     "TUPLE",
-    "Record",
+    "RecordType",
     "RefusedError",
     "check_keys",
     "dtype_text",
@@ -83,7 +83,7 @@ _DTYPE = re.compile(r"[<>|]([biufcSU]\d+|[mM]8\[\w+\])")
 _ML_DTYPE = re.compile(r"ml_dtypes\.(bfloat16|b?complex32|u?int[124]|float[468]_\w+)")
 
 
-class Record(NamedTuple):
+class RecordType(NamedTuple):
     """A kind that travels as a few fields, each of a given type."""
 
     code: int
@@ -173,30 +173,30 @@ def _join_scalar(dtype: str, data: bytes) -> Any:
 
 
 _CLOCK = (int, int, int, int, object, int)
-RECORDS: Mapping[type, Record] = {
-    complex: Record(10, (float, float), lambda c: (c.real, c.imag), complex),
-    bytearray: Record(11, (bytes,), lambda b: (bytes(b),), bytearray),
-    range: Record(12, (int, int, int), lambda r: _divisible(r.start, r.stop, r.step), _join_range),
-    slice: Record(13, (object, object, object), lambda s: (s.start, s.stop, s.step), slice),
-    UUID: Record(14, (bytes,), lambda u: (u.bytes,), lambda b: UUID(bytes=b)),
-    Decimal: Record(15, (str,), lambda d: (str(d),), Decimal),
-    Fraction: Record(16, (int, int), lambda f: _divisible(f.numerator, f.denominator), _join_fraction),
-    np.str_: Record(17, (str,), lambda s: (str.__str__(s),), np.str_),
-    np.bytes_: Record(18, (bytes,), lambda b: (bytes(b),), np.bytes_),
-    dt.timedelta: Record(19, (int, int, int), lambda d: (d.days, d.seconds, d.microseconds), dt.timedelta),
-    dt.date: Record(20, (int, int, int), lambda d: (d.year, d.month, d.day), dt.date),
-    dt.time: Record(21, _CLOCK, _split_clock, _join_time),
-    dt.datetime: Record(
+RECORDS: Mapping[type, RecordType] = {
+    complex: RecordType(10, (float, float), lambda c: (c.real, c.imag), complex),
+    bytearray: RecordType(11, (bytes,), lambda b: (bytes(b),), bytearray),
+    range: RecordType(12, (int, int, int), lambda r: _divisible(r.start, r.stop, r.step), _join_range),
+    slice: RecordType(13, (object, object, object), lambda s: (s.start, s.stop, s.step), slice),
+    UUID: RecordType(14, (bytes,), lambda u: (u.bytes,), lambda b: UUID(bytes=b)),
+    Decimal: RecordType(15, (str,), lambda d: (str(d),), Decimal),
+    Fraction: RecordType(16, (int, int), lambda f: _divisible(f.numerator, f.denominator), _join_fraction),
+    np.str_: RecordType(17, (str,), lambda s: (str.__str__(s),), np.str_),
+    np.bytes_: RecordType(18, (bytes,), lambda b: (bytes(b),), np.bytes_),
+    dt.timedelta: RecordType(19, (int, int, int), lambda d: (d.days, d.seconds, d.microseconds), dt.timedelta),
+    dt.date: RecordType(20, (int, int, int), lambda d: (d.year, d.month, d.day), dt.date),
+    dt.time: RecordType(21, _CLOCK, _split_clock, _join_time),
+    dt.datetime: RecordType(
         22, (int, int, int, *_CLOCK), lambda t: (t.year, t.month, t.day, *_split_clock(t)), _join_datetime
     ),
-    dt.timezone: Record(23, (dt.timedelta, object), _split_timezone, _join_timezone),
-    zoneinfo.ZoneInfo: Record(24, (str,), _split_zone, zoneinfo.ZoneInfo),
+    dt.timezone: RecordType(23, (dt.timedelta, object), _split_timezone, _join_timezone),
+    zoneinfo.ZoneInfo: RecordType(24, (str,), _split_zone, zoneinfo.ZoneInfo),
 }
-RECORDS_BY_CODE: Mapping[int, Record] = {
+RECORDS_BY_CODE: Mapping[int, RecordType] = {
     **{record.code: record for record in RECORDS.values()},
-    ARRAY: Record(ARRAY, (str, list, bytes), tuple, _join_array),
-    SCALAR: Record(SCALAR, (str, bytes), tuple, _join_scalar),
-    BIG_INT: Record(BIG_INT, (bytes,), tuple, lambda b: int.from_bytes(b, "big", signed=True)),
+    ARRAY: RecordType(ARRAY, (str, list, bytes), tuple, _join_array),
+    SCALAR: RecordType(SCALAR, (str, bytes), tuple, _join_scalar),
+    BIG_INT: RecordType(BIG_INT, (bytes,), tuple, lambda b: int.from_bytes(b, "big", signed=True)),
 }
 CODES = frozenset(
     {*SEQUENCES, *(code | IN_PIECES for code in (*SEQUENCES, DICT)), *RECORDS_BY_CODE, PICKLE, PIECE_CODE}

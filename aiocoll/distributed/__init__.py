@@ -6,22 +6,6 @@ every call that moves data starts at once and returns a `Work`.
 """
 
 from aiocoll.backends import Backend, BackendConfig
-from aiocoll.distributed.about import (
-    DebugLevel,
-    GroupName,
-    get_backend,
-    get_backend_config,
-    get_debug_level,
-    get_default_backend_for_device,
-    get_pg_count,
-    is_backend_available,
-    is_gloo_available,
-    is_mpi_available,
-    is_nccl_available,
-    is_ucc_available,
-    is_xccl_available,
-    supports_complex,
-)
 from aiocoll.distributed.blocks import coalescing_manager, time_estimator
 from aiocoll.distributed.calls import (
     all_gather,
@@ -39,6 +23,22 @@ from aiocoll.distributed.calls import (
     reduce_scatter,
     reduce_scatter_tensor,
     scatter,
+)
+from aiocoll.distributed.introspection import (
+    DebugLevel,
+    GroupName,
+    get_backend,
+    get_backend_config,
+    get_debug_level,
+    get_default_backend_for_device,
+    get_pg_count,
+    is_backend_available,
+    is_gloo_available,
+    is_mpi_available,
+    is_nccl_available,
+    is_ucc_available,
+    is_xccl_available,
+    supports_complex,
 )
 from aiocoll.distributed.objects import (
     all_gather_object,

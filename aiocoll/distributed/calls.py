@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from aiocoll.distributed.changed import changed
+from aiocoll.distributed.map_result import changed
 from aiocoll.distributed.ranks import rank_of
 from aiocoll.distributed.world import Group, absent, member_of
 from aiocoll.elements.buffers import view

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from aiocoll.distributed.changed import changed
+from aiocoll.distributed.map_result import changed
 from aiocoll.distributed.ranks import rank_of, sender_of
 from aiocoll.distributed.world import Group, absent, member_of
 from aiocoll.work import Work

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
-from aiocoll.distributed.changed import changed
+from aiocoll.distributed.map_result import changed
 from aiocoll.distributed.ranks import global_rank_of, rank_of, sender_of
 from aiocoll.distributed.world import Group, absent, inside, member_of
 from aiocoll.group.point_to_point import Recv, Send, all_of

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from aiocoll.distributed.about import get_backend
-from aiocoll.distributed.changed import changed
+from aiocoll.distributed.introspection import get_backend
+from aiocoll.distributed.map_result import changed
 from aiocoll.distributed.world import Group, GroupMember, default_group, found, inside, replace
 from aiocoll.group.launch import Timeout
 from aiocoll.group.process_group import ProcessGroup

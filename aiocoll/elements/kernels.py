@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aiocoll.elements.dtypes import DType, array_dtype
-from aiocoll.elements.halves import Kind, half_fold, half_map
+from aiocoll.elements.half_precision import Kind, half_fold, half_map
 from aiocoll.errors import BackendUnavailableError
 
 __all__ = ["Array", "Kernel", "builtin_kernel", "custom_kernel"]

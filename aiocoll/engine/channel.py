@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from aiocoll.engine import notes
-from aiocoll.engine.notes import Note
-from aiocoll.engine.operation import Message, Operation
-from aiocoll.engine.plan import EAGER_WINDOW
-from aiocoll.engine.sending import frame_of, send_note
-from aiocoll.engine.windows import ASK_WINDOW, LEAST, LINK_WINDOW, Waiting
+from aiocoll.engine.control import messages as notes
+from aiocoll.engine.control.messages import Note
+from aiocoll.engine.control.sending import frame_of, send_note
+from aiocoll.engine.flow_control import ASK_WINDOW, LEAST, LINK_WINDOW, Waiting
+from aiocoll.engine.operations.base import Message, Operation
+from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import Link

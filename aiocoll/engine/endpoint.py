@@ -11,25 +11,25 @@ from typing import Any
 import numpy as np
 
 from aiocoll.engine.channel import Channel
-from aiocoll.engine.control import Control, cannot_be_taken
-from aiocoll.engine.diagnosis import cause_of, error_from
-from aiocoll.engine.direct import Direct
-from aiocoll.engine.early import Early
-from aiocoll.engine.liveness import Liveness
-from aiocoll.engine.membership import Membership
-from aiocoll.engine.notes import PROTOCOL, Facts, Note
-from aiocoll.engine.operation import Operation
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.consensus.voter import Voter
+from aiocoll.engine.control.messages import PROTOCOL, Facts, Note
+from aiocoll.engine.control.peer_links import PeerLinks
+from aiocoll.engine.control.refusal import LINGER, Ignored, Refusals
+from aiocoll.engine.control.star import ControlPlane, cannot_be_taken
+from aiocoll.engine.control.unmade_groups import Early
+from aiocoll.engine.failure.deadlines import Deadlines
+from aiocoll.engine.failure.failure_detector import FailureDetector
+from aiocoll.engine.failure.roster import Roster
+from aiocoll.engine.failure.stall_inspector import cause_of, error_from
+from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.scratch import Scratch
 from aiocoll.engine.polling import Polling
-from aiocoll.engine.refusal import LINGER, Ignored, Refusals
-from aiocoll.engine.roster import Roster
-from aiocoll.engine.scratch import Scratch
-from aiocoll.engine.shrink import Agreement
-from aiocoll.engine.watch import Watch
 from aiocoll.errors import AiocollError, PeerLostError
-from aiocoll.handshake import ConnKind
 from aiocoll.runtime import Runtime
+from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Card, Link, Transport
-from aiocoll.transport.shm.commons import Commons
+from aiocoll.transport.shm.registered_memory import RegisteredMemory
 
 __all__ = ["Endpoint"]
 
@@ -58,7 +58,7 @@ class Endpoint:
         self.rank = rank
         self.world_size = world_size
         self.cards: Mapping[int, Card] = {}
-        self.groups: dict[int, Membership] = {}
+        self.groups: dict[int, Communicator] = {}
         roster = self._roster = Roster(self)
         self.dead, self.over = roster.dead, roster.over
         self.died, self.cut_off, self.restored = roster.died, roster.cut_off, roster.restored
@@ -70,15 +70,15 @@ class Endpoint:
         self.early = Early()
         refusals = self._refusals = Refusals(self)
         self.refuse, self.attempt = refusals.refuse, refusals.attempt
-        self.watch = Watch(self)
-        self.control = Control(self)
-        self.direct = Direct(self)
-        self.liveness = Liveness(self)
+        self.watch = Deadlines(self)
+        self.control = ControlPlane(self)
+        self.direct = PeerLinks(self)
+        self.failure_detector = FailureDetector(self)
         #: Context of all engine code: NumPy does not warn in it of what the caller's numbers may hold.
         self.quiet = contextvars.copy_context()
         self.quiet.run(np.seterr, all="ignore")
         #: Memory of this rank that others read where it lies.
-        self.commons = Commons(self.loop)
+        self.registered_memory = RegisteredMemory(self.loop)
         self._channels: dict[int, Channel] = {}
         self.scratch = Scratch()
         self.polling = Polling(self, spin, crowded)
@@ -86,7 +86,7 @@ class Endpoint:
         self.spin = self.polling.spin
         self.turn_is_due = self.polling.turn_is_due
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._agreements: dict[tuple[int, int], Agreement] = {}
+        self._agreements: dict[tuple[int, int], Voter] = {}
         transport.accepted = self.accept
         transport.look = self.polling.look
         transport.linger = self.polling.linger
@@ -96,10 +96,10 @@ class Endpoint:
         self.cards = cards
         try:
             await self.control.join()
-            self.liveness.start(cards)
+            self.failure_detector.start(cards)
         except BaseException:
             self.closed = True
-            self.liveness.stop()
+            self.failure_detector.stop()
             await self._stop_tasks()
             for link in [*self.control.links, *self.polling.links]:
                 link.close()
@@ -108,7 +108,7 @@ class Endpoint:
 
     # -- groups
 
-    def add(self, group: Membership) -> None:
+    def add(self, group: Communicator) -> None:
         """Take part in `group`; what its other ranks have said so far is heard now."""
         if group.id in self.groups or self.early.is_over(group.id):
             raise ValueError(
@@ -132,7 +132,7 @@ class Endpoint:
             elif self.control.is_gone(rank):
                 group.departed(rank)
 
-    def leave(self, group: Membership) -> None:
+    def leave(self, group: Communicator) -> None:
         """Say goodbye to the ranks of `group`."""
         # Between the others, the goodbye may overtake the revocation: it brings the cause along.
         cause = None if group.cause is None else cause_of(group.cause)
@@ -196,11 +196,11 @@ class Endpoint:
         if cannot_be_taken(error):
             self.refuse(peer, error, link)
         elif peer not in self.over:
-            self.liveness.broken(peer, f"its connection broke ({error or 'closed without a goodbye'})")
+            self.failure_detector.broken(peer, f"its connection broke ({error or 'closed without a goodbye'})")
         elif peer not in self.dead:
             self.ended(peer, ())
         if (shared := self.channel(peer).shared) is not None:
-            shared.lending.forget()
+            shared.segment_sharing.forget()
 
     def divert(self, operation: Operation) -> None:
         """The memory of `operation` is the caller's again."""
@@ -220,8 +220,8 @@ class Endpoint:
             link.close()
         elif link.kind is ConnKind.CONTROL:
             self.control.attach(link)
-        elif link.kind is ConnKind.BEACON:
-            self.liveness.attach(link)
+        elif link.kind is ConnKind.HEARTBEAT:
+            self.failure_detector.attach(link)
         else:
             self.quiet.run(self._attach, link)
 
@@ -242,7 +242,9 @@ class Endpoint:
     def _count_links(self) -> None:
         channels = self._channels.values()
         self.polling.links = tuple(channel.link for channel in channels if channel.link is not None)
-        self.polling.boards = tuple(channel.shared.board for channel in channels if channel.shared is not None)
+        self.polling.slot_readers = tuple(
+            channel.shared.slot_reader for channel in channels if channel.shared is not None
+        )
 
     async def connect(self, rank: int, kind: ConnKind) -> Link | None:
         """Open a link to `rank`, if it has not opened one itself; while its process lives, its loop may be blocked."""
@@ -250,7 +252,7 @@ class Endpoint:
             try:
                 return await self.transport.connect(rank, self.cards[rank], kind)
             except PeerLostError:
-                if rank in self.over or not self.liveness.sees(rank):
+                if rank in self.over or not self.failure_detector.sees(rank):
                     raise
             await self.runtime.sleep(CONNECT_AGAIN)
 
@@ -307,7 +309,7 @@ class Endpoint:
         else:
             self.early.keep_cause(identity, rank, cause)
 
-    def agreement(self, identity: int, number: int, ranks: Sequence[int], peer: int | None = None) -> Agreement:
+    def agreement(self, identity: int, number: int, ranks: Sequence[int], peer: int | None = None) -> Voter:
         """Return how the ranks of a group agree on what comes after it; it may outlive the group.
 
         Args:
@@ -320,7 +322,7 @@ class Endpoint:
         if found is None:
             if peer is not None and identity not in self.groups and not self.early.is_over(identity):
                 self.early.unmade(identity, peer)
-            found = self._agreements[identity, number] = Agreement(self, identity, number, ranks)
+            found = self._agreements[identity, number] = Voter(self, identity, number, ranks)
         return found
 
     def thinned(self) -> None:
@@ -349,13 +351,13 @@ class Endpoint:
                 self._refusals.close()
                 for channel in self._channels.values():
                     channel.give_back()
-                self.polling.boards = ()
+                self.polling.slot_readers = ()
 
     async def _end(self) -> None:
         self.closed = True
         self.watch.close()
-        self.liveness.stop()
-        self.commons.close()
+        self.failure_detector.stop()
+        self.registered_memory.close()
         await self._stop_tasks()
         await self.transport.aclose()
         for channel in self._channels.values():

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import Link
-from aiocoll.transport.shm.board import Board
+from aiocoll.transport.shm.slots import SlotReader
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
     from aiocoll.engine.endpoint import Endpoint
-    from aiocoll.engine.membership import Membership
 
 __all__ = ["Looker", "Polling"]
 
@@ -29,7 +29,7 @@ SOME = 8
 class Looker(Protocol):
     """An operation that no frame tells of what its peers have put into shared memory."""
 
-    group: Membership
+    group: Communicator
 
     def look(self) -> bool:
         """Do what has become possible; whether anything moved."""
@@ -53,7 +53,7 @@ class Polling:
     def __init__(self, endpoint: Endpoint, spin: float, crowded: bool) -> None:
         self.links: tuple[Link, ...] = ()
         self.lookers: dict[Looker, None] = {}
-        self.boards: tuple[Board, ...] = ()
+        self.slot_readers: tuple[SlotReader, ...] = ()
         self.readers: dict[Looker, None] = {}
         # Readers that have yet to look after news of the boards, the next one last; and whether there is newer news.
         self._scan: list[Looker] = []
@@ -123,8 +123,8 @@ class Polling:
         moved = self._look_on() if self.lookers else False
         if self.readers:
             # All boards are asked, or the news of one would come twice.
-            for board in self.boards:
-                if board.has_news():
+            for slot_reader in self.slot_readers:
+                if slot_reader.has_news():
                     self._news = True
             if self._news or self._scan:
                 moved = self._read() or moved

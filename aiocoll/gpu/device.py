@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from aiocoll.gpu.api import Cuda, DeviceError
 from aiocoll.gpu.events import Events
-from aiocoll.gpu.launcher import Launched, Launcher
+from aiocoll.gpu.launcher import Launched, LaunchThread
 from aiocoll.gpu.staging import Staging
 from aiocoll.gpu.turns import Turns
-from aiocoll.gpu.waiter import Waiter
+from aiocoll.gpu.waiter import CompletionThread
 from aiocoll.log import logger
 
 __all__ = ["Device", "close_devices"]
@@ -45,9 +45,9 @@ class Device:
         self.forked = False
         self._events = Events(cuda, ordinal)
         # By stream; and of those that are closed and have not ended yet.
-        self._waiters: dict[int, Waiter] = {}
-        self._leaving: dict[int, Waiter] = {}
-        self._launcher = Launcher(cuda, ordinal)
+        self._waiters: dict[int, CompletionThread] = {}
+        self._leaving: dict[int, CompletionThread] = {}
+        self._launcher = LaunchThread(cuda, ordinal)
         self.staging = Staging(cuda, self._launcher.put)
         self.turns = Turns()
 
@@ -85,7 +85,7 @@ class Device:
             DeviceError: CUDA refuses.
         """
         self._check()
-        waiter = Waiter(self.cuda, self.ordinal, self._launcher.is_wanted)
+        waiter = CompletionThread(self.cuda, self.ordinal, self._launcher.is_wanted)
         try:
             stream = self._events.there(self.cuda.stream_create)
         except BaseException:

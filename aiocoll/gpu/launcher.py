@@ -16,12 +16,12 @@ from aiocoll.gpu.api import Cuda, DeviceError
 from aiocoll.gpu.events import Events
 
 if TYPE_CHECKING:
-    from aiocoll.gpu.waiter import Waiter
+    from aiocoll.gpu.waiter import CompletionThread
 
-__all__ = ["Launched", "Launcher"]
+__all__ = ["LaunchThread", "Launched"]
 
 
-class Launcher:
+class LaunchThread:
     """A thread that does one call after the other, on its device; it never keeps the process from ending.
 
     Args:
@@ -91,7 +91,7 @@ class Launched:
     def __init__(
         self,
         events: Events,
-        waiter: Waiter,
+        waiter: CompletionThread,
         stream: int,
         call: Callable[[], None],
         keep: object,

@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 from aiocoll.gpu.api import Cuda, DeviceError
 from aiocoll.gpu.launcher import Launched
 
-__all__ = ["Waiter"]
+__all__ = ["CompletionThread"]
 
 #: Ends that one callback in a loop tells: of some microseconds each, so that others have their turn.
 AT_ONCE = 16
@@ -32,7 +32,7 @@ AT_ONCE = 16
 LOOKS = 32
 
 
-class Waiter:
+class CompletionThread:
     """The calls of one stream that have not ended, in their order, and a thread that never keeps the process.
 
     Args:

@@ -68,18 +68,18 @@ class Arrays(Launcher):
             raise ValueError(f"shape={shape!r} of {kind} is {nbytes} bytes: there are not so many addresses")
         if self._size == 1 or nbytes <= self._member.piece_nbytes // _SMALL_PART or not self._member.piece_nbytes:
             return np.empty(sizes, kind)
-        commons = self._endpoint.commons
+        registered_memory = self._endpoint.registered_memory
         try:
-            memory = await commons.make(nbytes)
+            memory = await registered_memory.make(nbytes)
         except OSError as error:
-            if not commons.troubled:
-                commons.troubled = True
+            if not registered_memory.troubled:
+                registered_memory.troubled = True
                 logger.warning(
                     "empty() on rank %d of group %r gives ordinary memory, whose pieces are copied: %s",
                     self._rank,
                     self._member.name,
                     str(error),  # not what it comes from: a handler may keep the record
-                    extra=self._member.whose,
+                    extra=self._member.log_extra,
                 )
             return np.empty(sizes, kind)
         return memory.view(kind).reshape(sizes)

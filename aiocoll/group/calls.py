@@ -13,11 +13,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from aiocoll.engine.operation import Operation, Terms
-from aiocoll.engine.plan import Executor, Plan
+from aiocoll.engine.operations.base import Operation, Signature
+from aiocoll.engine.operations.plan import Executor, Plan
 from aiocoll.work import Work
 
-__all__ = ["Call", "Recorder", "Taker", "scope_here", "scoped", "taker_in_scope"]
+__all__ = ["Call", "Interceptor", "Recorder", "interceptor_in_scope", "scope_here", "scoped"]
 
 
 class Call(NamedTuple):
@@ -41,7 +41,7 @@ class Call(NamedTuple):
     op: str
     make: Callable[[int, Work[Any]], Operation]
     timeout: float
-    terms: Terms | None
+    terms: Signature | None
     key: str | None = None
     shape: tuple[int, ...] = ()
     result: Any = None
@@ -52,7 +52,7 @@ class Call(NamedTuple):
     on_device: Plan | None = None
 
 
-class Taker(Protocol):
+class Interceptor(Protocol):
     """Takes calls in place of the engine."""
 
     def take(self, call: Call) -> Work[Any]:
@@ -64,7 +64,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def take(self, call: Call) -> Work[Any]:
-        """As in `Taker`."""
+        """As in `Interceptor`."""
 
     @abstractmethod
     def record(
@@ -91,12 +91,12 @@ class _Scope:
         outer: the block around this one.
     """
 
-    __slots__ = ("group", "outer", "record", "taker")
+    __slots__ = ("group", "interceptor", "outer", "record")
 
-    def __init__(self, group: object, taker: Taker, outer: _Scope | None) -> None:
+    def __init__(self, group: object, interceptor: Interceptor, outer: _Scope | None) -> None:
         self.group = group
-        self.taker: Taker | None = taker
-        self.record = taker.record if isinstance(taker, Recorder) else None
+        self.interceptor: Interceptor | None = interceptor
+        self.record = interceptor.record if isinstance(interceptor, Recorder) else None
         self.outer = outer
 
 
@@ -106,20 +106,20 @@ scope_here = _scope.get
 
 
 @contextlib.contextmanager
-def scoped(group: object, taker: Taker) -> Iterator[None]:
+def scoped(group: object, interceptor: Interceptor) -> Iterator[None]:
     """Let `taker` take the calls on `group` made in this block, and in tasks started in it, as long as it lasts."""
-    scope = _Scope(group, taker, _scope.get())
+    scope = _Scope(group, interceptor, _scope.get())
     token = _scope.set(scope)
     try:
         yield
     finally:
-        scope.taker = scope.record = None
+        scope.interceptor = scope.record = None
         _scope.reset(token)
 
 
-def taker_in_scope(group: object) -> Taker | None:
+def interceptor_in_scope(group: object) -> Interceptor | None:
     """Return who takes calls on `group` here; None if no block does."""
     scope = _scope.get()
-    while scope is not None and (scope.group is not group or scope.taker is None):
+    while scope is not None and (scope.group is not group or scope.interceptor is None):
         scope = scope.outer
-    return None if scope is None else scope.taker
+    return None if scope is None else scope.interceptor

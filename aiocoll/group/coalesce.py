@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from aiocoll.elements.ops import ReduceOp
-from aiocoll.engine.diagnosis import failure_by
-from aiocoll.engine.membership import Membership
-from aiocoll.engine.plan import Executor, Plan
-from aiocoll.engine.recorded import Hidden, Recorded
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.failure.stall_inspector import failure_by
+from aiocoll.engine.fusion.deferred_work import DeferredWork, MemberWork
+from aiocoll.engine.operations.plan import Executor, Plan
 from aiocoll.errors import GroupError
-from aiocoll.group.calls import Call, Recorder, Taker, taker_in_scope
+from aiocoll.group.calls import Call, Interceptor, Recorder, interceptor_in_scope
 from aiocoll.group.collectives import SUM, Collectives
 from aiocoll.group.flushing import Flushing, Recording
 from aiocoll.group.launch import Timeout
@@ -33,21 +33,21 @@ class Batch(Recorder):
     def __init__(self, group: Coalescing) -> None:
         self.seq: int | None = None
         self._group = group
-        self._failures: list[Recorded] = []
+        self._failures: list[DeferredWork] = []
         self._recording = self._new()
         self._started: list[Work[Any]] = []
-        self._outer: Taker | None = None
+        self._outer: Interceptor | None = None
 
     async def __aenter__(self) -> Self:
         group = self._group
         group._check()
-        if isinstance(taker_in_scope(group), Batch):
+        if isinstance(interceptor_in_scope(group), Batch):
             raise RuntimeError(
                 f"group {group._member.name!r} is coalescing here already: blocks of one group do not nest. Make the "
                 "calls in the outer block, or await one of its works to send what it has recorded"
             )
         # Who would have taken the calls takes what they are fused to.
-        self._outer = group._taker_here()
+        self._outer = group._interceptor_here()
         group._batches[self] = None
         group._member.on_revoked.append(self._revoked)
         self._scope = group._scoped(self)
@@ -92,7 +92,7 @@ class Batch(Recorder):
             return self.take(self._group._call(plan, arrays, shape, result, timeout, key, unwrap, executor))
         recording = self._recording
         # The user's call is five frames away: the call of the group and what it goes through.
-        work = Recorded(recording, plan.terms.op, None, None, self._group, 5)
+        work = DeferredWork(recording, plan.terms.op, None, None, self._group, 5)
         work.plan = plan
         work.arrays = arrays
         work.outcome = result
@@ -159,7 +159,7 @@ class Batch(Recorder):
 class Coalescing(Collectives, Flushing):
     """Calls that travel together."""
 
-    def __init__(self, member: Membership, options: GroupOptions) -> None:
+    def __init__(self, member: Communicator, options: GroupOptions) -> None:
         super().__init__(member, options)
         self._batches: dict[Batch, None] = {}
 
@@ -230,7 +230,7 @@ class Coalescing(Collectives, Flushing):
         self._check()
         if key is not None:
             self._check_key(key)
-        block = taker_in_scope(self)
+        block = interceptor_in_scope(self)
         inside = isinstance(block, Batch) and key is None
         recording = block._recording if isinstance(block, Batch) and inside else Recording(self, _nothing)
         before = len(recording.members)
@@ -244,13 +244,13 @@ class Coalescing(Collectives, Flushing):
             raise
         members = recording.members[before:]
         # The user's call is two frames away.
-        whole = Recorded(recording, op, None, key, self, 3)
+        whole = DeferredWork(recording, op, None, key, self, 3)
         for member in members:
-            assert isinstance(member, Hidden)
+            assert isinstance(member, MemberWork)
             member.whole = whole
         recording.lists.append((whole, members))
         if not inside:
-            part = self._flush(recording, self._taker_here(), key)
+            part = self._flush(recording, self._interceptor_here(), key)
             whole.seq = None if part is None else part.seq
         return whole
 
@@ -282,7 +282,7 @@ class _Collector(Recorder):
     ) -> Work[Any]:
         """Record a call on arrays."""
         recording = self._recording
-        work = Hidden(recording, plan.terms.op, None, None, self._group, 0)
+        work = MemberWork(recording, plan.terms.op, None, None, self._group, 0)
         if executor is None:
             work.plan = plan
         else:  # on a device

@@ -6,13 +6,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from aiocoll.elements.alike import empty_like, same_place, spare
+from aiocoll.elements.allocate import empty_like, same_place, spare
 from aiocoll.elements.buffers import Buffer, clash, overlaps, view
 from aiocoll.elements.device import DeviceArray
 from aiocoll.elements.ops import ReduceOp
-from aiocoll.engine.monitored import Monitored
+from aiocoll.engine.operations.monitored_barrier import Monitored
 from aiocoll.group.arguments import Arguments, slices
-from aiocoll.group.calls import Recorder, taker_in_scope
+from aiocoll.group.calls import Recorder, interceptor_in_scope
 from aiocoll.group.launch import Timeout
 from aiocoll.group.unsized import allgather_unsized, gather_unsized
 from aiocoll.loading import loading
@@ -186,7 +186,7 @@ class Collectives(Arguments):
         counts[self._rank] = source.count
         result = None
         if root == self._rank:
-            if outputs is None and self._may_differ(source) and taker_in_scope(self) is None:
+            if outputs is None and self._may_differ(source) and interceptor_in_scope(self) is None:
                 return gather_unsized(self, source, root, timeout, key)
             if outputs is None:
                 outputs = [empty_like(source) for _ in range(self._size)]
@@ -302,8 +302,10 @@ class Collectives(Arguments):
         """Whether outputs are made as long as what the others give, not as what this rank gives."""
         if self._size == 1 or isinstance(source.array, DeviceArray):
             return False
-        taker = taker_in_scope(self)
-        return taker is None or isinstance(taker, Recorder)  # any other one only predicts what calls would take
+        interceptor = interceptor_in_scope(self)
+        return interceptor is None or isinstance(
+            interceptor, Recorder
+        )  # any other one only predicts what calls would take
 
     def _scan(self, kind: str, tensor: Any, op: ReduceOp, timeout: Timeout, key: str | None) -> Work[Any]:
         if op == ReduceOp.AVG:

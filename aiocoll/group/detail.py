@@ -9,13 +9,13 @@ from typing import Any, ParamSpec, TypeVar
 
 from aiocoll.elements.buffers import view
 from aiocoll.elements.device import device_of
-from aiocoll.engine.bundle import Layout
-from aiocoll.engine.compared import Compared
-from aiocoll.engine.flush import Flush
-from aiocoll.engine.membership import Membership
-from aiocoll.engine.operation import P2P, Terms
-from aiocoll.engine.recorded import Part, Recorded
-from aiocoll.group.calls import Call, Taker, taker_in_scope
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.fusion.deferred_work import BucketWork, DeferredWork
+from aiocoll.engine.fusion.layout import Layout
+from aiocoll.engine.fusion.packer import Flush
+from aiocoll.engine.operations.base import P2P, Signature
+from aiocoll.engine.operations.verify import Compared
+from aiocoll.group.calls import Call, Interceptor, interceptor_in_scope
 from aiocoll.group.flushing import Recording
 from aiocoll.group.launch import Launcher
 from aiocoll.group.process_group import ProcessGroup
@@ -29,7 +29,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class _Miscount(ValueError):
+class _WrongListLength(ValueError):
     """A list has not one array or object per rank; users get a plain `ValueError`."""
 
 
@@ -45,10 +45,10 @@ def _telling(method: Callable[P, R], main: str | None = None) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return method(*args, **kwargs)
-        except _Miscount as miscount:
+        except _WrongListLength as miscount:
             group: Any = args[0]
             error = ValueError(str(miscount))
-            if group.size() == 1 or taker_in_scope(group) is not None:
+            if group.size() == 1 or interceptor_in_scope(group) is not None:
                 raise error from None
             given = inspect.signature(method).bind(*args, **kwargs)
             given.apply_defaults()
@@ -71,10 +71,10 @@ class DetailedGroup(ProcessGroup):
     Cost: two steps more per collective, through rank 0.
     """
 
-    def __init__(self, member: Membership, options: GroupOptions, desc: str, origin: Origin) -> None:
+    def __init__(self, member: Communicator, options: GroupOptions, desc: str, origin: Origin) -> None:
         super().__init__(member, options, desc, origin)
         if self._size > 1:
-            self._taker = _Comparing(self)
+            self._interceptor = _Comparing(self)
             self._diverts = True
 
     allgather = _telling(ProcessGroup.allgather, "tensor")
@@ -89,22 +89,22 @@ class DetailedGroup(ProcessGroup):
         try:
             super()._check_one_per_rank(values, name, what)
         except ValueError as error:
-            raise _Miscount(str(error)) from None
+            raise _WrongListLength(str(error)) from None
 
-    def _flush(self, recording: Recording, outer: Taker | None, key: str | None = None) -> Part | None:
+    def _flush(self, recording: Recording, outer: Interceptor | None, key: str | None = None) -> BucketWork | None:
         """Compare the list of a block's calls as one call, under the one number that it takes everywhere."""
         return super()._flush(recording, None if isinstance(outer, _Comparing) else outer, key)
 
     def _start_flush(
-        self, layout: Layout, identity: int, part: Part, limit: float, make: Callable[[int, Work[Any]], Flush]
+        self, layout: Layout, identity: int, part: BucketWork, limit: float, make: Callable[[int, Work[Any]], Flush]
     ) -> None:
-        if self._taker is None:
+        if self._interceptor is None:
             super()._start_flush(layout, identity, part, limit, make)
         else:
             self._enter(Compared(self._member, identity, layout.terms, (), make, part, limit))
 
-    def _start_loose(self, work: Recorded, call: Call) -> None:
-        if self._taker is None or call.terms is None:
+    def _start_loose(self, work: DeferredWork, call: Call) -> None:
+        if self._interceptor is None or call.terms is None:
             super()._start_loose(work, call)
         else:
             identity, work.seq = self._keyed_id(call.key)
@@ -121,7 +121,7 @@ class DetailedGroup(ProcessGroup):
         timeout = given["timeout"]
         return _compare(
             self,
-            Terms(kind.upper(), dtype, (), root, reduce, device=device),
+            Signature(kind.upper(), dtype, (), root, reduce, device=device),
             () if array is None else array.shape,
             None,
             self._member.timeout if timeout is None else seconds(timeout, "timeout"),
@@ -149,7 +149,7 @@ class _Comparing:
 
 def _compare(
     group: Launcher,
-    terms: Terms,
+    terms: Signature,
     shape: tuple[int, ...],
     call: Call | None,
     timeout: float,

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from aiocoll.algorithms import two_level
 from aiocoll.algorithms.cost import Load, predict, seconds_of
-from aiocoll.engine.membership import Membership
-from aiocoll.engine.operation import Terms
+from aiocoll.algorithms.two_level import select as two_level
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.operations.base import Signature
 from aiocoll.group.calls import Call
 from aiocoll.group.launch import Launcher
 from aiocoll.work import Work
@@ -109,7 +109,7 @@ class _Estimator:
         return work
 
 
-def _prediction(member: Membership, call: Call) -> Predicted:
+def _prediction(member: Communicator, call: Call) -> Predicted:
     terms, machine, size = call.terms, member.tuning.machine, len(member.ranks)
     if terms is None:
         return Predicted(call.op, call.nbytes, None, seconds_of(Load(1, 1, 1, call.nbytes, call.nbytes, 0), machine))
@@ -129,7 +129,7 @@ def _prediction(member: Membership, call: Call) -> Predicted:
     return Predicted(call.op, nbytes, algorithm, seconds)
 
 
-def _whole(terms: Terms, member: Membership) -> int:
+def _whole(terms: Signature, member: Communicator) -> int:
     """Return the elements of the whole vector."""
     if terms.counts:
         return sum(terms.counts)

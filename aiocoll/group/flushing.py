@@ -9,14 +9,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from aiocoll.engine.apart import Span, check_apart, check_spans
-from aiocoll.engine.bundle import Bucket, Layout
-from aiocoll.engine.flush import Flush, Fusion, Start, fail
-from aiocoll.engine.membership import Membership
-from aiocoll.engine.monitored import Monitored
-from aiocoll.engine.operation import KEYED, P2P, Terms
-from aiocoll.engine.recorded import Part, Recorded
-from aiocoll.group.calls import Call, Taker
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.fusion.deferred_work import BucketWork, DeferredWork
+from aiocoll.engine.fusion.layout import Bucket, Layout
+from aiocoll.engine.fusion.overlap import Span, check_apart, check_spans
+from aiocoll.engine.fusion.packer import Flush, Fusion, Start, fail
+from aiocoll.engine.operations.base import KEYED, P2P, Signature
+from aiocoll.engine.operations.monitored_barrier import Monitored
+from aiocoll.group.calls import Call, Interceptor
 from aiocoll.group.fuse import Fuser, ends
 from aiocoll.group.launch import Launcher
 from aiocoll.loading import loading
@@ -44,16 +44,16 @@ class Recording:
     """
 
     def __init__(
-        self, group: Launcher, flush: Callable[[], None], failed: Callable[[Recorded], None] = lambda _: None
+        self, group: Launcher, flush: Callable[[], None], failed: Callable[[DeferredWork], None] = lambda _: None
     ) -> None:
         self.group = group
         self.loop = group._loop
         self.runtime = group._runtime
         self.turn_is_due = group._endpoint.turn_is_due
         self.failed = failed
-        self.members: list[Recorded] = []
-        self.loose: list[tuple[Recorded, Call]] = []
-        self.lists: list[tuple[Recorded, list[Recorded]]] = []
+        self.members: list[DeferredWork] = []
+        self.loose: list[tuple[DeferredWork, Call]] = []
+        self.lists: list[tuple[DeferredWork, list[DeferredWork]]] = []
         self.limit = inf
         self.followed: list[Work[Any]] = []
         self.flushed = False
@@ -77,9 +77,9 @@ class Recording:
         """Let the block wait for `work`, too."""
         self.followed.append(work)
 
-    def keep(self, call: Call) -> Recorded:
+    def keep(self, call: Call) -> DeferredWork:
         """Record a call that is not fused; a user's call is as far away as from `Batch.take`, and one frame."""
-        work = Recorded(self, call.op, None, call.key, self.group, 6)
+        work = DeferredWork(self, call.op, None, call.key, self.group, 6)
         work._unwrap = call.unwrap
         if call.terms is not None and call.key is None:
             work.plan = None
@@ -119,7 +119,7 @@ class Recording:
                 else:
                     fail([work], wrong)
 
-    def _withdraw(self, work: Recorded) -> None:
+    def _withdraw(self, work: DeferredWork) -> None:
         """Nobody waits for a receive any more that has not started."""
         self.loose = [(each, call) for each, call in self.loose if each is not work]
         work._finish(None, asyncio.CancelledError())
@@ -128,12 +128,12 @@ class Recording:
 class Flushing(Launcher, Fuser):
     """The part of a group that starts what is recorded."""
 
-    def __init__(self, member: Membership, options: GroupOptions) -> None:
+    def __init__(self, member: Communicator, options: GroupOptions) -> None:
         super().__init__(member, options)
         #: Flushes that the engine does not know of, since another taker has them.
-        self._taken: dict[Part, None] = {}
+        self._taken: dict[BucketWork, None] = {}
 
-    def _flush(self, recording: Recording, outer: Taker | None, key: str | None = None) -> Part | None:
+    def _flush(self, recording: Recording, outer: Interceptor | None, key: str | None = None) -> BucketWork | None:
         """Start what is recorded.
 
         Args:
@@ -151,7 +151,7 @@ class Flushing(Launcher, Fuser):
             calls = tuple([member.plan or member.call.terms for member in members])
             layout = self._layout(calls, outer is None)
             check_apart(layout, members)
-            if self._side is not None:
+            if self._device_state is not None:
                 check_spans(_device_spans(members, self._rank, self._size), members)
             if recording.loose:
                 self._start_all_loose(recording.loose, outer)
@@ -167,7 +167,7 @@ class Flushing(Launcher, Fuser):
         limit = recording.limit if members else self._member.timeout
         identity, seq = self._numbered(key) if outer is None else (0, None)
 
-        def start(number: int, bucket: Bucket, arrays: list[NDArray[Any] | None], part: Part) -> None:
+        def start(number: int, bucket: Bucket, arrays: list[NDArray[Any] | None], part: BucketWork) -> None:
             part.seq, part.key = seq, key
             if bucket.plan is None:
                 own = [members[position].call for position in bucket.members]
@@ -184,15 +184,15 @@ class Flushing(Launcher, Fuser):
     def _fuse(
         self,
         layout: Layout,
-        members: list[Recorded],
+        members: list[DeferredWork],
         start: Start,
         recording: Recording,
-        outer: Taker | None,
+        outer: Interceptor | None,
         identity: int,
         seq: int | None,
         key: str | None,
         limit: float,
-    ) -> Part:
+    ) -> BucketWork:
         flush: Flush
 
         def ended(_: Any, error: BaseException | None) -> None:
@@ -214,7 +214,7 @@ class Flushing(Launcher, Fuser):
             return flush
 
         fusion = Fusion(self._member, layout, members, start, succeed, outer is not None)
-        part = Part(self._endpoint, layout.terms.op, seq, key, self, fusion.pending, ended)
+        part = BucketWork(self._endpoint, layout.terms.op, seq, key, self, fusion.pending, ended)
         if outer is None:
             self._run_quietly(self._start_flush, layout, identity, part, limit, make)
         else:
@@ -222,26 +222,26 @@ class Flushing(Launcher, Fuser):
             fusion.advance()
         return part
 
-    def _as_one(self, calls: Sequence[Call], terms: Terms, limit: float) -> Call:
+    def _as_one(self, calls: Sequence[Call], terms: Signature, limit: float) -> Call:
         """Return one call that stands for several on CUDA arrays."""
         with loading("CUDA arrays"):
-            from aiocoll.group.cuda.together import Together  # with all that a GPU needs
+            from aiocoll.group.cuda.batched import BatchedCalls  # with all that a GPU needs
 
-        side = self._side
+        side = self._device_state
         assert side is not None
 
-        def make(identity: int, work: Work[Any]) -> Together:
-            return Together(side, calls, self._member, identity, work, limit)
+        def make(identity: int, work: Work[Any]) -> BatchedCalls:
+            return BatchedCalls(side, calls, self._member, identity, work, limit)
 
         return Call(terms.op, make, limit, terms)
 
     def _start_flush(
-        self, layout: Layout, identity: int, part: Part, limit: float, make: Callable[[int, Work[Any]], Flush]
+        self, layout: Layout, identity: int, part: BucketWork, limit: float, make: Callable[[int, Work[Any]], Flush]
     ) -> None:
         """Start a flush that has taken its number."""
         self._enter(make(identity, part))
 
-    def _start_all_loose(self, calls: Sequence[tuple[Recorded, Call]], outer: Taker | None) -> None:
+    def _start_all_loose(self, calls: Sequence[tuple[DeferredWork, Call]], outer: Interceptor | None) -> None:
         """Start messages, and collectives with a key; what cannot start fails by itself."""
         with self._batched(array for _, call in calls if call.terms is None for array in call.arrays or ()):
             for work, call in calls:
@@ -255,7 +255,7 @@ class Flushing(Launcher, Fuser):
                     work._unwrap = None
                     _follow(outer.take(call), work)
 
-    def _start_loose(self, work: Recorded, call: Call) -> None:
+    def _start_loose(self, work: DeferredWork, call: Call) -> None:
         """Start a message, or a collective with a key."""
         if call.terms is None:
             identity = P2P
@@ -269,7 +269,7 @@ class Flushing(Launcher, Fuser):
         call: Call,
         identity: int,
         number: int,
-        part: Part,
+        part: BucketWork,
         limit: float,
     ) -> None:
         # No key of the user's is hashed without a zero byte in it.
@@ -284,7 +284,7 @@ class Flushing(Launcher, Fuser):
         self._enter(operation)
 
 
-def _device_spans(members: Sequence[Recorded], rank: int, size: int) -> Iterator[Span]:
+def _device_spans(members: Sequence[DeferredWork], rank: int, size: int) -> Iterator[Span]:
     """Return where the CUDA arrays of members are."""
     for position, member in enumerate(members):
         call = None if member.plan is not None else member.call
@@ -295,7 +295,7 @@ def _device_spans(members: Sequence[Recorded], rank: int, size: int) -> Iterator
                     yield array.ptr, array.ptr + array.nbytes, position, buffer in writes
 
 
-def _follow(work: Work[Any], follower: Recorded | Part) -> None:
+def _follow(work: Work[Any], follower: DeferredWork | BucketWork) -> None:
     """End `follower` as `work` ends."""
 
     def ended(_: Work[Any]) -> None:

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.elements.dtypes import by_name
-from aiocoll.engine.bundle import PIECE, Bucket, Layout
-from aiocoll.engine.membership import Membership
-from aiocoll.engine.operation import Terms
-from aiocoll.engine.plan import Plan
-from aiocoll.engine.roll import Roll
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.fusion.layout import PIECE, Bucket, Layout
+from aiocoll.engine.fusion.manifest import Manifest
+from aiocoll.engine.operations.base import Signature
+from aiocoll.engine.operations.plan import Plan
 from aiocoll.group.planning import Planner
 
 __all__ = ["LARGE", "Fuser", "ends"]
@@ -40,13 +40,13 @@ _PRIVATE = frozenset({"GATHER", "SCATTER", "ALLTOALL"})
 _BLOCKS = frozenset({"ALLGATHER", "REDUCE_SCATTER"})
 
 #: What was called: a plan, or the terms of what has none.
-Called = Plan | Terms
+Called = Plan | Signature
 
 
 class Fuser(Planner):
     """The part of a group that finds out how a list of calls is carried out."""
 
-    def __init__(self, member: Membership) -> None:
+    def __init__(self, member: Communicator) -> None:
         super().__init__(member)
         self._layouts: dict[tuple[Called | None, ...], Layout] = {}
 
@@ -64,13 +64,13 @@ class Fuser(Planner):
     def _lay_out(self, calls: tuple[Called, ...], together: bool) -> Layout:
         names = _Names()
         entries = [names.entry(call) for call in calls]
-        roll = Roll([entry.terms for entry in entries])
+        roll = Manifest([entry.terms for entry in entries])
         fingerprint = crc32(b"".join(entry.hash for entry in entries), crc32(b"coalesced"))
         members: dict[Any, list[int]] = {}
         for position, (call, entry) in enumerate(zip(calls, entries, strict=True)):
             # Those that stay alone have a bucket of their own.
             bucket: object = position
-            if isinstance(call, Terms):
+            if isinstance(call, Signature):
                 if together and call.device != "cpu":
                     bucket = call.device
             elif not _is_large(call):
@@ -80,7 +80,7 @@ class Fuser(Planner):
         for plan in (bucket.plan for bucket in buckets):
             if plan is not None:
                 plan.terms, plan.fingerprint = plan.terms._replace(members=roll), fingerprint
-        return Layout(Terms("COALESCED", None, (), None, None, members=roll), fingerprint, tuple(buckets))
+        return Layout(Signature("COALESCED", None, (), None, None, members=roll), fingerprint, tuple(buckets))
 
     def _bucket(self, calls: Sequence[Called], positions: Sequence[int]) -> Bucket:
         plans = [call for call in (calls[position] for position in positions) if isinstance(call, Plan)]
@@ -130,7 +130,7 @@ class Fuser(Planner):
 
 
 class _Entry(NamedTuple):
-    terms: Terms
+    terms: Signature
     hash: bytes
 
 
@@ -144,11 +144,11 @@ class _Names:
     def entry(self, call: Called) -> _Entry:
         known = self._known.get(id(call))
         if known is None:
-            terms = call if isinstance(call, Terms) else self._named(call)
+            terms = call if isinstance(call, Signature) else self._named(call)
             known = self._known[id(call)] = _Entry(terms, terms.fingerprint().to_bytes(4, "little"))
         return known
 
-    def _named(self, plan: Plan) -> Terms:
+    def _named(self, plan: Plan) -> Signature:
         terms, op = plan.terms, plan.op
         if op is None or op.function is None:
             return terms
@@ -163,7 +163,7 @@ def _is_large(plan: Plan) -> bool:
     return plan.terms.op not in _PRIVATE and sum(plan.terms.counts) * plan.itemsize >= LARGE
 
 
-def _counts(terms: Terms, rank: int, size: int) -> tuple[int | None, ...]:
+def _counts(terms: Signature, rank: int, size: int) -> tuple[int | None, ...]:
     """Return the elements of each buffer of a call; None where this rank has none."""
     if terms.op in _BLOCKS:
         return (*terms.counts, terms.counts[rank])
@@ -178,7 +178,7 @@ def _counts(terms: Terms, rank: int, size: int) -> tuple[int | None, ...]:
     return terms.counts
 
 
-def ends(terms: Terms, rank: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...], dict[int, int]]:
+def ends(terms: Signature, rank: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...], dict[int, int]]:
     """Return which buffers of a call are inputs, which are outputs, and whose data the latter begin with."""
     blocks, there = tuple(range(size)), rank == terms.root
     match terms.op:

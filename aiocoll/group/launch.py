@@ -14,19 +14,19 @@ import numpy as np
 
 from aiocoll.elements.buffers import Buffer, is_scalar, scalar, view
 from aiocoll.elements.ops import ReduceOp
-from aiocoll.engine.membership import Membership
-from aiocoll.engine.operation import P2P, Operation, Terms
-from aiocoll.engine.plan import Executor, Plan
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.operations.base import P2P, Operation, Signature
+from aiocoll.engine.operations.plan import Executor, Plan
 from aiocoll.errors import GroupClosedError
-from aiocoll.group.calls import Call, Recorder, Taker, scope_here, scoped, taker_in_scope
+from aiocoll.group.calls import Call, Interceptor, Recorder, interceptor_in_scope, scope_here, scoped
 from aiocoll.group.planning import Known, Planner, keep
 from aiocoll.loading import loading
 from aiocoll.options import GroupOptions, seconds
-from aiocoll.unseen import Failures
+from aiocoll.unretrieved import UnretrievedFailures
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
-    from aiocoll.group.cuda.side import DeviceSide
+    from aiocoll.group.cuda.device_state import DeviceState
 
 __all__ = ["Launcher", "Timeout"]
 
@@ -48,7 +48,7 @@ class Launcher(Planner):
 
     _devices: Mapping[str, str]
 
-    def __init__(self, member: Membership, options: GroupOptions) -> None:
+    def __init__(self, member: Communicator, options: GroupOptions) -> None:
         super().__init__(member)
         self._options = options
         # Kept at hand: what a call needs of the engine took ten look-ups.
@@ -61,15 +61,15 @@ class Launcher(Planner):
         self._pid = os.getpid()
         self._closed = False
         #: Who takes all calls of the group that no block takes.
-        self._taker: Taker | None = None
+        self._interceptor: Interceptor | None = None
         self._scopes = 0
         #: Calls do not go straight to the engine: the group is closed, or there are takers.
         self._diverts = False
-        self._failures = Failures(member.name, member.rank)
+        self._failures = UnretrievedFailures(member.name, member.rank)
         #: What the group has on a CUDA device, from the first call on arrays there.
-        self._side: DeviceSide | None = None
+        self._device_state: DeviceState | None = None
         #: Plans by the kind of call and what a plain array is: dtype and shape.
-        self._alike: dict[tuple[Any, ...], Known] = {}
+        self._plans_by_array: dict[tuple[Any, ...], Known] = {}
 
     def _check(self) -> None:
         """Refuse a call that this group cannot take, before it takes a number."""
@@ -122,7 +122,7 @@ class Launcher(Planner):
         if type(tensor) is _ndarray and tensor.flags.carray:
             dtype, shape = tensor.dtype, tensor.shape
             call = kind, dtype, shape, id(op), root
-            found = self._alike.get(call)
+            found = self._plans_by_array.get(call)
             # Of dtypes that are equal, one may be an alias that NumPy would convert.
             if found is not None and found[0].storage is dtype:
                 flat = tensor if len(shape) == 1 else tensor.reshape(-1)
@@ -134,7 +134,7 @@ class Launcher(Planner):
         )
         plan = self._plan(kind, buffer.dtype, (buffer.count,), op=op, root=root)
         if call is not None:
-            keep(self._alike, call, (plan, op))
+            keep(self._plans_by_array, call, (plan, op))
         return self._start(plan, (buffer,), buffer, buffer.result, timeout, key)
 
     def _start(
@@ -194,10 +194,10 @@ class Launcher(Planner):
             # As below, in a third of the time, where no other block is inside that of this group.
             if scope is not None and scope.group is self and scope.record is not None:
                 return scope.record(plan, arrays, shape, result, limit, key, unwrap, executor)
-            if (taker := self._taker_here()) is not None:
-                if isinstance(taker, Recorder):
-                    return taker.record(plan, arrays, shape, result, limit, key, unwrap, executor)
-                return taker.take(self._call(plan, arrays, shape, result, limit, key, unwrap, executor))
+            if (interceptor := self._interceptor_here()) is not None:
+                if isinstance(interceptor, Recorder):
+                    return interceptor.record(plan, arrays, shape, result, limit, key, unwrap, executor)
+                return interceptor.take(self._call(plan, arrays, shape, result, limit, key, unwrap, executor))
         # The user's call is four frames away: the call of the group and what it goes through.
         if key is None:
             identity = seq = member.entered = member.entered + 1
@@ -243,26 +243,26 @@ class Launcher(Planner):
         return Call(plan.terms.op, operation, limit, terms, key, shape, result, unwrap, 0, known, arrays, on_device)
 
     @contextlib.contextmanager
-    def _scoped(self, taker: Taker) -> Iterator[None]:
+    def _scoped(self, interceptor: Interceptor) -> Iterator[None]:
         """Let `taker` take the calls on this group made in this block."""
         self._scopes += 1
         self._diverts = True
         try:
-            with scoped(self, taker):
+            with scoped(self, interceptor):
                 yield
         finally:
             self._scopes -= 1
-            self._diverts = self._closed or self._scopes > 0 or self._taker is not None
+            self._diverts = self._closed or self._scopes > 0 or self._interceptor is not None
 
-    def _taker_here(self) -> Taker | None:
-        return (taker_in_scope(self) if self._scopes else None) or self._taker
+    def _interceptor_here(self) -> Interceptor | None:
+        return (interceptor_in_scope(self) if self._scopes else None) or self._interceptor
 
     def _begin(
         self,
         op: str,
         make: Callable[[int, Work[Any]], Operation],
         limit: float,
-        terms: Terms | None = None,
+        terms: Signature | None = None,
         key: str | None = None,
         shape: tuple[int, ...] = (),
         result: Any = None,
@@ -272,8 +272,8 @@ class Launcher(Planner):
     ) -> Work[Any]:
         """Start a call, or leave it to who takes it here; for the arguments, see `aiocoll.group.calls.Call`."""
         self._check()
-        if self._diverts and (taker := self._taker_here()) is not None:
-            return taker.take(Call(op, make, limit, terms, key, shape, result, unwrap, nbytes, None, arrays))
+        if self._diverts and (interceptor := self._interceptor_here()) is not None:
+            return interceptor.take(Call(op, make, limit, terms, key, shape, result, unwrap, nbytes, None, arrays))
         # Of a message: its operation has an id of its own.
         identity, seq = (P2P, None) if terms is None else self._numbered(key)
         # The user's call is four frames away: the call of the group and what it goes through.
@@ -285,7 +285,7 @@ class Launcher(Planner):
 
     def _batched(self, arrays: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
         """Let messages of these CUDA arrays, which start in the block, be one group of NCCL calls."""
-        return contextlib.nullcontext() if self._side is None else self._side.messages.together(arrays)
+        return contextlib.nullcontext() if self._device_state is None else self._device_state.messages.together(arrays)
 
     def _numbered(self, key: str | None) -> tuple[int, int]:
         """Take a number, or a count of `key`; return the operation id and that."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from aiocoll.codec import MAX_BYTES, dumps, reading
-from aiocoll.engine.operation import Terms
-from aiocoll.engine.parcels import Parcels
-from aiocoll.engine.stepwise import Steps
+from aiocoll.engine.operations.base import Signature
+from aiocoll.engine.operations.incremental import Steps
+from aiocoll.engine.operations.object_exchange import ObjectExchange
 from aiocoll.group.launch import Launcher, Timeout
 from aiocoll.options import seconds
 from aiocoll.work import Work
@@ -87,10 +87,10 @@ class Objects(Launcher):
         key: str | None,
     ) -> Work[Any]:
         limit = self._member.timeout if timeout is None else seconds(timeout, "timeout")
-        terms = Terms(op, "object", (), root, None)
+        terms = Signature(op, "object", (), root, None)
 
-        def make(identity: int, work: Work[Any]) -> Parcels:
-            return Parcels(self._member, identity, terms, outgoing, sources, MAX_BYTES, unpack, work, limit)
+        def make(identity: int, work: Work[Any]) -> ObjectExchange:
+            return ObjectExchange(self._member, identity, terms, outgoing, sources, MAX_BYTES, unpack, work, limit)
 
         return self._begin(op, make, limit, terms, key, nbytes=sum(map(len, outgoing.values())))
 

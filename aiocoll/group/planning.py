@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from aiocoll.algorithms.program import Program
 from aiocoll.algorithms.scale import scaled
-from aiocoll.algorithms.schedule import Program
 from aiocoll.algorithms.select import build, choose
 from aiocoll.elements.dtypes import DType
 from aiocoll.elements.ops import Kernel, ReduceOp, kernel
-from aiocoll.engine.exchange import Exchange
-from aiocoll.engine.membership import Membership
-from aiocoll.engine.oneshot import OneShot
-from aiocoll.engine.operation import Terms
-from aiocoll.engine.plan import Plan
-from aiocoll.engine.relay import MOST_PIECES, Relay
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.operations.base import Signature
+from aiocoll.engine.operations.oneshot import OneShot
+from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.program_executor import ProgramExecutor
+from aiocoll.engine.operations.shm_ring import MOST_PIECES, ShmRing
 
 __all__ = ["Known", "Planner", "keep"]
 
@@ -38,7 +38,7 @@ class Planner:
         member: this rank's membership.
     """
 
-    def __init__(self, member: Membership) -> None:
+    def __init__(self, member: Communicator) -> None:
         self._member = member
         self._rank = member.rank
         self._size = len(member.ranks)
@@ -88,7 +88,7 @@ class Planner:
     ) -> Plan:
         """Make a plan; `made` and `reduce` are how it reduces, and the name of that on the wire."""
         counts = _flat(sizes)
-        terms = Terms(
+        terms = Signature(
             kind.upper(),
             None if dtype is None else dtype.name,
             counts if agreed is None else agreed,
@@ -101,7 +101,7 @@ class Planner:
         )
         if kind == "allreduce" and self._size == 1 and made is not None and made.prescale is None:
             # What a rank alone gives is what it gets; folding it into itself took as long as the rest of the call.
-            return Plan(terms, Program((), (), "alone"), dtype, made, Exchange)
+            return Plan(terms, Program((), (), "alone"), dtype, made, ProgramExecutor)
         algorithm = choose(
             kind,
             nbytes,
@@ -118,7 +118,7 @@ class Planner:
             if executor is not None:
                 return Plan(terms, Program((), (), executor.__name__.lower()), dtype, made, executor)
         program = self._program(kind, algorithm, sizes, root, made)
-        return Plan(terms, program, dtype, made, Exchange)
+        return Plan(terms, program, dtype, made, ProgramExecutor)
 
     def _program(
         self, kind: str, algorithm: str, sizes: tuple[Any, ...], root: int | None, made: Kernel | None
@@ -127,7 +127,7 @@ class Planner:
         program = build(kind, algorithm, self._rank, self._size, *sizes, root=root or 0, hosts=self._member.hosts)
         return program if made is None or made.prescale is None else self._scaled(program, kind, sizes, root)
 
-    def _shares(self, algorithm: str, nbytes: int, made: Kernel) -> type[OneShot] | type[Relay] | None:
+    def _shares(self, algorithm: str, nbytes: int, made: Kernel) -> type[OneShot] | type[ShmRing] | None:
         """Return the executor through shared memory that suits an allreduce, if there is one."""
         piece = self._member.piece_nbytes
         if not piece or self._size == 1:
@@ -136,7 +136,7 @@ class Planner:
             return OneShot
         few = self._size <= CIRCLE or algorithm == "ring"
         pieces = 2 * (self._size - 1) * (nbytes // (self._size * piece) + 2)
-        return Relay if few and not made.ordered and pieces < MOST_PIECES else None
+        return ShmRing if few and not made.ordered and pieces < MOST_PIECES else None
 
     def _ends(self, kind: str, sizes: tuple[Any, ...], root: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return how many elements go to each rank and come from each, where only the ends of a message know."""

@@ -12,11 +12,11 @@ import numpy as np
 from aiocoll.codec import MAX_BYTES, dumps, reading
 from aiocoll.elements.buffers import Buffer, byte_view, clash, view
 from aiocoll.elements.dtypes import array_dtype, by_code
-from aiocoll.engine.arrival import TAG_LIMIT, Arrival
-from aiocoll.engine.mailbox import Posted
-from aiocoll.engine.membership import Membership
-from aiocoll.engine.outgoing import OBJECT, Outgoing
-from aiocoll.engine.recorded import Recorded
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.fusion.deferred_work import DeferredWork
+from aiocoll.engine.matching.inbound import TAG_LIMIT, InboundMessage
+from aiocoll.engine.matching.matching import PostedReceive
+from aiocoll.engine.matching.outbound import OBJECT, OutboundMessage
 from aiocoll.group.launch import Launcher, Timeout
 from aiocoll.loading import loading
 from aiocoll.options import seconds
@@ -128,9 +128,9 @@ class PointToPoint(Launcher):
 
     def _together(self, op: str, works: Sequence[Work[Any]]) -> Work[Any]:
         """Make the work of several, which a block may have recorded."""
-        if not works or not isinstance(works[0], Recorded):
+        if not works or not isinstance(works[0], DeferredWork):
             return Work(self._member.endpoint, op, None, None, self, 3)
-        whole = Recorded(works[0]._progress, op, None, None, self, 3)
+        whole = DeferredWork(works[0]._progress, op, None, None, self, 3)
         works[0]._progress.follow(whole)
         return whole
 
@@ -166,9 +166,9 @@ class PointToPoint(Launcher):
         _check_length(data.nbytes, "tensor")
         limit = self._limit(tag, timeout)
 
-        def make(_: int, work: Work[Any]) -> Outgoing:
-            identity = self._member.mailbox.next_id(tag)
-            return Outgoing(self._member, identity, code, dst, data, result, work, limit)
+        def make(_: int, work: Work[Any]) -> OutboundMessage:
+            identity = self._member.matching.next_id(tag)
+            return OutboundMessage(self._member, identity, code, dst, data, result, work, limit)
 
         work = self._begin(op, make, limit, result=result, nbytes=data.nbytes)
         work._ends = "dst", dst, tag
@@ -186,8 +186,8 @@ class PointToPoint(Launcher):
         else:
             data = byte_view(array)
 
-            def make(_: int, work: Work[Any]) -> Posted:
-                return Posted(self._member, src, tag, data, code, shape, 0, result, work, limit)
+            def make(_: int, work: Work[Any]) -> PostedReceive:
+                return PostedReceive(self._member, src, tag, data, code, shape, 0, result, work, limit)
 
             work = self._begin(op, make, limit, None, None, shape, result, buffer.writeback, data.nbytes)
         work._ends = "src", src, tag
@@ -202,8 +202,8 @@ class PointToPoint(Launcher):
         return messages_of(self, array)
 
     def _recv_object(self, src: int | None, tag: int, limit: float) -> Work[Any]:
-        def make(_: int, work: Work[Any]) -> Posted:
-            posted = Posted(self._member, src, tag, None, OBJECT, (), MAX_BYTES, None, work, limit)
+        def make(_: int, work: Work[Any]) -> PostedReceive:
+            posted = PostedReceive(self._member, src, tag, None, OBJECT, (), MAX_BYTES, None, work, limit)
             posted.read = lambda data: reading(data, allow_pickle=self._options.allow_pickle)
             return posted
 
@@ -219,13 +219,13 @@ class PointToPoint(Launcher):
 class _Incoming(AsyncIterator[tuple[int, Any]]):
     """No generator: the first cancellation would end that."""
 
-    def __init__(self, member: Membership, tag: int, allow_pickle: bool) -> None:
+    def __init__(self, member: Communicator, tag: int, allow_pickle: bool) -> None:
         self._member = member
         self._tag = tag
         self._allow_pickle = allow_pickle
 
     async def __anext__(self) -> tuple[int, Any]:
-        arrival = await self._member.mailbox.next_message(self._tag)
+        arrival = await self._member.matching.next_message(self._tag)
         if arrival is None:
             raise StopAsyncIteration
         data = arrival.data()
@@ -234,7 +234,7 @@ class _Incoming(AsyncIterator[tuple[int, Any]]):
         dtype = by_code(arrival.code)
         return arrival.peer, np.frombuffer(bytearray(data), dtype.storage).view(array_dtype(dtype))
 
-    async def _read(self, arrival: Arrival, data: bytes) -> Any:
+    async def _read(self, arrival: InboundMessage, data: bytes) -> Any:
         """Read an object, leaving the loop its turns; who is cancelled meanwhile leaves the rest to the next one."""
         steps = arrival.steps or reading(data, allow_pickle=self._allow_pickle)
         ticks = self._member.endpoint.runtime.ticks
@@ -248,7 +248,7 @@ class _Incoming(AsyncIterator[tuple[int, Any]]):
         except StopIteration as end:
             return end.value
         except asyncio.CancelledError:
-            self._member.mailbox.put_back(arrival, data, steps)
+            self._member.matching.put_back(arrival, data, steps)
             raise
 
 

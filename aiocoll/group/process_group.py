@@ -9,14 +9,14 @@ import inspect
 from collections.abc import Iterator
 from typing import Any, Self, TypeVar
 
-from aiocoll.engine.membership import Membership
-from aiocoll.engine.recorded import Part
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.fusion.deferred_work import BucketWork
 from aiocoll.errors import GroupError
 from aiocoll.group.arrays import Arrays
 from aiocoll.group.coalesce import Coalescing
 from aiocoll.group.estimate import Estimates
+from aiocoll.group.flight_recorder import Recorded
 from aiocoll.group.point_to_point import PointToPoint
-from aiocoll.group.recording import Recorded
 from aiocoll.group.recovery import Origin
 from aiocoll.group.subgroups import Subgroups
 from aiocoll.options import GroupOptions
@@ -53,7 +53,7 @@ class ProcessGroup(Coalescing, PointToPoint, Arrays, Estimates, Subgroups, Recor
         recorder: what this rank did last, see `FlightRecorder`.
     """
 
-    def __init__(self, member: Membership, options: GroupOptions, desc: str, origin: Origin) -> None:
+    def __init__(self, member: Communicator, options: GroupOptions, desc: str, origin: Origin) -> None:
         super().__init__(member, options)
         self.group_name = member.name
         self.group_desc = desc
@@ -89,7 +89,7 @@ class ProcessGroup(Coalescing, PointToPoint, Arrays, Estimates, Subgroups, Recor
         works: list[Work[Any]] = []
         for operation in self._member.pending:
             work = operation.work
-            if isinstance(work, Part):
+            if isinstance(work, BucketWork):
                 works += work.stands_for()
             elif work.group is not None:  # those of no group are parts of others
                 works.append(work)
@@ -181,8 +181,8 @@ class ProcessGroup(Coalescing, PointToPoint, Arrays, Estimates, Subgroups, Recor
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(None if self.timeout == float("inf") else self.timeout):
                         await self._settle()
-                if self._side is not None:
-                    await self._side.close()
+                if self._device_state is not None:
+                    await self._device_state.close()
         except asyncio.CancelledError:
             # The program is ending: no time to wait, but the peers shall hear a goodbye all the same.
             self._failures.expect(error)
@@ -195,8 +195,8 @@ class ProcessGroup(Coalescing, PointToPoint, Arrays, Estimates, Subgroups, Recor
             self._member.endpoint.leave(self._member)
             for tell in self._member.on_revoked:
                 tell()
-            if self._side is not None:
-                await self._side.release()
+            if self._device_state is not None:
+                await self._device_state.release()
             await self._origin.release()
             await self.recorder._settle()
             self._failures.tell()

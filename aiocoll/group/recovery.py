@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequenc
 from types import MappingProxyType
 from typing import Any, Protocol, Self, TypeVar
 
-from aiocoll.engine.completed import Completed, report
-from aiocoll.engine.diagnosis import failure_by
+from aiocoll.engine.consensus.completed import Completed, report
+from aiocoll.engine.failure.stall_inspector import failure_by
 from aiocoll.errors import AiocollError, GroupError, RendezvousError, StoreUnavailableError
 from aiocoll.group.launch import Timeout
 from aiocoll.group.objects import Objects
-from aiocoll.meeting.growth import Seat
+from aiocoll.meeting.growth import Assignment
 from aiocoll.options import GroupOptions, seconds
 from aiocoll.store import Store
 
@@ -34,15 +34,15 @@ class Origin(Protocol):
     def derive(self, identity: int, name: str, ranks: Sequence[int], timeout: float, options: GroupOptions) -> Any:
         """Make a group of some of the ranks, which have agreed on it."""
 
-    async def invite(self, n: int, size: int, name: str, timeout: float) -> Seat:
+    async def invite(self, n: int, size: int, name: str, timeout: float) -> Assignment:
         """Give `n` newcomers the ranks from `size` on; return this rank's seat among them."""
 
     async def meet_anew(
-        self, seat: Seat, limit: float, timeout: float, options: GroupOptions, store: Store | None = None
+        self, seat: Assignment, limit: float, timeout: float, options: GroupOptions, store: Store | None = None
     ) -> Any:
         """Meet newcomers, within `limit` seconds, in a world of its own; in `store` if it is not where all met."""
 
-    async def call_off(self, seat: Seat, reason: str, store: Store | None = None) -> None:
+    async def call_off(self, seat: Assignment, reason: str, store: Store | None = None) -> None:
         """Tell newcomers that have a seat beside this one why nobody will meet them."""
 
     async def release(self) -> None:
@@ -162,13 +162,13 @@ class Recovery(Objects):
         seat = await self._unless_revoked(self._seats(n, limit))
         return await self._grown(seat, limit)
 
-    async def _seats(self, n: int, limit: float) -> Seat:
+    async def _seats(self, n: int, limit: float) -> Assignment:
         asked = await self.allgather_object(n, timeout=limit)
         if len(set(asked)) > 1:
             raise ValueError(f"the ranks of group {self._member.name!r} called grow() with n={asked}: give the same n")
         return await self._seat(n, limit)
 
-    async def _grown(self, seat: Seat, limit: float) -> Self:
+    async def _grown(self, seat: Assignment, limit: float) -> Self:
         """Meet the newcomers, and go on with them only if all ranks of this group do."""
         member = self._member
         agreement = member.endpoint.agreement(member.id, member.growths, member.ranks)
@@ -186,11 +186,11 @@ class Recovery(Objects):
         await adopted(group)
         return group
 
-    async def _seat(self, n: int, limit: float) -> Seat:
+    async def _seat(self, n: int, limit: float) -> Assignment:
         """Find the newcomers, or hear from rank 0 that it has; return this rank's seat among them."""
         return await (self._invite(n, limit) if self._rank == 0 else self._invited())
 
-    async def _meet_anew(self, seat: Seat, limit: float, timeout: float, store: Store | None = None) -> Self:
+    async def _meet_anew(self, seat: Assignment, limit: float, timeout: float, store: Store | None = None) -> Self:
         """Meet the newcomers."""
         async with self._calling_off(seat, store):
             self._check()
@@ -230,7 +230,7 @@ class Recovery(Objects):
         raise failure_by(member.cause)
 
     @contextlib.asynccontextmanager
-    async def _calling_off(self, seat: Seat, store: Store | None = None) -> AsyncIterator[None]:
+    async def _calling_off(self, seat: Assignment, store: Store | None = None) -> AsyncIterator[None]:
         """If this group fails in the block, newcomers that have a seat shall not wait for it."""
         try:
             yield
@@ -239,7 +239,7 @@ class Recovery(Objects):
                 await self._origin.call_off(seat, f"the group that was to meet them has failed: {cause}", store)
             raise
 
-    async def _invite(self, n: int, limit: float) -> Seat:
+    async def _invite(self, n: int, limit: float) -> Assignment:
         """As rank 0, wait for the newcomers, and tell the others what has come of it."""
         try:
             seat = await self._origin.invite(n, self._size, following(self._member.name), limit)
@@ -265,12 +265,12 @@ class Recovery(Objects):
         with contextlib.suppress(GroupError):
             self.broadcast_object({"error": text, "gone": gone}, 0)
 
-    async def _invited(self) -> Seat:
+    async def _invited(self) -> Assignment:
         # Rank 0 keeps the time, and its death or a failure of the group ends this.
         told = await self.broadcast_object(None, 0, timeout=float("inf"))
         if "error" in told:
             raise (StoreUnavailableError if told["gone"] else RendezvousError)(told["error"])
-        seat = Seat(*told["seat"])
+        seat = Assignment(*told["seat"])
         return seat._replace(rank=seat.rank + self._rank)
 
 

@@ -27,8 +27,8 @@ from aiocoll.elements.dtypes import by_name
 from aiocoll.elements.entries import Entries, gathered, merged, pack, scattered, unpack
 from aiocoll.elements.ops import ReduceOp, kernel
 from aiocoll.elements.sparse import SparseArray, sparse_array
-from aiocoll.engine.aside import Aside
-from aiocoll.engine.operation import Operation, Terms
+from aiocoll.engine.operations.base import Operation, Signature
+from aiocoll.engine.operations.offload import Offload
 from aiocoll.group.launch import Launcher, Timeout
 from aiocoll.group.steps import Steps
 from aiocoll.options import seconds
@@ -58,7 +58,7 @@ def allreduce_sparse(group: Launcher, tensor: Any, op: ReduceOp, timeout: Timeou
     limit = group._member.timeout if timeout is None else seconds(timeout, "timeout")
     entries = array.read() if array.effort <= INLINE else None
     dims = f"SUM over {array.sparse_dim} sparse and {len(array.shape) - array.sparse_dim} dense dimensions"
-    terms = Terms("ALLREDUCE_SPARSE", array.dtype.name, array.shape, None, dims)
+    terms = Signature("ALLREDUCE_SPARSE", array.dtype.name, array.shape, None, dims)
 
     def make(identity: int, work: Work[Any]) -> Operation:
         return _Sum(group, array, entries, terms, limit, work, identity).begin()
@@ -76,7 +76,7 @@ class _Sum(Steps):
         group: Launcher,
         array: SparseArray,
         entries: Entries | None,
-        terms: Terms,
+        terms: Signature,
         limit: float,
         work: Work[Any],
         identity: int,
@@ -155,7 +155,7 @@ class _Sum(Steps):
         if effort <= INLINE:
             task()
             return then()
-        aside = Aside(self._member, self._id(step), self._terms, self._shape, self._work, self._left(), task)
+        aside = Offload(self._member, self._id(step), self._terms, self._shape, self._work, self._left(), task)
         return self._enter(aside, then)
 
 

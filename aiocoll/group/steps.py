@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aiocoll.algorithms.schedule import Program
+from aiocoll.algorithms.program import Program
 from aiocoll.elements.dtypes import by_name
-from aiocoll.engine.aside import Counted, stumbled
-from aiocoll.engine.exchange import Exchange
-from aiocoll.engine.operation import KEYED, Operation, Terms
-from aiocoll.engine.plan import Plan
+from aiocoll.engine.operations.base import KEYED, Operation, Signature
+from aiocoll.engine.operations.offload import Counted, revoke_after_error
+from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.program_executor import ProgramExecutor
 from aiocoll.group.launch import Launcher
 from aiocoll.group.planning import keep
 from aiocoll.work import GOES_ON, Work
@@ -39,7 +39,7 @@ class Steps:
     """
 
     def __init__(
-        self, group: Launcher, terms: Terms, shape: tuple[int, ...], limit: float, work: Work[Any], identity: int
+        self, group: Launcher, terms: Signature, shape: tuple[int, ...], limit: float, work: Work[Any], identity: int
     ) -> None:
         self._group = group
         self._member = group._member
@@ -80,7 +80,7 @@ class Steps:
         if (found := group._plans.get(terms)) is None:
             plan = group._plan("allgather", _INT64, ((1,) * group._size,))
             program = Program(plan.program, plan.scratch, plan.algorithm)
-            found = keep(group._plans, terms, (Plan(terms, program, _INT64, None, Exchange), None))
+            found = keep(group._plans, terms, (Plan(terms, program, _INT64, None, ProgramExecutor), None))
         return found[0]
 
     def _carry_out(self, step: str, plan: Plan, arrays: list[NDArray[Any] | None], then: Callable[[], Any]) -> Any:
@@ -103,7 +103,7 @@ class Steps:
 
     def _left(self) -> float:
         """Return the seconds left; of the group's own timeout all, since the engine counts it from `entered`."""
-        if self._limit == self._member.unhurried:
+        if self._limit == self._member.default_timeout:
             return self._limit
         return max(self._first.entered + self._limit - self._member.endpoint.runtime.time(), 0.0)
 
@@ -118,6 +118,6 @@ class Steps:
             try:
                 return then()
             except Exception as error:
-                raise stumbled(self._last, error) from error
+                raise revoke_after_error(self._last, error) from error
 
         return go_on

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
-from aiocoll.engine.lineage import Split
-from aiocoll.engine.membership import Membership
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.split_history import Split
 from aiocoll.errors import GroupClosedError, StoreUnavailableError
 from aiocoll.group.launch import Timeout
 from aiocoll.group.recovery import NEWS, Recovery
-from aiocoll.meeting.growth import Seat
+from aiocoll.meeting.growth import Assignment
 from aiocoll.meeting.merging import Party, find_seats
 from aiocoll.options import GroupOptions, seconds
 from aiocoll.store import Store
@@ -25,7 +25,7 @@ class Subgroups(Recovery):
 
     _ending: asyncio.Task[None] | None
 
-    def __init__(self, member: Membership, options: GroupOptions) -> None:
+    def __init__(self, member: Communicator, options: GroupOptions) -> None:
         super().__init__(member, options)
         # The group this one was split off from, and what was split off from this one and is open.
         self._parent: Self | None = None
@@ -129,7 +129,7 @@ class Subgroups(Recovery):
             )
         return await self._meet_anew(await self._merged_seat(store, size, name, limit), limit, limit, store)
 
-    async def _merged_seat(self, store: Store, size: int, name: str, limit: float) -> Seat:
+    async def _merged_seat(self, store: Store, size: int, name: str, limit: float) -> Assignment:
         """Find the other groups, or hear from rank 0 that it has; return this rank's seat among all."""
         if self._rank != 0:
             return await self._invited()

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from aiocoll.elements.buffers import Buffer, view
 from aiocoll.elements.dtypes import array_dtype
-from aiocoll.engine.gathered import Gathered
-from aiocoll.engine.operation import Operation, Terms
+from aiocoll.engine.operations.base import Operation, Signature
+from aiocoll.engine.operations.unsized_gather import Gathered
 from aiocoll.group.launch import Launcher, Timeout
 from aiocoll.group.steps import Steps
 from aiocoll.options import seconds
@@ -24,7 +24,7 @@ __all__ = ["allgather_unsized", "gather_unsized"]
 def allgather_unsized(group: Launcher, source: Buffer, timeout: Timeout, key: str | None) -> Work[list[Any]]:
     """Start an allgather in which no rank gives outputs: first all learn how long they have to be."""
     limit = group._member.timeout if timeout is None else seconds(timeout, "timeout")
-    terms = Terms("ALLGATHER_ALLOCATED", source.dtype.name, (), None, None)
+    terms = Signature("ALLGATHER_ALLOCATED", source.dtype.name, (), None, None)
     dtype = array_dtype(source.dtype)
 
     def make(identity: int, work: Work[Any]) -> Operation:
@@ -39,7 +39,7 @@ def gather_unsized(
 ) -> Work[list[Any] | None]:
     """Start the root's part of a gather; the other ranks do what they always do."""
     limit = group._member.timeout if timeout is None else seconds(timeout, "timeout")
-    terms = Terms("GATHER", source.dtype.name, (), root, None)
+    terms = Signature("GATHER", source.dtype.name, (), root, None)
     dtype = array_dtype(source.dtype)
 
     def pack(parts: list[NDArray[Any]]) -> list[Any]:
@@ -59,7 +59,7 @@ class _Allgather(Steps):
         group: Launcher,
         source: Buffer,
         dtype: np.dtype[Any],
-        terms: Terms,
+        terms: Signature,
         limit: float,
         work: Work[Any],
         identity: int,

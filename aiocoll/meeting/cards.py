@@ -11,7 +11,7 @@ from aiocoll.errors import RendezvousError
 from aiocoll.store import Store
 from aiocoll.transport.base import Card
 
-__all__ = ["CALLED_OFF", "Book", "beside", "call_off", "cores", "heed"]
+__all__ = ["CALLED_OFF", "CardCache", "beside", "call_off", "cores", "raise_if_called_off"]
 
 #: In the store, begins the reason why the ranks cannot meet; a job is hexadecimal, a card a msgpack map.
 CALLED_OFF = b"off:"
@@ -21,7 +21,7 @@ CALLED_OFF = b"off:"
 _CARD = [str, str, str, str, int, int, int, str, int, int]
 
 
-class Book:
+class CardCache:
     """The cards of one world, which ranks that share a loop need to read only once."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Book:
         cards = self._read.get(data)
         if cards is None:
             for each in data:
-                heed(each)
+                raise_if_called_off(each)
             cards = self._read[data] = {rank: _decoded(rank, each) for rank, each in enumerate(data)}
         return cards
 
@@ -74,7 +74,7 @@ async def call_off(place: Store, world_size: int, reason: str) -> None:
     await place.multi_set(keys, [CALLED_OFF + reason.encode()] * len(keys))
 
 
-def heed(data: bytes) -> None:
+def raise_if_called_off(data: bytes) -> None:
     """Give up if a rank has put the reason there."""
     if data.startswith(CALLED_OFF):
         raise RendezvousError(data.removeprefix(CALLED_OFF).decode(errors="replace"))

@@ -17,7 +17,7 @@ from aiocoll.errors import RendezvousError, StoreError, StoreTimeoutError
 from aiocoll.runtime import Runtime
 from aiocoll.store import Store
 
-__all__ = ["Seat", "invite", "take_seat"]
+__all__ = ["Assignment", "invite", "take_seat"]
 
 #: Keys and queues of those who wait to be taken in; none belongs to a world, whose keys begin with a number.
 WAITING = "aiocoll/grow/waiting"
@@ -29,7 +29,7 @@ GIVE_BACK = 1.0
 WITHDRAWN = b"withdrawn"
 
 
-class Seat(NamedTuple):
+class Assignment(NamedTuple):
     """A rank in a world that is about to meet.
 
     Attributes:
@@ -45,7 +45,7 @@ class Seat(NamedTuple):
     name: str
 
 
-async def take_seat(store: Store, timeout: float) -> Seat:
+async def take_seat(store: Store, timeout: float) -> Assignment:
     """Wait to be taken in by a group that grows.
 
     Raises:
@@ -67,10 +67,10 @@ async def take_seat(store: Store, timeout: float) -> Seat:
         with contextlib.suppress(StoreError):
             await store.compare_set(seat, b"", WITHDRAWN)
         raise
-    return Seat(*msgpack.unpackb(told))
+    return Assignment(*msgpack.unpackb(told))
 
 
-async def invite(store: Store, n: int, size: int, name: str, timeout: float) -> Seat:
+async def invite(store: Store, n: int, size: int, name: str, timeout: float) -> Assignment:
     """Wait for `n` newcomers and give them the ranks from `size` on; return the seat of rank 0.
 
     Raises:
@@ -85,7 +85,7 @@ async def invite(store: Store, n: int, size: int, name: str, timeout: float) -> 
             if not await store.check([_seat(ticket)]):
                 tickets.append(ticket)
         epoch = await store.add(EPOCHS, 1)
-        head = Seat(f"aiocoll/grown/{epoch}", 0, size + n, name)
+        head = Assignment(f"aiocoll/grown/{epoch}", 0, size + n, name)
         while tickets:
             seat = msgpack.packb(head._replace(rank=size + n - len(tickets)))
             if await store.compare_set(_seat(tickets[0]), b"", seat) == WITHDRAWN:

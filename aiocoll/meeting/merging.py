@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgpack
 
 from aiocoll.errors import RendezvousError, StoreError, StoreTimeoutError
-from aiocoll.meeting.growth import WITHDRAWN, Seat
+from aiocoll.meeting.growth import WITHDRAWN, Assignment
 from aiocoll.runtime import Runtime
 from aiocoll.store import PrefixStore, Store
 
@@ -40,7 +40,7 @@ class Party(NamedTuple):
     size: int
 
 
-async def find_seats(store: Store, party: Party, name: str, timeout: float) -> Seat:
+async def find_seats(store: Store, party: Party, name: str, timeout: float) -> Assignment:
     """Wait until enough groups have come; return the seat of this one's first rank.
 
     Args:
@@ -80,7 +80,7 @@ async def find_seats(store: Store, party: Party, name: str, timeout: float) -> S
         raise
     first = min(each.ticket for each in found)
     before = [each for each in found if each < party]
-    return Seat(f"aiocoll/merge/{name}/{first}", _ranks(before), party.size, name)
+    return Assignment(f"aiocoll/merge/{name}/{first}", _ranks(before), party.size, name)
 
 
 def _complete(found: list[Party]) -> bool:

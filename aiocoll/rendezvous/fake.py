@@ -28,24 +28,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.algorithms.machine import Tuning
-from aiocoll.algorithms.schedule import Program
+from aiocoll.algorithms.program import Program
 from aiocoll.elements.buffers import Buffer
 from aiocoll.elements.ops import Kernel
 from aiocoll.engine.channel import Channel
-from aiocoll.engine.control import Control
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.consensus.voter import Outcome, Voter
+from aiocoll.engine.control.messages import Note
+from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.endpoint import Endpoint
-from aiocoll.engine.membership import Membership
-from aiocoll.engine.notes import Note
-from aiocoll.engine.operation import P2P, Operation, Terms
-from aiocoll.engine.plan import Executor, Plan
-from aiocoll.engine.shrink import Agreement, Outcome
-from aiocoll.engine.stepwise import Steps, at_once
+from aiocoll.engine.operations.base import P2P, Operation, Signature
+from aiocoll.engine.operations.incremental import Steps, at_once
+from aiocoll.engine.operations.plan import Executor, Plan
 from aiocoll.group.calls import Call
 from aiocoll.group.launch import Timeout
 from aiocoll.group.objects import Parcel
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.group.recovery import following
-from aiocoll.meeting.growth import Seat
+from aiocoll.meeting.growth import Assignment
 from aiocoll.options import GroupOptions, seconds
 from aiocoll.runtime import Runtime
 from aiocoll.store import Store
@@ -87,21 +87,21 @@ class World:
     ) -> ProcessGroup:
         """Make a group of some of the ranks."""
         self._members += 1
-        member = Membership(self._endpoint, identity, name, ranks, 0, timeout, options.warn_after, self._tuning)
+        member = Communicator(self._endpoint, identity, name, ranks, 0, timeout, options.warn_after, self._tuning)
         self._endpoint.add(member)
         return FakeGroup(member, options, f"{len(member.ranks)} ranks", self)
 
-    async def invite(self, n: int, size: int, name: str, timeout: float) -> Seat:
+    async def invite(self, n: int, size: int, name: str, timeout: float) -> Assignment:
         """Take in `n` newcomers."""
-        return Seat("", self._endpoint.rank, size + n, name)
+        return Assignment("", self._endpoint.rank, size + n, name)
 
     async def meet_anew(
-        self, seat: Seat, limit: float, timeout: float, options: GroupOptions, store: Store | None = None
+        self, seat: Assignment, limit: float, timeout: float, options: GroupOptions, store: Store | None = None
     ) -> ProcessGroup:
         """Make a group with others."""
         return World(seat.rank, seat.world_size, options).group(seat.name, timeout)
 
-    async def call_off(self, seat: Seat, reason: str, store: Store | None = None) -> None:
+    async def call_off(self, seat: Assignment, reason: str, store: Store | None = None) -> None:
         """Nobody waits."""
 
     async def release(self) -> None:
@@ -119,9 +119,9 @@ def _tuning(options: GroupOptions) -> Tuning:
 class FakeGroup(ProcessGroup):
     """A group whose calls end well at once."""
 
-    def __init__(self, member: Membership, options: GroupOptions, desc: str, origin: World) -> None:
+    def __init__(self, member: Communicator, options: GroupOptions, desc: str, origin: World) -> None:
         super().__init__(member, options, desc, origin)
-        self._taker = self
+        self._interceptor = self
         self._diverts = True
 
     def take(self, call: Call) -> Work[Any]:
@@ -130,7 +130,7 @@ class FakeGroup(ProcessGroup):
         identity, seq = (P2P, None) if call.terms is None else self._numbered(call.key)
         work: Work[Any] = Work(self._endpoint, call.op, seq, call.key, self, 4)
         work._unwrap = call.unwrap
-        terms = Terms(call.op, None, (), None, None) if call.terms is None else call.terms
+        terms = Signature(call.op, None, (), None, None) if call.terms is None else call.terms
         member.enter(_Instant(member, identity, terms, call.shape, call.result, work, call.timeout))
         return work
 
@@ -170,7 +170,7 @@ class FakeGroup(ProcessGroup):
         if not known and root is not None:
             known[root] = memoryview(self._dump(None))
         nbytes = sum(map(len, outgoing.values()))
-        terms = Terms(op, "object", (), root, None)
+        terms = Signature(op, "object", (), root, None)
         return self._begin(op, _never, limit, terms, key, result=at_once(unpack(known)), nbytes=nbytes)
 
     def _list(self, got: Parcel, mine: Any) -> Steps:
@@ -187,12 +187,12 @@ class FakeGroup(ProcessGroup):
         work._source = src if src is not None else int(self._rank == 0 < self._size - 1)
         return work
 
-    async def _seat(self, n: int, limit: float) -> Seat:
+    async def _seat(self, n: int, limit: float) -> Assignment:
         seat = await self._origin.invite(n, self._size, following(self._member.name), limit)
         return seat._replace(rank=self._rank)
 
-    async def _merged_seat(self, store: Store, size: int, name: str, limit: float) -> Seat:
-        return Seat("", self._rank, size, name)
+    async def _merged_seat(self, store: Store, size: int, name: str, limit: float) -> Assignment:
+        return Assignment("", self._rank, size, name)
 
 
 class _Instant(Operation):
@@ -202,9 +202,9 @@ class _Instant(Operation):
 
     def __init__(
         self,
-        group: Membership,
+        group: Communicator,
         identity: int,
-        terms: Terms,
+        terms: Signature,
         shape: tuple[int, ...],
         result: Any,
         work: Work[Any],
@@ -230,27 +230,27 @@ class _Nowhere(Endpoint):
     def channel(self, rank: int) -> Channel:
         return self._nobody
 
-    def add(self, group: Membership) -> None:
+    def add(self, group: Communicator) -> None:
         self.groups[group.id] = group
 
-    def leave(self, group: Membership) -> None:
+    def leave(self, group: Communicator) -> None:
         self.groups.pop(group.id, None)
         group.close()
 
     def divert(self, operation: Operation) -> None:
         pass
 
-    def agreement(self, identity: int, number: int, ranks: Sequence[int], peer: int | None = None) -> Agreement:
+    def agreement(self, identity: int, number: int, ranks: Sequence[int], peer: int | None = None) -> Voter:
         return self._agreements.setdefault((identity, number), _Willing(self, identity, number, ranks))
 
     async def aclose(self) -> None:
         self.closed = True
         self.watch.close()
-        self.commons.close()
+        self.registered_memory.close()
         await self._stop_tasks()
 
 
-class _Silent(Control):
+class _Silent(ControlPlane):
     """A control plane without links: all it would say is lost."""
 
     def tell(self, rank: int, note: Note) -> None:
@@ -260,7 +260,7 @@ class _Silent(Control):
         pass
 
 
-class _Willing(Agreement):
+class _Willing(Voter):
     """Everybody agrees with this rank."""
 
     async def shrink(self, exclude: Iterable[int], assume_dead: Iterable[int], completed: dict[str, Any]) -> Outcome:

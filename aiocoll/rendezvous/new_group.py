@@ -16,13 +16,13 @@ from aiocoll.errors import GroupError, RendezvousError
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.group.recovery import ADOPTED
 from aiocoll.meeting.growth import take_seat
-from aiocoll.meeting.place import Place
+from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.numerals import parse_int
 from aiocoll.options import GroupOptions, job_key, seconds
-from aiocoll.rendezvous.home import Home, shared
+from aiocoll.rendezvous.job import Job, shared
 from aiocoll.runtime import running_loop
 from aiocoll.store import FileStore, Store, TCPStore
-from aiocoll.transport.address import parse_endpoint
+from aiocoll.transport.stream.addresses import parse_endpoint
 
 __all__ = ["new_group"]
 
@@ -133,7 +133,7 @@ class new_group:
             seat = await take_seat(place.store, timeout)
             identity = (id(place), seat.prefix, seat.rank)
             key = _key(options, self._where.job)
-            home = Home(identity, place, seat.prefix, seat.rank, seat.world_size, options, key, timeout)
+            home = Job(identity, place, seat.prefix, seat.rank, seat.world_size, options, key, timeout)
             group: ProcessGroup = await home.group(seat.name, timeout, options)
             try:
                 await group.broadcast_object(None, 0, key=ADOPTED)
@@ -148,15 +148,15 @@ class new_group:
         finally:
             await place.drop()
 
-    def _place(self, options: GroupOptions) -> Place:
+    def _place(self, options: GroupOptions) -> StoreHandle:
         where, key = self._where, _key(options, self._where.job)
-        return Place(where.store, lambda: where.open(self._timeout, key, options.bind), where.hosts)
+        return StoreHandle(where.store, lambda: where.open(self._timeout, key, options.bind), where.hosts)
 
-    def _home(self, identity: tuple[Any, ...], options: GroupOptions) -> Home:
+    def _home(self, identity: tuple[Any, ...], options: GroupOptions) -> Job:
         where = self._where
         key = _key(options, where.job)
         place = self._place(options)
-        return Home(identity, place, None, where.rank, where.world_size, options, key, self._timeout)
+        return Job(identity, place, None, where.rank, where.world_size, options, key, self._timeout)
 
     async def _make_by(self, factory: Callable[..., Any], options: GroupOptions) -> ProcessGroup:
         where = self._where

@@ -11,7 +11,7 @@ from itertools import count
 from aiocoll.errors import AuthenticationError
 from aiocoll.store import Store
 from aiocoll.transport.base import Card
-from aiocoll.transport.stream import StreamTransport
+from aiocoll.transport.stream.transport import StreamTransport
 
 __all__ = ["tell_hosts_apart"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.transport.base import Card
-from aiocoll.transport.stream import StreamTransport
+from aiocoll.transport.stream.transport import StreamTransport
 
 __all__ = ["not_come", "not_connected"]
 

@@ -12,10 +12,10 @@ import struct
 from typing import Any, NamedTuple
 
 from aiocoll.errors import AuthenticationError, StoreUnavailableError
-from aiocoll.keys import require_key
+from aiocoll.security.keys import require_key
 from aiocoll.sockets import retry_soon
 
-__all__ = ["Endpoint", "check_peer", "describe", "is_unix", "listen", "literal", "resolve"]
+__all__ = ["StoreEndpoint", "check_peer", "describe", "is_unix", "listen", "literal", "resolve"]
 
 _UNIX = "unix:"
 #: Connections the kernel keeps for us until we accept them: all ranks of a large job at once.
@@ -25,7 +25,7 @@ _BACKLOG = 1024
 _PATIENCE = 900.0
 
 
-class Endpoint(NamedTuple):
+class StoreEndpoint(NamedTuple):
     """One address that a socket can bind or connect to."""
 
     family: int
@@ -56,7 +56,7 @@ def describe(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-async def resolve(host: str, port: int) -> list[Endpoint]:
+async def resolve(host: str, port: int) -> list[StoreEndpoint]:
     """Look up `host`; literal addresses and unix sockets need no thread.
 
     Raises:
@@ -67,7 +67,7 @@ async def resolve(host: str, port: int) -> list[Endpoint]:
         return [known]
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [Endpoint(family, sockaddr) for family, _, _, _, sockaddr in found]
+    return [StoreEndpoint(family, sockaddr) for family, _, _, _, sockaddr in found]
 
 
 def listen(host: str, port: int, key: bytes | None) -> socket.socket:
@@ -110,29 +110,29 @@ def check_peer(sock: socket.socket) -> None:
         raise AuthenticationError(f"the other end of the unix socket runs as uid {uid}, this process as {os.geteuid()}")
 
 
-def literal(host: str, port: int) -> Endpoint | None:
+def literal(host: str, port: int) -> StoreEndpoint | None:
     """Return the endpoint of a numeric address or a unix socket; None for a name."""
     if is_unix(host):
         name = host.removeprefix(_UNIX)
-        return Endpoint(socket.AF_UNIX, "\0" + name[1:] if name.startswith("@") else name)
+        return StoreEndpoint(socket.AF_UNIX, "\0" + name[1:] if name.startswith("@") else name)
     try:
         version = ipaddress.ip_address(host).version
     except ValueError:
         return None
     if version == 4:
-        return Endpoint(socket.AF_INET, (host, port))
+        return StoreEndpoint(socket.AF_INET, (host, port))
     if "%" in host:
         # The scope's number must be looked up; numeric hosts never ask a name server.
         return _first(host, port)
-    return Endpoint(socket.AF_INET6, (host, port, 0, 0))
+    return StoreEndpoint(socket.AF_INET6, (host, port, 0, 0))
 
 
-def _first(host: str, port: int) -> Endpoint:
+def _first(host: str, port: int) -> StoreEndpoint:
     family, _, _, _, sockaddr = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return Endpoint(family, sockaddr)
+    return StoreEndpoint(family, sockaddr)
 
 
-def _bind(sock: socket.socket, endpoint: Endpoint) -> None:
+def _bind(sock: socket.socket, endpoint: StoreEndpoint) -> None:
     path = endpoint.sockaddr
     if not isinstance(path, str):
         if os.name == "posix":

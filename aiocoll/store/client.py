@@ -7,12 +7,19 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from aiocoll.errors import AuthenticationError, StoreError, StoreTimeoutError, StoreUnavailableError
-from aiocoll.handshake import CHALLENGE_SIZE, HANDSHAKE_TIMEOUT, VERDICT_SIZE, ClientHandshake, Identity, may_be_ours
 from aiocoll.runtime import Runtime
-from aiocoll.store.address import Endpoint, check_peer, describe, resolve
+from aiocoll.security.handshake import (
+    CHALLENGE_SIZE,
+    HANDSHAKE_TIMEOUT,
+    VERDICT_SIZE,
+    ClientHandshake,
+    Identity,
+    may_be_ours,
+)
+from aiocoll.store.address import StoreEndpoint, check_peer, describe, resolve
 from aiocoll.store.base import settled, timed_out
 from aiocoll.store.frames import FrameProtocol, pack
-from aiocoll.store.replies import Outcome, check_reply
+from aiocoll.store.replies import ReplyStatus, check_reply
 
 __all__ = ["ClientLink", "StoreAuthenticationError", "connect"]
 
@@ -34,7 +41,7 @@ class _Request(NamedTuple):
 
     command: str
     arguments: tuple[Any, ...]
-    answer: asyncio.Future[tuple[Outcome, Any]]
+    answer: asyncio.Future[tuple[ReplyStatus, Any]]
 
 
 class ClientLink(FrameProtocol):
@@ -70,14 +77,14 @@ class ClientLink(FrameProtocol):
     async def wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
         """Carry out a command that waits; when the time is up, or on cancellation, the server forgets it."""
         outcome, payload = await self._wait(command, arguments, timeout)
-        if outcome is Outcome.MISSING:
+        if outcome is ReplyStatus.MISSING:
             raise timed_out(f"store {self._where}", command, payload, timeout)
         return payload
 
     async def join(self, world_size: int, timeout: float) -> None:
         """Wait until `world_size` clients have joined, this one included."""
         outcome, payload = await self._wait("join", (world_size,), timeout)
-        if outcome is Outcome.MISSING:
+        if outcome is ReplyStatus.MISSING:
             raise StoreTimeoutError(
                 f"{world_size - len(payload)} of {world_size} clients connected to store {self._where} "
                 f"within {timeout:g} s: start the other ranks, or give the right world_size"
@@ -142,7 +149,7 @@ class ClientLink(FrameProtocol):
         if not self.ready.done():
             self.ready.set_result(None)
 
-    async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> tuple[Outcome, Any]:
+    async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> tuple[ReplyStatus, Any]:
         number, future = self._send(command, arguments)
         try:
             if not await settled(future, timeout):
@@ -161,7 +168,7 @@ class ClientLink(FrameProtocol):
         self._requests.pop(number, None)
         return self._answer(future)
 
-    def _send(self, command: str, arguments: tuple[Any, ...]) -> tuple[int, asyncio.Future[tuple[Outcome, Any]]]:
+    def _send(self, command: str, arguments: tuple[Any, ...]) -> tuple[int, asyncio.Future[tuple[ReplyStatus, Any]]]:
         if self.transport.is_closing():
             raise StoreUnavailableError(self._failure)
         self._count += 1
@@ -174,17 +181,17 @@ class ClientLink(FrameProtocol):
         if not self.transport.is_closing():
             self.transport.write(pack([number, "cancel", []]))
 
-    def _give_back(self, number: int, key: str, popped: asyncio.Future[tuple[Outcome, Any]]) -> None:
+    def _give_back(self, number: int, key: str, popped: asyncio.Future[tuple[ReplyStatus, Any]]) -> None:
         self._requests.pop(number, None)
-        if not popped.cancelled() and popped.result()[0] is Outcome.RESULT and not self.transport.is_closing():
+        if not popped.cancelled() and popped.result()[0] is ReplyStatus.RESULT and not self.transport.is_closing():
             self._count += 1
             self.transport.write(pack([self._count, "queue_return", [key, popped.result()[1]]]))
 
-    def _answer(self, future: asyncio.Future[tuple[Outcome, Any]]) -> tuple[Outcome, Any]:
+    def _answer(self, future: asyncio.Future[tuple[ReplyStatus, Any]]) -> tuple[ReplyStatus, Any]:
         if future.cancelled():
             raise StoreUnavailableError(self._failure)
         outcome, payload = future.result()
-        if outcome is Outcome.ERROR:
+        if outcome is ReplyStatus.ERROR:
             raise StoreError(str(payload))
         return outcome, payload
 
@@ -239,7 +246,7 @@ class _UnresolvedError(Exception):
     """The host name means nothing, yet."""
 
 
-async def _resolve(host: str, port: int) -> list[Endpoint]:
+async def _resolve(host: str, port: int) -> list[StoreEndpoint]:
     try:
         return await resolve(host, port)
     except (OSError, UnicodeError) as exc:
@@ -247,7 +254,7 @@ async def _resolve(host: str, port: int) -> list[Endpoint]:
         raise _UnresolvedError(f"the host name {host!r} cannot be resolved ({why})") from exc
 
 
-async def _attempt(link: ClientLink, endpoint: Endpoint, timeout: float) -> ClientLink:
+async def _attempt(link: ClientLink, endpoint: StoreEndpoint, timeout: float) -> ClientLink:
     """Connect `link` and wait for the end of its handshake; OSError or AuthenticationError if that fails."""
     loop = asyncio.get_running_loop()
     sock = endpoint.socket()

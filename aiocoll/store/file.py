@@ -16,8 +16,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.errors import BackendUnavailableError, StoreError, StoreTimeoutError, StoreUnavailableError
-from aiocoll.handshake import job_id
 from aiocoll.runtime import Runtime, running_loop
+from aiocoll.security.handshake import job_id
 from aiocoll.store.base import Store, timed_out
 from aiocoll.store.commands import COMMANDS, check_arguments
 from aiocoll.store.core import StoreCore

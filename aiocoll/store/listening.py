@@ -7,9 +7,9 @@ import socket
 from collections.abc import Callable
 
 from aiocoll.errors import StoreUnavailableError
-from aiocoll.keys import is_loopback
 from aiocoll.runtime import Runtime
-from aiocoll.store.address import Endpoint, is_unix, literal, resolve
+from aiocoll.security.keys import is_loopback
+from aiocoll.store.address import StoreEndpoint, is_unix, literal, resolve
 
 __all__ = ["find_address", "way_in"]
 
@@ -78,7 +78,7 @@ def way_in(host: str) -> str:
     return "127.0.0.1" if host in _ANY else host
 
 
-async def _look_up(host: str, runtime: Runtime, timeout: float, trouble: Callable[[str], None]) -> list[Endpoint]:
+async def _look_up(host: str, runtime: Runtime, timeout: float, trouble: Callable[[str], None]) -> list[StoreEndpoint]:
     began = runtime.time()
     while True:
         try:
@@ -99,7 +99,7 @@ def _everywhere() -> str:
     return next(host for host in _ANY if (endpoint := literal(host, 0)) is not None and _is_own(endpoint))
 
 
-def _is_own(endpoint: Endpoint) -> bool:
+def _is_own(endpoint: StoreEndpoint) -> bool:
     """Whether this machine has the address; one that another program uses is its own, too."""
     try:
         with socket.socket(endpoint.family, socket.SOCK_DGRAM) as probe:

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 from aiocoll.errors import ProtocolError
 
-__all__ = ["Outcome", "check_reply"]
+__all__ = ["ReplyStatus", "check_reply"]
 
 
-class Outcome(IntEnum):
+class ReplyStatus(IntEnum):
     """How a request ended."""
 
     RESULT = 0
@@ -19,7 +19,7 @@ class Outcome(IntEnum):
     MISSING = 2
 
 
-def check_reply(command: str, arguments: tuple[Any, ...], outcome: Any, payload: Any) -> tuple[Outcome, Any]:
+def check_reply(command: str, arguments: tuple[Any, ...], outcome: Any, payload: Any) -> tuple[ReplyStatus, Any]:
     """Return outcome and payload of the reply to a request.
 
     Raises:
@@ -27,15 +27,15 @@ def check_reply(command: str, arguments: tuple[Any, ...], outcome: Any, payload:
     """
     if type(outcome) is not int or outcome not in _OUTCOMES:
         raise ProtocolError(f"unknown outcome {outcome!r:.40} in the answer to {command}")
-    if outcome == Outcome.MISSING:
+    if outcome == ReplyStatus.MISSING:
         fits = command in _WAITS and _is_list(payload, str)
-    elif outcome == Outcome.ERROR:
+    elif outcome == ReplyStatus.ERROR:
         fits = type(payload) is str
     else:
         fits = _RESULTS[command](payload) and (command != "multi_get" or len(payload) == len(arguments[0]))
     if not fits:
-        raise ProtocolError(f"{Outcome(outcome).name} {payload!r:.40} is no answer to {command}")
-    return Outcome(outcome), payload
+        raise ProtocolError(f"{ReplyStatus(outcome).name} {payload!r:.40} is no answer to {command}")
+    return ReplyStatus(outcome), payload
 
 
 def _is_list(payload: Any, kind: type) -> bool:
@@ -58,7 +58,7 @@ def _value(payload: Any) -> bool:
     return type(payload) is bytes
 
 
-_OUTCOMES = frozenset(map(int, Outcome))
+_OUTCOMES = frozenset(map(int, ReplyStatus))
 _WAITS = frozenset({"get", "multi_get", "wait", "queue_pop", "join"})
 _RESULTS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "set": _nothing,

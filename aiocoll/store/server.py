@@ -16,13 +16,13 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 
 from aiocoll.errors import AuthenticationError, StoreUnavailableError
-from aiocoll.handshake import ConnKind, Identity, ServerHandshake, job_id
 from aiocoll.log import logger
 from aiocoll.runtime import Runtime
+from aiocoll.security.handshake import ConnKind, Identity, ServerHandshake, job_id
+from aiocoll.security.unproven import Unproven
 from aiocoll.store.address import check_peer, describe, is_unix, listen
 from aiocoll.store.core import StoreCore
 from aiocoll.store.session import Session
-from aiocoll.unproven import Unproven
 
 __all__ = ["StoreServer"]
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from aiocoll.errors import ProtocolError, StoreError
-from aiocoll.handshake import CONFIRM_SIZE, HANDSHAKE_TIMEOUT, HELLO_SIZE, PROOF_SIZE, ServerHandshake, Status
 from aiocoll.runtime import Runtime
+from aiocoll.security.handshake import CONFIRM_SIZE, HANDSHAKE_TIMEOUT, HELLO_SIZE, PROOF_SIZE, ServerHandshake, Status
 from aiocoll.store.commands import COMMANDS, OF_CONNECTIONS, WAITS, check_request
 from aiocoll.store.core import StoreCore, Waiter
 from aiocoll.store.frames import MAX_FRAME, FrameProtocol, pack
-from aiocoll.store.replies import Outcome
+from aiocoll.store.replies import ReplyStatus
 
 __all__ = ["Session", "SessionOwner"]
 
@@ -94,12 +94,12 @@ class Session(FrameProtocol):
         except (StoreError, TypeError, ValueError) as exc:
             if word in OF_CONNECTIONS:
                 raise ProtocolError(f"store command {word!r}: {exc}") from exc
-            self._reply(number, Outcome.ERROR, str(exc))
+            self._reply(number, ReplyStatus.ERROR, str(exc))
             return
         try:
             self._carry_out(number, word, arguments)
         except StoreError as exc:
-            self._reply(number, Outcome.ERROR, str(exc))
+            self._reply(number, ReplyStatus.ERROR, str(exc))
 
     def _carry_out(self, number: int, word: str, arguments: tuple[Any, ...]) -> None:
         """Do what a request says, which has been found to make sense."""
@@ -110,7 +110,7 @@ class Session(FrameProtocol):
         elif word in WAITS:
             self._start_wait(self._owner.core, number, word, arguments)
         else:
-            self._reply(number, Outcome.RESULT, self._owner.core.apply(word, arguments))
+            self._reply(number, ReplyStatus.RESULT, self._owner.core.apply(word, arguments))
 
     def _hello_received(self, block: bytearray) -> None:
         self._answer(self._handshake.challenge(bytes(block)))
@@ -153,7 +153,7 @@ class Session(FrameProtocol):
             if command == "queue_pop" and self.transport.is_closing():
                 core.apply("queue_return", (key, result))
             try:
-                self._reply(number, Outcome.RESULT, result)
+                self._reply(number, ReplyStatus.RESULT, result)
             except Exception as exc:  # of this client's end, and none of the client's whose command it was
                 self.broken(exc)
                 self.abort()
@@ -166,15 +166,15 @@ class Session(FrameProtocol):
         if wait is not None:
             core, waiter, wanted = wait
             core.drop(waiter)
-            self._reply(number, Outcome.MISSING, core.missing(waiter.command, wanted))
+            self._reply(number, ReplyStatus.MISSING, core.missing(waiter.command, wanted))
 
-    def _reply(self, number: int, outcome: Outcome, payload: Any) -> None:
+    def _reply(self, number: int, outcome: ReplyStatus, payload: Any) -> None:
         if self.transport.is_closing():
             return
         try:
             frame = pack([number, outcome, payload])
         except StoreError as exc:
-            frame = pack([number, Outcome.ERROR, str(exc)])
+            frame = pack([number, ReplyStatus.ERROR, str(exc)])
         self.transport.write(frame)
         if self.transport.get_write_buffer_size() > _MAX_UNSENT:
             self._reason = ProtocolError("the client does not read its answers")

@@ -8,8 +8,8 @@ from datetime import timedelta
 from typing import Any, Self
 
 from aiocoll.errors import StoreUnavailableError
-from aiocoll.handshake import ConnKind, Identity, job_id
 from aiocoll.runtime import Runtime, running_loop
+from aiocoll.security.handshake import ConnKind, Identity, job_id
 from aiocoll.store.address import describe, is_unix
 from aiocoll.store.base import Store
 from aiocoll.store.client import ClientLink, connect

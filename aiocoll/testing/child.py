@@ -26,7 +26,7 @@ from aiocoll.rendezvous.new_group import new_group
 from aiocoll.testing.ranks import loop_factory
 from aiocoll.testing.report import blocked, pending, raised, stack
 
-__all__ = ["HEADER", "MAIN", "Call", "Job", "main"]
+__all__ = ["HEADER", "MAIN", "ChildJob", "RemoteCall", "main"]
 
 #: Before every message: its length in bytes.
 HEADER = struct.Struct("<Q")
@@ -34,10 +34,10 @@ HEADER = struct.Struct("<Q")
 MAIN = "__mp_main__"
 
 
-class Job(NamedTuple):
+class ChildJob(NamedTuple):
     """What a child has to do: import `module`, or load it from `file`; then unpickle `call` and run it.
 
-    If `call` is None, it stands ready for every `Call` that comes.
+    If `call` is None, it stands ready for every `RemoteCall` that comes.
     """
 
     module: str
@@ -47,13 +47,13 @@ class Job(NamedTuple):
     loop: str
 
     @classmethod
-    def of(cls, source: Any, options: GroupOptions, loop: str) -> Job:
+    def of(cls, source: Any, options: GroupOptions, loop: str) -> ChildJob:
         """Return the job of standing ready for calls of what is in the module of `source`."""
         module = str(getattr(source, "__module__", "__main__"))
         return cls(module, getattr(sys.modules.get(module), "__file__", None), None, options, loop)
 
 
-class Call(NamedTuple):
+class RemoteCall(NamedTuple):
     """A call that standing ranks make together, in the group with the number `group`: a higher one is a new group."""
 
     call: bytes
@@ -64,7 +64,7 @@ def main(channel_fd: int, trace_fd: int) -> None:
     """Be a rank.
 
     Args:
-        channel_fd: a connected socket; the first message on it is the `Job`.
+        channel_fd: a connected socket; the first message on it is the `ChildJob`.
         trace_fd: a file for the last words of the interpreter.
     """
     os.set_inheritable(channel_fd, False)
@@ -119,12 +119,12 @@ class _Rank:
         self._channel = channel
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pg: ProcessGroup | None = None
-        self._calls: asyncio.Queue[Call | None] = asyncio.Queue()
+        self._calls: asyncio.Queue[RemoteCall | None] = asyncio.Queue()
         self._calling: asyncio.Task[tuple[Any, ...]] | None = None
         #: When the function failed, on the clock that all processes of a machine share.
         self.failed: float | None = None
 
-    def run(self, job: Job) -> Any:
+    def run(self, job: ChildJob) -> Any:
         with asyncio.Runner(loop_factory=loop_factory(job.loop)) as runner:
             loop = runner.get_loop()
             threading.Thread(target=self._listen, args=(loop,), name="aiocoll-testing", daemon=True).start()
@@ -161,7 +161,7 @@ class _Rank:
         if self._pg is not None:
             await self._pg.shutdown()
 
-    async def _answer(self, call: Call, last: ProcessGroup | None, options: GroupOptions) -> tuple[Any, ...]:
+    async def _answer(self, call: RemoteCall, last: ProcessGroup | None, options: GroupOptions) -> tuple[Any, ...]:
         try:
             if self._pg is None:
                 if last is not None:
@@ -219,7 +219,7 @@ def _threads() -> Iterator[str]:
             yield f"  thread {thread.name}:\n" + blocked(frames[thread.ident])
 
 
-def _load(job: Job) -> None:
+def _load(job: ChildJob) -> None:
     """Make the module of the function importable by its name, the way pytest or a shell has loaded it."""
     if job.module != "__main__":
         with suppress(ModuleNotFoundError):

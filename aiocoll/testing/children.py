@@ -20,7 +20,7 @@ import tempfile
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from aiocoll.testing.child import HEADER, MAIN, Call, Job
+from aiocoll.testing.child import HEADER, MAIN, ChildJob, RemoteCall
 
 __all__ = ["GRACE", "Child"]
 
@@ -61,7 +61,7 @@ class Child:
             stack.pop_all()
             theirs.close()
 
-    async def carry_out(self, job: Job) -> Any:
+    async def carry_out(self, job: ChildJob) -> Any:
         """Have the child carry out `job` and end; return the result or raise what was raised."""
         await self.give(job)
         outcome = await self._next()
@@ -72,12 +72,12 @@ class Child:
             raise self._died(code)
         return self._unwrapped(outcome)
 
-    async def give(self, job: Job) -> None:
+    async def give(self, job: ChildJob) -> None:
         """Send the child its job."""
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._ours)
         self.tell(job)
 
-    async def call(self, call: Call) -> Any:
+    async def call(self, call: RemoteCall) -> Any:
         """Have a child that stands ready make `call`; return the result or raise what was raised."""
         self.tell(call)
         outcome = await self._next()

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from aiocoll.options import GroupOptions
 from aiocoll.store import StoreServer
-from aiocoll.testing.child import Call, Job
+from aiocoll.testing.child import ChildJob, RemoteCall
 from aiocoll.testing.children import GRACE, Child
 from aiocoll.testing.report import listed, verdict
 
@@ -43,7 +43,7 @@ class Team:
             raise ValueError(f"loop={loop!r}: must be 'asyncio' or 'uvloop'")
         key = secrets.token_bytes(KEY_SIZE)
         self._name = secrets.token_hex(8)
-        self._job = Job.of(source, replace(options or GroupOptions(), job_key=key), loop)
+        self._job = ChildJob.of(source, replace(options or GroupOptions(), job_key=key), loop)
         self._server = StoreServer(key=key, job=self._name, world_size=world_size)
         self._world_size = world_size
         self._children: list[Child] = []
@@ -88,7 +88,7 @@ class Team:
         """Have standing ranks make a call; results and errors are those of `run_processes`."""
         fresh = not all(child.clean for child in self._children)
         self._calls += fresh
-        message = Call(call, self._calls)
+        message = RemoteCall(call, self._calls)
         return await self._results(lambda child: child.call(message), limit)
 
     async def carry_out(self, call: bytes, limit: float) -> list[Any]:

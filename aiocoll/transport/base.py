@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from aiocoll.handshake import ConnKind
 from aiocoll.process import PidFd
+from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.frame import Header
 
 __all__ = ["Card", "Link", "Sink", "Transport"]

@@ -10,8 +10,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from aiocoll.handshake import ConnKind
 from aiocoll.runtime import Runtime
+from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Card, Link, Sink
 from aiocoll.transport.frame import HEADER, Header
 

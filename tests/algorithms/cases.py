@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from aiocoll.algorithms.schedule import Program
+from aiocoll.algorithms.program import Program
 from aiocoll.algorithms.select import build
 
 from .interpreter import FINAL, folded, leaves

@@ -9,7 +9,7 @@ from collections import defaultdict
 from heapq import heappop, heappush
 
 from aiocoll.algorithms.machine import PIECE, Machine
-from aiocoll.algorithms.schedule import Action, Program, Verb
+from aiocoll.algorithms.program import Action, Program, Verb
 
 from .proof import RECEIVES
 

@@ -7,7 +7,7 @@ a result tells which inputs were reduced, in which order, and what else was done
 from collections import deque
 from random import Random
 
-from aiocoll.algorithms.schedule import Action, Program, Region, Verb
+from aiocoll.algorithms.program import Action, Program, Region, Verb
 
 FINAL = "!"
 SCALED = "*"

@@ -8,7 +8,7 @@ behind an own earlier one because the data it receives could not exist otherwise
 
 from collections.abc import Iterator
 
-from aiocoll.algorithms.schedule import Action, Program, Verb
+from aiocoll.algorithms.program import Action, Program, Verb
 
 RECEIVES = (Verb.RECV, Verb.COMBINE)
 

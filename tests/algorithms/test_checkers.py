@@ -2,7 +2,7 @@
 
 import pytest
 
-from aiocoll.algorithms.schedule import Action, Program, Region, Verb
+from aiocoll.algorithms.program import Action, Program, Region, Verb
 
 from .interpreter import execute
 from .proof import Proof

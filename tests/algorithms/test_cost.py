@@ -6,7 +6,7 @@ import pytest
 
 from aiocoll.algorithms import cost, predict
 from aiocoll.algorithms.machine import PIECE, Machine, Medium, Tuning
-from aiocoll.algorithms.schedule import Action, Verb
+from aiocoll.algorithms.program import Action, Verb
 from aiocoll.algorithms.select import ALGORITHMS
 from aiocoll.transport.frame import SEGMENT
 

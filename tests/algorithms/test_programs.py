@@ -2,7 +2,7 @@
 
 import pytest
 
-from aiocoll.algorithms.schedule import Verb
+from aiocoll.algorithms.program import Verb
 from aiocoll.algorithms.select import ALGORITHMS, build
 
 from .cases import BARRIERS, IN_RANK_ORDER, REDUCING, REPEATED, Case, cases, possible

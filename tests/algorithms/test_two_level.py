@@ -7,12 +7,12 @@ from random import Random
 
 import pytest
 
-from aiocoll.algorithms import two_level
-from aiocoll.algorithms.hosts import Hosts, host_numbers
 from aiocoll.algorithms.machine import Machine, Tuning
-from aiocoll.algorithms.schedule import Verb
+from aiocoll.algorithms.program import Verb
 from aiocoll.algorithms.select import ALGORITHMS as FLAT
 from aiocoll.algorithms.select import choose
+from aiocoll.algorithms.two_level import select as two_level
+from aiocoll.algorithms.two_level.hosts import Hosts, host_numbers
 
 from .cases import Case, cases
 from .clockwork import Clockwork

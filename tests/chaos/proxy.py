@@ -16,9 +16,9 @@ from typing import Any, Literal, Self
 import msgpack
 import pytest
 
-from aiocoll.handshake import HELLO_SIZE, ClientHandshake, ConnKind
+from aiocoll.security.handshake import HELLO_SIZE, ClientHandshake, ConnKind
 from aiocoll.store import Store
-from aiocoll.transport import address
+from aiocoll.transport.stream import addresses as address
 
 CHUNK = 1 << 16
 #: What each HELLO of this process was for.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aiocoll import AiocollError, GroupOptions, RendezvousError, StoreUnavailableError, new_group
-from aiocoll.handshake import CONFIRM_SIZE, HELLO_SIZE, PROOF_SIZE, ConnKind
+from aiocoll.security.handshake import CONFIRM_SIZE, HELLO_SIZE, PROOF_SIZE, ConnKind
 from aiocoll.store import HashStore, Store, StoreServer, TCPStore
 from tests.chaos.proxy import Detour, Fault, Proxy, overheard  # noqa: F401
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from aiocoll import AiocollError, GroupOptions, StoreError, new_group
-from aiocoll.handshake import ConnKind
 from aiocoll.runtime import Runtime
+from aiocoll.security.handshake import ConnKind
 from aiocoll.store import FileStore, TCPStore
-from aiocoll.transport.stream import StreamTransport
+from aiocoll.transport.stream.transport import StreamTransport
 
 KEY = b"k" * 32
 #: Seconds the ranks have to meet where they cannot.

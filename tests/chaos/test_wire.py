@@ -19,13 +19,14 @@ import numpy as np
 import pytest
 
 from aiocoll import AiocollError, GroupOptions, new_group
-from aiocoll.engine import control, endpoint
-from aiocoll.handshake import CHALLENGE_SIZE, CONFIRM_SIZE, HELLO_SIZE, PROOF_SIZE, VERDICT_SIZE, ConnKind
+from aiocoll.engine import endpoint
+from aiocoll.engine.control import star as control
+from aiocoll.security.handshake import CHALLENGE_SIZE, CONFIRM_SIZE, HELLO_SIZE, PROOF_SIZE, VERDICT_SIZE, ConnKind
 from aiocoll.store import HashStore, Store, StoreServer, TCPStore
 from aiocoll.store import client as store_client
 from aiocoll.store import session as store_session
 from aiocoll.transport.frame import HEADER, HEADER_SIZE
-from aiocoll.transport.stream import StreamTransport
+from aiocoll.transport.stream.transport import StreamTransport
 from tests.chaos.proxy import Detour, Fault, Proxy, overheard  # noqa: F401
 
 KEY = b"k" * 32

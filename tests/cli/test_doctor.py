@@ -18,10 +18,10 @@ import pytest
 
 import aiocoll
 from aiocoll.cli import checks, doctor
-from aiocoll.cli.checks import Finding, look
+from aiocoll.cli.checks import CheckResult, look
 from aiocoll.cli.main import main
-from aiocoll.transport import address
-from aiocoll.transport.socket_buffers import LOOPBACK_BUFFER
+from aiocoll.transport.stream import addresses as address
+from aiocoll.transport.stream.socket_buffers import LOOPBACK_BUFFER
 
 LIMIT = 120
 #: What changes the outcome or, on a busy machine, the output, and may be set where the tests run.
@@ -45,19 +45,19 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def report(*arguments: str, **env: str) -> tuple[int, dict[str, Any], dict[str, Finding]]:
+def report(*arguments: str, **env: str) -> tuple[int, dict[str, Any], dict[str, CheckResult]]:
     """Return exit code, pairs by their ranks and findings by their names."""
     done = run("--json", *arguments, **env)
     assert done.stderr == ""
     said = json.loads(done.stdout)
-    findings = [Finding(**each) for each in said["findings"]]
+    findings = [CheckResult(**each) for each in said["findings"]]
     assert said["fine"] == all(finding.fine for finding in findings)
     assert done.returncode == (0 if said["fine"] else 1)
     pairs = {tuple(pair["ranks"]): (pair["transport"], pair["why"]) for pair in said["pairs"]}
     return done.returncode, pairs, {finding.name: finding for finding in findings}
 
 
-def found(name: str, ranks: int = 1) -> Finding:
+def found(name: str, ranks: int = 1) -> CheckResult:
     """Look at this host; return the only finding of that name."""
     (finding,) = [finding for finding in look(ranks) if finding.name == name]
     return finding

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from aiocoll import GroupError, GroupOptions, ProcessGroup, ReduceOp, Work
-from aiocoll.cli import picture
+from aiocoll.cli import timeline_plot as picture
 from aiocoll.cli.divergence import lateness
 from aiocoll.cli.main import main
 from aiocoll.cli.merge import Unusable, collect
 from aiocoll.dump.files import FORMAT, file_name
-from aiocoll.engine.recorder import HISTORY
+from aiocoll.engine.operation_log import HISTORY
 from aiocoll.testing import run_processes
 from aiocoll.testing.virtual import run_virtual
 from tests.cli import recorded

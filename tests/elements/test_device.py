@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll.elements.alike import empty_like, same_place, spare
+from aiocoll.elements.allocate import empty_like, same_place, spare
 from aiocoll.elements.buffers import clash, overlaps, view
 from aiocoll.elements.device import UNKNOWN, DeviceArray, PutBack
 from aiocoll.elements.dtypes import by_code, by_name

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from aiocoll.elements import halves
+from aiocoll.elements import half_precision as halves
 from aiocoll.elements.dtypes import DType, by_name
-from aiocoll.elements.halves import half_fold
+from aiocoll.elements.half_precision import half_fold
 from aiocoll.elements.ops import ReduceOp, kernel
 
 BOTH = ["float16", "bfloat16"]

@@ -12,8 +12,8 @@ from unittest import mock
 
 from aiocoll import GroupOptions
 from aiocoll.engine.endpoint import Endpoint
-from aiocoll.handshake import ConnKind
 from aiocoll.process import GONE, STOPPED, PidFd, ProcessId
+from aiocoll.security.handshake import ConnKind
 from aiocoll.testing.virtual import VirtualLoop
 from aiocoll.transport.base import Card, Link
 from aiocoll.transport.frame import Header
@@ -185,7 +185,7 @@ class Hosts:
             watches = endpoint.control.hub in (endpoint.rank, ranks.get(process))
             if process in ranks and other not in self.stopped | self.killed and watches and not endpoint.closed:
                 how = "stopped" if self.hosts[process] == self.hosts[other] else "unreachable"
-                endpoint.liveness._lost(ranks[process], how, SILENCE)
+                endpoint.failure_detector._lost(ranks[process], how, SILENCE)
         asyncio.get_running_loop().call_later(SILENCE, self._still_stopped, process)
 
     @contextmanager
@@ -233,13 +233,13 @@ class Hosts:
 
         write = MemoryLink.write
         with (
-            mock.patch("aiocoll.rendezvous.home.Hub", Network),
-            mock.patch("aiocoll.rendezvous.home.MemoryTransport", Way),
-            mock.patch("aiocoll.rendezvous.home.Endpoint", Watched),
-            mock.patch("aiocoll.transport.stream.this_process", process),
-            mock.patch("aiocoll.engine.liveness.state", self.state),
-            mock.patch("aiocoll.engine.liveness.Sentinel", _NoThread),
-            mock.patch("aiocoll.engine.liveness.Liveness.follow_hub"),
+            mock.patch("aiocoll.rendezvous.job.Hub", Network),
+            mock.patch("aiocoll.rendezvous.job.MemoryTransport", Way),
+            mock.patch("aiocoll.rendezvous.job.Endpoint", Watched),
+            mock.patch("aiocoll.transport.stream.transport.this_process", process),
+            mock.patch("aiocoll.engine.failure.failure_detector.state", self.state),
+            mock.patch("aiocoll.engine.failure.failure_detector.Watchdog", _NoThread),
+            mock.patch("aiocoll.engine.failure.failure_detector.FailureDetector.follow_hub"),
             mock.patch.object(MemoryLink, "write", written),
         ):
             yield

@@ -38,7 +38,7 @@ def early(pg: ProcessGroup) -> int:
     collectives = sum(len(payload) for frames in member._early.values() for _, _, payload in frames)
     unmade = member.endpoint.early._unmade.values()
     strangers = sum(len(payload) for group in unmade for _, _, payload in group.frames)
-    messages = sum(len(part) for arrival in member.mailbox._active.values() for part in arrival.parts)
+    messages = sum(len(part) for arrival in member.matching._active.values() for part in arrival.parts)
     return collectives + strangers + messages
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from aiocoll.engine.completed import Completed
-from aiocoll.engine.shrink import PROMPT, Agreement
+from aiocoll.engine.consensus.completed import Completed
+from aiocoll.engine.consensus.voter import PROMPT, Voter
 
 GROUP = 7
 #: The report of a rank that has completed no collective.
@@ -26,11 +26,11 @@ class Alone:
         self.over: set[int] = set()
         self.dead: dict[int, tuple[str, str]] = {}
         self.groups: dict[int, Any] = {}
-        self.runtime = self.direct = self.liveness = self
+        self.runtime = self.direct = self.failure_detector = self
         self.said: Said = []
         self._timers: list[tuple[float, asyncio.TimerHandle, Any]] = []
         self._now = 0.0
-        self.agreement = Agreement(self, GROUP, 0, range(world_size))  # type: ignore[arg-type]
+        self.agreement = Voter(self, GROUP, 0, range(world_size))  # type: ignore[arg-type]
 
     @property
     def suspected(self) -> set[int]:

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from aiocoll.engine import sentinel
-from aiocoll.engine.blocked import place
-from aiocoll.engine.sentinel import Sentinel
+from aiocoll.engine.failure import watchdog as sentinel
+from aiocoll.engine.failure.blocked import place
+from aiocoll.engine.failure.watchdog import Watchdog
 
 
 def frame_in(function: Callable[[Any], object]) -> FrameType:
@@ -48,7 +48,7 @@ def test_lines_of_the_users_follow_where_the_thread_is() -> None:
 
 def test_an_import_names_the_line_that_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the two are the frames of importlib, five of them."""
-    module = "import sys\nfrom aiocoll.engine.blocked import place\ntold = place(sys._getframe(0))\n"
+    module = "import sys\nfrom aiocoll.engine.failure.blocked import place\ntold = place(sys._getframe(0))\n"
     (tmp_path / "slow_to_load.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -87,7 +87,7 @@ async def test_the_warning_has_the_users_line(
     """The loop waits three calls deep in the standard library."""
     for name in ("ROUND", "BLOCKED_AFTER"):
         monkeypatch.setattr(sentinel, name, getattr(sentinel, name) / 20)
-    watch = Sentinel(3, asyncio.get_running_loop(), time.perf_counter, lambda *_: None, lambda *_: None)
+    watch = Watchdog(3, asyncio.get_running_loop(), time.perf_counter, lambda *_: None, lambda *_: None)
     watch.start()
     try:
         with caplog.at_level(logging.WARNING, logger="aiocoll"):

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from aiocoll import ProcessGroup
-from aiocoll.engine import channel, early, windows
-from aiocoll.engine.plan import EAGER_WINDOW
-from aiocoll.engine.windows import LEAST, LINK_WINDOW
+from aiocoll.engine import channel
+from aiocoll.engine import flow_control as windows
+from aiocoll.engine.control import unmade_groups as early
+from aiocoll.engine.flow_control import LEAST, LINK_WINDOW
+from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.errors import PeerProtocolError, ProtocolError
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind

@@ -31,7 +31,7 @@ async def test_a_rank_that_does_not_answer(lives: bool, monkeypatch: pytest.Monk
                 return await connect(peer, *args)
 
             monkeypatch.setattr(endpoint.transport, "connect", unanswered)
-            monkeypatch.setattr(endpoint.liveness, "sees", lambda _: lives)
+            monkeypatch.setattr(endpoint.failure_detector, "sees", lambda _: lives)
         call = pg.recv(np.zeros(1), 1) if pg.rank() == 0 else pg.send(np.ones(1), 0)
         if lives:
             return float((await call)[0])

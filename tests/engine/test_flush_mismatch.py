@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
-from aiocoll.engine.disagreement import mismatch
-from aiocoll.engine.operation import Terms, description
-from aiocoll.engine.roll import ROOM, Roll
+from aiocoll.engine.failure.mismatch import mismatch
+from aiocoll.engine.fusion.manifest import ROOM, Manifest
+from aiocoll.engine.operations.base import Signature, description
 
 from ..ranks import TRANSPORTS, run_ranks
 
@@ -180,12 +180,12 @@ async def test_flushes_at_other_places_are_a_mismatch() -> None:
     await run_ranks(2, rank)
 
 
-def told(rank: int, *members: Terms) -> dict[str, Any]:
-    return description(rank, Terms("COALESCED", None, (), None, None, members=Roll(members)), (), None, 3)
+def told(rank: int, *members: Signature) -> dict[str, Any]:
+    return description(rank, Signature("COALESCED", None, (), None, None, members=Manifest(members)), (), None, 3)
 
 
-def member(count: int, op: str = "ALLREDUCE") -> Terms:
-    return Terms(op, "float32", (count,), None, "SUM")
+def member(count: int, op: str = "ALLREDUCE") -> Signature:
+    return Signature(op, "float32", (count,), None, "SUM")
 
 
 def test_a_long_list_is_told_as_far_as_there_is_room() -> None:

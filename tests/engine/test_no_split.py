@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from aiocoll import AiocollError, GroupError, PeerLostError, ProcessGroup, ReduceOp, RendezvousError, new_group
-from aiocoll.handshake import ConnKind
+from aiocoll.security.handshake import ConnKind
 from aiocoll.store import HashStore
 from tests.engine.hosts import Hosts
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from aiocoll import GroupError, HashStore, ProcessGroup, new_group
-from aiocoll.engine.oneshot import OneShot
+from aiocoll.engine.operations.oneshot import OneShot
 from aiocoll.transport.shm.layout import MIDDLE, SMALL
 from aiocoll.work import Work
 
@@ -52,7 +52,7 @@ def posts(pg: ProcessGroup, peer: int) -> int:
     """Return how often this rank has used the board of its link to `peer`."""
     shared = pg._member.channels[peer].shared
     assert shared is not None
-    return sum(shared.poster._posted)
+    return sum(shared.slot_writer._posted)
 
 
 def mine(pg: ProcessGroup, count: int = 3) -> np.ndarray:

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from aiocoll import GroupError, PeerLostError, ProcessGroup
-from aiocoll.engine.shrink import Agreement
+from aiocoll.engine.consensus.voter import Voter
 from aiocoll.testing.virtual import run_virtual
 
 #: Seconds a frame takes at least and at most.
 LATENCY = (0.0005, 0.02)
 
-Say = Callable[[Agreement, int, dict[str, Any]], None]
+Say = Callable[[Voter, int, dict[str, Any]], None]
 Ranks = tuple[int, ...]
 
-say: Say = Agreement.say
+say: Say = Voter.say
 
 
 def shrunk(
@@ -66,7 +66,7 @@ def shrunk(
         return small.global_ranks
 
     with monkeypatch.context() as patch:
-        patch.setattr(Agreement, "say", between)
+        patch.setattr(Voter, "say", between)
         return run_virtual(world_size, rank, seed=seed, latency=LATENCY)
 
 
@@ -77,7 +77,7 @@ def test_what_may_be_decided_is_proposed_again(
     """Rank 0 decides by the acceptances of a bare quorum and falls silent; another coordinator takes over."""
     silent = False
 
-    def between(self: Agreement, rank: int, note: dict[str, Any]) -> None:
+    def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
         nonlocal silent
         if self.endpoint.rank == 0 and rank:
             silent = silent or note["what"] == "decided"
@@ -93,10 +93,10 @@ def test_what_may_be_decided_is_proposed_again(
 @pytest.mark.parametrize("world_size", [3, 5])
 def test_nobody_accepts_less_than_it_has_promised(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proposals of rank 0 are late: all others have passed it over, and voted at rank 1."""
-    kept: list[tuple[Agreement, int, dict[str, Any]]] = []
+    kept: list[tuple[Voter, int, dict[str, Any]]] = []
     voted: set[int] = set()
 
-    def between(self: Agreement, rank: int, note: dict[str, Any]) -> None:
+    def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
         me = self.endpoint.rank
         if me == 0 and rank:
             if note["what"] == "propose" and rank > 1:
@@ -120,7 +120,7 @@ def test_of_two_that_were_accepted_the_later_is_proposed_again(monkeypatch: pyte
     """Rank 4 alone accepts what rank 0 proposes, then ranks 1 to 3 decide something else, and rank 1 falls silent."""
     silent = False
 
-    def between(self: Agreement, rank: int, note: dict[str, Any]) -> None:
+    def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
         nonlocal silent
         me, what = self.endpoint.rank, note["what"]
         if me == 0 and rank and (what != "propose" or rank != 4):
@@ -143,7 +143,7 @@ def test_who_accepts_something_else_later_stands_by_that(monkeypatch: pytest.Mon
     """Rank 0 has accepted its own proposal alone, then accepts, unasked before, what decides for ranks 1 and 2."""
     decided = False
 
-    def between(self: Agreement, rank: int, note: dict[str, Any]) -> None:
+    def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
         nonlocal decided
         me, what = self.endpoint.rank, note["what"]
         decided = decided or (me == 1 and what == "decided")
@@ -163,7 +163,7 @@ def test_who_accepts_something_else_later_stands_by_that(monkeypatch: pytest.Mon
 def test_a_coordinator_that_takes_over_asks_those_that_vote_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rank 0 only rank 2 hears anything, so it alone would stay there, and be left out by the others."""
 
-    def between(self: Agreement, rank: int, note: dict[str, Any]) -> None:
+    def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
         if self.endpoint.rank != 0 or rank in (0, 2):
             say(self, rank, note)
 
@@ -202,7 +202,7 @@ def test_there_is_one_group_whatever_is_lost_or_late(seeds: range, monkeypatch: 
         loss, delay = chance.choice([0.05, 0.2, 0.4]), chance.choice([0.05, 2.0, 5.0])
 
         def between(
-            self: Agreement,
+            self: Voter,
             rank: int,
             note: dict[str, Any],
             chance: random.Random = chance,

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from aiocoll import HashStore, ProcessGroup, ReduceOp, new_group
-from aiocoll.engine.plan import EAGER_WINDOW
-from aiocoll.engine.recorder import HISTORY
-from aiocoll.engine.windows import LINK_WINDOW
+from aiocoll.engine.flow_control import LINK_WINDOW
+from aiocoll.engine.operation_log import HISTORY
+from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.testing import run_processes
 
 from ..ranks import TRANSPORTS, options, run_ranks, until

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveTimeoutError, GroupError, ProcessGroup
-from aiocoll.engine.recorder import HISTORY, MESSAGES, NBYTES, Recorder
+from aiocoll.engine.operation_log import HISTORY, MESSAGES, NBYTES, OperationLog
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import SEGMENT
-from aiocoll.unseen import line_of
+from aiocoll.unretrieved import line_of
 from tests.ranks import TRANSPORTS, run_ranks
 
 
-def recorder(pg: ProcessGroup) -> Recorder:
+def recorder(pg: ProcessGroup) -> OperationLog:
     return pg._member.recorder
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from aiocoll import GroupError, GroupRevokedError, ProcessGroup, ProtocolError
 from aiocoll.engine.channel import Channel
-from aiocoll.engine.diagnosis import Diagnosis
-from aiocoll.engine.mailbox import Mailbox, Posted
-from aiocoll.engine.oneshot import OneShot
-from aiocoll.engine.operation import P2P, Operation
-from aiocoll.engine.outgoing import Outgoing
+from aiocoll.engine.failure.stall_inspector import StallInspector
+from aiocoll.engine.matching.matching import Matching, PostedReceive
+from aiocoll.engine.matching.outbound import OutboundMessage
+from aiocoll.engine.operations.base import P2P, Operation
+from aiocoll.engine.operations.oneshot import OneShot
 from aiocoll.errors import PeerProtocolError
 from aiocoll.testing import run_processes
 from aiocoll.transport.base import Link
@@ -196,13 +196,13 @@ class _Named:
 async def test_an_exception_while_a_frame_is_handled_ends_its_groups_by_name(
     transport: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Mailbox.frame
+    original = Matching.frame
     waiting: list[int] = []
 
-    def frame(mailbox: Mailbox, channel: Channel, peer: int, *args: Any) -> bool:
-        if mailbox._group.rank == 0 and peer == 2:
+    def frame(matching: Matching, channel: Channel, peer: int, *args: Any) -> bool:
+        if matching._group.rank == 0 and peer == 2:
             raise error(12, "no memory")
-        return original(mailbox, channel, peer, *args)
+        return original(matching, channel, peer, *args)
 
     async def rank(pg: ProcessGroup) -> None:
         await met(pg)
@@ -211,7 +211,7 @@ async def test_an_exception_while_a_frame_is_handled_ends_its_groups_by_name(
         waiting.append(pg.rank())
         await until(lambda: len(waiting) == 3)
         if pg.rank() == 2:
-            monkeypatch.setattr(Mailbox, "frame", frame)
+            monkeypatch.setattr(Matching, "frame", frame)
             pg.send(np.zeros(1), 0).add_done_callback(lambda _: None)
         await fails(pg, work, error.__name__)
         if pair.size() == 2:
@@ -225,15 +225,15 @@ async def test_an_exception_while_a_note_is_handled_ends_its_groups_by_name(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Be it that it was passed on: whose note it was is named, not who passed it on."""
-    original = Diagnosis.heard
+    original = StallInspector.heard
 
-    def heard(diagnosis: Diagnosis, peer: int, what: dict[str, Any]) -> None:
-        if diagnosis._group.rank == 1 and peer == 2:
+    def heard(stalls: StallInspector, peer: int, what: dict[str, Any]) -> None:
+        if stalls._group.rank == 1 and peer == 2:
             raise MemoryError("no memory")
-        original(diagnosis, peer, what)
+        original(stalls, peer, what)
 
     async def rank(pg: ProcessGroup) -> None:
-        monkeypatch.setattr(Diagnosis, "heard", heard)
+        monkeypatch.setattr(StallInspector, "heard", heard)
         pair = await pg.split_group([0, 1] if pg.rank() < 2 else [2])
         await met(pg)
         work = pg.recv(np.zeros(1), 0 if pg.rank() else 1)
@@ -281,7 +281,7 @@ async def call(pg: ProcessGroup) -> str:
         def frame(*_: Any) -> bool:
             raise MemoryError("no memory")
 
-        pg._member.mailbox.frame = frame  # type: ignore[method-assign]
+        pg._member.matching.frame = frame  # type: ignore[method-assign]
     try:
         async with asyncio.timeout(OVER):
             await pg.barrier()
@@ -313,7 +313,7 @@ async def test_an_exception_in_a_timer_ends_the_group_by_name(where: str, monkey
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
-        monkeypatch.setattr(Diagnosis, CALLBACKS[where], broken)
+        monkeypatch.setattr(StallInspector, CALLBACKS[where], broken)
         work: Any = pg.recv(np.zeros(1), 0) if pg.rank() == 2 else pg.allreduce(np.ones(1))
         with pytest.raises(GroupError, match=r"failed on rank ., where the library raised LookupError: planted"):
             async with asyncio.timeout(2 * SOON):
@@ -324,8 +324,8 @@ async def test_an_exception_in_a_timer_ends_the_group_by_name(where: str, monkey
 
 #: What an operation does, by the class of what a call of `Start` makes.
 STEPS: dict[str, tuple[type[Operation], str, Callable[[ProcessGroup], Any]]] = {
-    "at the call": (Posted, "enter", lambda pg: pg.recv(np.zeros(1), 0)),
-    "as bytes leave": (Outgoing, "sent", lambda pg: pg.send(np.zeros(1), 0)),
+    "at the call": (PostedReceive, "enter", lambda pg: pg.recv(np.zeros(1), 0)),
+    "as bytes leave": (OutboundMessage, "sent", lambda pg: pg.send(np.zeros(1), 0)),
     "as it looks into shared memory": (OneShot, "look", lambda pg: pg.allreduce(np.zeros(1))),
 }
 

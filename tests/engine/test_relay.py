@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
-from aiocoll.engine import watch
-from aiocoll.engine.relay import LAG, Relay, order
+from aiocoll.engine.failure import deadlines as watch
+from aiocoll.engine.operations.shm_ring import LAG, ShmRing, order
 from aiocoll.transport.shm.layout import LANE
 
 from ..ranks import run_ranks, until
@@ -73,16 +73,16 @@ def pieces_put(pg: ProcessGroup, peer: int) -> int:
     """Return how many pieces this rank has put into its lane to `peer`."""
     shared = pg._member.channels[peer].shared
     assert shared is not None
-    return shared.lane_out._number
+    return shared.chunks_out._number
 
 
 def in_the_lane(pg: ProcessGroup) -> list[bool]:
-    return [operation._holds for operation in pg._member.pending if isinstance(operation, Relay)]
+    return [operation._holds for operation in pg._member.pending if isinstance(operation, ShmRing)]
 
 
 def look(pg: ProcessGroup) -> None:
     """Let this rank do all that it can without the other ones."""
-    while any(operation.look() for operation in list(pg._member.pending) if isinstance(operation, Relay)):
+    while any(operation.look() for operation in list(pg._member.pending) if isinstance(operation, ShmRing)):
         pass
 
 
@@ -189,7 +189,7 @@ async def test_who_waits_has_nothing_to_do() -> None:
     async with jobs(2) as ((zero, one),):
         calls = [call(zero, 10 * PIECE)]
         (waiting,) = zero._member.pending
-        assert isinstance(waiting, Relay)
+        assert isinstance(waiting, ShmRing)
         assert waiting.look() is False
         await check([*calls, call(one, 10 * PIECE)], 2)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from aiocoll import ProcessGroup
-from aiocoll.engine.scratch import LARGE, MOST, Scratch
+from aiocoll.engine.operations.scratch import LARGE, MOST, Scratch
 
 from ..ranks import TRANSPORTS, run_ranks
 

@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from aiocoll import ProcessGroup
-from aiocoll.engine import sentinel
-from aiocoll.engine.sentinel import Sentinel
+from aiocoll.engine.failure import watchdog as sentinel
+from aiocoll.engine.failure.watchdog import Watchdog
 from aiocoll.process import this_process
 
 from ..ranks import TRANSPORTS, run_ranks
@@ -38,9 +38,9 @@ class Heard:
 
 
 @asynccontextmanager
-async def started() -> AsyncIterator[tuple[Sentinel, Heard]]:
+async def started() -> AsyncIterator[tuple[Watchdog, Heard]]:
     heard = Heard()
-    made = Sentinel(3, asyncio.get_running_loop(), time.perf_counter, heard.on_lost, heard.on_ended)
+    made = Watchdog(3, asyncio.get_running_loop(), time.perf_counter, heard.on_lost, heard.on_ended)
     made.start()
     try:
         yield made, heard
@@ -65,9 +65,9 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 @pytest.mark.usefixtures("quick")
-async def test_a_silent_beacon_is_a_lost_rank_once(pair: tuple[socket.socket, socket.socket]) -> None:
+async def test_a_silent_heartbeat_is_a_lost_rank_once(pair: tuple[socket.socket, socket.socket]) -> None:
     async with started() as (watch, heard):
-        watch.add_beacon(7, pair[0])
+        watch.add_heartbeat(7, pair[0])
         started_at = time.perf_counter()
         await heard.anything.wait()
         assert time.perf_counter() - started_at >= sentinel.UNREACHABLE_AFTER - sentinel.ROUND
@@ -80,12 +80,12 @@ async def test_a_silent_beacon_is_a_lost_rank_once(pair: tuple[socket.socket, so
 
 
 @pytest.mark.usefixtures("quick")
-async def test_beacons_keep_each_other_alive_while_the_loop_is_blocked(
+async def test_heartbeats_keep_each_other_alive_while_the_loop_is_blocked(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     async with started() as (one, heard), started() as (two, heard_too):
-        one.add_beacon(7, pair[0])
-        two.add_beacon(8, pair[1])
+        one.add_heartbeat(7, pair[0])
+        two.add_heartbeat(8, pair[1])
         time.sleep(2 * sentinel.UNREACHABLE_AFTER)  # noqa: ASYNC251 - that is the fault
         await asyncio.sleep(0)
         assert one.silence(7) is not None
@@ -94,18 +94,18 @@ async def test_beacons_keep_each_other_alive_while_the_loop_is_blocked(
 
 
 @pytest.mark.usefixtures("quick")
-async def test_the_end_of_a_beacon_is_no_death(pair: tuple[socket.socket, socket.socket]) -> None:
+async def test_the_end_of_a_heartbeat_is_no_death(pair: tuple[socket.socket, socket.socket]) -> None:
     async with started() as (watch, heard):
-        watch.add_beacon(7, pair[0])
+        watch.add_heartbeat(7, pair[0])
         pair[1].close()
         await heard.anything.wait()
     assert (heard.ended, heard.lost) == ([7], [])
 
 
-async def test_a_beacon_that_comes_too_late_is_closed(pair: tuple[socket.socket, socket.socket]) -> None:
+async def test_a_heartbeat_that_comes_too_late_is_closed(pair: tuple[socket.socket, socket.socket]) -> None:
     async with started() as (watch, _):
         watch.stop()
-        watch.add_beacon(7, pair[0])
+        watch.add_heartbeat(7, pair[0])
     assert pair[0].fileno() == -1
 
 
@@ -122,9 +122,9 @@ def test_a_loop_that_does_not_run_is_not_blocked(caplog: pytest.LogCaptureFixtur
     """And a loop that is closed ends the thread."""
     loop = asyncio.new_event_loop()
 
-    async def make() -> Sentinel:
+    async def make() -> Watchdog:
         heard = Heard()
-        made = Sentinel(3, asyncio.get_running_loop(), time.perf_counter, heard.on_lost, heard.on_ended)
+        made = Watchdog(3, asyncio.get_running_loop(), time.perf_counter, heard.on_lost, heard.on_ended)
         made.start()
         return made
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from aiocoll import GroupError, GroupRevokedError, PeerLostError, ProcessGroup, RendezvousError, new_group
-from aiocoll.engine.quorum import connected, decides
-from aiocoll.engine.shrink import Agreement
+from aiocoll.engine.consensus.quorum import connected, decides
+from aiocoll.engine.consensus.voter import Voter
 from aiocoll.store import HashStore
 from tests.engine.hosts import Hosts
 from tests.ranks import hub
@@ -196,7 +196,7 @@ def test_the_living_go_on_whoever_dies(world_size: int) -> None:
 def test_another_rank_dies_at_any_message_of_the_agreement(
     first: int, also: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    say = Agreement.say
+    say = Voter.say
     steps = 0
 
     def run(step: int, seed: int) -> bool:
@@ -204,7 +204,7 @@ def test_another_rank_dies_at_any_message_of_the_agreement(
         job = Job()
         said = 0
 
-        def watched(self: Agreement, rank: int, note: dict[str, Any]) -> None:
+        def watched(self: Voter, rank: int, note: dict[str, Any]) -> None:
             nonlocal said
             me = self.endpoint.rank
             said += rank != me and not {me, rank} & job.killed
@@ -220,7 +220,7 @@ def test_another_rank_dies_at_any_message_of_the_agreement(
                 await pg.allreduce(np.ones(3))
             return await recover(pg)
 
-        monkeypatch.setattr(Agreement, "say", watched)
+        monkeypatch.setattr(Voter, "say", watched)
         results = job.run(5, body, seed)
         living = tuple(rank for rank in range(5) if rank not in job.killed)
         assert [results[rank] for rank in living] == [living] * len(living), f"message {step}, seed {seed}"
@@ -335,9 +335,9 @@ def test_one_of_two_waits_for_the_other_and_gives_up_and_may_try_again() -> None
 
 
 def test_a_coordinator_that_answers_nothing_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = Agreement.heard
+    heard = Voter.heard
 
-    def deaf(self: Agreement, peer: int, note: dict[str, Any]) -> None:
+    def deaf(self: Voter, peer: int, note: dict[str, Any]) -> None:
         if self.endpoint.rank != 1:
             heard(self, peer, note)
 
@@ -350,7 +350,7 @@ def test_a_coordinator_that_answers_nothing_is_passed_over(monkeypatch: pytest.M
         assert 8 <= now() - start < 8.5  # two seconds for an answer, six for the vote
         return await works(small)
 
-    monkeypatch.setattr(Agreement, "heard", deaf)
+    monkeypatch.setattr(Voter, "heard", deaf)
     assert Job().run(4, body) == [None, None, (2, 3), (2, 3)]
 
 
@@ -500,7 +500,7 @@ def test_one_of_two_that_are_cut_off_from_each_other_is_left_out() -> None:
     "seeds", [range(25), pytest.param(range(25, 3000), marks=pytest.mark.soak)], ids=["few", "many"]
 )
 def test_any_ranks_die_at_any_messages(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
-    say = Agreement.say
+    say = Voter.say
     for seed in seeds:
         chance = random.Random(seed)
         world_size = chance.randrange(3, 8)
@@ -510,7 +510,7 @@ def test_any_ranks_die_at_any_messages(seeds: range, monkeypatch: pytest.MonkeyP
         messages = itertools.count()
 
         def watched(
-            self: Agreement,
+            self: Voter,
             rank: int,
             note: dict[str, Any],
             job: Job = job,
@@ -530,7 +530,7 @@ def test_any_ranks_die_at_any_messages(seeds: range, monkeypatch: pytest.MonkeyP
             await asyncio.sleep(chance.choice([0, 0.01, 1.5]))
             return await recover(pg)
 
-        monkeypatch.setattr(Agreement, "say", watched)
+        monkeypatch.setattr(Voter, "say", watched)
         results = job.run(world_size, body, seed)
         living = tuple(rank for rank in range(world_size) if rank not in job.killed)
         assert [results[rank] for rank in living] == [living] * len(living), f"seed {seed}"

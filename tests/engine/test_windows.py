@@ -12,8 +12,8 @@ import pytest
 
 from aiocoll import CollectiveMismatchError, HashStore, ProcessGroup, ReduceOp, Work, new_group
 from aiocoll.engine.channel import WINDOW_LOT, Channel
-from aiocoll.engine.plan import EAGER_WINDOW
-from aiocoll.engine.windows import LINK_WINDOW
+from aiocoll.engine.flow_control import LINK_WINDOW
+from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from aiocoll.engine.diagnosis import cause_of
-from aiocoll.engine.operation import Terms, description
-from aiocoll.engine.roll import Roll
+from aiocoll.engine.failure.stall_inspector import cause_of
+from aiocoll.engine.fusion.manifest import Manifest
+from aiocoll.engine.operations.base import Signature, description
 from aiocoll.errors import GroupError, PeerLostError
 
 __all__ = ["WORLD", "valid"]
@@ -24,7 +24,7 @@ operations = st.sampled_from([0, 1, 2, 3, 1000, 1 << 62, (1 << 63) - 1])
 counts = st.lists(st.sampled_from([0, 1, 10, 1 << 40]), max_size=4).map(tuple)
 per_rank = st.one_of(st.just(()), st.tuples(*[st.sampled_from([0, 1, 10])] * WORLD))
 terms = st.builds(
-    Terms,
+    Signature,
     st.sampled_from(["ALLREDUCE", "BARRIER", "SEND", "RECV", "FLUSH"]),
     st.sampled_from([None, "float64", "object"]),
     counts,
@@ -35,7 +35,7 @@ terms = st.builds(
     st.sampled_from([None, "detail"]),
 )
 flushes = st.builds(
-    lambda whole, members: whole._replace(op="FLUSH", members=Roll(members)), terms, st.lists(terms, max_size=4)
+    lambda whole, members: whole._replace(op="FLUSH", members=Manifest(members)), terms, st.lists(terms, max_size=4)
 )
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from aiocoll.engine.operation import KEYED, P2P
+from aiocoll.engine.operations.base import KEYED, P2P
 from aiocoll.errors import ProtocolError
-from aiocoll.handshake import ConnKind
 from aiocoll.runtime import Runtime
+from aiocoll.security.handshake import ConnKind
+from aiocoll.transport.buffer_pool import BufferPool
 from aiocoll.transport.frame import EAGER, HEADER, HEADER_SIZE, SEGMENT, FrameKind, Header
-from aiocoll.transport.spares import Spares
-from aiocoll.transport.stream_link import StreamLink
+from aiocoll.transport.stream.link import StreamLink
 
 from .budget import fuzz
 from .world import play
@@ -126,7 +126,7 @@ def test_a_stream_is_frames_or_an_end(stream: tuple[bytes, list[int]]) -> None:
         near.setblocking(False)
         far.setblocking(False)
         runtime = Runtime(asyncio.get_running_loop())
-        link = StreamLink(runtime, far, 3, ConnKind.DATA, Spares())
+        link = StreamLink(runtime, far, 3, ConnKind.DATA, BufferPool())
         sink = link.sink = Sink()  # type: ignore[assignment]
         link.start()
         for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 import msgpack
 from hypothesis import strategies as st
 
-from aiocoll.engine import notes as gate
+from aiocoll.engine.control import messages as gate
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.frame import HEADER, FrameKind
 

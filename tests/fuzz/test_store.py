@@ -7,8 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from aiocoll.handshake import ConnKind, Identity, ServerHandshake, job_id
 from aiocoll.runtime import Runtime
+from aiocoll.security.handshake import ConnKind, Identity, ServerHandshake, job_id
 from aiocoll.store.commands import COMMANDS, MAX_ENTRIES, MAX_TOTAL_BYTES, WAITS
 from aiocoll.store.core import StoreCore
 from aiocoll.store.session import Session

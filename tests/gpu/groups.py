@@ -112,4 +112,8 @@ def host(tensor: Any) -> NDArray[Any]:
 
 def is_native(pg: ProcessGroup) -> bool:
     """Whether the group has a communicator of NCCL."""
-    return pg._side is not None and pg._side.communicator is not None and pg._side.communicator.is_begun
+    return (
+        pg._device_state is not None
+        and pg._device_state.communicator is not None
+        and pg._device_state.communicator.is_begun
+    )

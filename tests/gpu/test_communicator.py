@@ -11,8 +11,8 @@ import pytest
 
 from aiocoll import ProcessGroup
 from aiocoll.group.cuda import communicator
-from aiocoll.group.cuda import side as side_module
-from aiocoll.group.cuda.communicator import Communicator
+from aiocoll.group.cuda import device_state as side_module
+from aiocoll.group.cuda.communicator import DeviceCommunicator
 
 from ..ranks import run_ranks, until
 from .groups import Gpus, gpus
@@ -20,24 +20,24 @@ from .test_groups import allreduced
 from .test_groups_failing import called, fails, ones
 
 
-def of(pg: ProcessGroup) -> Communicator:
+def of(pg: ProcessGroup) -> DeviceCommunicator:
     """Return the communicator of a group, which has been called."""
-    assert pg._side is not None
-    assert pg._side.communicator is not None
-    return pg._side.communicator
+    assert pg._device_state is not None
+    assert pg._device_state.communicator is not None
+    return pg._device_state.communicator
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let it be asked all the time what has failed; return a list that gets an entry each time."""
     asked: list[int] = []
-    ask = Communicator._ask
+    ask = DeviceCommunicator._ask
 
-    def count(self: Communicator) -> None:
+    def count(self: DeviceCommunicator) -> None:
         asked.append(1)
         ask(self)
 
     monkeypatch.setattr(communicator, "ASK_EVERY", 0.001)
-    monkeypatch.setattr(Communicator, "_ask", count)
+    monkeypatch.setattr(DeviceCommunicator, "_ask", count)
     return asked
 
 
@@ -62,7 +62,7 @@ async def test_one_question_at_a_time_and_late_answers_are_no_news(monkeypatch: 
         assert len(questions) == 1
         pg.abort("enough")
         answer.set()
-        await pg._side.device.run(lambda: None)  # type: ignore[union-attr]
+        await pg._device_state.device.run(lambda: None)  # type: ignore[union-attr]
         await fails(pg, work, "enough")
         gate.open()
 
@@ -183,13 +183,13 @@ async def test_groups_that_end_at_once_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each rank comes to end another one of them first."""
-    parted = Communicator._parted
+    parted = DeviceCommunicator._parted
 
-    async def late(end: Communicator) -> bool:
+    async def late(end: DeviceCommunicator) -> bool:
         is_first = end._group.rank == int(end._group.name.endswith("other"))
         return await parted(end) and (is_first or await asyncio.sleep(0.05, True))
 
-    monkeypatch.setattr(Communicator, "_parted", late)
+    monkeypatch.setattr(DeviceCommunicator, "_parted", late)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         groups = [await pg.split_group([[0, 1]], group_name=name) for name in ("one", "other")]

@@ -22,7 +22,7 @@ from aiocoll import (
     testing,
 )
 from aiocoll.group.cuda import cards
-from aiocoll.group.cuda import side as side_module
+from aiocoll.group.cuda import device_state as side_module
 from aiocoll.group.cuda.agreed import Agreed
 from aiocoll.testing.fake_cuda import FakeArray
 
@@ -84,9 +84,9 @@ async def test_a_dry_run_needs_no_device() -> None:
 async def decision(pg: ProcessGroup, gpu: Gpus, device: int | None = None) -> cards.Decision:
     device = pg.rank() if device is None else device
     await pg.allreduce(gpu.tensor(np.ones(3), device))
-    assert pg._side is not None
-    assert pg._side.decision is not None
-    return pg._side.decision
+    assert pg._device_state is not None
+    assert pg._device_state.decision is not None
+    return pg._device_state.decision
 
 
 async def test_ranks_with_a_device_each_use_nccl(caplog: pytest.LogCaptureFixture) -> None:

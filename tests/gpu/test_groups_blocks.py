@@ -21,7 +21,7 @@ from aiocoll import (
 )
 from aiocoll.gpu.device import Device
 from aiocoll.group.cuda import communicator
-from aiocoll.group.cuda import side as side_module
+from aiocoll.group.cuda import device_state as side_module
 
 from ..ranks import run_ranks, until
 from .groups import WAYS, Gpus, gpus, host
@@ -41,7 +41,7 @@ class Counts:
         self.nccl: Counter[str] = Counter()
         self.launches = 0
         self.agreements = 0
-        begin, launch, judge = gpu.nccl.begin, Device.launch, side_module.DeviceSide.judge
+        begin, launch, judge = gpu.nccl.begin, Device.launch, side_module.DeviceState.judge
 
         def counted(call: str) -> None:
             self.nccl[call] += 1
@@ -57,7 +57,7 @@ class Counts:
 
         monkeypatch.setattr(gpu.nccl, "begin", counted)
         monkeypatch.setattr(Device, "launch", launched)
-        monkeypatch.setattr(side_module.DeviceSide, "judge", judged)
+        monkeypatch.setattr(side_module.DeviceState, "judge", judged)
 
     def reset(self) -> None:
         self.nccl.clear()
@@ -392,7 +392,7 @@ async def test_an_abort_lets_the_launcher_finish_its_calls(patience: float, monk
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
-        end: Any = pg._side.communicator._end  # type: ignore[union-attr]
+        end: Any = pg._device_state.communicator._end  # type: ignore[union-attr]
         begin = gpu.nccl.begin
 
         def slow(call: str) -> None:

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveTimeoutError, GroupError, GroupRevokedError, ProcessGroup
-from aiocoll.engine.lineage import Split
-from aiocoll.engine.plan import EAGER_WINDOW
+from aiocoll.engine.operations.plan import EAGER_WINDOW
+from aiocoll.engine.split_history import Split
 from aiocoll.errors import PeerProtocolError
 from aiocoll.gpu.turns import Turn, Turns
-from aiocoll.group.cuda import communicator, deciding
+from aiocoll.group.cuda import backend_agreement as deciding
+from aiocoll.group.cuda import communicator
 from aiocoll.group.cuda.cards import Decision
-from aiocoll.group.cuda.side import DeviceSide
+from aiocoll.group.cuda.device_state import DeviceState
 
 from ..ranks import run_ranks, until
 from .groups import Gpus, gpus, host, is_native
@@ -57,9 +58,9 @@ async def test_messages_alone_are_enough(late: int) -> None:
 
 async def test_groups_with_ranks_in_common_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three ranks begin with groups of each two of them at once, each with another group first."""
-    decided, firsts = DeviceSide._decided, []
+    decided, firsts = DeviceState._decided, []
 
-    def delayed(side: DeviceSide, number: int, decision: Decision) -> None:
+    def delayed(side: DeviceState, number: int, decision: Decision) -> None:
         wait = 0.0 if side.member in firsts else 0.05
         asyncio.get_running_loop().call_later(wait, decided, side, number, decision)
 
@@ -78,7 +79,7 @@ async def test_groups_with_ranks_in_common_do_not_wait_for_each_other(monkeypatc
         assert host(one).tolist() == [rank + (rank + 1) % 3] * 3
         assert host(two).tolist() == [rank + (rank - 1) % 3] * 3
 
-    monkeypatch.setattr(DeviceSide, "_decided", delayed)
+    monkeypatch.setattr(DeviceState, "_decided", delayed)
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
 
@@ -284,9 +285,9 @@ async def test_a_rank_that_left_before_all_were_called() -> None:
             await pg.recv_object(0)
             await part.send(short, 0)
         if rank != 1:
-            await until(lambda: part._side is not None and part._side.decision is not None)
-            assert part._side is not None
-            assert part._side.decision == Decision(False, "rank 1 has left")
+            await until(lambda: part._device_state is not None and part._device_state.decision is not None)
+            assert part._device_state is not None
+            assert part._device_state.decision == Decision(False, "rank 1 has left")
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
@@ -378,7 +379,7 @@ async def test_a_rank_that_fails_when_others_make_the_communicator_holds_none_of
         await pg.barrier()
         work = first.allreduce(gpu.tensor(np.ones(1), rank))
         if rank == 2:
-            deciding = first._side._deciding  # type: ignore[union-attr]
+            deciding = first._device_state._deciding  # type: ignore[union-attr]
             await until(lambda: deciding._settled is not None)
             assert not deciding._is_decided
             first.abort("enough")

@@ -20,10 +20,10 @@ from aiocoll import (
     Recv,
     ReduceOp,
 )
-from aiocoll.engine import compared
+from aiocoll.engine.operations import verify as compared
 from aiocoll.gpu.api import DeviceError
 from aiocoll.group.cuda import communicator
-from aiocoll.group.cuda import side as side_module
+from aiocoll.group.cuda import device_state as side_module
 from aiocoll.testing.fake_cuda import Gate
 
 from ..ranks import hub, run_ranks, until
@@ -289,10 +289,10 @@ async def test_a_group_of_nccl_calls_that_fails_is_ended() -> None:
 async def test_what_fails_on_the_way_is_asked_for() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
-        assert pg._side is not None
-        assert pg._side.communicator is not None
+        assert pg._device_state is not None
+        assert pg._device_state.communicator is not None
         if pg.rank() == 0:
-            pg._side.communicator._end.fail("remote process exited")  # type: ignore[union-attr]
+            pg._device_state.communicator._end.fail("remote process exited")  # type: ignore[union-attr]
         await pg.barrier()
         await fails(pg, called(pg, gpu), "failed on rank 0, device 0: NCCL: remote process exited")
 
@@ -370,7 +370,7 @@ async def test_the_end_of_a_group_is_that_of_its_communicator() -> None:
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
-        ends.append(pg._side.communicator._end)  # type: ignore[union-attr]
+        ends.append(pg._device_state.communicator._end)  # type: ignore[union-attr]
         await pg.shutdown()
 
     with gpus(3) as gpu:
@@ -386,7 +386,7 @@ async def test_who_closes_alone_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
         other = await pg.split_group([0, 1])
         assert other is not None
         await allreduced(other, gpu)
-        ends.append(other._side.communicator._end)  # type: ignore[union-attr]
+        ends.append(other._device_state.communicator._end)  # type: ignore[union-attr]
         if pg.rank() == 0:
             await other.shutdown()
         await pg.barrier()
@@ -417,7 +417,7 @@ async def test_who_comes_late_finds_that_the_others_have_left(monkeypatch: pytes
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
-        mine = pg._side.communicator  # type: ignore[union-attr]
+        mine = pg._device_state.communicator  # type: ignore[union-attr]
         ends.append(mine._end)  # type: ignore[union-attr]
         await pg.barrier()
         if pg.rank() == 0:
@@ -461,7 +461,7 @@ async def test_on_stream_tells_what_has_failed() -> None:
 async def test_a_question_that_fails() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
-        end: Any = pg._side.communicator._end  # type: ignore[union-attr]
+        end: Any = pg._device_state.communicator._end  # type: ignore[union-attr]
 
         def fail() -> None:
             raise DeviceError("async_error", "no answer")

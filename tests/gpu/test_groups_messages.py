@@ -349,7 +349,7 @@ async def test_a_batch_with_an_array_that_cannot_go_starts_nothing(called: bool)
             pg.batch([Send(np.ones(1), 1 - rank), Recv(gpu.tensor(np.ones(1), rank), 1 - rank)])
         gpu.cuda.capture(stream, False, rank)
         assert not pg._member.pending
-        assert not pg._member.mailbox._sent
+        assert not pg._member.matching._sent
 
     with gpus(3) as gpu:
         await run_ranks(2, body, gpu)

@@ -22,9 +22,9 @@ from aiocoll import (
     Recv,
     Send,
 )
-from aiocoll.engine.plan import EAGER_WINDOW
+from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.group.cuda import communicator, matching
-from aiocoll.group.cuda.matching import Matching
+from aiocoll.group.cuda.matching import BatchMatching
 
 from ..ranks import TRANSPORTS, run_ranks, until
 from ..reductions import DTYPES
@@ -275,7 +275,7 @@ async def test_what_incoming_has_asked_for_comes_from_the_host(counts: Counts) -
             counted.clear()
             await pg.send(full(gpu, 0, 5), 1, tag=3)
         else:
-            await until(lambda: pg._member.mailbox._waiting)
+            await until(lambda: pg._member.matching._waiting)
             step = asyncio.ensure_future(anext(pg.incoming(3)))
             await asyncio.sleep(0)
             step.cancel()
@@ -396,7 +396,7 @@ async def test_a_short_message_that_its_device_holds_up_says_so() -> None:
 
 
 async def test_rank_0_is_named_if_it_does_not_let_a_message_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Matching, "matched", lambda *_: None)
+    monkeypatch.setattr(BatchMatching, "matched", lambda *_: None)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -497,7 +497,7 @@ async def test_messages_go_on_without_rank_0(when: str, monkeypatch: pytest.Monk
         await begun(pg, gpu)
         if rank == 0:
             if when == "matched":
-                await until(lambda: pg._side is not None and bool(pg._side.messages._matching._units))
+                await until(lambda: pg._device_state is not None and bool(pg._device_state.messages._matching._units))
             await pg.shutdown()
             return
         if when == "before":
@@ -556,7 +556,7 @@ async def test_once_a_rank_has_left_messages_are_staged(monkeypatch: pytest.Monk
         rank = pg.rank()
         await begun(pg, gpu)
         if rank == 0:
-            side = pg._side
+            side = pg._device_state
             assert side is not None
             await until(lambda: len(side.messages._matching._units) == 2)
             counted.clear()
@@ -612,7 +612,7 @@ async def test_nothing_begins_because_the_rest_of_its_batch_has_failed(
                 await pg.shutdown()
         else:
             work = pg.recv(tensors[0], 1)
-            side = pg._side
+            side = pg._device_state
             assert side is not None
             await until(lambda: side.messages._matching._units)
             await pg.send_object(None, 1)
@@ -666,9 +666,9 @@ async def test_ends_that_are_gone_do_not_begin() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await begun(pg, gpu)
-        assert pg._side is not None
+        assert pg._device_state is not None
         if rank == 0:
-            pg._side.messages._number([matching.Match(1, 2, 999)])
+            pg._device_state.messages._number([matching.Match(1, 2, 999)])
         await pg.barrier()
         tensor = full(gpu, rank, rank)
         if rank:

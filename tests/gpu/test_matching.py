@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aiocoll.group.cuda.matching import PATIENCE, Batch, Match, Matching
+from aiocoll.group.cuda.matching import PATIENCE, BatchMatching, Match, MessageBatch
 
 
 class Timer:
@@ -46,7 +46,7 @@ class World:
     def __init__(self) -> None:
         self.begun: list[list[Match]] = []
         self.timers = Timers()
-        self.matching = Matching(self.begun.append, self.timers.call_later)
+        self.matching = BatchMatching(self.begun.append, self.timers.call_later)
 
     def is_empty(self) -> bool:
         return not self.matching._units and not self.timers.go_off()
@@ -57,16 +57,16 @@ def world() -> World:
     return World()
 
 
-def ring(size: int, number: int = 1) -> Iterator[tuple[Match, list[Batch]]]:
+def ring(size: int, number: int = 1) -> Iterator[tuple[Match, list[MessageBatch]]]:
     """Return the messages of a ring: each rank sends to the next and receives from the one before, as a batch."""
     for rank in range(size):
         other = (rank + 1) % size
-        yield Match(rank, other, rank), [Batch(rank, number, 2), Batch(other, number, 2)]
+        yield Match(rank, other, rank), [MessageBatch(rank, number, 2), MessageBatch(other, number, 2)]
 
 
 def test_a_message_by_itself_begins_at_once(world: World) -> None:
     for number in range(3):
-        world.matching.matched(Match(1, 2, number), [Batch(1, 0, 1), Batch(2, 0, 1)])
+        world.matching.matched(Match(1, 2, number), [MessageBatch(1, 0, 1), MessageBatch(2, 0, 1)])
     assert world.begun == [[Match(1, 2, number)] for number in range(3)]
     assert world.is_empty()
 
@@ -82,22 +82,22 @@ def test_a_ring_begins_as_one(world: World, size: int) -> None:
 
 
 def test_a_batch_begins_with_messages_of_no_batch(world: World) -> None:
-    world.matching.matched(Match(0, 1, 1), [Batch(0, 5, 2), Batch(1, 0, 1)])
+    world.matching.matched(Match(0, 1, 1), [MessageBatch(0, 5, 2), MessageBatch(1, 0, 1)])
     assert not world.begun
-    world.matching.matched(Match(0, 2, 2), [Batch(0, 5, 2), Batch(2, 0, 1)])
+    world.matching.matched(Match(0, 2, 2), [MessageBatch(0, 5, 2), MessageBatch(2, 0, 1)])
     assert world.begun == [[Match(0, 1, 1), Match(0, 2, 2)]]
     assert world.is_empty()
 
 
 def test_a_message_that_goes_another_way_is_not_waited_for(world: World) -> None:
-    world.matching.matched(Match(0, 1, 1), [Batch(0, 5, 3), Batch(1, 0, 1)])
-    world.matching.without(Batch(0, 5, 3))
+    world.matching.matched(Match(0, 1, 1), [MessageBatch(0, 5, 3), MessageBatch(1, 0, 1)])
+    world.matching.without(MessageBatch(0, 5, 3))
     assert not world.begun
-    world.matching.without(Batch(0, 5, 3))
+    world.matching.without(MessageBatch(0, 5, 3))
     assert world.begun == [[Match(0, 1, 1)]]
-    world.matching.without(Batch(2, 0, 1))
+    world.matching.without(MessageBatch(2, 0, 1))
     for _ in range(2):
-        world.matching.without(Batch(2, 1, 2))
+        world.matching.without(MessageBatch(2, 1, 2))
     assert len(world.begun) == 1
     assert world.is_empty()
 
@@ -136,7 +136,7 @@ def test_any_order_of_any_batches_begins_each_message_once(world: World, seed: i
         messages.append((Match(src, dst, number), keys))
     choose.shuffle(messages)
     for match, keys in messages:
-        world.matching.matched(match, [Batch(*key, ends[key]) for key in keys])
+        world.matching.matched(match, [MessageBatch(*key, ends[key]) for key in keys])
         if choose.random() < 0.1:
             world.timers.go_off()
     assert sorted(match for unit in world.begun for match in unit) == sorted(match for match, _ in messages)
@@ -160,7 +160,7 @@ def test_many_messages_of_large_batches_cost_little_each(world: World) -> None:
         for dst in range(size):
             if src != dst:
                 match = Match(src, dst, src * size + dst)
-                world.matching.matched(match, [Batch(src, 1, 2 * size - 2), Batch(dst, 1, 2 * size - 2)])
+                world.matching.matched(match, [MessageBatch(src, 1, 2 * size - 2), MessageBatch(dst, 1, 2 * size - 2)])
     assert [len(unit) for unit in world.begun] == [size * (size - 1)]
     # Each batch moves when its unit doubles at least.
     assert moves <= size * size.bit_length()

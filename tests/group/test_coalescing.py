@@ -813,7 +813,7 @@ class Faking(Passing):
 
 async def test_the_groups_own_taker_gets_what_the_calls_are_fused_to() -> None:
     async def rank(pg: ProcessGroup) -> None:
-        taker = pg._taker = Passing(pg)
+        interceptor = pg._interceptor = Passing(pg)
         pg._diverts = True
         outputs = [ones(2, -1) for _ in range(pg.size())]
         async with pg.coalescing():
@@ -823,7 +823,7 @@ async def test_the_groups_own_taker_gets_what_the_calls_are_fused_to() -> None:
             pg.allgather_object(1)
             keyed = pg.allreduce(3, key="k")
             assert len(pg.pending()) == 7
-        assert sorted(taker.ops) == ["ALLGATHER_OBJECT", "ALLREDUCE", "ALLREDUCE", "ALLTOALL"]
+        assert sorted(interceptor.ops) == ["ALLGATHER_OBJECT", "ALLREDUCE", "ALLREDUCE", "ALLTOALL"]
         assert [work.result()[0] for work in works] == [0, 2, 4]
         assert [each[0] for each in outputs] == [pg.rank(), 10 + pg.rank()]
         assert keyed.result() == 6
@@ -834,7 +834,7 @@ async def test_the_groups_own_taker_gets_what_the_calls_are_fused_to() -> None:
 
 async def test_a_taker_that_moves_nothing_leaves_arrays_as_they_are() -> None:
     async def faked(pg: ProcessGroup) -> None:
-        pg._taker = Faking(pg)
+        pg._interceptor = Faking(pg)
         pg._diverts = True
         tensors = [ones(2, 5), ones(3, 6)]
         outputs = [[ones(2, -1) for _ in range(pg.size())] for _ in range(2)]
@@ -856,7 +856,7 @@ async def test_a_message_of_the_block_that_ends_the_group_ends_all_of_it() -> No
             pg.send(np.zeros(3, np.int32), 0)
             await pg.wait_revoked()
             return
-        await until(lambda: pg._member.mailbox._waiting)
+        await until(lambda: pg._member.matching._waiting)
         works: list[Work[Any]] = []
 
         async def block() -> None:

@@ -24,8 +24,8 @@ from aiocoll import (
     Work,
     testing,
 )
-from aiocoll.engine.comparison import compare, packed
-from aiocoll.engine.operation import Terms, description
+from aiocoll.engine.operations.base import Signature, description
+from aiocoll.engine.operations.comparison import compare, packed
 from aiocoll.testing.virtual import run_virtual
 
 from ..engine.test_mismatch import DELAYS, KINDS, LATENCY, P2P_TABLE, PLACES, SIZED, TABLE, Call, Case, Memory, counting
@@ -196,8 +196,10 @@ async def test_more_kinds_of_calls_than_are_shown() -> None:
 
 
 def test_many_ranks_that_call_the_same_are_counted() -> None:
-    calls = [packed(description(rank, Terms("BARRIER", None, (), None, None), (), None, 1), None) for rank in range(1)]
-    other = packed(description(1, Terms("ALLREDUCE", "int64", (1,), None, "SUM"), (1,), None, 1), None)
+    calls = [
+        packed(description(rank, Signature("BARRIER", None, (), None, None), (), None, 1), None) for rank in range(1)
+    ]
+    other = packed(description(1, Signature("ALLREDUCE", "int64", (1,), None, "SUM"), (1,), None, 1), None)
     found = compare("world", calls * 20 + [other])
     assert found is not None
     assert "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more called BARRIER(" in found.text

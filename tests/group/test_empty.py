@@ -15,18 +15,18 @@ import numpy as np
 import pytest
 
 from aiocoll import GroupClosedError, GroupError, GroupRevokedError, ProcessGroup, ReduceOp
-from aiocoll.engine.relay import order
+from aiocoll.engine.operations.shm_ring import order
 from aiocoll.group.planning import CIRCLE
 from aiocoll.testing import run_processes
-from aiocoll.transport.shm import commons
-from aiocoll.transport.shm.lane import LaneWriter
-from aiocoll.transport.shm.layout import LANE, Layout
+from aiocoll.transport.shm import registered_memory
+from aiocoll.transport.shm.chunk_queue import ChunkQueueWriter
+from aiocoll.transport.shm.layout import LANE, LinkLayout
 
 from ..pairwise import Case, cover
 from ..ranks import run_ranks, until
 from ..reductions import DTYPES, OPS, allowed, data, equal, reduce_op, reduced
 
-PIECE = Layout(2).directions[0].lane_nbytes
+PIECE = LinkLayout(2).directions[0].lane_nbytes
 LARGE = 1_000_000
 #: Calls after which the right neighbour has answered that it has mapped an array.
 WARM = 3
@@ -47,22 +47,22 @@ class Puts:
 
 @pytest.fixture
 def puts(monkeypatch: pytest.MonkeyPatch) -> Puts:
-    counts, put, point = Puts(), LaneWriter.put, LaneWriter.point
+    counts, put, point = Puts(), ChunkQueueWriter.put, ChunkQueueWriter.point
 
-    def counted_put(self: LaneWriter, identity: int, tag: int, piece: memoryview) -> bool:
+    def counted_put(self: ChunkQueueWriter, identity: int, tag: int, piece: memoryview) -> bool:
         done = put(self, identity, tag, piece)
         counts.nbytes += piece.nbytes * done
         counts.lanes.add(id(self))
         return done
 
-    def counted_point(self: LaneWriter, identity: int, tag: int, plot: int, offset: int) -> bool:
-        done = point(self, identity, tag, plot, offset)
+    def counted_point(self: ChunkQueueWriter, identity: int, tag: int, segment: int, offset: int) -> bool:
+        done = point(self, identity, tag, segment, offset)
         counts.places += done
         counts.lanes.add(id(self))
         return done
 
-    monkeypatch.setattr(LaneWriter, "put", counted_put)
-    monkeypatch.setattr(LaneWriter, "point", counted_point)
+    monkeypatch.setattr(ChunkQueueWriter, "put", counted_put)
+    monkeypatch.setattr(ChunkQueueWriter, "point", counted_point)
     return counts
 
 
@@ -72,8 +72,8 @@ def mappings() -> int:
         return sum("memfd:aiocoll" in line for line in lines)
 
 
-def plots(pg: ProcessGroup) -> int:
-    return len(pg._member.endpoint.commons.plots)
+def segments(pg: ProcessGroup) -> int:
+    return len(pg._member.endpoint.registered_memory.segments)
 
 
 async def filled(pg: ProcessGroup, values: Any) -> Any:
@@ -407,7 +407,7 @@ async def test_nothing_is_left_of_many() -> None:
             await pg.allreduce(array)
             await pg.allreduce(array[1:])
         del array
-        await until(lambda: plots(pg) == 1)
+        await until(lambda: segments(pg) == 1)
         await pg.barrier()
         # What a rank is told over the socket it may hear later than what is in shared memory.
         await until(lambda: (len(os.listdir("/proc/self/fd")), mappings()) == before)
@@ -441,7 +441,7 @@ async def test_the_last_view_may_be_dropped_in_any_thread() -> None:
             holder = [await filled(pg, np.ones(LARGE))]
             await pg.allreduce(holder[0])
             await asyncio.get_running_loop().run_in_executor(None, holder.clear)
-        await until(lambda: plots(pg) == 0)
+        await until(lambda: segments(pg) == 0)
 
     await run_ranks(2, rank, transport="shm")
 
@@ -451,12 +451,12 @@ async def test_an_address_of_a_dropped_array_is_nobodys() -> None:
 
     async def rank(pg: ProcessGroup) -> None:
         array = await filled(pg, np.ones(LARGE))
-        registry = pg._member.endpoint.commons
-        (plot,) = registry.plots
-        assert registry.find(array[10:]) == (plot, 80)
+        registry = pg._member.endpoint.registered_memory
+        (segment,) = registry.segments
+        assert registry.find(array[10:]) == (segment, 80)
         interface = dict(array.__array_interface__)
         del array
-        assert registry.plots == [plot], "swept before the loop has turned"
+        assert registry.segments == [segment], "swept before the loop has turned"
         there = np.asarray(type("There", (), {"__array_interface__": interface})())
         assert registry.find(there) is None
 
@@ -560,12 +560,12 @@ async def test_without_memory_it_is_an_ordinary_array(
         raise OSError(code, os.strerror(code))
 
     async def rank(pg: ProcessGroup) -> None:
-        monkeypatch.setattr(commons, "create_mapped", refuse)
+        monkeypatch.setattr(registered_memory, "create_mapped", refuse)
         for _ in range(3):
             array = await filled(pg, np.ones(LARGE))
             await pg.allreduce(array)
             assert np.all(array == 2)
-        assert not plots(pg)
+        assert not segments(pg)
 
     with caplog.at_level(logging.WARNING, "aiocoll"):
         await run_ranks(2, rank, transport="shm")
@@ -576,13 +576,13 @@ async def test_without_memory_it_is_an_ordinary_array(
 
 async def test_more_than_there_is_is_not_even_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel would not refuse: it would end some process."""
-    monkeypatch.setattr(commons, "_available", lambda: LARGE)
+    monkeypatch.setattr(registered_memory, "_available", lambda: LARGE)
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.empty(LARGE, np.float64)
-        assert not plots(pg)
+        assert not segments(pg)
         await pg.empty(LARGE // 2, np.uint8)
-        assert plots(pg) == 1
+        assert segments(pg) == 1
 
     await run_ranks(2, rank, transport="shm")
 
@@ -596,7 +596,7 @@ async def test_nothing_is_left_of_a_cancelled_one(turns: int) -> None:
         making.cancel()
         with pytest.raises(asyncio.CancelledError):
             await making
-        assert not plots(pg)
+        assert not segments(pg)
 
     await run_ranks(2, rank, transport="shm")
 

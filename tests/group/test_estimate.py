@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from aiocoll import GroupClosedError, GroupOptions, ProcessGroup, Recv, ReduceOp, Send, new_group, testing
-from aiocoll.algorithms import predict, two_level
+from aiocoll.algorithms import predict
 from aiocoll.algorithms.cost import Load, seconds_of
 from aiocoll.algorithms.machine import Machine, Tuning
+from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.codec import dumps
 from aiocoll.group.estimate import Estimate
 from aiocoll.transport.memory import MemoryLink

@@ -26,9 +26,9 @@ from aiocoll import (
     ReduceOp,
     new_group,
 )
-from aiocoll.handshake import CONFIRM_SIZE
 from aiocoll.runtime import Runtime
-from aiocoll.transport import stream
+from aiocoll.security.handshake import CONFIRM_SIZE
+from aiocoll.transport.stream import transport as stream
 
 from ..ranks import TRANSPORTS, hub, run_ranks, until
 

@@ -28,7 +28,7 @@ from aiocoll import (
     current_process_group,
     new_group,
 )
-from aiocoll.engine.completed import Completed, combine
+from aiocoll.engine.consensus.completed import Completed, combine
 from aiocoll.transport.frame import HEADER, FrameKind
 
 from ..ranks import TRANSPORTS, options, run_ranks, until

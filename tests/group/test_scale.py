@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from aiocoll import ProcessGroup, Recv, ReduceOp, Send
-from aiocoll.engine import control
 from aiocoll.engine.channels import FEW
+from aiocoll.engine.control import star as control
 
 from ..ranks import hub, run_ranks
 

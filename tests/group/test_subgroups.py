@@ -244,7 +244,7 @@ async def test_a_rank_that_has_not_split_yet_is_waited_for() -> None:
         if pg.rank() == 0:
             group = await part(pg, [0, 1])
             work = group.barrier()
-            operation, missing = group._member.operations[1], group._member.diagnosis.missing
+            operation, missing = group._member.operations[1], group._member.stalls.missing
             await until(lambda: "rank 1 (which has split group 'world:0' 0 times only" in missing(operation)[1])
             called.set()
             await work

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aiocoll import ProcessGroup, ReduceOp
-from aiocoll.algorithms import two_level
+from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.group import planning
 from aiocoll.transport.frame import HEADER, FrameKind
 from aiocoll.transport.memory import MemoryLink

@@ -192,8 +192,8 @@ async def test_a_tag_used_once_leaves_nothing_behind(taking: str) -> None:
                     await pg.send_object(tag, peer, tag)
                 await task
             await asyncio.wait([task])
-        mailbox = pg._member.mailbox
-        for table in (mailbox._waiting, mailbox._posted, mailbox._listeners, mailbox._active, mailbox.outgoing):
+        matching = pg._member.matching
+        for table in (matching._waiting, matching._posted, matching._listeners, matching._active, matching.outgoing):
             assert not table
         await pg.barrier()
 

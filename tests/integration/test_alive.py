@@ -1,6 +1,6 @@
 """Blocked, stopped, cut off: a rank that does not answer is named; it counts as dead only if it is as good as that.
 
-Ranks that pretend to be on different hosts cannot look at each other's processes, and exchange beacons.
+Ranks that pretend to be on different hosts cannot look at each other's processes, and exchange heartbeats.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ async def apart(pg: ProcessGroup, path: Path, fn: Callable[..., Awaitable[Any]],
     options = GroupOptions(host_id="ab"[pg.rank() > 0], bind="127.0.0.1", job_key="of this test and no other")
     async with FileStore(str(path), pg.size()) as store:
         async with new_group(store=store, rank=pg.rank(), world_size=pg.size(), options=options) as inner:
-            sentinel = inner._member.endpoint.liveness._sentinel
+            sentinel = inner._member.endpoint.failure_detector._sentinel
             assert sentinel is not None
             watched = [0] if pg.rank() else range(1, pg.size())
             await until(lambda: all(sentinel.silence(rank) is not None for rank in watched))
@@ -199,7 +199,7 @@ async def test_a_rank_that_stays_stopped_is_lost() -> None:
 
 
 async def test_between_hosts_silence_is_death_and_a_blocked_loop_is_not(tmp_path: Path) -> None:
-    """All blocked or stopped for longer than a beacon may be silent."""
+    """All blocked or stopped for longer than a heartbeat may be silent."""
     cut = await asyncio.gather(
         run_processes(3, apart, tmp_path / "a", stopped, 0, LOST_WITHIN),
         run_processes(3, apart, tmp_path / "b", stopped, 2, LOST_WITHIN),

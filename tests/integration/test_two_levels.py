@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from aiocoll import FileStore, GroupOptions, ProcessGroup, new_group
-from aiocoll.algorithms import two_level
-from aiocoll.algorithms.hosts import host_numbers
+from aiocoll.algorithms.two_level import select as two_level
+from aiocoll.algorithms.two_level.hosts import host_numbers
 from aiocoll.group import planning
 from aiocoll.testing import run_processes
 from aiocoll.transport.frame import HEADER, FrameKind
-from aiocoll.transport.stream_link import StreamLink
+from aiocoll.transport.stream.link import StreamLink
 
 from ..group.test_collectives import COUNTS, REDUCING, ROOTED, check
 from ..pairwise import Case

@@ -53,14 +53,14 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             (("test_roundtrip.py", "-k", "not 65537 and not 32769"), ("test_refusals.py",), ("codec/test_reading.py",)),
         ),
         "relay": Subject(
-            ("Relay.look",),
+            ("ShmRing.look",),
             (
                 ("test_relay.py", "test_shared_memory.py"),
                 ("test_empty.py", "-k", "read or tells or failing or counts_around and shm and not 7"),
             ),
         ),
         "exchange": Subject(
-            ("Exchange.take",),
+            ("ProgramExecutor.take",),
             (
                 EVERY_CALL,
                 ("test_overlong.py", "-k", "memory or unix"),
@@ -82,7 +82,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ),
         ),
         "handshake": Subject(("ServerHandshake.verdict",), (("test_handshake.py",), ("test_stream.py",))),
-        "shrink": Subject(("Agreement.shrink",), AGREEMENT),
+        "shrink": Subject(("Voter.shrink",), AGREEMENT),
         "coordinator": Subject(("Coordinator.consider",), AGREEMENT),
         "endpoint": Subject(
             ("Endpoint.add", "Roster.died", "Early.keep_frame"),
@@ -95,7 +95,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ),
         ),
         "session": Subject(("Session.message_received",), (("test_tcp.py", "-k", "cut_off"),)),
-        "control": Subject(("Control.flood",), (GOODBYE,)),
+        "control": Subject(("ControlPlane.flood",), (GOODBYE,)),
     }
 )
 #: Of the last ones there are faults by hand only.

@@ -15,7 +15,7 @@ import numpy as np
 
 from aiocoll import GroupOptions, ProcessGroup, new_group
 from aiocoll.store import PrefixStore, TCPStore
-from aiocoll.transport import address
+from aiocoll.transport.stream import addresses as address
 
 KEY = b"k" * 32
 CALLS = 50

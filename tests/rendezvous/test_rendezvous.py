@@ -23,8 +23,8 @@ from aiocoll import (
     new_group,
     process_group,
 )
-from aiocoll.handshake import ConnKind
-from aiocoll.transport.stream import StreamTransport
+from aiocoll.security.handshake import ConnKind
+from aiocoll.transport.stream.transport import StreamTransport
 
 from ..ranks import until
 
@@ -235,7 +235,7 @@ async def test_a_connection_that_is_not_made_is_named_on_both_sides(
         await asyncio.Event().wait()
         raise AssertionError
 
-    monkeypatch.setattr("aiocoll.transport.address.reach", reach)
+    monkeypatch.setattr("aiocoll.transport.stream.addresses.reach", reach)
     store = HashStore()
     place = r"127\.0\.0\.1 port \d+"
     expected = [

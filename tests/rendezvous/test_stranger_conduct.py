@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from aiocoll import GroupOptions, ProcessGroup, new_group
-from aiocoll.handshake import (
+from aiocoll.security.handshake import (
     CHALLENGE_SIZE,
     HELLO_SIZE,
     PROOF_SIZE,
@@ -27,7 +27,7 @@ from aiocoll.handshake import (
     job_id,
 )
 from aiocoll.store import StoreServer, TCPStore
-from aiocoll.transport import address
+from aiocoll.transport.stream import addresses as address
 
 KEY = b"k" * 32
 #: Connections of a flood to each listener, and how many of them are open at a time: more than there are places.
@@ -202,7 +202,7 @@ async def job(there: tuple[str, int], transport: str, world_size: int) -> None:
 @pytest.mark.parametrize(("transport", "world_size"), [("unix", 3), ("tcp", 2), ("tcp", 4), ("shm", 2), ("hosts", 3)])
 @pytest.mark.parametrize("conduct", [hold, repeat, flood, half_open])
 async def test_strangers_at_every_listener(conduct: Conduct, transport: str, world_size: int) -> None:
-    """Rank and store, unix and TCP, all kinds of links; on "hosts", beacons as well."""
+    """Rank and store, unix and TCP, all kinds of links; on "hosts", heartbeats as well."""
     unix = transport in ("unix", "shm")
     server = StoreServer(f"unix:@aiocoll-test-{os.urandom(8).hex()}" if unix else "127.0.0.1", key=KEY)
     there = server.start()

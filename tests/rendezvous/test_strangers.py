@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from aiocoll import AuthenticationError, GroupOptions, RendezvousError, new_group
-from aiocoll.handshake import (
+from aiocoll.runtime import Runtime
+from aiocoll.security.handshake import (
     CHALLENGE_SIZE,
     HELLO_SIZE,
     PROOF_SIZE,
@@ -29,14 +30,13 @@ from aiocoll.handshake import (
     Identity,
     job_id,
 )
-from aiocoll.runtime import Runtime
+from aiocoll.security.unproven import MIN_PLACES
 from aiocoll.store import HashStore, StoreServer, TCPStore
-from aiocoll.transport import address
 from aiocoll.transport.base import Card, Link
 from aiocoll.transport.frame import HEADER, FrameKind
 from aiocoll.transport.shm import passing
-from aiocoll.transport.stream import StreamTransport
-from aiocoll.unproven import MIN_PLACES
+from aiocoll.transport.stream import addresses as address
+from aiocoll.transport.stream.transport import StreamTransport
 from tests.chaos.proxy import Proxy, overheard  # noqa: F401
 
 KEY = b"k" * 32

@@ -18,7 +18,15 @@ from contextlib import ExitStack, suppress
 from itertools import product
 from typing import Any
 
-from aiocoll.handshake import CHALLENGE_SIZE, HELLO_SIZE, PROOF_SIZE, ClientHandshake, ConnKind, Identity, job_id
+from aiocoll.security.handshake import (
+    CHALLENGE_SIZE,
+    HELLO_SIZE,
+    PROOF_SIZE,
+    ClientHandshake,
+    ConnKind,
+    Identity,
+    job_id,
+)
 
 RATE = 200
 #: Listeners visited beside the first, which is the store's: others are those of ranks that have gone.

@@ -9,7 +9,7 @@ import pytest
 
 from aiocoll.errors import AuthenticationError, StoreUnavailableError
 from aiocoll.store import TCPStore, listening
-from aiocoll.store.address import Endpoint
+from aiocoll.store.address import StoreEndpoint
 from aiocoll.store.listening import find_address, way_in
 
 KEY = b"of this test and no other"
@@ -39,11 +39,11 @@ class Names:
         self.addresses = addresses
         self.unknown = unknown
 
-    async def resolve(self, host: str, port: int) -> list[Endpoint]:
+    async def resolve(self, host: str, port: int) -> list[StoreEndpoint]:
         if self.unknown:
             self.unknown -= 1
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [Endpoint(socket.AF_INET, (address, port)) for address in self.addresses]
+        return [StoreEndpoint(socket.AF_INET, (address, port)) for address in self.addresses]
 
 
 async def found(

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from aiocoll.errors import AuthenticationError, StoreError, StoreTimeoutError, StoreUnavailableError
-from aiocoll.handshake import (
+from aiocoll.security.handshake import (
     CHALLENGE_SIZE,
     CONFIRM_SIZE,
     PROOF_SIZE,
@@ -21,10 +21,10 @@ from aiocoll.handshake import (
     Identity,
     job_id,
 )
+from aiocoll.security.unproven import MIN_PLACES
 from aiocoll.store import PrefixStore, StoreServer, TCPStore
 from aiocoll.store.frames import pack
 from aiocoll.store.session import Session
-from aiocoll.unproven import MIN_PLACES
 
 try:
     import uvloop

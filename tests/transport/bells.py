@@ -68,7 +68,7 @@ class Rank:
             self.drain()
 
     def rings(self) -> bool:
-        """`PeerBell.ring`, after its fence."""
+        """`PeerDoorbell.ring`, after its fence."""
         status = self.load(STATUS + 1 - self.me)
         if status & 1 and status != self.local["rung"]:
             self.local["rung"] = status
@@ -132,7 +132,7 @@ def call(local: Local, step: str, then: str) -> list[str]:
 
 
 def wake(rank: Rank) -> list[str]:
-    """`Bell._rung`."""
+    """`Doorbell._rung`."""
     rank.drain()
     rank.memory[EVENTFD + rank.me] = 0
     rank.local["then"] = "turn of the loop"

@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from aiocoll.handshake import ConnKind
 from aiocoll.runtime import Runtime
+from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Link
+from aiocoll.transport.buffer_pool import BufferPool
 from aiocoll.transport.frame import HEADER, FrameKind, Header
 from aiocoll.transport.memory import Hub, MemoryTransport
 from aiocoll.transport.shm.link import ShmLink
 from aiocoll.transport.shm.sharing import Sharing
-from aiocoll.transport.spares import Spares
-from aiocoll.transport.stream_link import StreamLink
+from aiocoll.transport.stream.link import StreamLink
 
 KINDS = ("memory", "unix", "tcp", "shm")
 
@@ -129,7 +129,7 @@ async def linked(kind: str, runtime: Runtime | None = None) -> AsyncIterator[tup
         ends = await shm_ends(runtime)
     else:
         pair = enumerate(sockets(kind))
-        ends = [StreamLink(runtime, sock, 1 - rank, ConnKind.DATA, Spares()) for rank, sock in pair]
+        ends = [StreamLink(runtime, sock, 1 - rank, ConnKind.DATA, BufferPool()) for rank, sock in pair]
     for end in ends:
         end.sink = Recorder()
     try:

@@ -12,7 +12,7 @@ import pytest
 
 from aiocoll.errors import RendezvousError
 from aiocoll.runtime import Runtime
-from aiocoll.transport import address
+from aiocoll.transport.stream import addresses as address
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells these facts only")
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from aiocoll.handshake import ConnKind
 from aiocoll.runtime import Runtime
+from aiocoll.security.handshake import ConnKind
+from aiocoll.transport.buffer_pool import BufferPool
 from aiocoll.transport.frame import HEADER_SIZE, SEGMENT
-from aiocoll.transport.spares import Spares
-from aiocoll.transport.stream_link import BATCH, CLOSELY, GATHER, JOIN, StreamLink
+from aiocoll.transport.stream.link import BATCH, CLOSELY, GATHER, JOIN, StreamLink
 
 from .links import Recorder, frame, linked, sockets
 from .test_contract import payload
@@ -53,8 +53,8 @@ class Ends:
         near, far = sockets(kind)
         counting = Counting(fileno=near.detach())
         self.calls = counting.calls = []
-        self.near = StreamLink(self.clock, counting, 1, ConnKind.DATA, Spares())
-        self.far = StreamLink(self.clock, far, 0, ConnKind.DATA, Spares())
+        self.near = StreamLink(self.clock, counting, 1, ConnKind.DATA, BufferPool())
+        self.far = StreamLink(self.clock, far, 0, ConnKind.DATA, BufferPool())
         self.near.sink = Recorder()
         self.sink = self.far.sink = Recorder()
         self.written: list[tuple[int, bytes]] = []

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from aiocoll.handshake import ConnKind, Status
-from aiocoll.transport import address, dialler, stream
-from aiocoll.transport.crossing import Crossing
+from aiocoll.security.handshake import ConnKind, Status
+from aiocoll.transport.stream import addresses as address
+from aiocoll.transport.stream import dialler
+from aiocoll.transport.stream import transport as stream
+from aiocoll.transport.stream.crossing import Crossing
 
 from .test_stream import Rank, say, settle, started
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from aiocoll.handshake import ConnKind
 from aiocoll.runtime import Runtime
+from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.memory import Hub, MemoryLink, MemoryTransport
 
 from .links import Recorder, frame

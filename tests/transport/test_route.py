@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from aiocoll.errors import RendezvousError
-from aiocoll.transport import address, route
+from aiocoll.transport.stream import addresses as address
+from aiocoll.transport.stream import route
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells these facts only")
 

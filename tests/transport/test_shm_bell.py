@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aiocoll.runtime import Runtime
-from aiocoll.transport.shm.bell import Bell, PeerBell
+from aiocoll.transport.shm.doorbell import Doorbell, PeerDoorbell
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.region import PAGE, open_region
 
@@ -80,13 +80,13 @@ class Pair:
         runtime = Runtime.of(asyncio.get_running_loop())
         self.fences = 0
         fences = Fences(None, self.fence)
-        self.bell = Bell(runtime, fences, Watcher())
+        self.bell = Doorbell(runtime, fences, Watcher())
         self.bell.hold()
-        self.other = Bell(runtime, fences, Watcher())
+        self.other = Doorbell(runtime, fences, Watcher())
         self.other.hold()
         self.link = Link()
         page = open_region(os.dup(self.bell.page), PAGE)
-        self.peer = PeerBell(os.dup(self.bell.eventfd), page, self.other)
+        self.peer = PeerDoorbell(os.dup(self.bell.eventfd), page, self.other)
 
     def fence(self) -> None:
         self.fences += 1
@@ -200,7 +200,7 @@ async def test_who_rings_is_awake_for_the_answer(pair: Pair) -> None:
 
 
 async def test_a_closed_bell_is_silent(pair: Pair) -> None:
-    bell = Bell(Runtime.of(asyncio.get_running_loop()), Fences(None, pair.fence), Watcher())
+    bell = Doorbell(Runtime.of(asyncio.get_running_loop()), Fences(None, pair.fence), Watcher())
     bell.hold()
     link = Link()
     bell.add(link)

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll.transport.shm.board import Board, Poster
+from aiocoll.transport.shm.chunk_queue import ChunkQueueReader, ChunkQueueWriter
 from aiocoll.transport.shm.fence import Fences
-from aiocoll.transport.shm.lane import LaneReader, LaneWriter
-from aiocoll.transport.shm.layout import BLOCKS, LANE, MIDDLE, SMALL, Layout
-from aiocoll.transport.shm.region import Region
+from aiocoll.transport.shm.layout import BLOCKS, LANE, MIDDLE, SMALL, LinkLayout
+from aiocoll.transport.shm.region import SharedRegion
+from aiocoll.transport.shm.slots import SlotReader, SlotWriter
 
 OLD, NEW = 7, 8
 """Groups: one that is over, and one that goes on."""
@@ -52,13 +52,13 @@ def tag(group: int, fingerprint: int = 1) -> int:
     return group << 32 | fingerprint
 
 
-def both(fences: Fences = STRONG, ranks: int = 2) -> tuple[Poster, Board, LaneWriter, LaneReader]:
-    layout = Layout(ranks)
-    region, direction = Region(mmap.mmap(-1, layout.nbytes), [], whole=True), layout.directions[0]
+def both(fences: Fences = STRONG, ranks: int = 2) -> tuple[SlotWriter, SlotReader, ChunkQueueWriter, ChunkQueueReader]:
+    layout = LinkLayout(ranks)
+    region, direction = SharedRegion(mmap.mmap(-1, layout.nbytes), [], whole=True), layout.directions[0]
     memory = memoryview(region.memory)
-    found = [each(region, direction, fences) for each in (Poster, LaneWriter)]
-    found[1:1] = [Board(memory, direction, fences)]
-    found.append(LaneReader(memory, direction, fences))
+    found = [each(region, direction, fences) for each in (SlotWriter, ChunkQueueWriter)]
+    found[1:1] = [SlotReader(memory, direction, fences)]
+    found.append(ChunkQueueReader(memory, direction, fences))
     return tuple(found)  # type: ignore[return-value]
 
 
@@ -66,33 +66,33 @@ def block_of(number: float) -> np.ndarray:
     return np.full(3, number, "f8")
 
 
-def take(board: Board, block: int, identity: int, group: int) -> float | None:
+def take(slot_reader: SlotReader, block: int, identity: int, group: int) -> float | None:
     """Read and free what was posted for an operation, if it was."""
-    if board.look(block, identity) != tag(group):
+    if slot_reader.look(block, identity) != tag(group):
         return None
-    got = board.view(block, np.dtype("f8"), 3).copy()
+    got = slot_reader.view(block, np.dtype("f8"), 3).copy()
     assert (got == got[0]).all()
-    board.free(block)
+    slot_reader.free(block)
     return float(got[0])
 
 
 @pytest.mark.parametrize("block", [0, SMALL - 1, SMALL, BLOCKS - 1])
 @pytest.mark.parametrize("count", [1, 5, 6, 16])
 def test_a_block_is_used_again_when_it_was_freed(block: int, count: int) -> None:
-    poster, board, *_ = both()
+    slot_writer, slot_reader, *_ = both()
     for identity in range(1, 4):
         array = np.arange(count) + 0.5 * identity
-        assert board.look(block, identity) == -1
-        assert poster.post(block, identity, tag(NEW), array)
-        assert not poster.post(block, identity + 64, tag(NEW), array)
-        assert board.look(block, identity) == tag(NEW)
-        np.testing.assert_array_equal(board.view(block, array.dtype, count), array)
-        board.free(block)
+        assert slot_reader.look(block, identity) == -1
+        assert slot_writer.post(block, identity, tag(NEW), array)
+        assert not slot_writer.post(block, identity + 64, tag(NEW), array)
+        assert slot_reader.look(block, identity) == tag(NEW)
+        np.testing.assert_array_equal(slot_reader.view(block, array.dtype, count), array)
+        slot_reader.free(block)
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 9, 64, 1000])
 def test_blocks_do_not_overlap(ranks: int) -> None:
-    layout = Layout(ranks)
+    layout = LinkLayout(ranks)
     for direction in layout.directions:
         small, middle = direction.small_nbytes, direction.middle_nbytes
         assert direction.lines + (BLOCKS + LANE) * 64 <= direction.small
@@ -102,7 +102,7 @@ def test_blocks_do_not_overlap(ranks: int) -> None:
     assert layout.directions[0].end <= layout.directions[1].ring
     words = [set(), set()]
     for found, direction in zip(words, layout.directions, strict=True):
-        found |= {direction.hungry, direction.taken, direction.lane_hungry, direction.lane_taken}
+        found |= {direction.writer_waiting, direction.taken, direction.lane_hungry, direction.lane_taken}
         found |= set(range(direction.freed, direction.freed + BLOCKS))
         assert len(found) == 4 + BLOCKS
         assert max(found) * 8 < direction.ring
@@ -113,82 +113,82 @@ def test_blocks_do_not_overlap(ranks: int) -> None:
 @pytest.mark.parametrize("step", range(6))
 def test_a_group_ends_while_another_posts(step: int, order: Any) -> None:
     """Its blocks are given back; not the one in which the other's tensor is just appearing."""
-    poster, board, *_ = both(Fences(order, lambda: None))
-    assert poster.post(5, 5, tag(OLD), block_of(1))
-    assert take(board, 5, 5, OLD) == 1
-    poster._words = words = Stepwise(poster._words)  # type: ignore[assignment]
-    words.interrupt(step, lambda: board.purge(OLD))
-    assert poster.post(5, 5, tag(NEW), block_of(2))
-    board.purge(OLD)
-    assert not poster.post(5, 69, tag(NEW), block_of(3)), "nobody has read it yet"
-    assert take(board, 5, 5, NEW) == 2
-    assert poster.post(5, 69, tag(NEW), block_of(3))
-    assert take(board, 5, 69, NEW) == 3
+    slot_writer, slot_reader, *_ = both(Fences(order, lambda: None))
+    assert slot_writer.post(5, 5, tag(OLD), block_of(1))
+    assert take(slot_reader, 5, 5, OLD) == 1
+    slot_writer._words = words = Stepwise(slot_writer._words)  # type: ignore[assignment]
+    words.interrupt(step, lambda: slot_reader.purge(OLD))
+    assert slot_writer.post(5, 5, tag(NEW), block_of(2))
+    slot_reader.purge(OLD)
+    assert not slot_writer.post(5, 69, tag(NEW), block_of(3)), "nobody has read it yet"
+    assert take(slot_reader, 5, 5, NEW) == 2
+    assert slot_writer.post(5, 69, tag(NEW), block_of(3))
+    assert take(slot_reader, 5, 69, NEW) == 3
 
 
 @pytest.mark.parametrize("step", range(6))
 def test_another_group_posts_while_one_ends(step: int) -> None:
-    poster, board, *_ = both()
-    assert poster.post(0, 5, tag(OLD), block_of(1))
-    assert take(board, 0, 5, OLD) == 1
-    board._words = words = Stepwise(board._words)  # type: ignore[assignment]
-    words.interrupt(step, lambda: poster.post(0, 5, tag(NEW), block_of(2)))
-    board.purge(OLD)
+    slot_writer, slot_reader, *_ = both()
+    assert slot_writer.post(0, 5, tag(OLD), block_of(1))
+    assert take(slot_reader, 0, 5, OLD) == 1
+    slot_reader._words = words = Stepwise(slot_reader._words)  # type: ignore[assignment]
+    words.interrupt(step, lambda: slot_writer.post(0, 5, tag(NEW), block_of(2)))
+    slot_reader.purge(OLD)
     words.interrupt(-1, list)
-    assert not poster.post(0, 69, tag(NEW), block_of(3))
-    assert take(board, 0, 5, NEW) == 2
-    assert poster.post(0, 69, tag(NEW), block_of(3))
+    assert not slot_writer.post(0, 69, tag(NEW), block_of(3))
+    assert take(slot_reader, 0, 5, NEW) == 2
+    assert slot_writer.post(0, 69, tag(NEW), block_of(3))
 
 
 @pytest.mark.parametrize("step", range(6))
 def test_operations_of_two_groups_have_the_same_number(step: int) -> None:
     """The id in the block is right before anything of the new tensor is there."""
-    poster, board, *_ = both()
-    assert poster.post(5, 5, tag(OLD), block_of(1))
-    assert take(board, 5, 5, OLD) == 1
+    slot_writer, slot_reader, *_ = both()
+    assert slot_writer.post(5, 5, tag(OLD), block_of(1))
+    assert take(slot_reader, 5, 5, OLD) == 1
     got: list[float | None] = []
-    poster._words = words = Stepwise(poster._words)  # type: ignore[assignment]
-    words.interrupt(step, lambda: got.append(take(board, 5, 5, NEW)))
-    assert poster.post(5, 5, tag(NEW), block_of(2))
+    slot_writer._words = words = Stepwise(slot_writer._words)  # type: ignore[assignment]
+    words.interrupt(step, lambda: got.append(take(slot_reader, 5, 5, NEW)))
+    assert slot_writer.post(5, 5, tag(NEW), block_of(2))
     words.interrupt(-1, list)
     assert got in ([], [None], [2.0])
     if got != [2.0]:
-        assert take(board, 5, 5, NEW) == 2
-    board.purge(OLD)
-    assert poster.post(5, 69, tag(NEW), block_of(3))
-    assert take(board, 5, 69, NEW) == 3
+        assert take(slot_reader, 5, 5, NEW) == 2
+    slot_reader.purge(OLD)
+    assert slot_writer.post(5, 69, tag(NEW), block_of(3))
+    assert take(slot_reader, 5, 69, NEW) == 3
 
 
 @pytest.mark.parametrize("step", range(6))
 def test_the_block_is_looked_at_while_it_is_written(step: int) -> None:
-    poster, board, *_ = both()
+    slot_writer, slot_reader, *_ = both()
     got: list[float | None] = []
-    poster._words = words = Stepwise(poster._words)  # type: ignore[assignment]
-    words.interrupt(step, lambda: got.append(take(board, 5, 6, NEW)))
-    assert poster.post(5, 6, tag(NEW), block_of(2))
+    slot_writer._words = words = Stepwise(slot_writer._words)  # type: ignore[assignment]
+    words.interrupt(step, lambda: got.append(take(slot_reader, 5, 6, NEW)))
+    assert slot_writer.post(5, 6, tag(NEW), block_of(2))
     words.interrupt(-1, list)
     if got != [2.0]:
         assert got in ([], [None])
-        assert take(board, 5, 6, NEW) == 2
-    assert poster.post(5, 70, tag(NEW), block_of(3))
+        assert take(slot_reader, 5, 6, NEW) == 2
+    assert slot_writer.post(5, 70, tag(NEW), block_of(3))
 
 
 def test_what_comes_for_a_group_that_is_over_is_given_back_when_it_is_in_the_way() -> None:
-    poster, board, *_ = both()
-    board.purge(OLD)
-    assert poster.post(5, 5, tag(OLD), block_of(1))
-    assert not poster.post(5, 69, tag(NEW), block_of(2))
-    board.reclaim(5)
-    assert poster.post(5, 69, tag(NEW), block_of(2))
-    board.reclaim(5)
-    assert take(board, 5, 69, NEW) == 2
+    slot_writer, slot_reader, *_ = both()
+    slot_reader.purge(OLD)
+    assert slot_writer.post(5, 5, tag(OLD), block_of(1))
+    assert not slot_writer.post(5, 69, tag(NEW), block_of(2))
+    slot_reader.reclaim(5)
+    assert slot_writer.post(5, 69, tag(NEW), block_of(2))
+    slot_reader.reclaim(5)
+    assert take(slot_reader, 5, 69, NEW) == 2
 
 
 def test_what_tells_of_something_is_written_after_it() -> None:
     """On machines that keep no order: a fence is between the bytes and the tag, and between the tag and the rest."""
     told: list[str] = []
-    poster, board, *_ = both(Fences(lambda: told.append("fence"), lambda: None))
-    words, line, posts = poster._words, poster._lines[5], poster._posts
+    slot_writer, slot_reader, *_ = both(Fences(lambda: told.append("fence"), lambda: None))
+    words, line, posts = slot_writer._words, slot_writer._lines[5], slot_writer._posts
 
     class Telling:
         def __getitem__(self, index: int) -> int:
@@ -198,22 +198,22 @@ def test_what_tells_of_something_is_written_after_it() -> None:
             told.append("posts" if index == posts else ["id", "tag", "times"][index - line])
             words[index] = value
 
-    poster._words = Telling()  # type: ignore[assignment]
-    assert poster.post(5, 5, tag(NEW), block_of(1))
+    slot_writer._words = Telling()  # type: ignore[assignment]
+    assert slot_writer.post(5, 5, tag(NEW), block_of(1))
     assert told == ["fence", "tag", "fence", "times", "id", "fence", "posts"]
     del told[:]
-    assert board.look(5, 5) == tag(NEW)
+    assert slot_reader.look(5, 5) == tag(NEW)
     assert told == ["fence", "fence"]
 
 
 # -- lanes
 
 
-def put(writer: LaneWriter, number: int, group: int = NEW, identity: int = 3) -> bool:
+def put(writer: ChunkQueueWriter, number: int, group: int = NEW, identity: int = 3) -> bool:
     return writer.put(identity, tag(group), memoryview(bytes([number]) * 16))
 
 
-def got(reader: LaneReader, group: int = NEW, identity: int = 3) -> int | None:
+def got(reader: ChunkQueueReader, group: int = NEW, identity: int = 3) -> int | None:
     if reader.look(identity) != tag(group):
         return None
     piece = reader.read(np.dtype("u1"), 16).copy()

@@ -20,13 +20,13 @@ from aiocoll.errors import PeerLostError
 from aiocoll.runtime import Runtime
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.transport.shm import region
-from aiocoll.transport.shm.board import Board, Poster
+from aiocoll.transport.shm.chunk_queue import ChunkQueueReader, ChunkQueueWriter
 from aiocoll.transport.shm.fence import Fences, fences
-from aiocoll.transport.shm.lane import LaneReader, LaneWriter
-from aiocoll.transport.shm.layout import BLOCKS, FIRST, LANE, MIDDLE, SMALL, Direction, Layout
-from aiocoll.transport.shm.region import PAGE, Region, no_memory
-from aiocoll.transport.shm.ring import Outgoing
+from aiocoll.transport.shm.layout import BLOCKS, FIRST, LANE, MIDDLE, SMALL, Direction, LinkLayout
+from aiocoll.transport.shm.region import PAGE, SharedRegion, no_memory
+from aiocoll.transport.shm.ring import RingWriter
 from aiocoll.transport.shm.sharing import Sharing
+from aiocoll.transport.shm.slots import SlotReader, SlotWriter
 
 from ..ranks import run_ranks
 from .links import Idle, frame, linked, shm_ends, sockets
@@ -82,20 +82,22 @@ class Ends(NamedTuple):
     fd: int
     there: Direction
     fences: Fences
-    writing: Region
+    writing: SharedRegion
     reading: memoryview
 
     def reserved(self) -> int:
         return os.fstat(self.fd).st_blocks * 512
 
-    def outgoing(self) -> Outgoing:
-        return Outgoing(self.writing, self.there, self.fences)
+    def outgoing(self) -> RingWriter:
+        return RingWriter(self.writing, self.there, self.fences)
 
-    def board(self) -> tuple[Poster, Board]:
-        return Poster(self.writing, self.there, self.fences), Board(self.reading, self.there, self.fences)
+    def slot_reader(self) -> tuple[SlotWriter, SlotReader]:
+        return SlotWriter(self.writing, self.there, self.fences), SlotReader(self.reading, self.there, self.fences)
 
-    def lane(self) -> tuple[LaneWriter, LaneReader]:
-        return LaneWriter(self.writing, self.there, self.fences), LaneReader(self.reading, self.there, self.fences)
+    def lane(self) -> tuple[ChunkQueueWriter, ChunkQueueReader]:
+        return ChunkQueueWriter(self.writing, self.there, self.fences), ChunkQueueReader(
+            self.reading, self.there, self.fences
+        )
 
 
 @pytest.fixture
@@ -106,10 +108,10 @@ def made() -> Iterator[Callable[[int, int], Ends]]:
     open_fds: list[int] = []
 
     def make(ranks: int, direction: int = 0) -> Ends:
-        layout = Layout(ranks)
-        fd, ours = asyncio.run(Region.create(layout.nbytes, layout.directions[0].first()))
+        layout = LinkLayout(ranks)
+        fd, ours = asyncio.run(SharedRegion.create(layout.nbytes, layout.directions[0].first()))
         open_fds.append(fd)
-        regions = ours, Region.open(os.dup(fd), layout.nbytes, layout.directions[1].first())
+        regions = ours, SharedRegion.open(os.dup(fd), layout.nbytes, layout.directions[1].first())
         return Ends(
             fd, layout.directions[direction], known, regions[direction], memoryview(regions[1 - direction].memory)
         )
@@ -167,7 +169,7 @@ async def test_all_of_an_idle_link_takes_less_than_the_contract() -> None:
             near.start()
             far.start()
             await asyncio.gather(near.sink.frames_are(8), far.sink.frames_are(8))
-            resident = mapped(Layout(2).nbytes)
+            resident = mapped(LinkLayout(2).nbytes)
             assert len(resident) == 4
             assert max(resident) + (objects - before) / 2 <= IDLE
             for end in ends:
@@ -201,19 +203,19 @@ def test_the_ring_grows_by_doubling(ranks: int, direction: int, made: Made) -> N
 @pytest.mark.parametrize("ranks", RANKS)
 def test_blocks_of_the_board_are_reserved_one_by_one(ranks: int, direction: int, made: Made) -> None:
     ends = made(ranks, direction)
-    idle, (poster, board) = ends.reserved(), ends.board()
+    idle, (slot_writer, slot_reader) = ends.reserved(), ends.slot_reader()
     small, middle = ends.there.small_nbytes, ends.there.middle_nbytes
     for block in range(BLOCKS):
-        assert poster.post(block, 1 + block, 7, np.full(5, block, np.float64))
-        board.free(block)
+        assert slot_writer.post(block, 1 + block, 7, np.full(5, block, np.float64))
+        slot_reader.free(block)
     assert ends.reserved() == idle, "what fits in a line needs no more"
     for block in range(BLOCKS):
         nbytes = small if block < SMALL else middle
         count = 41 if block % 2 else nbytes
         for times in range(3):
-            assert poster.post(block, 1000 * times + block, 7, np.full(count, block, np.uint8))
-            assert board.view(block, np.dtype(np.uint8), count).tolist() == [block] * count
-            board.free(block)
+            assert slot_writer.post(block, 1000 * times + block, 7, np.full(count, block, np.uint8))
+            assert slot_reader.view(block, np.dtype(np.uint8), count).tolist() == [block] * count
+            slot_reader.free(block)
         blocks = whole(min(block + 1, SMALL) * small) + max(0, block + 1 - SMALL) * middle
         assert ends.reserved() == idle + blocks
     assert ends.reserved() == idle + SMALL * small + MIDDLE * middle
@@ -255,17 +257,17 @@ async def test_frames_arrive_whole_while_it_grows(nbytes: int) -> None:
 def test_nobody_touches_what_is_not_reserved(ranks: int, seed: int, made: Made, kernel: Kernel) -> None:
     """Neither end: a page that was touched first takes memory too, which nobody has asked for."""
     ends, chance = made(ranks, seed % 2), random.Random(seed)
-    out, (poster, board), (writer, reader) = ends.outgoing(), ends.board(), ends.lane()
+    out, (slot_writer, slot_reader), (writer, reader) = ends.outgoing(), ends.slot_reader(), ends.lane()
     words = ends.reading.cast("Q")
     sent = 0
     for identity in range(1, 300):
         nbytes = chance.choice([0, 8, 16, 17, 40, 41, 500, 5_000, 50_000])
         block = chance.randrange(BLOCKS)
         room = ends.there.small_nbytes if block < SMALL else ends.there.middle_nbytes
-        if nbytes <= room and poster.post(block, identity, 7, np.zeros(nbytes, np.uint8)):
-            assert board.look(block, identity) == 7
-            board.view(block, np.dtype(np.uint8), nbytes).tolist()
-            board.free(block)
+        if nbytes <= room and slot_writer.post(block, identity, 7, np.zeros(nbytes, np.uint8)):
+            assert slot_reader.look(block, identity) == 7
+            slot_reader.view(block, np.dtype(np.uint8), nbytes).tolist()
+            slot_reader.free(block)
         sent += out.put(*frame(identity, bytes(nbytes)))
         if chance.random() < 0.1:
             words[ends.there.taken] = sent
@@ -274,7 +276,7 @@ def test_nobody_touches_what_is_not_reserved(ranks: int, seed: int, made: Made, 
             assert reader.look(identity) == 7
             reader.free()
             writer.leave(failed=False)
-        board.purge(3)
+        slot_reader.purge(3)
         reader.end(3)
         reader.reclaim()
         assert ends.reserved() == kernel.reserved()
@@ -287,10 +289,10 @@ def test_nobody_touches_what_is_not_reserved(ranks: int, seed: int, made: Made, 
 def test_an_old_kernel_reserves_all_at_once(ranks: int, made: Made, kernel: Kernel) -> None:
     kernel.fails(errno.EINVAL)
     ends = made(ranks, 1)
-    assert ends.reserved() == Layout(ranks).nbytes
-    out, (poster, _), (writer, _) = ends.outgoing(), ends.board(), ends.lane()
+    assert ends.reserved() == LinkLayout(ranks).nbytes
+    out, (slot_writer, _), (writer, _) = ends.outgoing(), ends.slot_reader(), ends.lane()
     assert out.put(*frame(1, b"x" * 100_000))
-    assert all(poster.post(block, 1, 7, np.ones(ends.there.small_nbytes, np.uint8)) for block in range(BLOCKS))
+    assert all(slot_writer.post(block, 1, 7, np.ones(ends.there.small_nbytes, np.uint8)) for block in range(BLOCKS))
     assert writer.take("holder")
 
 
@@ -301,10 +303,10 @@ async def test_an_old_kernel_carries_everything(kernel: Kernel) -> None:
 
 def test_a_process_that_must_not_reserve_does_not_take_part(kernel: Kernel, made: Made) -> None:
     """What the peer can is no help to it."""
-    ends, layout = made(2), Layout(2)
+    ends, layout = made(2), LinkLayout(2)
     kernel.fails(errno.EINVAL)
     with pytest.raises(OSError, match=NO_MEMORY):
-        Region.open(os.dup(ends.fd), layout.nbytes, layout.directions[1].first())
+        SharedRegion.open(os.dup(ends.fd), layout.nbytes, layout.directions[1].first())
 
 
 # -- a host without memory
@@ -331,20 +333,20 @@ async def test_links_that_cannot_be_made_use_the_socket(
 @CODES
 def test_a_board_without_memory_says_no(code: int, made: Made, kernel: Kernel) -> None:
     ends = made(2)
-    poster, board = ends.board()
-    assert poster.post(1, 1, 7, np.arange(100.0))
-    board.free(1)
+    slot_writer, slot_reader = ends.slot_reader()
+    assert slot_writer.post(1, 1, 7, np.arange(100.0))
+    slot_reader.free(1)
     kernel.fails(code)
     for block in 0, SMALL:
-        assert not poster.post(block, 5, 7, np.arange(6.0))
-        assert board.look(block, 5) == -1
-        assert poster.post(block, 6, 7, np.arange(5.0)), "there is always a line"
-        board.free(block)
-    assert poster.post(1, 7, 7, np.arange(200.0)), "this block is there"
+        assert not slot_writer.post(block, 5, 7, np.arange(6.0))
+        assert slot_reader.look(block, 5) == -1
+        assert slot_writer.post(block, 6, 7, np.arange(5.0)), "there is always a line"
+        slot_reader.free(block)
+    assert slot_writer.post(1, 7, 7, np.arange(200.0)), "this block is there"
     kernel.fails(0)
-    assert poster.post(0, 8, 7, np.arange(6.0))
-    assert board.look(0, 8) == 7
-    assert board.view(0, np.dtype(float), 6).tolist() == [0, 1, 2, 3, 4, 5]
+    assert slot_writer.post(0, 8, 7, np.arange(6.0))
+    assert slot_reader.look(0, 8) == 7
+    assert slot_reader.view(0, np.dtype(float), 6).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @CODES

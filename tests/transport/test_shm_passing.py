@@ -21,17 +21,17 @@ import pytest
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import Runtime
 from aiocoll.transport.shm import passing, sharing
-from aiocoll.transport.shm.bell import Bell
 from aiocoll.transport.shm.descriptors import recv_fds
+from aiocoll.transport.shm.doorbell import Doorbell
 from aiocoll.transport.shm.fence import fences
-from aiocoll.transport.shm.layout import Layout
+from aiocoll.transport.shm.layout import LinkLayout
 from aiocoll.transport.shm.link import Pair
 from aiocoll.transport.shm.region import PAGE, create
 from aiocoll.transport.shm.sharing import Sharing
 
 from .links import sockets
 
-LAYOUT = Layout(2)
+LAYOUT = LinkLayout(2)
 WARNING = "uses unix sockets instead of shared memory"
 
 
@@ -576,4 +576,4 @@ async def test_a_bell_that_cannot_listen_leaves_nothing_open(monkeypatch: pytest
     assert known is not None
     monkeypatch.setattr(os, "eventfd", Failing(os, "eventfd", errno.EMFILE, 0, 1))
     with pytest.raises(OSError, match="Too many open files"):
-        Bell(Runtime.of(asyncio.get_running_loop()), known, rest)
+        Doorbell(Runtime.of(asyncio.get_running_loop()), known, rest)

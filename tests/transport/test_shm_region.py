@@ -16,7 +16,7 @@ import pytest
 
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.shm import region
-from aiocoll.transport.shm.region import PAGE, Region, create, open_region
+from aiocoll.transport.shm.region import PAGE, SharedRegion, create, open_region
 
 NBYTES = 3 * PAGE
 #: More than is reserved in one turn, and no multiple of it.
@@ -39,13 +39,13 @@ def in_turns(nbytes: int) -> tuple[int, mmap.mmap]:
     """Make a region on an old kernel."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(region, "_populate", refuse_to_populate)
-        fd, made = asyncio.run(Region.create(nbytes, [(0, PAGE)]))
+        fd, made = asyncio.run(SharedRegion.create(nbytes, [(0, PAGE)]))
     return fd, made.memory
 
 
 def bit_by_bit(nbytes: int) -> tuple[int, mmap.mmap]:
     """Make a region of which all is asked for at once."""
-    fd, made = asyncio.run(Region.create(nbytes, [(0, nbytes)]))
+    fd, made = asyncio.run(SharedRegion.create(nbytes, [(0, nbytes)]))
     return fd, made.memory
 
 
@@ -175,7 +175,7 @@ def test_what_cannot_be_mapped_leaves_nothing_open(make: Make, monkeypatch: pyte
 
 
 async def test_the_loop_turns_meanwhile(old_kernel: None) -> None:
-    making = asyncio.ensure_future(Region.create(LARGE, []))
+    making = asyncio.ensure_future(SharedRegion.create(LARGE, []))
     turns = 0
     while not making.done():
         await asyncio.sleep(0)
@@ -186,7 +186,7 @@ async def test_the_loop_turns_meanwhile(old_kernel: None) -> None:
 
 @pytest.mark.parametrize("turns", range(1, 6))
 async def test_nothing_is_left_of_a_cancelled_one(old_kernel: None, turns: int) -> None:
-    making = asyncio.ensure_future(Region.create(LARGE, []))
+    making = asyncio.ensure_future(SharedRegion.create(LARGE, []))
     for _ in range(turns):
         await asyncio.sleep(0)
     making.cancel()

@@ -10,9 +10,9 @@ import pytest
 
 from aiocoll.transport.frame import HEADER, SEGMENT
 from aiocoll.transport.shm.fence import Fences
-from aiocoll.transport.shm.layout import ENTRIES, LINE, Layout
-from aiocoll.transport.shm.region import Region
-from aiocoll.transport.shm.ring import ENTRY, Outgoing
+from aiocoll.transport.shm.layout import ENTRIES, LINE, LinkLayout
+from aiocoll.transport.shm.region import SharedRegion
+from aiocoll.transport.shm.ring import ENTRY, RingWriter
 
 #: Around every size at which something changes: nothing, inline, one line, the largest.
 SIZES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 4096, SEGMENT - 64, SEGMENT - 1, SEGMENT)
@@ -24,12 +24,12 @@ class Ring:
     """Both ends, and what has been written and not been read."""
 
     def __init__(self, ranks: int, number: int = 0) -> None:
-        layout = Layout(ranks)
+        layout = LinkLayout(ranks)
         self.direction = layout.directions[number]
-        region = Region(mmap.mmap(-1, layout.nbytes), [], whole=True)
+        region = SharedRegion(mmap.mmap(-1, layout.nbytes), [], whole=True)
         self.memory = memoryview(region.memory)
         self.words = self.memory.cast("Q")
-        self.out = Outgoing(region, self.direction, Fences(None, lambda: None))
+        self.out = RingWriter(region, self.direction, Fences(None, lambda: None))
         self.written: deque[tuple[bytes, bytes]] = deque()
         self.sent = self.read = 0
 

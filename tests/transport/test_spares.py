@@ -7,11 +7,11 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from aiocoll.handshake import ConnKind
 from aiocoll.runtime import Runtime
+from aiocoll.security.handshake import ConnKind
+from aiocoll.transport.buffer_pool import MOST, BufferPool
 from aiocoll.transport.frame import SEGMENT
-from aiocoll.transport.spares import MOST, Spares
-from aiocoll.transport.stream_link import StreamLink
+from aiocoll.transport.stream.link import StreamLink
 
 from .links import Recorder, frame, sockets
 from .test_contract import payload
@@ -24,7 +24,7 @@ def wire(op: int, data: bytes) -> bytes:
     return header + bytes(view or b"")
 
 
-class Counted(Spares):
+class Counted(BufferPool):
     """Knows the buffers that are in use."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Counted(Spares):
 
 
 @asynccontextmanager
-async def fed(count: int, spares: Spares) -> AsyncIterator[list[Fed]]:
+async def fed(count: int, spares: BufferPool) -> AsyncIterator[list[Fed]]:
     """Make links of one transport whose other ends are bare sockets."""
     runtime = Runtime.of(asyncio.get_running_loop())
     made: list[Fed] = []

@@ -13,7 +13,9 @@ from itertools import count
 import pytest
 
 from aiocoll.errors import AuthenticationError, GroupClosedError, PeerLostError, RendezvousError
-from aiocoll.handshake import (
+from aiocoll.process import this_process
+from aiocoll.runtime import Runtime
+from aiocoll.security.handshake import (
     CHALLENGE_SIZE,
     CONFIRM_SIZE,
     HELLO_SIZE,
@@ -28,14 +30,13 @@ from aiocoll.handshake import (
     Status,
     job_id,
 )
-from aiocoll.process import this_process
-from aiocoll.runtime import Runtime
-from aiocoll.transport import address, stream
+from aiocoll.security.unproven import MIN_PLACES
 from aiocoll.transport.base import Card, Header, Link
 from aiocoll.transport.frame import HEADER, SEGMENT, FrameKind
-from aiocoll.transport.stream import StreamTransport
-from aiocoll.transport.stream_link import StreamLink
-from aiocoll.unproven import MIN_PLACES
+from aiocoll.transport.stream import addresses as address
+from aiocoll.transport.stream import transport as stream
+from aiocoll.transport.stream.link import StreamLink
+from aiocoll.transport.stream.transport import StreamTransport
 
 KEY = b"k" * 32
 CONTROL, DATA = ConnKind.CONTROL, ConnKind.DATA

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from aiocoll.errors import ProtocolError
-from aiocoll.handshake import ConnKind
 from aiocoll.runtime import Runtime
+from aiocoll.security.handshake import ConnKind
+from aiocoll.transport.buffer_pool import BufferPool
 from aiocoll.transport.frame import HEADER, SEGMENT, Header
-from aiocoll.transport.spares import Spares
-from aiocoll.transport.stream_link import BULK, StreamLink
+from aiocoll.transport.stream.link import BULK, StreamLink
 
 from .links import Recorder, frame, linked, sockets
 from .test_contract import payload
@@ -35,7 +35,7 @@ async def fed(
 ) -> AsyncIterator[tuple[socket.socket, StreamLink, Any]]:
     """Make a link whose other end is a bare socket."""
     raw, sock = sockets(kind)
-    link = StreamLink(runtime or Runtime.of(asyncio.get_running_loop()), sock, 3, ConnKind.DATA, Spares())
+    link = StreamLink(runtime or Runtime.of(asyncio.get_running_loop()), sock, 3, ConnKind.DATA, BufferPool())
     sink = link.sink = Recorder()
     try:
         yield raw, link, sink

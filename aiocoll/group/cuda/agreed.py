@@ -1,8 +1,9 @@
 """A collective on CUDA arrays: all ranks agree on it, then each puts it on its device.
 
-The agreement is that of `aiocoll.engine.compared`: every rank tells rank 0 what it calls, and its verdict refuses the
-call on all ranks or lets it begin. The verdict numbers what begins, in the order in which calls became complete at rank
-0, and all ranks begin in that order. NCCL needs that, and calls with keys, or of several tasks, have no other order.
+The agreement is that of `aiocoll.engine.operations.verify`: every rank tells rank 0 what it calls, and its verdict
+refuses the call on all ranks or lets it begin. The verdict numbers what begins, in the order in which calls became
+complete at rank 0, and all ranks begin in that order. NCCL needs that, and calls with keys, or of several tasks, have
+no other order.
 
     rank 0     <- what rank 1 calls      -> verdict: number 5, by NCCL      launch number 5
     rank 1     what it calls ->          <- verdict                         launch number 5
@@ -19,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from aiocoll.elements.device import DeviceArray
-from aiocoll.engine.compared import Compared
-from aiocoll.engine.comparison import Difference
-from aiocoll.engine.membership import Membership
-from aiocoll.engine.operation import Terms
-from aiocoll.engine.plan import Plan
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.operations.base import Signature
+from aiocoll.engine.operations.comparison import Difference
+from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.verify import Compared
 from aiocoll.errors import GroupError
 from aiocoll.gpu.api import DeviceError
 from aiocoll.group.cuda.enqueued import Enqueued
@@ -34,7 +35,7 @@ from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.gpu.launcher import Launched
-    from aiocoll.group.cuda.side import DeviceSide
+    from aiocoll.group.cuda.device_state import DeviceState
 
 __all__ = ["Agreed", "is_empty"]
 
@@ -51,25 +52,25 @@ class Agreed(Compared):
     """
 
     MARK = "device"
-    FINGERPRINT = Terms("AGREED", None, (), None, None, device="cuda").fingerprint()
+    FINGERPRINT = Signature("AGREED", None, (), None, None, device="cuda").fingerprint()
 
     __slots__ = (
         "_arrays",
         "_called",
+        "_device_state",
         "_enqueued",
         "_flying",
         "_marks",
         "_plan",
         "_result",
-        "_side",
         "_staged",
     )
 
     def __init__(
         self,
-        side: DeviceSide,
-        terms: Terms,
-        group: Membership,
+        side: DeviceState,
+        terms: Signature,
+        group: Communicator,
         identity: int,
         plan: Plan,
         arrays: list[DeviceArray | None],
@@ -79,7 +80,7 @@ class Agreed(Compared):
         timeout: float,
     ) -> None:
         super().__init__(group, identity, terms, shape, None, work, timeout)
-        self._side = side
+        self._device_state = side
         self._plan = plan
         self._arrays = arrays
         self._result = result
@@ -95,15 +96,15 @@ class Agreed(Compared):
     def enter(self) -> None:
         """Mark where the caller's streams are, and say what this rank calls."""
         try:
-            self._marks = self._side.mark(self._arrays)
+            self._marks = self._device_state.mark(self._arrays)
         except (DeviceError, RuntimeError) as error:  # the latter if a capture of the stream has begun in a block
-            self._side.broken(error, self)
+            self._device_state.broken(error, self)
         else:
             super().enter()
 
     def _says(self) -> bytes:
         """Say what this rank calls, and which way it can go."""
-        side, work = self._side, self.work
+        side, work = self._device_state, self.work
         way = way_of(self._plan, self._arrays, self.group.rank, side.float8)
         # Of a member of a block: its own terms, not those of the block.
         described = side.described(self._plan, self._called, self.shape)
@@ -120,7 +121,7 @@ class Agreed(Compared):
         if self._refusal is not None:
             group.revoke(GroupError(f"{self.work.op} was not compared: {self._refusal}", group=group.name))
         elif group.rank == 0:
-            found = self._side.judge(self, [self._incoming[rank] for rank in range(len(group.ranks))])
+            found = self._device_state.judge(self, [self._incoming[rank] for rank in range(len(group.ranks))])
             if found is not None:
                 self._send(dict.fromkeys(group.others, msgpack.packb([found])))
                 self._refuse(found)
@@ -129,13 +130,13 @@ class Agreed(Compared):
             if len(verdict) == 1:
                 self._refuse(Difference(*verdict[0]))
             else:
-                self._side.decided(self, *verdict)
+                self._device_state.decided(self, *verdict)
 
     def pronounce(self, numbers: Mapping[int, int], ways: Sequence[int]) -> None:
         """As rank 0, let all begin it, each by a number of its own."""
         said = {number: msgpack.packb([number, ways]) for number in set(numbers.values())}
         self._send({rank: said[numbers[rank]] for rank in self.group.others})
-        self._side.decided(self, numbers[0], ways)
+        self._device_state.decided(self, numbers[0], ways)
 
     # -- carrying it out
 
@@ -161,7 +162,7 @@ class Agreed(Compared):
     def expire(self) -> None:
         """The timeout has passed."""
         if self.hangs_here():
-            self._side.hung(self, "all ranks have called it, but ")
+            self._device_state.hung(self, "all ranks have called it, but ")
         else:
             super().expire()
 
@@ -183,13 +184,13 @@ class Agreed(Compared):
             for each in calls:
                 put_back(each.arrays, tools.stream)
 
-        communicator = self._side.communicator
+        communicator = self._device_state.communicator
         assert communicator is not None
         self._flies(communicator.launch(self._marks, put, calls, self._ended, others), last=True)
 
     def _stage(self) -> None:
         """Copy the inputs to the host."""
-        side = self._side
+        side = self._device_state
         self._staged = Staged(side.device, side.stream, self._arrays, self._plan.storage)
         self._flies(self._staged.copy_in(self._marks, self._ends()[0], self._copied))
 
@@ -222,7 +223,7 @@ class Agreed(Compared):
         if self.done:
             self._leave()
         elif error is not None:
-            self._side.broken(error, self)
+            self._device_state.broken(error, self)
         return not self.done
 
     def _flies(self, launched: Launched, last: bool = False) -> None:
@@ -234,7 +235,7 @@ class Agreed(Compared):
     def _leave(self) -> None:
         """Give back what was only for this call, once the device is done with it."""
         self._enqueued.over()
-        self._side.unmark(self._marks)
+        self._device_state.unmark(self._marks)
         self._marks = ()
         if not self._flying and self._staged is not None:
             self._staged.give_back()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from aiocoll.engine.comparison import SHOWN
+from aiocoll.engine.operations.comparison import SHOWN
 from aiocoll.gpu.api import Cuda, Nccl
 
 __all__ = ["Decision", "card", "decide", "read_card", "read_decision", "reduces_float8"]

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Sequence
 from math import inf
 
-from aiocoll.engine.membership import Membership
-from aiocoll.engine.operation import KEYED, Terms
-from aiocoll.engine.parcels import Post
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.operations.base import KEYED, Signature
+from aiocoll.engine.operations.object_exchange import Post
 from aiocoll.errors import GroupError
 from aiocoll.gpu.api import DeviceError, Nccl, NcclCommunicator
 from aiocoll.gpu.device import Device
@@ -23,7 +23,7 @@ from aiocoll.group.cuda.native import Tools
 from aiocoll.log import logger
 from aiocoll.work import Work
 
-__all__ = ["Communicator"]
+__all__ = ["DeviceCommunicator"]
 
 #: Seconds between two questions whether something has failed on the way, while anything is in flight.
 ASK_EVERY = 0.25
@@ -35,7 +35,7 @@ FINISHING = 0.5
 ABORTING = 10.0
 
 
-class Communicator:
+class DeviceCommunicator:
     """One rank's end.
 
     Args:
@@ -53,7 +53,7 @@ class Communicator:
 
     def __init__(
         self,
-        group: Membership,
+        group: Communicator,
         device: Device,
         nccl: Nccl,
         unique_id: bytes,
@@ -210,7 +210,7 @@ class Communicator:
                     self._group.name,
                     self._group.rank,
                     str(error),
-                    extra=self._group.whose,
+                    extra=self._group.log_extra,
                 )
 
     def _tell_stuck(self) -> None:
@@ -220,7 +220,7 @@ class Communicator:
             self._group.name,
             self._group.rank,
             ABORTING,
-            extra=self._group.whose,
+            extra=self._group.log_extra,
         )
 
 
@@ -237,11 +237,11 @@ class _Parting(Post):
     """All ranks tell each other that nothing of theirs is in flight, before they end the communicator."""
 
     OP = "PARTING"
-    TERMS = Terms(OP, None, (), None, None, device="cuda")
+    TERMS = Signature(OP, None, (), None, None, device="cuda")
 
     __slots__ = ()
 
-    def __init__(self, group: Membership, work: Work[None], timeout: float) -> None:
+    def __init__(self, group: Communicator, work: Work[None], timeout: float) -> None:
         identity = KEYED | group.endpoint.hash62("parting")
         super().__init__(group, identity, self.TERMS.fingerprint(), self.TERMS, (), group.others, 0, work, timeout)
         # Who does not come is not waited for long, and nobody's fault.

@@ -19,7 +19,7 @@ from asyncio import TimerHandle
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Batch", "Match", "Matching"]
+__all__ = ["BatchMatching", "Match", "MessageBatch"]
 
 #: Seconds that messages of a batch which are matched wait for the others.
 PATIENCE = 0.02
@@ -39,7 +39,7 @@ class Match(NamedTuple):
     number: int
 
 
-class Batch(NamedTuple):
+class MessageBatch(NamedTuple):
     """What one end of a message was called with.
 
     Attributes:
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
     size: int
 
 
-class Matching:
+class BatchMatching:
     """All of a group that have not begun.
 
     Args:
@@ -70,7 +70,7 @@ class Matching:
         self._call_later = call_later
         self._units: dict[tuple[int, int], _Unit] = {}
 
-    def matched(self, match: Match, batches: Sequence[Batch]) -> None:
+    def matched(self, match: Match, batches: Sequence[MessageBatch]) -> None:
         """Both ends of a message have been called, as parts of these batches; one of size 1 is none."""
         unit = self._joined([batch for batch in batches if batch.size > 1])
         unit.matches.append(match)
@@ -78,7 +78,7 @@ class Matching:
             unit.timer = self._call_later(PATIENCE, lambda: self._lose_patience(unit))
         self._settle(unit)
 
-    def without(self, batch: Batch) -> None:
+    def without(self, batch: MessageBatch) -> None:
         """A message of a batch goes another way."""
         if batch.size > 1:
             self._settle(self._joined([batch]))
@@ -89,7 +89,7 @@ class Matching:
             unit.stop()
         self._units.clear()
 
-    def _joined(self, batches: Sequence[Batch]) -> _Unit:
+    def _joined(self, batches: Sequence[MessageBatch]) -> _Unit:
         """Return what all of these batches are one unit of from now on, one message of each being known."""
         unit = _Unit()
         for batch in batches:

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiocoll.elements.device import DeviceArray
-from aiocoll.engine.arrival import Arrival
-from aiocoll.engine.mailbox import Posted
-from aiocoll.engine.membership import Membership
-from aiocoll.engine.operation import Announced, Operation
-from aiocoll.engine.outgoing import Outgoing
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.matching.inbound import InboundMessage
+from aiocoll.engine.matching.matching import PostedReceive
+from aiocoll.engine.matching.outbound import OutboundMessage
+from aiocoll.engine.operations.base import Announced, Operation
 from aiocoll.errors import GroupClosedError, PeerLostError
 from aiocoll.gpu.api import DeviceError
+from aiocoll.group.cuda.device_state import DeviceState
 from aiocoll.group.cuda.enqueued import Enqueued
-from aiocoll.group.cuda.on_device import side_of
-from aiocoll.group.cuda.side import DeviceSide
+from aiocoll.group.cuda.on_device import device_state_of
 from aiocoll.group.cuda.staged import Staged
 from aiocoll.work import Work
 
@@ -47,37 +47,37 @@ class DeviceMessages:
         array: what is sent, or received into.
     """
 
-    def __init__(self, side: DeviceSide | None, array: DeviceArray) -> None:
-        self._side = side
+    def __init__(self, side: DeviceState | None, array: DeviceArray) -> None:
+        self._device_state = side
         self._array = array
 
     def sending(self, dst: int, tag: int, code: int, result: Any, limit: float) -> Make:
-        """Return what makes a send; the arguments are those of `aiocoll.engine.outgoing.Outgoing`."""
+        """Return what makes a send; the arguments are those of `aiocoll.engine.matching.outbound.OutboundMessage`."""
 
         def make(_: int, work: Work[Any]) -> DeviceSend:
-            assert self._side is not None
-            member = self._side.member
-            identity = member.mailbox.next_id(tag)
-            return DeviceSend(self._side, self._array, member, identity, code, dst, result, work, limit)
+            assert self._device_state is not None
+            member = self._device_state.member
+            identity = member.matching.next_id(tag)
+            return DeviceSend(self._device_state, self._array, member, identity, code, dst, result, work, limit)
 
         return make
 
     def receiving(
         self, src: int | None, tag: int, code: int, shape: tuple[int, ...], result: Any, limit: float
     ) -> Make:
-        """Return what makes a receive; the arguments are those of `aiocoll.engine.mailbox.Posted`."""
+        """Return what makes a receive; the arguments are those of `aiocoll.engine.matching.matching.PostedReceive`."""
 
         def make(_: int, work: Work[Any]) -> DeviceRecv:
-            assert self._side is not None
-            member = self._side.member
-            return DeviceRecv(self._side, self._array, member, src, tag, code, shape, result, work, limit)
+            assert self._device_state is not None
+            member = self._device_state.member
+            return DeviceRecv(self._device_state, self._array, member, src, tag, code, shape, result, work, limit)
 
         return make
 
 
 def messages_of(group: Launcher, array: DeviceArray) -> DeviceMessages:
     """Return what carries messages of `array`; raises as `aiocoll.group.cuda.on_device.on_device` does."""
-    return DeviceMessages(side_of(group, [array]), array)
+    return DeviceMessages(device_state_of(group, [array]), array)
 
 
 class _OneEnd(Operation):
@@ -97,13 +97,13 @@ class _OneEnd(Operation):
     #: It may go by NCCL, and rank 0 does not know of this end.
     _open: bool
     _marks: tuple[int, ...]
-    _side: DeviceSide
+    _device_state: DeviceState
     _staged: Staged
 
-    def _prepare(self, side: DeviceSide, array: DeviceArray, result: Any) -> None:
+    def _prepare(self, side: DeviceState, array: DeviceArray, result: Any) -> None:
         self.array = array
         self.batch = side.messages.batch
-        self._side = side
+        self._device_state = side
         self._staged = Staged(side.device, side.stream, [array], _BYTES)
         self._flying = self._by_nccl = self._open = False
         self._marks = ()
@@ -111,11 +111,11 @@ class _OneEnd(Operation):
 
     def _mark(self) -> bool:
         """See which way it may go, and mark where the caller's stream is; whether that is possible."""
-        self._open = self._side.messages.carries(self.array.nbytes)
+        self._open = self._device_state.messages.carries(self.array.nbytes)
         try:
-            self._marks = self._side.mark([self.array])
+            self._marks = self._device_state.mark([self.array])
         except DeviceError as error:
-            self._side.broken(error, self)
+            self._device_state.broken(error, self)
         except RuntimeError as error:  # after the call, which was in a block, a capture of the stream has begun
             self.fail(error)
             self._close()
@@ -149,9 +149,9 @@ class _OneEnd(Operation):
         if not self._flying:
             super().expire()
         elif self._by_nccl:
-            self._side.hung(self, "both of its ranks have called it, but ")
+            self._device_state.hung(self, "both of its ranks have called it, but ")
         else:
-            self._side.hung(self)
+            self._device_state.hung(self)
 
     def fail(self, error: BaseException) -> None:
         """End with `error`."""
@@ -165,7 +165,7 @@ class _OneEnd(Operation):
         """It does not go by NCCL, though rank 0 may wait for it."""
         if self._open:
             self._open = False
-            self._side.messages.without(self.batch)
+            self._device_state.messages.without(self.batch)
 
     def _flies(self, launched: Launched) -> None:
         self._flying = True
@@ -177,25 +177,25 @@ class _OneEnd(Operation):
         if self.done:
             self._leave()
         elif error is not None:
-            self._side.broken(error, self)
+            self._device_state.broken(error, self)
         return not self.done
 
     def _leave(self) -> None:
         """Give back what was only for this message, once the device is done with it."""
         self._enqueued.over()
-        self._side.unmark(self.taken_marks())
+        self._device_state.unmark(self.taken_marks())
         if not self._flying:
             self._staged.give_back()
 
 
-class DeviceSend(Outgoing, _OneEnd):
+class DeviceSend(OutboundMessage, _OneEnd):
     """A send: done when its bytes have left the array."""
 
     def __init__(
         self,
-        side: DeviceSide,
+        side: DeviceState,
         array: DeviceArray,
-        group: Membership,
+        group: Communicator,
         identity: int,
         code: int,
         peer: int,
@@ -216,13 +216,13 @@ class DeviceSend(Outgoing, _OneEnd):
         number, size = self.batch if self._open else (0, 0)
         if not self._open:
             self._stage()
-        self.group.mailbox.outgoing[self.peer, self.id] = self
+        self.group.matching.outgoing[self.peer, self.id] = self
         self._message = Announced(self, size, self._view, number)
         self.group.channels[self.peer].kick(self._message)
 
     def complete(self) -> None:
         """NCCL has sent it."""
-        self.group.mailbox.outgoing.pop((self.peer, self.id), None)
+        self.group.matching.outgoing.pop((self.peer, self.id), None)
         self.succeed(self._result)
 
     def asked(self) -> None:
@@ -249,14 +249,14 @@ class DeviceSend(Outgoing, _OneEnd):
             self.group.channels[self.peer].kick(self._message)
 
 
-class DeviceRecv(Posted, _OneEnd):
+class DeviceRecv(PostedReceive, _OneEnd):
     """A receive: done when the message is on the device."""
 
     def __init__(
         self,
-        side: DeviceSide,
+        side: DeviceState,
         array: DeviceArray,
-        group: Membership,
+        group: Communicator,
         peer: int | None,
         tag: int,
         code: int,
@@ -284,15 +284,15 @@ class DeviceRecv(Posted, _OneEnd):
             self.stage()
         super().enter()
 
-    def match(self, arrival: Arrival) -> None:
+    def match(self, arrival: InboundMessage) -> None:
         """Become the receiver of `arrival`."""
         offer = arrival.offer if arrival.code == self.code and arrival.total == self.array.nbytes else None
-        if self._open and offer is not None and self._side.messages.carries(arrival.total):
+        if self._open and offer is not None and self._device_state.messages.carries(arrival.total):
             self.work._withdraw = None
             self.arrival = arrival
             arrival.posted = self
             self._open = False
-            self._side.messages.matched(self, arrival.peer, arrival.op, offer)
+            self._device_state.messages.matched(self, arrival.peer, arrival.op, offer)
         elif self._is_there:
             super().match(arrival)
         else:
@@ -305,7 +305,7 @@ class DeviceRecv(Posted, _OneEnd):
     def standing(self) -> str:
         """Say what it waits for."""
         arrival = self.arrival
-        if arrival is not None and self._side.messages.is_held(arrival.peer, arrival.op):
+        if arrival is not None and self._device_state.messages.is_held(arrival.peer, arrival.op):
             return "rank 0 has not let it begin"
         return super().standing()
 
@@ -329,7 +329,7 @@ class DeviceRecv(Posted, _OneEnd):
 
     def stage(self) -> None:
         """Receive it from the host."""
-        self._side.device.run(self._staged.allocate).add_done_callback(self._allocated)
+        self._device_state.device.run(self._staged.allocate).add_done_callback(self._allocated)
 
     def _allocated(self, allocated: asyncio.Future[None]) -> None:
         self._is_there = True
@@ -337,7 +337,7 @@ class DeviceRecv(Posted, _OneEnd):
         if self.done:
             self._leave()
         elif error is not None:
-            self._side.broken(error, self)
+            self._device_state.broken(error, self)
         else:
             self.view = self._staged.bytes_of(0)
             if self.arrival is not None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from aiocoll.elements.device import DeviceArray
-from aiocoll.engine.plan import Plan
+from aiocoll.engine.operations.plan import Plan
 from aiocoll.gpu.api import Cuda, DeviceError, Nccl, NcclCommunicator
 
 __all__ = ["GROUPED", "PACKED", "STAGED", "Native", "Tools", "carry_out", "exchange", "way_of"]

@@ -19,16 +19,16 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.elements.device import DeviceArray
-from aiocoll.engine.notes import DEVICE
-from aiocoll.engine.plan import EAGER_WINDOW
+from aiocoll.engine.control.messages import DEVICE
+from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.gpu.api import DeviceError
-from aiocoll.group.cuda.matching import Batch, Match, Matching
+from aiocoll.group.cuda.matching import BatchMatching, Match, MessageBatch
 from aiocoll.group.cuda.native import Tools, exchange
 from aiocoll.group.cuda.staged import put_back
 
 if TYPE_CHECKING:
+    from aiocoll.group.cuda.device_state import DeviceState
     from aiocoll.group.cuda.messages import DeviceRecv, DeviceSend
-    from aiocoll.group.cuda.side import DeviceSide
 
 __all__ = ["NativeMessages"]
 
@@ -46,13 +46,13 @@ class NativeMessages:
         batch: what is called now is part of it: its number and size.
     """
 
-    def __init__(self, side: DeviceSide) -> None:
+    def __init__(self, side: DeviceState) -> None:
         self.batch = (0, 1)
-        self._side = side
+        self._device_state = side
         self._batches = 0
         #: Receives that are matched and have not begun.
         self._matched: dict[tuple[int, int], DeviceRecv] = {}
-        self._matching = Matching(self._number, side.member.call_later)
+        self._matching = BatchMatching(self._number, side.member.call_later)
 
     @contextlib.contextmanager
     def together(self, arrays: Iterable[DeviceArray]) -> Iterator[None]:
@@ -68,13 +68,15 @@ class NativeMessages:
 
     def carries(self, nbytes: int) -> bool:
         """Whether this rank can send or receive so many bytes by NCCL: not once a rank has left, and ended its part."""
-        return nbytes > EAGER_WINDOW and self._side.communicator is not None and not self._side.member.left
+        return (
+            nbytes > EAGER_WINDOW and self._device_state.communicator is not None and not self._device_state.member.left
+        )
 
     def matched(self, receive: DeviceRecv, src: int, number: int, theirs: tuple[int, int]) -> None:
         """A receive has met a message that can go by NCCL, of a batch at its sender."""
-        rank = self._side.member.rank
+        rank = self._device_state.member.rank
         self._matched[src, number] = receive
-        self._tell(Match(src, rank, number), [Batch(src, *theirs), Batch(rank, *receive.batch)])
+        self._tell(Match(src, rank, number), [MessageBatch(src, *theirs), MessageBatch(rank, *receive.batch)])
 
     def is_held(self, src: int, number: int) -> bool:
         """Whether a message is matched and has not begun."""
@@ -83,22 +85,22 @@ class NativeMessages:
     def departed(self, rank: int) -> None:
         """A rank has left: if it is rank 0, receive what waits for it from the host."""
         if rank == 0:
-            self._give_back([Match(src, self._side.member.rank, number) for src, number in self._matched])
+            self._give_back([Match(src, self._device_state.member.rank, number) for src, number in self._matched])
 
     def without(self, batch: tuple[int, int]) -> None:
         """A message that is part of a batch here goes another way; of a group that has failed, none goes any."""
-        member = self._side.member
+        member = self._device_state.member
         if batch[1] > 1 and not member.left and member.cause is None:
-            self._tell(None, [Batch(member.rank, *batch)])
+            self._tell(None, [MessageBatch(member.rank, *batch)])
 
     def end(self) -> None:
         """The group has ended."""
         self._matched.clear()
         self._matching.clear()
 
-    def _tell(self, match: Match | None, batches: Sequence[Batch]) -> None:
+    def _tell(self, match: Match | None, batches: Sequence[MessageBatch]) -> None:
         """Let rank 0 know."""
-        member = self._side.member
+        member = self._device_state.member
         if member.rank == 0:
             self._take(match, batches)
         else:
@@ -112,26 +114,28 @@ class NativeMessages:
         """
         if "begin" not in note:
             match = note["match"]
-            self._take(None if match is None else self._read(match), [Batch(*map(index, b)) for b in note["batches"]])
+            self._take(
+                None if match is None else self._read(match), [MessageBatch(*map(index, b)) for b in note["batches"]]
+            )
             return
         if peer:
             raise ValueError("only rank 0 lets messages begin")
         number, begin = index(note["number"]), [self._read(match) for match in note["begin"]]
         if number:
-            self._side.hold(number, lambda: self._begin(begin))
+            self._device_state.hold(number, lambda: self._begin(begin))
         else:
             self._give_back(begin)
 
     def _read(self, given: Iterable[Any]) -> Match:
         match = Match(*map(index, given))
-        if not all(0 <= rank < len(self._side.member.ranks) for rank in match[:2]):
+        if not all(0 <= rank < len(self._device_state.member.ranks) for rank in match[:2]):
             raise ValueError(f"there is no message {match}")
         return match
 
     # -- as rank 0
 
-    def _take(self, match: Match | None, batches: Sequence[Batch]) -> None:
-        if self._side.member.rank:
+    def _take(self, match: Match | None, batches: Sequence[MessageBatch]) -> None:
+        if self._device_state.member.rank:
             raise ValueError("it is rank 0 that lets messages begin")
         if match is None:
             self._matching.without(*batches)
@@ -140,7 +144,7 @@ class NativeMessages:
 
     def _number(self, matches: Sequence[Match]) -> None:
         """Let messages begin, as one, on both ends of each; or staged, by their receivers, if a rank has left."""
-        side, member = self._side, self._side.member
+        side, member = self._device_state, self._device_state.member
         own: dict[int, list[Match]] = {}
         for match in matches:
             for rank in match[1:2] if member.left else match[:2]:
@@ -162,13 +166,13 @@ class NativeMessages:
 
     def _begin(self, matches: Sequence[Match]) -> None:
         """Put messages on the device; their other ends do so, too."""
-        side, member = self._side, self._side.member
+        side, member = self._device_state, self._device_state.member
         rank = member.rank
         sends: list[DeviceSend] = []
         receives: list[DeviceRecv] = []
         for src, dst, number in matches:
             if src == rank:
-                if (send := member.mailbox.outgoing.get((dst, number))) is not None:
+                if (send := member.matching.outgoing.get((dst, number))) is not None:
                     sends.append(send)  # type: ignore[arg-type]
             elif (receive := self._matched.pop((src, number), None)) is not None and not receive.done:
                 receives.append(receive)

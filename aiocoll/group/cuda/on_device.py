@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.elements.device import UNKNOWN, DeviceArray
-from aiocoll.engine.membership import Membership
-from aiocoll.engine.operation import Terms
-from aiocoll.engine.plan import Plan
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.operations.base import Signature
+from aiocoll.engine.operations.plan import Plan
 from aiocoll.gpu.api import Cuda
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.provider import runtime
 from aiocoll.group.cuda.agreed import Agreed
-from aiocoll.group.cuda.side import DeviceSide
+from aiocoll.group.cuda.device_state import DeviceState
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.group.launch import Launcher
 
-__all__ = ["OnDevice", "on_device", "side_of"]
+__all__ = ["OnDevice", "device_state_of", "on_device"]
 
 
 class OnDevice:
@@ -29,15 +29,15 @@ class OnDevice:
         terms: those of the call.
     """
 
-    __slots__ = ("_side", "terms")
+    __slots__ = ("_device_state", "terms")
 
-    def __init__(self, side: DeviceSide, terms: Terms) -> None:
-        self._side = side
+    def __init__(self, side: DeviceState, terms: Signature) -> None:
+        self._device_state = side
         self.terms = terms
 
     def __call__(
         self,
-        group: Membership,
+        group: Communicator,
         identity: int,
         plan: Plan,
         arrays: list[DeviceArray | None],
@@ -46,8 +46,8 @@ class OnDevice:
         work: Work[Any],
         timeout: float,
     ) -> Agreed:
-        """Make the operation; for the arguments, see `aiocoll.engine.plan.Executor`."""
-        return Agreed(self._side, self.terms, group, identity, plan, arrays, shape, result, work, timeout)
+        """Make the operation; for the arguments, see `aiocoll.engine.operations.plan.Executor`."""
+        return Agreed(self._device_state, self.terms, group, identity, plan, arrays, shape, result, work, timeout)
 
 
 def on_device(group: Launcher, plan: Plan, arrays: Sequence[DeviceArray | None]) -> OnDevice:
@@ -58,18 +58,18 @@ def on_device(group: Launcher, plan: Plan, arrays: Sequence[DeviceArray | None])
         ValueError: the arrays are on another device than those of earlier calls.
         RuntimeError: the caller's stream is being captured into a graph.
     """
-    side = side_of(group, arrays)
+    side = device_state_of(group, arrays)
     return OnDevice(side, side.terms(plan))
 
 
-def side_of(group: Launcher, arrays: Sequence[DeviceArray | None]) -> DeviceSide:
+def device_state_of(group: Launcher, arrays: Sequence[DeviceArray | None]) -> DeviceState:
     """Return what the group has on the device of these arrays; raises as `on_device` does."""
-    side = group._side
+    side = group._device_state
     if side is None:
         cuda, nccl = runtime()
         forced = group._devices.get("cuda") == "nccl"
         device = Device.of(cuda, _ordinal(cuda, arrays, 0))
-        side = group._side = DeviceSide(group._member, device, nccl, forced)
+        side = group._device_state = DeviceState(group._member, device, nccl, forced)
     elif (ordinal := _ordinal(side.device.cuda, arrays, side.device.ordinal)) != side.device.ordinal:
         raise ValueError(
             f"group {group._member.name!r} works on CUDA device {side.device.ordinal}, where the arrays of its first "

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.transport.shm.region import PAGE
 
-__all__ = ["BLOCKS", "ENTRIES", "FIRST", "LANE", "LINE", "MIDDLE", "SMALL", "SMALLER", "Direction", "Layout"]
+__all__ = ["BLOCKS", "ENTRIES", "FIRST", "LANE", "LINE", "MIDDLE", "SMALL", "SMALLER", "Direction", "LinkLayout"]
 
 LINE = 64
 #: Entries of a ring: a burst of this many small frames needs no turn of the reader's.
@@ -40,7 +40,7 @@ _FEW = 8
 class Direction(NamedTuple):
     """Of one direction: indices of 8-byte words in the region, offsets in bytes, and sizes in bytes."""
 
-    hungry: int
+    writer_waiting: int
     """Word: the writer of the ring waits for space."""
     taken: int
     """Word: entries the reader of the ring is done with."""
@@ -68,7 +68,7 @@ class Direction(NamedTuple):
         return (0, PAGE), (self.ring, self.data + FIRST), (self.lines, self.small)
 
 
-class Layout:
+class LinkLayout:
     """The layout for a host of `ranks` ranks, the same at both ends.
 
     Attributes:
@@ -95,7 +95,7 @@ class Layout:
         lanes = middles + MIDDLE * middle
         end = lanes + LANE * lane
         return Direction(
-            hungry=word,
+            writer_waiting=word,
             taken=word + 16,
             lane_hungry=word + 32,
             posts=word + 40,

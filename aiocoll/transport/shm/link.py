@@ -18,18 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.errors import ProtocolError
-from aiocoll.handshake import ConnKind
 from aiocoll.process import PidFd, peer_process
 from aiocoll.runtime import BUDGET, Runtime
+from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Sink
 from aiocoll.transport.frame import SEGMENT, FrameKind
-from aiocoll.transport.shm.bell import Bell, PeerBell
-from aiocoll.transport.shm.board import Board, Poster
-from aiocoll.transport.shm.lane import LaneReader, LaneWriter
-from aiocoll.transport.shm.layout import ENTRIES, LINE, Layout
-from aiocoll.transport.shm.lending import Lending
-from aiocoll.transport.shm.region import Region
-from aiocoll.transport.shm.ring import ENTRY, Outgoing
+from aiocoll.transport.shm.chunk_queue import ChunkQueueReader, ChunkQueueWriter
+from aiocoll.transport.shm.doorbell import Doorbell, PeerDoorbell
+from aiocoll.transport.shm.layout import ENTRIES, LINE, LinkLayout
+from aiocoll.transport.shm.region import SharedRegion
+from aiocoll.transport.shm.ring import ENTRY, RingWriter
+from aiocoll.transport.shm.segment_sharing import SegmentSharing
+from aiocoll.transport.shm.slots import SlotReader, SlotWriter
 
 __all__ = ["Pair", "ShmLink"]
 
@@ -43,11 +43,11 @@ _unpack = ENTRY.unpack_from
 class Pair(NamedTuple):
     """What the two ends have agreed on: memory, its layout, which direction is ours to write, and both bells."""
 
-    region: Region
-    layout: Layout
+    region: SharedRegion
+    layout: LinkLayout
     direction: int
-    bell: Bell
-    peer_bell: PeerBell
+    bell: Doorbell
+    peer_bell: PeerDoorbell
 
 
 class ShmLink:
@@ -76,14 +76,14 @@ class ShmLink:
         "_taken",
         "_words",
         "announce",
-        "board",
+        "chunks_in",
+        "chunks_out",
         "kind",
-        "lane_in",
-        "lane_out",
-        "lending",
         "peer",
-        "poster",
+        "segment_sharing",
         "sink",
+        "slot_reader",
+        "slot_writer",
     )
 
     sink: Sink
@@ -103,12 +103,15 @@ class ShmLink:
         region = pair.region
         memory = self._memory = memoryview(region.memory)
         self._words = memory.cast("Q")
-        self._out = Outgoing(region, ours, fences)
-        self.poster, self.board = Poster(region, ours, fences), Board(memory, theirs, fences)
-        self.lane_out, self.lane_in = LaneWriter(region, ours, fences), LaneReader(memory, theirs, fences)
-        self.lending = Lending(runtime.loop, sock, peer)
+        self._out = RingWriter(region, ours, fences)
+        self.slot_writer, self.slot_reader = SlotWriter(region, ours, fences), SlotReader(memory, theirs, fences)
+        self.chunks_out, self.chunks_in = (
+            ChunkQueueWriter(region, ours, fences),
+            ChunkQueueReader(memory, theirs, fences),
+        )
+        self.segment_sharing = SegmentSharing(runtime.loop, sock, peer)
         self._order = fences.order
-        self._hungry = theirs.hungry
+        self._hungry = theirs.writer_waiting
         self._taken = theirs.taken
         self._ring = theirs.ring
         self._end = theirs.lines
@@ -157,7 +160,7 @@ class ShmLink:
             self._peer_bell.ring()
             return True
         self._kept.append((header, payload))
-        self._out.starve()
+        self._out.request_wakeup()
         # Between the look and the word, space may have come; `drained` must not be called from here.
         self._runtime.call_soon(self.poll)
         return False
@@ -178,11 +181,11 @@ class ShmLink:
 
     def piece(self, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
         """Return the next piece of the lane where it lies, until it is freed; None if it is not to be had any more."""
-        plot, offset = self.lane_in.place()
-        if not plot:
-            return self.lane_in.read(dtype, count)
-        found = self.lending.read(plot, offset, dtype, count)
-        if found is None and not self.lane_in.is_void():
+        segment, offset = self.chunks_in.place()
+        if not segment:
+            return self.chunks_in.read(dtype, count)
+        found = self.segment_sharing.read(segment, offset, dtype, count)
+        if found is None and not self.chunks_in.is_void():
             error = ProtocolError(f"rank {self.peer} pointed to memory that it has not shown")
             self._runtime.call_soon(self._refuse, error)
         return found
@@ -207,7 +210,7 @@ class ShmLink:
         self._closed = True
         if self._started:
             self._runtime.loop.remove_reader(self._sock.fileno())
-        self.lending.close()
+        self.segment_sharing.close()
         self._bell.remove(self)
         self._bell.drop()
         self._peer_bell.close()
@@ -219,21 +222,21 @@ class ShmLink:
 
     def purge(self, group: int) -> None:
         """Be done with what the peer has put, or will put, on the board and the lane for a group that is over."""
-        self.board.purge(group)
-        self.lane_in.end(group)
+        self.slot_reader.purge(group)
+        self.chunks_in.end(group)
         self.reclaim()
 
     def reclaim(self) -> bool:
         """Take away what lies in the lane for groups that are over; whether there was any."""
-        freed, wanted = self.lane_in.reclaim()
+        freed, wanted = self.chunks_in.reclaim()
         if wanted and not self._closed:
             self.announce()
         return freed
 
     def forget(self) -> None:
         """After `close`: let go of what can still be read, and so of the memory, whoever keeps this object."""
-        self.lending.forget()
-        del self.poster, self.board, self.lane_in, self.lane_out
+        self.segment_sharing.forget()
+        del self.slot_writer, self.slot_reader, self.chunks_in, self.chunks_out
 
     def _receive(self) -> None:
         words, memory, order, deliver = self._words, self._memory, self._order, self.sink.deliver
@@ -279,7 +282,7 @@ class ShmLink:
             self._peer_bell.ring()
         if kept:
             return moved
-        self._out.sate()
+        self._out.cancel_wakeup()
         if self._ending:
             self._shutdown()
         self.sink.drained(self)
@@ -299,7 +302,7 @@ class ShmLink:
     def _hung_up(self) -> None:
         """The socket says that the peer has something to say, or is gone; what it wrote before is here."""
         try:
-            if self.lending.hear():
+            if self.segment_sharing.hear():
                 return
             error: Exception | None = None
         except (BlockingIOError, InterruptedError):

@@ -19,11 +19,11 @@ import socket
 import struct
 from collections.abc import Sequence
 
-from aiocoll.transport.shm.bell import Bell, PeerBell
 from aiocoll.transport.shm.descriptors import check_eventfd, recv_fds
-from aiocoll.transport.shm.layout import Layout
+from aiocoll.transport.shm.doorbell import Doorbell, PeerDoorbell
+from aiocoll.transport.shm.layout import LinkLayout
 from aiocoll.transport.shm.link import Pair
-from aiocoll.transport.shm.region import PAGE, Region, open_region
+from aiocoll.transport.shm.region import PAGE, SharedRegion, open_region
 
 __all__ = ["NotSharedError", "accept", "decline", "propose"]
 
@@ -44,7 +44,7 @@ def decline(sock: socket.socket) -> None:
     sock.send(_NO)
 
 
-async def propose(sock: socket.socket, layout: Layout, bell: Bell) -> Pair | None:
+async def propose(sock: socket.socket, layout: LinkLayout, bell: Doorbell) -> Pair | None:
     """Offer shared memory; None if the peer declines.
 
     Raises:
@@ -62,7 +62,7 @@ async def propose(sock: socket.socket, layout: Layout, bell: Bell) -> Pair | Non
     return None if peer_bell is None else Pair(region, layout, 0, bell, peer_bell)
 
 
-async def _agree(sock: socket.socket, bell: Bell) -> PeerBell | None:
+async def _agree(sock: socket.socket, bell: Doorbell) -> PeerDoorbell | None:
     """Take the answer and have the last word."""
     (agreed, _), fds = await _receive(sock, _ANSWERED_FDS)
     if not agreed:
@@ -82,9 +82,9 @@ async def _agree(sock: socket.socket, bell: Bell) -> PeerBell | None:
     return peer_bell
 
 
-async def _offer(sock: socket.socket, layout: Layout, bell: Bell) -> Region:
+async def _offer(sock: socket.socket, layout: LinkLayout, bell: Doorbell) -> SharedRegion:
     try:
-        fd, region = await Region.create(layout.nbytes, layout.directions[0].first())
+        fd, region = await SharedRegion.create(layout.nbytes, layout.directions[0].first())
         try:
             socket.send_fds(sock, [_MESSAGE.pack(True, layout.ranks)], [fd, bell.page, bell.eventfd])
         finally:
@@ -97,7 +97,7 @@ async def _offer(sock: socket.socket, layout: Layout, bell: Bell) -> Region:
     return region
 
 
-async def accept(sock: socket.socket, bell: Bell | None) -> Pair | None:
+async def accept(sock: socket.socket, bell: Doorbell | None) -> Pair | None:
     """Take what the peer offers; None if it offers nothing, or (with `bell` None) this rank wants nothing.
 
     Raises:
@@ -114,7 +114,7 @@ async def accept(sock: socket.socket, bell: Bell | None) -> Pair | None:
         decline(sock)
         await _is_agreed(sock)
         return None
-    layout = Layout(ranks)
+    layout = LinkLayout(ranks)
     try:
         region, peer_bell = _map(fds, layout, bell)
     except OSError as error:
@@ -131,7 +131,7 @@ async def accept(sock: socket.socket, bell: Bell | None) -> Pair | None:
     return Pair(region, layout, 1, bell, peer_bell) if agreed else None
 
 
-async def _answer(sock: socket.socket, bell: Bell) -> bool:
+async def _answer(sock: socket.socket, bell: Doorbell) -> bool:
     try:
         socket.send_fds(sock, [_YES], [bell.page, bell.eventfd])
     except ConnectionError:
@@ -150,12 +150,12 @@ async def _is_agreed(sock: socket.socket) -> bool:
     return agreed
 
 
-def _map(fds: list[int], layout: Layout, bell: Bell) -> tuple[Region, PeerBell]:
+def _map(fds: list[int], layout: LinkLayout, bell: Doorbell) -> tuple[SharedRegion, PeerDoorbell]:
     if len(fds) != _OFFERED_FDS:
         raise _lost(fds)
     fd, *others = fds
     try:
-        region = Region.open(fd, layout.nbytes, layout.directions[1].first())
+        region = SharedRegion.open(fd, layout.nbytes, layout.directions[1].first())
     except BaseException:
         _close(others)
         raise
@@ -166,7 +166,7 @@ def _map(fds: list[int], layout: Layout, bell: Bell) -> tuple[Region, PeerBell]:
         raise
 
 
-def _peer_bell(fds: Sequence[int], bell: Bell) -> PeerBell:
+def _peer_bell(fds: Sequence[int], bell: Doorbell) -> PeerDoorbell:
     if len(fds) != _ANSWERED_FDS:
         raise _lost(fds)
     page, eventfd = fds
@@ -180,7 +180,7 @@ def _peer_bell(fds: Sequence[int], bell: Bell) -> PeerBell:
     except BaseException:
         os.close(eventfd)
         raise
-    return PeerBell(eventfd, memory, bell)
+    return PeerDoorbell(eventfd, memory, bell)
 
 
 def _lost(fds: Sequence[int]) -> OSError:

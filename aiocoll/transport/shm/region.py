@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from aiocoll.errors import ProtocolError
 
-__all__ = ["PAGE", "Region", "create", "create_mapped", "no_memory", "open_region"]
+__all__ = ["PAGE", "SharedRegion", "create", "create_mapped", "no_memory", "open_region"]
 
 PAGE = mmap.PAGESIZE
 #: Bytes reserved in one turn of the loop; takes about 60 microseconds.
@@ -32,7 +32,7 @@ _ADD_SEALS, _GET_SEALS = 1033, 1034
 _POPULATE_WRITE = 23
 
 
-class Region:
+class SharedRegion:
     """Memory that two processes share, reserved bit by bit; `create` or `open` it.
 
     Whoever writes somewhere for the first time reserves it before. Nobody reads where nothing was written.
@@ -51,7 +51,7 @@ class Region:
                 raise no_memory()
 
     @classmethod
-    async def create(cls, nbytes: int, first: Iterable[tuple[int, int]]) -> tuple[int, Region]:
+    async def create(cls, nbytes: int, first: Iterable[tuple[int, int]]) -> tuple[int, SharedRegion]:
         """Make `nbytes` of zeroed memory; return its descriptor, which the caller closes, and the region.
 
         On kernels before 5.14 all of it is reserved at once. That takes a quarter of a millisecond per MiB, and many
@@ -78,7 +78,7 @@ class Region:
             raise
 
     @classmethod
-    def open(cls, fd: int, nbytes: int, first: Iterable[tuple[int, int]]) -> Region:
+    def open(cls, fd: int, nbytes: int, first: Iterable[tuple[int, int]]) -> SharedRegion:
         """Map what another process has made, and close `fd`; reserve the parts of `first`, as `create` does.
 
         Raises:

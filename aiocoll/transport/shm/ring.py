@@ -22,9 +22,9 @@ from collections import deque
 from aiocoll.transport.frame import HEADER
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.layout import ENTRIES, FIRST, LINE, Direction
-from aiocoll.transport.shm.region import Region, no_memory
+from aiocoll.transport.shm.region import SharedRegion, no_memory
 
-__all__ = ["ENTRY", "Outgoing"]
+__all__ = ["ENTRY", "RingWriter"]
 
 _INLINE = 48
 _INLINE_NBYTES = LINE - _INLINE
@@ -34,7 +34,7 @@ ENTRY = struct.Struct("<Q" + HEADER.format.lstrip("<"))
 _pack = struct.Struct("<Q32s").pack_into
 
 
-class Outgoing:
+class RingWriter:
     """The writer's end of one direction.
 
     Args:
@@ -46,7 +46,7 @@ class Outgoing:
     __slots__ = ("_area", "_data", "_full", "_head", "_hungry", "_memory", "_order", "_ready", "_region", "_ring",
                  "_sent", "_spans", "_taken", "_words")  # fmt: skip
 
-    def __init__(self, region: Region, direction: Direction, fences: Fences) -> None:
+    def __init__(self, region: SharedRegion, direction: Direction, fences: Fences) -> None:
         self._region = region
         memory = self._memory = memoryview(region.memory)
         self._words = memory.cast("Q")
@@ -55,7 +55,7 @@ class Outgoing:
         self._area = direction.data
         self._data = direction.data_nbytes
         self._ready = FIRST
-        self._hungry = direction.hungry
+        self._hungry = direction.writer_waiting
         self._taken = direction.taken
         self._sent = 0
         self._head = 0
@@ -93,12 +93,12 @@ class Outgoing:
         words[at >> 3] = self._sent = number
         return True
 
-    def starve(self) -> None:
+    def request_wakeup(self) -> None:
         """Say that this end waits for space: after the next look at what is free, the reader will ring."""
         self._words[self._hungry] = 1
         self._full()
 
-    def sate(self) -> None:
+    def cancel_wakeup(self) -> None:
         """Say that it does not wait any more."""
         self._words[self._hungry] = 0
 

@@ -10,9 +10,9 @@ from typing import Any
 from aiocoll.log import logger
 from aiocoll.runtime import Runtime
 from aiocoll.transport.shm import passing
-from aiocoll.transport.shm.bell import Bell, Watcher
+from aiocoll.transport.shm.doorbell import Doorbell, Watcher
 from aiocoll.transport.shm.fence import fences
-from aiocoll.transport.shm.layout import Layout
+from aiocoll.transport.shm.layout import LinkLayout
 from aiocoll.transport.shm.link import Pair
 from aiocoll.transport.shm.passing import NotSharedError
 
@@ -42,9 +42,9 @@ class Sharing:
         self._runtime = runtime
         self._rank = rank
         self._watcher = watcher
-        self._layout = Layout(ranks)
+        self._layout = LinkLayout(ranks)
         self._fences = fences() if wanted else None
-        self._bell: Bell | None = None
+        self._bell: Doorbell | None = None
         #: Why there is none, as far as this rank is concerned; None as long as there is.
         self.trouble: str | None = None
         if not wanted:
@@ -72,7 +72,7 @@ class Sharing:
         bell = self._hold()
         return await self._agree(passing.accept(sock, bell), bell)
 
-    async def _agree(self, passed: Coroutine[Any, Any, Pair | None], bell: Bell | None) -> Pair | None:
+    async def _agree(self, passed: Coroutine[Any, Any, Pair | None], bell: Doorbell | None) -> Pair | None:
         """Return what the two ends come to; the hold on `bell` stays with it, or ends."""
         pair = None
         try:
@@ -94,13 +94,13 @@ class Sharing:
         if self._bell is not None and not self._bell.closed:
             self._bell.poll()
 
-    def _hold(self) -> Bell | None:
+    def _hold(self) -> Doorbell | None:
         if self.trouble is not None:
             return None
         if self._bell is None or self._bell.closed:
             assert self._fences is not None
             try:
-                self._bell = Bell(self._runtime, self._fences, self._watcher)
+                self._bell = Doorbell(self._runtime, self._fences, self._watcher)
             except OSError as error:
                 self._fail(error)
                 return None

@@ -14,7 +14,7 @@ import numpy as np
 
 from aiocoll import CollectiveTimeoutError, new_group
 from aiocoll.gpu.provider import provide, runtime
-from aiocoll.group.cuda import side as side_module
+from aiocoll.group.cuda import device_state as side_module
 from aiocoll.store import HashStore
 
 from .worlds import World, world

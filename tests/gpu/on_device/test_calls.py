@@ -116,10 +116,10 @@ async def test_tensors_that_require_gradients(kind: str, way: str) -> None:
 async def test_which_way_is_gone(kind: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> str:
         await pg.allreduce(made.tensor(np.ones(3), pg.rank() % made.devices))
-        assert pg._side is not None
-        assert pg._side.decision is not None
-        assert pg._side.decision.native, pg._side.decision.why
-        return pg._side.decision.why
+        assert pg._device_state is not None
+        assert pg._device_state.decision is not None
+        assert pg._device_state.decision.native, pg._device_state.decision.why
+        return pg._device_state.decision.why
 
     with world(kind, "nccl", 2) as made:
         found = await run_ranks(ranks(made, "nccl", 2), body, made)

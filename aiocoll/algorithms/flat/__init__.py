@@ -1,0 +1,1 @@
+"""Schedules that take all ranks to be equally far from each other."""

@@ -1,0 +1,50 @@
+"""Chain: one line of ranks; everybody passes on what arrives while it still arrives.
+
+Each rank receives and sends the tensor once, which is the least possible, all links work at the same time, and the
+line is as fast as one link once it is filled: the way for large tensors. (A reduce-scatter with a gather to the root
+would move twice the bytes.)
+
+Cost in (steps, most bytes sent by one rank), n = bytes of the tensor:
+
+    broadcast  "chain"  (p-1, n)
+    reduce     "chain"  (p-1, n)    scratch n at inner ranks; the op must be commutative
+
+Ranks are numbered from the root, v = (rank - root) mod p; a broadcast runs up the line, a reduction down to v = 0.
+"""
+
+from __future__ import annotations
+
+from aiocoll.algorithms.builder import Builder, Deps, reduced_alone
+from aiocoll.algorithms.program import Program, Region
+
+__all__ = ["broadcast", "reduce"]
+
+
+def broadcast(rank: int, world_size: int, root: int, count: int) -> Program:
+    """Pass the root's tensor (buffer 0) up the line."""
+    build = Builder(1)
+    tensor = Region(0, 0, count)
+    node = (rank - root) % world_size
+    ready: Deps = ()
+    if node:
+        ready = build.recv((rank - 1) % world_size, tensor)
+    if node < world_size - 1:
+        build.send((rank + 1) % world_size, tensor, follow=ready)
+    return build.program("chain")
+
+
+def reduce(rank: int, world_size: int, root: int, count: int) -> Program:
+    """Reduce down the line; the tensor (buffer 0) is written at the root only."""
+    tensor = Region(0, 0, count)
+    if world_size == 1:
+        return reduced_alone(tensor, tensor)
+    build = Builder(1)
+    node = (rank - root) % world_size
+    last = node == world_size - 1
+    partial = tensor if last or node == 0 else Region(build.scratch(count), 0, count)
+    ready: Deps = ()
+    if not last:
+        ready = build.combine((rank + 1) % world_size, partial, tensor, incoming_first=False, final=node == 0)
+    if node:
+        build.send((rank - 1) % world_size, partial, follow=ready)
+    return build.program("chain")

@@ -1,0 +1,147 @@
+"""Direct: every message goes straight from where the data is to where it is wanted, in one step.
+
+The least latency there is, and the most traffic through one link. Right for small messages, few ranks, and for
+gather and scatter, where no relay could save the root anything.
+
+Cost in (steps, most bytes sent by one rank), n = bytes of the whole vector, p = ranks:
+
+    allreduce  "oneround"  (1, n(p-1))      everybody gets everything and reduces it in rank order
+    allreduce  "exchange"  (1, n)           the same for two ranks, reducing on arrival instead of from scratch
+    reduce     "linear"    (1, n)           the root reduces in rank order
+    broadcast  "linear"    (1, n(p-1))
+    allgather  "direct"    (1, n(p-1)/p)
+    gather     "linear"    (1, n/p)
+    scatter    "linear"    (1, n(p-1)/p)
+    barrier    "linear"    (2, 0)           everybody reports to rank 0, which then knows who is missing
+
+Two ranks, oneround:
+
+    rank 0:  send x0 -> ; x1 = incoming ; x0 = f(x0, x1)
+    rank 1:  send x1 -> ; x0 = incoming ; x1 = f(x0, x1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from aiocoll.algorithms.builder import Builder
+from aiocoll.algorithms.program import Program, Region
+
+__all__ = ["allgather", "allreduce", "barrier", "broadcast", "exchange", "gather", "reduce", "scatter"]
+
+
+def allreduce(rank: int, world_size: int, count: int) -> Program:
+    """Send the tensor (buffer 0) to everybody and fold all tensors in rank order; scratch (p-1) tensors."""
+    build = Builder(1)
+    tensor = Region(0, 0, count)
+    scratch = build.scratch((world_size - 1) * count) if world_size > 1 else 0
+    sources = [tensor] * world_size
+    sent: tuple[int, ...] = ()
+    for distance in range(1, world_size):
+        sent += build.send((rank + distance) % world_size, tensor)
+    arrived: tuple[int, ...] = ()
+    for distance in range(1, world_size):
+        peer = (rank - distance) % world_size
+        sources[peer] = Region(scratch, (distance - 1) * count, distance * count)
+        arrived += build.recv(peer, sources[peer])
+    build.fold(tensor, tuple(sources), after=sent, follow=arrived)
+    return build.program("oneround")
+
+
+def exchange(rank: int, world_size: int, count: int) -> Program:
+    """Send the tensor (buffer 0) to the other rank and reduce it with what arrives, the lower rank's on the left."""
+    build = Builder(1)
+    tensor = Region(0, 0, count)
+    if world_size != 2:
+        raise ValueError(f"exchange is for two ranks, not {world_size}")
+    sent = build.send(1 - rank, tensor)
+    build.combine(1 - rank, tensor, tensor, incoming_first=rank == 1, final=True, after=sent)
+    return build.program("exchange")
+
+
+def reduce(rank: int, world_size: int, root: int, count: int) -> Program:
+    """Send the tensor (buffer 0) to the root, which folds in rank order; scratch (p-1) tensors at the root."""
+    build = Builder(1)
+    tensor = Region(0, 0, count)
+    if rank != root:
+        build.send(root, tensor)
+        return build.program("linear")
+    scratch = build.scratch((world_size - 1) * count) if world_size > 1 else 0
+    sources = [tensor] * world_size
+    arrived: tuple[int, ...] = ()
+    peers = (peer for peer in range(world_size) if peer != root)
+    for place, peer in enumerate(peers):
+        sources[peer] = Region(scratch, place * count, (place + 1) * count)
+        arrived += build.recv(peer, sources[peer])
+    build.fold(tensor, tuple(sources), follow=arrived)
+    return build.program("linear")
+
+
+def broadcast(rank: int, world_size: int, root: int, count: int) -> Program:
+    """Send the root's tensor (buffer 0) to each rank."""
+    build = Builder(1)
+    tensor = Region(0, 0, count)
+    if rank == root:
+        for distance in range(1, world_size):
+            build.send((root + distance) % world_size, tensor)
+    else:
+        build.recv(root, tensor)
+    return build.program("linear")
+
+
+def allgather(rank: int, world_size: int, counts: Sequence[int]) -> Program:
+    """Send the input (buffer p) to everybody; outputs are buffers 0 to p-1."""
+    build = Builder(world_size + 1)
+    mine = Region(world_size, 0, counts[rank])
+    build.copy(Region(rank, 0, counts[rank]), mine)
+    for distance in range(1, world_size):
+        build.send((rank + distance) % world_size, mine)
+    for distance in range(1, world_size):
+        peer = (rank - distance) % world_size
+        build.recv(peer, Region(peer, 0, counts[peer]))
+    return build.program("direct")
+
+
+def barrier(rank: int, world_size: int) -> Program:
+    """Report to rank 0, which answers when all have: rank 0 knows who has not come."""
+    build = Builder(0)
+    if rank:
+        build.signal(0)
+        build.await_signal(0)
+        return build.program("linear")
+    arrived = tuple(chain.from_iterable(build.await_signal(peer) for peer in range(1, world_size)))
+    for peer in range(1, world_size):
+        build.signal(peer, after=arrived)
+    return build.program("linear")
+
+
+def gather(rank: int, world_size: int, root: int, counts: Sequence[int]) -> Program:
+    """Send the input (buffer p) to the root, whose outputs are buffers 0 to p-1."""
+    build = Builder(world_size + 1)
+    mine = Region(world_size, 0, counts[rank])
+    if rank != root:
+        # A root that does not know how much comes has to hear of nothing, too.
+        if not build.send(root, mine):
+            build.signal(root)
+        return build.program("linear")
+    build.copy(Region(root, 0, counts[root]), mine)
+    for distance in range(1, world_size):
+        peer = (root + distance) % world_size
+        if not build.recv(peer, Region(peer, 0, counts[peer])):
+            build.await_signal(peer)
+    return build.program("linear")
+
+
+def scatter(rank: int, world_size: int, root: int, counts: Sequence[int]) -> Program:
+    """Send the root's inputs (buffers 0 to p-1) to their ranks; output is buffer p."""
+    build = Builder(world_size + 1)
+    mine = Region(world_size, 0, counts[rank])
+    if rank != root:
+        build.recv(root, mine)
+        return build.program("linear")
+    for distance in range(1, world_size):
+        peer = (root + distance) % world_size
+        build.send(peer, Region(peer, 0, counts[peer]))
+    build.copy(mine, Region(root, 0, counts[root]))
+    return build.program("linear")

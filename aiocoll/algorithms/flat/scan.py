@@ -1,0 +1,79 @@
+"""Prefix reductions: rank r gets f(x0, ..., xr), or without its own xr in the exclusive form.
+
+All algorithms keep the rank order. An op with a last touch (AVG) has no meaning here: the caller refuses it. In the
+exclusive form rank 0's tensor stays as it is and rank 1 gets rank 0's.
+
+Cost in (steps, most bytes sent by one rank), n = bytes of the tensor:
+
+    scan, exscan  "fold"   (1, n(p-1))    scratch n*rank; everybody sends to all higher ranks, which fold
+    scan          "chain"  (p-1, n)       each rank adds its own and passes on, while it arrives
+    exscan        "chain"  (p-1, n)       scratch 2n at inner ranks
+
+Hillis and Steele's logarithmic prefix ("Data parallel algorithms", CACM 1986) lies between the two in steps and in
+bytes; it pays only for many ranks and middle sizes.
+"""
+
+from __future__ import annotations
+
+from aiocoll.algorithms.builder import Builder, Deps, reduced_alone
+from aiocoll.algorithms.program import Program, Region
+
+__all__ = ["exscan_chain", "exscan_fold", "scan_chain", "scan_fold"]
+
+
+def scan_fold(rank: int, world_size: int, count: int) -> Program:
+    """Fold the tensors (buffer 0) of ranks 0 to `rank` in place."""
+    return _fold(rank, world_size, count, inclusive=True)
+
+
+def exscan_fold(rank: int, world_size: int, count: int) -> Program:
+    """Fold the tensors (buffer 0) of ranks 0 to `rank` - 1 in place; leave rank 0's alone."""
+    return _fold(rank, world_size, count, inclusive=False)
+
+
+def _fold(rank: int, world_size: int, count: int, *, inclusive: bool) -> Program:
+    build = Builder(1)
+    tensor = Region(0, 0, count)
+    sent: Deps = ()
+    for peer in range(rank + 1, world_size):
+        sent += build.send(peer, tensor)
+    scratch = build.scratch(rank * count) if rank else 0
+    lower = [Region(scratch, peer * count, (peer + 1) * count) for peer in range(rank)]
+    arrived: Deps = ()
+    for peer in range(rank):
+        arrived += build.recv(peer, lower[peer])
+    sources = (*lower, tensor) if inclusive else tuple(lower)
+    if sources:
+        build.fold(tensor, sources, after=sent, follow=arrived)
+    return build.program("fold")
+
+
+def scan_chain(rank: int, world_size: int, count: int) -> Program:
+    """Reduce what arrives with the tensor (buffer 0), in place, and pass it on."""
+    tensor = Region(0, 0, count)
+    if world_size == 1:
+        return reduced_alone(tensor, tensor)
+    build = Builder(1)
+    ready = build.combine(rank - 1, tensor, tensor, final=True) if rank else build.fold(tensor, (tensor,))
+    if rank < world_size - 1:
+        build.send(rank + 1, tensor, follow=ready)
+    return build.program("chain")
+
+
+def exscan_chain(rank: int, world_size: int, count: int) -> Program:
+    """Keep what arrives, and pass it on reduced with the tensor (buffer 0)."""
+    build = Builder(1)
+    tensor = Region(0, 0, count)
+    last = world_size - 1
+    if rank == 0 and last:
+        build.send(1, tensor)
+    elif rank == last and last:
+        build.recv(rank - 1, tensor)
+    elif last:
+        lower = Region(build.scratch(count), 0, count)
+        upto = Region(build.scratch(count), 0, count)
+        arrived = build.recv(rank - 1, lower)
+        folded = build.fold(upto, (lower, tensor), follow=arrived)
+        build.send(rank + 1, upto, follow=folded)
+        build.copy(tensor, lower, follow=folded)
+    return build.program("chain")

@@ -1,0 +1,1 @@
+"""Schedules for ranks on several hosts."""

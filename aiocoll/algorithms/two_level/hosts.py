@@ -1,0 +1,136 @@
+"""Which ranks share a host: what the two-level algorithms build on.
+
+A host's ranks, in rank order, are its team; a team's first rank is its leader. Bytes between hosts travel in lanes, as
+many as the largest team has ranks: on each host one rank is the gate of a lane, and with teams of the same size every
+rank is the gate of one. In a smaller team some are gates of several lanes.
+
+Hosts are numbered in the order of their lowest ranks, so all ranks that know the same teams number them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+from aiocoll.algorithms.builder import Builder, Deps
+from aiocoll.algorithms.program import Program, Region, Verb
+
+__all__ = ["Hosts", "embed", "host_numbers"]
+
+
+def host_numbers(names: Iterable[Hashable]) -> tuple[int, ...]:
+    """Return the host number of each rank from the name of its host: 0 for the host of rank 0, 1 for the next, ..."""
+    numbers: dict[Hashable, int] = {}
+    return tuple(numbers.setdefault(name, len(numbers)) for name in names)
+
+
+class Hosts:
+    """The teams of a group.
+
+    Args:
+        numbers: host number of each rank, as `host_numbers` returns them.
+
+    Attributes:
+        host: host number of each rank.
+        teams: ranks of each host, ascending.
+        place: place of each rank in its team.
+        leaders: lowest rank of each host.
+        lanes: size of the largest team.
+    """
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        teams: list[list[int]] = [[] for _ in set(numbers)]
+        for rank, number in enumerate(numbers):
+            teams[number].append(rank)
+        self.host = tuple(numbers)
+        self.teams = tuple(tuple(team) for team in teams)
+        self.place = tuple(self.teams[number].index(rank) for rank, number in enumerate(numbers))
+        self.leaders = tuple(team[0] for team in self.teams)
+        self.lanes = max(len(team) for team in self.teams)
+
+    def gates(self, lane: int) -> list[int]:
+        """Return the gate of `lane` on each host."""
+        return [team[lane * len(team) // self.lanes] for team in self.teams]
+
+    def counterparts(self, rank: int) -> list[int]:
+        """Return, for each host, the rank there that stands for `rank`; on its own host it stands for itself."""
+        place, size = self.place[rank], len(self.teams[self.host[rank]])
+        return [team[place * len(team) // size] for team in self.teams]
+
+    def turned(self, rank: int) -> list[int]:
+        """Return the team of `rank`, beginning with it, in a circle."""
+        team, place = self.teams[self.host[rank]], self.place[rank]
+        return [*team[place:], *team[:place]]
+
+    def circle(self, host: int) -> list[int]:
+        """Return all hosts, beginning with `host`, in a circle."""
+        return [(host + step) % len(self.teams) for step in range(len(self.teams))]
+
+
+def embed(
+    build: Builder,
+    program: Program,
+    peers: Sequence[int],
+    buffers: Sequence[Region],
+    *,
+    after: Deps = (),
+    follow: Deps = (),
+    final: bool = True,
+) -> Deps:
+    """Write the program of a rank in a smaller group into a larger one's.
+
+    Args:
+        build: of the larger program.
+        program: of the smaller group.
+        peers: rank in the larger group of each rank of the smaller one.
+        buffers: where each of the user's buffers of `program` lies.
+        after: actions to be complete before the first ones of `program`.
+        follow: actions that the first sends of `program` follow; each as long as they are.
+        final: keep the op's last touch; else the results are partial. No such program may fold.
+
+    Returns:
+        All actions written.
+    """
+    places = [*buffers, *(Region(build.scratch(count), 0, count) for count in program.scratch)]
+    written: list[Deps] = []
+
+    def moved(region: Region) -> Region:
+        place = places[region.buffer]
+        return Region(place.buffer, place.start + region.start, place.start + region.stop)
+
+    def those(indices: Deps) -> Deps:
+        return tuple(new for index in indices for new in written[index])
+
+    for action in program.actions:
+        if action.region.count == 0:  # of a barrier: what is said is that all of `after` is over, whoever was heard
+            said = action.verb is Verb.SEND
+            peer = peers[action.peer]
+            written.append(build.signal(peer, after + those(action.after)) if said else build.await_signal(peer))
+            continue
+        first = not action.after and not action.follow
+        earlier = after if first else those(action.after)
+        region, sources = moved(action.region), tuple(moved(source) for source in action.sources)
+        match action.verb:
+            case Verb.SEND:
+                leads = follow if first else those(action.follow)
+                written.append(build.send(peers[action.peer], region, after=earlier, follow=leads))
+            case Verb.RECV:
+                written.append(build.recv(peers[action.peer], region, after=earlier))
+            case Verb.COMBINE:
+                written.append(
+                    build.combine(
+                        peers[action.peer],
+                        region,
+                        sources[0],
+                        incoming_first=action.incoming_first,
+                        final=action.final and final,
+                        after=earlier,
+                    )
+                )
+            case Verb.FOLD:
+                assert final
+                written.append(build.fold(region, sources, after=earlier, follow=those(action.follow)))
+            case Verb.COPY if region == sources[0]:
+                written.append(())  # two buffers of the smaller group lie in the same place
+            case _:
+                written.append(build.copy(region, sources[0], after=earlier, follow=those(action.follow)))
+    return tuple(index for deps in written for index in deps)

@@ -1,0 +1,149 @@
+"""Leaders: between hosts, one rank of each speaks for its team; for small messages.
+
+Inside a host data goes up to the leader, and results come down from it, along the trees of `tree`; the leaders run the
+algorithm that has the fewest steps among themselves. As many steps as without levels, but only one of them between
+hosts (with h hosts: ceil(log2 h)), and the messages between hosts do not grow with the ranks per host.
+
+Cost, h hosts of k ranks, n = bytes of the whole vector, L = ceil(log2 h), U = floor(log2 k), D and c the depth of a
+k-nomial tree of k ranks and the children of its root:
+
+                 steps        most bytes sent by one rank    messages, bytes between hosts   scratch
+    allreduce    U + L + D    n(h-1 + c)                     hL, nh(h-1)                     n at inner nodes, nh
+    reduce       U + U' *     n                              h-1, n(h-1)                     2n at inner nodes
+    broadcast    D' + D *     n(c' + c)                      h-1, n(h-1)
+    allgather    1 + B + D    n((h-1)/h + c)                 h(h-1) or hL, n(h-1)            n (above 4 hosts 2n)
+    barrier      2 + L        0                              hL, 0
+
+    * U', D' and c': the same of h.   B is 1 up to 4 hosts, L above.
+
+Every leader repeats the reduction among the leaders, as every rank does in "bruck": the op must be portable. It must
+also be commutative, since teams are reduced before hosts. Karonis et al., "Exploiting hierarchy in parallel computer
+networks to optimize collective operation performance" (IPDPS 2000).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from aiocoll.algorithms.builder import Builder, Deps
+from aiocoll.algorithms.flat import circulant, tree
+from aiocoll.algorithms.flat import point_to_all as direct
+from aiocoll.algorithms.program import Program, Region
+from aiocoll.algorithms.two_level.hosts import Hosts, embed
+
+__all__ = ["DIRECT_HOSTS", "allgather", "allreduce", "barrier", "broadcast", "reduce"]
+
+DIRECT_HOSTS = 4
+"""Up to so many hosts, leaders send to each other in one step: three sends take about the time of one wake-up."""
+
+
+def allreduce(rank: int, hosts: Hosts, count: int) -> Program:
+    """Reduce each team's tensors (buffer 0) at its leader, then the leaders', and hand the result down."""
+    build = Builder(1)
+    tensor = Region(0, 0, count)
+    host, place = hosts.host[rank], hosts.place[rank]
+    team, number = hosts.teams[host], len(hosts.teams)
+    done: Deps = ()
+    if len(team) > 1:
+        done = embed(build, tree.reduce(place, len(team), 0, count), team, [tensor], final=False)
+    if place == 0:
+        among = direct.exchange if number == 2 else circulant.bruck
+        done = embed(build, among(host, number, count), hosts.leaders, [tensor], after=done)
+    embed(build, tree.broadcast(place, len(team), 0, count), team, [tensor], after=done)
+    return build.program("leaders")
+
+
+def reduce(rank: int, hosts: Hosts, root: int, count: int) -> Program:
+    """Reduce each team's tensors (buffer 0) at one of it, the root or the leader, then those of all hosts."""
+    build = Builder(1)
+    tensor = Region(0, 0, count)
+    host, heads = hosts.host[rank], _heads(hosts, root)
+    team, head = hosts.teams[host], heads[host]
+    held = tensor
+    done: Deps = ()
+    if rank == head != root and len(team) > 1:
+        held = Region(build.scratch(count), 0, count)
+        done = build.copy(held, tensor)
+    if len(team) > 1:
+        program = tree.reduce(hosts.place[rank], len(team), hosts.place[head], count)
+        done = embed(build, program, team, [held], after=done, final=False)
+    if rank == head:
+        embed(build, tree.reduce(host, len(heads), hosts.host[root], count), heads, [held], after=done)
+    return build.program("leaders")
+
+
+def broadcast(rank: int, hosts: Hosts, root: int, count: int) -> Program:
+    """Send the root's tensor (buffer 0) to one rank of each host, which hand it down while it arrives."""
+    build = Builder(1)
+    tensor = Region(0, 0, count)
+    host, heads = hosts.host[rank], _heads(hosts, root)
+    team, head = hosts.teams[host], heads[host]
+    arrived: Deps = ()
+    if rank == head:
+        done = embed(build, tree.broadcast(host, len(heads), hosts.host[root], count), heads, [tensor])
+        arrived = () if rank == root else done[:1]
+    program = tree.broadcast(hosts.place[rank], len(team), hosts.place[head], count)
+    embed(build, program, team, [tensor], follow=arrived)
+    return build.program("leaders")
+
+
+def allgather(rank: int, hosts: Hosts, counts: Sequence[int]) -> Program:
+    """Collect the inputs (buffer p) host by host in scratch; hand all down in one message, copy to the outputs."""
+    world_size, number = len(counts), len(hosts.teams)
+    build = Builder(world_size + 1)
+    mine = Region(world_size, 0, counts[rank])
+    host, team = hosts.host[rank], hosts.teams[hosts.host[rank]]
+    whole = Region(build.scratch(sum(counts)), 0, sum(counts))
+    sizes = [sum(counts[peer] for peer in team) for team in hosts.teams]
+    bundles = [Region(whole.buffer, stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
+    blocks = _blocks(hosts, bundles, counts)
+    done: Deps = ()
+    if rank == team[0]:
+        done = build.copy(blocks[rank], mine)
+        for peer in team[1:]:
+            done += build.recv(peer, blocks[peer])
+        among = direct.allgather if number <= DIRECT_HOSTS else circulant.allgather
+        done += embed(build, among(host, number, sizes), hosts.leaders, [*bundles, bundles[host]], after=done)
+    else:
+        build.send(team[0], mine)
+    handed = embed(build, tree.broadcast(hosts.place[rank], len(team), 0, whole.count), team, [whole], after=done)
+    here = done if rank == team[0] else handed[:1]
+    for peer in range(world_size):
+        own = peer == rank
+        build.copy(Region(peer, 0, counts[peer]), mine if own else blocks[peer], after=() if own else here)
+    return build.program("leaders")
+
+
+def barrier(rank: int, hosts: Hosts) -> Program:
+    """Report to the leader; the leaders hear of each other and release their teams."""
+    build = Builder(0)
+    host = hosts.host[rank]
+    first, *others = hosts.teams[host]
+    if rank != first:
+        build.signal(first)
+        build.await_signal(first)
+        return build.program("leaders")
+    heard: Deps = ()
+    for peer in others:
+        heard += build.await_signal(peer)
+    heard += embed(build, circulant.barrier(host, len(hosts.teams)), hosts.leaders, [], after=heard)
+    for peer in others:
+        build.signal(peer, after=heard)
+    return build.program("leaders")
+
+
+def _heads(hosts: Hosts, root: int) -> list[int]:
+    """Return who speaks for each host: the root for its own."""
+    return [root if root in team else team[0] for team in hosts.teams]
+
+
+def _blocks(hosts: Hosts, bundles: Sequence[Region], counts: Sequence[int]) -> dict[int, Region]:
+    """Return where each rank's block lies in the bundle of its host."""
+    blocks = {}
+    for team, bundle in zip(hosts.teams, bundles, strict=True):
+        start = bundle.start
+        for peer in team:
+            blocks[peer] = Region(bundle.buffer, start, start + counts[peer])
+            start += counts[peer]
+    return blocks

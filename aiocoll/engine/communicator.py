@@ -1,0 +1,394 @@
+"""One rank's membership of one group: what is in flight, what came early, and whether the group still stands."""
+
+from __future__ import annotations
+
+from asyncio import TimerHandle
+from collections.abc import Callable, Sequence
+from math import nan
+from typing import TYPE_CHECKING, Any
+
+from aiocoll.algorithms.machine import Tuning
+from aiocoll.algorithms.two_level.hosts import host_numbers
+from aiocoll.engine.channel import Channel
+from aiocoll.engine.channels import channels
+from aiocoll.engine.control.messages import Note
+from aiocoll.engine.control.unmade_groups import Kept, keep_note
+from aiocoll.engine.failure.deadlines import REPORT_AFTER
+from aiocoll.engine.failure.losses import left, lost, torn
+from aiocoll.engine.failure.mismatch import MismatchReports, called, mismatch
+from aiocoll.engine.failure.stall_inspector import StallInspector, cause_of, failure_by
+from aiocoll.engine.matching.matching import Matching
+from aiocoll.engine.operation_log import ENDED, HISTORY, OperationLog
+from aiocoll.engine.operations.base import KEYED, P2P, Operation
+from aiocoll.errors import (
+    CollectiveTimeoutError,
+    GroupError,
+    GroupRevokedError,
+    ProtocolError,
+)
+from aiocoll.log import logger
+from aiocoll.transport.frame import FrameKind, Header
+from aiocoll.transport.shm.layout import SMALLER
+
+if TYPE_CHECKING:
+    from aiocoll.engine.endpoint import Endpoint
+    from aiocoll.engine.split_history import Split
+
+__all__ = ["Communicator"]
+
+_DATA = int(FrameKind.DATA)
+
+
+class _Positions(dict[int, int]):
+    """Number in a group by rank in the job; who speaks of a group it is not in breaks the protocol."""
+
+    def __missing__(self, rank: int) -> int:
+        raise ProtocolError(f"what is said is about rank {rank} in a group of ranks {sorted(self)}")
+
+
+class Communicator:
+    """This rank in a group.
+
+    Args:
+        endpoint: what the groups of this rank share.
+        identity: the group on the wire: hash of its name.
+        name: the group's name.
+        ranks: rank in the job of each rank of the group.
+        piece_nbytes: of the blocks in memory that all ranks share, where they do; else 0.
+        timeout: seconds an operation may take unless its call says otherwise.
+        warn_after: seconds after which an operation that waits is reported in the log.
+        tuning: what the machine and the medium of the group's messages can do, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        identity: int,
+        name: str,
+        ranks: Sequence[int],
+        piece_nbytes: int,
+        timeout: float,
+        warn_after: float,
+        tuning: Tuning,
+    ) -> None:
+        self.endpoint = endpoint
+        self.id = identity
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.piece_nbytes = piece_nbytes
+        self.small_nbytes = piece_nbytes // SMALLER
+        self.timeout = timeout
+        #: The timeout of operations that expire in the order of entry, and that the watch need not be told of.
+        self.default_timeout = timeout if timeout >= REPORT_AFTER else nan
+        self.warn_after = warn_after
+        self.tuning = tuning
+        self.rank = self.ranks.index(endpoint.rank)
+        #: Says in the log whose a record is.
+        self.log_extra = {"group": name, "rank": self.rank}
+        #: Host number of each rank, alike on all ranks: the cards are.
+        self.hosts = host_numbers(endpoint.cards[rank]["host"] for rank in self.ranks)
+        self.position = _Positions((rank, index) for index, rank in enumerate(self.ranks))
+        self.channels = channels(endpoint, self.ranks)
+        self.others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
+        self.operations: dict[int, Operation] = {}
+        self.pending: dict[Operation, None] = {}
+        #: The number of the last ordered operation; who makes one takes the next.
+        self.entered = 0
+        self.recorder = OperationLog()
+        self.cause: GroupError | None = None
+        #: Collectives that the revocation has failed, by number, or key and count; all others this rank entered were
+        #: complete by then. By their works, since a collective may have several operations, one after another.
+        self.unfinished: frozenset[int | tuple[str, int]] = frozenset()
+        #: Collectives that have failed without revoking the group, since the ranks' calls differed; named alike.
+        self.refused: set[int | tuple[str, int]] = set()
+        #: How this group was split off, from the first group on; and this rank's calls that split it.
+        self.lineage: tuple[Split, ...] = ()
+        self.splits: list[Split] = []
+        self.on_revoked: list[Callable[[], None]] = []
+        #: Called with each rank that leaves.
+        self.on_departed: list[Callable[[int], None]] = []
+        #: Hears a note about CUDA devices, and whose it is; until something here does, those that have come are kept.
+        self.heard_on_device: Callable[[int, Note], None] = self._keep_device_note
+        self._device_notes: list[tuple[int, Note]] = []
+        self.left: set[int] = set()
+        #: How often the group has grown.
+        self.growths = 0
+        self.matching = Matching(self)
+        self.stalls = StallInspector(self)
+        self.mismatches = MismatchReports(self)
+        self.stamp = endpoint.runtime.stamp
+        self._collectives = self.recorder.collectives
+        self._messages = self.recorder.messages
+        self._watch = endpoint.watch
+        self._early: dict[int, list[Kept]] = {}
+        # Keyed operations that have ended; of ordered ones the number tells.
+        self._ended: dict[int, None] = {}
+        self._counts: dict[str, int] = {}
+
+    # -- entering
+
+    def keyed_id(self, key: str) -> tuple[int, int]:
+        """Take the next count of `key`; return the operation id and the count."""
+        count = self._counts.get(key, 0) + 1
+        identity = KEYED | self.endpoint.hash62(f"{key}\0{count}")
+        self._counts[key] = count
+        return identity, count
+
+    def counts(self, limit: int) -> dict[str, int]:
+        """Return how often this rank has called each key, of the last `limit` keys that it has called first."""
+        counts = self._counts.copy()
+        return {key: counts[key] for key in list(counts)[-limit:]}
+
+    def enter(self, operation: Operation) -> None:
+        """Put an operation in flight: from here on its id and fingerprint answer every frame and question."""
+        operation.entered = now = self.stamp()
+        self.pending[operation] = None
+        identity = operation.id
+        work = operation.work
+        terms, shape, code, instruction = operation.terms, operation.shape, work._code, work._instruction
+        # The fields of a `Record`, written out: a call per operation would cost more than all else in here.
+        if identity < P2P:
+            self.operations[identity] = operation
+            entry = [identity, now, terms, shape, work.key, work.seq, code, instruction, None, None]
+            self._collectives.append(entry)
+        else:
+            entry = [identity, now, terms, shape, None, None, code, instruction, None, None, operation.peer, None]
+            self._messages.append(entry)
+        operation.entry = entry
+        watch = self._watch
+        if watch.timer is None or operation.timeout != self.default_timeout:
+            watch.entered(operation)
+        if self.stalls.asked_early:
+            self.stalls.entered(operation)
+        if self.left:
+            # Later: what they sent before they left may be all that is needed.
+            self.call_soon(self._missed, operation)
+        try:
+            operation.enter()
+        except Exception as error:
+            self.crashed(error)
+        if self._early and (frames := self._early.pop(identity, None)):
+            for channel, header, payload in frames:
+                self.endpoint.attempt(channel.peer, channel.hear_again, self.frame, header, payload)
+
+    def forget(self, operation: Operation) -> None:
+        """The operation has ended."""
+        del self.pending[operation]
+        operation.entry[ENDED] = self.stamp()
+        if operation.timeout != self.default_timeout:
+            self._watch.ended(operation)
+        identity = operation.id
+        if identity < P2P:
+            del self.operations[identity]
+            if identity >= KEYED:
+                if len(self._ended) >= HISTORY:
+                    del self._ended[next(iter(self._ended))]
+                self._ended[identity] = None
+
+    # -- frames
+
+    def place(self, peer: int, header: Header) -> tuple[Operation | None, memoryview | None]:
+        """Find the caller's memory for a payload that is arriving, and whose it is."""
+        _, _, step, _, op, fingerprint, offset, length, total = header
+        if op & P2P:
+            return self.matching.place(self.position[peer], header)
+        operation = self.operations.get(op)
+        if operation is None or operation.fingerprint != fingerprint:
+            return None, None
+        return operation, operation.place(self.position[peer], step, offset, total, length)
+
+    def frame(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
+        """Take a frame for this group; False if it has to wait here, and counts against its sender's window."""
+        kind, _, step, _, op, fingerprint, _, length, total = header
+        peer = self.position[channel.peer]
+        operation = self.operations.get(op)
+        if operation is None:
+            return self._frame_without_operation(channel, peer, header, payload)
+        if kind == _DATA:
+            if operation.fingerprint != fingerprint or not operation.take(peer, step, total, payload, length):
+                self.mismatches.disagree(peer, op, operation.describe())
+        elif kind == FrameKind.GRANT:
+            channel.grant(operation)
+        elif operation.fingerprint != fingerprint:
+            self.mismatches.disagree(peer, op, operation.describe())
+        else:
+            operation.promise(peer)
+        return True
+
+    def _frame_without_operation(self, channel: Channel, peer: int, header: Header, payload: memoryview | None) -> bool:
+        op = header[4]
+        if self.cause is not None:
+            return True
+        if op & P2P:
+            return self.matching.frame(channel, peer, header, payload)
+        if op <= self.entered or op in self._ended:
+            # An operation that has ended here has had all its messages: the peer means another one.
+            if header[0] != FrameKind.GRANT and (record := self.recorder.find(op)) is not None:
+                self.mismatches.disagree(peer, op, record.describe(self.rank))
+            return True
+        channel.hold(header)
+        self._early.setdefault(op, []).append((channel, header, b"" if payload is None else bytes(payload)))
+        return False
+
+    def hear_device_notes(self, hear: Callable[[int, Note], None]) -> None:
+        """Let `hear` take notes about CUDA devices, those that have come first."""
+        self.heard_on_device = hear
+        notes, self._device_notes = self._device_notes, []
+        for peer, note in notes:
+            self.endpoint.attempt(self.ranks[peer], hear, peer, note)
+
+    def hear_on_device(self, rank: int, note: Note) -> None:
+        """Take a note about CUDA devices of a rank, numbered as in the job."""
+        self.heard_on_device(self.position[rank], note)
+
+    def _keep_device_note(self, peer: int, note: Note) -> None:
+        keep_note(self._device_notes, peer, note)
+
+    def _drop_early(self) -> None:
+        """Give its senders back the part of their windows that nobody will ask for any more."""
+        early, self._early = self._early, {}
+        for frames in early.values():
+            for channel, header, _ in frames:
+                channel.release(header)
+
+    def _purge(self) -> None:
+        """Give back what peers have left for this group in shared memory."""
+        for channel in self.channels:
+            if channel.shared is not None:
+                channel.shared.purge(self.id)
+
+    # -- failing
+
+    def raise_if_revoked(self) -> None:
+        """Refuse a call on a group that has failed."""
+        if self.cause is not None:
+            raise GroupRevokedError(
+                f"group {self.name!r} on rank {self.rank} was revoked: {self.cause}",
+                group=self.name,
+                ranks=self.cause.ranks,
+                op=self.cause.op,
+                seq=self.cause.seq,
+            ) from self.cause
+
+    def revoke(self, cause: GroupError, tell: bool = True) -> None:
+        """Fail everything pending with `cause`, refuse what comes, and tell all ranks; the first cause stays."""
+        if self.cause is not None:
+            return
+        self.cause = cause
+        works = [operation.work for operation in self.pending if not operation.id & P2P]
+        failed = {work.seq if work.key is None else (work.key, work.seq) for work in works if work.seq is not None}
+        self.unfinished = frozenset(failed | self.refused)
+        logger.info(
+            "group %r on rank %d was revoked: %s (%s)",
+            self.name,
+            self.rank,
+            cause,
+            self.recorder.hint,
+            extra=self.log_extra,
+        )
+        if tell:
+            self.endpoint.control.flood({"t": "revoke", "g": self.id, "cause": cause_of(cause)}, self.ranks)
+        for operation in list(self.pending):
+            operation.fail(failure_by(cause))
+        self._drop_early()
+        self._purge()
+        self.matching.clear()
+        for callback in self.on_revoked:
+            callback()
+
+    def lost(self, rank: int, detail: str, how: str) -> None:
+        """A rank of the group (numbered as in the job) is dead, or as good as that."""
+        peer = self.position[rank]
+        if peer in self.left:
+            return
+        self.revoke(lost(self.name, peer, detail, how))
+
+    def torn(self, rank: int) -> None:
+        """The connection to a rank of the group (numbered as in the job) broke, and both live."""
+        peer = self.position[rank]
+        if peer not in self.left:
+            self.revoke(torn(self.name, self.rank, peer))
+
+    def departed(self, rank: int) -> None:
+        """A rank of the group (numbered as in the job) has left in order: whatever needs it fails."""
+        peer = self.position[rank]
+        self.left.add(peer)
+        for callback in self.on_departed:
+            callback(peer)
+        for operation in list(self.pending):
+            operation.reported = 0.0  # it was the one who collects the reports, perhaps
+            self._missed(operation)
+
+    def _missed(self, operation: Operation) -> None:
+        """Fail `operation` if it needs a rank that has left."""
+        peer = next((rank for rank in sorted(self.left) if not operation.done and operation.needs(rank)), None)
+        if peer is None:
+            return
+        error = left(self.name, self.rank, peer, operation.work)
+        if operation.id & P2P:
+            operation.fail(error)
+        else:
+            self.revoke(error)
+
+    def timed_out(self, operation: Operation) -> None:
+        """A collective took too long: say who is missing, on every rank."""
+        missing, detail = self.stalls.missing(operation)
+        self.revoke(
+            CollectiveTimeoutError(
+                f"{operation.title()} of group {self.name!r} did not complete within "
+                f"{operation.timeout:g} s on rank {self.rank}, which called {called(operation.describe())}: {detail}",
+                op=operation.work.op,
+                seq=operation.work.key or operation.work.seq,
+                group=self.name,
+                ranks=missing,
+            )
+        )
+
+    def broke(self, operation: Operation, error: Exception) -> None:
+        """The function of a custom op has raised `error`."""
+        name = operation.work.key or operation.work.seq
+        cause = GroupError(
+            f"{operation.work.op} (sequence {name!r}) of group {self.name!r} failed on rank {self.rank}: "
+            f"its reduce function raised {type(error).__name__}: {error}",
+            op=operation.work.op,
+            seq=name,
+            group=self.name,
+            ranks=[self.rank],
+        )
+        cause.__cause__ = error
+        self.revoke(cause)
+
+    def crashed(self, error: Exception) -> None:
+        """Code of the library has raised what it should not, while it ran for this group."""
+        cause = GroupError(
+            f"group {self.name!r} failed on rank {self.rank}, where the library raised {type(error).__name__}: {error}",
+            group=self.name,
+            ranks=[self.rank],
+        )
+        cause.__cause__ = error
+        self.revoke(cause)
+
+    def attempt(self, callback: Callable[..., object], *args: Any) -> None:
+        """Call something that runs for this group: what it raises ends the group, here and everywhere."""
+        try:
+            callback(*args)
+        except Exception as error:
+            self.crashed(error)
+
+    def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
+        """Make an `attempt` in the next turn of the loop."""
+        self.endpoint.runtime.call_soon(self.attempt, callback, *args)
+
+    def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> TimerHandle:
+        """Make an `attempt` in `delay` seconds."""
+        return self.endpoint.runtime.call_later(delay, self.attempt, callback, *args)
+
+    def disagreement(self, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+        """Two ranks called operations that do not belong together."""
+        self.revoke(mismatch(self.name, mine, theirs))
+
+    def close(self) -> None:
+        """Leave: nothing arrives any more."""
+        self._drop_early()
+        self._purge()
+        self.matching.clear()

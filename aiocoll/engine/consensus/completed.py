@@ -1,0 +1,104 @@
+"""Which operations of a revoked group were complete: what a rank reports, and what the reports say together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
+
+__all__ = ["Completed", "Report", "combine", "report"]
+
+Report = dict[str, Any]
+
+#: Unfinished operations one report lists: twice these, and the keys, fit into one control frame of 256 KiB.
+LISTED = 10_000
+#: Bytes of keys in one report, for the same reason.
+KEY_NBYTES = 32 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """Collectives of a revoked group that were complete, on every rank that goes on or on one at least.
+
+    ``7 in completed`` asks for the ordered operation whose `Work.seq` is 7, ``("grad", 3) in completed`` for the third
+    one with ``key="grad"``. Of keyed ones each rank remembers those among its last 1,024 operations (with 32 KiB of
+    keys at most); older ones are not in here although they were complete.
+
+    Attributes:
+        upto: no ordered operation with a higher number is among them.
+        missing: the numbers up to `upto` that are not.
+        keyed: key and count of the keyed ones.
+    """
+
+    upto: int
+    missing: frozenset[int]
+    keyed: frozenset[tuple[str, int]]
+
+    @property
+    def through(self) -> int:
+        """The highest number up to which every ordered operation is among them: resume after it."""
+        return min(self.missing, default=self.upto + 1) - 1
+
+    def __contains__(self, operation: object) -> bool:
+        if isinstance(operation, int):
+            return 1 <= operation <= self.upto and operation not in self.missing
+        return operation in self.keyed
+
+    @classmethod
+    def of(cls, told: Report) -> Completed:
+        """Read a report."""
+        keyed = frozenset((key, count) for key, count in told["keyed"])
+        return cls(told["upto"], frozenset(told["missing"]), keyed)
+
+    def told(self) -> Report:
+        """Write a report."""
+        return _told(self.upto, self.missing, sorted(self.keyed))
+
+
+def report(group: Communicator) -> Report:
+    """Say what this rank has completed in a revoked group."""
+    upto = group.entered
+    unfinished = group.unfinished
+    entered = [
+        (key, count)
+        for _, _, _, _, key, count, *_ in reversed(group.recorder.collectives)
+        if key is not None and count is not None
+    ]
+    # Each once, though some have had several operations.
+    keyed = [each for each in dict.fromkeys(entered) if each not in unfinished]
+    return _told(upto, [number for number in unfinished if isinstance(number, int)], keyed)
+
+
+def combine(reports: Sequence[Report]) -> tuple[Completed, Completed]:
+    """Return what was completed on all, and what on one at least, of the ranks that report."""
+    each = [Completed.of(told) for told in reports]
+    least = min(one.upto for one in each)
+    furthest = max(each, key=lambda one: one.upto)
+    everywhere = Completed(
+        least,
+        frozenset(op for one in each for op in one.missing if op <= least),
+        frozenset.intersection(*(one.keyed for one in each)),
+    )
+    # What is complete nowhere is, in particular, not complete where most operations were entered.
+    nowhere = frozenset(op for op in furthest.missing if not any(op in one for one in each))
+    return everywhere, Completed(furthest.upto, nowhere, frozenset.union(*(one.keyed for one in each)))
+
+
+def _told(upto: int, missing: Iterable[int], keyed: Sequence[tuple[str, int]]) -> Report:
+    listed = sorted(missing)
+    if len(listed) > LISTED:
+        upto = listed[LISTED] - 1
+    return {"upto": upto, "missing": listed[:LISTED], "keyed": _fitting(keyed)}
+
+
+def _fitting(keyed: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Return as many of `keyed`, from the first on, as a report has room for."""
+    room = KEY_NBYTES
+    for number, (key, _) in enumerate(keyed):
+        room -= len(key.encode()) + 8
+        if room < 0:
+            return list(keyed[:number])
+    return list(keyed)

@@ -1,0 +1,247 @@
+"""The rank that puts the votes of a shrinking group together; see `aiocoll.engine.consensus.voter`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+from aiocoll.engine.consensus.completed import combine
+from aiocoll.engine.consensus.quorum import connected, decides, is_majority
+from aiocoll.engine.control.messages import PROTOCOL, Note
+from aiocoll.engine.failure.stall_inspector import cause_of
+from aiocoll.errors import GroupError, PeerLostError
+
+if TYPE_CHECKING:
+    from aiocoll.engine.consensus.voter import Voter
+
+__all__ = ["Coordinator", "Outcome"]
+
+#: What is decided: the members, who was excluded, what was completed, and the larger group if it grew; plain data.
+Outcome = dict[str, Any]
+
+#: Seconds a coordinator waits for votes, then for acceptances: as long as a stopped rank may go unnoticed (contract).
+BOUND = 6.0
+#: Seconds in which a lost rank is to be reached again: one round trip to anywhere takes less, a lost SYN included, and
+#: so does a rank whose loop is not blocked.
+RETRY = 2.5
+#: A decision without members, and the larger group in which they go on if they have grown.
+EMPTY: Outcome = {"members": [], "excluded": [], "everywhere": None, "somewhere": None, "grown": ""}
+
+
+class Coordinator:
+    """Coordinates one ballot at a time: the one with the highest number that a voter has chosen.
+
+    Args:
+        agreement: this rank's part as a voter.
+    """
+
+    def __init__(self, agreement: Voter) -> None:
+        self._agreement = agreement
+        self._ballot = -1
+        self._votes: dict[int, Note] = {}
+        self._proposal: Outcome | None = None
+        self._acks: set[int] = set()
+        self._retried = self._expired = False
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def stop(self) -> None:
+        """Wait for nobody any more."""
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+
+    def voted(self, peer: int, note: Note) -> None:
+        """Take a vote, or take it again."""
+        agreement, ballot = self._agreement, note["ballot"]
+        agreement.endpoint.restored(peer)
+        if agreement.outcome is not None:
+            agreement.say_decided(peer)
+            return
+        if ballot > self._ballot and agreement.promise(ballot):
+            self._ballot, self._votes, self._proposal, self._acks = ballot, {}, None, set()
+        if ballot < max(self._ballot, agreement.promised):
+            self._ask([peer])
+            return
+        first = not self._votes
+        self._votes[peer] = note
+        if first:
+            self._begin(peer)
+        self.consider()
+        if agreement.outcome is None:
+            self._answer(peer)
+
+    def _begin(self, first: int) -> None:
+        """After the first vote, ask the others for theirs, or tell them what was proposed already."""
+        agreement = self._agreement
+        me = agreement.endpoint.rank
+        self._await_bounds()
+        if self._proposal is not None:
+            self._say_proposal(agreement.ranks)
+            return
+        self._ask(rank for rank in agreement.ranks if rank not in (first, me))
+        if first != me:
+            agreement.cast()
+
+    def _answer(self, voter: int) -> None:
+        """Tell a voter what has come of its vote. Who waits for nothing need not know: it would vote again."""
+        if self._proposal is not None:
+            self._say_proposal([voter])
+        elif voter in self._those_that("exclude") | self._those_that("grown"):
+            self._ask([voter])
+
+    def _ask(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._agreement.say(rank, {"what": "ask", "ballot": max(self._ballot, self._agreement.promised)})
+
+    def _say_proposal(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._agreement.say(rank, {"what": "propose", "ballot": self._ballot, "outcome": self._proposal})
+
+    def _await_bounds(self) -> None:
+        self._retried = self._expired = False
+        self.stop()
+        call_later, attempt = self._agreement.endpoint.runtime.call_later, self._agreement.attempt
+        self._timers = [call_later(RETRY, attempt, self._retry), call_later(BOUND, attempt, self._expire)]
+
+    def _retry(self) -> None:
+        self._retried = True
+        ranks = self._agreement.ranks
+        if self._proposal is None:
+            self._ask([rank for rank in ranks if rank not in self._votes])
+        else:
+            self._say_proposal([rank for rank in ranks if rank not in self._acks])
+        self.consider()
+
+    def _expire(self) -> None:
+        self._expired = True
+        self.consider()
+
+    def consider(self) -> None:
+        """Propose, decide or give up, if it is time."""
+        agreement = self._agreement
+        if not self._votes or agreement.outcome is not None or agreement.promised != self._ballot:
+            return
+        away = agreement.away
+        if self._proposal is not None:
+            if decides(self._acks, agreement.ranks, away):
+                agreement.tell_all({"what": "decided", "outcome": self._proposal})
+            elif self._expired:
+                self._give_up(self._acks)
+            return
+        promised = decides(self._votes.keys(), agreement.ranks, away)
+        if promised and (accepted := self._accepted()) is not None:
+            self._propose(accepted)
+        else:
+            self._consider_growth()
+            if self._those_that("exclude"):
+                self._consider_shrinking(promised)
+
+    def _consider_growth(self) -> None:
+        """Propose the larger group once all ranks have made it, or refuse it."""
+        agreement = self._agreement
+        grown = self._those_that("grown")
+        if not grown:
+            return
+        groups = {self._candidacy(rank)["grown"] for rank in grown}
+        if len(groups) == 1 and grown == set(agreement.ranks):
+            self._propose({**EMPTY, "members": sorted(grown), "grown": groups.pop()})
+            return
+        declined = map(self._candidacy, self._those_that("failed"))
+        failed = [each["failed"] for each in declined if each["successor"] in groups]
+        absent = set(agreement.ranks) & (agreement.away | agreement.endpoint.suspected)
+        if failed or absent or self._expired or len(groups) > 1 or self._those_that("exclude"):
+            reason = failed[0] if failed else "not all of its ranks could do so"
+            self._refuse(grown, GroupError(f"the group did not grow: {reason}"))
+
+    def _consider_shrinking(self, promised: bool) -> None:
+        """Propose those that go on, unless others may still vote; give up if they are not enough."""
+        agreement = self._agreement
+        candidates, wanted, hopeless = self._candidates(), self._wanted(), self._hopeless()
+        members = connected(candidates, {rank: self._candidacy(rank)["lost"] for rank in candidates})
+        waiting = (wanted - candidates - hopeless) or (len(members) < len(candidates) and not self._retried)
+        missing = set(agreement.ranks) - agreement.away - self._votes.keys() - hopeless
+        if not self._expired and (waiting or (missing and not promised)):
+            return
+        if not promised or not is_majority(members, wanted):
+            self._give_up(members)
+            return
+        everywhere, somewhere = combine([self._candidacy(rank)["completed"] for rank in members])
+        told = {"everywhere": everywhere.told(), "somewhere": somewhere.told()}
+        self._propose({**EMPTY, "members": members, "excluded": sorted(self._excluded()), **told})
+
+    def _those_that(self, what: str) -> set[int]:
+        """Return who has voted to "exclude" some ranks and go on, to have "grown", or to have "failed" to grow."""
+        votes = self._votes.items()
+        return {rank for rank, vote in votes if vote["candidacy"] is not None and what in vote["candidacy"]}
+
+    def _accepted(self) -> Outcome | None:
+        """Return what a voter has accepted, of the highest ballot: it may have been decided."""
+        accepted = [vote["accepted"] for vote in self._votes.values() if vote["accepted"] is not None]
+        found: Outcome | None = max(accepted, key=lambda one: one[0], default=(-1, None))[1]
+        return found
+
+    def _candidates(self) -> set[int]:
+        """Return who has voted to go on, and may."""
+        return self._those_that("exclude") - self._excluded() - self._agreement.away
+
+    def _candidacy(self, rank: int) -> Note:
+        candidacy: Note = self._votes[rank]["candidacy"]
+        return candidacy
+
+    def _wanted(self) -> set[int]:
+        """Return who should vote to go on: all that live, have not closed the group and are not excluded."""
+        agreement = self._agreement
+        group = agreement.endpoint.groups.get(agreement.group)
+        left = set() if group is None else {group.ranks[rank] for rank in group.left}
+        return (set(agreement.ranks) - agreement.away - self._excluded() - left) | self._candidates()
+
+    def _hopeless(self) -> set[int]:
+        """Return who is not waited for: stopped and refused ranks, and lost ones that could not be reached again."""
+        lost = self._agreement.endpoint.dead
+        return {rank for rank, (how, _) in lost.items() if self._retried or how in ("stopped", PROTOCOL)}
+
+    def _excluded(self) -> set[int]:
+        return {rank for voter in self._those_that("exclude") for rank in self._candidacy(voter)["exclude"]}
+
+    def _propose(self, outcome: Outcome) -> None:
+        self._proposal = outcome
+        self._await_bounds()
+        self._say_proposal(self._agreement.ranks)
+
+    def accepted(self, peer: int, note: Note) -> None:
+        """Take an acceptance of the proposal."""
+        if note["ballot"] == self._ballot:
+            self._acks.add(peer)
+            self.consider()
+
+    def _give_up(self, reached: Collection[int]) -> None:
+        """Tell those that have voted who is missing; they may call again."""
+        agreement = self._agreement
+        missing = sorted(self._wanted() - set(reached)) or sorted(
+            set(agreement.ranks) - agreement.away - self._votes.keys()
+        )
+        error: GroupError
+        if missing:
+            here, there = agreement.named(reached or [agreement.endpoint.rank]), agreement.named(missing)
+            numbers = [agreement.position(rank) for rank in missing]
+            error = PeerLostError(
+                f"{here} cannot shrink the group: they are no quorum without {there}, which could not be reached or "
+                "did not call shrink(), and which may be going on by themselves (if it is certain that they are dead: "
+                f"shrink(assume_dead={numbers}))",
+                how="unreachable",
+                ranks=numbers,
+            )
+        else:
+            error = GroupError("the group cannot shrink: together the ranks have excluded all of them")
+        self._refuse(self._votes, error)
+        self._votes = {}
+        self.stop()
+
+    def _refuse(self, voters: Iterable[int], error: GroupError) -> None:
+        """Let `voters` raise `error`; their promises hold, and they may call again."""
+        voters = list(voters)
+        for rank in voters:
+            self._votes[rank] = {**self._votes[rank], "candidacy": None}
+        for rank in voters:
+            self._agreement.say(rank, {"what": "refuse", "ballot": self._ballot, "cause": cause_of(error)})

@@ -1,0 +1,358 @@
+"""How the ranks of a group agree on what comes after it: a single decision that survives the death of any of them.
+
+A failed group shrinks to some of its ranks. A group that grows goes on in a larger one, where its ranks have met the
+newcomers, on all of them or on none: that is decided in the same way, so no part of it shrinks while another grows. A
+group that has grown may shrink or grow again; every growth begins the next decision.
+
+It is Paxos over the control plane, with the ballots handed out by circumstance. Every rank whose program calls
+`shrink` votes at the rank it takes for the coordinator, the lowest one that answers; the vote is the promise not to
+accept from a coordinator with a lower ballot. The coordinator asks all other ranks for their promise, also those whose
+program has not called, or has closed the group: these promise and accept, but are no candidates. When all candidates
+have voted that can (or, after a bound, enough), the coordinator proposes those that reach each other; a quorum of
+acceptances decides. A coordinator that takes over proposes again what a voter has accepted already, since somebody may
+have returned with it. `aiocoll.engine.consensus.quorum` says what a quorum is, and why no two decisions differ.
+
+A rank whose connection broke, or that was silent, is dialled again first: it votes if it can be reached. Votes are said
+again when something changes and from time to time, and answered by whatever the coordinator has come to, so a note lost
+with a connection does no harm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from aiocoll.engine.consensus.coordinator import Coordinator, Outcome
+from aiocoll.engine.control.messages import Note
+from aiocoll.engine.failure.stall_inspector import error_from
+from aiocoll.errors import GroupError
+
+if TYPE_CHECKING:
+    from aiocoll.engine.endpoint import Endpoint
+
+__all__ = ["Outcome", "Voter"]
+
+#: Seconds after which a vote is said again, and a coordinator that has not answered one is passed over.
+PROMPT = 2.0
+
+
+class Voter:
+    """One rank's part in the decision about one group. It belongs to the endpoint, since it may outlive the group.
+
+    Args:
+        endpoint: what connects this rank to the others.
+        identity: the group.
+        number: how often the group has grown before.
+        ranks: of the group, numbered as in the job, as everywhere in here.
+
+    Attributes:
+        endpoint, group, number, ranks: as given.
+        outcome: the decision, once this rank knows it.
+        accepted: the ballot and the proposal this rank accepted last.
+        promised: the highest ballot this rank has promised; -1 before the first.
+        assumed: ranks that are dead by the word of a program.
+        moved: ranks that have ended here after they went on elsewhere.
+        taken: this rank has made the group that goes on.
+    """
+
+    def __init__(self, endpoint: Endpoint, identity: int, number: int, ranks: Sequence[int]) -> None:
+        self.outcome: Outcome | None = None
+        self.endpoint = endpoint
+        self.group = identity
+        self.number = number
+        self.ranks = tuple(ranks)
+        self.taken = False
+        self.accepted: tuple[int, Outcome] | None = None
+        # A ballot is a number whose remainder by the world size is its coordinator.
+        self.promised = -1
+        self.assumed: set[int] = set()
+        self.moved: set[int] = set()
+        self._candidacy: Note | None = None
+        self._waiter: asyncio.Future[Outcome] | None = None
+        self._answered = False
+        self._silent: set[int] = set()
+        self._prompt: asyncio.TimerHandle | None = None
+        self._coordinator = Coordinator(self)
+
+    @property
+    def away(self) -> set[int]:
+        """The ranks that can take no part any more: proven dead, ended, or dead by a program's word."""
+        endpoint = self.endpoint
+        return {
+            rank
+            for rank in self.ranks
+            if rank in self.assumed
+            or (rank in endpoint.over and rank not in endpoint.suspected and rank not in self.moved)
+        }
+
+    async def shrink(self, exclude: Iterable[int], assume_dead: Iterable[int], completed: dict[str, Any]) -> Outcome:
+        """Agree with the others on who goes on.
+
+        Args:
+            exclude: ranks to go on without.
+            assume_dead: ranks that are dead by the word of the program.
+            completed: this rank's report.
+
+        Raises:
+            GroupError: this rank is excluded, or the others went on without it.
+            PeerLostError: no quorum could be reached.
+        """
+        self.assumed.update(assume_dead)
+        candidacy = {"exclude": sorted({*exclude, *self.assumed}), "completed": completed}
+        outcome = await self._decision(candidacy)
+        self._check_membership(outcome)
+        self.taken = True
+        return outcome
+
+    async def grow(self, successor: str) -> None:
+        """Agree with the others that all go on in the larger group `successor`, in which this rank has met them.
+
+        Raises:
+            GroupError: a rank has not met them, the group has failed, or the others have shrunk it.
+        """
+        outcome = await self._decision({"grown": successor})
+        if outcome["grown"] != successor:
+            others = self.named(outcome["members"])
+            raise GroupError(f"the group did not grow: {others} went on without the newcomers; call shrink()")
+        self.taken = True
+
+    def decline(self, successor: str, reason: str) -> None:
+        """Let the others know that this rank has not met the newcomers in `successor`."""
+        if self.outcome is None and self._waiter is None:
+            self._candidacy = {"failed": reason, "successor": successor}
+            self._choose()
+            self._say_vote()
+
+    async def _decision(self, candidacy: Note) -> Outcome:
+        """Vote, and return what is decided."""
+        if self._waiter is not None:
+            raise RuntimeError("shrink() of this group is under way already: await that call")
+        self._waiter = self.endpoint.loop.create_future()
+        self._candidacy = candidacy
+        self._silent.clear()
+        try:
+            if self.outcome is not None:
+                self._waiter.set_result(self.outcome)
+            else:
+                self._reach_lost()
+                self._cast()
+            return await self._waiter
+        finally:
+            self._waiter = self._candidacy = None
+            self._stop()
+
+    def identity(self, members: Sequence[int]) -> int:
+        """Return the id of the group that goes on: no other decision, not even a wrong one, gives the same."""
+        return self.endpoint.hash62(f"{self.group}\0{self.number}\0{list(members)}") & 0xFFFFFFFF
+
+    def heard(self, peer: int, note: Note) -> None:
+        """Take a note of `peer`."""
+        if peer in self.away:
+            if self.outcome is not None:
+                self.endpoint.direct.send(peer, self._signed({"what": "decided", "outcome": self.outcome}))
+            return
+        handler = {
+            "vote": self._coordinator.voted,
+            "ask": self._asked,
+            "propose": self._proposed,
+            "accept": self._coordinator.accepted,
+            "decided": self._decided,
+            "refuse": self._refused,
+        }[note["what"]]
+        for rank, why in note["dead"]:
+            self.endpoint.died(rank, why, tell=False)
+        self.assumed.update(note["assumed"])
+        handler(peer, note)
+
+    def changed(self) -> None:
+        """A rank was lost, has ended, or is reached again: it may be the coordinator, or have lost a note."""
+        if self.outcome is None:
+            if self._waiter is not None:
+                self._cast()
+            self._coordinator.consider()
+
+    def cast(self) -> None:
+        """Vote where one has promised to, as candidate if the program has called."""
+        if self._waiter is not None:
+            self._cast()
+        else:
+            self._say_vote()
+
+    def attempt(self, step: Callable[[], None]) -> None:
+        """Take a step of its own accord: what it raises ends the wait for a decision, and the group if it stands."""
+        try:
+            step()
+        except Exception as error:
+            if (group := self.endpoint.groups.get(self.group)) is not None:
+                group.crashed(error)
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_exception(error)
+
+    def close(self) -> None:
+        """This rank ends; if others go on with it, they must not wait for it."""
+        self._stop()
+        self._coordinator.stop()
+        outcome = self.outcome or (self.accepted and self.accepted[1])
+        if outcome and not self.taken and not outcome["grown"] and self.endpoint.rank in outcome["members"]:
+            note = {"t": "bye", "g": self.identity(outcome["members"]), "cause": None, "linked": False}
+            self.endpoint.control.flood(note, outcome["members"])
+
+    def promise(self, ballot: int) -> bool:
+        """As coordinator of `ballot`, promise it first of all; False if a higher one is promised already."""
+        if ballot > self.promised:
+            self.promised = ballot
+        return ballot == self.promised
+
+    def _cast(self) -> None:
+        """Vote as candidate: where one has promised to, or at the lowest rank that may answer."""
+        self._choose()
+        self._stop()
+        self._prompt = self.endpoint.runtime.call_later(PROMPT, self.attempt, self._remind)
+        self._say_vote()
+
+    def _choose(self) -> None:
+        """Promise a ballot of a rank that may answer."""
+        size = self.endpoint.world_size
+        if self.promised < 0 or not self._may_answer(self.promised % size):
+            # Never empty: this rank answers itself.
+            coordinator = next(rank for rank in self.ranks if self._may_answer(rank))
+            rounds = (self.promised - coordinator) // size + 1
+            self.promised = max(0, rounds) * size + coordinator
+
+    def _say_vote(self) -> None:
+        candidacy = self._candidacy
+        if candidacy is not None:
+            candidacy = {**candidacy, "lost": sorted(self.endpoint.suspected.intersection(self.ranks))}
+        vote = {"what": "vote", "ballot": self.promised, "candidacy": candidacy, "accepted": self.accepted}
+        self.say(self.promised % self.endpoint.world_size, vote)
+
+    def _may_answer(self, rank: int) -> bool:
+        if rank == self.endpoint.rank:
+            return True
+        excluded = () if self._candidacy is None else self._candidacy.get("exclude", ())
+        return not (rank in self._silent or rank in excluded or rank in self.away)
+
+    def _reach_lost(self) -> None:
+        for rank in self.endpoint.suspected.intersection(self.ranks) - self.away:
+            self.endpoint.direct.reach(rank)
+
+    def _remind(self) -> None:
+        """Say the vote again; a coordinator that has not answered the last one is blocked, or cut off."""
+        coordinator = self.promised % self.endpoint.world_size
+        if not self._answered and coordinator != self.endpoint.rank:
+            self._silent |= {coordinator, *self.endpoint.suspected}
+        self._answered = False
+        for rank in set(self.ranks) - self.away - {self.endpoint.rank}:
+            self.endpoint.failure_detector.look(rank)
+        self._reach_lost()
+        self._cast()
+
+    def _asked(self, peer: int, note: Note) -> None:
+        """A coordinator lets us know its ballot, or that it has our vote."""
+        if self.outcome is not None:
+            self.say_decided(peer)
+        elif note["ballot"] == self.promised:
+            self._answered = True
+            if self._waiter is None:
+                self._say_vote()
+        elif note["ballot"] > self.promised:
+            self.promised = note["ballot"]
+            self._silent.discard(peer)
+            self.cast()
+
+    def _proposed(self, peer: int, note: Note) -> None:
+        if self.outcome is not None:
+            self.say_decided(peer)
+        elif note["ballot"] >= self.promised:
+            self.promised = note["ballot"]
+            self.accepted = note["ballot"], note["outcome"]
+            self._answered = True
+            self.say(peer, {"what": "accept", "ballot": note["ballot"]})
+
+    def _decided(self, peer: int, note: Note) -> None:
+        if self.outcome is not None:
+            return
+        self.outcome = note["outcome"]
+        self._stop()
+        self._coordinator.stop()
+        members = note["outcome"]["members"]
+        group = self.endpoint.groups.get(self.group)
+        if note["outcome"]["grown"]:
+            if group is not None:
+                group.growths = self.number + 1
+        elif group is not None:
+            text = f"{self.named(members)} of group {group.name!r} went on as a new group"
+            group.revoke(GroupError(text, group=group.name), tell=False)
+        if self.endpoint.rank in members and not note["outcome"]["grown"]:
+            for rank in members:
+                self.endpoint.restored(rank)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(note["outcome"])
+
+    def _refused(self, peer: int, note: Note) -> None:
+        if note["ballot"] == self.promised and self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(error_from(note["cause"]))
+
+    def _check_membership(self, outcome: Outcome) -> None:
+        me = self.endpoint.rank
+        others = self.named(outcome["members"])
+        if outcome["grown"]:
+            raise GroupError(
+                f"rank {self.position(me)} is out: {others} have agreed to go on in a larger group, which this rank "
+                "has not made; close the group, and join again with new_group(join=True)",
+                ranks=[self.position(me)],
+            )
+        if me in outcome["members"]:
+            return
+        why = (
+            "was excluded"
+            if me in outcome["excluded"]
+            else "could not be reached by all, was taken for dead, or called shrink() when they had decided"
+        )
+        raise GroupError(
+            f"rank {self.position(me)} {why}: {others} went on without it; close the group, and join again "
+            "with new_group(join=True)",
+            ranks=[self.position(me)],
+        )
+
+    # -- saying
+
+    def tell_all(self, note: Note) -> None:
+        """Say `note` to all ranks, the lost ones too if they can be reached: they learn that they are out."""
+        for rank in self.ranks:
+            self.say(rank, note)
+
+    def say_decided(self, rank: int) -> None:
+        """Tell `rank` what has been decided."""
+        self.say(rank, {"what": "decided", "outcome": self.outcome})
+
+    def say(self, rank: int, note: Note) -> None:
+        """Say `note` to `rank`, be it this one."""
+        note = self._signed(note)
+        if rank == self.endpoint.rank:
+            self.heard(rank, note)
+        elif rank not in self.away:
+            self.endpoint.direct.send(rank, note)
+
+    def _signed(self, note: Note) -> Note:
+        """Add to `note` what every one of them tells: the group, and who is away by proof or by a program's word."""
+        dead = [
+            (rank, why) for rank, (how, why) in self.endpoint.dead.items() if how == "killed" and rank in self.ranks
+        ]
+        assumed = sorted(self.assumed)
+        about = {"t": "shrink", "g": self.group, "n": self.number, "ranks": list(self.ranks)}
+        return {**about, "dead": dead, "assumed": assumed, **note}
+
+    def position(self, rank: int) -> int:
+        """Return the number of `rank` in the group, which is what error messages use."""
+        return self.ranks.index(rank)
+
+    def named(self, ranks: Iterable[int]) -> str:
+        """Name `ranks` in words."""
+        numbers = sorted(map(self.position, ranks))
+        return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+    def _stop(self) -> None:
+        if self._prompt is not None:
+            self._prompt.cancel()

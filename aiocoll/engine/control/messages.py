@@ -1,0 +1,388 @@
+"""What ranks may say to each other: every note has a declared shape, and is held against it before it has any effect.
+
+A note is a msgpack map. `SHAPES` says which kinds there are, on which ways each may come, and what its fields are: to
+add a field is to add it there. What depends on who says it to whom is in `_RULES`. All is checked in `read`, and
+nothing looks at a note that has not passed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgpack
+
+from aiocoll.engine.control.shapes import (
+    Check,
+    Misfit,
+    Scope,
+    data,
+    either,
+    fields,
+    group_rank,
+    integer,
+    job_rank,
+    listed,
+    maybe,
+    one_of,
+    per_rank,
+    rank_list,
+    refuse,
+    row,
+    seconds,
+    shown,
+    text,
+)
+from aiocoll.errors import ProtocolError
+
+__all__ = [
+    "CALLED",
+    "CONTROL",
+    "DATA",
+    "DEVICE",
+    "NAMED",
+    "PROTOCOL",
+    "RELAYED",
+    "SHAPES",
+    "Facts",
+    "Note",
+    "read",
+]
+
+Note = dict[str, Any]
+
+#: The ways on which notes come: a control link, a data link, behind all data, and another rank that passes them on.
+CONTROL, DATA, RELAYED = "a control link", "a data link", "another rank's behalf"
+#: The kind of notes about CUDA devices.
+DEVICE = "device"
+#: How a rank is lost that has sent what another one could not take.
+PROTOCOL = "protocol"
+
+#: Levels of groups that were split off each other; each is in every note about an operation of the last.
+LEVELS = 256
+#: Members of a flush: many times what anybody records in one block.
+MEMBERS = 1 << 20
+#: Bytes of the place of a group that has grown in the store: what `meeting.growth` makes has some 30.
+MAX_KEY = 256
+#: Bytes of the name of an NCCL communicator: it has 128.
+UNIQUE_ID = 1024
+_U16, _U32, _U63, _U64 = 1 << 16, 1 << 32, 1 << 63, 1 << 64
+
+
+class Facts(NamedTuple):
+    """What the receiver knows.
+
+    Attributes:
+        rank: this one, in the job.
+        world_size: of the job.
+        ranks_of: returns the ranks of a group this rank is in, numbered as in the job; None of any other.
+    """
+
+    rank: int
+    world_size: int
+    ranks_of: Callable[[int], Sequence[int] | None]
+
+
+def read(payload: bytes | memoryview, peer: int, way: str, facts: Facts) -> Note:
+    """Return the note that a rank has sent on a way.
+
+    Raises:
+        ProtocolError: it is none that this rank could have sent there; says in what.
+    """
+    try:
+        note = msgpack.unpackb(payload)
+        _check(note, peer, way, facts)
+    except ValueError as error:
+        why = str(error) if isinstance(error, Misfit) else repr(error)
+        raise ProtocolError(f"rank {peer} sent on {way} a control message that does not fit: {why}") from error
+    found: Note = note
+    return found
+
+
+def _check(note: Any, peer: int, way: str, facts: Facts) -> None:
+    kind = note.get("t") if type(note) is dict else None
+    shape = SHAPES.get(kind) if type(kind) is str else None
+    if shape is None:
+        raise Misfit(f"there is no kind {shown(kind)}")
+    if way not in shape.ways:
+        raise Misfit(f"{kind!r} does not come on {way}")
+    identity = note.get("g")
+    ranks = facts.ranks_of(identity) if type(identity) is int else None
+    try:
+        shape.check(note, Scope(facts.world_size, None if ranks is None else len(ranks)))
+        if ranks is not None and peer not in ranks:
+            raise Misfit(f"rank {peer} is not in the group {identity} that it speaks of")
+        for rule in _RULES.get(str(kind), ()):
+            rule(note, peer, way, facts)
+    except Misfit as error:
+        raise Misfit(f"{kind!r}: {error}") from None
+
+
+# -- what a value may be
+
+
+def _members(value: Any, scope: Scope) -> None:
+    _MEMBERS(value, scope)
+    told = sum(run["count"] for run in value["runs"])
+    if told != value["told"] or told > value["size"]:
+        raise Misfit(f"runs of {told} members are not {value['told']} of {value['size']}")
+
+
+_COUNT = integer(_U63)
+_TRUE = one_of(True)
+_BOOL = one_of(False, True)
+_TEXT = text()
+_GROUP = integer(_U32)
+
+_CALL: dict[str, Check] = {
+    "device": text(64),
+    "dtype": maybe(text(64)),
+    "counts": maybe(listed(_COUNT)),
+    "sends": maybe(per_rank),
+    "receives": maybe(per_rank),
+    "root": maybe(group_rank),
+    "reduce": maybe(_TEXT),
+}
+_MEMBERS = fields(
+    size=integer(MEMBERS),
+    told=integer(MEMBERS),
+    rest=integer(_U32),
+    runs=listed(fields(_CALL, op=_TEXT, count=integer(MEMBERS, 1))),
+)
+#: What a rank has called, see `aiocoll.engine.operations.base.description`: what is always said of it, and what else
+#: may be.
+NAMED: dict[str, Check] = {"rank": group_rank, "op": _TEXT, "seq": maybe(integer(_U64)), "key": maybe(_TEXT)}
+CALLED: dict[str, Check] = {
+    **_CALL,
+    "shape": listed(_COUNT),
+    "members": maybe(_members),
+    "debug": maybe(text(64)),
+}
+_DESCRIPTION = fields({**CALLED, "src": maybe(group_rank), "dst": group_rank, "tag": integer(_U32)}, **NAMED)
+#: An error that travels; see `aiocoll.engine.failure.stall_inspector.cause_of`.
+_CAUSE = fields(
+    kind=text(64),
+    text=_TEXT,
+    op=maybe(_TEXT),
+    seq=maybe(either(integer(_U64), _TEXT)),
+    group=maybe(_TEXT),
+    ranks=listed(integer(_U32)),
+    how=maybe(text(64)),
+)
+#: See `aiocoll.engine.consensus.completed`.
+_REPORT = fields(
+    upto=integer(_U63, -1),
+    missing=listed(_COUNT),
+    keyed=listed(row(_TEXT, _COUNT)),
+)
+_BALLOT = integer(_U63)
+_OUTCOME = fields(
+    members=rank_list, excluded=rank_list, everywhere=maybe(_REPORT), somewhere=maybe(_REPORT), grown=text(MAX_KEY)
+)
+_CANDIDACY: dict[str, Check] = {
+    "exclude": fields(exclude=rank_list, completed=_REPORT, lost=rank_list),
+    "grown": fields(grown=text(MAX_KEY), lost=rank_list),
+    "failed": fields(failed=_TEXT, successor=text(MAX_KEY), lost=rank_list),
+}
+_LINEAGE = listed(row(_GROUP, integer(_U32), maybe(_TEXT), rank_list), LEVELS)
+_OPERATION = integer(_U63)
+_HOW = one_of("killed", "stopped", "unreachable", PROTOCOL)
+
+
+def _of_group(optional: Mapping[str, Check] | None = None, /, **required: Check) -> Check:
+    return fields({"split": _LINEAGE, **(optional or {})}, t=_TEXT, g=_GROUP, **required)
+
+
+def _candidacy(value: Any, scope: Scope) -> None:
+    inner = next((check for name, check in _CANDIDACY.items() if type(value) is dict and name in value), None)
+    if inner is None:
+        raise Misfit(f"candidacy: {shown(value)} is none")
+    inner(value, scope)
+
+
+def _of_shrink(**required: Check) -> Check:
+    dead = listed(row(job_rank, _TEXT))
+    return fields(t=_TEXT, g=_GROUP, n=_COUNT, ranks=rank_list, what=_TEXT, dead=dead, assumed=rank_list, **required)
+
+
+def _of_device(**required: Check) -> Check:
+    return fields(t=_TEXT, g=_GROUP, **required)
+
+
+#: Notes of a shrinking group, by `what`; see `aiocoll.engine.consensus.voter`.
+_SHRINK: dict[str, Check] = {
+    "vote": _of_shrink(
+        ballot=_BALLOT,
+        candidacy=maybe(_candidacy),
+        accepted=maybe(row(_BALLOT, _OUTCOME)),
+    ),
+    "ask": _of_shrink(ballot=_BALLOT),
+    "propose": _of_shrink(ballot=_BALLOT, outcome=_OUTCOME),
+    "accept": _of_shrink(ballot=_BALLOT),
+    "decided": _of_shrink(outcome=_OUTCOME),
+    "refuse": _of_shrink(ballot=_BALLOT, cause=_CAUSE),
+}
+_MATCH = row(group_rank, group_rank, integer(_U64))
+#: Notes about CUDA devices, by a field that no other has; see `aiocoll.group.cuda`.
+_DEVICE: dict[str, Check] = {
+    "card": _of_device(card=fields(nccl=integer(_U32), why=_TEXT, bus=text(256), unfinished=_BOOL)),
+    "turn": _of_device(turn=_TRUE),
+    "ready": _of_device(ready=_TRUE),
+    "decision": _of_device(number=integer(_U63), decision=row(_BOOL, _TEXT, data(UNIQUE_ID), _BOOL)),
+    "match": _of_device(match=maybe(_MATCH), batches=listed(row(group_rank, integer(_U32), integer(_U16)), 2)),
+    "begin": _of_device(number=integer(_U63), begin=listed(_MATCH)),
+}
+
+
+def _shrink(value: Any, scope: Scope) -> None:
+    what = value.get("what")
+    inner = _SHRINK.get(what) if isinstance(what, str) else None
+    if inner is None:
+        raise Misfit(f"what: there is no {shown(what)}")
+    inner(value, scope)
+
+
+def _device(value: Any, scope: Scope) -> None:
+    inner = next((check for name, check in _DEVICE.items() if name in value), None)
+    if inner is None:
+        raise Misfit("it says nothing that is known")
+    inner(value, scope)
+
+
+class _Shape(NamedTuple):
+    """Of one kind of notes: what they consist of, and on which ways they come."""
+
+    check: Check
+    ways: frozenset[str]
+
+
+def _note(check: Check, *ways: str) -> _Shape:
+    return _Shape(check, frozenset(ways))
+
+
+def _passed(value: Any, scope: Scope) -> None:
+    """What is passed on is checked as a note of its own, by a rule: it is known by then who has said it."""
+    if type(value) is not dict:
+        refuse(value, "a note")
+
+
+SHAPES: dict[str, _Shape] = {
+    # Of the star, see `aiocoll.engine.control.star`.
+    "relay": _note(fields(t=_TEXT, to=job_rank, note=_passed), CONTROL),
+    "relayed": _note(fields(t=_TEXT, note=_passed, **{"from": job_rank}), CONTROL),
+    "formed": _note(fields(t=_TEXT), CONTROL),
+    "known": _note(fields(t=_TEXT), CONTROL),
+    "waits": _note(fields(t=_TEXT), CONTROL),
+    "probe": _note(fields(t=_TEXT), CONTROL),
+    "alive": _note(fields(t=_TEXT), CONTROL),
+    "end": _note(fields({"linked": rank_list}, t=_TEXT, moved=listed(_GROUP)), CONTROL, DATA),
+    "ended": _note(fields(t=_TEXT, ranks=listed(row(job_rank, rank_list, listed(_GROUP)))), CONTROL, RELAYED),
+    "died": _note(fields(t=_TEXT, rank=job_rank, detail=_TEXT, how=_HOW), CONTROL, DATA, RELAYED),
+    # Of groups, this rank's or not yet.
+    "bye": _note(fields({"linked": _BOOL}, t=_TEXT, g=_GROUP, cause=maybe(_CAUSE)), CONTROL, DATA, RELAYED),
+    "revoke": _note(fields(t=_TEXT, g=_GROUP, cause=_CAUSE), CONTROL, RELAYED),
+    "shrink": _note(_shrink, CONTROL, RELAYED),
+    DEVICE: _note(_device, CONTROL, DATA, RELAYED),
+    # Of operations, see `aiocoll.engine.failure.stall_inspector` and `disagreement`.
+    "report": _note(_of_group({"asked": _TRUE}, op=_OPERATION, mine=_DESCRIPTION), CONTROL, RELAYED),
+    "query": _note(_of_group(op=_OPERATION), CONTROL, RELAYED),
+    "absent": _note(_of_group(op=_OPERATION, last=_TEXT, age=maybe(seconds), asked=_TRUE), CONTROL, RELAYED),
+    "status": _note(
+        _of_group(
+            op=_OPERATION,
+            missing=listed(group_rank),
+            known=listed(row(group_rank, _BOOL, maybe(_TEXT), maybe(seconds), seconds, _TEXT)),
+        ),
+        CONTROL,
+        RELAYED,
+    ),
+    "disagree": _note(fields(t=_TEXT, g=_GROUP, op=_OPERATION, theirs=_DESCRIPTION), CONTROL, DATA, RELAYED),
+    "differ": _note(fields(t=_TEXT, g=_GROUP, one=_DESCRIPTION, two=_DESCRIPTION), CONTROL, DATA, RELAYED),
+}
+
+# -- what depends on who says it to whom
+
+Rule = Callable[[Note, int, str, Facts], None]
+
+
+def _relay(note: Note, peer: int, way: str, facts: Facts) -> None:
+    to = note["to"]
+    if to in (facts.rank, peer):
+        raise Misfit(f"to: nothing is passed on from rank {peer} to rank {to}")
+    # Here, so that who passes it on answers only for who has said it.
+    _check(note["note"], peer, RELAYED, facts._replace(rank=to))
+
+
+def _relayed(note: Note, peer: int, way: str, facts: Facts) -> None:
+    origin = note["from"]
+    if origin in (facts.rank, peer):
+        raise Misfit(f"from: nothing is passed on from rank {origin} by rank {peer}")
+    _check(note["note"], origin, RELAYED, facts)
+
+
+def _formed(note: Note, peer: int, way: str, facts: Facts) -> None:
+    if peer:
+        raise Misfit("only rank 0 says so")
+
+
+def _says_where(note: Note, peer: int, way: str, facts: Facts) -> None:
+    """Only what comes behind all data need not say where else that is heard."""
+    if (way == DATA) == ("linked" in note):
+        raise Misfit(f"linked: it does not belong on {way}" if way == DATA else "linked is missing")
+
+
+def _ended(note: Note, peer: int, way: str, facts: Facts) -> None:
+    ranks = [rank for rank, _, _ in note["ranks"]]
+    if facts.rank in ranks or len(set(ranks)) < len(ranks):
+        raise Misfit(f"ranks: {ranks} are not others, each once")
+
+
+def _own_call(note: Note, peer: int, way: str, facts: Facts) -> None:
+    """A rank describes what it has called itself."""
+    ranks = facts.ranks_of(note["g"])
+    call = note["mine"] if "mine" in note else note["theirs"]
+    if ranks is not None and ranks[call["rank"]] != peer:
+        raise Misfit(f"rank: it speaks for rank {call['rank']} of the group, which it is not")
+
+
+def _splits(note: Note, peer: int, way: str, facts: Facts) -> None:
+    for _, _, _, ranks in note.get("split", ()):
+        if peer not in ranks or facts.rank not in ranks:
+            raise Misfit(f"split: ranks {peer} and {facts.rank} are not both in a group of {ranks}")
+
+
+def _agreement(note: Note, peer: int, way: str, facts: Facts) -> None:
+    ranks, known = note["ranks"], facts.ranks_of(note["g"])
+    if peer not in ranks or facts.rank not in ranks or (known is not None and list(known) != ranks):
+        raise Misfit(f"ranks: {ranks} are not those of the group")
+    # A ballot is a number whose remainder by the world size is its coordinator; who asks may name another's.
+    if note["what"] not in ("ask", "decided"):
+        coordinator = facts.rank if note["what"] in ("vote", "accept") else peer
+        if note["ballot"] % facts.world_size != coordinator:
+            raise Misfit(f"ballot: {note['ballot']} is not one of rank {coordinator}")
+    told = [note.get("outcome"), (note.get("accepted") or (0, None))[1]]
+    for outcome in filter(None, told):
+        if not outcome["members"] or not set(ranks).issuperset(outcome["members"] + outcome["excluded"]):
+            raise Misfit(f"members: {outcome['members']} are not some of the group")
+        if not outcome["grown"] and None in (outcome["everywhere"], outcome["somewhere"]):
+            raise Misfit("outcome: a group that shrinks tells what it has completed")
+    candidacy = note.get("candidacy") or {}
+    named = {*candidacy.get("exclude", ()), *candidacy["lost"]} if candidacy else set()
+    if not set(ranks).issuperset(named.union(note["assumed"], (rank for rank, _ in note["dead"]))):
+        raise Misfit("exclude, lost, assumed or dead: not all of them are in the group")
+
+
+_RULES: dict[str, Iterable[Rule]] = {
+    "relay": [_relay],
+    "relayed": [_relayed],
+    "formed": [_formed],
+    "end": [_says_where],
+    "bye": [_says_where],
+    "ended": [_ended],
+    "report": [_own_call, _splits],
+    "disagree": [_own_call],
+    "query": [_splits],
+    "absent": [_splits],
+    "status": [_splits],
+    "shrink": [_agreement],
+}

@@ -1,0 +1,91 @@
+"""What becomes of a rank that has sent what cannot be taken: it hears why, and nothing more of it is heard.
+
+Its links are ended and its groups fail by name on all ranks, be it that it broke the protocol or that an exception was
+raised here while something of it was handled: nobody could tell what is missing from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from aiocoll.engine.control.messages import PROTOCOL
+from aiocoll.engine.control.sending import send_note
+from aiocoll.engine.control.shapes import fitting
+from aiocoll.errors import ProtocolError
+from aiocoll.transport.base import Link
+from aiocoll.transport.frame import Header
+
+if TYPE_CHECKING:
+    from aiocoll.engine.endpoint import Endpoint
+
+__all__ = ["LINGER", "Ignored", "Refusals"]
+
+#: Seconds for which a link is kept for what is still to be sent, and for the peer to end its side too.
+LINGER = 1.0
+
+
+class Refusals:
+    """The links of one endpoint that are on their way to their end."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._links: dict[Link, asyncio.TimerHandle] = {}
+
+    def refuse(self, peer: int, error: Exception, link: Link | None = None) -> None:
+        """Be done with `peer`; `link`, if the endpoint does not know it any more, is one of its links."""
+        endpoint = self._endpoint
+        words = str(error)
+        if not isinstance(error, ProtocolError):
+            words = f"rank {endpoint.rank} could not take what rank {peer} sent: {error!r}"
+        detail = fitting(words)
+        links = endpoint.cut(peer) if link is None else [link, *endpoint.cut(peer)]
+        if peer in endpoint.over and peer not in endpoint.dead:
+            endpoint.ended(peer, ())
+        else:
+            endpoint.died(peer, detail, how=PROTOCOL)
+        endpoint.control.gone(peer)
+        for each in links:
+            send_note(each, {"t": "died", "rank": peer, "detail": detail, "how": PROTOCOL})
+            each.sink = Ignored(self._lost)
+            self._links[each] = endpoint.runtime.call_later(LINGER, self._close, each)
+            each.finish()
+
+    def attempt(self, peer: int, take: Callable[..., Any], *args: Any) -> Any:
+        """Call `take` with something of `peer` that has waited here; what it raises ends the peer's links, too."""
+        try:
+            return take(*args)
+        except Exception as error:
+            self.refuse(peer, error)
+
+    def close(self) -> None:
+        """End all links now."""
+        for link in list(self._links):
+            self._close(link)
+
+    def _close(self, link: Link) -> None:
+        self._lost(link, None)
+        link.close()
+
+    def _lost(self, link: Link, error: Exception | None) -> None:
+        timer = self._links.pop(link, None)
+        if timer is not None:
+            timer.cancel()
+
+
+class Ignored:
+    """The sink of a link that is being ended: nothing more is heard."""
+
+    def __init__(self, lost: Callable[[Link, Exception | None], None]) -> None:
+        self.lost = lost
+
+    def route(self, link: Link, header: Header) -> memoryview | None:
+        """Name no place."""
+        return None
+
+    def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
+        """Drop a frame."""
+
+    def drained(self, link: Link) -> None:
+        """Nothing waits for this."""

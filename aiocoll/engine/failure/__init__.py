@@ -1,0 +1,1 @@
+"""Which ranks are alive, what an operation waits for, and whose call differs."""

@@ -1,0 +1,228 @@
+"""Who is alive: the loop's side of the sentinel.
+
+The hub watches all ranks, and all watch the hub. A process of the same host is looked at while something waits for it;
+with a rank whose process cannot be seen from here there is a heartbeat. Ranks of one process need none of this.
+
+A connection that breaks proves nothing: firewalls, proxies and cables do it to the living. Only who sees the process
+knows that it is gone, here or on another rank of its host, which then tells all; see `aiocoll.engine.consensus.quorum`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from aiocoll.engine.failure.watchdog import ROUND, Watchdog
+from aiocoll.errors import AiocollError
+from aiocoll.log import logger
+from aiocoll.process import GONE, PidFd, ProcessId, state
+from aiocoll.security.handshake import ConnKind
+from aiocoll.transport.base import Card, Link
+from aiocoll.transport.stream.link import StreamLink
+
+if TYPE_CHECKING:
+    from aiocoll.engine.endpoint import Endpoint
+
+__all__ = ["FailureDetector"]
+
+#: Seconds between two requests to look at those that something waits for.
+ASK_AGAIN = 1.0
+#: Seconds in which what a process said before its end is heard, the goodbye perhaps.
+LAST_WORDS = 0.05
+#: Seconds in which a process that ends is seen to be gone after its connections broke. The kernel closes them in one of
+#: the last steps of its end; a loaded host may let it wait there.
+GRACE = 0.3
+#: Seconds between two looks at such a process.
+LOOK = 0.005
+
+
+class FailureDetector:
+    """What one endpoint knows of the lives of others."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._sentinel: Watchdog | None = None
+        self._processes: dict[int, ProcessId] = {}
+        #: Processes of this host that /proc does not show, since they are in another namespace.
+        self._pidfds: dict[int, PidFd] = {}
+        self._heartbeats: list[Link] = []
+        self._dialling = False
+        self._asked_at = -ASK_AGAIN
+        self._over = False
+
+    def start(self, cards: Mapping[int, Card]) -> None:
+        """Begin to watch, if there are other processes."""
+        endpoint = self._endpoint
+        me = cards[endpoint.rank]
+        if all(card["process"] == me["process"] and card["host"] == me["host"] for card in cards.values()):
+            return
+        host, own = _whereabouts(me)
+        for rank, card in cards.items():
+            there, process = _whereabouts(card)
+            seen = there == host and process.namespace == own.namespace != 0
+            # A host may hide the processes of other users.
+            if rank != endpoint.rank and seen and state(process) != GONE:
+                self._processes[rank] = process
+        self._sentinel = Watchdog(
+            endpoint.rank, endpoint.loop, endpoint.runtime.ticks, self._lost, self._heartbeat_ended
+        )
+        self._sentinel.start()
+        for link in self._heartbeats:
+            self.attach(link)
+        self._heartbeats.clear()
+        for link in endpoint.control.links:
+            self.linked(link)
+        self.follow_hub()
+
+    def stop(self) -> None:
+        """End the thread and the heartbeats."""
+        self._over = True
+        if self._sentinel is not None:
+            self._sentinel.stop()
+            self._sentinel = None
+        for link in self._heartbeats:
+            link.close()
+        for pidfd in self._pidfds.values():
+            pidfd.close()
+
+    def linked(self, link: Link) -> None:
+        """Keep the process at the other end of a control link in sight, if this is the only way to it."""
+        peer = link.peer
+        if self._sentinel is None or peer in self._processes or peer in self._pidfds:
+            return
+        pidfd = link.peer_process()
+        if pidfd is not None:
+            self._pidfds[peer] = pidfd
+
+    def attach(self, link: Link) -> None:
+        """Use a heartbeat."""
+        if self._over:
+            link.close()
+        elif self._sentinel is None:
+            self._heartbeats.append(link)
+        else:
+            assert isinstance(link, StreamLink)  # only other processes open heartbeats
+            self._sentinel.add_heartbeat(link.peer, link.detach())
+
+    def follow_hub(self) -> None:
+        """Open a heartbeat to the hub, unless its process can be seen."""
+        endpoint = self._endpoint
+        hub = endpoint.control.hub
+        if self._sentinel is None or self._dialling or hub in (endpoint.rank, *self._processes):
+            return
+        if endpoint.cards[hub]["process"] != endpoint.cards[endpoint.rank]["process"]:
+            self._dialling = True
+            endpoint.spawn(self._dial(hub), "aiocoll heartbeat")
+
+    def needed(self) -> None:
+        """Something waits: look at those it may wait for, or have the hub do so."""
+        endpoint = self._endpoint
+        now = endpoint.runtime.time()
+        if self._sentinel is None or now < self._asked_at + ASK_AGAIN:
+            return
+        self._asked_at = now
+        control = endpoint.control
+        hub = control.hub
+        if hub == endpoint.rank:
+            watched = {link.peer for link in control.links}
+        else:
+            watched = {hub}
+            control.tell(hub, {"t": "waits"})
+        self._sentinel.observe({rank: self._processes[rank] for rank in watched & self._processes.keys()})
+
+    def sees(self, rank: int) -> bool:
+        """Whether the process of a rank is known to live, whatever its event loop does."""
+        if rank in self._processes:
+            return state(self._processes[rank]) != GONE
+        silence = None if self._sentinel is None else self._sentinel.silence(rank)
+        return silence is not None and silence <= 2 * ROUND
+
+    def state(self, rank: int) -> str:
+        """Say in words what the process of a rank does, as far as it can be seen from here; "" if it cannot."""
+        if rank in self._processes:
+            found = state(self._processes[rank])
+            return "its process is gone" if found == GONE else f"its process is alive ({found})"
+        silence = None if self._sentinel is None else self._sentinel.silence(rank)
+        if silence is None:
+            return ""
+        return "its process is alive" if silence <= 2 * ROUND else f"nothing of it has been heard for {silence:.1f} s"
+
+    # -- broken connections
+
+    def broken(self, rank: int, detail: str) -> None:
+        """A connection to a rank broke: its process has ended, or it cannot be reached."""
+        endpoint = self._endpoint
+        if endpoint.closed:
+            return
+        if rank in endpoint.over:
+            self.examine(rank)
+        elif self._in_sight(rank):
+            self._look(rank, endpoint.runtime.time() + GRACE, cut=True)
+        else:
+            endpoint.died(rank, detail, how="unreachable")
+
+    def examine(self, rank: int) -> None:
+        """Tell everybody if the process of a lost rank is seen to be gone."""
+        if rank in self._endpoint.suspected and self._in_sight(rank):
+            self._look(rank, self._endpoint.runtime.time() + GRACE, cut=False)
+
+    def look(self, rank: int) -> None:
+        """Tell everybody if the process of a rank is seen to be gone, which no connection tells while it is dialled."""
+        if not self._over and self._in_sight(rank) and state(self._process(rank)) == GONE:
+            self._lost(rank, "killed", 0.0)
+
+    def _in_sight(self, rank: int) -> bool:
+        return rank in self._processes or rank in self._pidfds
+
+    def _process(self, rank: int) -> ProcessId | PidFd:
+        return self._processes.get(rank) or self._pidfds[rank]
+
+    def _look(self, rank: int, until: float, cut: bool) -> None:
+        """Look at a process until it is gone, or at least `until`; `cut` if a connection to it broke."""
+        endpoint = self._endpoint
+        if self._over:
+            return
+        if state(self._process(rank)) == GONE:
+            endpoint.died(rank, "its process is gone")
+        elif endpoint.runtime.time() < until:
+            endpoint.runtime.call_later(LOOK, self._look, rank, until, cut)
+        elif cut:
+            endpoint.cut_off(rank)
+
+    # -- what the sentinel reports
+
+    def _lost(self, rank: int, how: str, seconds: float) -> None:
+        if how == "killed":
+            # An orderly end may be on its way; the connection tells, unless a child process holds it open.
+            self._endpoint.runtime.call_later(LAST_WORDS, self._gone, rank)
+        elif how == "stopped":
+            self._endpoint.died(rank, f"its process has been stopped for {seconds:.1f} s", how=how)
+        else:
+            self._endpoint.died(rank, f"nothing has been heard of its process for {seconds:.1f} s", how=how)
+
+    def _gone(self, rank: int) -> None:
+        self._endpoint.died(rank, "its process is gone")
+
+    def _heartbeat_ended(self, rank: int) -> None:
+        """If its rank has ended, or died, that will be heard elsewhere."""
+        if rank == self._endpoint.control.hub:
+            self.follow_hub()
+
+    async def _dial(self, hub: int) -> None:
+        endpoint = self._endpoint
+        try:
+            link = await endpoint.transport.connect(hub, endpoint.cards[hub], ConnKind.HEARTBEAT)
+            if link is not None:
+                self.attach(link)
+        except (OSError, AiocollError) as error:
+            logger.debug(
+                "rank %d has no heartbeat with rank %d: %s", endpoint.rank, hub, error, extra={"rank": endpoint.rank}
+            )
+        finally:
+            self._dialling = False
+        if hub != endpoint.control.hub:
+            self.follow_hub()
+
+
+def _whereabouts(card: Card) -> tuple[Any, ProcessId]:
+    return card["host"], ProcessId._make(card["process"])

@@ -1,0 +1,354 @@
+"""Who has not entered, who called something else: the questions ranks ask each other about an operation that waits.
+
+An operation pending for 250 ms is reported to the group's coordinator, its lowest rank, and then once a second. The
+coordinator compares the reports, asks the ranks that sent none, and answers with the ranks that have not entered, and
+with those that do not answer, be it that their loop is blocked or that they are stopped. If the coordinator itself does
+not answer, the next rank is asked instead. A rank that was asked about an operation before it enters reports as soon as
+it does.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from aiocoll.engine.control.shapes import fitting
+from aiocoll.engine.failure.mismatch import called, opposed
+from aiocoll.engine.failure.stall_report import DETAILED, SLOW_AFTER, Absence, Finding, StallReport
+from aiocoll.engine.operations.base import P2P, Operation
+from aiocoll.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupError,
+    GroupRevokedError,
+    PeerLostError,
+    PeerProtocolError,
+)
+from aiocoll.log import logger
+
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
+
+__all__ = ["StallInspector", "cause_of", "error_from", "failure_by"]
+
+#: Operations for which reports and answers are kept, the oldest ones first to go.
+KEPT = 256
+#: Seconds between two reports of the oldest operation that waits: what is known of the others is that fresh.
+REPORT_AGAIN = 1.0
+#: Seconds between two rounds of questions about an operation: the next report of whoever caused one causes the next.
+ROUND = 0.9 * REPORT_AGAIN
+#: Seconds a coordinator has to answer before the next rank is asked, at most; a quarter of a shorter timeout.
+PATIENCE = 0.25
+#: Seconds in which answers gather before all who wait are told: answers to one round of questions come together.
+GATHER = 0.01
+
+Description = dict[str, Any]
+
+
+class StallInspector:
+    """The part of one membership that asks and answers."""
+
+    def __init__(self, group: Communicator) -> None:
+        self._group = group
+        # As one who waits: what was answered, by operation; when which rank was asked that has not answered yet; and
+        # the ranks that have been called slow since they last answered.
+        self._findings: dict[int, Finding] = {}
+        self._asked: dict[int, tuple[int, float]] = {}
+        self._slow: set[int] = set()
+        # As the coordinator: notes by operation. As both: since when a rank has owed an answer.
+        self._inquiries: dict[int, StallReport] = {}
+        self._silent: dict[int, float] = {}
+        #: Operations somebody asked about before this rank has entered them, and who did.
+        self.asked_early: dict[int, set[int]] = {}
+
+    # -- as one who waits
+
+    def report(self, operation: Operation) -> float:
+        """Tell the coordinator about an operation that has been pending for a while; return when to see to it again."""
+        if operation.id & P2P:
+            return inf
+        now = self._now()
+        silent = self._asked.get(operation.id)
+        finding = self._findings.get(operation.id)
+        if silent is None and finding is not None and now < finding.told + ROUND:
+            return finding.told + REPORT_AGAIN
+        rank = self._coordinator(None if silent is None else silent[0])
+        _bounded(self._asked)[operation.id] = rank, now
+        if rank != self._group.rank:
+            self._silent.setdefault(rank, now)
+        self._tell(rank, {"t": "report", "op": operation.id, "mine": operation.describe()})
+        return now + (min(PATIENCE, operation.timeout / 4) if operation.id in self._asked else REPORT_AGAIN)
+
+    def entered(self, operation: Operation) -> None:
+        """Answer at last who asked about it: this rank may be done at once, and never send anything."""
+        for peer in self.asked_early.pop(operation.id, ()):
+            self._tell(peer, {"t": "report", "op": operation.id, "mine": operation.describe(), "asked": True})
+
+    def unanswered(self, operation: Operation) -> bool:
+        """Whether the coordinator owes an answer about it."""
+        return operation.id in self._asked
+
+    def finding(self, op: int) -> Finding | None:
+        """Return what was last answered about an operation."""
+        return self._findings.get(op)
+
+    def missing(self, operation: Operation) -> tuple[list[int], str]:
+        """Say which ranks have not entered, as far as this rank has learnt."""
+        finding = self._findings.get(operation.id)
+        if finding is not None:
+            return finding.ranks(self._now()), finding.words(self._now())
+        asked = self._asked.get(operation.id)
+        text = operation.standing() or "the other ranks have not been asked yet"
+        if asked is not None:
+            text = (
+                f"rank {asked[0]}, which was asked who is missing {self._now() - asked[1]:.2g} s ago, has not answered"
+            )
+        if awaited := operation.awaited():
+            text += f"; what rank(s) {', '.join(map(str, awaited[:DETAILED]))} should send it has not all come"
+        return [], text
+
+    def _coordinator(self, silent: int | None) -> int:
+        """Return the lowest rank that may answer, after the one that did not."""
+        group = self._group
+        first = 0 if silent is None else silent + 1
+        return next((rank for rank in range(first, group.rank) if rank not in group.left), group.rank)
+
+    def _status(self, peer: int, message: dict[str, Any]) -> None:
+        """The coordinator has answered."""
+        op = message["op"]
+        self._asked.pop(op, None)
+        known = tuple(Absence(*each) for each in message["known"])
+        _bounded(self._findings)[op] = Finding(tuple(message["missing"]), known, self._now())
+        silent = {each.rank: each for each in known if each.silent}
+        for rank in self._slow - silent.keys():
+            self._slow.remove(rank)
+            logger.info(
+                "group %r, rank %d: rank %d answers again",
+                self._group.name,
+                self._group.rank,
+                rank,
+                extra=self._group.log_extra,
+            )
+        operation = self._group.operations.get(op)
+        for rank, each in silent.items():
+            if operation is not None and each.silent >= SLOW_AFTER and rank not in self._slow:
+                self._slow.add(rank)
+                logger.warning(
+                    "group %r, rank %d: rank %d is slow: it has not answered for %.1f s%s; %s waits for it",
+                    self._group.name,
+                    self._group.rank,
+                    rank,
+                    each.silent,
+                    f", {each.state}" if each.state else "",
+                    called(operation.describe()),
+                    extra=self._group.log_extra,
+                )
+
+    # -- hearing
+
+    def heard(self, peer: int, message: dict[str, Any]) -> None:
+        """Take a message of `peer` (a rank of the group) about an operation."""
+        if "asked" in message or message["t"] == "status":
+            self._silent.pop(peer, None)
+        elif peer in self._silent:
+            self._silent[peer] = self._now()
+        handler = {
+            "disagree": self._group.mismatches.disagreed,
+            "differ": self._group.mismatches.differed,
+            "report": self._reported,
+            "query": self._queried,
+            "absent": self._absent,
+            "status": self._status,
+        }[message["t"]]
+        handler(peer, message)
+
+    def _queried(self, peer: int, message: dict[str, Any]) -> None:
+        record = self._group.recorder.find(message["op"])
+        if record is not None:
+            answer = {"t": "report", "op": record.op, "mine": record.describe(self._group.rank)}
+        else:
+            self._ask_early(message["op"], peer)
+            answer = {"t": "absent", "op": message["op"], **self._last()}
+        self._tell(peer, {**answer, "asked": True})
+
+    # -- coordinating
+
+    def _reported(self, peer: int, message: dict[str, Any]) -> None:
+        op, theirs = message["op"], message["mine"]
+        inquiry = self._inquiry(op)
+        inquiry.called[peer] = theirs
+        inquiry.absent.pop(peer, None)
+        if "asked" in message:
+            inquiry.asked.discard(peer)
+        other = opposed(theirs, inquiry.called.values())
+        if other is not None:
+            self._group.disagreement(other, theirs)
+            return
+        if "asked" in message:
+            self._soon(op, inquiry)
+        else:
+            self._ask(op, inquiry, peer)
+            self._answer(op, inquiry, [peer])
+
+    def _absent(self, peer: int, message: dict[str, Any]) -> None:
+        inquiry = self._inquiry(message["op"])
+        inquiry.asked.discard(peer)
+        if peer not in inquiry.called:
+            inquiry.absent[peer] = message["last"], message["age"], self._now()
+            self._soon(message["op"], inquiry)
+
+    def _inquiry(self, op: int) -> StallReport:
+        inquiry = self._inquiries.get(op)
+        if inquiry is None:
+            inquiry = _bounded(self._inquiries)[op] = StallReport()
+        rank = self._group.rank
+        if rank not in inquiry.called:
+            if (record := self._group.recorder.find(op)) is not None:
+                inquiry.called[rank] = record.describe(rank)
+            else:
+                last = self._last()
+                self._ask_early(op, rank)
+                inquiry.absent[rank] = last["last"], last["age"], self._now()
+        return inquiry
+
+    def _ask_early(self, op: int, peer: int) -> None:
+        """Remember to answer `peer`, or this rank itself, when this rank enters the operation."""
+        if op not in self.asked_early:
+            _bounded(self.asked_early)[op] = set()
+        self.asked_early[op].add(peer)
+
+    def _ask(self, op: int, inquiry: StallReport, reporter: int) -> None:
+        """Ask every rank but the reporter that has no such question to answer yet, in rounds: all may report."""
+        group = self._group
+        now = self._now()
+        if now < inquiry.again:
+            return
+        inquiry.again = now + ROUND
+        before = len(inquiry.asked)
+        for rank in range(len(group.ranks)):
+            if rank in group.left:
+                inquiry.absent.setdefault(rank, ("which has left", None, now))
+            elif rank not in (group.rank, reporter) and rank not in inquiry.asked:
+                inquiry.asked.add(rank)
+                self._silent.setdefault(rank, now)
+                self._tell(rank, {"t": "query", "op": op})
+        if len(inquiry.asked) > before:
+            self._expect(op)
+
+    def _expect(self, op: int) -> None:
+        """Look again when the next rank has been silent for long."""
+        now = self._now()
+        due = [since + SLOW_AFTER for since in self._silent.values() if since + SLOW_AFTER > now]
+        if due:
+            # A little later than that, lest the clock's rounding make it a little less.
+            self._group.call_later(min(due) + GATHER - now, self._overdue, op)
+
+    def _overdue(self, op: int) -> None:
+        """A rank has been silent for long: those who wait shall know."""
+        inquiry = self._inquiries.get(op)
+        if inquiry is not None and self._silent and self._stands():
+            self._answer(op, inquiry, list(inquiry.called))
+            self._expect(op)
+
+    def _soon(self, op: int, inquiry: StallReport) -> None:
+        """Tell all who wait, when answers have had the time to gather."""
+        if not inquiry.due:
+            inquiry.due = True
+            self._group.call_later(GATHER, self._gathered, op, inquiry)
+
+    def _gathered(self, op: int, inquiry: StallReport) -> None:
+        inquiry.due = False
+        if self._stands():
+            self._answer(op, inquiry, list(inquiry.called))
+
+    def _answer(self, op: int, inquiry: StallReport, ranks: list[int]) -> None:
+        """Tell `ranks` who is missing."""
+        group = self._group
+        missing = inquiry.missing(len(group.ranks))
+        state = group.endpoint.failure_detector.state
+        known = inquiry.absences(missing, self._silent, lambda rank: state(group.ranks[rank]), self._now())
+        for rank in ranks:
+            self._tell(rank, {"t": "status", "op": op, "missing": missing, "known": known})
+
+    def _stands(self) -> bool:
+        """Whether there is still anybody to tell."""
+        group = self._group
+        return group.cause is None and group.endpoint.groups.get(group.id) is group
+
+    def _last(self) -> dict[str, Any]:
+        record = self._group.recorder.last()
+        if record is None:
+            return {"last": f"{self._waiting()}in no operation yet", "age": None}
+        last = f"{self._waiting()}last in {called(record.describe(self._group.rank))}"
+        return {"last": last, "age": self._now() - record.entered}
+
+    def _waiting(self) -> str:
+        """Name the newest message this rank waits for: it may be what keeps it from entering."""
+        operation = next((each for each in reversed(self._group.pending) if each.id & P2P == P2P), None)
+        return "" if operation is None else f"waiting in {called(operation.describe())}; "
+
+    def _now(self) -> float:
+        return self._group.endpoint.runtime.time()
+
+    def _tell(self, rank: int, message: dict[str, Any]) -> None:
+        if rank == self._group.rank:
+            self.heard(rank, message)
+        else:
+            group = self._group
+            if group.lineage:
+                message = {**message, "split": group.lineage}
+            group.endpoint.direct.tell(group.ranks[rank], {**message, "g": group.id})
+
+
+V = TypeVar("V")
+
+
+def _bounded(table: dict[int, V]) -> dict[int, V]:
+    while len(table) >= KEPT:
+        table.pop(next(iter(table)))
+    return table
+
+
+_CLASSES: dict[str, type[GroupError]] = {
+    each.__name__: each
+    for each in (
+        CollectiveMismatchError,
+        CollectiveTimeoutError,
+        PeerLostError,
+        PeerProtocolError,
+        GroupRevokedError,
+        GroupError,
+    )
+}
+
+
+def cause_of(error: GroupError) -> dict[str, Any]:
+    """Turn an error into plain data that travels."""
+    return {
+        "kind": type(error).__name__,
+        "text": fitting(str(error)),
+        "op": error.op and fitting(error.op),
+        "seq": fitting(error.seq) if isinstance(error.seq, str) else error.seq,
+        "group": error.group and fitting(error.group),
+        "ranks": list(error.ranks),
+        "how": getattr(error, "how", None),
+    }
+
+
+def failure_by(cause: GroupError) -> GroupError:
+    """Return the error of one of the works that `cause` ends: it says the same, and comes from what that comes from.
+
+    On the rank where a function of the user's has raised, that is what it has raised, with its traceback.
+    """
+    error = error_from(cause_of(cause))
+    error.__cause__ = cause.__cause__ or cause
+    return error
+
+
+def error_from(cause: dict[str, Any]) -> GroupError:
+    """Turn plain data back into an error of the same class."""
+    kind = _CLASSES.get(cause["kind"], GroupError)
+    fields = {"op": cause["op"], "seq": cause["seq"], "group": cause["group"], "ranks": cause["ranks"]}
+    if kind is PeerLostError:
+        fields["how"] = cause["how"]
+    return kind(cause["text"], **fields)

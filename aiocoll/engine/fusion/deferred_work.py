@@ -1,0 +1,126 @@
+"""The works of calls that a block has recorded, and of the operations that stand for several of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+from numpy.typing import NDArray
+
+from aiocoll.engine.operations.plan import Plan
+from aiocoll.work import AT_ONCE, Progress, Work
+
+if TYPE_CHECKING:
+    from aiocoll.engine.operations.base import Operation
+
+__all__ = ["BucketWork", "DeferredWork", "MemberWork", "Progressive"]
+
+
+class Progressive(Progress, Protocol):
+    """What a recorded work needs of the block."""
+
+    def want(self) -> None:
+        """Somebody waits: start what is recorded."""
+
+    def follow(self, work: Work[Any]) -> None:
+        """Let the block wait for `work`, too."""
+
+    @property
+    def failed(self) -> Callable[[DeferredWork], None]:
+        """Called with each work that fails."""
+
+
+class DeferredWork(Work[Any]):
+    """An ordinary work; it starts with all others of its block.
+
+    Attributes:
+        plan: of a collective on arrays that may be fused; None of any other collective.
+        call: of any other collective.
+        arrays: of that plan.
+        outcome: what the work yields.
+        looked: somebody knows how it ended.
+    """
+
+    __slots__ = ("arrays", "call", "looked", "outcome", "plan")
+
+    _progress: Progressive
+    arrays: list[NDArray[Any]]
+    call: Any
+    looked: bool
+    outcome: Any
+    plan: Plan | None
+
+    def get_future(self) -> asyncio.Future[Any]:
+        """Return a future with the same outcome; see `Work.get_future`."""
+        self._progress.want()
+        return super().get_future()
+
+    def wait(self, timeout: float | timedelta | None = None) -> Any:
+        """Block another thread until the end; see `Work.wait`."""
+        self._progress.loop.call_soon_threadsafe(self._progress.want)
+        return super().wait(timeout)
+
+    def visible(self) -> Work[Any]:
+        """Return the work that the user holds."""
+        return self
+
+    def _look(self) -> None:
+        self.looked = True
+        super()._look()
+
+    def _failed(self, error: BaseException) -> None:
+        self._progress.failed(self)
+        super()._failed(error)
+
+
+class MemberWork(DeferredWork):
+    """A work that only counts as part of another one; that one tells of a failure.
+
+    Attributes:
+        whole: the work of the list that it belongs to.
+    """
+
+    __slots__ = ("whole",)
+
+    whole: Work[Any]
+
+    def visible(self) -> Work[Any]:
+        """Return the work that the user holds."""
+        return self.whole
+
+    def _failed(self, error: BaseException) -> None:
+        pass
+
+
+class BucketWork(Work[Any]):
+    """The handle of an operation that no single call of the user's has started.
+
+    Args:
+        stands_for: returns the user's works that it is pending for.
+        ended: called with the result and the error at its end.
+
+    Attributes:
+        operation: once it is made.
+    """
+
+    __slots__ = ("operation", "stands_for")
+
+    def __init__(
+        self,
+        progress: Progress,
+        op: str,
+        seq: int | None,
+        key: str | None,
+        group: Any,
+        stands_for: Callable[[], Iterable[Work[Any]]],
+        ended: Callable[[Any, BaseException | None], None],
+    ) -> None:
+        super().__init__(progress, op, seq, key, group, 0)
+        self.stands_for = stands_for
+        self.operation: Operation | None = None
+        self._call_back(lambda work: ended(work._result, work._exception), AT_ONCE)
+
+    def _failed(self, error: BaseException) -> None:
+        """The works it stands for tell."""

@@ -1,0 +1,123 @@
+"""Members of one flush must not write where another one reads or writes: they have no order among themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiocoll.engine.fusion.deferred_work import DeferredWork
+from aiocoll.engine.fusion.layout import Layout
+
+__all__ = ["Span", "check_apart", "check_spans"]
+
+#: Of one array: where its memory begins and ends, the position of its member, and whether that writes.
+Span = tuple[int, int, int, bool]
+
+
+def check_apart(layout: Layout, members: Sequence[DeferredWork]) -> None:
+    """Refuse members that share memory of which at least one is written.
+
+    Raises:
+        ValueError: two members do; it names both.
+
+    Time: linear where each array owns its memory; n log n, and ten times as long, where some are parts of others.
+    """
+    if not _are_owners(layout, members):
+        check_spans(_spans(layout, members), members)
+
+
+def check_spans(spans: Iterable[Span], members: Sequence[DeferredWork]) -> None:
+    """Refuse as `check_apart` does members with these arrays, none of which is empty. Time: n log n."""
+    reading, writing = _Reach(), _Reach()
+    for start, end, member, writes in sorted(spans):
+        other = writing.beyond(start, member)
+        if other is None and writes:
+            other = reading.beyond(start, member)
+        if other is not None:
+            first, second = sorted((member, other))
+            raise ValueError(
+                f"members {first} ({members[first].op}) and {second} ({members[second].op}) of a coalescing block "
+                "share memory, and at least one of them writes to it: await the one before calling the other"
+            )
+        (writing if writes else reading).add(end, member)
+
+
+class _Reach:
+    """How far the spans so far reach: the farthest, and the farthest of any other member."""
+
+    def __init__(self) -> None:
+        self._end, self._member = 0, -1
+        self._other_end, self._other = 0, -1
+
+    def add(self, end: int, member: int) -> None:
+        if member == self._member:
+            self._end = max(self._end, end)
+        elif end > self._end:
+            self._other_end, self._other = self._end, self._member
+            self._end, self._member = end, member
+        elif end > self._other_end:
+            self._other_end, self._other = end, member
+
+    def beyond(self, start: int, member: int) -> int | None:
+        """Return a member other than `member` with a span that ends after `start`."""
+        if self._member != member:
+            return self._member if self._end > start else None
+        return self._other if self._other_end > start else None
+
+
+def _arrays(layout: Layout, members: Sequence[DeferredWork]) -> Iterator[tuple[int, NDArray[Any], bool]]:
+    for bucket in layout.buckets:
+        if bucket.plan is None:
+            for position in bucket.members:
+                for array in _read_by(members[position]):
+                    yield position, array, False
+            continue
+        for position in bucket.members:
+            for buffer, array in enumerate(members[position].arrays):
+                if array is not None:
+                    yield position, array, buffer in bucket.writes
+
+
+def _read_by(member: DeferredWork) -> Sequence[NDArray[Any]]:
+    """Return the arrays of the host that a call without a plan reads."""
+    call = member.call
+    return () if call.on_device is not None or call.arrays is None else call.arrays
+
+
+def _spans(layout: Layout, members: Sequence[DeferredWork]) -> Iterator[Span]:
+    for position, array, writes in _arrays(layout, members):
+        if array.nbytes:
+            start = array.__array_interface__["data"][0]
+            yield start, start + array.nbytes, position, writes
+
+
+def _are_owners(layout: Layout, members: Sequence[DeferredWork]) -> bool:
+    """Whether all arrays of different members belong to different owners of memory: then none overlap."""
+    ndarray = np.ndarray
+    seen: set[int] = set()
+    for bucket in layout.buckets:
+        if bucket.plan is None:
+            if any(map(_read_by, map(members.__getitem__, bucket.members))):
+                return False  # too few to be quick about
+            continue
+        arrays = [members[position].arrays for position in bucket.members]
+        if len(arrays[0]) == 1:
+            # By far the most calls, and the fewest steps for each.
+            owners = [array if (base := array.base) is None else base for (array,) in arrays]
+            if set(map(type, owners)) != {ndarray}:
+                return False
+            mine = set(map(id, owners))
+            if len(mine) < len(owners) or not seen.isdisjoint(mine):
+                return False
+            seen |= mine
+            continue
+        for each in arrays:
+            owners = [array if array.base is None else array.base for array in each if array is not None]
+            mine = set(map(id, owners))
+            if any(type(owner) is not ndarray for owner in owners) or not seen.isdisjoint(mine):
+                return False
+            seen |= mine
+    return True

@@ -1,0 +1,1 @@
+"""Messages between two ranks: sends, receives, and which of them belong together."""

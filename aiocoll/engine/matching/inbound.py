@@ -1,0 +1,117 @@
+"""A point-to-point message on its way in: what of it is here, and who receives it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiocoll.elements.dtypes import by_code
+from aiocoll.engine.matching.outbound import OBJECT
+from aiocoll.engine.operations.base import KEYED
+from aiocoll.engine.operations.plan import EAGER_WINDOW
+from aiocoll.errors import ProtocolError
+from aiocoll.transport.frame import EAGER, FrameKind, Header
+
+if TYPE_CHECKING:
+    from aiocoll.engine.channel import Channel
+    from aiocoll.engine.matching.matching import PostedReceive
+    from aiocoll.engine.operations.incremental import Steps
+
+__all__ = ["TAG_LIMIT", "InboundMessage"]
+
+#: Tags are smaller than this: the operation id has 30 bits for them.
+TAG_LIMIT = 1 << 30
+
+
+class InboundMessage:
+    """A message on its way in, matched or not.
+
+    Attributes:
+        held: headers of the frames of it that wait here.
+        asked: its sender was let send all of it.
+        empty: it has no bytes, and is here only once a frame of it says so.
+        offer: number and size of the batch it is part of at its sender, which could send it from device to device;
+            None of any other message, and once it has been asked for.
+        steps: what reads its object, if somebody has begun to and was cancelled.
+    """
+
+    __slots__ = (
+        "asked",
+        "channel",
+        "code",
+        "discard",
+        "empty",
+        "held",
+        "offer",
+        "op",
+        "parts",
+        "peer",
+        "posted",
+        "ready",
+        "received",
+        "steps",
+        "total",
+    )
+
+    def __init__(self, channel: Channel, peer: int, header: Header) -> None:
+        self.channel = channel
+        self.peer = peer
+        self.op = header[4]
+        self.code = header[5]
+        self.total = header[8]
+        self.parts: list[bytes] = []
+        self.received = 0
+        self.held: list[Header] = []
+        self.asked = False
+        self.posted: PostedReceive | None = None
+        self.discard = False
+        self.steps: Steps | None = None
+        self.ready = header[0] == FrameKind.READY
+        self.offer = (header[6], header[2]) if self.ready and header[2] else None
+        self.empty = self.ready and not self.total
+        if self.op & KEYED or self.total % _itemsize(self.code):
+            raise ProtocolError(f"rank {peer} sent {self.total} bytes as message {self.op:#x} of dtype {self.code}")
+
+    @property
+    def withheld(self) -> bool:
+        """Whether its sender waits for a grant, now or soon."""
+        return self.ready or self.total > EAGER_WINDOW
+
+    @property
+    def tag(self) -> int:
+        """The tag, from the operation id."""
+        return self.op >> 32 & (TAG_LIMIT - 1)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it is here."""
+        return self.received == self.total and not self.empty
+
+    def ask(self, group: int) -> None:
+        """Let the sender send all of it: from its host, then."""
+        self.offer = None
+        self.asked = True
+        self.channel.control(FrameKind.GRANT, group, self.op)
+
+    def hold(self, header: Header) -> None:
+        """Count a frame that waits here, unless the sender was asked for it."""
+        if header[1] & EAGER or not self.asked:
+            self.channel.hold(header)
+            self.held.append(header)
+
+    def release(self) -> None:
+        """What is here waits no more."""
+        held, self.held = self.held, []
+        for header in held:
+            self.channel.release(header)
+
+    def data(self) -> bytes:
+        """Take what has gathered."""
+        data = b"".join(self.parts)
+        self.parts.clear()
+        self.release()
+        return data
+
+
+def _itemsize(code: int) -> int:
+    """Return the bytes of an element of a message; `ValueError` if there is no such dtype."""
+    return 1 if code == OBJECT else by_code(code).itemsize

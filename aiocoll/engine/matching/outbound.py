@@ -1,0 +1,93 @@
+"""A point-to-point message on its way out, and what both of its ends are described by."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from aiocoll.elements.dtypes import by_code
+from aiocoll.engine.operation_log import STARTED
+from aiocoll.engine.operations.base import P2P, Message, Operation, Signature
+from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
+
+__all__ = ["OBJECT", "OutboundMessage", "begun", "message_terms"]
+
+#: The dtype code of a message that is a serialised object.
+OBJECT = 255
+
+
+class OutboundMessage(Operation):
+    """A send: done when its bytes have left."""
+
+    peer: int
+
+    __slots__ = ("_nbytes", "_result", "_view", "peer")
+
+    def __init__(
+        self,
+        group: Communicator,
+        identity: int,
+        code: int,
+        peer: int,
+        view: memoryview,
+        result: Any,
+        work: Work[Any],
+        timeout: float,
+    ) -> None:
+        terms = message_terms("SEND", code, view.nbytes)
+        # As its receiver names it, who knows no more than the count.
+        super().__init__(group, identity, code, terms, terms.counts, work, timeout)
+        self.peer = peer
+        self._view = view
+        self._nbytes = 0
+        self._result = result
+
+    def enter(self) -> None:
+        """Send what the windows allow."""
+        self.group.matching.outgoing[self.peer, self.id] = self
+        message = Message(self, 0, 0, self._view, self._view.nbytes)
+        self.group.channels[self.peer].kick(message)
+
+    def sent(self, message: Message, nbytes: int) -> None:
+        """Bytes have left."""
+        self._nbytes += nbytes
+        if self._nbytes == message.total and not self.done:
+            self.group.matching.outgoing.pop((self.peer, self.id), None)
+            self.succeed(self._result)
+        else:
+            begun(self)
+
+    def asked(self) -> None:
+        """Its receiver takes all of it."""
+        self.group.channels[self.peer].grant(self)
+
+    def fail(self, error: BaseException) -> None:
+        """End with `error`."""
+        self.group.matching.outgoing.pop((self.peer, self.id), None)
+        super().fail(error)
+
+    def describe(self) -> dict[str, Any]:
+        """Say what is sent, and where to."""
+        return {**super().describe(), "tag": (self.id ^ P2P) >> 32, "dst": self.peer}
+
+    def needs(self, peer: int) -> bool:
+        """Whether `peer` is the destination."""
+        return peer == self.peer
+
+
+def begun(operation: Operation) -> None:
+    """Some of the bytes, but not all, have moved."""
+    if operation.entry[STARTED] is None and not operation.done:
+        operation.entry[STARTED] = operation.group.stamp()
+
+
+@lru_cache(maxsize=256)  # of messages that are alike, which most are; making them costs 5 times as much
+def message_terms(op: str, code: int, nbytes: int) -> Signature:
+    """Return what a message is called, and its count; its code is that of its dtype."""
+    if code == OBJECT:
+        return Signature(op, "object", (), None, None)
+    dtype = by_code(code)
+    return Signature(op, dtype.name, (nbytes // dtype.itemsize,), None, None)

@@ -1,0 +1,102 @@
+"""What one rank did last in one group: two rings of entries, made at entry and completed at the end.
+
+An entry is a list, the cheapest thing that can be completed later: `Communicator.enter` makes it, the operation holds
+it, `Communicator.forget` notes in it when the operation ended. Of the caller's it keeps no array, no work and no
+traceback, only the code that called, as in `aiocoll.work`; file and line are looked up when somebody asks.
+
+Messages between two ranks have a ring of their own: there may be thousands of them between two collectives.
+
+Memory: at most `NBYTES` in a group, reached after as many operations as the rings hold. On top comes what an entry
+keeps alive of a call: a key, and counts per rank where ranks have different ones.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from types import CodeType
+from typing import Any, NamedTuple
+
+from aiocoll.engine.operations.base import Signature, description
+
+__all__ = ["ENDED", "HISTORY", "MESSAGES", "NBYTES", "PEER", "STARTED", "OperationLog", "Record"]
+
+#: Collectives remembered after their end, and messages.
+HISTORY = 1024
+MESSAGES = 256
+#: Bytes of full rings on a 64-bit machine, if no two entries share their terms, as equal calls do: list, numbers, terms
+#: and a shape of four dimensions take that much.
+NBYTES = (HISTORY + MESSAGES) * 640
+
+#: Places in an entry that are filled in later; the others are those of `Record`.
+ENDED, ERROR, PEER, STARTED = 8, 9, 10, 11
+
+
+class Record(NamedTuple):
+    """One operation of this rank; an entry has the same fields in the same order.
+
+    Attributes:
+        op: its id; of a receive only the tag in it counts.
+        entered: when, on `Runtime.stamp`.
+        terms: what the ranks must agree on.
+        shape: of the caller's main array.
+        key: of a keyed collective.
+        seq: its number, or the count of its key; None of a message.
+        code: that called.
+        instruction: of `code`.
+        ended: when it ended; None while it is pending.
+        error: name of the class it failed with.
+        peer: of a message, the other rank; None of a receive from any rank that has not ended.
+        started: of a message that moved in several parts, when the first of them had.
+    """
+
+    op: int
+    entered: float
+    terms: Signature
+    shape: tuple[int, ...]
+    key: str | None
+    seq: int | None
+    code: CodeType
+    instruction: int
+    ended: float | None
+    error: str | None
+    peer: int | None = None
+    started: float | None = None
+
+    def describe(self, rank: int) -> dict[str, Any]:
+        """Say what `rank`, this one, called."""
+        return description(rank, self.terms, self.shape, self.key, self.seq)
+
+
+class OperationLog:
+    """The rings of one membership.
+
+    Attributes:
+        collectives: entries of collectives, oldest first.
+        messages: entries of sends and receives, oldest first.
+        hint: tells in the log, when the group fails, where to find them.
+    """
+
+    def __init__(self) -> None:
+        self.collectives: deque[list[Any]] = deque(maxlen=HISTORY)
+        self.messages: deque[list[Any]] = deque(maxlen=MESSAGES)
+        self.hint = "pg.recorder.dump() has what was called last; with AIOCOLL_DUMP_DIR it is written to a file"
+
+    def failed(self, entry: list[Any], error: BaseException) -> None:
+        """Note how an operation has failed."""
+        entry[ERROR] = type(error).__name__
+
+    def find(self, op: int) -> Record | None:
+        """Return the record of a collective, if it is remembered."""
+        return next((Record(*entry) for entry in reversed(self.collectives) if entry[0] == op), None)
+
+    def last(self) -> Record | None:
+        """Return the record of the last collective."""
+        return Record(*self.collectives[-1]) if self.collectives else None
+
+    def snapshot(self) -> list[Record]:
+        """Return all records, oldest first: a copy that nothing changes any more.
+
+        Each ring is copied by one call into C, so a signal handler or another thread may do this at any time.
+        """
+        entries = [*list(self.collectives), *list(self.messages)]
+        return sorted((Record(*entry) for entry in entries), key=lambda record: record.entered)

@@ -1,0 +1,1 @@
+"""What a group has in flight: the executors of collectives."""

@@ -1,0 +1,264 @@
+"""An operation in flight: `enter`, `advance`, `fail`; and the message, its unit of sending."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from aiocoll.transport.frame import FrameKind
+from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
+    from aiocoll.engine.fusion.manifest import Manifest
+
+__all__ = ["KEYED", "NOBODY", "P2P", "Announced", "Message", "Operation", "Signature", "description"]
+
+#: The two top bits of an operation id say how it was named; ordered operations carry their number itself.
+KEYED = 1 << 62
+P2P = 2 << 62
+
+NOBODY: frozenset[int] = frozenset()
+
+
+class Signature(NamedTuple):
+    """What the ranks must agree on in one operation.
+
+    `op` to `reduce` are the same on all of them. `sends` and `receives` are of collectives in which only the two ends
+    of a message know its length: how many elements go to each rank and come from each; () where there are none.
+    `debug` is "detail" of an operation that is compared before data moves, as "device" is of every one on CUDA arrays.
+    `members` are those of a flush, which stands for many calls.
+    `device` is where the arrays are: "cpu" or "cuda".
+    """
+
+    op: str
+    dtype: str | None
+    counts: tuple[int, ...]
+    root: int | None
+    reduce: str | None
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
+    debug: str | None = None
+    members: Manifest | None = None
+    device: str = "cpu"
+
+    def fingerprint(self) -> int:
+        """Hash what is the same on all ranks to 32 bits, the same on every machine."""
+        agreed: tuple[object, ...] = self[:5]
+        return zlib.crc32(repr(agreed if self.device == "cpu" else (*agreed, self.device)).encode())
+
+
+def description(
+    rank: int, terms: Signature, shape: tuple[int, ...], key: str | None, seq: int | None
+) -> dict[str, Any]:
+    """Say in plain data what `rank` called."""
+    return {
+        "rank": rank,
+        "op": terms.op,
+        "shape": list(shape),
+        "dtype": terms.dtype,
+        "device": terms.device,
+        "counts": list(terms.counts),
+        "sends": list(terms.sends) or None,
+        "receives": list(terms.receives) or None,
+        "members": None if terms.members is None else terms.members.told(),
+        "root": terms.root,
+        "reduce": terms.reduce,
+        "seq": seq,
+        "key": key,
+        "debug": terms.debug,
+    }
+
+
+class Message:
+    """What an operation sends to one peer in one step.
+
+    Attributes:
+        operation: its owner, told by `sent(message, nbytes)` when bytes have left.
+        index: which action of the owner it is.
+        view: the bytes, `total` of them.
+        limit: how many may be sent by now.
+        moved: how many have been handed to the link.
+        queued: it is in the channel's queue.
+        blocked: it waits for a grant.
+        announces: if nothing of it may be sent yet, the receiver is told that it will come.
+        batch: what the receiver is told then of the batch it is part of.
+    """
+
+    announces = False
+    batch = 0
+
+    __slots__ = ("blocked", "index", "limit", "moved", "operation", "queued", "step", "total", "view")
+
+    def __init__(self, operation: Operation, index: int, step: int, view: memoryview, limit: int) -> None:
+        self.operation = operation
+        self.index = index
+        self.step = step
+        self.view = view
+        self.total = view.nbytes
+        self.limit = limit
+        self.moved = 0
+        self.queued = False
+        self.blocked = False
+
+
+class Announced(Message):
+    """A message whose receiver hears of it before there is anything to send, so that none overtakes it."""
+
+    __slots__ = ("batch",)
+
+    announces = True
+
+    def __init__(self, operation: Operation, step: int, view: memoryview, batch: int) -> None:
+        super().__init__(operation, 0, step, view, 0)
+        self.batch = batch
+
+
+class Operation:
+    """Base of everything a group has in flight.
+
+    Attributes:
+        id: 64 bits that name it on the wire; see `aiocoll.transport.frame`.
+        fingerprint: hash of what the ranks must agree on.
+        terms: what they must agree on.
+        shape: of the caller's main array, for error messages.
+        work: the caller's handle.
+        entered: when it was entered, on the runtime's clock.
+        entry: what is recorded of it from then on; see `aiocoll.engine.operation_log`.
+        peer: of a message, the other rank; None of a receive from any rank.
+        timeout: seconds until `expire`.
+        reported: when it is due to be reported again; 0 before it has been for the first time.
+        granted: peers that have entered it and take any amount.
+        promised: peers that have been told so by this rank.
+    """
+
+    peer: int | None = None
+    entry: list[Any]
+
+    __slots__ = (
+        "_put_off",
+        "done",
+        "entered",
+        "entry",
+        "fingerprint",
+        "granted",
+        "group",
+        "id",
+        "promised",
+        "reported",
+        "shape",
+        "terms",
+        "timeout",
+        "warned",
+        "work",
+    )
+
+    def __init__(
+        self,
+        group: Communicator,
+        identity: int,
+        fingerprint: int,
+        terms: Signature,
+        shape: tuple[int, ...],
+        work: Work[Any],
+        timeout: float,
+    ) -> None:
+        self.group = group
+        self.id = identity
+        self.fingerprint = fingerprint
+        self.terms = terms
+        self.shape = shape
+        self.work = work
+        self.timeout = timeout
+        self.entered = 0.0
+        self.done = False
+        self.warned = False
+        self.reported = 0.0
+        self.granted = NOBODY
+        self.promised = NOBODY
+        self._put_off = False
+
+    def enter(self) -> None:
+        """Start: send what can be sent, take what has arrived early."""
+        raise NotImplementedError
+
+    def advance(self) -> None:
+        """Go on with local work that was put off to keep a callback short."""
+
+    def put_off(self) -> None:
+        """Call `advance` again in the next turn of the loop."""
+        if not self._put_off:
+            self._put_off = True
+            self.group.call_soon(self._resume)
+
+    def _resume(self) -> None:
+        self._put_off = False
+        if not self.done:
+            self.advance()
+
+    def place(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
+        """Name the memory for `length` bytes of a message that are arriving; None for a temporary place."""
+        return None
+
+    def take(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
+        """Take a segment (None: it was placed); False if the message is not one this rank expects."""
+        return False
+
+    def sent(self, message: Message, nbytes: int) -> None:
+        """`nbytes` more of `message` have left and their memory may be overwritten."""
+
+    def promise(self, peer: int) -> None:
+        """Tell `peer` once that this rank has entered and takes any amount."""
+        if peer not in self.promised:
+            self.promised |= {peer}
+            self.group.channels[peer].control(FrameKind.GRANT, self.group.id, self.id)
+
+    def needs(self, peer: int) -> bool:
+        """Whether the operation still waits for `peer`, which is about to be gone."""
+        raise NotImplementedError
+
+    def awaited(self) -> list[int]:
+        """Return the ranks from which something has not arrived, as far as that is known."""
+        return []
+
+    def seek(self) -> None:
+        """Open links to the ranks it waits for: it may be that they cannot open one, and this rank can."""
+        for peer in self.awaited() if self.peer is None else [self.peer]:
+            if peer != self.group.rank:
+                self.group.channels[peer].open()
+
+    def describe(self) -> dict[str, Any]:
+        """Say in plain data what this rank called, for error messages."""
+        return description(self.group.rank, self.terms, self.shape, self.work.key, self.work.seq)
+
+    def title(self) -> str:
+        """Return its op, and its key or number if it has one."""
+        name = self.work.key or self.work.seq
+        return self.work.op if name is None else f"{self.work.op} (sequence {name!r})"
+
+    def standing(self) -> str | None:
+        """Say what a message waits for; None of a collective, of which the ranks are asked."""
+        return None if self.peer is None else f"rank {self.peer} has not taken all of it"
+
+    def hangs_here(self) -> bool:
+        """Whether it waits for nothing but a device of this rank."""
+        return False
+
+    def expire(self) -> None:
+        """The timeout has passed."""
+        self.group.timed_out(self)
+
+    def succeed(self, result: Any) -> None:
+        """End well."""
+        self.done = True
+        self.group.forget(self)
+        self.work._finish(result)
+
+    def fail(self, error: BaseException) -> None:
+        """End with `error`; nothing of the caller's is touched from here on."""
+        if not self.done:
+            self.done = True
+            self.group.forget(self)
+            self.group.recorder.failed(self.entry, error)
+            self.group.endpoint.divert(self)
+            self.work._finish(None, error)

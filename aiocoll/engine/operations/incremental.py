@@ -1,0 +1,41 @@
+"""Objects are read while the loop turns: each callback does a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+from aiocoll.engine.operations.base import Operation
+from aiocoll.runtime import BUDGET
+
+__all__ = ["Steps", "at_once", "carry_on"]
+
+#: Ends with the result; each step takes a fraction of `BUDGET`.
+Steps = Generator[None, None, Any]
+
+
+def carry_on(operation: Operation, steps: Steps) -> None:
+    """Do some of `steps`, and end `operation` with their result; `advance` is called in the next turn for the rest."""
+    ticks = operation.group.endpoint.runtime.ticks
+    deadline = ticks() + BUDGET
+    try:
+        while True:
+            next(steps)
+            if ticks() >= deadline:
+                operation.put_off()
+                return
+    except StopIteration as end:
+        result = end.value
+    except Exception as error:  # the bytes of one rank, or a custom unpickling, may fail in any way
+        operation.fail(error)
+        return
+    operation.succeed(result)
+
+
+def at_once(steps: Steps) -> Any:
+    """Do all of `steps`, and return their result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value

@@ -1,0 +1,159 @@
+"""The executor of object collectives: parcels of bytes whose sizes only their senders know.
+
+Every rank sends its parcels straight to their receivers: one step, no relay. A receiver makes room for a parcel when
+its first frame, from an authenticated rank of the group, says how long it is, and refuses what is above the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from aiocoll.engine.operations.base import Message, Operation, Signature
+from aiocoll.engine.operations.incremental import Steps, carry_on
+from aiocoll.engine.operations.plan import EAGER_WINDOW
+from aiocoll.errors import ProtocolError, SerializationError
+from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
+
+__all__ = ["ObjectExchange", "Post"]
+
+
+class Post(Operation):
+    """Sends and receives parcels; what becomes of them is its subclass's.
+
+    Args:
+        sources: ranks that send one to here.
+        limit: largest parcel taken, in bytes.
+    """
+
+    __slots__ = ("_incoming", "_limit", "_missing", "_received", "_refusal", "_unsent")
+
+    def __init__(
+        self,
+        group: Communicator,
+        identity: int,
+        fingerprint: int,
+        terms: Signature,
+        shape: tuple[int, ...],
+        sources: Iterable[int],
+        limit: int,
+        work: Work[Any],
+        timeout: float,
+    ) -> None:
+        super().__init__(group, identity, fingerprint, terms, shape, work, timeout)
+        self._unsent: dict[int, int] = {}
+        self._missing = set(sources)
+        self._incoming: dict[int, memoryview] = {}
+        self._received: dict[int, int] = {}
+        self._limit = limit
+        self._refusal: SerializationError | None = None
+
+    def _send(self, outgoing: Mapping[int, bytes]) -> None:
+        """Send a parcel to each of some ranks."""
+        self._unsent = {rank: len(parcel) for rank, parcel in outgoing.items()}
+        for peer, parcel in outgoing.items():
+            message = Message(self, peer, 0, memoryview(parcel), len(parcel))
+            self.group.channels[peer].kick(message)
+
+    def needs(self, peer: int) -> bool:
+        """Whether a parcel to or from `peer` is on its way."""
+        return peer in self._missing or peer in self._unsent
+
+    def place(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
+        """Name the room of a parcel."""
+        room = self._room(peer, total)
+        start = self._received.get(peer, 0)
+        return None if room is None else room[start : start + length]
+
+    def take(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
+        """Take a piece of a parcel."""
+        if peer not in self._missing:
+            return False
+        room = self._room(peer, total)
+        start = self._received.get(peer, 0)
+        if start + length > total:
+            raise ProtocolError(f"rank {peer} sent more than the {total} bytes of its object")
+        if room is None:
+            # Let it pass, so that neither its sender nor the group is disturbed.
+            self._refusal = SerializationError(
+                f"rank {peer} sent an object of {total} bytes; the limit is {self._limit} bytes"
+            )
+        elif payload is not None:
+            room[start : start + length] = payload
+        self._received[peer] = start + length
+        if start + length == total:
+            self._missing.discard(peer)
+            self._settle()
+        elif start == 0 and total > EAGER_WINDOW:
+            self.promise(peer)
+        return True
+
+    def sent(self, message: Message, nbytes: int) -> None:
+        """Bytes of a parcel have left."""
+        peer = message.index
+        self._unsent[peer] -= nbytes
+        if not self._unsent[peer]:
+            del self._unsent[peer]
+            self._settle()
+
+    def _room(self, peer: int, total: int) -> memoryview | None:
+        room = self._incoming.get(peer)
+        if room is None and total <= self._limit:
+            room = self._incoming[peer] = memoryview(bytearray(total))
+        return room
+
+    def _settle(self) -> None:
+        """Do what is possible now that a parcel has come or left."""
+        raise NotImplementedError
+
+
+class ObjectExchange(Post):
+    """One rank's part in one object collective.
+
+    Args:
+        outgoing: parcel for each rank that gets one from here.
+        sources: ranks that send one to here.
+        limit: largest parcel taken, in bytes.
+        unpack: makes the result of the parcels received, by rank.
+    """
+
+    __slots__ = ("_outgoing", "_steps", "_unpack")
+
+    def __init__(
+        self,
+        group: Communicator,
+        identity: int,
+        terms: Signature,
+        outgoing: Mapping[int, bytes],
+        sources: set[int],
+        limit: int,
+        unpack: Callable[[Mapping[int, memoryview]], Steps],
+        work: Work[Any],
+        timeout: float,
+    ) -> None:
+        super().__init__(group, identity, terms.fingerprint(), terms, (), sources, limit, work, timeout)
+        self._outgoing = outgoing
+        self._unpack = unpack
+        self._steps: Steps | None = None
+
+    def enter(self) -> None:
+        """Send all parcels."""
+        self._send(self._outgoing)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.done or self._missing or self._unsent or self._steps is not None:
+            return
+        if self._refusal is not None:
+            self.fail(self._refusal)
+            return
+        self._steps = self._unpack(self._incoming)
+        carry_on(self, self._steps)
+
+    def advance(self) -> None:
+        """Go on reading what has been received."""
+        if self._steps is not None:
+            carry_on(self, self._steps)

@@ -1,0 +1,117 @@
+"""A `Plan`: one rank's program of a collective, compiled for one dtype and ready to be run many times.
+
+Everything that does not depend on the arrays of a call is worked out here once: sizes in bytes, who waits for whom,
+where an arriving message belongs, and the fingerprint of what all ranks must agree on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from aiocoll.algorithms.program import Program, Region, Verb
+from aiocoll.elements.dtypes import DType
+from aiocoll.elements.ops import Kernel, ReduceOp
+from aiocoll.engine.operations.base import Operation, Signature
+from aiocoll.transport.frame import SEGMENT
+
+__all__ = ["EAGER_WINDOW", "Executor", "Plan"]
+
+#: Bytes of one message that may travel before its receiver has entered the operation.
+EAGER_WINDOW = SEGMENT
+
+#: What makes the operation of a plan: called with the membership, the operation's id, the plan, the flat arrays of the
+#: call, the shape of the caller's main array, the result, the work and the timeout in seconds.
+Executor = Callable[..., Operation]
+
+
+class Plan:
+    """A compiled program.
+
+    Attributes are parallel tuples indexed by action, as in `Program`, with sizes in bytes; `inbound` finds the action
+    of an arriving message by ``peer << 16 | step``; `grants` are the peers that send more than an eager window;
+    `executor` carries it out; `op` is how the call that it was made for reduces.
+    """
+
+    __slots__ = (
+        "after",
+        "algorithm",
+        "count",
+        "dependents",
+        "executor",
+        "fingerprint",
+        "follow",
+        "followers",
+        "grants",
+        "inbound",
+        "itemsize",
+        "kernel",
+        "nbytes",
+        "op",
+        "program",
+        "scratch",
+        "sources",
+        "start",
+        "storage",
+        "terms",
+        "totals",
+        "verbs",
+    )
+
+    def __init__(
+        self, terms: Signature, program: Program, dtype: DType | None, kernel: Kernel | None, executor: Executor
+    ) -> None:
+        self.terms = terms
+        self.executor = executor
+        self.op: ReduceOp | None = None
+        self.program = program.actions
+        self.algorithm = program.algorithm
+        self.kernel = kernel
+        self.itemsize = dtype.itemsize if dtype is not None else 1
+        self.storage: np.dtype[Any] = dtype.storage if dtype is not None else np.dtype(np.uint8)
+        self.count = terms.counts[0] if terms.counts else 0
+        self.nbytes = self.count * self.itemsize
+        self.fingerprint = terms.fingerprint()
+        self.scratch = program.scratch
+        actions = program.actions
+        self.verbs = tuple(action.verb for action in actions)
+        self.totals = tuple(action.region.count * self.itemsize for action in actions)
+        self.inbound = {
+            action.peer << 16 | action.step: index
+            for index, action in enumerate(actions)
+            if action.verb in (Verb.RECV, Verb.COMBINE)
+        }
+        self.sources: tuple[tuple[Region, ...], ...] = tuple(
+            action.sources or (action.region,) if action.verb is Verb.COMBINE else action.sources for action in actions
+        )
+        after, self.follow = self._dependencies()
+        self.after = tuple(len(each) for each in after)
+        self.dependents = _inverse(after)
+        self.followers = _inverse(self.follow)
+        self.start = tuple(index for index, each in enumerate(after) if not each)
+        self.grants = self._grants()
+
+    def _dependencies(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+        """Following something empty means waiting for it: there is no progress to watch."""
+        after, follow = [], []
+        for action, total in zip(self.program, self.totals, strict=True):
+            after.append(tuple(dict.fromkeys(action.after if total else action.after + action.follow)))
+            follow.append(action.follow if total else ())
+        return tuple(after), tuple(follow)
+
+    def _grants(self) -> tuple[int, ...]:
+        expected: dict[int, int] = {}
+        for index in self.inbound.values():
+            peer = self.program[index].peer
+            expected[peer] = max(expected.get(peer, 0), self.totals[index])
+        return tuple(peer for peer, nbytes in expected.items() if nbytes > EAGER_WINDOW)
+
+
+def _inverse(links: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    inverse: list[list[int]] = [[] for _ in links]
+    for index, targets in enumerate(links):
+        for target in targets:
+            inverse[target].append(index)
+    return tuple(tuple(each) for each in inverse)

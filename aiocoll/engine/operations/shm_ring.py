@@ -1,0 +1,319 @@
+"""The executor of large reductions in shared memory: a ring of ranks, each with a lane to its right neighbour.
+
+The schedule is that of `aiocoll.algorithms.flat.ring`: in step 0 to p-2 a rank adds what comes from the left to a part
+of its tensor, in steps p-1 to 2p-3 it copies finished parts; what it has added or copied it passes on. Here the parts
+are cut into pieces of a lane's block, which travel in an order that all ranks know, so a piece needs neither header nor
+look-up, and is passed on while it is in the cache:
+
+    step 0    0 1 2 3 4              p = 2, 5 pieces per part: the order is by columns, from the bottom up
+    step 1        0 1 2 3 4
+
+Cost: 2(p-1) steps, 2n(p-1)/p bytes written and as many read per rank.
+Where the lane is in use by another operation, or is not to be had, the same pieces travel as frames.
+
+Of a tensor in memory that peers can read (`aiocoll.transport.shm.registered_memory`) the lane has no pieces, but their
+places: half of the bytes written are saved. The right neighbour then reads a piece some time after it was put, but
+before this rank overwrites it. What was put in step s is overwritten in step s+p-1, if at all, by the sum that comes
+from the left; that sum has gone round the whole ring, and each rank on the way, the right neighbour first, has put it
+only after it took what it is made of: this very piece. Nor does the caller overwrite any, since the operation is done
+only when its right neighbour has taken all. If it fails before, it voids what is not taken: a reader looks for that
+after each piece it has read, and goes no further.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiocoll.elements.buffers import byte_view
+from aiocoll.engine.operations.base import Message, Operation
+from aiocoll.engine.operations.plan import Plan
+from aiocoll.errors import ProtocolError
+from aiocoll.runtime import BUDGET
+from aiocoll.transport.shm.link import ShmLink
+from aiocoll.transport.shm.registered_memory import MemorySegment
+from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
+
+__all__ = ["MOST_PIECES", "ShmRing", "order"]
+
+#: Columns by which a step is behind the one before: its peer needs some time to add a piece.
+LAG = 2
+#: Pieces are numbered by the step of a frame's header.
+MOST_PIECES = 1 << 16
+
+
+@functools.lru_cache(maxsize=64)
+def order(steps: int, pieces: int) -> tuple[tuple[int, int, int], ...]:
+    """Return step, piece and the number of the piece that has to come before, or -1, in the order they travel."""
+    found: list[tuple[int, int, int]] = []
+    place: dict[tuple[int, int], int] = {}
+    for column in range(pieces + LAG * (steps - 1)):
+        for step in range(min(steps - 1, column // LAG), -1, -1):
+            piece = column - LAG * step
+            if piece < pieces:
+                place[step, piece] = len(found)
+                found.append((step, piece, place.get((step - 1, piece), -1)))
+    return tuple(found)
+
+
+class ShmRing(Operation):
+    """One rank's part in one allreduce; it takes what `ProgramExecutor` takes."""
+
+    __slots__ = (
+        "_array",
+        "_bytes",
+        "_framed",
+        "_holds",
+        "_left",
+        "_length",
+        "_offset",
+        "_order",
+        "_parts",
+        "_plan",
+        "_pointed",
+        "_put",
+        "_result",
+        "_right",
+        "_segment",
+        "_tag",
+        "_taken",
+        "_unsent",
+    )
+
+    def __init__(
+        self,
+        group: Communicator,
+        identity: int,
+        plan: Plan,
+        arrays: list[NDArray[Any]],
+        shape: tuple[int, ...],
+        result: Any,
+        work: Work[Any],
+        timeout: float,
+    ) -> None:
+        super().__init__(group, identity, plan.fingerprint, plan.terms, shape, work, timeout)
+        self._plan = plan
+        self._array = arrays[0]
+        self._bytes = byte_view(self._array)
+        self._result = result
+        size, rank = len(group.ranks), group.rank
+        self._right, self._left = (rank + 1) % size, (rank - 1) % size
+        self._parts = [(plan.count * part // size, plan.count * (part + 1) // size) for part in range(size)]
+        self._length = group.piece_nbytes // plan.itemsize
+        longest = max(stop - start for start, stop in self._parts)
+        self._order = order(2 * (size - 1), -(-longest // self._length))
+        self._tag = group.id << 32 | self.fingerprint
+        self._holds = False
+        self._put = 0
+        self._taken = 0
+        self._unsent = 0
+        self._framed: dict[int, bytearray] | None = None
+        registered_memory = group.endpoint.registered_memory
+        place = registered_memory.find(self._array) if registered_memory.segments else None
+        self._segment: MemorySegment | None = None if place is None else place[0]
+        self._offset = 0 if place is None else place[1]
+        # Number, in the lane, of the last piece that was put by its place.
+        self._pointed = 0
+
+    def enter(self) -> None:
+        """Get the lane, if it is free, and begin."""
+        channel = self.group.channels[self._right]
+        link = channel.shared
+        self._holds = link is not None and link is channel.link and link.chunks_out.take(self)
+        self.group.endpoint.polling.lookers[self] = None
+        self.look()
+
+    def look(self) -> bool:
+        """Put pieces while there are free blocks, take what has come; whether anything moved."""
+        pieces = self._order
+        ticks = self.group.endpoint.runtime.ticks
+        deadline = ticks() + BUDGET
+        moved = False
+        while not self.done:
+            going = self._put_next()
+            if self._taken < len(pieces) and self._take_next():
+                going = True
+            if self.done:
+                return True
+            if self._put == self._taken == len(pieces) and not self._unsent and self._is_read():
+                self._end()
+                self.succeed(self._result)
+                return True
+            if not going:
+                return moved
+            moved = True
+            if ticks() > deadline:
+                self.put_off()
+                break
+        return moved
+
+    def advance(self) -> None:
+        """Go on after a turn of the loop."""
+        self.look()
+
+    # -- to the right
+
+    def _put_next(self) -> bool:
+        if self._put == len(self._order):
+            return False
+        step, piece, before = self._order[self._put]
+        if before >= self._taken:
+            return False
+        rank, size = self.group.rank, len(self._parts)
+        start, stop = self._piece((rank - step - 1) % size, piece)
+        itemsize = self._plan.itemsize
+        view = self._bytes[start * itemsize : stop * itemsize]
+        channel = self.group.channels[self._right]
+        if self._holds:
+            link = channel.shared
+            assert link is not None
+            if not self._put_in_lane(link, start * itemsize, view):
+                return False
+            if link is channel.link:
+                link.announce()
+            self._put += 1
+        else:
+            # First, since it may be told in this very call that the piece has left.
+            number, self._put = self._put, self._put + 1
+            self._unsent += 1
+            channel.kick(Message(self, number, number, view, view.nbytes))
+        if self._put == len(self._order):
+            self._leave_lane(failed=False)
+        return True
+
+    def _put_in_lane(self, link: ShmLink, start: int, view: memoryview) -> bool:
+        lane = link.chunks_out
+        if self._segment is None or not link.segment_sharing.lends(self._segment):
+            return lane.put(self.id, self._tag, view)
+        if not lane.point(self.id, self._tag, self._segment.number, self._offset + start):
+            return False
+        self._pointed = lane.number
+        return True
+
+    def _is_read(self) -> bool:
+        """Whether nobody reads the tensor any more."""
+        if not self._pointed:
+            return True
+        link = self.group.channels[self._right].shared
+        return link is None or link.chunks_out.is_taken(self._pointed)
+
+    def sent(self, message: Message, nbytes: int) -> None:
+        """Bytes of a frame have left."""
+        if message.moved == message.total and not self.done:
+            self._unsent -= 1
+            self.look()
+
+    # -- from the left
+
+    def _take_next(self) -> bool:
+        step, piece, _ = self._order[self._taken]
+        start, stop = self._piece((self.group.rank - step - 2) % len(self._parts), piece)
+        count = stop - start
+        framed = None if self._framed is None else self._framed.get(self._taken)
+        link = self.group.channels[self._left].shared
+        if framed is not None and len(framed) == count * self._plan.itemsize:
+            assert self._framed is not None
+            self._compute(step, start, stop, np.frombuffer(framed, self._plan.storage))
+            del self._framed[self._taken]
+        elif link is None:
+            return False
+        elif (tag := link.chunks_in.look(self.id)) >> 32 != self.group.id:
+            return link.reclaim()
+        elif tag != self._tag:
+            self.group.mismatches.disagree(self._left, self.id, self.describe())
+            return False
+        else:
+            incoming = link.piece(self._plan.storage, count)
+            if incoming is None:
+                return False
+            self._compute(step, start, stop, incoming)
+            if self.done:  # it has failed, and its group has freed all that it had there
+                return True
+            if link.chunks_in.is_void():
+                return False
+            if link.chunks_in.free() and link is self.group.channels[self._left].link:
+                link.announce()
+        self._taken += 1
+        return True
+
+    def _compute(self, step: int, start: int, stop: int, incoming: NDArray[Any]) -> None:
+        own = self._array[start:stop]
+        adding = len(self._parts) - 1
+        if step >= adding:
+            own[:] = incoming
+            return
+        kernel = self._plan.kernel
+        assert kernel is not None
+        # NumPy adds a single element in place another way, with another NaN if both are: not in place, then.
+        out = own if len(own) > 1 else np.empty_like(own)
+        try:
+            kernel.combine(incoming, own, out)
+            if step == adding - 1 and kernel.finalize is not None:
+                kernel.finalize(out)
+        except Exception as error:  # of a function of the user's
+            self.group.broke(self, error)
+        if out is not own:
+            own[:] = out
+
+    def take(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
+        """Keep what comes in frames until its turn."""
+        if peer != self._left or step >= len(self._order) or payload is None:
+            return False
+        if self._framed is None:
+            self._framed = {}
+        framed = self._framed.setdefault(step, bytearray())
+        ring_step, piece, _ = self._order[step]
+        start, stop = self._piece((self.group.rank - ring_step - 2) % len(self._parts), piece)
+        if step < self._taken or len(framed) + length > (stop - start) * self._plan.itemsize:
+            raise ProtocolError(f"rank {peer} sent more than piece {step} of its message")
+        if (link := self.group.channels[peer].shared) is not None:
+            link.reclaim()  # perhaps that was why
+        framed.extend(payload)
+        self.look()
+        return True
+
+    # -- the end
+
+    def needs(self, peer: int) -> bool:
+        """Whether something to or from `peer` is missing."""
+        self.look()
+        if self.done:
+            return False
+        if peer == self._left and self._taken < len(self._order):
+            return True
+        return peer == self._right and (self._put < len(self._order) or bool(self._unsent) or not self._is_read())
+
+    def awaited(self) -> list[int]:
+        """Return the left neighbour while it has something to send, then the right one while it reads."""
+        if self._taken < len(self._order):
+            return [self._left]
+        return [] if self._is_read() else [self._right]
+
+    def fail(self, error: BaseException) -> None:
+        """End with `error`."""
+        if not self.done:
+            self._leave_lane(failed=True)
+            if self._pointed and (link := self.group.channels[self._right].shared) is not None:
+                link.chunks_out.void(self.id, self._tag)
+            self._end()
+        super().fail(error)
+
+    def _end(self) -> None:
+        self.group.endpoint.polling.lookers.pop(self, None)
+
+    def _leave_lane(self, *, failed: bool) -> None:
+        if self._holds:
+            self._holds = False
+            link = self.group.channels[self._right].shared
+            if link is not None:
+                link.chunks_out.leave(failed=failed)
+
+    def _piece(self, part: int, piece: int) -> tuple[int, int]:
+        start, stop = self._parts[part]
+        return min(start + piece * self._length, stop), min(start + (piece + 1) * self._length, stop)

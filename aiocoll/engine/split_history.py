@@ -1,0 +1,100 @@
+"""Sub-groups that the ranks have split off in different ways: how this is found out, and who hears of it.
+
+A split takes no message: every rank numbers its calls and remembers its list. The id of a sub-group hashes the list
+too, so ranks with different lists cannot talk to each other. A note about an operation that waits in a sub-group says
+how the group came to be; who gets one and is not in that group compares it with what it did itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from aiocoll.engine.failure.stall_inspector import cause_of
+from aiocoll.errors import CollectiveMismatchError, GroupError
+
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
+    from aiocoll.engine.endpoint import Endpoint
+
+__all__ = ["Split", "stranger"]
+
+
+class Split(NamedTuple):
+    """One call of `split_group` on one rank.
+
+    Attributes:
+        parent: id of the group that was split.
+        number: of the call, from 0.
+        name: as given, or None.
+        ranks: of the list this rank is in, as in the job, ascending; empty if it is in none.
+    """
+
+    parent: int
+    number: int
+    name: str | None
+    ranks: tuple[int, ...]
+
+    def identity(self, endpoint: Endpoint) -> int:
+        """Return the id of the group that comes of it."""
+        return endpoint.hash62(f"{self.parent}\0split\0{tuple(self)}") & 0xFFFFFFFF
+
+
+def stranger(endpoint: Endpoint, peer: int, note: dict[str, Any]) -> str | None:
+    """A note of `peer` is about a group that this rank is not in: say why it is not, or tell all why it never will be.
+
+    Returns:
+        What the peer shall be told of this rank, if that can still change.
+    """
+    lineage = [Split(parent, number, name, tuple(ranks)) for parent, number, name, ranks in note.get("split", ())]
+    for level, theirs in enumerate(lineage):
+        parent = endpoint.groups.get(theirs.parent)
+        if parent is None:
+            if not endpoint.early.is_over(theirs.parent):
+                break
+            endpoint.control.tell(peer, {"t": "bye", "g": note["g"], "cause": None, "linked": False})
+            return None
+        if theirs.number < len(parent.splits):
+            mine = parent.splits[theirs.number]
+            if mine == theirs:
+                continue
+            error: GroupError = _mismatch(parent, peer, theirs, mine)
+            if (own := endpoint.groups.get(mine.identity(endpoint))) is not None:
+                own.revoke(error)
+        elif parent.cause is not None:
+            error = parent.cause
+        else:
+            return f"which has split group {parent.name!r} {len(parent.splits)} times only"
+        _refuse(endpoint, peer, lineage[level:], error)
+        return None
+    return "which is not in the group now"
+
+
+def _refuse(endpoint: Endpoint, peer: int, lineage: Sequence[Split], error: GroupError) -> None:
+    """Revoke groups that this rank will never be in."""
+    for split in lineage:
+        identity = split.identity(endpoint)
+        endpoint.early.disown(identity, peer)
+        endpoint.control.flood({"t": "revoke", "g": identity, "cause": cause_of(error)}, split.ranks)
+
+
+def _mismatch(parent: Communicator, peer: int, theirs: Split, mine: Split) -> CollectiveMismatchError:
+    """Name both lists, that of the lower rank first: who finds out must not matter."""
+    calls = sorted([(parent.position[peer], theirs), (parent.rank, mine)])
+    fields = [
+        field
+        for field, differ in (("ranks", theirs.ranks != mine.ranks), ("group_name", theirs.name != mine.name))
+        if differ
+    ]
+    words = [
+        f"rank {rank} called SPLIT_GROUP(ranks={[parent.position[each] for each in split.ranks]}"
+        f"{'' if split.name is None else f', group_name={split.name!r}'}, SequenceNumber={split.number + 1})"
+        for rank, split in calls
+    ]
+    return CollectiveMismatchError(
+        f"Collectives differ in the following: {', '.join(fields)}. Group {parent.name!r}: {'; '.join(words)}",
+        op="SPLIT_GROUP",
+        seq=mine.number + 1,
+        group=parent.name,
+        ranks=[rank for rank, _ in calls],
+    )

@@ -1,0 +1,204 @@
+"""How the ranks of a group come to one way for CUDA arrays: by NCCL, or through the host.
+
+    each rank     says what it has, when it is first called with a CUDA array ->
+    rank 0        decides when all have, asks NCCL for the name of a communicator, and each rank for its turn
+    all ranks                                                                 <- the decision, before all calls
+
+To make a communicator blocks the launcher of a device until all ranks make it. Groups that have ranks in common must
+not make theirs in different orders, then: a device makes one at a time, and rank 0 asks for turns in the order of
+hosts and devices. That is the same for all groups, those of other jobs too, so that no two wait for each other.
+
+A rank that leaves before it had its turn is not waited for: the others do without NCCL. One that had it waits for the
+decision, since they may have begun to make the communicator; if the group fails meanwhile, it makes that all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from operator import index
+from typing import Any
+
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.control.messages import DEVICE
+from aiocoll.gpu.api import DeviceError, Nccl
+from aiocoll.gpu.device import Device
+from aiocoll.gpu.provider import why_no_nccl
+from aiocoll.gpu.turns import Turn
+from aiocoll.group.cuda.cards import Card, Decision, card, decide, read_card, read_decision
+
+__all__ = ["BackendAgreement"]
+
+#: Seconds that a rank which leaves waits for the decision, at most.
+PARTING = 5.0
+
+
+class BackendAgreement:
+    """One rank's part in it.
+
+    Args:
+        member: this rank's membership.
+        device: where its arrays are.
+        nccl: the library; None if there is none.
+        number: as rank 0, gives the decision its numbers.
+        follow: does as was decided, given the number it has here.
+    """
+
+    def __init__(
+        self,
+        member: Communicator,
+        device: Device,
+        nccl: Nccl | None,
+        number: Callable[[], dict[int, int]],
+        follow: Callable[[int, Decision], None],
+    ) -> None:
+        self._member = member
+        self._device = device
+        self._nccl = nccl
+        self._number = number
+        self._follow = follow
+        self._card = card(device.cuda, nccl, device.ordinal, why_no_nccl() or "")
+        self._turn: Turn | None = None
+        #: Ends when it is decided, or will not be; None before this rank has said that it has its turn.
+        self._settled: asyncio.Future[None] | None = None
+        #: It is decided, or will not be.
+        self._is_decided = False
+        #: As rank 0: what each rank has, and whose turns are still to be asked for, the next one last; and
+        #: whose was asked for.
+        self._cards: dict[int, Card] = {}
+        self._turns: list[int] = []
+        self._asked: int | None = None
+        self._decision: Decision | None = None
+
+    def start(self) -> None:
+        """Say what this rank has."""
+        self._tell(0, {"card": self._card})
+
+    def heard(self, peer: int, note: dict[str, Any]) -> None:
+        """Take a note of a rank.
+
+        Raises:
+            ValueError: it cannot be one of this rank's, or for this rank; as do TypeError and KeyError.
+        """
+        if self._member.rank if "card" in note or "ready" in note else peer:
+            raise ValueError("only rank 0 decides")
+        if "card" in note:
+            self._cards[peer] = read_card(note["card"])
+            if len(self._cards) == len(self._member.ranks):
+                self._decide()
+        elif "turn" in note:
+            if not self._is_decided:
+                self._turn = self._device.turns.take(self._begun)
+        elif "ready" in note:
+            if not self._is_decided and peer == self._asked:
+                self._go_on()
+        else:
+            number, decision = index(note["number"]), read_decision(note["decision"])
+            self._settle()
+            if not decision.native:
+                self.made()
+            self._follow(number, decision)
+
+    def missed(self, note: dict[str, Any]) -> None:
+        """Take a note after the group has failed here: others may make the communicator already, counting on this rank.
+
+        They would never come back from it; so it is made here, too, and aborted.
+        """
+        if "decision" in note and self._settled is not None:
+            decision = read_decision(note["decision"])
+            if decision.native:
+                self._device.aside(lambda: self._make_and_abort(decision.unique_id))
+
+    def _make_and_abort(self, unique_id: bytes) -> None:
+        assert self._nccl is not None
+        with contextlib.suppress(DeviceError):
+            self._nccl.init(len(self._member.ranks), unique_id, self._member.rank).abort()
+
+    def departed(self, rank: int) -> None:
+        """A rank has left, perhaps before it was decided."""
+        if self._is_decided:
+            return
+        if rank == 0:
+            self.end()
+        elif self._decision is not None:
+            self._conclude(_without(rank))
+
+    async def settle(self) -> None:
+        """Wait until it is decided, if the others count on this rank; without rank 0 it is not."""
+        if self._settled is not None and self._member.rank:
+            await asyncio.wait([self._settled], timeout=PARTING)
+
+    def made(self) -> None:
+        """The communicator has been made, or will not be."""
+        if self._turn is not None:
+            self._turn.end()
+            self._turn = None
+
+    def end(self) -> None:
+        """The group has ended, or nobody decides any more."""
+        self._settle()
+        self.made()
+
+    def _begun(self) -> None:
+        """This rank has its turn."""
+        self._settled = asyncio.get_running_loop().create_future()
+        self._tell(0, {"ready": True})
+
+    def _settle(self) -> None:
+        self._is_decided = True
+        if self._settled is not None and not self._settled.done():
+            self._settled.set_result(None)
+
+    def _tell(self, rank: int, note: dict[str, Any]) -> None:
+        member = self._member
+        if rank == member.rank:
+            self.heard(rank, note)
+        else:
+            member.endpoint.control.tell(member.ranks[rank], {"t": DEVICE, "g": member.id, **note})
+
+    # -- as rank 0
+
+    def _decide(self) -> None:
+        """All have said what they have."""
+        self._decision = decide([self._cards[rank] for rank in range(len(self._cards))], self._member.hosts)
+        if self._decision.native and self._member.left:
+            self._conclude(_without(min(self._member.left)))
+        elif self._decision.native:
+            assert self._nccl is not None
+            self._turns = sorted(self._cards, key=self._place, reverse=True)
+            self._device.run(self._nccl.unique_id).add_done_callback(self._named)
+        else:
+            self._conclude(self._decision)
+
+    def _place(self, rank: int) -> tuple[str, str]:
+        """Return where the device of a rank is."""
+        member = self._member
+        return member.endpoint.cards[member.ranks[rank]]["host"], self._cards[rank]["bus"]
+
+    def _named(self, named: asyncio.Future[bytes]) -> None:
+        if self._is_decided or named.cancelled():
+            return
+        assert self._decision is not None
+        if (error := named.exception()) is not None:
+            self._conclude(Decision(False, f"rank 0: {error}"))
+        else:
+            self._decision = self._decision._replace(unique_id=named.result())
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Ask for the next turn; if there is none, let all make the communicator."""
+        assert self._decision is not None
+        if self._turns:
+            self._asked = self._turns.pop()
+            self._tell(self._asked, {"turn": True})
+        else:
+            self._conclude(self._decision)
+
+    def _conclude(self, decision: Decision) -> None:
+        for rank, number in self._number().items():
+            self._tell(rank, {"number": number, "decision": decision})
+
+
+def _without(rank: int) -> Decision:
+    return Decision(False, f"rank {rank} has left")

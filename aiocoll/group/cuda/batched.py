@@ -1,0 +1,154 @@
+"""Members of a flush that are on CUDA arrays: one agreement, and one group of NCCL calls, for all of them.
+
+What NCCL cannot do is staged, each member by itself. All members end when the last of them has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.operations.base import KEYED
+from aiocoll.engine.operations.verify import Inner
+from aiocoll.group.calls import Call
+from aiocoll.group.cuda.agreed import Agreed, is_empty
+from aiocoll.group.cuda.native import STAGED, Native, way_of
+from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.group.cuda.device_state import DeviceState
+
+__all__ = ["BatchedCalls"]
+
+
+class BatchedCalls(Agreed):
+    """One rank's part in several collectives on CUDA arrays, which share no memory that is written.
+
+    Args:
+        side: what the group has on the device.
+        calls: in the order that they have on all ranks.
+    """
+
+    __slots__ = ("_calls", "_left", "_parts")
+
+    def __init__(
+        self,
+        side: DeviceState,
+        calls: Sequence[Call],
+        group: Communicator,
+        identity: int,
+        work: Work[Any],
+        timeout: float,
+    ) -> None:
+        first = calls[0]
+        assert first.terms is not None
+        arrays = [array for call in calls for array in call.arrays or ()]
+        results = [call.result for call in calls]
+        super().__init__(side, first.terms, group, identity, _plan(first), arrays, (), results, work, timeout)
+        self._calls = calls
+        #: What is staged, and how much has not ended.
+        self._parts: list[_Part] = []
+        self._left = 1
+
+    def is_private(self) -> bool:
+        """Whether only the ends of its messages know their lengths."""
+        return any(_plan(call).terms.sends or _plan(call).terms.receives for call in self._calls)
+
+    def begin(self, ways: Sequence[int]) -> None:
+        """Launch what NCCL can do, and stage the rest."""
+        native, staged = [], []
+        for call, way in zip(self._calls, ways, strict=True):
+            if is_empty(_plan(call)):
+                continue
+            if way == STAGED:
+                staged.append(call)
+            else:
+                native.append(Native(_plan(call), call.arrays or (), way))
+        self._left = len(staged) + bool(native)
+        if not self._left:
+            super().ended(self._result, None)
+        if native:
+            self._launch(native, [self._device_state.stream] if staged else ())
+        for number, call in enumerate(staged):
+            self._begin_part(number, call)
+
+    def ended(self, result: Any, error: BaseException | None) -> None:
+        """One thing has ended, or there is nothing to do."""
+        self._left -= 1
+        if error is not None:
+            super().ended(None, error)
+        elif not self._left:
+            super().ended(self._result, None)
+
+    def hangs_here(self) -> bool:
+        """Whether the device has something of it: then all ranks have called it."""
+        return self._flying or any(part.hangs_here() for part in self._parts)
+
+    def fail(self, error: BaseException) -> None:
+        """End with `error`, and all that is staged too."""
+        parts, self._parts = self._parts, []
+        super().fail(error)
+        for part in parts:
+            part.fail(error)
+
+    def _says(self) -> bytes:
+        """Say what this rank calls, and which way each of it can go."""
+        side, work = self._device_state, self.work
+        ways = [way_of(_plan(call), call.arrays or (), self.group.rank, side.float8) for call in self._calls]
+        described = side.described(self.terms, self.terms, ())
+        told: bytes = msgpack.packb((described, work.seq, work.key, ways))
+        return told
+
+    def _ended(self, error: Any) -> None:
+        """The device is done with what NCCL does."""
+        if self._is_sound(error):
+            self.ended(None, None)
+
+    def _begin_part(self, number: int, call: Call) -> None:
+        """Stage a call; the first brings the stream of all of them behind the caller's."""
+        group = self.group
+        # No key of the user's is hashed without a zero byte in it.
+        identity = KEYED | group.endpoint.hash62(f"member {number} of {self.id}")
+        part = _Part(self._device_state, call, group, identity, self, self._marks)
+        self._marks = ()
+        self._parts.append(part)
+        # Reports and warnings are of what all ranks have called.
+        part.warned, part.reported = True, inf
+        group.enter(part)
+
+
+class _Part(Agreed):
+    """A member that is staged; all ranks have agreed on it."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        side: DeviceState,
+        call: Call,
+        group: Communicator,
+        identity: int,
+        whole: BatchedCalls,
+        marks: tuple[int, ...],
+    ) -> None:
+        work = Inner(whole)
+        work.op = call.op
+        assert call.terms is not None
+        arrays, plan = call.arrays or [], _plan(call)
+        super().__init__(side, call.terms, group, identity, plan, arrays, call.shape, None, work, whole.timeout)
+        self._marks = marks
+        self._missing.clear()
+        self._settled = True
+
+    def enter(self) -> None:
+        """Begin."""
+        self.begin([STAGED])
+
+
+def _plan(call: Call) -> Any:
+    assert call.on_device is not None
+    return call.on_device

@@ -1,0 +1,279 @@
+"""What a group has on the device of this rank: which way its calls go, in which order, and what fails with it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from aiocoll.elements.device import DeviceArray
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.failure.mismatch import called
+from aiocoll.engine.operations.base import Operation, Signature, description
+from aiocoll.engine.operations.comparison import Difference, compare, packed
+from aiocoll.engine.operations.plan import Plan
+from aiocoll.errors import BackendUnavailableError, CollectiveTimeoutError, GroupError
+from aiocoll.gpu.api import DeviceError, Nccl
+from aiocoll.gpu.device import Device
+from aiocoll.group.cuda.backend_agreement import BackendAgreement
+from aiocoll.group.cuda.cards import Decision, reduces_float8
+from aiocoll.group.cuda.communicator import DeviceCommunicator
+from aiocoll.group.cuda.native import STAGED
+from aiocoll.group.cuda.native_messages import NativeMessages
+from aiocoll.log import logger
+
+if TYPE_CHECKING:
+    from aiocoll.group.cuda.agreed import Agreed
+
+__all__ = ["DeviceState"]
+
+#: NCCL's setting of the network interfaces it may use between hosts.
+INTERFACE = "NCCL_SOCKET_IFNAME"
+#: Kinds of calls of which terms and descriptions are kept.
+KEPT = 256
+#: Seconds that the device has to end what was on it when the group ended.
+RELEASE = 5.0
+
+
+class DeviceState:
+    """One per group that has been called with CUDA arrays.
+
+    Args:
+        member: this rank's membership.
+        device: where its arrays are.
+        nccl: the library; None if there is none.
+        forced: fail rather than do without NCCL.
+
+    Attributes:
+        device: where its arrays are.
+        stream: where they are copied to the host and back.
+        decision: whether NCCL is used; None before all ranks have been called with CUDA arrays.
+        communicator: this rank's end of it, if it is.
+        float8: this rank has what it takes that NCCL reduces float8.
+        messages: those between two ranks that go by NCCL.
+    """
+
+    def __init__(self, member: Communicator, device: Device, nccl: Nccl | None, forced: bool) -> None:
+        self.member = member
+        self.device = device
+        self.nccl = nccl
+        self.float8 = reduces_float8(device.cuda, nccl, device.ordinal)
+        everyone = range(len(member.ranks))
+        self._deciding = BackendAgreement(member, device, nccl, lambda: self.number(everyone), self._decided)
+        # In the loop, though it is CUDA's: the arrays of the call are on the device, so its context is there already.
+        # After all else that may fail: it has to be given back.
+        self.stream = device.stream()
+        self.decision: Decision | None = None
+        self.communicator: DeviceCommunicator | None = None
+        self._forced = forced
+        self._terms: dict[Plan, Signature] = {}
+        self._described: dict[tuple[Plan | Signature, tuple[int, ...]], bytes] = {}
+        self.messages = NativeMessages(self)
+        #: As rank 0: calls that are complete and have no number yet; the last number of each rank.
+        self._complete: list[tuple[Agreed, Sequence[int]]] = []
+        self._numbered = [0] * len(member.ranks)
+        #: What begins those that have a number, and the next number.
+        self._held: dict[int, Callable[[], None]] = {}
+        self._next = 1
+        member.on_revoked.append(self.end)
+        member.on_departed.append(self._departed)
+        self._is_over = False
+        self._deciding.start()
+        member.hear_device_notes(self._heard)
+
+    def terms(self, plan: Plan) -> Signature:
+        """Return the terms of a call on CUDA arrays."""
+        found = self._terms.get(plan)
+        if found is None:
+            if len(self._terms) >= KEPT:
+                self._terms.clear()
+            found = self._terms[plan] = plan.terms._replace(debug="device", device="cuda")
+        return found
+
+    def mark(self, arrays: Iterable[DeviceArray | None]) -> tuple[int, ...]:
+        """Mark where the caller's streams are now: what comes of the call comes after that."""
+        streams = dict.fromkeys(each.stream for each in arrays if each is not None)
+        return tuple(self.device.mark(stream) for stream in streams)
+
+    def unmark(self, marks: Iterable[int]) -> None:
+        """Give back marks that are not needed."""
+        for mark in marks:
+            self.device.unmark(mark)
+
+    # -- the agreement
+
+    def described(self, call: Plan | Signature, terms: Signature, shape: tuple[int, ...]) -> bytes:
+        """Return what a call is; calls alike are the same bytes, made once."""
+        found = self._described.get((call, shape))
+        if found is None:
+            if len(self._described) >= KEPT:
+                self._described.clear()
+            found = packed(description(self.member.rank, terms, shape, None, None), None)
+            self._described[call, shape] = found
+        return found
+
+    def judge(self, operation: Agreed, said: Sequence[memoryview]) -> Difference | None:
+        """As rank 0, hear what all ranks call; return how that differs, or let it begin when its turn has come."""
+        # Mostly they are the same bytes.
+        alike = all(each == said[0] for each in said)
+        told = [msgpack.unpackb(said[0])] * len(said) if alike else [msgpack.unpackb(each) for each in said]
+        found = None
+        if not alike or operation.is_private():
+            found = compare(self.member.name, [_whole(*each[:3]) for each in told])
+        if found is None:
+            self._complete.append((operation, [min(ways) for ways in zip(*(each[3] for each in told), strict=True)]))
+            self._begin_complete()
+        return found
+
+    def _begin_complete(self) -> None:
+        """As rank 0, number what is complete, as soon as it is known which way all calls go."""
+        if self.decision is None:
+            return
+        complete, self._complete = self._complete, []
+        for operation, ways in complete:
+            operation.pronounce(self.number(range(len(self.member.ranks))), ways)
+
+    def number(self, ranks: Iterable[int]) -> dict[int, int]:
+        """As rank 0, give the next number on each of some ranks to what begins there."""
+        for rank in ranks:
+            self._numbered[rank] += 1
+        return {rank: self._numbered[rank] for rank in ranks}
+
+    def decided(self, operation: Agreed, number: int, ways: Sequence[int]) -> None:
+        """Take note of a verdict, and begin the call when it is its turn."""
+        self.hold(number, partial(self._begin, operation, ways))
+
+    def hold(self, number: int, begin: Callable[[], None]) -> None:
+        """Begin what has this number when all before it have begun."""
+        self._held[number] = begin
+        while (turn := self._held.pop(self._next, None)) is not None:
+            self._next += 1
+            turn()
+
+    def _begin(self, operation: Agreed, ways: Sequence[int]) -> None:
+        decision = self.decision
+        assert decision is not None
+        if (refusal := decision.refusal(self.member.name, self._forced)) is not None:
+            operation.give_up(BackendUnavailableError(refusal))
+        else:
+            operation.begin(ways if decision.native else [STAGED] * len(ways))
+
+    def _heard(self, peer: int, note: dict[str, Any]) -> None:
+        """Take a note of another rank's device."""
+        if self._is_over:
+            self._deciding.missed(note)
+        elif "match" in note or "begin" in note:
+            self.messages.heard(peer, note)
+        else:
+            self._deciding.heard(peer, note)
+
+    def _departed(self, rank: int) -> None:
+        """A rank has left."""
+        self._deciding.departed(rank)
+        self.messages.departed(rank)
+
+    def _decided(self, number: int, decision: Decision) -> None:
+        """Take note of the decision, which has the first number."""
+        self.hold(number, partial(self._follow, decision))
+
+    def _follow(self, decision: Decision) -> None:
+        """Do as rank 0 has decided."""
+        self.decision = decision
+        logger.info(
+            "group %r, rank %d: CUDA arrays %s: %s",
+            self.member.name,
+            self.member.rank,
+            decision.way,
+            decision.why,
+            extra=self.member.log_extra,
+        )
+        if decision.native:
+            assert self.nccl is not None
+            try:
+                self.communicator = DeviceCommunicator(
+                    self.member, self.device, self.nccl, decision.unique_id, self._deciding.made, self.broken
+                )
+            except DeviceError as error:
+                self.broken(error)
+                return
+        self._begin_complete()
+
+    # -- failing
+
+    def hung(self, operation: Operation, others: str = "") -> None:
+        """The device has not done `operation` in time; what is known of `others`."""
+        member, work = self.member, operation.work
+        member.revoke(
+            CollectiveTimeoutError(
+                f"{operation.title()} of group {member.name!r} did not complete within {operation.timeout:g} s on rank "
+                f"{member.rank}, which called {called(operation.describe())}: {others}{self._what_hangs()}",
+                op=work.op,
+                seq=work.key or work.seq,
+                group=member.name,
+            )
+        )
+
+    def _what_hangs(self) -> str:
+        if self.communicator is not None and not self.communicator.is_begun:
+            return f"NCCL has not made the communicator on device {self.device.ordinal}: {self._why_not_made()}"
+        return f"device {self.device.ordinal} is not done with it, or with what was on the caller's stream before"
+
+    def _why_not_made(self) -> str:
+        hosts = len(set(self.member.hosts))
+        if hosts == 1:
+            return "restart the process"
+        chosen = os.environ.get(INTERFACE)
+        return (
+            f"the ranks are on {hosts} hosts, and NCCL may have chosen a network interface from which it does not "
+            f"reach the others; name one from which it does in {INTERFACE} "
+            f"({repr(chosen) if chosen else 'not set'} on this rank) on all ranks, and restart the processes"
+        )
+
+    def broken(self, error: BaseException, operation: Operation | None = None) -> None:
+        """The device, or the communicator, has failed, in `operation` perhaps: so does the group."""
+        member = self.member
+        work = None if operation is None else operation.work
+        name = None if work is None else work.key or work.seq
+        what = "" if operation is None else f"{operation.title()} of "
+        cause = GroupError(
+            f"{what}group {member.name!r} failed on rank {member.rank}, device {self.device.ordinal}: {error}",
+            op=None if work is None else work.op,
+            seq=name,
+            group=member.name,
+            ranks=[member.rank],
+        )
+        cause.__cause__ = error
+        member.revoke(cause)
+
+    def end(self) -> None:
+        """The group has failed, or was closed."""
+        self._is_over = True
+        self._deciding.end()
+        self._held.clear()
+        self._complete.clear()
+        self.messages.end()
+        if self.communicator is not None:
+            self.communicator.abort()
+
+    async def close(self) -> None:
+        """End the communicator in order, if the other ranks do so too; else it is aborted when the group ends."""
+        await self._deciding.settle()
+        if self.communicator is not None:
+            await self.communicator.close()
+
+    async def release(self) -> None:
+        """Give back what the group had; it has ended."""
+        ends = [self.device.close_stream(self.stream, RELEASE)]
+        if self.communicator is not None:
+            ends.append(self.device.close_stream(self.communicator.stream, RELEASE))
+        await asyncio.gather(*ends)
+
+
+def _whole(described: bytes, seq: int | None, key: str | None) -> bytes:
+    """Return the description of a call with what it was named by."""
+    whole: bytes = msgpack.packb({**msgpack.unpackb(described), "seq": seq, "key": key})
+    return whole

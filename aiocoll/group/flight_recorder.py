@@ -1,0 +1,240 @@
+"""`ProcessGroup.recorder`: what this rank did last in the group, to look at and to write to files.
+
+It costs some 50 to 100 ns per call and is always on; see `aiocoll.engine.operation_log` for what is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from aiocoll.dump import signals as dump_signal
+from aiocoll.dump.files import FORMAT, KEYS, VERSION, file_name, write_json
+from aiocoll.dump.timeline import chrome_trace
+from aiocoll.dump.words import in_words
+from aiocoll.elements.dtypes import by_name
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.failure.stall_inspector import cause_of
+from aiocoll.engine.operation_log import Record
+from aiocoll.engine.operations.base import P2P
+from aiocoll.group.launch import Launcher
+from aiocoll.log import logger
+from aiocoll.options import GroupOptions
+from aiocoll.unretrieved import line_of
+
+__all__ = ["FlightRecorder", "Recorded"]
+
+#: Seconds a group that is closed waits for its dump to be written.
+PATIENCE = 5.0
+#: Bits of a message's id above its number, without the one that says that it is a message: its tag.
+TAG = 32
+
+Places = dict[tuple[CodeType, int], str]
+
+
+class FlightRecorder:
+    """The last operations of this rank in one group: 1,024 collectives and 256 messages.
+
+    Any thread may ask, at any time, also after the group was closed or revoked.
+    """
+
+    def __init__(self, member: Communicator, directory: str | None) -> None:
+        self._member = member
+        self._directory = directory
+        self._pid = os.getpid()
+        self._writer: threading.Thread | None = None
+        self._written: asyncio.Future[None] | None = None
+        self._saved = False
+        dump_signal.listen(self, asked=directory is not None)
+        if directory is None:
+            return
+        self._path = Path(directory, file_name(member.name, member.rank))
+        member.recorder.hint = f"what was called last goes to {self._path}"
+        member.on_revoked.append(self._revoked)
+        if member.cause is not None:
+            self._revoked()
+
+    def dump(self) -> dict[str, Any]:
+        """Return all there is as plain data, which JSON can hold; takes some milliseconds.
+
+        See ``docs/recorder.md`` for the fields. Times are seconds on the clock of the group; ``clock`` tells what that
+        and the wall clock show now.
+        """
+        member = self._member
+        endpoint = member.endpoint
+        runtime = endpoint.runtime
+        now, wall = member.stamp(), runtime.wall()
+        closed = endpoint.groups.get(member.id) is not member
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "group": member.name,
+            "id": member.id,
+            "rank": member.rank,
+            "world_size": len(member.ranks),
+            "global_ranks": list(member.ranks),
+            "host": socket.gethostname(),
+            "pid": self._pid,
+            "clock": {"host": endpoint.cards[endpoint.rank]["host"], "monotonic": now, "wall": wall},
+            "state": "revoked" if member.cause is not None else "closed" if closed else "open",
+            "cause": None if member.cause is None else cause_of(member.cause),
+            "entered": member.entered,
+            "keys": member.counts(KEYS),
+            "entries": _entries(member, member.recorder.snapshot()),
+        }
+
+    def dump_json(self, path: str | os.PathLike[str]) -> None:
+        """Write `dump` to the file `path`, for ``aiocoll trace``; OSError if that fails."""
+        write_json(path, self.dump())
+
+    def dump_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write a trace for Perfetto or chrome://tracing to the file `path`; OSError if that fails."""
+        write_json(path, chrome_trace([self.dump()]))
+
+    # -- dumping by itself
+
+    def signalled(self) -> str:
+        """SIGUSR2 has come: write the file, or tell it in words where there is no directory for one."""
+        if self._pid != os.getpid():
+            return ""  # a forked child has no part in the group
+        if self._directory is None:
+            return in_words(self.dump())
+        self._save()
+        return ""
+
+    def _revoked(self) -> None:
+        """Write in a thread, as a disk may be slow; where time is virtual there are none."""
+        if self._member.cause is None or self._saved:
+            return  # the group was only closed
+        self._saved = True
+        endpoint = self._member.endpoint
+        if not endpoint.runtime.may_listen:
+            self._save()
+            return
+        self._written = endpoint.loop.create_future()
+        # No daemon: a program that ends because of the failure ends with the file written.
+        self._writer = threading.Thread(target=self._save_and_tell, name=f"aiocoll dump of {self._member.name}")
+        try:
+            self._writer.start()
+        except RuntimeError as error:  # there are too many threads
+            self._writer = None
+            self._complain(error)
+
+    def _save_and_tell(self) -> None:
+        self._save()
+        loop, written = self._member.endpoint.loop, self._written
+        assert written is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(_set, written)
+
+    def _save(self) -> None:
+        """Write the file; a failure is logged, since what else goes on matters more."""
+        if self._pid != os.getpid():
+            return  # a forked child has no part in the group
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self.dump_json(self._path)
+        except Exception as error:
+            self._complain(error)
+
+    def _complain(self, error: Exception) -> None:
+        member = self._member
+        logger.warning(
+            "group %r, rank %d: the dump %s could not be written: %s: %s",
+            member.name,
+            member.rank,
+            self._path,
+            type(error).__name__,
+            error,
+            extra=member.log_extra,
+        )
+
+    async def _settle(self) -> None:
+        """The group is closed: wait for the file, and hear of no signal any more."""
+        dump_signal.unlisten(self)
+        if self._writer is not None and self._written is not None:
+            await asyncio.wait([self._written], timeout=PATIENCE)
+            if self._written.done():
+                self._writer.join()  # which it is about to do
+
+
+class Recorded(Launcher):
+    """The part of a group that has a recorder.
+
+    Attributes:
+        recorder: what this rank did last.
+    """
+
+    def __init__(self, member: Communicator, options: GroupOptions) -> None:
+        super().__init__(member, options)
+        self.recorder = FlightRecorder(member, options.dump_dir)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _entries(member: Communicator, records: Iterable[Record]) -> list[dict[str, Any]]:
+    """Write records as plain data, the two of a collective that was compared first as one."""
+    places: Places = {}
+    entries: list[dict[str, Any]] = []
+    numbered: dict[tuple[str | None, int], dict[str, Any]] = {}
+    for record in records:
+        if record.seq is not None and (first := numbered.get((record.key, record.seq))) is not None:
+            first["started"] = record.entered
+            continue
+        entry = _entry(member, record, places)
+        if record.seq is not None:
+            numbered[record.key, record.seq] = entry
+        entries.append(entry)
+    return entries
+
+
+def _entry(member: Communicator, record: Record, places: Places) -> dict[str, Any]:
+    call = record.code, record.instruction
+    site = places.get(call)
+    if site is None:
+        site = places[call] = f"{record.code.co_filename}:{line_of(*call)}"
+    message = record.op & P2P == P2P
+    pending = record.ended is None
+    started = record.entered
+    if message:
+        whole = None if pending or record.error is not None else record.ended
+        started = whole if record.started is None else record.started  # type: ignore[assignment]
+    finding = None if message or not pending else member.stalls.finding(record.op)
+    return {
+        **record.describe(member.rank),
+        "kind": "message" if message else "collective",
+        "peer": record.peer,
+        "tag": (record.op ^ P2P) >> TAG if message else None,
+        "bytes": _nbytes(record),
+        "entered": record.entered,
+        "started": started,
+        "finished": record.ended,
+        "state": "pending" if pending else "finished" if record.error is None else "failed",
+        "error": record.error,
+        "missing": None if finding is None else finding.ranks(member.stamp()),
+        "site": site,
+        "function": record.code.co_qualname,
+    }
+
+
+def _nbytes(record: Record) -> int | None:
+    """Return the bytes of the caller's main array; None where only the other end knows."""
+    terms = record.terms
+    if terms.dtype is None:
+        return 0
+    try:
+        itemsize = by_name(terms.dtype).itemsize
+    except TypeError:
+        return None
+    return itemsize * (prod(record.shape) if record.shape else sum(terms.counts))

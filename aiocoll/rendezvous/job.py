@@ -1,0 +1,382 @@
+"""The home of one rank in one job: its store and its endpoint, made by the first group and shared by all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgpack
+
+from aiocoll.algorithms.machine import Medium, Tuning
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.endpoint import Endpoint
+from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, StoreError, StoreUnavailableError
+from aiocoll.group.process_group import ProcessGroup
+from aiocoll.log import logger
+from aiocoll.meeting.cards import CALLED_OFF, CardCache, beside, call_off, cores, raise_if_called_off
+from aiocoll.meeting.claim import call_off_all, claim
+from aiocoll.meeting.growth import Assignment, invite
+from aiocoll.meeting.store_handle import StoreHandle
+from aiocoll.options import GroupOptions
+from aiocoll.rendezvous.same_host import tell_hosts_apart
+from aiocoll.rendezvous.unmet import not_come, not_connected
+from aiocoll.runtime import Runtime
+from aiocoll.store import PrefixStore, Store
+from aiocoll.transport.base import Card, Link, Transport
+from aiocoll.transport.memory import Hub, MemoryTransport
+from aiocoll.transport.stream.route import find_route
+from aiocoll.transport.stream.transport import StreamTransport
+from aiocoll.tuning import from_wire, load, to_wire
+
+__all__ = ["Job", "shared"]
+
+
+#: Seconds before a lost store is looked for again: long enough not to load the host, short beside any timeout.
+PAUSE = 0.05
+#: Seconds for the question who is missing, when the time to meet is over, and for the word that nobody will come.
+LAST_LOOK = 1.0
+
+#: Homes by (loop, rendezvous, rank) and hubs by (loop, job): a second group finds what the first one made.
+shared: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
+
+
+class Job:
+    """One rank in one job on one loop.
+
+    Args:
+        identity: its place in `shared`, which it gives up with its last group.
+        place: the store where the ranks meet.
+        prefix: of this world's keys in it; None for the first world of the store.
+        rank: this rank.
+        world_size: number of ranks.
+        options: resolved options of the first group.
+        key: the job key, or None.
+        timeout: seconds the ranks have to meet.
+    """
+
+    def __init__(
+        self,
+        identity: tuple[Any, ...],
+        place: StoreHandle,
+        prefix: str | None,
+        rank: int,
+        world_size: int,
+        options: GroupOptions,
+        key: bytes | None,
+        timeout: float,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.endpoint: Endpoint | None = None
+        self._identity = identity
+        self._place = place
+        self._prefix = prefix
+        self._options = options
+        self._key = key
+        self._timeout = timeout
+        self._loop = asyncio.get_running_loop()
+        self._runtime = Runtime.of(self._loop)
+        self._hub: Hub | None = None
+        self._tuning = Tuning()
+        self._opening = asyncio.Lock()
+        self._book: CardCache | None = None
+        # How far it has come: where it waits for which keys, in the order of the ranks that publish them; then links.
+        self._awaited: tuple[Store, list[str]] | None = None
+        self._stream: StreamTransport | None = None
+        self._joining: Endpoint | None = None
+        self._members = 0
+        place.hold()
+        self._made = 0
+        self._names: dict[str, int] = {}
+
+    async def group(self, name: str | None, timeout: float, options: GroupOptions) -> ProcessGroup:
+        """Make a group of all ranks; the first one opens the home."""
+        self._members += 1
+        try:
+            async with self._opening:
+                if self.endpoint is None:
+                    self.endpoint = await self._open()
+            return self._join(self.endpoint, name, timeout, options)
+        except BaseException:
+            await self.release()
+            raise
+
+    def _join(self, endpoint: Endpoint, name: str | None, timeout: float, options: GroupOptions) -> ProcessGroup:
+        self._made += 1
+        name = f"world:{self._made - 1}" if name is None else name
+        if any(group.name == name for group in endpoint.groups.values()):
+            raise ValueError(f"name={name!r} is the name of an open group; give every group its own")
+        # A name may come back after its group was closed: frames of the old one must not reach the new one.
+        again = self._names[name] = self._names.get(name, -1) + 1
+        identity = endpoint.hash62(f"{name}\0{again}") & 0xFFFFFFFF
+        return self._form(endpoint, identity, name, range(self.world_size), timeout, options)
+
+    def _form(
+        self,
+        endpoint: Endpoint,
+        identity: int,
+        name: str,
+        ranks: Sequence[int],
+        timeout: float,
+        options: GroupOptions,
+    ) -> ProcessGroup:
+        cards = [endpoint.cards[rank] for rank in ranks]
+        together = self._hub is None and len({card["host"] for card in cards}) == 1
+        piece_nbytes = min(card["piece"] for card in cards) if together else 0
+        member = Communicator(endpoint, identity, name, ranks, piece_nbytes, timeout, options.warn_after, self._tuning)
+        endpoint.add(member)
+        kind = ProcessGroup
+        if options.debug == "detail":
+            from aiocoll.group.detail import DetailedGroup as kind  # few programs need it
+        return kind(member, options, f"{len(ranks)} ranks", self)
+
+    def derive(
+        self, identity: int, name: str, ranks: Sequence[int], timeout: float, options: GroupOptions
+    ) -> ProcessGroup:
+        """Make a group of some of the ranks, which have agreed on it."""
+        assert self.endpoint is not None
+        group = self._form(self.endpoint, identity, name, ranks, timeout, options)
+        self._members += 1
+        return group
+
+    async def release(self) -> None:
+        """A group of this home is closed; the last one closes the home."""
+        self._members -= 1
+        if self._members:
+            return
+        if shared.get(self._identity) is self:
+            del shared[self._identity]
+        try:
+            if self.endpoint is not None:
+                endpoint, self.endpoint = self.endpoint, None
+                await endpoint.aclose()
+        finally:
+            await self._place.drop()
+
+    # -- growing
+
+    async def invite(self, n: int, size: int, name: str, timeout: float) -> Assignment:
+        """Give `n` newcomers the ranks from `size` on; return this rank's seat among them."""
+        return await invite(self._place.store, n, size, name, timeout)
+
+    async def meet_anew(
+        self, seat: Assignment, limit: float, timeout: float, options: GroupOptions, store: Store | None = None
+    ) -> ProcessGroup:
+        """Meet newcomers in a world of its own, in which nothing of an older one is heard."""
+        place = self._place if store is None else StoreHandle(store, lambda: store, False)
+        home = Job(
+            (*self._identity, seat.prefix),
+            place,
+            seat.prefix,
+            seat.rank,
+            seat.world_size,
+            self._options,
+            self._key,
+            limit,
+        )
+        return await home.group(seat.name, timeout, options)
+
+    async def call_off(self, seat: Assignment, reason: str, store: Store | None = None) -> None:
+        """Tell newcomers that have a seat beside this one why nobody will meet them; a store that is gone cannot."""
+        place = PrefixStore(f"{seat.prefix}/aiocoll/1", self._place.store if store is None else store)
+        with contextlib.suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(LAST_LOOK):
+                await call_off(place, seat.world_size, reason)
+
+    # -- meeting
+
+    @property
+    def _store(self) -> Store:
+        store = self._place.store
+        return store if self._prefix is None else PrefixStore(self._prefix, store)
+
+    async def _open(self) -> Endpoint:
+        warning = self._runtime.create_task(self._warn(), f"aiocoll meeting {self.rank}")
+        try:
+            async with asyncio.timeout(None if self._timeout == float("inf") else self._timeout):
+                return await self._meet()
+        except TimeoutError as error:
+            raise RendezvousError(await self._unmet(self._timeout)) from error
+        except OSError as error:
+            if isinstance(error, AiocollError):
+                raise
+            raise RendezvousError(f"rank {self.rank} could not meet the others: {error.strerror or error}") from error
+        finally:
+            warning.cancel()
+            await asyncio.wait([warning])
+
+    async def _warn(self) -> None:
+        """Say once whom this rank waits for."""
+        after = self._options.warn_after
+        if after != float("inf"):
+            await self._runtime.sleep(after)
+            logger.warning("%s; waiting on", await self._unmet(after), extra={"rank": self.rank})
+
+    async def _unmet(self, seconds: float) -> str:
+        """Say why the ranks have not met in so many seconds."""
+        trouble = self._store.trouble
+        if missing := await self._missing():
+            return f"rank {self.rank} waited {seconds:g} s for {not_come(missing, self.world_size, trouble)}"
+        why = trouble or not_connected(self._joining, self._stream)
+        return f"rank {self.rank} of {self.world_size} did not meet the others within {seconds:g} s: {why}"
+
+    async def _missing(self) -> list[int]:
+        """Return the ranks that have not published what this one waits for; [] if the store does not tell."""
+        if self._awaited is None:
+            return []
+        place, keys = self._awaited
+        try:
+            async with asyncio.timeout(LAST_LOOK):
+                return [rank for rank, key in enumerate(keys) if not await place.check([key])]
+        except (StoreError, TimeoutError):
+            return []
+
+    async def _meet(self) -> Endpoint:
+        while True:
+            try:
+                return await self._meet_once()
+            except StoreUnavailableError as error:
+                # The ranks may have met before on a store whose last user closes it just now: there is a new one soon.
+                if self._prefix is not None or not self._place.replaceable or isinstance(error, AuthenticationError):
+                    raise
+                logger.debug(
+                    "rank %d lost the store and looks for a new one: %s", self.rank, error, extra={"rank": self.rank}
+                )
+                await self._place.store.aclose()
+                await self._runtime.sleep(PAUSE)
+                self._place.reopen()
+
+    async def _meet_once(self) -> Endpoint:
+        generation = await claim(self._store, self.rank, self.world_size)
+        tuning = await self._tune() if self.rank == 0 else None
+        place = PrefixStore(f"aiocoll/{generation}", self._store)
+        self._awaited = place, ["job"]
+        job = await self._job(place)
+        self._book = shared.setdefault((id(self._loop), "cards", job), CardCache())
+        stream, card = await self._listen(job)
+        self._stream = stream
+        if self.rank == 0:
+            card |= {"medium": self._medium, "tuning": None if tuning is None else to_wire(tuning, cores())}
+        transport: Transport = stream
+        # A peer that is ahead of us may connect before there is an endpoint to take its link.
+        early: list[Link] = []
+        transport.accepted = early.append
+        try:
+            card |= await self._tell_hosts_apart(place, stream)
+            cards = await self._exchange(place, "card", card)
+            told = from_wire(cards[0].get("tuning"), cards[0].get("medium"), beside(0, cards))
+            transport, cards = await self._settle(place, stream, job, cards)
+            self._tuning = told.over("tcp") if cards[0]["tcp"] else told
+            endpoint = Endpoint(
+                self._runtime, transport, self.rank, self.world_size, self._spin(cards), self._crowded(cards)
+            )
+            self._joining = endpoint
+            for link in early:
+                endpoint.accept(link)
+            await endpoint.join(cards)
+            stream.all_met()
+        except BaseException:
+            for link in early:
+                link.close()
+            await transport.aclose()
+            raise
+        await place.set(f"member/{self.rank}", b"in")
+        return endpoint
+
+    @property
+    def _medium(self) -> Medium:
+        """What carries most messages if all ranks are on one host; a link that cannot be had so is only slower."""
+        return "shm" if self._options.transport in ("auto", "shm") else "unix"
+
+    async def _tune(self) -> Tuning | None:
+        """Read what was measured, if anything; a run on a virtual clock must not depend on the machine."""
+        if self._options.tuning is None and not self._runtime.may_listen:
+            return None
+        try:
+            return load(self._options.tuning, os.environ)
+        except ValueError as error:
+            await call_off_all(self._store, self.world_size, f"rank 0 could not join: {error}")
+            raise
+
+    async def _job(self, place: Store) -> str:
+        """Agree on a name no other job has, so that a stale rank cannot connect."""
+        if self.rank == 0:
+            await place.set("job", self._runtime.random_bytes(16).hex().encode())
+        job = await place.get("job", timeout=self._timeout)
+        raise_if_called_off(job)
+        return job.decode(errors="replace")
+
+    async def _listen(self, job: str) -> tuple[StreamTransport, Card]:
+        options = self._options
+        transport = StreamTransport(
+            self._runtime,
+            self.rank,
+            self.world_size,
+            job,
+            self._key,
+            transport=options.transport,
+            host_id=options.host_id,
+            connect_timeout=self._timeout,
+        )
+        card = await transport.listen() if self._runtime.may_listen else transport.card
+        return transport, {**card, "loop": f"{os.getpid()}/{id(self._loop)}", "store": self._store.reached}
+
+    async def _tell_hosts_apart(self, place: Store, stream: StreamTransport) -> Card:
+        try:
+            return await tell_hosts_apart(place, stream, trusted=self._key is not None)
+        except AuthenticationError as error:
+            await call_off_all(self._store, self.world_size, str(error))
+            raise
+
+    async def _settle(
+        self, place: Store, stream: StreamTransport, job: str, cards: Mapping[int, Card]
+    ) -> tuple[Transport, Mapping[int, Card]]:
+        """Choose the transport from what all ranks have published, alike on all of them."""
+        options = self._options
+        if options.transport == "auto" and len({card.get("loop") for card in cards.values()}) == 1:
+            await stream.aclose()
+            hub: Hub = shared.setdefault((id(self._loop), "hub", job), Hub(self._runtime, self._runtime.latency))
+            self._hub = hub
+            memory = MemoryTransport(hub, self.rank)
+            memory.accepted = stream.accepted
+            await memory.listen()
+            return memory, cards
+        hosts = len({card["host"] for card in cards.values()})
+        if options.transport in ("unix", "shm") and hosts > 1:
+            raise RendezvousError(
+                f"transport={options.transport!r}, but the ranks are on {hosts} hosts; use 'auto' or 'tcp'"
+                + "".join(f" (rank {rank}: {card['apart']})" for rank, card in cards.items() if card.get("apart"))
+            )
+        if options.transport == "tcp" or hosts > 1:
+            stores = {rank: card["store"] for rank, card in cards.items()}
+            cards = await self._exchange(place, "tcp", await self._listen_tcp(place, stream, stores, hosts == 1))
+        return stream, cards
+
+    async def _listen_tcp(self, place: Store, stream: StreamTransport, stores: Mapping[int, str], alone: bool) -> Card:
+        options = self._options
+        try:
+            host, told = find_route(self.rank, stores, options.interface, options.bind, together=alone)
+            return await stream.listen_tcp(host, told)
+        except (AiocollError, ValueError) as error:
+            await place.set(f"tcp/{self.rank}", CALLED_OFF + f"rank {self.rank} could not join: {error}".encode())
+            raise
+
+    async def _exchange(self, place: Store, what: str, card: Card) -> Mapping[int, Card]:
+        """Publish `card`; return everybody's."""
+        assert self._book is not None
+        keys = [f"{what}/{rank}" for rank in range(self.world_size)]
+        self._awaited = place, keys
+        await place.set(keys[self.rank], msgpack.packb(card))
+        return self._book.read(await place.multi_get(keys, timeout=self._timeout))
+
+    def _spin(self, cards: Mapping[int, Card]) -> float:
+        """Polling is in vain for what another rank of this process has to do."""
+        alone = all(rank == self.rank or card["process"] != cards[self.rank]["process"] for rank, card in cards.items())
+        return self._options.spin_us / 1e6 if alone else 0.0
+
+    def _crowded(self, cards: Mapping[int, Card]) -> bool:
+        return beside(self.rank, cards) > cores()

@@ -1,0 +1,1 @@
+"""Who may take part in a job: its key, the handshake, and connections that have not proven it."""

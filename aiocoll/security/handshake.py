@@ -1,0 +1,370 @@
+"""The handshake that opens every connection: five fixed-width messages, by which both ends prove the job key.
+
+    client                                              server
+      HELLO      nonce                    ------>
+                 <------   CHALLENGE      nonce
+      PROOF      who I am, mac "C"        ------>
+                 <------   VERDICT        status, who I am, mac "S"
+      CONFIRM    mac "D"                  ------>
+
+    offset  size  HELLO and CHALLENGE, in every version of the wire (big endian)
+         0     4  magic "aioc"
+         4     1  wire version
+         5     3  reserved, zero
+         8    32  nonce
+
+    offset  size  PROOF and VERDICT
+         0     1  PROOF: ConnKind; VERDICT: Status
+         1     1  reserved, zero
+         2     2  connections of this kind that the speaker has had with the other and that are over, modulo 65536
+         4    16  job id
+        20     8  epoch
+        28     4  rank, -1 where the speaker has none (a store)
+        32     4  world size, 0 where it is not known
+        36    32  mac
+
+CONFIRM is a mac and nothing else. A mac is HMAC-SHA256(K, its label | all messages so far, its own up to the mac), and
+K is HKDF-SHA256 (RFC 5869) of the job key, salted by HELLO and CHALLENGE. So the labels stop reflection, the two nonces
+stop replay, and all that either side claims is under the macs of both.
+
+- Nothing counts that has not been proven. The server reads a client's claims, and asks `decide`, only if the mac of
+  PROOF is right; the client reads the server's answer only if the mac of VERDICT is right.
+- A stranger learns nothing. Who connects without the key gets a nonce, and for a wrong PROOF a VERDICT of zeros: no
+  job, no rank, and no mac on which to try a guess of the key. The client proves itself first because anybody can call
+  a server, while a client calls only where its job tells it to; who listens there in place of a rank hears who calls.
+- The client has the last word. The server believes in the connection once CONFIRM has come, so a client that gives up
+  before leaves no end with a link that the other has not.
+
+Nothing here does I/O or reads a clock: the caller moves the bytes, reads exactly the sizes below, and gives the whole
+exchange `HANDSHAKE_TIMEOUT` seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Callable
+from enum import IntEnum
+from typing import NamedTuple
+
+from aiocoll.errors import AuthenticationError
+
+__all__ = [
+    "CHALLENGE_SIZE",
+    "CONFIRM_SIZE",
+    "HANDSHAKE_TIMEOUT",
+    "HELLO_SIZE",
+    "PROOF_SIZE",
+    "VERDICT_SIZE",
+    "WIRE_VERSION",
+    "ClientHandshake",
+    "ConnKind",
+    "HandshakeRefusedError",
+    "Identity",
+    "Peer",
+    "ServerHandshake",
+    "Status",
+    "UnprovenError",
+    "job_id",
+    "may_be_ours",
+]
+
+MAGIC = b"aioc"
+WIRE_VERSION = 2
+
+_OPENING = struct.Struct("!4sB3x32s")
+_CLAIM = struct.Struct("!BxH16sQiI")
+_MAC_SIZE = hashlib.sha256().digest_size
+HELLO_SIZE = CHALLENGE_SIZE = _OPENING.size
+PROOF_SIZE = VERDICT_SIZE = _CLAIM.size + _MAC_SIZE
+CONFIRM_SIZE = _MAC_SIZE
+
+#: Seconds for the five messages together: ample for a loaded host, short enough that a silent client is soon gone.
+HANDSHAKE_TIMEOUT = 5.0
+
+
+class ConnKind(IntEnum):
+    """What a connection is for."""
+
+    STORE = 0
+    CONTROL = 1
+    DATA = 2
+    HEARTBEAT = 3
+    """Signs of life, a byte each, in both directions; no frames."""
+
+
+class Status(IntEnum):
+    """The server's answer to a client that has proven the key."""
+
+    OK = 0
+    CROSSED = 1
+    """Both ranks dialled at once, and another connection of theirs is further."""
+    DUPLICATE = 2
+    """That rank has a live connection of this kind."""
+    REFUSED = 3
+    WRONG_JOB = 4
+    WRONG_EPOCH = 5
+    WRONG_WORLD_SIZE = 6
+    WRONG_KIND = 7
+
+
+class Identity(NamedTuple):
+    """Who one end of a connection is: 16-byte job id, epoch, rank (-1: none), world size (0: not known) and purpose.
+
+    `ended` counts the connections of that kind that it has had with the other end and that are over, modulo 65536.
+    """
+
+    job_id: bytes
+    epoch: int
+    rank: int
+    world_size: int
+    kind: ConnKind
+    ended: int = 0
+
+
+class Peer(Identity):
+    """Who the other end is, and has proven to be."""
+
+    __slots__ = ()
+
+
+class UnprovenError(AuthenticationError):
+    """The other end has not proven that it holds the key, so that nothing follows from what it said."""
+
+
+class HandshakeRefusedError(AuthenticationError):
+    """One end declined the other, which both hold the key; `status` says why."""
+
+    def __init__(self, message: str, status: Status) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def job_id(name: str) -> bytes:
+    """Return the 16 bytes that stand for the job `name` on the wire."""
+    return hashlib.sha256(name.encode()).digest()[:16]
+
+
+def may_be_ours(said: bytes) -> bool:
+    """Say whether a handshake message may begin with the few bytes `said` (or none)."""
+    return said[: len(MAGIC)] == MAGIC[: len(said)]
+
+
+class ClientHandshake:
+    """The side that dials: send `hello()`, answer CHALLENGE by `prove()` and VERDICT by `confirm()`.
+
+    Args:
+        identity: who this end is.
+        key: the job key, None for the null key of loopback.
+        random_bytes: source of the nonce, normally `Runtime.random_bytes`.
+
+    Attributes:
+        peer: the server's identity, proven, once `confirm` has returned.
+    """
+
+    def __init__(self, identity: Identity, key: bytes | None, random_bytes: Callable[[int], bytes]) -> None:
+        self._identity = identity
+        self._key = key
+        self._said = _opening(random_bytes)
+        self._secret = b""
+        self.peer: Peer | None = None
+
+    def hello(self) -> bytes:
+        """Return the first message."""
+        return self._said[:HELLO_SIZE]
+
+    def prove(self, challenge: bytes) -> bytes:
+        """Return PROOF, the answer to `CHALLENGE_SIZE` bytes.
+
+        Raises:
+            UnprovenError: the other end is no aiocoll process, or one of another version.
+        """
+        version = _version(challenge, "the other end")
+        if version != WIRE_VERSION:
+            raise _wrong_version(version)
+        self._said += challenge
+        self._secret = _derive(self._key, self._said)
+        proof = _claim(self._identity, self._identity.kind)
+        proof += _mac(self._secret, b"C", self._said + proof)
+        self._said += proof
+        return proof
+
+    def confirm(self, verdict: bytes) -> bytes:
+        """Return CONFIRM, the answer to `VERDICT_SIZE` bytes; to send it is to accept the connection.
+
+        Raises:
+            HandshakeRefusedError: the server, which holds the key, declined; `status` says why.
+            UnprovenError: the other end does not hold the key.
+        """
+        claim = _proven(self._secret, b"S", self._said, verdict, "the other end")
+        code, peer = _read(claim, self._identity.kind)
+        status = Status(code) if code in Status.__members__.values() else Status.REFUSED
+        status = status or _compare(self._identity, peer)
+        if status is not Status.OK:
+            raise _refusal(f"{_name(peer.rank)} refused the connection", status, self._identity, peer)
+        self.peer = peer
+        return _mac(self._secret, b"D", self._said + verdict)
+
+
+class ServerHandshake:
+    """The side that accepts: answer HELLO by `challenge()` and PROOF by `verdict()`, then `accept()` CONFIRM.
+
+    Args:
+        identity: who this end is. With kind STORE it accepts only STORE connections, with another kind only the others.
+        key: the job key, None for the null key of loopback.
+        random_bytes: source of the nonce, normally `Runtime.random_bytes`.
+
+    Attributes:
+        refusal: the error of a client that was declined. Send the answer, which tells it what it may know, and close.
+    """
+
+    def __init__(self, identity: Identity, key: bytes | None, random_bytes: Callable[[int], bytes]) -> None:
+        self._identity = identity
+        self._key = key
+        self._opening = _opening(random_bytes)
+        self._said = self._secret = b""
+        self._peer: Peer | None = None
+        self.refusal: AuthenticationError | None = None
+
+    def challenge(self, hello: bytes) -> bytes:
+        """Return CHALLENGE, the answer to `HELLO_SIZE` bytes.
+
+        Raises:
+            UnprovenError: this is no HELLO; close without a reply.
+        """
+        version = _version(hello, "the client")
+        if version != WIRE_VERSION:
+            self.refusal = _wrong_version(version)
+        self._said = hello + self._opening
+        self._secret = _derive(self._key, self._said)
+        return self._opening
+
+    def verdict(
+        self, proof: bytes, decide: Callable[[Peer], Status], ended: Callable[[Peer], int] = lambda peer: 0
+    ) -> bytes:
+        """Return VERDICT, the answer to `PROOF_SIZE` bytes.
+
+        Args:
+            proof: what the client sent.
+            decide: asked about a client that has proven the key and whose identity agrees with this end's.
+            ended: says how many connections with such a client are over.
+        """
+        try:
+            status = self._judge(_proven(self._secret, b"C", self._said, proof, "the client"), decide)
+        except UnprovenError as error:
+            self.refusal = error
+            return bytes(VERDICT_SIZE)
+        self._said += proof
+        over = ended(self._peer) if self._peer is not None else 0
+        verdict = _claim(self._identity._replace(ended=over), status)
+        verdict += _mac(self._secret, b"S", self._said + verdict)
+        self._said += verdict
+        return verdict
+
+    def accept(self, confirm: bytes) -> Peer:
+        """Check the client's last message, `CONFIRM_SIZE` bytes, and return who it is.
+
+        Raises:
+            AuthenticationError: the client was declined, or this is not its last word.
+        """
+        if self.refusal is not None:
+            raise self.refusal
+        assert self._peer is not None  # verdict() has come first
+        if not hmac.compare_digest(confirm, _mac(self._secret, b"D", self._said)):
+            raise UnprovenError(f"{_name(self._peer.rank)} sent something else than the end of its handshake")
+        return self._peer
+
+    def _judge(self, claim: bytes, decide: Callable[[Peer], Status]) -> Status:
+        code, peer = _read(claim, self._identity.kind)
+        status = Status.REFUSED
+        if code in ConnKind.__members__.values():
+            peer = peer._replace(kind=ConnKind(code))
+            status = _compare(self._identity, peer) or decide(peer)
+        if status is not Status.OK:
+            what = f"the connection of {_name(peer.rank)} was refused"
+            self.refusal = _refusal(what, status, self._identity, peer)
+        self._peer = peer
+        return status
+
+
+def _opening(random_bytes: Callable[[int], bytes]) -> bytes:
+    """Return a HELLO or a CHALLENGE."""
+    return _OPENING.pack(MAGIC, WIRE_VERSION, random_bytes(32))
+
+
+def _version(message: bytes, who: str) -> int:
+    """Return the wire version of a HELLO or a CHALLENGE."""
+    if message[: len(MAGIC)] != MAGIC or len(message) != _OPENING.size:
+        raise UnprovenError(f"{who} does not speak aiocoll's protocol: it sent {bytes(message[:8])!r}")
+    return message[len(MAGIC)]
+
+
+def _derive(key: bytes | None, opening: bytes) -> bytes:
+    """Return K by HKDF-SHA256: extract, then the first block of expand.
+
+    What a connection is bound to is in the salt: a certificate that secures its bytes would have its place there.
+    """
+    extracted = hmac.digest(opening, key or b"", "sha256")
+    return hmac.digest(extracted, b"aiocoll/2\x01", "sha256")
+
+
+def _mac(secret: bytes, label: bytes, said: bytes) -> bytes:
+    return hmac.digest(secret, label + said, "sha256")
+
+
+def _proven(secret: bytes, label: bytes, said: bytes, message: bytes, who: str) -> bytes:
+    """Return the claim in a PROOF or a VERDICT whose mac is right."""
+    claim, mac = message[: _CLAIM.size], message[_CLAIM.size :]
+    if not hmac.compare_digest(mac, _mac(secret, label, said + claim)):
+        raise UnprovenError(
+            f"{who} did not prove that it holds this job's key: "
+            "every rank and the store need the same job_key (AIOCOLL_JOB_KEY)"
+        )
+    return claim
+
+
+def _claim(identity: Identity, code: int) -> bytes:
+    return _CLAIM.pack(code, identity.ended, identity.job_id, identity.epoch, identity.rank, identity.world_size)
+
+
+def _read(claim: bytes, kind: ConnKind) -> tuple[int, Peer]:
+    code, ended, job, epoch, rank, world_size = _CLAIM.unpack(claim)
+    return code, Peer(job, epoch, rank, world_size, kind, ended)
+
+
+def _compare(mine: Identity, peer: Peer) -> Status:
+    if mine.job_id != peer.job_id:
+        return Status.WRONG_JOB
+    if (mine.kind is ConnKind.STORE) != (peer.kind is ConnKind.STORE):
+        return Status.WRONG_KIND
+    if mine.epoch != peer.epoch:
+        return Status.WRONG_EPOCH
+    if mine.world_size != peer.world_size:
+        return Status.WRONG_WORLD_SIZE
+    return Status.OK
+
+
+def _name(rank: int) -> str:
+    return f"rank {rank}" if rank >= 0 else "the other end"
+
+
+def _wrong_version(version: int) -> UnprovenError:
+    return UnprovenError(
+        f"the other end speaks wire version {version}, this process speaks {WIRE_VERSION}: use one aiocoll everywhere"
+    )
+
+
+def _refusal(what: str, status: Status, mine: Identity, peer: Peer) -> HandshakeRefusedError:
+    """Name the two values that differ."""
+    reasons = {
+        Status.CROSSED: "both ends dialled at once, and another connection is further",
+        Status.DUPLICATE: f"rank {mine.rank} and rank {peer.rank} have a live connection of kind {peer.kind.name}",
+        Status.REFUSED: f"rank {mine.rank} and rank {peer.rank} of {mine.world_size} cannot be peers",
+        Status.WRONG_JOB: f"it belongs to job {peer.job_id.hex()}, this process to job {mine.job_id.hex()}",
+        Status.WRONG_EPOCH: f"it is in epoch {peer.epoch}, this process in epoch {mine.epoch}",
+        Status.WRONG_WORLD_SIZE: f"its world size is {peer.world_size}, this process has {mine.world_size}",
+        Status.WRONG_KIND: f"a {peer.kind.name} connection was asked for, and a "
+        f"{'group' if peer.kind is ConnKind.STORE else 'store'} listens there",
+    }
+    return HandshakeRefusedError(f"{what}: {reasons.get(status, f'status {status.name}')}", status)

@@ -1,0 +1,168 @@
+"""How a rank that has gone to its event loop is called back: spin, then park.
+
+Every rank has a page that its peers can read and an eventfd that they can write to. A word in the page is even while
+the rank will look at all its rings before it sleeps, and odd, another number each time, while it has to be woken:
+
+    rank 0 parks                          rank 1 sends
+    status = odd                          entry, stamp
+    fence                                 fence
+    look at all rings once more           status odd, and not rung for this number yet? write to the eventfd
+
+At least one of them sees what the other has done. A rank that is called writes nothing: who sends in the same turn of
+the loop again, or to a rank that polls, pays one load.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import mmap
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from aiocoll.runtime import Runtime
+from aiocoll.transport.shm.fence import Fences
+from aiocoll.transport.shm.region import PAGE, create
+
+if TYPE_CHECKING:
+    from aiocoll.transport.shm.link import ShmLink
+
+__all__ = ["Doorbell", "PeerDoorbell", "Watcher"]
+
+
+class Watcher(Protocol):
+    """What the owner of a loop is asked; as in `aiocoll.transport.base.Transport`."""
+
+    look: Callable[[], bool]
+    linger: Callable[[bool], bool]
+
+
+class Doorbell:
+    """This rank's own: it listens, and says whether it needs to be woken.
+
+    Args:
+        runtime: of the loop that listens.
+        fences: of this machine.
+        watcher: whose loop it is.
+
+    Raises:
+        OSError: no memory or descriptor left, or the kernel forbids it.
+    """
+
+    def __init__(self, runtime: Runtime, fences: Fences, watcher: Watcher) -> None:
+        self.fences = fences
+        self._watcher = watcher
+        self.awake = False
+        self.closed = False
+        self._runtime = runtime
+        self.page, memory = create(PAGE)
+        try:
+            self.eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except BaseException:
+            os.close(self.page)
+            raise
+        self._status = memoryview(memory).cast("Q")
+        self._status[0] = 1
+        self._links: list[ShmLink] = []
+        self._context: contextvars.Context | None = None
+        self._holders = 0
+
+    def hold(self) -> None:
+        """Keep the descriptors open until as many `drop`s."""
+        self._holders += 1
+
+    def drop(self) -> None:
+        """Close the descriptors after the last."""
+        self._holders -= 1
+        if self._holders:
+            return
+        self.closed = True
+        if self._context is not None:
+            self._runtime.loop.remove_reader(self.eventfd)
+        os.close(self.eventfd)
+        os.close(self.page)
+        self._status.release()
+
+    def add(self, link: ShmLink) -> None:
+        """Poll `link` when the bell is rung; called in the context in which that shall happen."""
+        if self._context is None:
+            self._context = contextvars.copy_context()
+            self._runtime.loop.add_reader(self.eventfd, self._rung)
+        self._links.append(link)
+        # What has been sent before is found without a call.
+        self.attend()
+
+    def remove(self, link: ShmLink) -> None:
+        """Poll `link` no more."""
+        if link in self._links:
+            self._links.remove(link)
+
+    def attend(self) -> None:
+        """Look at all links before this loop sleeps again: nobody has to wake it until then."""
+        if not self.awake:
+            self.awake = True
+            self._status[0] += 1
+            self._runtime.loop.call_soon(self._turned, context=self._context)
+
+    def poll(self) -> bool:
+        """Look at all links; whether anything moved."""
+        moved = False
+        for link in list(self._links):
+            moved = link.poll() or moved
+        return self._watcher.look() or moved
+
+    def _rung(self) -> None:
+        try:  # noqa: SIM105 - see `ring`
+            os.eventfd_read(self.eventfd)
+        except BlockingIOError:
+            pass  # a peer, who can read it too, has done so
+        self.attend()
+
+    def _turned(self) -> None:
+        again = False
+        try:
+            again = self._watcher.linger(self.poll()) and not self.closed
+        finally:
+            # Whatever was raised, this rank looks again or can be woken.
+            if again:
+                self._runtime.loop.call_soon(self._turned, context=self._context)
+            else:
+                self._sleep()
+
+    def _sleep(self) -> None:
+        self.awake = False
+        if not self.closed:
+            self._status[0] += 1
+            self.fences.full()
+            if self.poll():
+                # What has come just now may not be all that there is to do.
+                self.attend()
+
+
+class PeerDoorbell:
+    """The bell of a peer, to be rung by the owner of `bell`. Owns `eventfd`."""
+
+    def __init__(self, eventfd: int, page: mmap.mmap, bell: Doorbell) -> None:
+        self._eventfd = eventfd
+        self._bell = bell
+        self._status = memoryview(page).cast("Q")
+        self._full = bell.fences.full
+        self._rung = 0
+
+    def ring(self) -> None:
+        """Wake the peer if it sleeps: what was stored before this call is seen by then. Its answer finds us awake."""
+        if not self._bell.awake:
+            self._bell.attend()
+        self._full()
+        status = self._status[0]
+        if status & 1 and status != self._rung:
+            self._rung = status
+            try:  # noqa: SIM105 - `suppress` costs two calls, on the way of every small collective
+                os.eventfd_write(self._eventfd, 1)
+            except BlockingIOError:
+                pass  # it is full: the peer will hear of that
+
+    def close(self) -> None:
+        """Close the descriptor and give the page back."""
+        os.close(self._eventfd)
+        self._status.release()

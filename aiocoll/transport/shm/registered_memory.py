@@ -1,0 +1,155 @@
+"""The commons of a rank: memory that its peers read where it lies, which is what `ProcessGroup.empty` gives.
+
+    rank 0                                      rank 1
+    array -> ground -> plot 7 (memfd)  ......>  maps it once, when rank 0 first reduces the array
+    lane:  "piece 12 is in plot 7, at 262144"   reads it there
+
+A plot lives as long as arrays on its ground do, whatever views of one another they are; then peers give it back. The
+kernel takes it when the last process that maps it is gone, however it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import mmap
+import os
+import weakref
+from bisect import bisect_right
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiocoll.transport.shm.region import PAGE, create_mapped
+
+if TYPE_CHECKING:
+    from aiocoll.transport.shm.segment_sharing import SegmentSharing
+
+__all__ = ["MemorySegment", "RegisteredMemory"]
+
+
+class _Ground:
+    """What NumPy holds on to: it ends, as weak references see it, before its memory is given back."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "_memory")
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self.__array_interface__ = np.frombuffer(memory, np.uint8).__array_interface__
+
+
+class MemorySegment:
+    """Memory of this rank.
+
+    Attributes:
+        number: its name at the peers, from 1.
+        start: its address here.
+        nbytes: its size.
+        fd: its descriptor; -1 after its end.
+        readers: the links whose other ends have been told of it.
+    """
+
+    __slots__ = ("fd", "ground", "nbytes", "number", "readers", "start")
+
+    def __init__(self, number: int, start: int, nbytes: int, fd: int) -> None:
+        self.number = number
+        self.start = start
+        self.nbytes = nbytes
+        self.fd = fd
+        self.readers: list[SegmentSharing] = []
+        self.ground: weakref.ref[_Ground]
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class RegisteredMemory:
+    """All plots of one rank.
+
+    Args:
+        loop: where peers are told that a plot is no more, wherever its last array was dropped.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        #: By address.
+        self.segments: list[MemorySegment] = []
+        #: Whether it has been said that there is no memory for one.
+        self.troubled = False
+        self._loop = loop
+        self._made = 0
+        self._closed = False
+
+    async def make(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return `nbytes` > 0 of zeroed memory that has a plot, in many turns of the loop.
+
+        Raises:
+            OSError: there is no memory or descriptor left, or the kernel forbids it.
+        """
+        size = nbytes + -nbytes % PAGE
+        if size > _available():
+            raise OSError(errno.ENOMEM, f"{nbytes} bytes are more than this host has left")
+        fd, memory = await create_mapped(size)
+        ground = _Ground(memory)
+        array = np.asarray(ground)
+        if self._closed:
+            os.close(fd)
+        else:
+            self._made += 1
+            self._add(MemorySegment(self._made, ground.__array_interface__["data"][0], size, fd), ground)
+        return array[:nbytes]
+
+    def find(self, array: NDArray[Any]) -> tuple[MemorySegment, int] | None:
+        """Return the plot in which all of a contiguous array lies, and its offset there; None if there is none."""
+        start: int = array.__array_interface__["data"][0]
+        place = bisect_right(self.segments, start, key=_start) - 1
+        if place < 0:
+            return None
+        segment = self.segments[place]
+        offset = start - segment.start
+        # Of one whose end has not been heard of here, the addresses may be another's by now.
+        return (segment, offset) if offset + array.nbytes <= segment.nbytes and segment.ground() is not None else None
+
+    def close(self) -> None:
+        """Let peers give back everything; what users hold stays theirs."""
+        self._closed = True
+        segments, self.segments = self.segments, []
+        for segment in segments:
+            _end(segment)
+
+    def _add(self, segment: MemorySegment, ground: _Ground) -> None:
+        self._sweep()
+
+        def ended(_: object) -> None:
+            # In any thread, and in the midst of anything.
+            segment.close()
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and all links with it
+                self._loop.call_soon_threadsafe(self._sweep)
+
+        segment.ground = weakref.ref(ground, ended)
+        self.segments.insert(bisect_right(self.segments, segment.start, key=_start), segment)
+
+    def _sweep(self) -> None:
+        for segment in [segment for segment in self.segments if segment.ground() is None]:
+            self.segments.remove(segment)
+            _end(segment)
+
+
+def _start(segment: MemorySegment) -> int:
+    return segment.start
+
+
+def _end(segment: MemorySegment) -> None:
+    segment.close()
+    for reader in segment.readers:
+        reader.withdraw(segment.number)
+
+
+def _available() -> int:
+    """Bytes that can be had without the kernel having to end a process for them."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

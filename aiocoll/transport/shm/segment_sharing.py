@@ -1,0 +1,148 @@
+"""What goes over a link's socket: descriptors of memory that the other end may read; see `commons`.
+
+    owner                                   reader
+    offer of plot 7, [descriptor]  --->     maps it
+                                   <---     taken: from here on pieces may be told by their place
+    plot 7 has ended               --->     unmaps it
+
+Nobody waits for an answer. A reader that cannot map a plot says nothing, and gets copies as of any other array.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+import socket
+import struct
+from collections import deque
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiocoll.errors import ProtocolError
+from aiocoll.transport.shm.descriptors import recv_fds
+from aiocoll.transport.shm.region import open_region
+from aiocoll.transport.shm.registered_memory import MemorySegment
+
+__all__ = ["SegmentSharing"]
+
+#: What, the plot's number, its bytes.
+_MESSAGE = struct.Struct("<B3xIQ")
+_OFFER, _TAKEN, _ENDED = range(1, 4)
+
+
+class SegmentSharing:
+    """One end.
+
+    Args:
+        loop: that reads the socket.
+        sock: of the link, whose handshake is over.
+        peer: rank of the other end.
+    """
+
+    __slots__ = ("_borrowed", "_loop", "_offered", "_peer", "_sock", "_taken", "_unsaid")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, peer: int) -> None:
+        self._loop = loop
+        self._sock = sock
+        self._peer = peer
+        self._offered: set[int] = set()
+        self._taken: set[int] = set()
+        self._borrowed: dict[int, mmap.mmap] = {}
+        self._unsaid: deque[bytes] = deque()
+
+    def lends(self, segment: MemorySegment) -> bool:
+        """Whether the peer can read `plot`, to which it is offered if it has not been."""
+        if segment.number in self._taken:
+            return True
+        if segment.number not in self._offered:
+            self._offer(segment)
+        return False
+
+    def read(self, number: int, offset: int, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
+        """Return elements in a plot of the peer's; None if it is unknown, or they are not inside."""
+        memory = self._borrowed.get(number)
+        if memory is None or offset + count * dtype.itemsize > len(memory):
+            return None
+        return np.frombuffer(memory, dtype, count, offset)
+
+    def withdraw(self, number: int) -> None:
+        """The plot has ended."""
+        self._offered.discard(number)
+        self._taken.discard(number)
+        self._say(_ENDED, number)
+
+    def forget(self) -> None:
+        """Give back what the peer has lent, which is gone."""
+        self._borrowed.clear()
+
+    def close(self) -> None:
+        """Say nothing more; the socket is about to be closed."""
+        if self._unsaid:
+            self._unsaid.clear()
+            self._loop.remove_writer(self._sock.fileno())
+
+    def hear(self) -> bool:
+        """Take what the peer says next; False if it has ended its side.
+
+        Raises:
+            ProtocolError: it makes no sense.
+            OSError: of the socket; `BlockingIOError` if there is nothing.
+        """
+        said, fds = recv_fds(self._sock, _MESSAGE.size, 1)
+        try:
+            if said:
+                self._take(said, fds)
+            return bool(said)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _take(self, said: bytes, fds: list[int]) -> None:
+        what, number, nbytes = _MESSAGE.unpack(said) if len(said) == _MESSAGE.size else (0, 0, 0)
+        if what == _OFFER and number not in self._borrowed:
+            if not fds:
+                return  # too many open files: the kernel has left it out
+            with contextlib.suppress(OSError):  # no memory for the mapping
+                self._borrowed[number] = open_region(fds.pop(), nbytes)
+                self._say(_TAKEN, number)
+        elif what == _TAKEN:
+            self._taken |= {number} & self._offered  # it may have ended meanwhile
+        elif what == _ENDED:
+            self._borrowed.pop(number, None)
+        else:
+            raise ProtocolError(f"rank {self._peer} sent bytes where none belong")
+
+    def _offer(self, segment: MemorySegment) -> None:
+        with contextlib.suppress(OSError):  # it will not be taken, and copied as any other
+            try:
+                socket.send_fds(self._sock, [_MESSAGE.pack(_OFFER, segment.number, segment.nbytes)], [segment.fd])
+            except BlockingIOError:
+                return  # with the next piece, then
+        self._offered.add(segment.number)
+        segment.readers.append(self)
+
+    def _say(self, what: int, number: int) -> None:
+        self._unsaid.append(_MESSAGE.pack(what, number, 0))
+        if len(self._unsaid) == 1 and not self._send():
+            self._loop.add_writer(self._sock.fileno(), self._send_rest)
+
+    def _send_rest(self) -> None:
+        if self._send():
+            self._loop.remove_writer(self._sock.fileno())
+
+    def _send(self) -> bool:
+        """Send what is unsaid, a whole message at a time; False if the socket is full."""
+        while self._unsaid:
+            try:
+                self._sock.send(self._unsaid[0])
+            except BlockingIOError:
+                return False
+            except OSError:  # the link is at its end, of which it hears on its own
+                self._unsaid.clear()
+                return True
+            self._unsaid.popleft()
+        return True

@@ -1,0 +1,166 @@
+"""A board: what a rank contributes to a small operation, where its peer finds it by the operation's id.
+
+Nothing is queued and nothing has to be taken away in order: operation i has block i modulo the number of blocks, in
+each direction. A block is free again once the peer has read it; if the operation that had it before is still unread,
+`post` says no, and the frame ring is the way. So no operation ever waits for another one's block. The memory of a block
+is reserved by the first post that does not fit in its line.
+
+    word 0  id of the operation; written last
+    word 1  tag: group and fingerprint; written after the bytes
+    word 2  how often the block has been used; written after the tag
+    words 3 to 7  the bytes, if they are few
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiocoll.transport.shm.fence import Fences
+from aiocoll.transport.shm.layout import BLOCKS, LINE, MIDDLE, SMALL, Direction
+from aiocoll.transport.shm.region import SharedRegion
+
+__all__ = ["SlotReader", "SlotWriter"]
+
+_HEAD = 24
+_INLINE_NBYTES = LINE - _HEAD
+#: Views of blocks that are kept: a program has few call sites.
+_VIEWS = 256
+
+
+@functools.lru_cache(maxsize=8)
+def _places(direction: Direction) -> tuple[list[int], list[int]]:
+    """Return the first words of all lines and the offsets of all blocks; links share these lists."""
+    first = direction.lines >> 3
+    blocks = [direction.small + number * direction.small_nbytes for number in range(SMALL)]
+    blocks += [direction.middle + number * direction.middle_nbytes for number in range(MIDDLE)]
+    return [first + number * LINE // 8 for number in range(BLOCKS)], blocks
+
+
+class _Side:
+    """What both ends know: where the blocks are."""
+
+    __slots__ = ("_blocks", "_freed", "_lines", "_memory", "_order", "_posts", "_views", "_words")
+
+    def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
+        self._memory = memory
+        self._words = memory.cast("Q")
+        self._order = fences.order
+        self._lines, self._blocks = _places(direction)
+        self._freed = direction.freed
+        self._posts = direction.posts
+        self._views: dict[tuple[int, np.dtype[Any], int], NDArray[Any]] = {}
+
+    def view(self, block: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+        """Return the first `count` elements of a block, where they lie."""
+        key = block, dtype, count
+        view = self._views.get(key)
+        if view is None:
+            inline = count * dtype.itemsize <= _INLINE_NBYTES
+            place = (self._lines[block] << 3) + _HEAD if inline else self._blocks[block]
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            view = self._views[key] = np.frombuffer(self._memory, dtype, count, place)
+        return view
+
+
+class SlotWriter(_Side):
+    """The writer's end."""
+
+    __slots__ = ("_direction", "_posted", "_ready", "_region", "_total")
+
+    def __init__(self, region: SharedRegion, direction: Direction, fences: Fences) -> None:
+        super().__init__(memoryview(region.memory), direction, fences)
+        self._region = region
+        self._direction = direction
+        # Whether the memory of a block is there.
+        self._ready = [False] * BLOCKS
+        self._posted = [0] * BLOCKS
+        self._total = 0
+
+    def post(self, block: int, identity: int, tag: int, array: NDArray[Any]) -> bool:
+        """Show a flat array that fits in the block; False if it is not free, or the host has no memory for it."""
+        words, times = self._words, self._posted[block]
+        if words[self._freed + block] != times:
+            return False
+        view = self._views.get((block, array.dtype, len(array)))
+        if view is None:
+            if array.nbytes > _INLINE_NBYTES and not self._ready[block] and not self._reserve(block):
+                return False
+            view = self.view(block, array.dtype, len(array))
+        line = self._lines[block]
+        view[:] = array
+        # Groups number their operations alike: the id may be there already, and then the tag alone tells.
+        if self._order is not None:
+            self._order()
+        words[line + 1] = tag
+        if self._order is not None:
+            self._order()
+        self._posted[block] = words[line + 2] = times + 1
+        words[line] = identity
+        if self._order is not None:
+            self._order()
+        words[self._posts] = self._total = self._total + 1
+        return True
+
+    def _reserve(self, block: int) -> bool:
+        start = self._blocks[block]
+        end = start + (self._direction.small_nbytes if block < SMALL else self._direction.middle_nbytes)
+        self._ready[block] = self._region.reserve(start, end)
+        return self._ready[block]
+
+
+class SlotReader(_Side):
+    """The reader's end: what `view` returns may be read after `look` and until `free`."""
+
+    __slots__ = ("_heard", "_over")
+
+    def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
+        super().__init__(memory, direction, fences)
+        self._heard = 0
+        self._over: set[int] = set()
+
+    def has_news(self) -> bool:
+        """Whether anything was posted since the last time this was asked."""
+        posts = self._words[self._posts]
+        if posts == self._heard:
+            return False
+        self._heard = posts
+        return True
+
+    def look(self, block: int, identity: int) -> int:
+        """Return the tag of what was posted for an operation in its block; -1 if nothing was."""
+        line = self._lines[block]
+        if self._words[line] != identity:
+            return -1
+        if self._order is not None:
+            self._order()
+        tag = self._words[line + 1]
+        if self._order is not None:
+            self._order()
+        return tag
+
+    def free(self, block: int) -> None:
+        """Give the block back, once for each post."""
+        if self._order is not None:
+            self._order()
+        self._words[self._freed + block] += 1
+
+    def purge(self, group: int) -> None:
+        """Give back all that was posted for a group that is over: nobody will read it."""
+        self._over.add(group)
+        for block in range(BLOCKS):
+            self.reclaim(block)
+
+    def reclaim(self, block: int) -> None:
+        """Give the block back if what is there was posted for a group that is over; it may come after `purge`."""
+        words, line = self._words, self._lines[block]
+        # In this order: a post that is being made has its tag before it counts.
+        unread = words[line + 2] > words[self._freed + block]
+        if self._order is not None:
+            self._order()
+        if unread and words[line + 1] >> 32 in self._over:
+            self.free(block)

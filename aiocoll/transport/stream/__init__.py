@@ -1,0 +1,1 @@
+"""Links over TCP and unix sockets, and how they are opened."""

@@ -1,0 +1,237 @@
+"""The side of a link that dials, again and again: until there is a link, or none to be had, or the time is over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from contextlib import suppress
+
+from aiocoll.errors import AuthenticationError, GroupClosedError
+from aiocoll.runtime import Runtime
+from aiocoll.security.handshake import (
+    CHALLENGE_SIZE,
+    VERDICT_SIZE,
+    ClientHandshake,
+    HandshakeRefusedError,
+    Identity,
+    Status,
+    UnprovenError,
+)
+from aiocoll.transport.base import Link
+from aiocoll.transport.stream import addresses as address
+from aiocoll.transport.stream.crossing import Crossing
+from aiocoll.transport.stream.dial import SILENT, Dial
+from aiocoll.transport.stream.dial_address import Target
+from aiocoll.transport.stream.link_table import Key, LinkTable
+
+__all__ = ["Dialler", "receive", "send"]
+
+#: Seconds to wait before dialling again: first one round trip, then doubling to where waiting costs nobody anything.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+#: Seconds for which others may answer in a peer's place before that is an error. It may be nothing but a byte that was
+#: lost, or an address that means another host there, while the peer itself can reach us.
+_DOUBT = 1.0
+
+_AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
+
+
+class _RetryError(Exception):
+    """The dial failed in a way that time may cure."""
+
+
+class _NoWayError(Exception):
+    """Nothing leads there, so the other way has to do."""
+
+
+class Dialler:
+    """Opens the links that this rank wants.
+
+    Args:
+        runtime: clock and randomness.
+        identity: who this rank is; of any kind.
+        key: the job key.
+        live: takes what is opened.
+        crossing: what peers are promised meanwhile.
+        connect_timeout: seconds after which `connect` gives up.
+        handshake_timeout: seconds for one attempt.
+
+    Attributes:
+        detours: by peer, why it is not reached by the unix socket it offers.
+        impatient: a host from which nothing comes is unreachable.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        identity: Identity,
+        key: bytes | None,
+        live: LinkTable,
+        crossing: Crossing,
+        connect_timeout: float,
+        handshake_timeout: float,
+    ) -> None:
+        self.detours: dict[int, str] = {}
+        self.impatient = False
+        self._runtime = runtime
+        self._identity = identity
+        self._key = key
+        self._live = live
+        self._crossing = crossing
+        self._connect_timeout = connect_timeout
+        self._handshake_timeout = handshake_timeout
+        self._dials: dict[Key, Dial] = {}
+        self._trouble = ""
+        self._closed = False
+
+    @property
+    def trouble(self) -> str:
+        """Why a peer that is dialled is not reached yet, or was not when that was cancelled; "" if none is dialled."""
+        now = self._runtime.time()
+        return next((str(dial.failure(now)) for dial in self._dials.values()), self._trouble)
+
+    async def connect(self, key: Key, target: Target) -> Link | None:
+        """Dial until there is a link; None if it is one that the peer has opened.
+
+        Raises:
+            AuthenticationError: the other end does not belong to this job, or is another rank.
+            PeerLostError: the peer cannot be reached; names address, reason and time spent.
+            GroupClosedError: the transport was closed.
+        """
+        if key in self._dials:
+            raise RuntimeError(f"rank {self._identity.rank} is already connecting to rank {key[0]} ({key[1].name})")
+        dial = self._dials[key] = Dial(key[0], target, self._runtime.loop.create_future(), self._runtime.time())
+        try:
+            return await self._dial(dial, key)
+        except asyncio.CancelledError:
+            self._trouble = str(dial.failure(self._runtime.time()))
+            raise
+        finally:
+            del self._dials[key]
+            dial.done.set_result(None)
+
+    def interrupt(self, key: Key) -> None:
+        """There is a link, which the peer has opened."""
+        if dial := self._dials.get(key):
+            dial.interrupt(self._runtime.time())
+
+    def close(self) -> set[asyncio.Future[None]]:
+        """End the dials in progress; return what is done when they have ended."""
+        self._closed = True
+        for dial in self._dials.values():
+            dial.interrupt(self._runtime.time())
+        return {dial.done for dial in self._dials.values()}
+
+    async def _dial(self, dial: Dial, key: Key) -> Link | None:
+        """Dial whatever others say who have proven nothing; a peer that has, and was promised a link, is waited for."""
+        time = self._runtime.time
+        doubtful = 0.0
+        pause = _FIRST_PAUSE
+        while (left := dial.left(now := time(), self._connect_timeout, impatient=self.impatient)) > 0:
+            if self._closed:
+                break
+            dial.begins(now)
+            try:
+                async with asyncio.timeout(min(left, self._handshake_timeout)) as dial.limit:
+                    if promised := self._crossing.promised(key):
+                        await asyncio.wait([promised])
+                    else:
+                        return await self._attempt(dial, key)
+            except TimeoutError:
+                dial.reason = SILENT
+            except _NoWayError as error:
+                assert dial.target.instead is not None
+                self.detours[key[0]] = str(error)
+                dial.target = dial.target.instead
+            except (_RetryError, UnprovenError) as error:
+                dial.reason = str(error)  # itself, it would keep all that was in hand when it was raised
+                if isinstance(error, UnprovenError):
+                    doubtful = doubtful or time()
+                    if time() >= doubtful + _DOUBT:
+                        raise AuthenticationError(
+                            f"{dial.target.label} should be rank {key[0]}'s, but {error}"
+                        ) from error
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(None) as dial.limit:
+                        await self._runtime.sleep(min(pause, left))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            if self._live.has(key):
+                return None
+        if self._closed:
+            raise GroupClosedError(f"rank {self._identity.rank} closed its transport while connecting to rank {key[0]}")
+        raise dial.failure(time())
+
+    async def _attempt(self, dial: Dial, key: Key) -> Link:
+        target = dial.target
+        try:
+            sock = await self._reach(target)
+            dial.answered()
+            try:
+                return await self._introduce(sock, key, target)
+            except BaseException:
+                sock.close()
+                raise
+        except HandshakeRefusedError as error:
+            if error.status in (Status.CROSSED, Status.DUPLICATE):
+                raise _RetryError(str(error)) from None
+            raise
+        except (AuthenticationError, TimeoutError):
+            raise
+        except OSError as error:
+            if not address.is_outage(error):
+                dial.answered()
+            if address.may_pass(error):
+                raise _RetryError(error.strerror or str(error)) from None
+            raise target.unreachable(key[0], str(error)) from error
+
+    async def _reach(self, target: Target) -> socket.socket:
+        """Connect; to a process of this user, where that can be seen."""
+        try:
+            sock = await address.reach(self._runtime.loop, target.family, target.address)
+        except OSError as error:
+            if target.instead is not None and address.is_missing(error):
+                raise _NoWayError(f"{target.label}: {error.strerror}") from None
+            raise
+        if target.family == _AF_UNIX and not address.may_connect(uid := address.peer_uid(sock), os.geteuid()):
+            sock.close()
+            trouble = f"{target.label} belongs to user {uid}, not to us"
+            if target.instead is not None:
+                raise _NoWayError(trouble)
+            raise AuthenticationError(f"{trouble}: with a job key, transport='auto' takes TCP between users")
+        return sock
+
+    async def _introduce(self, sock: socket.socket, key: Key, target: Target) -> Link:
+        peer, kind = key
+        identity = self._identity._replace(kind=kind, ended=self._live.ended(key))
+        exchange = ClientHandshake(identity, self._key, self._runtime.random_bytes)
+        send(sock, exchange.hello())
+        send(sock, exchange.prove(await receive(self._runtime, sock, CHALLENGE_SIZE)))
+        last_word = exchange.confirm(await receive(self._runtime, sock, VERDICT_SIZE))
+        assert exchange.peer is not None
+        if exchange.peer.rank != peer:
+            raise AuthenticationError(f"at {target.label} is rank {exchange.peer.rank}, not rank {peer}")
+        if not self._crossing.may_confirm(key):
+            raise _RetryError("the connection that it opened came first")
+        with self._crossing.confirm(key):
+            send(sock, last_word)
+            link = await self._live.adopt(sock, exchange.peer, dialled=True)
+        if link is None:
+            raise _RetryError("the connection that it opened came first")
+        return link
+
+
+async def receive(runtime: Runtime, sock: socket.socket, nbytes: int) -> bytes:
+    """Receive a handshake message."""
+    data = b""
+    while len(data) < nbytes:
+        part = await runtime.loop.sock_recv(sock, nbytes - len(data))
+        if not part:
+            raise ConnectionResetError("it closed the connection during the handshake")
+        data += part
+    return data
+
+
+def send(sock: socket.socket, message: bytes) -> None:
+    """Send a handshake message, which an empty socket buffer always takes whole."""
+    if sock.send(message) != len(message):
+        raise ConnectionResetError("it takes no bytes")

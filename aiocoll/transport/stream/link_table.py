@@ -1,0 +1,100 @@
+"""The open links of one rank: at most one of a kind with each peer, each on the best carrier both ends have."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections import Counter
+
+from aiocoll.runtime import Runtime
+from aiocoll.security.handshake import ConnKind, Peer
+from aiocoll.sockets import between_hosts
+from aiocoll.transport.buffer_pool import BufferPool
+from aiocoll.transport.shm.link import ShmLink
+from aiocoll.transport.shm.sharing import Sharing
+from aiocoll.transport.stream.link import StreamLink
+from aiocoll.transport.stream.silence import Silence
+
+__all__ = ["Key", "LinkTable"]
+
+#: What counts of links are told modulo.
+MANY = 1 << 16
+
+Key = tuple[int, ConnKind]
+"""The peer, and what the link is for."""
+
+_AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
+
+
+class LinkTable:
+    """Makes links of sockets whose handshake is complete.
+
+    Args:
+        runtime: of the loop.
+        sharing: the shared memory of this rank.
+    """
+
+    def __init__(self, runtime: Runtime, sharing: Sharing) -> None:
+        self.sharing = sharing
+        self._runtime = runtime
+        self._spares = BufferPool()
+        self._silence = Silence(runtime)
+        self._links: dict[Key, StreamLink | ShmLink] = {}
+        # How many are over, and how many were at the peer when the one that is open began.
+        self._ended: Counter[Key] = Counter()
+        self._theirs: dict[Key, int] = {}
+
+    def has(self, key: Key) -> bool:
+        """Whether there is such a link."""
+        link = self._links.get(key)
+        if link is not None and link.closed:
+            del self._links[key]
+            self._ended[key] += 1
+            return False
+        return link is not None
+
+    def ended(self, key: Key) -> int:
+        """Return how many such links are over, modulo 65536: what the handshake tells the peer."""
+        self.has(key)
+        return self._ended[key] % MANY
+
+    def catch_up(self, key: Key, ended: int) -> None:
+        """Let go of a link which is over for the peer: `ended` more are than when it began."""
+        link = self._links.get(key)
+        if link is not None and 0 < (ended - self._theirs[key]) % MANY < MANY // 2:
+            link.fail(ConnectionResetError(errno.ECONNRESET, "the peer has lost the connection, and opens another"))
+
+    async def adopt(self, sock: socket.socket, peer: Peer, *, dialled: bool) -> StreamLink | ShmLink | None:
+        """Make a link of `sock`; None if there is one by now, and `sock` is still the caller's.
+
+        Both ends do this after the handshake, the one that dialled with `dialled`. A data link between processes of
+        one host is moved to shared memory, if both can.
+
+        Raises:
+            OSError: the peer closed the connection.
+            ProtocolError: it offered what is no shared memory.
+        """
+        key = peer.rank, peer.kind
+        pair = None
+        if sock.family == _AF_UNIX and key[1] is ConnKind.DATA:
+            share = self.sharing.propose if dialled else self.sharing.accept
+            pair = await share(sock)
+        if self.has(key):
+            if pair is not None:
+                self.sharing.give_up(pair)
+            return None
+        link: StreamLink | ShmLink
+        if pair is not None:
+            link = ShmLink(self._runtime, sock, pair, *key)
+        else:
+            link = StreamLink(self._runtime, sock, *key, self._spares)
+            if between_hosts(sock):
+                self._silence.watch(link, sock)
+        self._links[key] = link
+        self._theirs[key] = peer.ended
+        return link
+
+    def carrier(self, peer: int) -> str:
+        """Say what carries data between this rank and `peer`: "shm", "unix", "tcp", or "none" as yet."""
+        link = self._links.get((peer, ConnKind.DATA))
+        return "none" if link is None else link.carrier

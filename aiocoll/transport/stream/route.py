@@ -1,0 +1,210 @@
+"""By which of its addresses the ranks on other hosts reach this one."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from aiocoll.errors import RendezvousError
+from aiocoll.security.keys import is_loopback
+from aiocoll.transport.stream.addresses import ANY, is_wildcard
+
+__all__ = ["find_route", "interface_address", "is_own", "routable_address"]
+
+#: Linux, <linux/sockios.h>: the IPv4 address of an interface.
+_SIOCGIFADDR = 0x8915
+#: "Discard": nothing is sent there, but a route is looked up for it.
+_DISCARD_PORT = 9
+#: The fields of a line of /proc/net/if_inet6: address, index, prefix length, scope, flags, name.
+_IF_INET6_FIELDS = 6
+_GLOBAL_SCOPE = "00"
+_LINK_SCOPE = "20"
+
+#: Addresses for examples, which nobody has: the way to them is the way to everywhere. Nothing is sent.
+_ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+
+
+def find_route(
+    rank: int, stores: Mapping[int, str], interface: str | None, bind: str | None, *, together: bool
+) -> tuple[str, str]:
+    """Return the address to listen on, and the one that peers are told.
+
+    Args:
+        rank: this rank.
+        stores: the address at which each rank has found the store, "" if it is at none.
+        interface: name of a network interface of this host, or None.
+        bind: an address of this host, "any", or None.
+        together: all ranks are on this host.
+
+    Raises:
+        ValueError: `interface` or `bind` is none of this host.
+        RendezvousError: nothing tells by which address others reach this host.
+    """
+    known = bool(interface) or bind not in (None, "any")
+    master = stores[rank] or None if together or known else _way_out(rank, stores)
+    host = routable_address(master, interface, bind)
+    return host, routable_address(master, interface) if is_wildcard(host) else host
+
+
+def is_own(host: str) -> bool:
+    """Whether the numeric address `host` is one of this host."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[
+            0
+        ]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def _way_out(rank: int, stores: Mapping[int, str]) -> str:
+    """Return an address the way to which begins where peers reach this host."""
+    mine = stores[rank]
+    if mine and not is_loopback(mine):
+        return mine
+    # The store is on this host, or it is a file. Ranks on other hosts know better where this host is.
+    others = {store for store in stores.values() if store and not is_loopback(store)}
+    if mine and not others:
+        return mine  # all ranks share one loopback
+    if mine:
+        for store in sorted(others):
+            if is_own(store):
+                return store
+    for family, far in _ELSEWHERE:
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((far, _DISCARD_PORT))
+            return far
+    return _only_address()
+
+
+def _only_address() -> str:
+    """Return the address of this host if it has one; not those of its loopback."""
+    found = {}
+    for name in sorted(name for _, name in socket.if_nameindex()):
+        with suppress(ValueError):
+            if not is_loopback(host := interface_address(name)):
+                found[name] = host
+    if len(found) == 1:
+        return next(iter(found.values()))
+    there = ", ".join(f"{name} ({host})" for name, host in found.items()) or "only the loopback"
+    raise RendezvousError(
+        "the ranks are on several hosts, and nothing tells by which address the others reach this one: name it with "
+        f"the option interface= or bind= (AIOCOLL_INTERFACE, AIOCOLL_BIND); there is {there}"
+    )
+
+
+def routable_address(master_host: str | None, interface: str | None = None, bind: str | None = None) -> str:
+    """Return the local address by which peers should reach this rank.
+
+    It is `bind`, else the address of `interface`, else the one from which this host reaches the master: loopback for
+    a master on loopback, or for none. No packet is sent, but a name is resolved: call it from a thread if that may
+    take long.
+
+    Args:
+        master_host: name or address of the master; decides between IPv4 and IPv6, too.
+        interface: name of a network interface of this host.
+        bind: an address of this host, or `"any"` for all of them (returns `"0.0.0.0"` or `"::"`).
+
+    Raises:
+        ValueError: `bind` is no address of this host, or there is no such `interface`.
+        RendezvousError: the master's name does not resolve, or there is no route to it.
+    """
+    if bind is not None and bind != "any":
+        return _checked(bind)
+    if master_host is None:
+        if bind:
+            return ANY[socket.AF_INET]
+        return interface_address(interface, socket.AF_INET) if interface else "127.0.0.1"
+    family, local = _route(master_host, lookup_only=bool(bind or interface))
+    if bind:
+        return ANY[family]
+    return interface_address(interface, family) if interface else local
+
+
+def _checked(bind: str) -> str:
+    if is_wildcard(bind):
+        raise ValueError(f"bind={bind!r}: to listen on all addresses say bind='any'")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(bind, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
+    except OSError:
+        raise ValueError(f"bind={bind!r}: must be an IPv4 or IPv6 address of this host, or 'any'") from None
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise ValueError(f"bind={bind!r}: is not an address of this host ({error.strerror})") from None
+    return bind
+
+
+def _route(master_host: str, *, lookup_only: bool) -> tuple[int, str]:
+    """Return family and local address of the first way to the master."""
+    try:
+        found = socket.getaddrinfo(master_host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise RendezvousError(f"master address {master_host!r} does not resolve: {error.strerror}") from error
+    if lookup_only:
+        return found[0][0], ""
+    reason: str | None = None
+    for family, kind, _, _, address in found:
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.connect(address)
+                return family, str(probe.getsockname()[0])
+            except OSError as error:
+                reason = error.strerror
+    raise RendezvousError(
+        f"no route from this host to the master at {master_host!r} ({reason}); check MASTER_ADDR, or name the way out "
+        "with the option interface= or bind="
+    )
+
+
+def interface_address(name: str, family: int = socket.AF_INET) -> str:
+    """Return the address of the interface `name`: of `family` if it has one, else of the other family.
+
+    Raises:
+        ValueError: there is no such interface, or it has no address; lists those that exist.
+    """
+    if not sys.platform.startswith("linux"):
+        raise ValueError(f"interface={name!r}: interfaces can be named on Linux only; give an address with bind=")
+    known = [known for _, known in socket.if_nameindex()]
+    if name not in known:
+        raise ValueError(f"interface={name!r}: there is none of this name here; there are {', '.join(known)}")
+    by_family = (_ipv4_of, _ipv6_of) if family == socket.AF_INET else (_ipv6_of, _ipv4_of)
+    for address_of in by_family:
+        if address := address_of(name):
+            return address
+    raise ValueError(f"interface={name!r}: it has no address; there are {', '.join(known)}")
+
+
+def _ipv4_of(name: str) -> str | None:
+    import fcntl  # not on Windows
+
+    # struct ifreq: the name in 16 bytes, then a sockaddr_in, whose address starts at its fifth byte; 40 bytes in all.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("40s", name.encode()))
+        except OSError:
+            return None
+    return socket.inet_ntop(socket.AF_INET, answer[20:24])
+
+
+def _ipv6_of(name: str) -> str | None:
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:  # a kernel without IPv6
+        return None
+    found: dict[str, str] = {}
+    for fields in map(str.split, lines):
+        if len(fields) == _IF_INET6_FIELDS and fields[5] == name:
+            found.setdefault(fields[3], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0])))
+    # A link-local address means nothing without the interface it belongs to, so it is the last choice.
+    link = found.pop(_LINK_SCOPE, None)
+    if found:
+        return found.get(_GLOBAL_SCOPE) or next(iter(found.values()))
+    return f"{link}%{name}" if link else None

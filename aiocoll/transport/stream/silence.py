@@ -1,0 +1,48 @@
+"""Links whose other host has fallen silent: they end, as broken by the network.
+
+Twice a second the kernel is asked, which knows better than any timer of ours: hosts answer each other also while the
+processes on them are blocked or stopped. That two ranks are cut off from each other is noticed like this even where
+the ranks that watch both of them can reach both.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from aiocoll.runtime import Runtime
+from aiocoll.sockets import UNREACHABLE_AFTER, keep_asking, silence
+from aiocoll.transport.stream.link import StreamLink
+
+__all__ = ["Silence"]
+
+#: Seconds between two looks. One takes 2 microseconds per link.
+ROUND = 0.5
+
+
+class Silence:
+    """Watches the links of one rank to other hosts.
+
+    Args:
+        runtime: clock and timers.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._watched: dict[StreamLink, socket.socket] = {}
+
+    def watch(self, link: StreamLink, sock: socket.socket) -> None:
+        """Watch a link until it is closed."""
+        keep_asking(sock)
+        if not self._watched:
+            self._runtime.call_later(ROUND, self._look)
+        self._watched[link] = sock
+
+    def _look(self) -> None:
+        for link, sock in list(self._watched.items()):
+            if link.closed:
+                del self._watched[link]
+            elif (seconds := silence(sock)) >= UNREACHABLE_AFTER:
+                link.fail(OSError(errno.ETIMEDOUT, f"nothing has come from its host for {seconds:.1f} s"))
+        if self._watched:
+            self._runtime.call_later(ROUND, self._look)

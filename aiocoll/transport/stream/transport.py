@@ -1,0 +1,280 @@
+"""Links between processes: dialled as a socket, unix on one host, TCP between hosts, and opened by the handshake.
+
+A rank accepts connections here; `dialler` opens them, and `crossing` says which of several becomes the link. The rule
+for all three: nothing that has not proven the job key has any effect on a rank that has. An unproven connection takes
+one of a few places (`unproven`), for a few seconds, until a newer one needs it; it is not waited for, and whatever it
+said, no peer is answered otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+from aiocoll.errors import AuthenticationError
+from aiocoll.log import logger
+from aiocoll.process import this_process
+from aiocoll.runtime import Runtime
+from aiocoll.security import handshake
+from aiocoll.security.handshake import HANDSHAKE_TIMEOUT, ConnKind, Identity, Peer, ServerHandshake, Status
+from aiocoll.security.unproven import Unproven
+from aiocoll.transport.base import Card, Link
+from aiocoll.transport.shm.sharing import Sharing
+from aiocoll.transport.stream import addresses as address
+from aiocoll.transport.stream.crossing import Crossing
+from aiocoll.transport.stream.dial_address import Targets
+from aiocoll.transport.stream.dialler import Dialler, receive, send
+from aiocoll.transport.stream.link_table import Key, LinkTable
+
+__all__ = ["StreamTransport"]
+
+#: Seconds granted after a handshake's deadline. If our own loop was blocked past the deadline, the peer's message waits
+#: in the socket: one turn of the loop finds it, so a blocked rank does not take a good peer for a silent one.
+_GRACE = 0.05
+#: Seconds until a unix socket is tried again whose backlog is full, or for which a descriptor was lacking.
+_TRY_AGAIN = 0.01
+
+_AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
+
+
+class StreamTransport:
+    """Sockets between the ranks of a job; see `aiocoll.transport.base.Transport`.
+
+    Args:
+        runtime: clock, timers and randomness.
+        rank: of this process in the job.
+        world_size: ranks of the job.
+        job: name of the job, or the 16 bytes of its id.
+        key: the job key; None only as long as nothing leaves this host.
+        transport: `"tcp"`, `"unix"`, `"shm"` (one host; data through shared memory), or `"auto"`: as `"shm"` between
+            ranks of one host, TCP between hosts.
+        host_id: pretend to be on another host (for tests).
+        epoch: of the job; ranks of another epoch are refused.
+        connect_timeout: seconds after which `connect` gives up.
+        handshake_timeout: seconds a peer has for the whole handshake.
+    """
+
+    name = "stream"
+    accepted: Callable[[Link], None]
+    look: Callable[[], bool] = staticmethod(lambda: False)
+    linger: Callable[[bool], bool] = staticmethod(lambda moved: False)
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        rank: int,
+        world_size: int,
+        job: bytes | str,
+        key: bytes | None,
+        *,
+        transport: Literal["auto", "tcp", "unix", "shm"] = "auto",
+        host_id: str | None = None,
+        epoch: int = 0,
+        connect_timeout: float = 300.0,
+        handshake_timeout: float = HANDSHAKE_TIMEOUT,
+    ) -> None:
+        self.rank = rank
+        self._whose = {"rank": rank}
+        self._runtime = runtime
+        job = handshake.job_id(job) if isinstance(job, str) else job
+        self._identity = Identity(job, epoch, rank, world_size, ConnKind.CONTROL)
+        self._key = key
+        self._transport = transport
+        self._targets = Targets(rank, address.host_identity(host_id), key, transport)
+        self._process = this_process()
+        self._handshake_timeout = handshake_timeout
+        self._unix: str | None = None
+        self._tcp: tuple[str, int] | None = None
+        self._listeners = address.Listeners(runtime, self._greet)
+        # Handshakes that others have begun with us, each with the timer that ends it; those ended early;
+        self._serving: dict[asyncio.Task[bool], asyncio.TimerHandle] = {}
+        self._evicted: set[asyncio.Task[bool]] = set()
+        # ... and those among them in which nothing has been proven.
+        self._unproven: Unproven[asyncio.Task[bool]] = Unproven(world_size, self._evict)
+        wanted = transport in ("auto", "shm")
+        self._live = LinkTable(runtime, Sharing(runtime, rank, world_size, self, wanted=wanted))
+        self._crossing = Crossing(rank, world_size, self._live)
+        self._dialler = Dialler(
+            runtime, self._identity, key, self._live, self._crossing, connect_timeout, handshake_timeout
+        )
+
+    @property
+    def trouble(self) -> str:
+        """Why there is no link yet to a rank that is dialled, or was until that was cancelled; "" if none is."""
+        return self._dialler.trouble
+
+    def all_met(self) -> None:
+        """From now on a host from which nothing comes is lost; before that it may not be up yet."""
+        self._dialler.impatient = True
+
+    @property
+    def card(self) -> Card:
+        """Where this rank can be reached now."""
+        tcp = list(self._tcp) if self._tcp else None
+        return {
+            "host": self._targets.host,
+            "unix": self._unix,
+            "tcp": tcp,
+            "process": list(self._process),
+            "piece": self._live.sharing.piece_nbytes,
+        }
+
+    async def listen(self) -> Card:
+        """Open the unix listener, unless `transport="tcp"`; TCP listens only after `listen_tcp`."""
+        if self._targets.may_use_unix:
+            listener, self._unix = address.open_unix(self._runtime.random_bytes)
+            self._listeners.add(listener)
+        return self.card
+
+    async def try_unix(self, name: str) -> str | None:
+        """Say why the unix socket of another rank cannot be reached; None if it can.
+
+        Raises:
+            AuthenticationError: it is another user's.
+        """
+        while True:
+            try:
+                with await address.reach(self._runtime.loop, socket.AF_UNIX, address.unix_address(name)) as sock:
+                    uid = address.peer_uid(sock)
+            except OSError as error:
+                if address.is_missing(error) or not address.may_pass(error):
+                    return f"unix socket {name} cannot be reached ({error.strerror})"
+                await self._runtime.sleep(_TRY_AGAIN)
+                continue
+            if not address.may_connect(uid, os.geteuid()):
+                raise AuthenticationError(f"unix socket {name} belongs to user {uid}, not to us")
+            return None
+
+    def stand_apart(self, host: str, trouble: str) -> None:
+        """Be on the host of this name from now on, since ranks of the other cannot be reached as such."""
+        self._targets.host = host
+        self._targets.apart = trouble
+
+    async def listen_tcp(self, host: str, advertise: str | None = None) -> Card:
+        """Listen on a free TCP port of the numeric address `host`, too; return the new card.
+
+        Args:
+            host: address to listen on.
+            advertise: the address peers are told, if that is another one; must be given for a wildcard `host`.
+
+        Raises:
+            AuthenticationError: other machines can reach `host`, and there is no job key.
+            RendezvousError: `host` is no address of this host.
+            ValueError: `advertise` is missing, or `transport="unix"`.
+        """
+        if self._transport in ("unix", "shm"):
+            raise ValueError(f"transport={self._transport!r} opens no TCP listener; use transport='auto' or 'tcp'")
+        if advertise is None and address.is_wildcard(host):
+            raise ValueError(f"listening on {host} needs advertise=, an address of this host that peers can reach")
+        self._targets.check_key(host)
+        listener = address.open_tcp(host)
+        self._tcp = (advertise or host, listener.getsockname()[1])
+        self._listeners.add(listener)
+        return self.card
+
+    async def connect(self, peer: int, card: Card, kind: ConnKind) -> Link | None:
+        """Open a link of `kind` to rank `peer`, whose card this is.
+
+        Returns:
+            The link; None if the link that `peer` opened is the one that stays (it was passed to `accepted`).
+
+        Raises:
+            AuthenticationError: the other end does not belong to this job, or is another rank.
+            RendezvousError: no transport that is allowed leads from here to there.
+            PeerLostError: the peer cannot be reached; names address, reason and time spent.
+            GroupClosedError: the transport was closed.
+        """
+        target = self._targets.find(peer, card)
+        key = (peer, kind)
+        return None if self._live.has(key) else await self._dialler.connect(key, target)
+
+    def carrier(self, peer: int) -> tuple[str, str | None]:
+        """Say what carries data to `peer` ("none" before the first), and why it is not shared memory."""
+        trouble = self._dialler.detours.get(peer) or self._targets.apart or self._live.sharing.trouble
+        return self._live.carrier(peer), trouble
+
+    def catch_up(self) -> None:
+        """Look into the memory shared with peers: a socket may tell of their end before."""
+        self._live.sharing.catch_up()
+
+    async def aclose(self) -> None:
+        """Stop listening, end the handshakes and dials in progress; links that are open stay open."""
+        self._listeners.close()
+        if self._unix is not None:
+            address.remove_unix(self._unix)
+        self._unix = self._tcp = None
+        for task in self._serving:
+            task.cancel()
+        unfinished: set[asyncio.Future[Any]] = {*self._serving, *self._evicted, *self._dialler.close()}
+        if unfinished:
+            await asyncio.wait(unfinished)
+
+    def _greet(self, sock: socket.socket) -> None:
+        if sock.family == _AF_UNIX:
+            uid = address.peer_uid(sock)
+            if not address.may_connect(uid, os.geteuid()):
+                logger.debug("rank %d refused a process of user %s", self.rank, uid, extra=self._whose)
+                sock.close()
+                return
+        task = self._runtime.create_task(self._serve(sock), f"aiocoll-accept-{self.rank}")
+        self._serving[task] = self._runtime.call_later(self._handshake_timeout, self._expire, task)
+        self._unproven.admit(task)
+        task.add_done_callback(partial(self._served, sock))
+
+    def _evict(self, task: asyncio.Task[bool]) -> None:
+        self._serving.pop(task).cancel()
+        self._evicted.add(task)
+        task.cancel()
+
+    def _expire(self, task: asyncio.Task[bool]) -> None:
+        self._serving[task] = self._runtime.call_later(_GRACE, task.cancel)
+
+    def _served(self, sock: socket.socket, task: asyncio.Task[bool]) -> None:
+        if timer := self._serving.pop(task, None):
+            timer.cancel()
+        self._evicted.discard(task)
+        self._unproven.release(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            level = logging.DEBUG if isinstance(error, OSError) else logging.ERROR
+            logger.log(level, "rank %d refused a connection", self.rank, exc_info=error, extra=self._whose)
+        if task.cancelled() or error is not None or not task.result():
+            sock.close()
+
+    async def _serve(self, sock: socket.socket) -> bool:
+        """Answer a handshake; whether the socket now belongs to a link."""
+        exchange = ServerHandshake(self._identity, self._key, self._runtime.random_bytes)
+        send(sock, exchange.challenge(await receive(self._runtime, sock, handshake.HELLO_SIZE)))
+        if exchange.refusal is not None:
+            raise exchange.refusal
+        proof = await receive(self._runtime, sock, handshake.PROOF_SIZE)
+        key: Key | None = None
+
+        def decide(peer: Peer) -> Status:
+            nonlocal key
+            key = (peer.rank, peer.kind)
+            self._live.catch_up(key, peer.ended)
+            return self._crossing.decide(key)
+
+        verdict = exchange.verdict(proof, decide, lambda peer: self._live.ended((peer.rank, peer.kind)))
+        if exchange.refusal is not None:
+            send(sock, verdict)
+            raise exchange.refusal
+        assert key is not None  # asked for everything that is not refused
+        task = asyncio.current_task()
+        assert task is not None
+        self._unproven.release(task)
+        with self._crossing.promise(key):
+            send(sock, verdict)
+            peer = exchange.accept(await receive(self._runtime, sock, handshake.CONFIRM_SIZE))
+            link = await self._live.adopt(sock, peer, dialled=False)
+        if link is None:
+            return False
+        self._dialler.interrupt(key)
+        self.accepted(link)
+        return True
