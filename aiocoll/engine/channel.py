@@ -108,7 +108,7 @@ class Channel:
         counts = total if total > LEAST else LEAST
         if link is None or total > SEGMENT or self._queue or self._unasked + counts > LINK_WINDOW or not link.writable:
             return None
-        header = _pack(_DATA, EAGER, step, operation.group.id, operation.id, operation.fingerprint, 0, total, total)
+        header = _pack(_DATA, EAGER, step, operation.comm.id, operation.id, operation.fingerprint, 0, total, total)
         self._unasked += counts
         if link.write(header, view if total else None):
             return True
@@ -176,7 +176,7 @@ class Channel:
                 try:
                     self._send_segment(link, message)
                 except Exception as error:
-                    message.operation.group.crashed(error)
+                    message.operation.comm.crashed(error)
             if self._queue and ticks() > deadline:
                 self._later()
                 break
@@ -190,7 +190,7 @@ class Channel:
             try:
                 message.operation.sent(message, nbytes)
             except Exception as error:
-                message.operation.group.crashed(error)
+                message.operation.comm.crashed(error)
         self.pump()
 
     def _send_segment(self, link: Link, message: Message) -> None:
@@ -217,7 +217,7 @@ class Channel:
             _DATA,
             flags,
             message.step,
-            operation.group.id,
+            operation.comm.id,
             operation.id,
             operation.fingerprint,
             moved & 0xFFFFFFFF,
@@ -260,7 +260,7 @@ class Channel:
                         _READY,
                         EAGER,
                         message.step,
-                        operation.group.id,
+                        operation.comm.id,
                         operation.id,
                         operation.fingerprint,
                         message.batch,

@@ -204,7 +204,7 @@ class Endpoint:
 
     def divert(self, operation: Operation) -> None:
         """The memory of `operation` is the caller's again."""
-        for channel in operation.group.channels:
+        for channel in operation.comm.channels:
             channel.drop(operation)
 
     def cut(self, rank: int) -> list[Link]:

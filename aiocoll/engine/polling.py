@@ -29,7 +29,7 @@ SOME = 8
 class Looker(Protocol):
     """An operation that no frame tells of what its peers have put into shared memory."""
 
-    group: Communicator
+    comm: Communicator
 
     def look(self) -> bool:
         """Do what has become possible; whether anything moved."""
@@ -139,7 +139,7 @@ class Polling:
                 if operation.look():
                     moved = True
             except Exception as error:
-                operation.group.crashed(error)
+                operation.comm.crashed(error)
             if ticks() > deadline:
                 # Who was looked after is the last next time.
                 if operation in self.lookers:
@@ -163,7 +163,7 @@ class Polling:
                 if operation.look():
                     moved = True
             except Exception as error:
-                operation.group.crashed(error)
+                operation.comm.crashed(error)
             if not len(scan) % SOME and ticks() > deadline:
                 break
         return moved or bool(scan) or self._news

@@ -104,7 +104,7 @@ class _Estimator:
         member = self._group._member
         self._estimate.calls.append(_prediction(member, call))
         work: Work[Any] = Work(member.endpoint, call.op, None, call.key, self._group, 4)
-        work._unwrap = call.unwrap
+        call.expect(work)
         work._finish(call.result)
         return work
 

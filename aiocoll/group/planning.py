@@ -7,7 +7,7 @@ from typing import Any
 from aiocoll.algorithms.program import Program
 from aiocoll.algorithms.scale import scaled
 from aiocoll.algorithms.select import build, choose
-from aiocoll.elements.dtypes import DType
+from aiocoll.elements.dtypes import DType, by_name
 from aiocoll.elements.ops import Kernel, ReduceOp, kernel
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.base import Signature
@@ -28,6 +28,7 @@ FLAT = 16
 #: Plans kept per group: a program has few call sites, and a plan of many ranks has some hundred actions.
 PLANS = 256
 
+_INT64 = by_name("int64")
 _REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter", "scan", "exscan"})
 
 
@@ -119,6 +120,14 @@ class Planner:
                 return Plan(terms, Program((), (), executor.__name__.lower()), dtype, made, executor)
         program = self._program(kind, algorithm, sizes, root, made)
         return Plan(terms, program, dtype, made, ProgramExecutor)
+
+    def _counting_plan(self, terms: Signature) -> Plan:
+        """Return the plan of the step in which all ranks learn a number of each, of a call with these terms."""
+        if (found := self._plans.get((terms,))) is None:
+            plan = self._plan("allgather", _INT64, ((1,) * self._size,))
+            program = Program(plan.program, plan.scratch, plan.algorithm)
+            found = keep(self._plans, (terms,), (Plan(terms, program, _INT64, None, ProgramExecutor), None))
+        return found[0]
 
     def _program(
         self, kind: str, algorithm: str, sizes: tuple[Any, ...], root: int | None, made: Kernel | None

@@ -39,7 +39,7 @@ class Deadlines:
 
     def entered(self, operation: Operation) -> None:
         """Keep an eye on `operation`; while there is a timer, usual timeouts need no word."""
-        if operation.timeout != operation.group.default_timeout:
+        if operation.timeout != operation.comm.default_timeout:
             self._hurried[operation] = None
             self._arm(_patience(operation))
         elif self.timer is None:
@@ -76,9 +76,9 @@ class Deadlines:
             left = operation.entered + operation.timeout - now
             if left <= 0:
                 del self._hurried[operation]
-                operation.group.attempt(operation.expire)
+                operation.comm.attempt(operation.expire)
             else:
-                operation.group.attempt(self._look, operation, now, True)
+                operation.comm.attempt(self._look, operation, now, True)
                 delay = min(delay, left, max(0.0, _due(operation) - now))
         busy = bool(self._hurried)
         waits = False
@@ -106,22 +106,22 @@ class Deadlines:
         if age >= operation.timeout:
             operation.expire()
             return
-        stalls = operation.group.stalls
+        stalls = operation.comm.stalls
         if now >= _due(operation) and (oldest or not operation.reported or stalls.unanswered(operation)):
             operation.reported = stalls.report(operation)
             operation.seek()
-        if age >= operation.group.warn_after and not operation.warned:
+        if age >= operation.comm.warn_after and not operation.warned:
             operation.warned = True
             _, detail = stalls.missing(operation)
             logger.warning(
                 "group %r, rank %d: %s, called as %s, has been waiting for %.1f s: %s",
-                operation.group.name,
-                operation.group.rank,
+                operation.comm.name,
+                operation.comm.rank,
                 operation.title(),
                 called(operation.describe()),
                 age,
                 detail,
-                extra=operation.group.log_extra,
+                extra=operation.comm.log_extra,
             )
 
 

@@ -56,7 +56,7 @@ class MismatchReports:
     def disagreed(self, peer: int, note: dict[str, Any]) -> None:
         """A frame of this rank did not fit what `peer` called."""
         group, op = self._group, note["op"]
-        record = group.recorder.find(op)
+        record = group.record(op)
         self.differ(_forgotten(group.rank, op) if record is None else record.describe(group.rank), note["theirs"])
 
     def differed(self, peer: int, note: dict[str, Any]) -> None:

@@ -163,7 +163,7 @@ class StallInspector:
         handler(peer, message)
 
     def _queried(self, peer: int, message: dict[str, Any]) -> None:
-        record = self._group.recorder.find(message["op"])
+        record = self._group.record(message["op"])
         if record is not None:
             answer = {"t": "report", "op": record.op, "mine": record.describe(self._group.rank)}
         else:
@@ -203,7 +203,7 @@ class StallInspector:
             inquiry = _bounded(self._inquiries)[op] = StallReport()
         rank = self._group.rank
         if rank not in inquiry.called:
-            if (record := self._group.recorder.find(op)) is not None:
+            if (record := self._group.record(op)) is not None:
                 inquiry.called[rank] = record.describe(rank)
             else:
                 last = self._last()

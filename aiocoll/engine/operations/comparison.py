@@ -47,7 +47,7 @@ def packed(call: Description, wrong: str | None) -> bytes:
     return told
 
 
-def compare(group: str, calls: Sequence[bytes | memoryview]) -> Difference | None:
+def compare(comm: str, calls: Sequence[bytes | memoryview]) -> Difference | None:
     """Return in what the calls of ranks 0, 1, ... differ; None if they belong together.
 
     Cost: where all are equal, p comparisons of some 150 bytes; p^2 / 2 of numbers where each rank has its own for
@@ -69,7 +69,7 @@ def compare(group: str, calls: Sequence[bytes | memoryview]) -> Difference | Non
         fields["shape"] = None
     if len(sound) < len(found):
         fields["number of ranks"] = None
-    return _difference(group, found, sorted(fields, key=_order), pair or ()) if fields else None
+    return _difference(comm, found, sorted(fields, key=_order), pair or ()) if fields else None
 
 
 def _unpacked(rank: int, call: bytes | memoryview) -> Description:
@@ -93,7 +93,7 @@ def _pairs(found: Sequence[Description]) -> Iterator[tuple[Description, Descript
             yield one, two
 
 
-def _difference(group: str, found: Sequence[Description], fields: list[str], pair: tuple[int, ...]) -> Difference:
+def _difference(comm: str, found: Sequence[Description], fields: list[str], pair: tuple[int, ...]) -> Difference:
     """Name each kind of call, by what differs; two that only contradict each other are two kinds."""
     kinds: dict[str, list[Description]] = {}
     known = [field for field in fields if field in found[0]]
@@ -103,7 +103,7 @@ def _difference(group: str, found: Sequence[Description], fields: list[str], pai
     words = [_kind(alike) for alike in list(kinds.values())[:SHOWN]]
     if len(kinds) > SHOWN:
         words.append(f"and others {len(kinds) - SHOWN} more kinds of it")
-    text = f"Collectives differ in the following: {', '.join(fields)}. Group {group!r}: {'; '.join(words)}"
+    text = f"Collectives differ in the following: {', '.join(fields)}. Group {comm!r}: {'; '.join(words)}"
     sides = [found[rank] for rank in pair] or [alike[0] for alike in kinds.values()][:2]
     if len(sides) == 2:  # all may have made the same mistake
         text += named(*sides)
