@@ -12,6 +12,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -94,12 +95,14 @@ def _parameters(found: Any, *, method: bool = False) -> str:
         return ""
     parameters = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     signature = inspect.Signature(parameters[1:] if method else parameters)
-    return re.sub(r" at 0x[0-9a-f]+", "", str(signature))
+    return re.sub(r"<_\w+\.(\w+): .*?>", r"\1", str(signature))  # a member of an enumeration of ours
 
 
 def _has_constructor(cls: type) -> bool:
-    """Whether it is one of ours: those of the standard library differ from one Python to another."""
-    return any({"__init__", "__new__"} & vars(base).keys() for base in cls.__mro__ if _is_ours(base))
+    """Whether it is one of ours: those of the standard library, enumerations', too, differ between Pythons."""
+    return not issubclass(cls, Enum) and any(
+        {"__init__", "__new__"} & vars(base).keys() for base in cls.__mro__ if _is_ours(base)
+    )
 
 
 def _is_ours(cls: type) -> bool:
