@@ -1,9 +1,9 @@
 """What every store offers.
 
 A store is a small dictionary that the ranks of a job share: str keys, bytes values, plus first-in-first-out queues with
-names of their own. It is how ranks meet; arrays travel through groups. The public methods of `Store` check arguments and
-pass them on as commands (`aiocoll.store.commands`): `_call` carries out those that are answered at once, `_wait` those
-that wait for keys. `KeyValueStore` does both with three methods that a new store has to write.
+names of their own. It is how ranks meet; arrays travel through groups. The public methods of `Store` check arguments
+and pass them on as commands (`aiocoll.store.commands`): `_call` carries out those that are answered at once, `_wait`
+those that wait for keys. `KeyValueStore` does both with three methods that a new store has to write.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Store(ABC):
     """Base of all stores; to write one, see `KeyValueStore`.
 
     Every method raises `TypeError` or `ValueError` for a wrong argument, `StoreError` for one over a limit (keys 1 KiB,
-    values 8 MiB; 65,536 keys and queued items, 256 MiB in all), and `StoreUnavailableError` once the store is closed or out of reach.
-    Cancelling a wait leaves nothing behind, and a queue keeps its item.
+    values 8 MiB; 65,536 keys and queued items, 256 MiB in all), and `StoreUnavailableError` once the store is closed or
+    out of reach. Cancelling a wait leaves nothing behind, and a queue keeps its item.
 
     Cost of a call: with a `HashStore` a few microseconds, with a `FileStore` a lock and at most one write, with a
     `TCPStore` one round trip. A wait is told by the store when it ends; only a file is looked at, every 20 ms.

@@ -47,8 +47,9 @@ class KeyValueStore(Store):
     - `multi_set` stores one key after the other: others may see the first ones, and an error leaves them stored.
     - `multi_get` reads until two readings in a row are equal, so it takes two per key at least; `check` reads once, one
       key after the other.
-    - A queue holds 8 MiB in all, and each push and pop sends all of it. A cancelled `queue_pop` returns once its request
-      has been answered; an item that it had taken is put back to the front, and another client may have popped the next.
+    - A queue holds 8 MiB in all, and each push and pop sends all of it. A cancelled `queue_pop` ends once its request
+      has been answered; an item that it had taken is put back to the front, and another client may have popped the
+      next. A client that dies just then takes the item along.
     - How many entries there may be, and the order of `list_keys`, are those of the server.
 
     Override what the server does better (a `multi_get` in one request, a `get` that is told). An override takes the
