@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
+from aiocoll.algorithms.spec import spec_of
 from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.base import Signature
@@ -30,7 +31,6 @@ from aiocoll.gpu.api import DeviceError
 from aiocoll.group.cuda.enqueued import Enqueued
 from aiocoll.group.cuda.native import STAGED, Native, Tools, carry_out, way_of
 from aiocoll.group.cuda.staged import Staged, put_back
-from aiocoll.group.fuse import ends
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
@@ -243,8 +243,9 @@ class Agreed(Compared):
 
     def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return which arrays are inputs, and which are outputs."""
-        reads, writes, _ = ends(self._plan.terms, self.group.rank, len(self.group.ranks))
-        return reads, writes
+        terms, place = self._plan.terms, (self.group.rank, len(self.group.ranks), self._plan.terms.root)
+        spec = spec_of(terms.op.lower())
+        return spec.inputs(*place), spec.outputs(*place)
 
 
 def is_empty(plan: Plan) -> bool:
