@@ -9,6 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from aiocoll.algorithms.spec import spec_of
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.fusion.deferred_work import DeferredWork, FlushWork
 from aiocoll.engine.fusion.layout import Bucket, Layout
@@ -18,7 +19,7 @@ from aiocoll.engine.operations.base import P2P, Operation, Signature
 from aiocoll.engine.operations.composite import Ended, Make
 from aiocoll.engine.operations.monitored_barrier import MonitoredBarrier
 from aiocoll.group.calls import Call, Interceptor
-from aiocoll.group.fuse import Fuser, ends
+from aiocoll.group.fuse import Fuser
 from aiocoll.group.launch import Launcher
 from aiocoll.loading import loading
 from aiocoll.options import GroupOptions
@@ -274,7 +275,8 @@ def _device_spans(members: Sequence[DeferredWork], rank: int, size: int) -> Iter
     for position, member in enumerate(members):
         call = None if member.plan is not None else member.call
         if call is not None and call.on_device is not None:
-            _, writes, _ = ends(call.on_device.terms, rank, size)
+            terms = call.on_device.terms
+            writes = spec_of(terms.op.lower()).outputs(rank, size, terms.root)
             for buffer, array in enumerate(call.arrays):
                 if array is not None and array.size:
                     yield array.ptr, array.ptr + array.nbytes, position, buffer in writes

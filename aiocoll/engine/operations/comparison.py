@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from aiocoll.algorithms.spec import SPECS, Part
 from aiocoll.engine.failure.mismatch import called, differences, named
 from aiocoll.engine.fusion.manifest import AGREED, private
 
@@ -15,7 +16,7 @@ __all__ = ["Difference", "compare", "packed"]
 #: What says by itself which call it is: all that is known for sure of one that cannot be carried out.
 NAMING = ("op", "root", "reduce")
 #: Collectives on one tensor of the same shape everywhere; in the others parts of a whole may have any shapes.
-SHAPED = {"ALLREDUCE", "REDUCE", "BROADCAST", "SCAN", "EXSCAN"}
+SHAPED = {kind.upper() for kind, spec in SPECS.items() if spec.input is Part.TENSOR}
 #: Calls that a text shows, and ranks that it lists of each: more than anybody reads.
 SHOWN = 8
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 
+from aiocoll.algorithms.spec import spec_of
 from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.operations.base import Operation, Signature
 from aiocoll.engine.operations.comparison import Difference
@@ -29,7 +30,6 @@ from aiocoll.gpu.api import DeviceError
 from aiocoll.group.cuda.enqueued import Enqueued
 from aiocoll.group.cuda.native import STAGED, Native, Tools, carry_out, way_of
 from aiocoll.group.cuda.staged import Staged, put_back
-from aiocoll.group.fuse import ends
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
@@ -229,8 +229,9 @@ class Agreed(Compared):
 
     def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return which arrays are inputs, and which are outputs."""
-        reads, writes, _ = ends(self._plan.terms, self.comm.rank, len(self.comm.ranks))
-        return reads, writes
+        terms, place = self._plan.terms, (self.comm.rank, len(self.comm.ranks), self._plan.terms.root)
+        spec = spec_of(terms.op.lower())
+        return spec.inputs(*place), spec.outputs(*place)
 
 
 def is_empty(plan: Plan) -> bool:
