@@ -29,7 +29,6 @@ from aiocoll.errors import AiocollError, PeerLostError
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Card, Link, Transport
-from aiocoll.transport.shm.registered_memory import RegisteredMemory
 
 __all__ = ["Endpoint"]
 
@@ -77,8 +76,7 @@ class Endpoint:
         #: Context of all engine code: NumPy does not warn in it of what the caller's numbers may hold.
         self.quiet = contextvars.copy_context()
         self.quiet.run(np.seterr, all="ignore")
-        #: Memory of this rank that others read where it lies.
-        self.registered_memory = RegisteredMemory(self.loop)
+        self.registered_memory = transport.registered_memory
         self._channels: dict[int, Channel] = {}
         self.scratch = Scratch()
         self.polling = Polling(self, spin, crowded)
@@ -200,7 +198,7 @@ class Endpoint:
         elif peer not in self.dead:
             self.ended(peer, ())
         if (shared := self.channel(peer).shared) is not None:
-            shared.segment_sharing.forget()
+            shared.unmap()
 
     def divert(self, operation: Operation) -> None:
         """The memory of `operation` is the caller's again."""
@@ -357,7 +355,6 @@ class Endpoint:
         self.closed = True
         self.watch.close()
         self.failure_detector.stop()
-        self.registered_memory.close()
         await self._stop_tasks()
         await self.transport.aclose()
         for channel in self._channels.values():

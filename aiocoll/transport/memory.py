@@ -73,6 +73,7 @@ class MemoryLink:
 
     sink: Sink
     other: MemoryLink
+    shared = None
 
     def __init__(self, hub: Hub, rank: int, peer: int, kind: ConnKind) -> None:
         self.peer = peer
@@ -192,6 +193,7 @@ class MemoryTransport:
     """One rank's way into a `Hub`; see `aiocoll.transport.base.Transport`."""
 
     name = "memory"
+    registered_memory = None
     accepted: Callable[[Link], None]
     look: Callable[[], bool]
     linger: Callable[[bool], bool]

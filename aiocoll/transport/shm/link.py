@@ -76,6 +76,7 @@ class ShmLink:
         "_taken",
         "_words",
         "announce",
+        "can_map",
         "chunks_in",
         "chunks_out",
         "kind",
@@ -110,6 +111,7 @@ class ShmLink:
             ChunkQueueReader(memory, theirs, fences),
         )
         self.segment_sharing = SegmentSharing(runtime.loop, sock, peer)
+        self.can_map = self.segment_sharing.can_map
         self._order = fences.order
         self._hungry = theirs.writer_waiting
         self._taken = theirs.taken
@@ -131,6 +133,11 @@ class ShmLink:
     def writable(self) -> bool:
         """Whether nothing waits to be handed over."""
         return not self._kept
+
+    @property
+    def shared(self) -> ShmLink:
+        """This link."""
+        return self
 
     @property
     def closed(self) -> bool:
@@ -179,8 +186,8 @@ class ShmLink:
             self._receiving = self._deaf
         return True
 
-    def piece(self, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
-        """Return the next piece of the lane where it lies, until it is freed; None if it is not to be had any more."""
+    def chunk(self, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
+        """Return the next chunk where it lies, until it is freed; None if it is not to be had any more."""
         segment, offset = self.chunks_in.place()
         if not segment:
             return self.chunks_in.read(dtype, count)
@@ -232,6 +239,10 @@ class ShmLink:
         if wanted and not self._closed:
             self.announce()
         return freed
+
+    def unmap(self) -> None:
+        """After `close`: unmap the segments of the peer; slots can still be read."""
+        self.segment_sharing.forget()
 
     def forget(self) -> None:
         """After `close`: let go of what can still be read, and so of the memory, whoever keeps this object."""

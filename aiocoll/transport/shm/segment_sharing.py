@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.errors import ProtocolError
+from aiocoll.transport.shared_memory import Segment
 from aiocoll.transport.shm.descriptors import recv_fds
 from aiocoll.transport.shm.region import open_region
-from aiocoll.transport.shm.registered_memory import MemorySegment
 
 __all__ = ["SegmentSharing"]
 
@@ -54,8 +54,8 @@ class SegmentSharing:
         self._borrowed: dict[int, mmap.mmap] = {}
         self._unsaid: deque[bytes] = deque()
 
-    def lends(self, segment: MemorySegment) -> bool:
-        """Whether the peer can read `plot`, to which it is offered if it has not been."""
+    def can_map(self, segment: Segment) -> bool:
+        """Whether the peer has mapped `segment`, which is offered to it if it has not been."""
         if segment.number in self._taken:
             return True
         if segment.number not in self._offered:
@@ -116,7 +116,7 @@ class SegmentSharing:
         else:
             raise ProtocolError(f"rank {self._peer} sent bytes where none belong")
 
-    def _offer(self, segment: MemorySegment) -> None:
+    def _offer(self, segment: Segment) -> None:
         with contextlib.suppress(OSError):  # it will not be taken, and copied as any other
             try:
                 socket.send_fds(self._sock, [_MESSAGE.pack(_OFFER, segment.number, segment.nbytes)], [segment.fd])

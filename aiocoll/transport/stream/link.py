@@ -77,6 +77,7 @@ class StreamLink:
     )
 
     sink: Sink
+    shared = None
 
     def __init__(self, runtime: Runtime, sock: socket.socket, peer: int, kind: ConnKind, spares: BufferPool) -> None:
         self.peer = peer

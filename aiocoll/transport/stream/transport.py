@@ -98,6 +98,7 @@ class StreamTransport:
         self._unproven: Unproven[asyncio.Task[bool]] = Unproven(world_size, self._evict)
         wanted = transport in ("auto", "shm")
         self._live = LinkTable(runtime, Sharing(runtime, rank, world_size, self, wanted=wanted))
+        self.registered_memory = self._live.sharing.registered_memory
         self._crossing = Crossing(rank, world_size, self._live)
         self._dialler = Dialler(
             runtime, self._identity, key, self._live, self._crossing, connect_timeout, handshake_timeout
@@ -203,8 +204,9 @@ class StreamTransport:
         self._live.sharing.catch_up()
 
     async def aclose(self) -> None:
-        """Stop listening, end the handshakes and dials in progress; links that are open stay open."""
+        """Stop listening, end the handshakes and dials in progress, let peers unmap memory; open links stay open."""
         self._listeners.close()
+        self.registered_memory.close()
         if self._unix is not None:
             address.remove_unix(self._unix)
         self._unix = self._tcp = None
