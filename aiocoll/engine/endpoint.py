@@ -29,6 +29,7 @@ from aiocoll.errors import AiocollError, PeerLostError
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Card, Link, Transport
+from aiocoll.transport.byte_stream import ByteStream
 
 __all__ = ["Endpoint"]
 
@@ -86,6 +87,7 @@ class Endpoint:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._agreements: dict[tuple[int, int], Voter] = {}
         transport.accepted = self.accept
+        transport.heartbeat_accepted = self._accept_heartbeat
         transport.look = self.polling.look
         transport.linger = self.polling.linger
 
@@ -218,10 +220,14 @@ class Endpoint:
             link.close()
         elif link.kind is ConnKind.CONTROL:
             self.control.attach(link)
-        elif link.kind is ConnKind.HEARTBEAT:
-            self.failure_detector.attach(link)
         else:
             self.quiet.run(self._attach, link)
+
+    def _accept_heartbeat(self, rank: int, stream: ByteStream) -> None:
+        if self.dead.get(rank, ("", ""))[0] == PROTOCOL:
+            stream.close()
+        else:
+            self.failure_detector.attach(rank, stream)
 
     def _attach(self, link: Link) -> None:
         channel = self.channel(link.peer)

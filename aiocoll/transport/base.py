@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from aiocoll.process import PidFd
 from aiocoll.security.handshake import ConnKind
+from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.frame import Header
 from aiocoll.transport.shared_memory import ChunkReader, ChunkWriter, RegisteredMemory, Segment, SlotReader, SlotWriter
 
@@ -132,6 +133,8 @@ class Transport(Protocol):
     name: str
     accepted: Callable[[Link], None]
     """Called with each link a peer has opened; set before `listen`."""
+    heartbeat_accepted: Callable[[int, ByteStream], None]
+    """Called with each connection for signs of life that a peer has opened, and the peer; set before `listen`."""
     look: Callable[[], bool]
     """Asked by a transport with memory that peers share, whenever it looks at its links: for what no frame tells.
     Whether anything moved."""
@@ -148,6 +151,9 @@ class Transport(Protocol):
 
     async def connect(self, peer: int, card: Card, kind: ConnKind) -> Link | None:
         """Open a link to `peer`; None if that peer is opening one to us at the same moment (it will be accepted)."""
+
+    async def connect_heartbeat(self, peer: int, card: Card) -> ByteStream | None:
+        """Open a connection to another process for signs of life; None as for `connect`."""
 
     def catch_up(self) -> None:
         """Hand out what peers wrote to their links before what has just been heard another way.

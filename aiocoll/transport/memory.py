@@ -13,6 +13,7 @@ from collections.abc import Callable
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Card, Link, Sink
+from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.frame import HEADER, Header
 
 __all__ = ["Hub", "MemoryLink", "MemoryTransport"]
@@ -195,6 +196,7 @@ class MemoryTransport:
     name = "memory"
     registered_memory = None
     accepted: Callable[[Link], None]
+    heartbeat_accepted: Callable[[int, ByteStream], None]
     look: Callable[[], bool]
     linger: Callable[[bool], bool]
 
@@ -223,6 +225,9 @@ class MemoryTransport:
         near.other, far.other = far, near
         other.accepted(far)
         return near
+
+    async def connect_heartbeat(self, peer: int, card: Card) -> None:
+        """All ranks are in one process: none has a life of its own."""
 
     async def reachable(self, peer: int) -> None:
         """Wait until a peer has come, and there is a way to it."""

@@ -10,7 +10,6 @@ order, and of memory that the other end may read (`lending`). The loop is woken 
 
 from __future__ import annotations
 
-import socket
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from aiocoll.process import PidFd, peer_process
 from aiocoll.runtime import BUDGET, Runtime
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Sink
+from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.frame import SEGMENT, FrameKind
 from aiocoll.transport.shm.chunk_queue import ChunkQueueReader, ChunkQueueWriter
 from aiocoll.transport.shm.doorbell import Doorbell, PeerDoorbell
@@ -71,8 +71,8 @@ class ShmLink:
         "_receiving",
         "_ring",
         "_runtime",
-        "_sock",
         "_started",
+        "_stream",
         "_taken",
         "_words",
         "announce",
@@ -90,11 +90,11 @@ class ShmLink:
     sink: Sink
     carrier = "shm"
 
-    def __init__(self, runtime: Runtime, sock: socket.socket, pair: Pair, peer: int, kind: ConnKind) -> None:
+    def __init__(self, runtime: Runtime, stream: ByteStream, pair: Pair, peer: int, kind: ConnKind) -> None:
         self.peer = peer
         self.kind = kind
         self._runtime = runtime
-        self._sock = sock
+        self._stream = stream
         self._bell = pair.bell
         self._peer_bell = pair.peer_bell
         #: Lets the peer know of what was put on the board or the lane; only while the link is open.
@@ -110,7 +110,7 @@ class ShmLink:
             ChunkQueueWriter(region, ours, fences),
             ChunkQueueReader(memory, theirs, fences),
         )
-        self.segment_sharing = SegmentSharing(runtime.loop, sock, peer)
+        self.segment_sharing = SegmentSharing(stream, peer)
         self.can_map = self.segment_sharing.can_map
         self._order = fences.order
         self._hungry = theirs.writer_waiting
@@ -146,12 +146,12 @@ class ShmLink:
 
     def peer_process(self) -> PidFd | None:
         """Return the process at the other end."""
-        return peer_process(self._sock)
+        return peer_process(self._stream.sock)
 
     def start(self) -> None:
         """Begin to read."""
         self._started = True
-        self._runtime.loop.add_reader(self._sock.fileno(), self._hung_up)
+        self._stream.start_reading(self._hung_up)
         self._bell.add(self)
 
     def write(self, header: bytes, payload: memoryview | None = None) -> bool:
@@ -215,14 +215,12 @@ class ShmLink:
         if self._closed:
             return
         self._closed = True
-        if self._started:
-            self._runtime.loop.remove_reader(self._sock.fileno())
         self.segment_sharing.close()
         self._bell.remove(self)
         self._bell.drop()
         self._peer_bell.close()
         self._kept.clear()
-        self._sock.close()
+        self._stream.close()
         # The memory goes with the last view of it.
         self._memory, self._words, self._at = _NOTHING, _SILENCE, 0
         del self._out
@@ -306,7 +304,7 @@ class ShmLink:
 
     def _shutdown(self) -> None:
         try:
-            self._sock.shutdown(socket.SHUT_WR)
+            self._stream.shutdown()
         except OSError:
             self._runtime.call_soon(self._lost, None)  # the peer is gone, too
 
