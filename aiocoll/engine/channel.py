@@ -21,9 +21,8 @@ from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
-from aiocoll.transport.base import Link
+from aiocoll.transport.base import Link, SharedMemoryLink
 from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind, Header
-from aiocoll.transport.shm.link import ShmLink
 
 if TYPE_CHECKING:
     from aiocoll.engine.endpoint import Endpoint
@@ -67,7 +66,7 @@ class Channel:
         self.peer = peer
         self.link: Link | None = None
         #: The link, if it is one through memory; also after its end: what the peer left there can be read.
-        self.shared: ShmLink | None = None
+        self.shared: SharedMemoryLink | None = None
         self.dialling = False
         self.receiving: Operation | None = None
         self._endpoint = endpoint
@@ -87,7 +86,7 @@ class Channel:
     def attach(self, link: Link) -> None:
         """Use `link` from now on."""
         self.link = link
-        self.shared = link if isinstance(link, ShmLink) else None
+        self.shared = link.shared
         self.dialling = False
         link.sink = self
         link.start()

@@ -28,7 +28,7 @@ from aiocoll.errors import (
 )
 from aiocoll.log import logger
 from aiocoll.transport.frame import FrameKind, Header
-from aiocoll.transport.shm.layout import SMALLER
+from aiocoll.transport.shared_memory import SMALL_PER_CHUNK
 
 if TYPE_CHECKING:
     from aiocoll.engine.endpoint import Endpoint
@@ -76,7 +76,7 @@ class Communicator:
         self.name = name
         self.ranks = tuple(ranks)
         self.piece_nbytes = piece_nbytes
-        self.small_nbytes = piece_nbytes // SMALLER
+        self.small_nbytes = piece_nbytes // SMALL_PER_CHUNK
         self.timeout = timeout
         #: The timeout of operations that expire in the order of entry, and that the watch need not be told of.
         self.default_timeout = timeout if timeout >= REPORT_AFTER else nan

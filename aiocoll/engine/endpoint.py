@@ -29,7 +29,7 @@ from aiocoll.errors import AiocollError, PeerLostError
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Card, Link, Transport
-from aiocoll.transport.shm.registered_memory import RegisteredMemory
+from aiocoll.transport.byte_stream import ByteStream
 
 __all__ = ["Endpoint"]
 
@@ -77,8 +77,7 @@ class Endpoint:
         #: Context of all engine code: NumPy does not warn in it of what the caller's numbers may hold.
         self.quiet = contextvars.copy_context()
         self.quiet.run(np.seterr, all="ignore")
-        #: Memory of this rank that others read where it lies.
-        self.registered_memory = RegisteredMemory(self.loop)
+        self.registered_memory = transport.registered_memory
         self._channels: dict[int, Channel] = {}
         self.scratch = Scratch()
         self.polling = Polling(self, spin, crowded)
@@ -88,6 +87,7 @@ class Endpoint:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._agreements: dict[tuple[int, int], Voter] = {}
         transport.accepted = self.accept
+        transport.heartbeat_accepted = self._accept_heartbeat
         transport.look = self.polling.look
         transport.linger = self.polling.linger
 
@@ -200,7 +200,7 @@ class Endpoint:
         elif peer not in self.dead:
             self.ended(peer, ())
         if (shared := self.channel(peer).shared) is not None:
-            shared.segment_sharing.forget()
+            shared.unmap()
 
     def divert(self, operation: Operation) -> None:
         """The memory of `operation` is the caller's again."""
@@ -220,10 +220,14 @@ class Endpoint:
             link.close()
         elif link.kind is ConnKind.CONTROL:
             self.control.attach(link)
-        elif link.kind is ConnKind.HEARTBEAT:
-            self.failure_detector.attach(link)
         else:
             self.quiet.run(self._attach, link)
+
+    def _accept_heartbeat(self, rank: int, stream: ByteStream) -> None:
+        if self.dead.get(rank, ("", ""))[0] == PROTOCOL:
+            stream.close()
+        else:
+            self.failure_detector.attach(rank, stream)
 
     def _attach(self, link: Link) -> None:
         channel = self.channel(link.peer)
@@ -357,7 +361,6 @@ class Endpoint:
         self.closed = True
         self.watch.close()
         self.failure_detector.stop()
-        self.registered_memory.close()
         await self._stop_tasks()
         await self.transport.aclose()
         for channel in self._channels.values():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import Link
-from aiocoll.transport.shm.slots import SlotReader
+from aiocoll.transport.shared_memory import SlotReader
 from aiocoll.work import Work
 
 if TYPE_CHECKING:

@@ -233,7 +233,6 @@ class _Nowhere(Endpoint):
     async def aclose(self) -> None:
         self.closed = True
         self.watch.close()
-        self.registered_memory.close()
         await self._stop_tasks()
 
 

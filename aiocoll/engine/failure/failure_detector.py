@@ -16,9 +16,8 @@ from aiocoll.engine.failure.watchdog import ROUND, Watchdog
 from aiocoll.errors import AiocollError
 from aiocoll.log import logger
 from aiocoll.process import GONE, PidFd, ProcessId, state
-from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Card, Link
-from aiocoll.transport.stream.link import StreamLink
+from aiocoll.transport.byte_stream import ByteStream
 
 if TYPE_CHECKING:
     from aiocoll.engine.endpoint import Endpoint
@@ -45,7 +44,8 @@ class FailureDetector:
         self._processes: dict[int, ProcessId] = {}
         #: Processes of this host that /proc does not show, since they are in another namespace.
         self._pidfds: dict[int, PidFd] = {}
-        self._heartbeats: list[Link] = []
+        #: Those that have come before the thread was there.
+        self._heartbeats: list[tuple[int, ByteStream]] = []
         self._dialling = False
         self._asked_at = -ASK_AGAIN
         self._over = False
@@ -67,8 +67,8 @@ class FailureDetector:
             endpoint.rank, endpoint.loop, endpoint.runtime.ticks, self._lost, self._heartbeat_ended
         )
         self._sentinel.start()
-        for link in self._heartbeats:
-            self.attach(link)
+        for rank, stream in self._heartbeats:
+            self.attach(rank, stream)
         self._heartbeats.clear()
         for link in endpoint.control.links:
             self.linked(link)
@@ -80,8 +80,8 @@ class FailureDetector:
         if self._sentinel is not None:
             self._sentinel.stop()
             self._sentinel = None
-        for link in self._heartbeats:
-            link.close()
+        for _, stream in self._heartbeats:
+            stream.close()
         for pidfd in self._pidfds.values():
             pidfd.close()
 
@@ -94,15 +94,14 @@ class FailureDetector:
         if pidfd is not None:
             self._pidfds[peer] = pidfd
 
-    def attach(self, link: Link) -> None:
-        """Use a heartbeat."""
+    def attach(self, rank: int, stream: ByteStream) -> None:
+        """Exchange signs of life with a rank."""
         if self._over:
-            link.close()
+            stream.close()
         elif self._sentinel is None:
-            self._heartbeats.append(link)
+            self._heartbeats.append((rank, stream))
         else:
-            assert isinstance(link, StreamLink)  # only other processes open heartbeats
-            self._sentinel.add_heartbeat(link.peer, link.detach())
+            self._sentinel.add_heartbeat(rank, stream)
 
     def follow_hub(self) -> None:
         """Open a heartbeat to the hub, unless its process can be seen."""
@@ -211,9 +210,9 @@ class FailureDetector:
     async def _dial(self, hub: int) -> None:
         endpoint = self._endpoint
         try:
-            link = await endpoint.transport.connect(hub, endpoint.cards[hub], ConnKind.HEARTBEAT)
-            if link is not None:
-                self.attach(link)
+            stream = await endpoint.transport.connect_heartbeat(hub, endpoint.cards[hub])
+            if stream is not None:
+                self.attach(hub, stream)
         except (OSError, AiocollError) as error:
             logger.debug(
                 "rank %d has no heartbeat with rank %d: %s", endpoint.rank, hub, error, extra={"rank": endpoint.rank}

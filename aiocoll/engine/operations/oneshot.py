@@ -18,7 +18,7 @@ from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.errors import ProtocolError
-from aiocoll.transport.shm.layout import MIDDLE, SMALL
+from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class OneShot(Operation):
         """Show the tensor to everybody."""
         comm, array, identity = self.comm, self._array, self.id
         nbytes = self._plan.nbytes
-        block = self._block = identity % SMALL if nbytes <= comm.small_nbytes else SMALL + identity % MIDDLE
+        small = nbytes <= comm.small_nbytes
+        block = self._block = identity % SMALL_SLOTS if small else SMALL_SLOTS + identity % MIDDLE_SLOTS
         without: list[int] | None = None
         for peer in comm.others:
             channel = comm.channels[peer]

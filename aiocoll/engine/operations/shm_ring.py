@@ -11,7 +11,7 @@ look-up, and is passed on while it is in the cache:
 Cost: 2(p-1) steps, 2n(p-1)/p bytes written and as many read per rank.
 Where the lane is in use by another operation, or is not to be had, the same pieces travel as frames.
 
-Of a tensor in memory that peers can read (`aiocoll.transport.shm.registered_memory`) the lane has no pieces, but their
+Of a tensor in memory that peers can read (`aiocoll.transport.shared_memory`) the lane has no pieces, but their
 places: half of the bytes written are saved. The right neighbour then reads a piece some time after it was put, but
 before this rank overwrites it. What was put in step s is overwritten in step s+p-1, if at all, by the sum that comes
 from the left; that sum has gone round the whole ring, and each rank on the way, the right neighbour first, has put it
@@ -33,8 +33,8 @@ from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
-from aiocoll.transport.shm.link import ShmLink
-from aiocoll.transport.shm.registered_memory import MemorySegment
+from aiocoll.transport.base import SharedMemoryLink
+from aiocoll.transport.shared_memory import Segment
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
@@ -110,8 +110,12 @@ class ShmRing(Operation):
         self._unsent = 0
         self._framed: dict[int, bytearray] | None = None
         registered_memory = comm.endpoint.registered_memory
-        place = registered_memory.find(self._array) if registered_memory.segments else None
-        self._segment: MemorySegment | None = None if place is None else place[0]
+        place = (
+            registered_memory.find(self._array)
+            if registered_memory is not None and registered_memory.segments
+            else None
+        )
+        self._segment: Segment | None = None if place is None else place[0]
         self._offset = 0 if place is None else place[1]
         # Number, in the lane, of the last piece that was put by its place.
         self._pointed = 0
@@ -182,9 +186,9 @@ class ShmRing(Operation):
             self._leave_lane(failed=False)
         return True
 
-    def _put_in_lane(self, link: ShmLink, start: int, view: memoryview) -> bool:
+    def _put_in_lane(self, link: SharedMemoryLink, start: int, view: memoryview) -> bool:
         lane = link.chunks_out
-        if self._segment is None or not link.segment_sharing.lends(self._segment):
+        if self._segment is None or not link.can_map(self._segment):
             return lane.put(self.id, self._tag, view)
         if not lane.point(self.id, self._tag, self._segment.number, self._offset + start):
             return False
@@ -224,7 +228,7 @@ class ShmRing(Operation):
             self.comm.mismatches.disagree(self._left, self.id, self.describe())
             return False
         else:
-            incoming = link.piece(self._plan.storage, count)
+            incoming = link.chunk(self._plan.storage, count)
             if incoming is None:
                 return False
             self._compute(step, start, stop, incoming)
