@@ -169,7 +169,7 @@ class Communicator:
             self.crashed(error)
         if self._early and (frames := self._early.pop(identity, None)):
             for channel, header, payload in frames:
-                self.endpoint.attempt(channel.peer, channel.hear_again, self.frame, header, payload)
+                self.endpoint.attempt(channel.peer, channel.hear_again, self.deliver, header, payload)
 
     def forget(self, operation: Operation) -> None:
         """The operation has ended."""
@@ -187,25 +187,25 @@ class Communicator:
 
     # -- frames
 
-    def place(self, peer: int, header: Header) -> tuple[Operation | None, memoryview | None]:
+    def route(self, peer: int, header: Header) -> tuple[Operation | None, memoryview | None]:
         """Find the caller's memory for a payload that is arriving, and whose it is."""
         _, _, step, _, op, fingerprint, offset, length, total = header
         if op & P2P:
-            return self.matching.place(self.position[peer], header)
+            return self.matching.route(self.position[peer], header)
         operation = self.operations.get(op)
         if operation is None or operation.fingerprint != fingerprint:
             return None, None
-        return operation, operation.place(self.position[peer], step, offset, total, length)
+        return operation, operation.route(self.position[peer], step, offset, total, length)
 
-    def frame(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
+    def deliver(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
         """Take a frame for this group; False if it has to wait here, and counts against its sender's window."""
         kind, _, step, _, op, fingerprint, _, length, total = header
         peer = self.position[channel.peer]
         operation = self.operations.get(op)
         if operation is None:
-            return self._frame_without_operation(channel, peer, header, payload)
+            return self._deliver_unentered(channel, peer, header, payload)
         if kind == _DATA:
-            if operation.fingerprint != fingerprint or not operation.take(peer, step, total, payload, length):
+            if operation.fingerprint != fingerprint or not operation.deliver(peer, step, total, payload, length):
                 self.mismatches.disagree(peer, op, operation.describe())
         elif kind == FrameKind.GRANT:
             channel.grant(operation)
@@ -215,12 +215,12 @@ class Communicator:
             operation.promise(peer)
         return True
 
-    def _frame_without_operation(self, channel: Channel, peer: int, header: Header, payload: memoryview | None) -> bool:
+    def _deliver_unentered(self, channel: Channel, peer: int, header: Header, payload: memoryview | None) -> bool:
         op = header[4]
         if self.cause is not None:
             return True
         if op & P2P:
-            return self.matching.frame(channel, peer, header, payload)
+            return self.matching.deliver(channel, peer, header, payload)
         if op <= self.entered or op in self._ended:
             # An operation that has ended here has had all its messages: the peer means another one.
             if header[0] != FrameKind.GRANT and (record := self.recorder.find(op)) is not None:

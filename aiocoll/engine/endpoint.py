@@ -124,7 +124,7 @@ class Endpoint:
         for rank in early.departed:
             self.attempt(rank, group.departed, rank)
         for channel, header, payload in early.frames:
-            self.attempt(channel.peer, channel.hear_again, group.frame, header, payload)
+            self.attempt(channel.peer, channel.hear_again, group.deliver, header, payload)
         for rank in group.ranks:
             if rank in self.dead:
                 how, detail = self.dead[rank]

@@ -196,11 +196,11 @@ class Operation:
         if not self.done:
             self.advance()
 
-    def place(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
+    def route(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
         """Name the memory for `length` bytes of a message that are arriving; None for a temporary place."""
         return None
 
-    def take(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
+    def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
         """Take a segment (None: it was placed); False if the message is not one this rank expects."""
         return False
 
