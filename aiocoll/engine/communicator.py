@@ -11,15 +11,17 @@ from aiocoll.algorithms.machine import Tuning
 from aiocoll.algorithms.two_level.hosts import host_numbers
 from aiocoll.engine.channel import Channel
 from aiocoll.engine.channels import channels
+from aiocoll.engine.control.causes import cause_of, failure_by
 from aiocoll.engine.control.messages import Note
 from aiocoll.engine.control.unmade_groups import Kept, keep_note
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
 from aiocoll.engine.failure.losses import left, lost, torn
-from aiocoll.engine.failure.mismatch import MismatchReports, called, mismatch
-from aiocoll.engine.failure.stall_inspector import StallInspector, cause_of, failure_by
+from aiocoll.engine.failure.mismatch import MismatchReports
+from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.engine.matching.matching import Matching
 from aiocoll.engine.operation_log import ENDED, HISTORY, OperationLog
 from aiocoll.engine.operations.base import KEYED, P2P, Operation
+from aiocoll.engine.operations.differences import called, mismatch
 from aiocoll.errors import (
     CollectiveTimeoutError,
     GroupError,

@@ -10,7 +10,7 @@ from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
-    from aiocoll.engine.fusion.manifest import Manifest
+    from aiocoll.engine.operations.manifest import Manifest
 
 __all__ = ["KEYED", "NOBODY", "P2P", "Announced", "Message", "Operation", "Signature", "description"]
 
