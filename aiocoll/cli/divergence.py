@@ -9,7 +9,7 @@ from statistics import fmean
 from aiocoll.cli.merge import Entry, Group, MergedCall
 from aiocoll.dump.files import KEYS
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
-from aiocoll.engine.failure.mismatch import called, mismatch, opposed
+from aiocoll.engine.operations.differences import called, mismatch, opposed
 
 __all__ = ["Divergence", "Lateness", "divergence", "lateness", "report"]
 

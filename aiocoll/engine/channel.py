@@ -292,7 +292,7 @@ class Channel:
             group = self._endpoint.groups.get(header[3])
             if group is None:
                 return None
-            operation, place = group.place(self.peer, header)
+            operation, place = group.route(self.peer, header)
         except Exception as error:
             raise self._untaken(header, error) from error
         if place is not None and place.nbytes != header[7]:
@@ -307,8 +307,8 @@ class Channel:
             if header[0] != _DATA and self._is_ours(header, payload):
                 return
             group = self._endpoint.groups.get(header[3])
-            take = self._early if group is None else group.frame
-            if take(self, header, payload) and header[1] & EAGER:
+            deliver = self._early if group is None else group.deliver
+            if deliver(self, header, payload) and header[1] & EAGER:
                 length = header[7]
                 self.consume(length if length > LEAST else LEAST)
         except ProtocolError:

@@ -11,15 +11,17 @@ from aiocoll.algorithms.machine import Tuning
 from aiocoll.algorithms.two_level.hosts import host_numbers
 from aiocoll.engine.channel import Channel
 from aiocoll.engine.channels import channels
+from aiocoll.engine.control.causes import cause_of, failure_by
 from aiocoll.engine.control.messages import Note
 from aiocoll.engine.control.unmade_groups import Kept, keep_note
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
 from aiocoll.engine.failure.losses import left, lost, torn
-from aiocoll.engine.failure.mismatch import MismatchReports, called, mismatch
-from aiocoll.engine.failure.stall_inspector import StallInspector, cause_of, failure_by
+from aiocoll.engine.failure.mismatch import MismatchReports
+from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.engine.matching.matching import Matching
 from aiocoll.engine.operation_log import ENDED, ERROR, HISTORY, OperationLog, Record
 from aiocoll.engine.operations.base import KEYED, P2P, Operation
+from aiocoll.engine.operations.differences import called, mismatch
 from aiocoll.errors import (
     CollectiveTimeoutError,
     GroupError,
@@ -175,7 +177,7 @@ class Communicator:
             self.crashed(error)
         if self._early and (frames := self._early.pop(identity, None)):
             for channel, header, payload in frames:
-                self.endpoint.attempt(channel.peer, channel.hear_again, self.frame, header, payload)
+                self.endpoint.attempt(channel.peer, channel.hear_again, self.deliver, header, payload)
 
     def ended(self, operation: Operation, error: BaseException | None) -> None:
         """An operation has ended; every one does so once, here."""
@@ -202,25 +204,25 @@ class Communicator:
 
     # -- frames
 
-    def place(self, peer: int, header: Header) -> tuple[Operation | None, memoryview | None]:
+    def route(self, peer: int, header: Header) -> tuple[Operation | None, memoryview | None]:
         """Find the caller's memory for a payload that is arriving, and whose it is."""
         _, _, step, _, op, fingerprint, offset, length, total = header
         if op & P2P:
-            return self.matching.place(self.position[peer], header)
+            return self.matching.route(self.position[peer], header)
         operation = self.operations.get(op)
         if operation is None or operation.fingerprint != fingerprint:
             return None, None
-        return operation, operation.place(self.position[peer], step, offset, total, length)
+        return operation, operation.route(self.position[peer], step, offset, total, length)
 
-    def frame(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
+    def deliver(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
         """Take a frame for this group; False if it has to wait here, and counts against its sender's window."""
         kind, _, step, _, op, fingerprint, _, length, total = header
         peer = self.position[channel.peer]
         operation = self.operations.get(op)
         if operation is None:
-            return self._frame_without_operation(channel, peer, header, payload)
+            return self._deliver_unentered(channel, peer, header, payload)
         if kind == _DATA:
-            if operation.fingerprint != fingerprint or not operation.take(peer, step, total, payload, length):
+            if operation.fingerprint != fingerprint or not operation.deliver(peer, step, total, payload, length):
                 self.mismatches.disagree(peer, op, operation.describe())
         elif kind == FrameKind.GRANT:
             channel.grant(operation)
@@ -230,12 +232,12 @@ class Communicator:
             operation.promise(peer)
         return True
 
-    def _frame_without_operation(self, channel: Channel, peer: int, header: Header, payload: memoryview | None) -> bool:
+    def _deliver_unentered(self, channel: Channel, peer: int, header: Header, payload: memoryview | None) -> bool:
         op = header[4]
         if self.cause is not None:
             return True
         if op & P2P:
-            return self.matching.frame(channel, peer, header, payload)
+            return self.matching.deliver(channel, peer, header, payload)
         if op <= self.entered or op in self._ended:
             # An operation that has ended here has had all its messages: the peer means another one.
             if header[0] != FrameKind.GRANT and (record := self.record(op)) is not None:

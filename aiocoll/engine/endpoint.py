@@ -13,6 +13,7 @@ import numpy as np
 from aiocoll.engine.channel import Channel
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.consensus.voter import Voter
+from aiocoll.engine.control.causes import cause_of, error_from
 from aiocoll.engine.control.messages import PROTOCOL, Facts, Note
 from aiocoll.engine.control.peer_links import PeerLinks
 from aiocoll.engine.control.refusal import LINGER, Ignored, Refusals
@@ -21,7 +22,6 @@ from aiocoll.engine.control.unmade_groups import Early
 from aiocoll.engine.failure.deadlines import Deadlines
 from aiocoll.engine.failure.failure_detector import FailureDetector
 from aiocoll.engine.failure.roster import Roster
-from aiocoll.engine.failure.stall_inspector import cause_of, error_from
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.scratch import Scratch
 from aiocoll.engine.polling import Polling
@@ -124,7 +124,7 @@ class Endpoint:
         for rank in early.departed:
             self.attempt(rank, group.departed, rank)
         for channel, header, payload in early.frames:
-            self.attempt(channel.peer, channel.hear_again, group.frame, header, payload)
+            self.attempt(channel.peer, channel.hear_again, group.deliver, header, payload)
         for rank in group.ranks:
             if rank in self.dead:
                 how, detail = self.dead[rank]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aiocoll.engine.failure.stall_inspector import cause_of
+from aiocoll.engine.control.causes import cause_of
 from aiocoll.errors import CollectiveMismatchError, GroupError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.failure.stall_inspector import failure_by
+from aiocoll.engine.control.causes import failure_by
 from aiocoll.engine.fusion.deferred_work import DeferredWork, MemberWork
 from aiocoll.engine.operations.plan import Executor, Plan
 from aiocoll.errors import GroupError

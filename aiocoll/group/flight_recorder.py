@@ -22,7 +22,7 @@ from aiocoll.dump.timeline import chrome_trace
 from aiocoll.dump.words import in_words
 from aiocoll.elements.dtypes import by_name
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.failure.stall_inspector import cause_of
+from aiocoll.engine.control.causes import cause_of
 from aiocoll.engine.operation_log import Record
 from aiocoll.engine.operations.base import P2P
 from aiocoll.group.launch import Launcher

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Protocol, Self, TypeVar
 
 from aiocoll.engine.consensus.completed import Completed, report
-from aiocoll.engine.failure.stall_inspector import failure_by
+from aiocoll.engine.control.causes import failure_by
 from aiocoll.errors import AiocollError, GroupError, RendezvousError, StoreUnavailableError
 from aiocoll.group.launch import Timeout
 from aiocoll.group.objects import Objects

@@ -196,10 +196,10 @@ class _Named:
 async def test_an_exception_while_a_frame_is_handled_ends_its_groups_by_name(
     transport: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Matching.frame
+    original = Matching.deliver
     waiting: list[int] = []
 
-    def frame(matching: Matching, channel: Channel, peer: int, *args: Any) -> bool:
+    def deliver(matching: Matching, channel: Channel, peer: int, *args: Any) -> bool:
         if matching._group.rank == 0 and peer == 2:
             raise error(12, "no memory")
         return original(matching, channel, peer, *args)
@@ -211,7 +211,7 @@ async def test_an_exception_while_a_frame_is_handled_ends_its_groups_by_name(
         waiting.append(pg.rank())
         await until(lambda: len(waiting) == 3)
         if pg.rank() == 2:
-            monkeypatch.setattr(Matching, "frame", frame)
+            monkeypatch.setattr(Matching, "deliver", deliver)
             pg.send(np.zeros(1), 0).add_done_callback(lambda _: None)
         await fails(pg, work, error.__name__)
         if pair.size() == 2:
@@ -278,10 +278,10 @@ async def call(pg: ProcessGroup) -> str:
     work = pg.recv(np.zeros(1), 1 - pg.rank(), tag=1)
     if pg.rank() == 0:
 
-        def frame(*_: Any) -> bool:
+        def deliver(*_: Any) -> bool:
             raise MemoryError("no memory")
 
-        pg._member.matching.frame = frame  # type: ignore[method-assign]
+        pg._member.matching.deliver = deliver  # type: ignore[method-assign]
     try:
         async with asyncio.timeout(OVER):
             await pg.barrier()

@@ -6,9 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from aiocoll.engine.failure.stall_inspector import cause_of
-from aiocoll.engine.fusion.manifest import Manifest
+from aiocoll.engine.control.causes import cause_of
 from aiocoll.engine.operations.base import Signature, description
+from aiocoll.engine.operations.manifest import Manifest
 from aiocoll.errors import GroupError, PeerLostError
 
 __all__ = ["WORLD", "valid"]

@@ -424,15 +424,15 @@ async def test_incoming_asks_for_a_message_that_its_sender_holds_back(monkeypatc
         monkeypatch.setattr(Channel, "control", lambda channel, *args: asked.append(args))
         listening = asyncio.ensure_future(anext(aiter(pg.incoming(tag=5))))
         await asyncio.sleep(0)
-        member.frame(channel, (FrameKind.DATA, EAGER, 0, member.id, op, 6, 0, 2, 4), memoryview(b"ab"))
+        member.deliver(channel, (FrameKind.DATA, EAGER, 0, member.id, op, 6, 0, 2, 4), memoryview(b"ab"))
         for _ in range(3):
             await asyncio.sleep(0)
         assert asked == []
-        member.frame(channel, (FrameKind.READY, EAGER, 0, member.id, op, 6, 0, 0, 4), memoryview(b""))
+        member.deliver(channel, (FrameKind.READY, EAGER, 0, member.id, op, 6, 0, 0, 4), memoryview(b""))
         for _ in range(3):
             await asyncio.sleep(0)
         assert asked == [(FrameKind.GRANT, member.id, op)]
-        member.frame(channel, (FrameKind.DATA, 0, 0, member.id, op, 6, 2, 2, 4), memoryview(b"cd"))
+        member.deliver(channel, (FrameKind.DATA, 0, 0, member.id, op, 6, 2, 2, 4), memoryview(b"cd"))
         source, message = await listening
         assert (source, message.tobytes()) == (1, b"abcd")
         monkeypatch.undo()

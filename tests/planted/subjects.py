@@ -60,7 +60,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ),
         ),
         "exchange": Subject(
-            ("ProgramExecutor.take",),
+            ("ProgramExecutor.deliver",),
             (
                 EVERY_CALL,
                 ("test_overlong.py", "-k", "memory or unix"),

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.consensus.completed import combine
 from aiocoll.engine.consensus.quorum import connected, decides, is_majority
+from aiocoll.engine.control.causes import cause_of
 from aiocoll.engine.control.messages import PROTOCOL, Note
-from aiocoll.engine.failure.stall_inspector import cause_of
 from aiocoll.errors import GroupError, PeerLostError
 
 if TYPE_CHECKING:

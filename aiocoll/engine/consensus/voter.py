@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.consensus.coordinator import Coordinator, Outcome
+from aiocoll.engine.control.causes import error_from
 from aiocoll.engine.control.messages import Note
-from aiocoll.engine.failure.stall_inspector import error_from
 from aiocoll.errors import GroupError
 
 if TYPE_CHECKING:

@@ -159,7 +159,7 @@ CALLED: dict[str, Check] = {
     "debug": maybe(text(64)),
 }
 _DESCRIPTION = fields({**CALLED, "src": maybe(group_rank), "dst": group_rank, "tag": integer(_U32)}, **NAMED)
-#: An error that travels; see `aiocoll.engine.failure.stall_inspector.cause_of`.
+#: An error that travels; see `aiocoll.engine.control.causes.cause_of`.
 _CAUSE = fields(
     kind=text(64),
     text=_TEXT,
@@ -283,7 +283,7 @@ SHAPES: dict[str, _Shape] = {
     "revoke": _note(fields(t=_TEXT, g=_GROUP, cause=_CAUSE), CONTROL, RELAYED),
     "shrink": _note(_shrink, CONTROL, RELAYED),
     DEVICE: _note(_device, CONTROL, DATA, RELAYED),
-    # Of operations, see `aiocoll.engine.failure.stall_inspector` and `disagreement`.
+    # Of operations, see `aiocoll.engine.failure.stall_inspector` and `mismatch`.
     "report": _note(_of_group({"asked": _TRUE}, op=_OPERATION, mine=_DESCRIPTION), CONTROL, RELAYED),
     "query": _note(_of_group(op=_OPERATION), CONTROL, RELAYED),
     "absent": _note(_of_group(op=_OPERATION, last=_TEXT, age=maybe(seconds), asked=_TRUE), CONTROL, RELAYED),

@@ -6,8 +6,8 @@ import asyncio
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from aiocoll.engine.failure.mismatch import called
 from aiocoll.engine.operations.base import P2P, Operation
+from aiocoll.engine.operations.differences import called
 from aiocoll.log import logger
 
 if TYPE_CHECKING:

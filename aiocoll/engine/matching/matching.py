@@ -198,14 +198,14 @@ class Matching:
         else:
             _drop(self._posted, posted.tag, posted)
 
-    def place(self, peer: int, header: Header) -> tuple[PostedReceive | None, memoryview | None]:
+    def route(self, peer: int, header: Header) -> tuple[PostedReceive | None, memoryview | None]:
         """Name the caller's memory for a payload that is arriving."""
         arrival = self._active.get((peer, header[4]))
         if arrival is None or arrival.posted is None or arrival.posted.view is None or arrival.discard:
             return None, None
         return arrival.posted, arrival.posted.view[arrival.received : arrival.received + header[7]]
 
-    def frame(self, channel: Channel, peer: int, header: Header, payload: memoryview | None) -> bool:
+    def deliver(self, channel: Channel, peer: int, header: Header, payload: memoryview | None) -> bool:
         """Take a frame of a message; False if its bytes wait here."""
         kind, _, _, _, op, _, _, length, _ = header
         if kind == FrameKind.GRANT:

@@ -10,7 +10,7 @@ from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
-    from aiocoll.engine.fusion.manifest import Manifest
+    from aiocoll.engine.operations.manifest import Manifest
 
 __all__ = ["KEYED", "NOBODY", "P2P", "Announced", "Message", "Operation", "Signature", "description"]
 
@@ -198,11 +198,11 @@ class Operation:
         if not self.done:
             self.advance()
 
-    def place(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
+    def route(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
         """Name the memory for `length` bytes of a message that are arriving; None for a temporary place."""
         return None
 
-    def take(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
+    def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
         """Take a segment (None: it was placed); False if the message is not one this rank expects."""
         return False
 

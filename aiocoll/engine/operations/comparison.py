@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import msgpack
 
 from aiocoll.algorithms.spec import SPECS, Part
-from aiocoll.engine.failure.mismatch import called, differences, named
-from aiocoll.engine.fusion.manifest import AGREED, private
+from aiocoll.engine.operations.differences import called, differences, named
+from aiocoll.engine.operations.manifest import AGREED, private
 
 __all__ = ["Difference", "compare", "packed"]
 

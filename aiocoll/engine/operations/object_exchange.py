@@ -64,13 +64,13 @@ class Post(Operation):
         """Whether a parcel to or from `peer` is on its way."""
         return peer in self._missing or peer in self._unsent
 
-    def place(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
+    def route(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
         """Name the room of a parcel."""
         room = self._room(peer, total)
         start = self._received.get(peer, 0)
         return None if room is None else room[start : start + length]
 
-    def take(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
+    def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
         """Take a piece of a parcel."""
         if peer not in self._missing:
             return False

@@ -134,7 +134,7 @@ class OneShot(Operation):
         framed = None if self._framed is None else self._framed.get(peer)
         return framed is not None and len(framed) == self._plan.nbytes
 
-    def take(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
+    def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
         """Keep what comes in frames."""
         if step or total != self._plan.nbytes or payload is None:
             return False

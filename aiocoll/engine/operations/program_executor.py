@@ -121,7 +121,7 @@ class ProgramExecutor(Operation):
 
     # -- arriving
 
-    def place(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
+    def route(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
         """Name the caller's memory for a payload that only has to be put there."""
         plan = self._plan
         index = plan.inbound.get(peer << 16 | step)
@@ -135,7 +135,7 @@ class ProgramExecutor(Operation):
         start = region.start * plan.itemsize + moved
         return self._view(region.buffer)[start : start + length]
 
-    def take(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
+    def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
         """Take a segment: put it, reduce it, or keep it until it may be."""
         plan = self._plan
         index = plan.inbound.get(peer << 16 | step)

@@ -260,7 +260,7 @@ class ShmRing(Operation):
         if out is not own:
             own[:] = out
 
-    def take(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
+    def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
         """Keep what comes in frames until its turn."""
         if peer != self._left or step >= len(self._order) or payload is None:
             return False

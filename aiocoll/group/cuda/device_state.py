@@ -12,9 +12,9 @@ import msgpack
 
 from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.failure.mismatch import called
 from aiocoll.engine.operations.base import Operation, Signature, description
 from aiocoll.engine.operations.comparison import Difference, compare, packed
+from aiocoll.engine.operations.differences import called
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.errors import BackendUnavailableError, CollectiveTimeoutError, GroupError
 from aiocoll.gpu.api import DeviceError, Nccl
