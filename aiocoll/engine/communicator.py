@@ -127,6 +127,10 @@ class Communicator:
         self._ended: dict[int, int] = {}
         self._counts: dict[str, int] = {}
 
+    def split_off(self, parent: Communicator, split: Split) -> None:
+        """Remember where this group has come from."""
+        self.lineage = (*parent.lineage, split)
+
     # -- entering
 
     def keyed_id(self, key: str) -> tuple[int, int]:

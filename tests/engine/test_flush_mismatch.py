@@ -107,7 +107,7 @@ async def refused(pg: ProcessGroup, most: Record, one: Record, odd: int, text: s
             (one if pg.rank() == odd else most)(pg)
         # Complete here, perhaps: what only one rank reads is no news to its sender.
         await pg.wait_revoked()
-        raise pg._member.cause  # type: ignore[misc]
+        raise pg._comm.cause  # type: ignore[misc]
     assert loop.time() - start < 1.0
     message = str(caught.value)
     assert "Collectives differ in the following: " in message

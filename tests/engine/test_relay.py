@@ -71,18 +71,18 @@ def test_no_rank_waits_for_ever_with_the_blocks_of_a_lane(world_size: int, piece
 
 def pieces_put(pg: ProcessGroup, peer: int) -> int:
     """Return how many pieces this rank has put into its lane to `peer`."""
-    shared = pg._member.channels[peer].shared
+    shared = pg._comm.channels[peer].shared
     assert shared is not None
     return shared.chunks_out._number
 
 
 def in_the_lane(pg: ProcessGroup) -> list[bool]:
-    return [operation._holds for operation in pg._member.pending if isinstance(operation, ShmRing)]
+    return [operation._holds for operation in pg._comm.pending if isinstance(operation, ShmRing)]
 
 
 def look(pg: ProcessGroup) -> None:
     """Let this rank do all that it can without the other ones."""
-    while any(operation.look() for operation in list(pg._member.pending) if isinstance(operation, ShmRing)):
+    while any(operation.look() for operation in list(pg._comm.pending) if isinstance(operation, ShmRing)):
         pass
 
 
@@ -173,10 +173,10 @@ class Gate:
 
 async def test_it_ends_with_its_last_frame_if_all_has_come() -> None:
     async with jobs(2) as ((zero, one),):
-        channel = zero._member.channels[1]
+        channel = zero._comm.channels[1]
         gate = channel.link = Gate(channel.link)  # type: ignore[assignment]
         calls = [call(zero, 2 * PIECE), call(one, 2 * PIECE)]
-        (operation,) = zero._member.pending
+        (operation,) = zero._comm.pending
         await until(lambda: not operation.awaited())
         assert not calls[0][1].done()
         gate.open = True
@@ -188,7 +188,7 @@ async def test_it_ends_with_its_last_frame_if_all_has_come() -> None:
 async def test_who_waits_has_nothing_to_do() -> None:
     async with jobs(2) as ((zero, one),):
         calls = [call(zero, 10 * PIECE)]
-        (waiting,) = zero._member.pending
+        (waiting,) = zero._comm.pending
         assert isinstance(waiting, ShmRing)
         assert waiting.look() is False
         await check([*calls, call(one, 10 * PIECE)], 2)
@@ -247,7 +247,7 @@ async def test_a_writer_that_waits_for_a_block_is_woken_once(monkeypatch: pytest
         calls = [call(pgs[1], 6 * PIECE), call(pgs[0], 6 * PIECE)]
         look(pgs[0])
         full = pieces_put(pgs[0], 1) == LANE
-        link = pgs[1]._member.channels[0].shared
+        link = pgs[1]._comm.channels[0].shared
         assert link is not None
         put, announce = [pieces_put(pgs[1], 0)], link.announce
         monkeypatch.setattr(link, "announce", lambda: (put.append(pieces_put(pgs[1], 0)), announce()))

@@ -535,7 +535,7 @@ def test_ranks_that_do_not_compare_are_found_out(kind: str, odd: int) -> None:
 
     async def rank(pg: ProcessGroup) -> None:
         # Groups of one home may be given other options.
-        pg._options = GroupOptions.resolve(None if pg.rank() == odd else DETAIL, {})
+        pg._dispatcher.options = GroupOptions.resolve(None if pg.rank() == odd else DETAIL, {})
         other = await pg.split_group([0, 1, 2], group_name="mixed")
         assert other is not None
         memory = Memory(pg.rank(), pg.rank() == odd)

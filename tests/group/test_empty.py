@@ -16,7 +16,7 @@ import pytest
 
 from aiocoll import GroupClosedError, GroupError, GroupRevokedError, ProcessGroup, ReduceOp
 from aiocoll.engine.operations.shm_ring import order
-from aiocoll.group.planning import CIRCLE
+from aiocoll.group.dispatch.planner import CIRCLE
 from aiocoll.testing import run_processes
 from aiocoll.transport.shm import registered_memory
 from aiocoll.transport.shm.chunk_queue import ChunkQueueWriter
@@ -73,7 +73,7 @@ def mappings() -> int:
 
 
 def segments(pg: ProcessGroup) -> int:
-    return len(pg._member.endpoint.registered_memory.segments)
+    return len(pg._comm.endpoint.registered_memory.segments)
 
 
 async def filled(pg: ProcessGroup, values: Any) -> Any:
@@ -451,7 +451,7 @@ async def test_an_address_of_a_dropped_array_is_nobodys() -> None:
 
     async def rank(pg: ProcessGroup) -> None:
         array = await filled(pg, np.ones(LARGE))
-        registry = pg._member.endpoint.registered_memory
+        registry = pg._comm.endpoint.registered_memory
         (segment,) = registry.segments
         assert registry.find(array[10:]) == (segment, 80)
         interface = dict(array.__array_interface__)

@@ -244,7 +244,7 @@ async def test_a_rank_that_has_not_split_yet_is_waited_for() -> None:
         if pg.rank() == 0:
             group = await part(pg, [0, 1])
             work = group.barrier()
-            operation, missing = group._member.operations[1], group._member.stalls.missing
+            operation, missing = group._comm.operations[1], group._comm.stalls.missing
             await until(lambda: "rank 1 (which has split group 'world:0' 0 times only" in missing(operation)[1])
             called.set()
             await work
@@ -368,7 +368,7 @@ async def test_the_whole_closes_its_parts(transport: str) -> None:
         group = await part(pg, range(3))
         inner = await part(group, [[0], [1, 2]])
         late = inner.allreduce(np.ones(100_000))
-        endpoint = pg._endpoint
+        endpoint = pg._comm.endpoint
         await pg.shutdown()
         assert late.is_success()
         for each in (pg, group, inner):
@@ -480,12 +480,12 @@ async def test_groups_share_what_there_is(transport: str) -> None:
         await pg.alltoall_object([None] * size)  # every pair is linked
         await pg.barrier()
         files = len(os.listdir("/proc/self/fd"))
-        links = [id(link) for link in pg._endpoint._all_links()]
+        links = [id(link) for link in pg._comm.endpoint._all_links()]
         groups = [await part(pg, range(size)) for _ in range(20)]
         await pg.barrier()
         for group in groups:
             await group.alltoall_object([None] * size)
-        assert [id(link) for link in pg._endpoint._all_links()] == links
+        assert [id(link) for link in pg._comm.endpoint._all_links()] == links
         assert len(os.listdir("/proc/self/fd")) == files
         await pg.barrier()
 
@@ -496,14 +496,14 @@ async def test_a_split_sends_nothing() -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         frames: list[object] = []
-        for link in pg._endpoint._all_links():
+        for link in pg._comm.endpoint._all_links():
             link.write = lambda *frame: frames.append(frame)  # type: ignore[method-assign, return-value, misc]
-        before = len(pg._endpoint._channels)
+        before = len(pg._comm.endpoint._channels)
         for _ in range(10):
             pg.split_group(range(7))
         assert frames == []
-        assert len(pg._endpoint._channels) == before
-        for link in pg._endpoint._all_links():
+        assert len(pg._comm.endpoint._channels) == before
+        for link in pg._comm.endpoint._all_links():
             del link.write
         await pg.barrier()
 
@@ -512,13 +512,13 @@ async def test_a_split_sends_nothing() -> None:
 
 async def test_an_id_that_is_taken_is_refused() -> None:
     async def rank(pg: ProcessGroup) -> None:
-        pg._endpoint.hash62 = lambda text: 7  # type: ignore[method-assign]
+        pg._comm.endpoint.hash62 = lambda text: 7  # type: ignore[method-assign]
         group = await part(pg, [0, 1])
         for _ in range(2):
             with pytest.raises(ValueError, match=r"group 'world:0/1.0' would have the id of another .* another name"):
                 pg.split_group([0, 1])
             await group.shutdown()
-        del pg._endpoint.hash62
+        del pg._comm.endpoint.hash62
         assert await works(await part(pg, [0, 1])) == (0, 1)
 
     await run_ranks(2, rank)

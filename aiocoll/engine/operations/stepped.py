@@ -31,7 +31,7 @@ class Stepped(ProgramExecutor):
         counts: the number of each rank, once `_go_on` is called.
     """
 
-    __slots__ = ("_children", "_mine", "counts")
+    __slots__ = ("_children", "_is_counted", "_mine", "counts")
 
     def __init__(self, comm: Communicator, identity: int, plan: Plan, work: Work[Any]) -> None:
         self.counts: NDArray[np.int64] = np.zeros(len(comm.ranks), np.int64)
@@ -39,6 +39,7 @@ class Stepped(ProgramExecutor):
         arrays: list[NDArray[Any] | None] = [self.counts[rank : rank + 1] for rank in range(len(comm.ranks))]
         super().__init__(comm, identity, plan, [*arrays, self._mine], work)
         self._children = Children(self)
+        self._is_counted = False
 
     def enter(self) -> None:
         """Send this rank's number when it is known; those of the others are taken at any time."""
@@ -81,6 +82,9 @@ class Stepped(ProgramExecutor):
         self._mine[0] = self._count()
 
     def _complete(self) -> None:
+        if self._is_counted:
+            return
+        self._is_counted = True
         self._give_back_scratch()
         self._attempt(self._go_on)
 

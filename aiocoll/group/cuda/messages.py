@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,54 +23,15 @@ from aiocoll.errors import GroupClosedError, PeerLostError
 from aiocoll.gpu.api import DeviceError
 from aiocoll.group.cuda.device_state import DeviceState
 from aiocoll.group.cuda.enqueued import Enqueued
-from aiocoll.group.cuda.on_device import device_state_of
 from aiocoll.group.cuda.staged import Staged
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.gpu.launcher import Launched
-    from aiocoll.group.launch import Launcher
 
-__all__ = ["DeviceMessages", "DeviceRecv", "DeviceSend", "messages_of"]
+__all__ = ["DeviceContent", "DeviceRecv", "DeviceSend"]
 
-Make = Callable[[int, Work[Any]], Operation]
 _BYTES = np.dtype(np.uint8)
-
-
-class DeviceMessages:
-    """Makes the operations of one array.
-
-    Args:
-        side: what the group has on the device; None if nothing will be made.
-        array: what is sent, or received into.
-    """
-
-    def __init__(self, side: DeviceState | None, array: DeviceArray) -> None:
-        self._device_state = side
-        self._array = array
-
-    def sending(self, dst: int, tag: int, code: int) -> Make:
-        """Return what makes a send to rank `dst`; `code` is that of the dtype."""
-
-        def make(_: int, work: Work[Any]) -> DeviceSend:
-            assert self._device_state is not None
-            return DeviceSend(self._device_state, dst, tag, DeviceContent(code, self._array), work)
-
-        return make
-
-    def receiving(self, src: int | None, tag: int, code: int) -> Make:
-        """Return what makes a receive from rank `src`; `code` is that of the dtype."""
-
-        def make(_: int, work: Work[Any]) -> DeviceRecv:
-            assert self._device_state is not None
-            return DeviceRecv(self._device_state, src, tag, DeviceContent(code, self._array), work)
-
-        return make
-
-
-def messages_of(comm: Launcher, array: DeviceArray) -> DeviceMessages:
-    """Return what carries messages of `array`; raises as `aiocoll.group.cuda.on_device.on_device` does."""
-    return DeviceMessages(device_state_of(comm, [array]), array)
 
 
 class DeviceContent(NamedTuple):
