@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from aiocoll.algorithms.cost import Load, predict, seconds_of
+from aiocoll.algorithms.cost import predict
+from aiocoll.algorithms.load import Load, seconds_of
 from aiocoll.algorithms.spec import Ranks, spec_of
 from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.engine.communicator import Communicator

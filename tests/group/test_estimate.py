@@ -13,7 +13,7 @@ import pytest
 
 from aiocoll import GroupClosedError, GroupOptions, ProcessGroup, Recv, ReduceOp, Send, new_group, testing
 from aiocoll.algorithms import predict
-from aiocoll.algorithms.cost import Load, seconds_of
+from aiocoll.algorithms.load import Load, seconds_of
 from aiocoll.algorithms.machine import Machine, Tuning
 from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.codec import dumps
