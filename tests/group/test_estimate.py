@@ -115,6 +115,18 @@ async def test_sparse_arrays() -> None:
     await run_ranks(3, rank)
 
 
+async def test_a_gather_of_a_block_whose_counts_are_not_known_yet() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        with pg.time_estimator() as estimate:
+            async with pg.coalescing():
+                pg.allgather(None, np.zeros(5))
+        (one,) = estimate.calls
+        assert one.op == "ALLGATHER_ALLOCATED"
+        assert one.seconds == seconds_of(Load(1, 2, 2, 2 * 40, 0, 0), pg._member.tuning.machine)
+
+    await run_ranks(3, rank)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_more_takes_longer(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
