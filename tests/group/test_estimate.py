@@ -13,7 +13,7 @@ import pytest
 
 from aiocoll import GroupClosedError, GroupOptions, ProcessGroup, Recv, ReduceOp, Send, new_group, testing
 from aiocoll.algorithms import predict
-from aiocoll.algorithms.cost import Load, seconds_of
+from aiocoll.algorithms.load import Load, seconds_of
 from aiocoll.algorithms.machine import Machine, Tuning
 from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.codec import dumps
@@ -111,6 +111,18 @@ async def test_sparse_arrays() -> None:
         # A hundred places and a hundred values for each of the two others.
         assert (one.op, one.nbytes) == ("ALLREDUCE_SPARSE", 2 * 100 * 16)
         assert one.seconds == seconds_of(Load(1, 2, 2, one.nbytes, 0, 0), pg._comm.tuning.machine)
+
+    await run_ranks(3, rank)
+
+
+async def test_a_gather_of_a_block_whose_counts_are_not_known_yet() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        with pg.time_estimator() as estimate:
+            async with pg.coalescing():
+                pg.allgather(None, np.zeros(5))
+        (one,) = estimate.calls
+        assert one.op == "ALLGATHER_ALLOCATED"
+        assert one.seconds == seconds_of(Load(1, 2, 2, 2 * 40, 0, 0), pg._member.tuning.machine)
 
     await run_ranks(3, rank)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from aiocoll.algorithms.cost import Load, predict, seconds_of
+from aiocoll.algorithms.cost import predict
+from aiocoll.algorithms.load import Load, seconds_of
 from aiocoll.algorithms.spec import Ranks, spec_of
 from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.engine.communicator import Communicator
@@ -77,8 +78,8 @@ def _prediction(member: Communicator, call: Call) -> Predicted:
     elif call.op == "MONITORED_BARRIER":
         nbytes, algorithm = 0, "linear"
     else:
-        # Of objects, or a sparse array: messages go as those of the collective that it is named after.
-        spec = spec_of(call.op.lower().removesuffix("_object").removesuffix("_sparse"))
+        # Of objects, sparse arrays or counts yet unknown: messages go as those of the collective named first.
+        spec = spec_of(call.op.lower().partition("_")[0])
         sends = 0 if spec.receivers is Ranks.ROOT else size - 1
         receives = 0 if spec.senders is Ranks.ROOT else size - 1
         load = Load(min(size - 1, 1), sends, receives, call.nbytes, 0, 0)
