@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 import uvloop
+from inflight import Case
 from machine import machine
 from markdown import micros, size_of, table
 
 from aiocoll import GroupOptions, ProcessGroup, new_group, testing
 from aiocoll.cli.measure import Timing
-from aiocoll.cli.workload import Case
 from aiocoll.elements import buffers
 from aiocoll.elements.streams import stream_address
 from aiocoll.gpu.provider import runtime

@@ -481,6 +481,7 @@ async def test_a_taker_may_start_it_later() -> None:
 
         def take(self, call: Call) -> Work[Any]:
             work: Work[Any] = Work(group._comm.endpoint, call.op, 1, call.key, group)
+            call.expect(work)
             self.calls.append((call, work))
             return work
 
