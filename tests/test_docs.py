@@ -81,7 +81,7 @@ async def test_the_store_of_the_guide_is_the_one_that_passes_the_contract_and_ra
     assert (generate.ROOT / "tests/store/minimal_store.py").read_text().endswith(f'"""\n\n{store}')
     space: dict[str, Any] = {"aiocoll": aiocoll}
     exec(compile(store, "guide.md", "exec"), space)
-    first, then = use.replace("    ...\n", "    sizes.append(await pg.allreduce(1))\n").split("\n", 1)
+    first, then = use.replace("...", "sizes.append(await pg.allreduce(1))").split("\n", 1)
     exec(compile(f"{first}\nasync def main(rank, sizes):\n{textwrap.indent(then, '    ')}", "guide.md", "exec"), space)
     sizes: list[int] = []
     await asyncio.gather(*(space["main"](rank, sizes) for rank in range(2)))
