@@ -80,7 +80,6 @@ class SegmentSharing:
     def close(self) -> None:
         """Say nothing more; the stream is about to be closed."""
         self._unsaid.clear()
-        self._stream.stop_writing()
 
     def hear(self) -> bool:
         """Take what the peer says next; False if it has ended its side.
@@ -114,11 +113,10 @@ class SegmentSharing:
             raise ProtocolError(f"rank {self._peer} sent bytes where none belong")
 
     def _offer(self, segment: Segment) -> None:
+        message = _MESSAGE.pack(_OFFER, segment.number, segment.nbytes)
         with contextlib.suppress(OSError):  # it will not be taken, and copied as any other
             try:
-                socket.send_fds(
-                    self._stream.sock, [_MESSAGE.pack(_OFFER, segment.number, segment.nbytes)], [segment.fd]
-                )
+                socket.send_fds(self._stream.sock, [message], [segment.fd])
             except BlockingIOError:
                 return  # with the next piece, then
         self._offered.add(segment.number)
