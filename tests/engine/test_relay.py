@@ -12,7 +12,7 @@ import pytest
 from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
 from aiocoll.engine.failure import deadlines as watch
 from aiocoll.engine.operations.shm_ring import LAG, ShmRing, order
-from aiocoll.transport.shm.layout import LANE
+from aiocoll.transport.shm.layout import CHUNKS
 
 from ..ranks import run_ranks, until
 from .test_oneshot import call, check, fails, jobs, mine, shrunk
@@ -59,7 +59,7 @@ def test_no_rank_waits_for_ever_with_the_blocks_of_a_lane(world_size: int, piece
             going = True
             while going:
                 going = False
-                free = put[rank] - taken[(rank + 1) % world_size] < LANE
+                free = put[rank] - taken[(rank + 1) % world_size] < CHUNKS
                 if put[rank] < len(found) and found[put[rank]][2] < taken[rank] and free:
                     put[rank] += 1
                     going = moved = True
@@ -246,7 +246,7 @@ async def test_a_writer_that_waits_for_a_block_is_woken_once(monkeypatch: pytest
     async with jobs(2) as (pgs,):
         calls = [call(pgs[1], 6 * PIECE), call(pgs[0], 6 * PIECE)]
         look(pgs[0])
-        full = pieces_put(pgs[0], 1) == LANE
+        full = pieces_put(pgs[0], 1) == CHUNKS
         link = pgs[1]._comm.channels[0].shared
         assert link is not None
         put, announce = [pieces_put(pgs[1], 0)], link.announce
@@ -265,7 +265,7 @@ async def test_a_writer_that_waits_behind_a_group_that_failed_is_woken() -> None
         calls = [call(a[1], count), call(a[0], count)]
         later = call(b[0], 300_000)
         assert in_the_lane(b[0]) == [True]
-        assert pieces_put(b[0], 1) == LANE
+        assert pieces_put(b[0], 1) == CHUNKS
         a[1].abort("a test")
         for _, work in calls:
             await fails(work)
