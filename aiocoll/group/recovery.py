@@ -102,7 +102,7 @@ class Recovery(Objects):
         excluded = self._others(exclude, "exclude")
         assumed = self._others(assume_dead, "assume_dead")
         self._check_owner()
-        agreement = member.endpoint.agreement(member.id, member.growths, member.ranks)
+        agreement = member.endpoint.agreements.voter(member.id, member.growths, member.ranks)
         if agreement.taken:
             raise GroupError(
                 f"group {member.name!r} was shrunk before on rank {self._rank}: shrink the group that came of it",
@@ -171,7 +171,7 @@ class Recovery(Objects):
     async def _grown(self, seat: Assignment, limit: float) -> Self:
         """Meet the newcomers, and go on with them only if all ranks of this group do."""
         member = self._member
-        agreement = member.endpoint.agreement(member.id, member.growths, member.ranks)
+        agreement = member.endpoint.agreements.voter(member.id, member.growths, member.ranks)
         try:
             group = await self._unless_revoked(self._meet_anew(seat, limit, member.timeout))
         except BaseException as error:

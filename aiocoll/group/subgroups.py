@@ -74,7 +74,7 @@ class Subgroups(Recovery):
         if mine:
             # Of the groups of one call each has its own lowest rank.
             name = f"{member.name}/{number}.{min(mine)}" if group_name is None else group_name
-            group = self._derive(split.identity(self._endpoint), name, split.ranks, limit, self._options)
+            group = self._derive(split.identity(), name, split.ranks, limit, self._options)
             group._member.lineage = (*member.lineage, split)
             self._adopt(group)
         member.splits.append(split)
