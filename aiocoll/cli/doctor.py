@@ -78,8 +78,8 @@ async def _meet(pg: ProcessGroup) -> list[tuple[int, str, str]]:
 def _transport_of(pg: ProcessGroup, peer: int) -> tuple[str, str]:
     """Return what carries data between this rank and `peer`, and why it is that."""
     endpoint = pg._comm.endpoint
-    assert isinstance(endpoint.transport, StreamTransport)
-    carrier, trouble = endpoint.transport.carrier(peer)
+    assert isinstance(endpoint.context.transport, StreamTransport)
+    carrier, trouble = endpoint.context.transport.carrier(peer)
     cards = endpoint.cards[pg.rank()], endpoint.cards[peer]
     if cards[0]["host"] != cards[1]["host"]:
         return carrier, next((card["apart"] for card in cards if card.get("apart")), "they are on two hosts")

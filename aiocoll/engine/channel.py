@@ -10,11 +10,11 @@ The receiver holds its peer to that: who sends more than the windows allow break
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
-from aiocoll.engine.control import messages as notes
-from aiocoll.engine.control.messages import Note
+from aiocoll.engine.context import Context
+from aiocoll.engine.control.messages import DATA, Note
 from aiocoll.engine.control.sending import frame_of, send_note
 from aiocoll.engine.flow_control import ASK_WINDOW, LEAST, LINK_WINDOW, Waiting
 from aiocoll.engine.operations.base import Message, Operation
@@ -24,10 +24,7 @@ from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import Link, SharedMemoryLink
 from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind, Header
 
-if TYPE_CHECKING:
-    from aiocoll.engine.endpoint import Endpoint
-
-__all__ = ["Channel"]
+__all__ = ["Channel", "Group", "Owner"]
 
 #: The receiver reports consumed eager bytes in lots of this size: rarely, and well before the sender runs dry.
 WINDOW_LOT = LINK_WINDOW // 4
@@ -40,16 +37,54 @@ _WINDOW, _CONTROL = int(FrameKind.WINDOW), int(FrameKind.CONTROL)
 _pack = HEADER.pack
 
 
+class Group(Protocol):
+    """A group, as far as frames come for it."""
+
+    def route(self, peer: int, header: Header) -> tuple[Operation | None, memoryview | None]:
+        """Find the caller's memory for a payload that is arriving, and whose it is."""
+
+    def deliver(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
+        """Take a frame; False if it has to wait, and counts against its sender's window."""
+
+
+class Owner(Protocol):
+    """What opens the links of channels, and takes what is not for a group."""
+
+    def dial(self, channel: Channel) -> None:
+        """Open the link of a channel."""
+
+    def is_over(self, rank: int) -> bool:
+        """Whether a rank has ended or is lost."""
+
+    def lost(self, peer: int, error: Exception | None, link: Link) -> None:
+        """The link to `peer` is gone, or what has come on it cannot be taken."""
+
+    def hear(self, peer: int, payload: memoryview | None, way: str, /) -> None:
+        """Take a control message."""
+
+    def keep_frame(self, channel: Channel, header: Header, payload: memoryview | None, /) -> bool:
+        """Keep a frame of a group that this rank has not made; True if nobody will ask for it."""
+
+
 class Channel:
-    """The sink of the data link to `peer`, and the queue in front of it."""
+    """The sink of the data link to `peer`, and the queue in front of it.
+
+    Args:
+        context: of the endpoint.
+        peer: rank of the other end in the job.
+        groups: of the endpoint.
+        owner: of the channel.
+    """
 
     __slots__ = (
         "_again",
         "_blocked",
         "_consumed",
-        "_endpoint",
+        "_context",
+        "_groups",
         "_held",
         "_inflight",
+        "_owner",
         "_pumping",
         "_queue",
         "_unasked",
@@ -62,14 +97,16 @@ class Channel:
         "shared",
     )
 
-    def __init__(self, endpoint: Endpoint, peer: int) -> None:
+    def __init__(self, context: Context, peer: int, groups: Mapping[int, Group], owner: Owner) -> None:
         self.peer = peer
         self.link: Link | None = None
         #: The link, if it is one through memory; also after its end: what the peer left there can be read.
         self.shared: SharedMemoryLink | None = None
         self.dialling = False
         self.receiving: Operation | None = None
-        self._endpoint = endpoint
+        self._context = context
+        self._groups = groups
+        self._owner = owner
         self._queue: deque[Message] = deque()
         self._inflight: tuple[Message, int] | None = None
         #: Frames that wait for the link: headers and payloads.
@@ -153,7 +190,7 @@ class Channel:
 
     def open(self) -> None:
         """Open the link, if there is none."""
-        if self.link is None and self.peer not in self._endpoint.over:
+        if self.link is None and not self._owner.is_over(self.peer):
             self._dial()
 
     def pump(self) -> None:
@@ -166,7 +203,7 @@ class Channel:
         if self._pumping:
             return
         self._pumping = True
-        ticks = self._endpoint.runtime.ticks
+        ticks = self._context.runtime.ticks
         deadline = ticks() + BUDGET
         while self._queue and link.writable:
             message = self._queue.popleft()
@@ -271,7 +308,7 @@ class Channel:
     def _later(self) -> None:
         if not self._again:
             self._again = True
-            self._endpoint.runtime.call_soon(self._resume)
+            self._context.runtime.call_soon(self._resume)
 
     def _resume(self) -> None:
         self._again = False
@@ -280,7 +317,7 @@ class Channel:
     def _dial(self) -> None:
         if not self.dialling:
             self.dialling = True
-            self._endpoint.dial(self)
+            self._owner.dial(self)
 
     # -- receiving: the engine's side of the link
 
@@ -289,7 +326,7 @@ class Channel:
         if header[0] != _DATA:
             return None
         try:
-            group = self._endpoint.groups.get(header[3])
+            group = self._groups.get(header[3])
             if group is None:
                 return None
             operation, place = group.route(self.peer, header)
@@ -306,8 +343,8 @@ class Channel:
         try:
             if header[0] != _DATA and self._is_ours(header, payload):
                 return
-            group = self._endpoint.groups.get(header[3])
-            deliver = self._early if group is None else group.deliver
+            group = self._groups.get(header[3])
+            deliver = self._owner.keep_frame if group is None else group.deliver
             if deliver(self, header, payload) and header[1] & EAGER:
                 length = header[7]
                 self.consume(length if length > LEAST else LEAST)
@@ -320,7 +357,7 @@ class Channel:
         """Take a frame that is not about one operation; whether it was one."""
         kind = header[0]
         if kind == _CONTROL:
-            self._endpoint.control.heard(self.peer, payload, notes.DATA)
+            self._owner.hear(self.peer, payload, DATA)
             return True
         if header[7]:
             raise ProtocolError(f"rank {self.peer} sent {header[7]} bytes with a {FrameKind(kind).name} frame")
@@ -328,14 +365,10 @@ class Channel:
             self._credited(header[6])
         return kind == _WINDOW
 
-    def _early(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
-        """Keep a frame of a group that this rank has not made; True if nobody will ask for it."""
-        return self._endpoint.closed or self._endpoint.early.keep_frame(self, header, payload)
-
     def _untaken(self, header: Header, error: Exception) -> ProtocolError:
         kind, _, step, group, op, _, offset, length, total = header
         return ProtocolError(
-            f"rank {self._endpoint.rank} could not take what rank {self.peer} sent, a {FrameKind(kind).name} frame of "
+            f"rank {self._context.rank} could not take what rank {self.peer} sent, a {FrameKind(kind).name} frame of "
             f"operation {op:#x} of group {group:#x}, step {step}, {length} bytes from {offset} of {total}: {error!r}"
         )
 
@@ -374,7 +407,7 @@ class Channel:
     def lost(self, link: Link, error: Exception | None) -> None:
         """The link is gone, or what has come on it cannot be taken."""
         self.cut()
-        self._endpoint.lost(self.peer, error, link)
+        self._owner.lost(self.peer, error, link)
 
     def cut(self) -> list[Link]:
         """Use the link no more; return it, if there is one."""

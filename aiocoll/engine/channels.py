@@ -1,40 +1,192 @@
-"""The channels of a group by rank: all at once in a small group, each when it is first needed in a large one."""
+"""The channels of one rank, and the data links they run on: opened when first needed, renewed for a rank that is back.
+
+A group has its channels by rank: all at once in a small group, each when it is first needed in a large one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 from aiocoll.engine.channel import Channel
+from aiocoll.engine.context import Context
+from aiocoll.engine.control.messages import Note
+from aiocoll.engine.failure.failure_detector import FailureDetector
+from aiocoll.engine.failure.roster import Roster
+from aiocoll.engine.groups import Groups
+from aiocoll.engine.polling import Polling
+from aiocoll.errors import AiocollError
+from aiocoll.security.handshake import ConnKind
+from aiocoll.transport.base import Link
 
-if TYPE_CHECKING:
-    from aiocoll.engine.endpoint import Endpoint
-
-__all__ = ["channels"]
+__all__ = ["Channels", "Receiver"]
 
 #: Ranks up to which all channels are made with the group: a plain list is read fastest, at every call. A channel takes
 #: a kilobyte, and a rank of a thousand talks to few of them.
 FEW = 64
 
 
-def channels(endpoint: Endpoint, ranks: Sequence[int]) -> list[Channel]:
-    """Return the channels to `ranks`, in their order; iterating over many gives those that there are."""
-    return [endpoint.channel(rank) for rank in ranks] if len(ranks) <= FEW else _Lazy(endpoint, ranks)
+class Receiver(Protocol):
+    """What takes control messages, and ends links."""
+
+    def hear(self, peer: int, payload: memoryview | None, way: str, /) -> None:
+        """Take a control message."""
+
+    def refuse(self, peer: int, error: Exception | None, link: Link) -> bool:
+        """Be done with `peer` if `error` says that what it sent cannot be taken; whether it does."""
+
+
+class Channels:
+    """The channels of one endpoint.
+
+    Args:
+        context: of the endpoint.
+        groups: of the endpoint.
+        roster: which ranks are lost or have ended.
+        failure_detector: looks at ranks whose connection broke.
+        polling: polls the links.
+    """
+
+    #: Takes control messages.
+    hear: Callable[[int, memoryview | None, str], None]
+    _receiver: Receiver
+
+    def __init__(
+        self,
+        context: Context,
+        groups: Groups,
+        roster: Roster,
+        failure_detector: FailureDetector,
+        polling: Polling,
+    ) -> None:
+        self._context = context
+        self._groups = groups
+        self.keep_frame = groups.keep_frame
+        self._roster = roster
+        self._failure_detector = failure_detector
+        self._polling = polling
+        self._channels: dict[int, Channel] = {}
+
+    def connect(self, receiver: Receiver) -> None:
+        """Hand what is for no group to `receiver`."""
+        self._receiver = receiver
+        self.hear = receiver.hear
+
+    def to(self, rank: int) -> Channel:
+        """Return what connects this rank to `rank`."""
+        channel = self._channels.get(rank)
+        if channel is None:
+            channel = self._channels[rank] = Channel(self._context, rank, self._groups.made, self)
+        return channel
+
+    def of_group(self, ranks: Sequence[int]) -> list[Channel]:
+        """Return the channels to `ranks`, in their order; iterating over many gives those that there are."""
+        return [self.to(rank) for rank in ranks] if len(ranks) <= FEW else _Lazy(self, self._context.rank, ranks)
+
+    def made(self, ranks: Sequence[int]) -> Iterator[Channel]:
+        """Return the channels to `ranks` that there are, in their order."""
+        return (channel for rank in ranks if (channel := self._channels.get(rank)) is not None)
+
+    def links(self) -> list[Link]:
+        """Return the data links that are open."""
+        return [channel.link for channel in self._channels.values() if channel.link is not None]
+
+    def say(self, note: Note) -> None:
+        """Send a control message behind all data on each link."""
+        for channel in self._channels.values():
+            channel.say(note)
+
+    # -- opening
+
+    def dial(self, channel: Channel) -> None:
+        """Open the link of `channel`."""
+        self._context.spawn(self._dial(channel), f"aiocoll dial {channel.peer}")
+
+    async def _dial(self, channel: Channel) -> None:
+        try:
+            link = await self._failure_detector.connect(channel.peer, ConnKind.DATA)
+        except (OSError, AiocollError) as error:
+            channel.dialling = False
+            if channel.peer not in self._roster.over:
+                self._roster.died(channel.peer, f"it cannot be reached ({error})", how="unreachable")
+            return
+        if link is not None:
+            self._context.quiet.run(self.attach, link)
+
+    def attach(self, link: Link) -> None:
+        """Use a link that was opened by us or by a peer."""
+        channel = self.to(link.peer)
+        if (broken := channel.link) is not None:
+            # The peer has none any more, and has not been heard saying so.
+            broken.close()
+            channel.lost(broken, None)
+            channel = self._made_anew(link.peer)
+        channel.attach(link)
+        self._count_links()
+
+    # -- ending
+
+    def is_over(self, rank: int) -> bool:
+        """Whether a rank has ended or is lost."""
+        return rank in self._roster.over
+
+    def lost(self, peer: int, error: Exception | None, link: Link) -> None:
+        """The data link to `peer` is gone, or what it sent cannot be taken."""
+        self._count_links()
+        if self._receiver.refuse(peer, error, link):
+            pass
+        elif peer not in self._roster.over:
+            self._failure_detector.broken(peer, f"its connection broke ({error or 'closed without a goodbye'})")
+        elif peer not in self._roster.dead:
+            self._groups.ended(peer)
+        if (shared := self.to(peer).shared) is not None:
+            shared.unmap()
+
+    def cut(self, rank: int) -> list[Link]:
+        """Use no data link to `rank` any more; return the one there is."""
+        channel = self._channels.get(rank)
+        found = [] if channel is None else channel.cut()
+        self._count_links()
+        return found
+
+    def renew(self, rank: int) -> None:
+        """Begin anew with a rank that is back: what was under way belongs to groups that have failed."""
+        channel = self._channels.get(rank)
+        if channel is not None and channel.link is None and not channel.dialling:
+            self._made_anew(rank)
+            self._count_links()
+
+    def close(self) -> None:
+        """Need no more what peers have left in memory; all links are closed."""
+        for channel in self._channels.values():
+            channel.give_back()
+        self._polling.slot_readers = ()
+
+    def _made_anew(self, rank: int) -> Channel:
+        self._channels.pop(rank).give_back()
+        return self.to(rank)
+
+    def _count_links(self) -> None:
+        channels = self._channels.values()
+        self._polling.links = tuple(channel.link for channel in channels if channel.link is not None)
+        self._polling.slot_readers = tuple(
+            channel.shared.slot_reader for channel in channels if channel.shared is not None
+        )
 
 
 class _Lazy(list[Channel]):
-    def __init__(self, endpoint: Endpoint, ranks: Sequence[int]) -> None:
+    def __init__(self, channels: Channels, rank: int, ranks: Sequence[int]) -> None:
         super().__init__([None] * len(ranks))  # type: ignore[list-item]
-        self._endpoint = endpoint
+        self._channels = channels
         self._ranks = ranks
-        endpoint.channel(endpoint.rank)  # as in a small group; it is never linked
+        channels.to(rank)  # as in a small group; it is never linked
 
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
         if found is None:
-            found = self[index] = self._endpoint.channel(self._ranks[index])
+            found = self[index] = self._channels.to(self._ranks[index])
         return found
 
     def __iter__(self) -> Iterator[Channel]:
         # Those that others have opened, too: what is in their hands has to be taken back as well.
-        return self._endpoint.channels_to(self._ranks)
+        return self._channels.made(self._ranks)

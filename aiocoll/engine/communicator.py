@@ -5,23 +5,25 @@ from __future__ import annotations
 from asyncio import TimerHandle
 from collections.abc import Callable, Sequence
 from math import nan
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiocoll.algorithms.machine import Tuning
 from aiocoll.algorithms.two_level.hosts import host_numbers
 from aiocoll.engine.channel import Channel
-from aiocoll.engine.channels import channels
 from aiocoll.engine.control.causes import cause_of, failure_by
 from aiocoll.engine.control.messages import Note
 from aiocoll.engine.control.unmade_groups import Kept, keep_note
+from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
 from aiocoll.engine.failure.losses import left, lost, torn
 from aiocoll.engine.failure.mismatch import MismatchReports
 from aiocoll.engine.failure.stall_inspector import StallInspector
+from aiocoll.engine.ids import hash62
 from aiocoll.engine.matching.matching import Matching
 from aiocoll.engine.operation_log import ENDED, ERROR, HISTORY, OperationLog, Record
 from aiocoll.engine.operations.base import KEYED, P2P, Operation
 from aiocoll.engine.operations.differences import called, mismatch
+from aiocoll.engine.split_history import Split
 from aiocoll.errors import (
     CollectiveTimeoutError,
     GroupError,
@@ -31,10 +33,6 @@ from aiocoll.errors import (
 from aiocoll.log import logger
 from aiocoll.transport.frame import FrameKind, Header
 from aiocoll.transport.shared_memory import SMALL_PER_CHUNK
-
-if TYPE_CHECKING:
-    from aiocoll.engine.endpoint import Endpoint
-    from aiocoll.engine.split_history import Split
 
 __all__ = ["Communicator"]
 
@@ -90,7 +88,7 @@ class Communicator:
         #: Host number of each rank, alike on all ranks: the cards are.
         self.hosts = host_numbers(endpoint.cards[rank]["host"] for rank in self.ranks)
         self.position = _Positions((rank, index) for index, rank in enumerate(self.ranks))
-        self.channels = channels(endpoint, self.ranks)
+        self.channels = endpoint.channels.of_group(self.ranks)
         self.others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
         self.operations: dict[int, Operation] = {}
         self.pending: dict[Operation, None] = {}
@@ -116,8 +114,8 @@ class Communicator:
         #: How often the group has grown.
         self.growths = 0
         self.matching = Matching(self)
-        self.stalls = StallInspector(self)
         self.mismatches = MismatchReports(self)
+        self.stalls = StallInspector(self, self.recorder, self.mismatches, endpoint.runtime, endpoint.failure_detector)
         self.stamp = endpoint.runtime.stamp
         self._collectives = self.recorder.collectives
         self._messages = self.recorder.messages
@@ -136,7 +134,7 @@ class Communicator:
     def keyed_id(self, key: str) -> tuple[int, int]:
         """Take the next count of `key`; return the operation id and the count."""
         count = self._counts.get(key, 0) + 1
-        identity = KEYED | self.endpoint.hash62(f"{key}\0{count}")
+        identity = KEYED | hash62(f"{key}\0{count}")
         self._counts[key] = count
         return identity, count
 
@@ -169,7 +167,7 @@ class Communicator:
             operation.entry = entry
         watch = self._watch
         if watch.timer is None or operation.timeout != self.default_timeout:
-            watch.entered(operation)
+            watch.entered(self, operation)
         if self.stalls.asked_early:
             self.stalls.entered(operation)
         if self.left:
@@ -277,6 +275,26 @@ class Communicator:
         for channel in self.channels:
             if channel.shared is not None:
                 channel.shared.purge(self.id)
+
+    # -- telling other ranks of operations
+
+    def tell(self, rank: int, message: dict[str, Any]) -> None:
+        """Send a message about an operation, on a link between this rank and `rank`."""
+        if self.lineage:
+            message = {**message, "split": self.lineage}
+        self.endpoint.direct.tell(self.ranks[rank], {**message, "g": self.id})
+
+    def say(self, rank: int, message: dict[str, Any]) -> None:
+        """Send a message on the data link to `rank`, if there is one: it depends on nobody else."""
+        message = {**message, "g": self.id}
+        if self.channels[rank].link is not None:
+            self.channels[rank].say(message)
+        else:
+            self.endpoint.control.tell(self.ranks[rank], message)
+
+    def stands(self) -> bool:
+        """Whether the group has neither failed nor been left."""
+        return self.cause is None and self.endpoint.groups.get(self.id) is self
 
     # -- failing
 

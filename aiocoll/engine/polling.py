@@ -7,18 +7,16 @@ polls for `spin_us`, and so does a turn of the loop in which peers were sending;
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sized
+from typing import Any, Protocol
 
+from aiocoll.engine.context import Context
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import Link
 from aiocoll.transport.shared_memory import SlotReader
 from aiocoll.work import Work
 
-if TYPE_CHECKING:
-    from aiocoll.engine.communicator import Communicator
-    from aiocoll.engine.endpoint import Endpoint
-
-__all__ = ["Looker", "Polling"]
+__all__ = ["Group", "Looker", "Polling"]
 
 #: An await that completes at once yields a turn of the loop when the last turn is this many seconds ago (contract).
 TURN = 500e-6
@@ -26,10 +24,23 @@ TURN = 500e-6
 SOME = 8
 
 
+class Group(Protocol):
+    """A group that has operations in flight."""
+
+    @property
+    def pending(self) -> Sized:
+        """The operations."""
+
+    def crashed(self, error: Exception) -> None:
+        """Code of the library has raised what it should not, while it ran for this group."""
+
+
 class Looker(Protocol):
     """An operation that no frame tells of what its peers have put into shared memory."""
 
-    comm: Communicator
+    @property
+    def comm(self) -> Group:
+        """The group it is in flight in."""
 
     def look(self) -> bool:
         """Do what has become possible; whether anything moved."""
@@ -39,7 +50,8 @@ class Polling:
     """The polling of one endpoint.
 
     Args:
-        endpoint: whose.
+        context: of the endpoint.
+        groups: of the endpoint.
         spin: seconds of polling in vain; 0 where a peer shares this process.
         crowded: more ranks on this host than cores: give the core away between polls.
 
@@ -50,7 +62,7 @@ class Polling:
         readers: operations that look when something was posted to a board.
     """
 
-    def __init__(self, endpoint: Endpoint, spin: float, crowded: bool) -> None:
+    def __init__(self, context: Context, groups: Mapping[int, Group], spin: float, crowded: bool) -> None:
         self.links: tuple[Link, ...] = ()
         self.lookers: dict[Looker, None] = {}
         self.slot_readers: tuple[SlotReader, ...] = ()
@@ -58,9 +70,10 @@ class Polling:
         # Readers that have yet to look after news of the boards, the next one last; and whether there is newer news.
         self._scan: list[Looker] = []
         self._news = False
-        self._endpoint = endpoint
-        self._runtime = endpoint.runtime
-        self._spin = spin if endpoint.runtime.may_spin else 0.0
+        self._runtime = context.runtime
+        self._quiet = context.quiet
+        self._groups = groups
+        self._spin = spin if context.runtime.may_spin else 0.0
         self._yield = os.sched_yield if crowded and hasattr(os, "sched_yield") else None
         self._spun = False
         # Whether polling has ended for lack of time, while peers were sending.
@@ -70,7 +83,7 @@ class Polling:
     def spin(self, work: Work[Any]) -> None:
         """Poll the links for a moment; in vain at most once per turn of the loop."""
         if not self._spun and self._spin and self.links:
-            self._endpoint.quiet.run(self._poll, work, 0)
+            self._quiet.run(self._poll, work, 0)
 
     def _poll(self, work: Work[Any] | None, before: int) -> None:
         """Poll until `work` is done, or without one until fewer than `before` operations are in flight.
@@ -169,7 +182,7 @@ class Polling:
         return moved or bool(scan) or self._news
 
     def _in_flight(self) -> int:
-        return sum([len(group.pending) for group in self._endpoint.groups.values()])
+        return sum([len(group.pending) for group in self._groups.values()])
 
     def _rest(self) -> None:
         """Poll no more in vain in this turn."""

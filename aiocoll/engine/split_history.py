@@ -7,17 +7,16 @@ how the group came to be; who gets one and is not in that group compares it with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from aiocoll.engine.control.causes import cause_of
+from aiocoll.engine.control.star import ControlPlane
+from aiocoll.engine.control.unmade_groups import Early
+from aiocoll.engine.ids import hash62
 from aiocoll.errors import CollectiveMismatchError, GroupError
 
-if TYPE_CHECKING:
-    from aiocoll.engine.communicator import Communicator
-    from aiocoll.engine.endpoint import Endpoint
-
-__all__ = ["Split", "stranger"]
+__all__ = ["Group", "Split", "stranger"]
 
 
 class Split(NamedTuple):
@@ -35,50 +34,82 @@ class Split(NamedTuple):
     name: str | None
     ranks: tuple[int, ...]
 
-    def identity(self, endpoint: Endpoint) -> int:
+    def identity(self) -> int:
         """Return the id of the group that comes of it."""
-        return endpoint.hash62(f"{self.parent}\0split\0{tuple(self)}") & 0xFFFFFFFF
+        return hash62(f"{self.parent}\0split\0{tuple(self)}") & 0xFFFFFFFF
 
 
-def stranger(endpoint: Endpoint, peer: int, note: dict[str, Any]) -> str | None:
+class Group(Protocol):
+    """A group that this rank has split, or made by that.
+
+    Attributes:
+        name: of the group.
+        rank: this one.
+        splits: this rank's calls that have split it.
+        cause: why it has failed, if it has.
+    """
+
+    name: str
+    rank: int
+    splits: list[Split]
+    cause: GroupError | None
+
+    @property
+    def position(self) -> Mapping[int, int]:
+        """The number in the group by rank in the job."""
+
+    def revoke(self, cause: GroupError, tell: bool = True) -> None:
+        """Fail with `cause`."""
+
+
+def stranger(
+    groups: Mapping[int, Group], early: Early, control: ControlPlane, peer: int, note: dict[str, Any]
+) -> str | None:
     """A note of `peer` is about a group that this rank is not in: say why it is not, or tell all why it never will be.
+
+    Args:
+        groups: of this rank.
+        early: the groups it has not made.
+        control: tells the others.
+        peer: who sent the note.
+        note: what it says.
 
     Returns:
         What the peer shall be told of this rank, if that can still change.
     """
     lineage = [Split(parent, number, name, tuple(ranks)) for parent, number, name, ranks in note.get("split", ())]
     for level, theirs in enumerate(lineage):
-        parent = endpoint.groups.get(theirs.parent)
+        parent = groups.get(theirs.parent)
         if parent is None:
-            if not endpoint.early.is_over(theirs.parent):
+            if not early.is_over(theirs.parent):
                 break
-            endpoint.control.tell(peer, {"t": "bye", "g": note["g"], "cause": None, "linked": False})
+            control.tell(peer, {"t": "bye", "g": note["g"], "cause": None, "linked": False})
             return None
         if theirs.number < len(parent.splits):
             mine = parent.splits[theirs.number]
             if mine == theirs:
                 continue
             error: GroupError = _mismatch(parent, peer, theirs, mine)
-            if (own := endpoint.groups.get(mine.identity(endpoint))) is not None:
+            if (own := groups.get(mine.identity())) is not None:
                 own.revoke(error)
         elif parent.cause is not None:
             error = parent.cause
         else:
             return f"which has split group {parent.name!r} {len(parent.splits)} times only"
-        _refuse(endpoint, peer, lineage[level:], error)
+        _refuse(early, control, peer, lineage[level:], error)
         return None
     return "which is not in the group now"
 
 
-def _refuse(endpoint: Endpoint, peer: int, lineage: Sequence[Split], error: GroupError) -> None:
+def _refuse(early: Early, control: ControlPlane, peer: int, lineage: Sequence[Split], error: GroupError) -> None:
     """Revoke groups that this rank will never be in."""
     for split in lineage:
-        identity = split.identity(endpoint)
-        endpoint.early.disown(identity, peer)
-        endpoint.control.flood({"t": "revoke", "g": identity, "cause": cause_of(error)}, split.ranks)
+        identity = split.identity()
+        early.disown(identity, peer)
+        control.flood({"t": "revoke", "g": identity, "cause": cause_of(error)}, split.ranks)
 
 
-def _mismatch(parent: Communicator, peer: int, theirs: Split, mine: Split) -> CollectiveMismatchError:
+def _mismatch(parent: Group, peer: int, theirs: Split, mine: Split) -> CollectiveMismatchError:
     """Name both lists, that of the lower rank first: who finds out must not matter."""
     calls = sorted([(parent.position[peer], theirs), (parent.rank, mine)])
     fields = [

@@ -61,7 +61,7 @@ class Reconfigurer:
         excluded = self._others(exclude, "exclude")
         assumed = self._others(assume_dead, "assume_dead")
         d.check_owner()
-        agreement = comm.endpoint.agreement(comm.id, comm.growths, comm.ranks)
+        agreement = comm.endpoint.agreements.voter(comm.id, comm.growths, comm.ranks)
         if agreement.taken:
             raise GroupError(
                 f"group {comm.name!r} was shrunk before on rank {d.rank}: shrink the group that came of it",
@@ -118,7 +118,7 @@ class Reconfigurer:
     async def _grown(self, seat: Assignment, limit: float) -> Any:
         """Meet the newcomers, and go on with them only if all ranks of this group do."""
         comm = self._comm
-        agreement = comm.endpoint.agreement(comm.id, comm.growths, comm.ranks)
+        agreement = comm.endpoint.agreements.voter(comm.id, comm.growths, comm.ranks)
         try:
             group = await self._unless_revoked(self._meet_anew(seat, limit, comm.timeout))
         except BaseException as error:
@@ -174,7 +174,7 @@ class Reconfigurer:
         if mine:
             # Of the groups of one call each has its own lowest rank.
             name = f"{comm.name}/{number}.{min(mine)}" if group_name is None else group_name
-            group = self.derive(split.identity(d.endpoint), split.ranks, name, limit)
+            group = self.derive(split.identity(), split.ranks, name, limit)
             group._comm.split_off(comm, split)
         comm.splits.append(split)
         work: Work[Any] = Work(d.endpoint, "SPLIT_GROUP", None, None, d.group)

@@ -29,11 +29,14 @@ from typing import Any
 
 from aiocoll.algorithms.machine import Tuning
 from aiocoll.engine.channel import Channel
+from aiocoll.engine.channels import Channels
 from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.consensus.agreements import Agreements
 from aiocoll.engine.consensus.voter import Outcome, Voter
 from aiocoll.engine.control.messages import Note
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.endpoint import Endpoint
+from aiocoll.engine.groups import Group
 from aiocoll.engine.operations.base import Operation
 from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.process_group import ProcessGroup
@@ -111,30 +114,39 @@ class _Nowhere(Endpoint):
 
     def __init__(self, runtime: Runtime, rank: int, world_size: int) -> None:
         super().__init__(runtime, MemoryTransport(Hub(runtime), rank), rank, world_size, 0.0, False)
-        self.control = _Silent(self)
+        self.control = _Silent(self.context)
         self.cards = _Alike({"host": "", "loop": "", "process": (0, 0, 0), "piece": 0})
-        self._nobody = Channel(self, -1)
+        self.channels = _One(self.context, self.registry, self.roster, self.failure_detector, self.polling)
+        self.agreements = _Unanimous(self.agreements.parts, self.registry.named)
 
-    def channel(self, rank: int) -> Channel:
-        return self._nobody
-
-    def add(self, group: Communicator) -> None:
+    def add(self, group: Group) -> None:
         self.groups[group.id] = group
 
-    def leave(self, group: Communicator) -> None:
+    def leave(self, group: Group) -> None:
         self.groups.pop(group.id, None)
         group.close()
 
     def divert(self, operation: Operation) -> None:
         pass
 
-    def agreement(self, identity: int, number: int, ranks: Sequence[int], peer: int | None = None) -> Voter:
-        return self._agreements.setdefault((identity, number), _Willing(self, identity, number, ranks))
-
     async def aclose(self) -> None:
-        self.closed = True
+        self.context.closed = True
         self.watch.close()
-        await self._stop_tasks()
+        await self.context.stop_tasks()
+
+
+class _One(Channels):
+    """The same channel to every rank."""
+
+    def to(self, rank: int) -> Channel:
+        return super().to(-1)
+
+
+class _Unanimous(Agreements):
+    """Decisions in which everybody agrees with this rank."""
+
+    def voter(self, identity: int, number: int, ranks: Sequence[int]) -> Voter:
+        return self.voters.setdefault((identity, number), _Willing(self.parts, identity, number, ranks))
 
 
 class _Silent(ControlPlane):

@@ -99,13 +99,13 @@ class Hosts:
             return
         self.killed.add(process)
         for endpoint in self._of(process):
-            endpoint.closed = True
-            endpoint.transport.accepted = _refuse
+            endpoint.context.closed = True
+            endpoint.context.transport.accepted = _refuse
             for link in [
                 link
                 for hub in self._networks
                 for link in hub.links
-                if link._rank == endpoint.rank and hub is endpoint.transport._hub
+                if link._rank == endpoint.rank and hub is endpoint.context.transport._hub
             ]:
                 link.close()
         self.programs[process].cancel()
@@ -179,11 +179,11 @@ class Hosts:
         if process not in self.stopped:
             return
         for endpoint, other in list(self.endpoints.items()):
-            transport = endpoint.transport
+            transport = endpoint.context.transport
             assert isinstance(transport, MemoryTransport)
             ranks = {each.process: rank for rank, each in transport._hub.ranks.items()}  # type: ignore[attr-defined]
             watches = endpoint.control.hub in (endpoint.rank, ranks.get(process))
-            if process in ranks and other not in self.stopped | self.killed and watches and not endpoint.closed:
+            if process in ranks and other not in self.stopped | self.killed and watches and not endpoint.context.closed:
                 how = "stopped" if self.hosts[process] == self.hosts[other] else "unreachable"
                 endpoint.failure_detector._lost(ranks[process], how, SILENCE)
         asyncio.get_running_loop().call_later(SILENCE, self._still_stopped, process)

@@ -36,7 +36,7 @@ def early(pg: ProcessGroup) -> int:
     """Return the bytes kept here of messages that no call has asked for."""
     member = pg._comm
     collectives = sum(len(payload) for frames in member._early.values() for _, _, payload in frames)
-    unmade = member.endpoint.early._unmade.values()
+    unmade = member.endpoint.registry.early._unmade.values()
     strangers = sum(len(payload) for group in unmade for _, _, payload in group.frames)
     messages = sum(len(part) for arrival in member.matching._active.values() for part in arrival.parts)
     return collectives + strangers + messages

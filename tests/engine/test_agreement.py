@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from aiocoll.engine.consensus.agreements import Agreements
 from aiocoll.engine.consensus.completed import Completed
-from aiocoll.engine.consensus.voter import PROMPT, Voter
+from aiocoll.engine.consensus.voter import PROMPT, Parts
 
 GROUP = 7
 #: The report of a rank that has completed no collective.
@@ -26,11 +28,12 @@ class Alone:
         self.over: set[int] = set()
         self.dead: dict[int, tuple[str, str]] = {}
         self.groups: dict[int, Any] = {}
-        self.runtime = self.direct = self.failure_detector = self
+        self.runtime = self
         self.said: Said = []
         self._timers: list[tuple[float, asyncio.TimerHandle, Any]] = []
         self._now = 0.0
-        self.agreement = Voter(self, GROUP, 0, range(world_size))  # type: ignore[arg-type]
+        parts = Parts(self, self, self, self.flood, self.look, self.groups)  # type: ignore[arg-type]
+        self.agreement = Agreements(parts, lambda identity, peer: None).voter(GROUP, 0, range(world_size))
 
     @property
     def suspected(self) -> set[int]:
@@ -41,6 +44,9 @@ class Alone:
 
     def send(self, rank: int, note: dict[str, Any]) -> None:
         self.said.append((rank, note))
+
+    def flood(self, note: dict[str, Any], ranks: Sequence[int]) -> None:
+        """Nobody is told of its end."""
 
     def reach(self, rank: int) -> None:
         """Nobody is lost for good here."""

@@ -274,13 +274,17 @@ async def test_what_is_said_of_groups_that_there_are_not_is_bounded_for_each_pee
     """Who speaks of agreements of groups is counted as who speaks of the groups."""
     monkeypatch.setattr(early, "GROUPS", FEW)
 
+    def accepts(identity: int) -> dict[str, Any]:
+        about = {"t": "shrink", "g": identity, "n": 0, "ranks": [0, 1, 2], "dead": [], "assumed": []}
+        return {**about, "what": "accept", "ballot": 0}
+
     async def rank(pg: ProcessGroup) -> None:
         endpoint = pg._comm.endpoint
         for peer in (1, 2):
             for number in range(FEW):
-                endpoint.agreement(peer * UNMADE * FEW + number, 0, (0, 1, 2), peer)
+                endpoint.agreements.heard(peer, accepts(peer * UNMADE * FEW + number))
             with pytest.raises(ProtocolError, match=f"rank {peer} has spoken of more than {FEW} groups"):
-                endpoint.agreement(UNMADE, 0, (0, 1, 2), peer)
+                endpoint.agreements.heard(peer, accepts(UNMADE))
 
     await run_ranks(3, rank)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aiocoll import GroupError, PeerLostError, ProcessGroup
-from aiocoll.engine import endpoint as module
+from aiocoll.engine.failure import failure_detector as module
 
 from ..ranks import run_ranks
 
@@ -22,7 +22,7 @@ async def test_a_rank_that_does_not_answer(lives: bool, monkeypatch: pytest.Monk
     async def rank(pg: ProcessGroup) -> Any:
         endpoint = pg._comm.endpoint
         if pg.rank() == 1:
-            connect = endpoint.transport.connect
+            connect = endpoint.context.transport.connect
 
             async def unanswered(peer: int, *args: Any) -> Any:
                 dials.append(peer)
@@ -30,7 +30,7 @@ async def test_a_rank_that_does_not_answer(lives: bool, monkeypatch: pytest.Monk
                     raise PeerLostError("no answer", ranks=[peer])
                 return await connect(peer, *args)
 
-            monkeypatch.setattr(endpoint.transport, "connect", unanswered)
+            monkeypatch.setattr(endpoint.context.transport, "connect", unanswered)
             monkeypatch.setattr(endpoint.failure_detector, "sees", lambda _: lives)
         call = pg.recv(np.zeros(1), 1) if pg.rank() == 0 else pg.send(np.ones(1), 0)
         if lives:
@@ -52,7 +52,7 @@ async def test_a_dial_ends_with_the_rank_that_dials(monkeypatch: pytest.MonkeyPa
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
-            monkeypatch.setattr(pg._comm.endpoint.transport, "connect", unanswered)
+            monkeypatch.setattr(pg._comm.endpoint.context.transport, "connect", unanswered)
             work = pg.send(np.ones(1), 1)
             await dialling.wait()
             pg.abort("a test")

@@ -181,7 +181,7 @@ class Trial:
             assert set(members) == set(self.on), told
         decided: dict[tuple[int, int], set[str]] = {}
         for endpoint, process in self.hosts.endpoints.items():
-            for key, agreement in endpoint._agreements.items():
+            for key, agreement in endpoint.agreements.voters.items():
                 if agreement.outcome is not None and process not in self.hosts.killed:
                     outcome = {name: agreement.outcome[name] for name in ("members", "grown")}
                     decided.setdefault(key, set()).add(str(outcome))

@@ -79,7 +79,7 @@ def test_what_may_be_decided_is_proposed_again(
 
     def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
         nonlocal silent
-        if self.endpoint.rank == 0 and rank:
+        if self.rank == 0 and rank:
             silent = silent or note["what"] == "decided"
             if silent or (note["what"] == "propose" and rank not in reached):
                 return
@@ -97,7 +97,7 @@ def test_nobody_accepts_less_than_it_has_promised(world_size: int, monkeypatch: 
     voted: set[int] = set()
 
     def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
-        me = self.endpoint.rank
+        me = self.rank
         if me == 0 and rank:
             if note["what"] == "propose" and rank > 1:
                 kept.append((self, rank, note))
@@ -106,7 +106,7 @@ def test_nobody_accepts_less_than_it_has_promised(world_size: int, monkeypatch: 
             voted.add(me)
             if len(voted) == world_size - 1:
                 # When all these votes have come, and before rank 1 has waited long enough for that of rank 0.
-                self.endpoint.runtime.call_later(1, lambda: [say(*each) for each in kept])
+                self.parts.context.runtime.call_later(1, lambda: [say(*each) for each in kept])
         say(self, rank, note)
 
     first, *others = shrunk(world_size, between, monkeypatch)
@@ -122,7 +122,7 @@ def test_of_two_that_were_accepted_the_later_is_proposed_again(monkeypatch: pyte
 
     def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
         nonlocal silent
-        me, what = self.endpoint.rank, note["what"]
+        me, what = self.rank, note["what"]
         if me == 0 and rank and (what != "propose" or rank != 4):
             return
         if me == 4 and rank in (1, 2, 3) and (rank == 1 or not silent):
@@ -145,7 +145,7 @@ def test_who_accepts_something_else_later_stands_by_that(monkeypatch: pytest.Mon
 
     def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
         nonlocal decided
-        me, what = self.endpoint.rank, note["what"]
+        me, what = self.rank, note["what"]
         decided = decided or (me == 1 and what == "decided")
         if me != rank:
             if me == 0 and not decided and what != "accept":
@@ -164,7 +164,7 @@ def test_a_coordinator_that_takes_over_asks_those_that_vote_elsewhere(monkeypatc
     """Of rank 0 only rank 2 hears anything, so it alone would stay there, and be left out by the others."""
 
     def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
-        if self.endpoint.rank != 0 or rank in (0, 2):
+        if self.rank != 0 or rank in (0, 2):
             say(self, rank, note)
 
     everybody = (0, 1, 2, 3, 4)
@@ -179,12 +179,12 @@ def test_a_coordinator_learns_from_a_vote_who_is_dead() -> None:
             await asyncio.sleep(60)
             return None
         if pg.rank() == 2:
-            pg._comm.endpoint.died(3, "its process is gone", tell=False, how="killed")
+            pg._comm.endpoint.roster.died(3, "its process is gone", tell=False, how="killed")
         await pg.wait_revoked()
         start = asyncio.get_running_loop().time()
         small = await pg.shrink()
         assert asyncio.get_running_loop().time() - start < 1
-        assert set(pg._comm.endpoint.dead) == {3}
+        assert set(pg._comm.endpoint.roster.dead) == {3}
         await small.shutdown()
         return small.global_ranks
 
@@ -209,10 +209,10 @@ def test_there_is_one_group_whatever_is_lost_or_late(seeds: range, monkeypatch: 
             loss: float = loss,
             delay: float = delay,
         ) -> None:
-            if rank == self.endpoint.rank:
+            if rank == self.rank:
                 say(self, rank, note)
             elif chance.random() >= loss:
-                self.endpoint.runtime.call_later(chance.uniform(0, delay), say, self, rank, note)
+                self.parts.context.runtime.call_later(chance.uniform(0, delay), say, self, rank, note)
 
         results = shrunk(
             world_size, between, monkeypatch, seed, late=lambda chance=chance: chance.choice([0.0, 0.1, 4.0, 9.0])

@@ -206,7 +206,7 @@ def test_another_rank_dies_at_any_message_of_the_agreement(
 
         def watched(self: Voter, rank: int, note: dict[str, Any]) -> None:
             nonlocal said
-            me = self.endpoint.rank
+            me = self.rank
             said += rank != me and not {me, rank} & job.killed
             if said == step and len(job.killed) == 1:
                 job.kill(me if also == "sender" else rank)
@@ -338,7 +338,7 @@ def test_a_coordinator_that_answers_nothing_is_passed_over(monkeypatch: pytest.M
     heard = Voter.heard
 
     def deaf(self: Voter, peer: int, note: dict[str, Any]) -> None:
-        if self.endpoint.rank != 1:
+        if self.rank != 1:
             heard(self, peer, note)
 
     async def body(pg: ProcessGroup) -> Any:
@@ -416,7 +416,7 @@ def test_ranks_that_cannot_be_reached_are_tried_again_and_count(lost: set[int]) 
             return None
         job.cut(lost, {0, 1, 2, 3} - lost)
         for rank in lost:
-            pg._comm.endpoint.died(rank, "nothing has been heard of it", how="unreachable")
+            pg._comm.endpoint.roster.died(rank, "nothing has been heard of it", how="unreachable")
         start = now()
         if 0 in lost:
             with pytest.raises(
@@ -448,7 +448,7 @@ def test_a_death_is_proven_by_a_process_of_the_same_host() -> None:
         assert now() - start < 2
         small = await pg.shrink()
         assert now() - start < 2.5  # at once: nobody is tried again
-        assert [pg._comm.endpoint.dead[1][0]] == ["killed"]
+        assert [pg._comm.endpoint.roster.dead[1][0]] == ["killed"]
         return await works(small)
 
     assert Job(hosts).run(4, body) == [(0, 2, 3), None, (0, 2, 3), (0, 2, 3)]
@@ -520,7 +520,7 @@ def test_any_ranks_die_at_any_messages(seeds: range, monkeypatch: pytest.MonkeyP
             victim = doomed.get(next(messages))
             if victim is not None and victim not in job.killed and len(job.killed) + 1 < len(job.groups):
                 job.kill(victim)
-            if self.endpoint.rank not in job.killed:
+            if self.rank not in job.killed:
                 say(self, rank, note)
 
         async def body(pg: ProcessGroup, job: Job = job, first: int = first, chance: random.Random = chance) -> Any:

@@ -50,7 +50,7 @@ def play(attack: Attack) -> tuple[bool, bool]:
                 await work
         assert not pg.pending()
         _bounded(pg)
-        how, _ = pg._comm.endpoint.dead.get(2, ("", ""))
+        how, _ = pg._comm.endpoint.roster.dead.get(2, ("", ""))
         refused.append(how == "protocol")
         try:
             good = (await pair.allreduce(np.ones(1), timeout=TIMEOUT)).tolist() == [2.0]
@@ -74,8 +74,8 @@ def _pair_identity(pg: ProcessGroup) -> int:
 
 def _bounded(pg: ProcessGroup) -> None:
     endpoint = pg._comm.endpoint
-    for channel in endpoint._channels.values():
+    for channel in endpoint.channels._channels.values():
         waiting = channel._waiting
         assert 0 <= waiting._nbytes <= LINK_WINDOW + ASK_WINDOW
         assert 0 <= waiting._grants <= EARLY_GRANTS
-    assert all(number <= GROUPS for number in endpoint.early._named.values())
+    assert all(number <= GROUPS for number in endpoint.registry.early._named.values())

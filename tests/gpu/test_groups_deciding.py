@@ -144,7 +144,7 @@ async def test_a_rank_may_make_its_group_after_others_have_called(late: int) -> 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         if rank == late:
-            early = pg._comm.endpoint.early
+            early = pg._comm.endpoint.registry.early
             await until(lambda: early._unmade) if rank == 0 else await pg.recv_object(0)
         elif rank == 0:
             pg.send_object(None, late)
@@ -154,7 +154,7 @@ async def test_a_rank_may_make_its_group_after_others_have_called(late: int) -> 
         await part.allreduce(tensor)
         assert host(tensor).tolist() == [part.size()] * 3
         assert is_native(part)
-        assert not any(group.notes for group in pg._comm.endpoint.early._unmade.values())
+        assert not any(group.notes for group in pg._comm.endpoint.registry.early._unmade.values())
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
@@ -168,10 +168,10 @@ async def test_notes_for_groups_that_are_over_or_of_others_are_not_kept() -> Non
         await part.shutdown()
         for identity in (part._comm.id, 7):
             endpoint.control.tell(1 - pg.rank(), {"t": "device", "g": identity, "ready": True})
-        await until(lambda: endpoint.early._unmade)
-        assert list(endpoint.early._unmade) == [7]
-        endpoint.early.disown(7, 1 - pg.rank())
-        assert not endpoint.early._unmade
+        await until(lambda: endpoint.registry.early._unmade)
+        assert list(endpoint.registry.early._unmade) == [7]
+        endpoint.registry.early.disown(7, 1 - pg.rank())
+        assert not endpoint.registry.early._unmade
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
@@ -405,8 +405,8 @@ async def test_a_rank_that_said_something_of_a_group_it_is_not_in_is_refused_as_
         endpoint = pg._comm.endpoint
         if pg.rank() == 0:
             await until(lambda: len(made) == 2)
-            identity = Split(pg._comm.id, 0, None, (0, 1)).identity(endpoint)
-            endpoint.early.keep_note(identity, 2, {"t": "device", "g": identity, "ready": True})
+            identity = Split(pg._comm.id, 0, None, (0, 1)).identity()
+            endpoint.registry.early.keep_note(identity, 2, {"t": "device", "g": identity, "ready": True})
         part = await pg.split_group([[0, 1], [2]])
         assert part is not None
         made.append(pg.rank())

@@ -422,7 +422,7 @@ async def test_two_hubs_are_lost_in_one_turn(caplog: pytest.LogCaptureFixture) -
         await pg.barrier()
         if pg.rank() == 3:
             for hub in (0, 1):
-                pg._comm.endpoint.died(hub, "its process is gone")
+                pg._comm.endpoint.roster.died(hub, "its process is gone")
         await pg.wait_revoked()
         if pg.rank() < 2:
             return None

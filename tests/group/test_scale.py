@@ -84,11 +84,13 @@ async def test_in_a_large_group_channels_are_made_when_they_are_needed() -> None
         await pg.barrier()
         channels = pg._comm.channels
         # Of a barrier, log p to each side: those that this rank has sent on, and those that it has only heard on.
-        assert list(channels) == [pg._comm.endpoint._channels[peer] for peer in sorted(pg._comm.endpoint._channels)]
+        assert list(channels) == [
+            pg._comm.endpoint.channels._channels[peer] for peer in sorted(pg._comm.endpoint.channels._channels)
+        ]
         assert 0 < sum(channel.link is not None for channel in channels) <= 2 * size.bit_length()
         assert len(channels) == size
         peer = (pg.rank() + size // 2) % size
-        assert channels[peer] is channels[peer] is pg._comm.endpoint.channel(peer)
+        assert channels[peer] is channels[peer] is pg._comm.endpoint.channels.to(peer)
         await objects(pg)
         await pg.barrier()
         pg.abort("enough")

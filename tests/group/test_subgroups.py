@@ -21,6 +21,8 @@ from aiocoll import (
     ProcessGroup,
     new_group,
 )
+from aiocoll.engine import split_history
+from aiocoll.engine.ids import hash62
 
 from ..ranks import TRANSPORTS, options, run_ranks, until
 
@@ -377,7 +379,7 @@ async def test_the_whole_closes_its_parts(transport: str) -> None:
         with pytest.raises(GroupClosedError):
             pg.split_group([0])
         await group.shutdown()
-        assert endpoint.closed
+        assert endpoint.context.closed
         assert endpoint.groups == {}
 
     await run_ranks(3, rank, transport=transport)
@@ -498,11 +500,11 @@ async def test_a_split_sends_nothing() -> None:
         frames: list[object] = []
         for link in pg._comm.endpoint._all_links():
             link.write = lambda *frame: frames.append(frame)  # type: ignore[method-assign, return-value, misc]
-        before = len(pg._comm.endpoint._channels)
+        before = len(pg._comm.endpoint.channels._channels)
         for _ in range(10):
             pg.split_group(range(7))
         assert frames == []
-        assert len(pg._comm.endpoint._channels) == before
+        assert len(pg._comm.endpoint.channels._channels) == before
         for link in pg._comm.endpoint._all_links():
             del link.write
         await pg.barrier()
@@ -510,15 +512,17 @@ async def test_a_split_sends_nothing() -> None:
     await run_ranks(7, rank)
 
 
-async def test_an_id_that_is_taken_is_refused() -> None:
+async def test_an_id_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_history, "hash62", lambda text: 7)
+
     async def rank(pg: ProcessGroup) -> None:
-        pg._comm.endpoint.hash62 = lambda text: 7  # type: ignore[method-assign]
         group = await part(pg, [0, 1])
         for _ in range(2):
             with pytest.raises(ValueError, match=r"group 'world:0/1.0' would have the id of another .* another name"):
                 pg.split_group([0, 1])
             await group.shutdown()
-        del pg._comm.endpoint.hash62
+        await pg.barrier()
+        monkeypatch.setattr(split_history, "hash62", hash62)
         assert await works(await part(pg, [0, 1])) == (0, 1)
 
     await run_ranks(2, rank)

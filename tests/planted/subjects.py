@@ -85,7 +85,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         "shrink": Subject(("Voter.shrink",), AGREEMENT),
         "coordinator": Subject(("Coordinator.consider",), AGREEMENT),
         "endpoint": Subject(
-            ("Endpoint.add", "Roster.died", "Early.keep_frame"),
+            ("Endpoint.add", "Channels.lost", "Groups.ended", "Context.spawn", "Roster.died", "Early.keep_frame"),
             (
                 ("test_goodbye.py", "test_deaths.py", "-k", "2 or 3"),
                 RECOVERY,
@@ -95,7 +95,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ),
         ),
         "session": Subject(("Session.message_received",), (("test_tcp.py", "-k", "cut_off"),)),
-        "control": Subject(("ControlPlane.flood",), (GOODBYE,)),
+        "control": Subject(("ControlPlane.flood", "Receiver.hear"), (GOODBYE,)),
     }
 )
 #: Of the last ones there are faults by hand only.

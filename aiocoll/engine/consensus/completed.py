@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.operation_log import OperationLog
 
-__all__ = ["Completed", "Report", "combine", "report"]
+__all__ = ["Completed", "Report", "Revoked", "combine", "report"]
 
 Report = dict[str, Any]
 
@@ -58,7 +57,21 @@ class Completed:
         return _told(self.upto, self.missing, sorted(self.keyed))
 
 
-def report(group: Communicator) -> Report:
+class Revoked(Protocol):
+    """A group that was revoked.
+
+    Attributes:
+        entered: the number of the last ordered operation.
+        unfinished: collectives that have failed, by number, or key and count.
+        recorder: what this rank has called.
+    """
+
+    entered: int
+    unfinished: frozenset[int | tuple[str, int]]
+    recorder: OperationLog
+
+
+def report(group: Revoked) -> Report:
     """Say what this rank has completed in a revoked group."""
     upto = group.entered
     unfinished = group.unfinished

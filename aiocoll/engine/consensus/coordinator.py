@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.consensus.completed import combine
 from aiocoll.engine.consensus.quorum import connected, decides, is_majority
+from aiocoll.engine.consensus.voter import Outcome, Voter
 from aiocoll.engine.control.causes import cause_of
 from aiocoll.engine.control.messages import PROTOCOL, Note
 from aiocoll.errors import GroupError, PeerLostError
 
-if TYPE_CHECKING:
-    from aiocoll.engine.consensus.voter import Voter
-
-__all__ = ["Coordinator", "Outcome"]
-
-#: What is decided: the members, who was excluded, what was completed, and the larger group if it grew; plain data.
-Outcome = dict[str, Any]
+__all__ = ["Coordinator"]
 
 #: Seconds a coordinator waits for votes, then for acceptances: as long as a stopped rank may go unnoticed (contract).
 BOUND = 6.0
@@ -54,7 +48,7 @@ class Coordinator:
     def voted(self, peer: int, note: Note) -> None:
         """Take a vote, or take it again."""
         agreement, ballot = self._agreement, note["ballot"]
-        agreement.endpoint.restored(peer)
+        agreement.parts.ranks.restored(peer)
         if agreement.outcome is not None:
             agreement.say_decided(peer)
             return
@@ -74,7 +68,7 @@ class Coordinator:
     def _begin(self, first: int) -> None:
         """After the first vote, ask the others for theirs, or tell them what was proposed already."""
         agreement = self._agreement
-        me = agreement.endpoint.rank
+        me = agreement.rank
         self._await_bounds()
         if self._proposal is not None:
             self._say_proposal(agreement.ranks)
@@ -101,7 +95,7 @@ class Coordinator:
     def _await_bounds(self) -> None:
         self._retried = self._expired = False
         self.stop()
-        call_later, attempt = self._agreement.endpoint.runtime.call_later, self._agreement.attempt
+        call_later, attempt = self._agreement.parts.context.runtime.call_later, self._agreement.attempt
         self._timers = [call_later(RETRY, attempt, self._retry), call_later(BOUND, attempt, self._expire)]
 
     def _retry(self) -> None:
@@ -149,7 +143,7 @@ class Coordinator:
             return
         declined = map(self._candidacy, self._those_that("failed"))
         failed = [each["failed"] for each in declined if each["successor"] in groups]
-        absent = set(agreement.ranks) & (agreement.away | agreement.endpoint.suspected)
+        absent = set(agreement.ranks) & (agreement.away | agreement.parts.ranks.suspected)
         if failed or absent or self._expired or len(groups) > 1 or self._those_that("exclude"):
             reason = failed[0] if failed else "not all of its ranks could do so"
             self._refuse(grown, GroupError(f"the group did not grow: {reason}"))
@@ -192,13 +186,13 @@ class Coordinator:
     def _wanted(self) -> set[int]:
         """Return who should vote to go on: all that live, have not closed the group and are not excluded."""
         agreement = self._agreement
-        group = agreement.endpoint.groups.get(agreement.group)
+        group = agreement.parts.groups.get(agreement.group)
         left = set() if group is None else {group.ranks[rank] for rank in group.left}
         return (set(agreement.ranks) - agreement.away - self._excluded() - left) | self._candidates()
 
     def _hopeless(self) -> set[int]:
         """Return who is not waited for: stopped and refused ranks, and lost ones that could not be reached again."""
-        lost = self._agreement.endpoint.dead
+        lost = self._agreement.parts.ranks.dead
         return {rank for rank, (how, _) in lost.items() if self._retried or how in ("stopped", PROTOCOL)}
 
     def _excluded(self) -> set[int]:
@@ -223,7 +217,7 @@ class Coordinator:
         )
         error: GroupError
         if missing:
-            here, there = agreement.named(reached or [agreement.endpoint.rank]), agreement.named(missing)
+            here, there = agreement.named(reached or [agreement.rank]), agreement.named(missing)
             numbers = [agreement.position(rank) for rank in missing]
             error = PeerLostError(
                 f"{here} cannot shrink the group: they are no quorum without {there}, which could not be reached or "

@@ -20,34 +20,128 @@ with a connection does no harm.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from aiocoll.engine.consensus.coordinator import Coordinator, Outcome
+from aiocoll.engine.context import Context
 from aiocoll.engine.control.causes import error_from
 from aiocoll.engine.control.messages import Note
+from aiocoll.engine.ids import hash62
 from aiocoll.errors import GroupError
 
-if TYPE_CHECKING:
-    from aiocoll.engine.endpoint import Endpoint
+__all__ = ["Coordinating", "Group", "Outcome", "Parts", "Voter"]
 
-__all__ = ["Outcome", "Voter"]
+#: What is decided: the members, who was excluded, what was completed, and the larger group if it grew; plain data.
+Outcome = dict[str, Any]
 
 #: Seconds after which a vote is said again, and a coordinator that has not answered one is passed over.
 PROMPT = 2.0
+
+
+class Group(Protocol):
+    """A group that the ranks decide about.
+
+    Attributes:
+        name: of the group.
+        ranks: of the group, numbered as in the job.
+        left: those that have left, numbered as in the group.
+        growths: how often it has grown.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    left: set[int]
+    growths: int
+
+    def revoke(self, cause: GroupError, tell: bool = True) -> None:
+        """Fail with `cause`."""
+
+    def crashed(self, error: Exception) -> None:
+        """Fail, since code of the library has raised what it should not."""
+
+
+class Ranks(Protocol):
+    """What is known of the other ranks.
+
+    Attributes:
+        dead: how each lost rank was lost, and what tells so.
+    """
+
+    dead: dict[int, tuple[str, str]]
+
+    @property
+    def over(self) -> Container[int]:
+        """Ranks that have ended or are lost."""
+
+    @property
+    def suspected(self) -> set[int]:
+        """The lost ranks that may still live."""
+
+    def died(self, rank: int, detail: str, tell: bool = True, how: str = "killed") -> None:
+        """A rank is lost."""
+
+    def restored(self, rank: int) -> None:
+        """A rank that was lost is heard again."""
+
+
+class Links(Protocol):
+    """Links between this rank and another one, be that lost."""
+
+    def send(self, rank: int, note: Note) -> None:
+        """Send a note to a rank."""
+
+    def reach(self, rank: int) -> None:
+        """Find out whether a lost rank can be reached again."""
+
+
+class Parts(NamedTuple):
+    """What the voters of an endpoint need of it.
+
+    Attributes:
+        context: of the endpoint.
+        ranks: the others.
+        links: carry the notes.
+        flood: sends a note to some ranks that may be linked to this one or not.
+        look: looks whether the process of a rank is gone.
+        groups: of the endpoint.
+    """
+
+    context: Context
+    ranks: Ranks
+    links: Links
+    flood: Callable[[Note, Sequence[int]], None]
+    look: Callable[[int], None]
+    groups: Mapping[int, Group]
+
+
+class Coordinating(Protocol):
+    """The part of a coordinator that this rank may have to play."""
+
+    def voted(self, peer: int, note: Note) -> None:
+        """Take a vote, or take it again."""
+
+    def accepted(self, peer: int, note: Note) -> None:
+        """Take an acceptance of the proposal."""
+
+    def consider(self) -> None:
+        """Propose, decide or give up, if it is time."""
+
+    def stop(self) -> None:
+        """Wait for nobody any more."""
 
 
 class Voter:
     """One rank's part in the decision about one group. It belongs to the endpoint, since it may outlive the group.
 
     Args:
-        endpoint: what connects this rank to the others.
+        parts: what connects this rank to the others.
         identity: the group.
         number: how often the group has grown before.
         ranks: of the group, numbered as in the job, as everywhere in here.
 
     Attributes:
-        endpoint, group, number, ranks: as given.
+        parts, group, number, ranks: as given.
+        coordinator: set once, by who makes both.
         outcome: the decision, once this rank knows it.
         accepted: the ballot and the proposal this rank accepted last.
         promised: the highest ballot this rank has promised; -1 before the first.
@@ -56,9 +150,12 @@ class Voter:
         taken: this rank has made the group that goes on.
     """
 
-    def __init__(self, endpoint: Endpoint, identity: int, number: int, ranks: Sequence[int]) -> None:
+    coordinator: Coordinating
+
+    def __init__(self, parts: Parts, identity: int, number: int, ranks: Sequence[int]) -> None:
         self.outcome: Outcome | None = None
-        self.endpoint = endpoint
+        self.parts = parts
+        self.rank = parts.context.rank
         self.group = identity
         self.number = number
         self.ranks = tuple(ranks)
@@ -73,17 +170,16 @@ class Voter:
         self._answered = False
         self._silent: set[int] = set()
         self._prompt: asyncio.TimerHandle | None = None
-        self._coordinator = Coordinator(self)
 
     @property
     def away(self) -> set[int]:
         """The ranks that can take no part any more: proven dead, ended, or dead by a program's word."""
-        endpoint = self.endpoint
+        ranks = self.parts.ranks
+        suspected = ranks.suspected
         return {
             rank
             for rank in self.ranks
-            if rank in self.assumed
-            or (rank in endpoint.over and rank not in endpoint.suspected and rank not in self.moved)
+            if rank in self.assumed or (rank in ranks.over and rank not in suspected and rank not in self.moved)
         }
 
     async def shrink(self, exclude: Iterable[int], assume_dead: Iterable[int], completed: dict[str, Any]) -> Outcome:
@@ -128,7 +224,7 @@ class Voter:
         """Vote, and return what is decided."""
         if self._waiter is not None:
             raise RuntimeError("shrink() of this group is under way already: await that call")
-        self._waiter = self.endpoint.loop.create_future()
+        self._waiter = self.parts.context.loop.create_future()
         self._candidacy = candidacy
         self._silent.clear()
         try:
@@ -144,24 +240,24 @@ class Voter:
 
     def identity(self, members: Sequence[int]) -> int:
         """Return the id of the group that goes on: no other decision, not even a wrong one, gives the same."""
-        return self.endpoint.hash62(f"{self.group}\0{self.number}\0{list(members)}") & 0xFFFFFFFF
+        return hash62(f"{self.group}\0{self.number}\0{list(members)}") & 0xFFFFFFFF
 
     def heard(self, peer: int, note: Note) -> None:
         """Take a note of `peer`."""
         if peer in self.away:
             if self.outcome is not None:
-                self.endpoint.direct.send(peer, self._signed({"what": "decided", "outcome": self.outcome}))
+                self.parts.links.send(peer, self._signed({"what": "decided", "outcome": self.outcome}))
             return
         handler = {
-            "vote": self._coordinator.voted,
+            "vote": self.coordinator.voted,
             "ask": self._asked,
             "propose": self._proposed,
-            "accept": self._coordinator.accepted,
+            "accept": self.coordinator.accepted,
             "decided": self._decided,
             "refuse": self._refused,
         }[note["what"]]
         for rank, why in note["dead"]:
-            self.endpoint.died(rank, why, tell=False)
+            self.parts.ranks.died(rank, why, tell=False)
         self.assumed.update(note["assumed"])
         handler(peer, note)
 
@@ -170,7 +266,7 @@ class Voter:
         if self.outcome is None:
             if self._waiter is not None:
                 self._cast()
-            self._coordinator.consider()
+            self.coordinator.consider()
 
     def cast(self) -> None:
         """Vote where one has promised to, as candidate if the program has called."""
@@ -184,7 +280,7 @@ class Voter:
         try:
             step()
         except Exception as error:
-            if (group := self.endpoint.groups.get(self.group)) is not None:
+            if (group := self.parts.groups.get(self.group)) is not None:
                 group.crashed(error)
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_exception(error)
@@ -192,11 +288,11 @@ class Voter:
     def close(self) -> None:
         """This rank ends; if others go on with it, they must not wait for it."""
         self._stop()
-        self._coordinator.stop()
+        self.coordinator.stop()
         outcome = self.outcome or (self.accepted and self.accepted[1])
-        if outcome and not self.taken and not outcome["grown"] and self.endpoint.rank in outcome["members"]:
+        if outcome and not self.taken and not outcome["grown"] and self.rank in outcome["members"]:
             note = {"t": "bye", "g": self.identity(outcome["members"]), "cause": None, "linked": False}
-            self.endpoint.control.flood(note, outcome["members"])
+            self.parts.flood(note, outcome["members"])
 
     def promise(self, ballot: int) -> bool:
         """As coordinator of `ballot`, promise it first of all; False if a higher one is promised already."""
@@ -208,12 +304,12 @@ class Voter:
         """Vote as candidate: where one has promised to, or at the lowest rank that may answer."""
         self._choose()
         self._stop()
-        self._prompt = self.endpoint.runtime.call_later(PROMPT, self.attempt, self._remind)
+        self._prompt = self.parts.context.runtime.call_later(PROMPT, self.attempt, self._remind)
         self._say_vote()
 
     def _choose(self) -> None:
         """Promise a ballot of a rank that may answer."""
-        size = self.endpoint.world_size
+        size = self.parts.context.world_size
         if self.promised < 0 or not self._may_answer(self.promised % size):
             # Never empty: this rank answers itself.
             coordinator = next(rank for rank in self.ranks if self._may_answer(rank))
@@ -223,28 +319,28 @@ class Voter:
     def _say_vote(self) -> None:
         candidacy = self._candidacy
         if candidacy is not None:
-            candidacy = {**candidacy, "lost": sorted(self.endpoint.suspected.intersection(self.ranks))}
+            candidacy = {**candidacy, "lost": sorted(self.parts.ranks.suspected.intersection(self.ranks))}
         vote = {"what": "vote", "ballot": self.promised, "candidacy": candidacy, "accepted": self.accepted}
-        self.say(self.promised % self.endpoint.world_size, vote)
+        self.say(self.promised % self.parts.context.world_size, vote)
 
     def _may_answer(self, rank: int) -> bool:
-        if rank == self.endpoint.rank:
+        if rank == self.rank:
             return True
         excluded = () if self._candidacy is None else self._candidacy.get("exclude", ())
         return not (rank in self._silent or rank in excluded or rank in self.away)
 
     def _reach_lost(self) -> None:
-        for rank in self.endpoint.suspected.intersection(self.ranks) - self.away:
-            self.endpoint.direct.reach(rank)
+        for rank in self.parts.ranks.suspected.intersection(self.ranks) - self.away:
+            self.parts.links.reach(rank)
 
     def _remind(self) -> None:
         """Say the vote again; a coordinator that has not answered the last one is blocked, or cut off."""
-        coordinator = self.promised % self.endpoint.world_size
-        if not self._answered and coordinator != self.endpoint.rank:
-            self._silent |= {coordinator, *self.endpoint.suspected}
+        coordinator = self.promised % self.parts.context.world_size
+        if not self._answered and coordinator != self.rank:
+            self._silent |= {coordinator, *self.parts.ranks.suspected}
         self._answered = False
-        for rank in set(self.ranks) - self.away - {self.endpoint.rank}:
-            self.endpoint.failure_detector.look(rank)
+        for rank in set(self.ranks) - self.away - {self.rank}:
+            self.parts.look(rank)
         self._reach_lost()
         self._cast()
 
@@ -275,18 +371,18 @@ class Voter:
             return
         self.outcome = note["outcome"]
         self._stop()
-        self._coordinator.stop()
+        self.coordinator.stop()
         members = note["outcome"]["members"]
-        group = self.endpoint.groups.get(self.group)
+        group = self.parts.groups.get(self.group)
         if note["outcome"]["grown"]:
             if group is not None:
                 group.growths = self.number + 1
         elif group is not None:
             text = f"{self.named(members)} of group {group.name!r} went on as a new group"
             group.revoke(GroupError(text, group=group.name), tell=False)
-        if self.endpoint.rank in members and not note["outcome"]["grown"]:
+        if self.rank in members and not note["outcome"]["grown"]:
             for rank in members:
-                self.endpoint.restored(rank)
+                self.parts.ranks.restored(rank)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(note["outcome"])
 
@@ -295,7 +391,7 @@ class Voter:
             self._waiter.set_exception(error_from(note["cause"]))
 
     def _check_membership(self, outcome: Outcome) -> None:
-        me = self.endpoint.rank
+        me = self.rank
         others = self.named(outcome["members"])
         if outcome["grown"]:
             raise GroupError(
@@ -330,15 +426,15 @@ class Voter:
     def say(self, rank: int, note: Note) -> None:
         """Say `note` to `rank`, be it this one."""
         note = self._signed(note)
-        if rank == self.endpoint.rank:
+        if rank == self.rank:
             self.heard(rank, note)
         elif rank not in self.away:
-            self.endpoint.direct.send(rank, note)
+            self.parts.links.send(rank, note)
 
     def _signed(self, note: Note) -> Note:
         """Add to `note` what every one of them tells: the group, and who is away by proof or by a program's word."""
         dead = [
-            (rank, why) for rank, (how, why) in self.endpoint.dead.items() if how == "killed" and rank in self.ranks
+            (rank, why) for rank, (how, why) in self.parts.ranks.dead.items() if how == "killed" and rank in self.ranks
         ]
         assumed = sorted(self.assumed)
         about = {"t": "shrink", "g": self.group, "n": self.number, "ranks": list(self.ranks)}

@@ -6,47 +6,64 @@ A lost rank is reached again in the same way: a new link, or an answer on the on
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol
 
+from aiocoll.engine.context import Context
 from aiocoll.engine.control.messages import Note
 from aiocoll.engine.control.sending import send_note
+from aiocoll.engine.control.star import ControlPlane
 from aiocoll.errors import AiocollError
 from aiocoll.log import logger
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Link
 
-if TYPE_CHECKING:
-    from aiocoll.engine.endpoint import Endpoint
-
-__all__ = ["PeerLinks"]
+__all__ = ["PeerLinks", "Ranks"]
 
 #: Seconds in which a lost rank is to be reached again before what waits for it is dropped; it is said again anyway.
 REACH = 2.0
 
 
-class PeerLinks:
-    """Opens control links beside the star, when there is something to say; the control plane owns them then."""
+class Ranks(Protocol):
+    """What is known of the other ranks."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
+    @property
+    def suspected(self) -> set[int]:
+        """The lost ranks that may still live."""
+
+
+class PeerLinks:
+    """Opens control links beside the star, when there is something to say; the control plane owns them then.
+
+    Args:
+        context: of the endpoint.
+        control: the star.
+        ranks: tells which of them are lost.
+        missed: called with a rank that was not reached.
+    """
+
+    def __init__(self, context: Context, control: ControlPlane, ranks: Ranks, missed: Callable[[int], None]) -> None:
+        self._context = context
+        self._control = control
+        self._ranks = ranks
+        self._missed = missed
         self._held: dict[int, list[Note]] = {}
         self._dialling: set[int] = set()
 
     def tell(self, rank: int, note: Note) -> None:
         """Send `note` to `rank` on a link between this rank and that one."""
-        endpoint = self._endpoint
-        control = endpoint.control
-        if endpoint.closed or control.hub in (rank, endpoint.rank) or control.linked(rank):
+        context, control = self._context, self._control
+        if context.closed or control.hub in (rank, context.rank) or control.linked(rank):
             control.tell(rank, note)
             return
         self.send(rank, note)
 
     def send(self, rank: int, note: Note) -> None:
         """Send `note` to `rank` on a link of their own, whichever rank is the hub and even if `rank` is lost."""
-        link = self._endpoint.control.link(rank)
+        link = self._control.link(rank)
         if link is not None:
             send_note(link, note)
-        elif not self._endpoint.closed:
+        elif not self._context.closed:
             self._held.setdefault(rank, []).append(note)
             self._connect(rank)
 
@@ -55,9 +72,9 @@ class PeerLinks:
         self.send(rank, {"t": "probe"})
 
     def _connect(self, rank: int) -> None:
-        if rank not in self._dialling and not self._endpoint.control.dials(rank):
+        if rank not in self._dialling and not self._control.dials(rank):
             self._dialling.add(rank)
-            self._endpoint.spawn(self._dial(rank), "aiocoll control")
+            self._context.spawn(self._dial(rank), "aiocoll control")
 
     def dials(self, rank: int) -> bool:
         """Whether a link to `rank` is on its way."""
@@ -69,19 +86,19 @@ class PeerLinks:
             send_note(link, note)
 
     async def _dial(self, rank: int) -> None:
-        endpoint = self._endpoint
-        lost = rank in endpoint.suspected
+        context = self._context
+        lost = rank in self._ranks.suspected
         try:
             async with asyncio.timeout(REACH if lost else None):
-                link = await endpoint.transport.connect(rank, endpoint.cards[rank], ConnKind.CONTROL)
+                link = await context.connect(rank, ConnKind.CONTROL)
         except (OSError, AiocollError, TimeoutError) as error:
             link = None
             self._held.pop(rank, None)
-            endpoint.failure_detector.examine(rank)
-            logger.debug("rank %d did not reach rank %d: %s", endpoint.rank, rank, error, extra={"rank": endpoint.rank})
+            self._missed(rank)
+            logger.debug("rank %d did not reach rank %d: %s", context.rank, rank, error, extra={"rank": context.rank})
         finally:
             self._dialling.discard(rank)
         if link is not None:
-            endpoint.control.attach(link)
-        elif rank == endpoint.control.hub:
-            endpoint.control.succeed_hub()  # it has become the hub meanwhile
+            self._control.attach(link)
+        elif rank == self._control.hub:
+            self._control.succeed_hub()  # it has become the hub meanwhile

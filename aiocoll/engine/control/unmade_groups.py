@@ -8,16 +8,14 @@ honest rank comes near. A peer that goes beyond breaks the protocol.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from aiocoll.engine.control.messages import Note
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.frame import Header
 
-if TYPE_CHECKING:
-    from aiocoll.engine.channel import Channel
-
-__all__ = ["Early", "Kept", "Unmade", "keep_note"]
+__all__ = ["Early", "Kept", "Source", "Unmade", "keep_note"]
 
 #: Groups that one peer may speak of before this rank has made them: it would have to be thousands of calls of
 #: `split_group` ahead, each of which made a group that it has used, left or revoked by now.
@@ -25,8 +23,28 @@ GROUPS = 4096
 #: Notes about CUDA devices of one peer for one group: before all have said what they have, each says that once.
 DEVICE_NOTES = 16
 
-#: A frame that waits, and the channel it has come on.
-Kept = tuple["Channel", Header, bytes]
+
+class Source(Protocol):
+    """What a frame that waits has come on.
+
+    Attributes:
+        peer: who has sent it.
+    """
+
+    peer: int
+
+    def hold(self, header: Header) -> None:
+        """Count a frame that has to wait."""
+
+    def release(self, header: Header) -> None:
+        """A frame that has waited does so no more."""
+
+    def hear_again(self, deliver: Callable[..., bool], header: Header, payload: bytes) -> None:
+        """Hand on a frame that has waited."""
+
+
+#: A frame that waits, and what it has come on.
+Kept = tuple[Source, Header, bytes]
 
 
 class Unmade:
@@ -76,7 +94,7 @@ class Early:
             found.peers.add(peer)
         return found
 
-    def keep_frame(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
+    def keep_frame(self, channel: Source, header: Header, payload: memoryview | None) -> bool:
         """Keep a frame; True if its group is over instead."""
         identity = header[3]
         if identity in self._over:

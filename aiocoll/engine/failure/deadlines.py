@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.engine.operations.base import P2P, Operation
-from aiocoll.engine.operations.differences import called
-from aiocoll.log import logger
+from aiocoll.runtime import Runtime
 
-if TYPE_CHECKING:
-    from aiocoll.engine.endpoint import Endpoint
-
-__all__ = ["REPORT_AFTER", "Deadlines"]
-
+__all__ = ["REPORT_AFTER", "Deadlines", "Group"]
 
 #: Seconds after which a pending operation is reported to the coordinator (contract: 250 ms); also the timer's period.
 REPORT_AFTER = 0.25
@@ -22,25 +19,53 @@ REPORT_AFTER = 0.25
 LOOKED_AT = 64
 
 
+class Group(Protocol):
+    """A group, as far as its operations have deadlines.
+
+    Attributes:
+        default_timeout: of operations that expire in the order of entry.
+        warn_after: seconds after which an operation that waits is reported in the log.
+        pending: operations in flight, oldest first.
+        operations: the collectives among them.
+        stalls: finds out what they wait for.
+    """
+
+    default_timeout: float
+    warn_after: float
+    pending: dict[Operation, None]
+    operations: dict[int, Operation]
+    stalls: StallInspector
+
+    def attempt(self, callback: Callable[..., object], *args: object) -> None:
+        """Call something that runs for the group."""
+
+
 class Deadlines:
     """Deadlines, reports and warnings of all operations of one endpoint.
+
+    Args:
+        runtime: clock and timers.
+        groups: of the endpoint.
+        needed: called when an operation waits for other ranks.
 
     Attributes:
         timer: of the next tick; None while there is nothing to look at.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
+    def __init__(self, runtime: Runtime, groups: Mapping[int, Group], needed: Callable[[], None]) -> None:
+        self._runtime = runtime
+        self._groups = groups
+        self._needed = needed
         self.timer: asyncio.TimerHandle | None = None
         #: When it goes off; uvloop's timers of less than a millisecond do not tell.
         self._due = 0.0
         # Operations whose timeout is not the group's: these may expire before older ones.
-        self._hurried: dict[Operation, None] = {}
+        self._hurried: dict[Operation, Group] = {}
 
-    def entered(self, operation: Operation) -> None:
-        """Keep an eye on `operation`; while there is a timer, usual timeouts need no word."""
-        if operation.timeout != operation.comm.default_timeout:
-            self._hurried[operation] = None
+    def entered(self, group: Group, operation: Operation) -> None:
+        """Keep an eye on `operation` of `group`; while there is a timer, usual timeouts need no word."""
+        if operation.timeout != group.default_timeout:
+            self._hurried[operation] = group
             self._arm(_patience(operation))
         elif self.timer is None:
             self._arm(REPORT_AFTER)
@@ -57,32 +82,32 @@ class Deadlines:
 
     def _arm(self, delay: float) -> None:
         """Tick in `delay` seconds, if not sooner anyway."""
-        due = self._endpoint.runtime.time() + delay
+        due = self._runtime.time() + delay
         if self.timer is not None:
             if delay >= REPORT_AFTER or self._due <= due:
                 return
             self.timer.cancel()
         self._due = due
-        self.timer = self._endpoint.runtime.call_later(delay, self._tick)
+        self.timer = self._runtime.call_later(delay, self._tick)
 
     def _tick(self) -> None:
         self.timer = None
-        now = self._endpoint.runtime.time()
+        now = self._runtime.time()
         delay = REPORT_AFTER
-        for operation in list(self._hurried):
+        for operation, group in list(self._hurried.items()):
             if operation.done:
                 self.ended(operation)
                 continue
             left = operation.entered + operation.timeout - now
             if left <= 0:
                 del self._hurried[operation]
-                operation.comm.attempt(operation.expire)
+                group.attempt(operation.expire)
             else:
-                operation.comm.attempt(self._look, operation, now, True)
+                group.attempt(self._look, group, operation, now, True)
                 delay = min(delay, left, max(0.0, _due(operation) - now))
         busy = bool(self._hurried)
         waits = False
-        for group in list(self._endpoint.groups.values()):
+        for group in list(self._groups.values()):
             oldest = True
             # Collectives also on their own: any number of receives may have been pending for longer.
             pending = dict.fromkeys(islice(group.pending, LOOKED_AT))
@@ -90,15 +115,15 @@ class Deadlines:
             for operation in pending:
                 busy = True
                 waits = waits or now - operation.entered >= REPORT_AFTER
-                group.attempt(self._look, operation, now, oldest)
+                group.attempt(self._look, group, operation, now, oldest)
                 # Receives may wait for as long as they like, and are not reported.
                 oldest = oldest and operation.id & P2P == P2P
         if waits:
-            self._endpoint.failure_detector.needed()
+            self._needed()
         if busy:
             self._arm(delay)
 
-    def _look(self, operation: Operation, now: float, oldest: bool) -> None:
+    def _look(self, group: Group, operation: Operation, now: float, oldest: bool) -> None:
         """Do what is due; of those that have been reported only the `oldest` is again."""
         if operation.done:
             return
@@ -106,23 +131,13 @@ class Deadlines:
         if age >= operation.timeout:
             operation.expire()
             return
-        stalls = operation.comm.stalls
+        stalls = group.stalls
         if now >= _due(operation) and (oldest or not operation.reported or stalls.unanswered(operation)):
             operation.reported = stalls.report(operation)
             operation.seek()
-        if age >= operation.comm.warn_after and not operation.warned:
+        if age >= group.warn_after and not operation.warned:
             operation.warned = True
-            _, detail = stalls.missing(operation)
-            logger.warning(
-                "group %r, rank %d: %s, called as %s, has been waiting for %.1f s: %s",
-                operation.comm.name,
-                operation.comm.rank,
-                operation.title(),
-                called(operation.describe()),
-                age,
-                detail,
-                extra=operation.comm.log_extra,
-            )
+            stalls.warn(operation, age)
 
 
 def _patience(operation: Operation) -> float:

@@ -9,18 +9,18 @@ knows that it is gone, here or on another rank of its host, which then tells all
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from aiocoll.engine.context import Context
+from aiocoll.engine.control.star import ControlPlane
+from aiocoll.engine.failure.roster import Roster
 from aiocoll.engine.failure.watchdog import ROUND, Watchdog
-from aiocoll.errors import AiocollError
+from aiocoll.errors import AiocollError, PeerLostError
 from aiocoll.log import logger
 from aiocoll.process import GONE, PidFd, ProcessId, state
+from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Card, Link
 from aiocoll.transport.byte_stream import ByteStream
-
-if TYPE_CHECKING:
-    from aiocoll.engine.endpoint import Endpoint
 
 __all__ = ["FailureDetector"]
 
@@ -33,13 +33,23 @@ LAST_WORDS = 0.05
 GRACE = 0.3
 #: Seconds between two looks at such a process.
 LOOK = 0.005
+#: Seconds between two attempts, each of some seconds, to connect to a rank that does not answer but lives.
+CONNECT_AGAIN = 0.5
 
 
 class FailureDetector:
-    """What one endpoint knows of the lives of others."""
+    """What one endpoint knows of the lives of others.
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
+    Args:
+        context: of the endpoint.
+        control: who is linked to whom.
+        roster: hears of what is found.
+    """
+
+    def __init__(self, context: Context, control: ControlPlane, roster: Roster) -> None:
+        self._context = context
+        self._control = control
+        self._roster = roster
         self._sentinel: Watchdog | None = None
         self._processes: dict[int, ProcessId] = {}
         #: Processes of this host that /proc does not show, since they are in another namespace.
@@ -50,10 +60,11 @@ class FailureDetector:
         self._asked_at = -ASK_AGAIN
         self._over = False
 
-    def start(self, cards: Mapping[int, Card]) -> None:
+    def start(self) -> None:
         """Begin to watch, if there are other processes."""
-        endpoint = self._endpoint
-        me = cards[endpoint.rank]
+        context = self._context
+        cards = context.cards
+        me = cards[context.rank]
         if all(card["process"] == me["process"] and card["host"] == me["host"] for card in cards.values()):
             return
         host, own = _whereabouts(me)
@@ -61,16 +72,14 @@ class FailureDetector:
             there, process = _whereabouts(card)
             seen = there == host and process.namespace == own.namespace != 0
             # A host may hide the processes of other users.
-            if rank != endpoint.rank and seen and state(process) != GONE:
+            if rank != context.rank and seen and state(process) != GONE:
                 self._processes[rank] = process
-        self._sentinel = Watchdog(
-            endpoint.rank, endpoint.loop, endpoint.runtime.ticks, self._lost, self._heartbeat_ended
-        )
+        self._sentinel = Watchdog(context.rank, context.loop, context.runtime.ticks, self._lost, self._heartbeat_ended)
         self._sentinel.start()
         for rank, stream in self._heartbeats:
             self.attach(rank, stream)
         self._heartbeats.clear()
-        for link in endpoint.control.links:
+        for link in self._control.links:
             self.linked(link)
         self.follow_hub()
 
@@ -105,24 +114,22 @@ class FailureDetector:
 
     def follow_hub(self) -> None:
         """Open a heartbeat to the hub, unless its process can be seen."""
-        endpoint = self._endpoint
-        hub = endpoint.control.hub
-        if self._sentinel is None or self._dialling or hub in (endpoint.rank, *self._processes):
+        context, hub = self._context, self._control.hub
+        if self._sentinel is None or self._dialling or hub in (context.rank, *self._processes):
             return
-        if endpoint.cards[hub]["process"] != endpoint.cards[endpoint.rank]["process"]:
+        if context.cards[hub]["process"] != context.cards[context.rank]["process"]:
             self._dialling = True
-            endpoint.spawn(self._dial(hub), "aiocoll heartbeat")
+            context.spawn(self._dial(hub), "aiocoll heartbeat")
 
     def needed(self) -> None:
         """Something waits: look at those it may wait for, or have the hub do so."""
-        endpoint = self._endpoint
-        now = endpoint.runtime.time()
+        now = self._context.runtime.time()
         if self._sentinel is None or now < self._asked_at + ASK_AGAIN:
             return
         self._asked_at = now
-        control = endpoint.control
+        control = self._control
         hub = control.hub
-        if hub == endpoint.rank:
+        if hub == self._context.rank:
             watched = {link.peer for link in control.links}
         else:
             watched = {hub}
@@ -146,24 +153,33 @@ class FailureDetector:
             return ""
         return "its process is alive" if silence <= 2 * ROUND else f"nothing of it has been heard for {silence:.1f} s"
 
+    async def connect(self, rank: int, kind: ConnKind) -> Link | None:
+        """Open a link to `rank`, if it has not opened one itself; while its process lives, its loop may be blocked."""
+        while True:
+            try:
+                return await self._context.connect(rank, kind)
+            except PeerLostError:
+                if rank in self._roster.over or not self.sees(rank):
+                    raise
+            await self._context.runtime.sleep(CONNECT_AGAIN)
+
     # -- broken connections
 
     def broken(self, rank: int, detail: str) -> None:
         """A connection to a rank broke: its process has ended, or it cannot be reached."""
-        endpoint = self._endpoint
-        if endpoint.closed:
+        if self._context.closed:
             return
-        if rank in endpoint.over:
+        if rank in self._roster.over:
             self.examine(rank)
         elif self._in_sight(rank):
-            self._look(rank, endpoint.runtime.time() + GRACE, cut=True)
+            self._look(rank, self._context.runtime.time() + GRACE, cut=True)
         else:
-            endpoint.died(rank, detail, how="unreachable")
+            self._roster.died(rank, detail, how="unreachable")
 
     def examine(self, rank: int) -> None:
         """Tell everybody if the process of a lost rank is seen to be gone."""
-        if rank in self._endpoint.suspected and self._in_sight(rank):
-            self._look(rank, self._endpoint.runtime.time() + GRACE, cut=False)
+        if rank in self._roster.suspected and self._in_sight(rank):
+            self._look(rank, self._context.runtime.time() + GRACE, cut=False)
 
     def look(self, rank: int) -> None:
         """Tell everybody if the process of a rank is seen to be gone, which no connection tells while it is dialled."""
@@ -178,48 +194,46 @@ class FailureDetector:
 
     def _look(self, rank: int, until: float, cut: bool) -> None:
         """Look at a process until it is gone, or at least `until`; `cut` if a connection to it broke."""
-        endpoint = self._endpoint
         if self._over:
             return
+        runtime = self._context.runtime
         if state(self._process(rank)) == GONE:
-            endpoint.died(rank, "its process is gone")
-        elif endpoint.runtime.time() < until:
-            endpoint.runtime.call_later(LOOK, self._look, rank, until, cut)
+            self._roster.died(rank, "its process is gone")
+        elif runtime.time() < until:
+            runtime.call_later(LOOK, self._look, rank, until, cut)
         elif cut:
-            endpoint.cut_off(rank)
+            self._roster.cut_off(rank)
 
     # -- what the sentinel reports
 
     def _lost(self, rank: int, how: str, seconds: float) -> None:
         if how == "killed":
             # An orderly end may be on its way; the connection tells, unless a child process holds it open.
-            self._endpoint.runtime.call_later(LAST_WORDS, self._gone, rank)
+            self._context.runtime.call_later(LAST_WORDS, self._gone, rank)
         elif how == "stopped":
-            self._endpoint.died(rank, f"its process has been stopped for {seconds:.1f} s", how=how)
+            self._roster.died(rank, f"its process has been stopped for {seconds:.1f} s", how=how)
         else:
-            self._endpoint.died(rank, f"nothing has been heard of its process for {seconds:.1f} s", how=how)
+            self._roster.died(rank, f"nothing has been heard of its process for {seconds:.1f} s", how=how)
 
     def _gone(self, rank: int) -> None:
-        self._endpoint.died(rank, "its process is gone")
+        self._roster.died(rank, "its process is gone")
 
     def _heartbeat_ended(self, rank: int) -> None:
         """If its rank has ended, or died, that will be heard elsewhere."""
-        if rank == self._endpoint.control.hub:
+        if rank == self._control.hub:
             self.follow_hub()
 
     async def _dial(self, hub: int) -> None:
-        endpoint = self._endpoint
+        rank = self._context.rank
         try:
-            stream = await endpoint.transport.connect_heartbeat(hub, endpoint.cards[hub])
+            stream = await self._context.transport.connect_heartbeat(hub, self._context.cards[hub])
             if stream is not None:
                 self.attach(hub, stream)
         except (OSError, AiocollError) as error:
-            logger.debug(
-                "rank %d has no heartbeat with rank %d: %s", endpoint.rank, hub, error, extra={"rank": endpoint.rank}
-            )
+            logger.debug("rank %d has no heartbeat with rank %d: %s", rank, hub, error, extra={"rank": rank})
         finally:
             self._dialling = False
-        if hub != endpoint.control.hub:
+        if hub != self._control.hub:
             self.follow_hub()
 
 

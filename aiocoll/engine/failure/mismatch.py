@@ -7,12 +7,13 @@ them is the cause. If that rank is silent, the one who knows revokes after a whi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from asyncio import TimerHandle
+from collections.abc import Callable
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.operation_log import Record
 
-__all__ = ["MismatchReports"]
+__all__ = ["Group", "MismatchReports"]
 
 #: Seconds the lowest rank has to revoke a group of whose disagreement it was told: its loop may be blocked, and the
 #: contract gives one second in all.
@@ -21,10 +22,43 @@ INSIST_AFTER = 0.5
 Description = dict[str, Any]
 
 
-class MismatchReports:
-    """The part of one membership that finds out whose call is another one."""
+class Group(Protocol):
+    """A group of which two ranks may call what does not belong together.
 
-    def __init__(self, group: Communicator) -> None:
+    Attributes:
+        rank: this one.
+        ranks: all of them, numbered as in the job.
+        left: those that have left.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    left: set[int]
+
+    def say(self, rank: int, message: dict[str, Any]) -> None:
+        """Send a message on the data link to `rank`, if there is one."""
+
+    def record(self, op: int) -> Record | None:
+        """Return what is remembered of a collective: of a part of one, the whole."""
+
+    def disagreement(self, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+        """Fail, since two ranks called operations that do not belong together."""
+
+    def stands(self) -> bool:
+        """Whether the group has neither failed nor been left."""
+
+    def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> TimerHandle:
+        """Call something that runs for the group in `delay` seconds."""
+
+
+class MismatchReports:
+    """The part of one group that finds out whose call is another one.
+
+    Args:
+        group: whose.
+    """
+
+    def __init__(self, group: Group) -> None:
         self._group = group
         self._open: set[int] = set()
 
@@ -32,7 +66,7 @@ class MismatchReports:
         """A frame of `peer` does not fit what this rank called: let the peer name both sides."""
         if op not in self._open:
             self._open.add(op)
-            self._tell(peer, {"t": "disagree", "op": op, "theirs": mine})
+            self._group.say(peer, {"t": "disagree", "op": op, "theirs": mine})
 
     def differ(self, one: Description, two: Description) -> None:
         """Two calls do not belong together: let the lowest rank say so to all."""
@@ -41,35 +75,30 @@ class MismatchReports:
         if group.rank == judge:
             group.disagreement(one, two)
         else:
-            self._tell(judge, {"t": "differ", "one": one, "two": two})
+            group.say(judge, {"t": "differ", "one": one, "two": two})
             group.call_later(INSIST_AFTER, self._insist, one, two)
 
-    def disagreed(self, peer: int, note: dict[str, Any]) -> None:
+    def disagreed(self, peer: int, message: dict[str, Any]) -> None:
         """A frame of this rank did not fit what `peer` called."""
-        group, op = self._group, note["op"]
+        group, op = self._group, message["op"]
         record = group.record(op)
-        self.differ(_forgotten(group.rank, op) if record is None else record.describe(group.rank), note["theirs"])
+        self.differ(_forgotten(group.rank, op) if record is None else record.describe(group.rank), message["theirs"])
 
-    def differed(self, peer: int, note: dict[str, Any]) -> None:
+    def differed(self, peer: int, message: dict[str, Any]) -> None:
         """Another rank knows of two calls that do not belong together."""
-        self._group.disagreement(note["one"], note["two"])
+        self.settle(message["one"], message["two"])
+
+    def settle(self, one: Description, two: Description) -> None:
+        """Fail the group by name: two ranks called what does not belong together."""
+        self._group.disagreement(one, two)
 
     def _insist(self, one: Description, two: Description) -> None:
         group = self._group
-        if group.cause is None and group.endpoint.groups.get(group.id) is group:
+        if group.stands():
             group.disagreement(one, two)
             # Revocations may go through the one that is silent; these do not where there is a link.
             for rank in set(range(len(group.ranks))) - {group.rank}:
-                self._tell(rank, {"t": "differ", "one": one, "two": two})
-
-    def _tell(self, rank: int, note: dict[str, Any]) -> None:
-        """Send a note on the link to `rank`, if there is one: it depends on nobody else."""
-        group = self._group
-        note = {**note, "g": group.id}
-        if group.channels[rank].link is not None:
-            group.channels[rank].say(note)
-        else:
-            group.endpoint.control.tell(group.ranks[rank], note)
+                group.say(rank, {"t": "differ", "one": one, "two": two})
 
 
 def _forgotten(rank: int, op: int) -> Description:

@@ -2,27 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from aiocoll.engine.endpoint import Endpoint
+from aiocoll.engine.context import Context
+from aiocoll.engine.control.star import ControlPlane
 
-__all__ = ["Roster"]
+__all__ = ["Group", "Roster"]
+
+
+class Group(Protocol):
+    """A group, as far as it hears of lost ranks; they are numbered as in the job."""
+
+    @property
+    def position(self) -> Mapping[int, int]:
+        """The number in the group by rank in the job."""
+
+    def lost(self, rank: int, detail: str, how: str) -> None:
+        """A rank is dead, or as good as that."""
+
+    def torn(self, rank: int) -> None:
+        """The connection to a rank broke, and both live."""
 
 
 class Roster:
     """The other ranks of one endpoint.
 
+    Args:
+        context: of the endpoint.
+        control: tells the others.
+        groups: of this rank; they fail with their ranks.
+
     Attributes:
         dead: how each lost rank was lost, and what tells so: proven dead ("killed"), or not.
         over: ranks that have ended or are lost: that a connection to one of them breaks tells nothing new.
+        changed: see `connect`.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
+    _examine: Callable[[int], None]
+    changed: Callable[[], None]
+    _renew: Callable[[int], None]
+
+    def __init__(self, context: Context, control: ControlPlane, groups: Mapping[int, Group]) -> None:
+        self._context = context
+        self._control = control
+        self._groups = groups
         self.dead: dict[int, tuple[str, str]] = {}
         self.over: set[int] = set()
+
+    def connect(
+        self, examine: Callable[[int], None], changed: Callable[[], None], renew: Callable[[int], None]
+    ) -> None:
+        """Have others told.
+
+        Args:
+            examine: called with a rank that is lost: perhaps its process is seen to be gone.
+            changed: called when a rank was lost, has ended, or is back.
+            renew: called with a rank that is back.
+        """
+        self._examine, self.changed, self._renew = examine, changed, renew
 
     @property
     def suspected(self) -> set[int]:
@@ -39,59 +77,52 @@ class Roster:
             how: "killed" only if a witness has proven it: nothing of that rank is heard any more. Others keep their
                 say: "unreachable" and "stopped" ranks may come back, and of "protocol" ones another rank may hear.
         """
-        endpoint = self._endpoint
-        if endpoint.closed or rank == endpoint.rank:
+        context = self._context
+        if context.closed or rank == context.rank:
             return
-        endpoint.transport.catch_up()
+        context.transport.catch_up()
         known = rank in self.over
         if known and (rank not in self.suspected or how != "killed"):
             return
         self._lose(rank, detail, how)
         if tell:
-            note = {"t": "died", "rank": rank, "detail": detail, "how": how}
-            endpoint.control.flood(note, range(endpoint.world_size))
+            message = {"t": "died", "rank": rank, "detail": detail, "how": how}
+            self._control.flood(message, range(context.world_size))
         if not known:
-            for group in list(endpoint.groups.values()):
+            for group in list(self._groups.values()):
                 if rank in group.position:
                     group.lost(rank, detail, how)
 
     def cut_off(self, rank: int) -> None:
         """The connection to a rank broke although its process lives: what both need fails, for the same reason."""
-        endpoint = self._endpoint
-        if endpoint.closed or rank in self.over:
+        if self._context.closed or rank in self.over:
             return
-        endpoint.transport.catch_up()
+        self._context.transport.catch_up()
         self._lose(rank, "its connection broke, though its process lives", "unreachable")
-        for group in list(endpoint.groups.values()):
+        for group in list(self._groups.values()):
             if rank in group.position:
                 group.torn(rank)
 
     def _lose(self, rank: int, detail: str, how: str) -> None:
-        endpoint = self._endpoint
         self.over.add(rank)
         self.dead[rank] = how, detail
-        endpoint.control.gone(rank)
-        endpoint.control.miss(rank, detail)
-        endpoint.thinned()
-        endpoint.failure_detector.examine(rank)
+        self._control.gone(rank)
+        self._control.miss(rank, detail)
+        self.changed()
+        self._examine(rank)
 
     def restored(self, rank: int) -> None:
         """A rank that was lost, and neither proven dead nor refused, is heard again: it can be in new groups."""
-        endpoint = self._endpoint
-        if endpoint.closed or self.dead.get(rank, ("", ""))[0] not in ("unreachable", "stopped"):
+        if self._context.closed or self.dead.get(rank, ("", ""))[0] not in ("unreachable", "stopped"):
             return
         del self.dead[rank]
         self.over.discard(rank)
-        endpoint.renew(rank)
-        endpoint.control.back(rank)
-        endpoint.thinned()
+        self._renew(rank)
+        self._control.back(rank)
+        self.changed()
 
-    def finished(self, rank: int, moved: Sequence[int]) -> None:
-        """A rank has ended in order; it went on elsewhere from the groups `moved`."""
-        endpoint = self._endpoint
+    def finished(self, rank: int) -> None:
+        """A rank has ended in order."""
         self.over.add(rank)
         if rank in self.suspected:
             del self.dead[rank]
-        for identity in moved:
-            if (group := endpoint.groups.get(identity)) is not None:
-                endpoint.agreement(identity, group.growths, group.ranks).moved.add(rank)

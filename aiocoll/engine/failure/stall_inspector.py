@@ -9,18 +9,21 @@ it does.
 
 from __future__ import annotations
 
+from asyncio import TimerHandle
+from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from aiocoll.engine.failure.failure_detector import FailureDetector
+from aiocoll.engine.failure.mismatch import MismatchReports
 from aiocoll.engine.failure.stall_report import DETAILED, SLOW_AFTER, Absence, Finding, StallReport
+from aiocoll.engine.operation_log import OperationLog, Record
 from aiocoll.engine.operations.base import P2P, Operation
 from aiocoll.engine.operations.differences import called, opposed
 from aiocoll.log import logger
+from aiocoll.runtime import Runtime
 
-if TYPE_CHECKING:
-    from aiocoll.engine.communicator import Communicator
-
-__all__ = ["StallInspector"]
+__all__ = ["Group", "StallInspector"]
 
 #: Operations for which reports and answers are kept, the oldest ones first to go.
 KEPT = 256
@@ -36,11 +39,64 @@ GATHER = 0.01
 Description = dict[str, Any]
 
 
-class StallInspector:
-    """The part of one membership that asks and answers."""
+class Group(Protocol):
+    """A group whose ranks ask each other.
 
-    def __init__(self, group: Communicator) -> None:
+    Attributes:
+        name: of the group.
+        rank: this one.
+        ranks: all of them, numbered as in the job.
+        left: those that have left.
+        pending: operations in flight, oldest first.
+        operations: the collectives among them.
+        log_extra: says in the log whose a record is.
+    """
+
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
+    left: set[int]
+    pending: dict[Operation, None]
+    operations: dict[int, Operation]
+    log_extra: dict[str, Any]
+
+    def tell(self, rank: int, message: dict[str, Any]) -> None:
+        """Send a message about an operation, on a link between this rank and `rank`."""
+
+    def record(self, op: int) -> Record | None:
+        """Return what is remembered of a collective: of a part of one, the whole."""
+
+    def stands(self) -> bool:
+        """Whether the group has neither failed nor been left."""
+
+    def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> TimerHandle:
+        """Call something that runs for the group in `delay` seconds."""
+
+
+class StallInspector:
+    """The part of one group that asks and answers.
+
+    Args:
+        group: whose.
+        log: what this rank has called.
+        mismatches: hears of calls that do not belong together.
+        runtime: the clock.
+        failure_detector: knows what the processes of silent ranks do.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        log: OperationLog,
+        mismatches: MismatchReports,
+        runtime: Runtime,
+        failure_detector: FailureDetector,
+    ) -> None:
         self._group = group
+        self._log = log
+        self._mismatches = mismatches
+        self._now = runtime.time
+        self._state = failure_detector.state
         # As one who waits: what was answered, by operation; when which rank was asked that has not answered yet; and
         # the ranks that have been called slow since they last answered.
         self._findings: dict[int, Finding] = {}
@@ -98,6 +154,20 @@ class StallInspector:
             text += f"; what rank(s) {', '.join(map(str, awaited[:DETAILED]))} should send it has not all come"
         return [], text
 
+    def warn(self, operation: Operation, age: float) -> None:
+        """Say in the log that an operation has been waiting for `age` seconds."""
+        _, detail = self.missing(operation)
+        logger.warning(
+            "group %r, rank %d: %s, called as %s, has been waiting for %.1f s: %s",
+            self._group.name,
+            self._group.rank,
+            operation.title(),
+            called(operation.describe()),
+            age,
+            detail,
+            extra=self._group.log_extra,
+        )
+
     def _coordinator(self, silent: int | None) -> int:
         """Return the lowest rank that may answer, after the one that did not."""
         group = self._group
@@ -144,8 +214,8 @@ class StallInspector:
         elif peer in self._silent:
             self._silent[peer] = self._now()
         handler = {
-            "disagree": self._group.mismatches.disagreed,
-            "differ": self._group.mismatches.differed,
+            "disagree": self._mismatches.disagreed,
+            "differ": self._mismatches.differed,
             "report": self._reported,
             "query": self._queried,
             "absent": self._absent,
@@ -173,7 +243,7 @@ class StallInspector:
             inquiry.asked.discard(peer)
         other = opposed(theirs, inquiry.called.values())
         if other is not None:
-            self._group.disagreement(other, theirs)
+            self._mismatches.settle(other, theirs)
             return
         if "asked" in message:
             self._soon(op, inquiry)
@@ -237,7 +307,7 @@ class StallInspector:
     def _overdue(self, op: int) -> None:
         """A rank has been silent for long: those who wait shall know."""
         inquiry = self._inquiries.get(op)
-        if inquiry is not None and self._silent and self._stands():
+        if inquiry is not None and self._silent and self._group.stands():
             self._answer(op, inquiry, list(inquiry.called))
             self._expect(op)
 
@@ -249,25 +319,19 @@ class StallInspector:
 
     def _gathered(self, op: int, inquiry: StallReport) -> None:
         inquiry.due = False
-        if self._stands():
+        if self._group.stands():
             self._answer(op, inquiry, list(inquiry.called))
 
     def _answer(self, op: int, inquiry: StallReport, ranks: list[int]) -> None:
         """Tell `ranks` who is missing."""
         group = self._group
         missing = inquiry.missing(len(group.ranks))
-        state = group.endpoint.failure_detector.state
-        known = inquiry.absences(missing, self._silent, lambda rank: state(group.ranks[rank]), self._now())
+        known = inquiry.absences(missing, self._silent, lambda rank: self._state(group.ranks[rank]), self._now())
         for rank in ranks:
             self._tell(rank, {"t": "status", "op": op, "missing": missing, "known": known})
 
-    def _stands(self) -> bool:
-        """Whether there is still anybody to tell."""
-        group = self._group
-        return group.cause is None and group.endpoint.groups.get(group.id) is group
-
     def _last(self) -> dict[str, Any]:
-        record = self._group.recorder.last()
+        record = self._log.last()
         if record is None:
             return {"last": f"{self._waiting()}in no operation yet", "age": None}
         last = f"{self._waiting()}last in {called(record.describe(self._group.rank))}"
@@ -278,17 +342,11 @@ class StallInspector:
         operation = next((each for each in reversed(self._group.pending) if each.id & P2P == P2P), None)
         return "" if operation is None else f"waiting in {called(operation.describe())}; "
 
-    def _now(self) -> float:
-        return self._group.endpoint.runtime.time()
-
     def _tell(self, rank: int, message: dict[str, Any]) -> None:
         if rank == self._group.rank:
             self.heard(rank, message)
         else:
-            group = self._group
-            if group.lineage:
-                message = {**message, "split": group.lineage}
-            group.endpoint.direct.tell(group.ranks[rank], {**message, "g": group.id})
+            self._group.tell(rank, message)
 
 
 V = TypeVar("V")

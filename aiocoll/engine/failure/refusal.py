@@ -8,48 +8,66 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeGuard
 
+from aiocoll.engine.context import Context
 from aiocoll.engine.control.messages import PROTOCOL
 from aiocoll.engine.control.sending import send_note
 from aiocoll.engine.control.shapes import fitting
+from aiocoll.engine.control.star import ControlPlane
+from aiocoll.engine.failure.roster import Roster
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import Header
 
-if TYPE_CHECKING:
-    from aiocoll.engine.endpoint import Endpoint
-
-__all__ = ["LINGER", "Ignored", "Refusals"]
+__all__ = ["LINGER", "Ignored", "Refusals", "cannot_be_taken"]
 
 #: Seconds for which a link is kept for what is still to be sent, and for the peer to end its side too.
 LINGER = 1.0
 
 
 class Refusals:
-    """The links of one endpoint that are on their way to their end."""
+    """The links of one endpoint that are on their way to their end.
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
+    Args:
+        context: of the endpoint.
+        control: its control links.
+        roster: hears which rank is refused.
+        cut: returns the data links to a rank, which are used no more.
+        ended: called with a rank that had ended before it was refused.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        control: ControlPlane,
+        roster: Roster,
+        cut: Callable[[int], list[Link]],
+        ended: Callable[[int], None],
+    ) -> None:
+        self._context = context
+        self._control = control
+        self._roster = roster
+        self._cut = cut
+        self._ended = ended
         self._links: dict[Link, asyncio.TimerHandle] = {}
 
     def refuse(self, peer: int, error: Exception, link: Link | None = None) -> None:
         """Be done with `peer`; `link`, if the endpoint does not know it any more, is one of its links."""
-        endpoint = self._endpoint
         words = str(error)
         if not isinstance(error, ProtocolError):
-            words = f"rank {endpoint.rank} could not take what rank {peer} sent: {error!r}"
+            words = f"rank {self._context.rank} could not take what rank {peer} sent: {error!r}"
         detail = fitting(words)
-        links = endpoint.cut(peer) if link is None else [link, *endpoint.cut(peer)]
-        if peer in endpoint.over and peer not in endpoint.dead:
-            endpoint.ended(peer, ())
+        links = [*([] if link is None else [link]), *self._control.cut(peer), *self._cut(peer)]
+        if peer in self._roster.over and peer not in self._roster.dead:
+            self._ended(peer)
         else:
-            endpoint.died(peer, detail, how=PROTOCOL)
-        endpoint.control.gone(peer)
+            self._roster.died(peer, detail, how=PROTOCOL)
+        self._control.gone(peer)
         for each in links:
             send_note(each, {"t": "died", "rank": peer, "detail": detail, "how": PROTOCOL})
             each.sink = Ignored(self._lost)
-            self._links[each] = endpoint.runtime.call_later(LINGER, self._close, each)
+            self._links[each] = self._context.runtime.call_later(LINGER, self._close, each)
             each.finish()
 
     def attempt(self, peer: int, take: Callable[..., Any], *args: Any) -> Any:
@@ -89,3 +107,8 @@ class Ignored:
 
     def drained(self, link: Link) -> None:
         """Nothing waits for this."""
+
+
+def cannot_be_taken(error: Exception | None) -> TypeGuard[Exception]:
+    """Whether a link has ended because of what the peer sent, or because of what taking it raised here."""
+    return error is not None and not isinstance(error, OSError)

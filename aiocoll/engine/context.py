@@ -1,0 +1,62 @@
+"""What every part of an endpoint knows: which rank this is, its clock, its tasks, and how other ranks are reached."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+import numpy as np
+
+from aiocoll.runtime import Runtime
+from aiocoll.security.handshake import ConnKind
+from aiocoll.transport.base import Card, Link, Transport
+
+__all__ = ["Context"]
+
+
+class Context:
+    """This rank in one job.
+
+    Args:
+        runtime: clock, timers and loop.
+        transport: how peers are reached; listening already.
+        rank: this rank in the job.
+        world_size: number of ranks in the job.
+
+    Attributes:
+        cards: by rank, where it can be reached; empty until the ranks meet.
+        quiet: of all engine code: NumPy does not warn in it of what the caller's numbers may hold.
+        closed: this rank has ended, or has not met the others: nothing is begun any more.
+    """
+
+    __slots__ = ("_tasks", "cards", "closed", "loop", "quiet", "rank", "runtime", "transport", "world_size")
+
+    def __init__(self, runtime: Runtime, transport: Transport, rank: int, world_size: int) -> None:
+        self.runtime = runtime
+        self.loop = runtime.loop
+        self.transport = transport
+        self.rank = rank
+        self.world_size = world_size
+        self.cards: Mapping[int, Card] = {}
+        self.quiet = contextvars.copy_context()
+        self.quiet.run(np.seterr, all="ignore")
+        self.closed = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def connect(self, rank: int, kind: ConnKind) -> Link | None:
+        """Open a link to `rank`; None if that rank is opening one to this one."""
+        return await self.transport.connect(rank, self.cards[rank], kind)
+
+    def spawn(self, coro: Coroutine[Any, Any, None], name: str) -> None:
+        """Run a background task."""
+        task = self.runtime.create_task(coro, name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def stop_tasks(self) -> None:
+        """Cancel the background tasks, and wait until they have ended."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

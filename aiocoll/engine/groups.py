@@ -1,0 +1,113 @@
+"""The groups of one rank: those that it has made, and what peers have said of others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from aiocoll.engine import channel, polling, split_history
+from aiocoll.engine.channel import Channel
+from aiocoll.engine.consensus import voter
+from aiocoll.engine.context import Context
+from aiocoll.engine.control.causes import error_from
+from aiocoll.engine.control.messages import DEVICE, Note
+from aiocoll.engine.control.star import ControlPlane
+from aiocoll.engine.control.unmade_groups import Early
+from aiocoll.engine.failure import deadlines, roster
+from aiocoll.transport.frame import Header
+
+__all__ = ["Group", "Groups"]
+
+
+class Group(channel.Group, deadlines.Group, polling.Group, roster.Group, split_history.Group, voter.Group, Protocol):
+    """A group, as the endpoint knows it: all that its parts need, and what else it is told.
+
+    Attributes:
+        id: the group on the wire.
+        channels: by rank.
+    """
+
+    id: int
+    channels: list[Channel]
+
+    def departed(self, rank: int) -> None:
+        """A rank of the group (numbered as in the job) has left in order."""
+
+    def hear_on_device(self, rank: int, note: Note) -> None:
+        """Take a note about CUDA devices of a rank, numbered as in the job."""
+
+    def close(self) -> None:
+        """Leave: nothing arrives any more."""
+
+
+class Groups:
+    """The groups of one endpoint.
+
+    Args:
+        context: of the endpoint.
+        control: answers who speaks of a group that this rank is not in.
+
+    Attributes:
+        made: those that this rank is in, by what names them on the wire.
+        early: what peers have said of groups that this rank has not made.
+    """
+
+    def __init__(self, context: Context, control: ControlPlane) -> None:
+        self._context = context
+        self._control = control
+        self.made: dict[int, Group] = {}
+        self.early = Early()
+
+    def ranks_of(self, identity: int) -> Sequence[int] | None:
+        """Return the ranks of a group that this rank is in."""
+        group = self.made.get(identity)
+        return None if group is None else group.ranks
+
+    def named(self, identity: int, peer: int) -> None:
+        """A rank has spoken of a group, which this rank may not have made."""
+        if identity not in self.made and not self.early.is_over(identity):
+            self.early.unmade(identity, peer)
+
+    def keep_frame(self, source: Channel, header: Header, payload: memoryview | None) -> bool:
+        """Keep a frame of a group that this rank has not made; True if nobody will ask for it."""
+        return self._context.closed or self.early.keep_frame(source, header, payload)
+
+    def departed(self, rank: int, identity: int) -> None:
+        """A rank has left a group, and all its data has arrived."""
+        if (group := self.made.get(identity)) is not None:
+            group.departed(rank)
+        else:
+            self.early.keep_departure(identity, rank)
+
+    def ended(self, rank: int, linked: Sequence[int] = ()) -> None:
+        """A rank has ended, which takes it out of every group, unless it says so behind its data."""
+        if self._context.rank in linked:
+            return
+        for group in list(self.made.values()):
+            peer = group.position.get(rank)
+            if peer is not None and peer not in group.left:
+                group.departed(rank)
+
+    def revoked(self, rank: int, identity: int, cause: dict[str, Any]) -> None:
+        """Another rank has revoked a group."""
+        self._context.transport.catch_up()
+        if (group := self.made.get(identity)) is not None:
+            group.revoke(error_from(cause), tell=False)
+        else:
+            self.early.keep_cause(identity, rank, cause)
+
+    def heard(self, peer: int, note: Note) -> None:
+        """Hand a note about a device or an operation to its group."""
+        identity = note["g"]
+        group = self.made.get(identity)
+        if group is not None and note["t"] == DEVICE:
+            group.hear_on_device(peer, note)
+        elif group is not None:
+            group.stalls.heard(group.position[peer], note)
+        elif note["t"] == DEVICE:
+            self.early.keep_note(identity, peer, note)
+        else:
+            last = split_history.stranger(self.made, self.early, self._control, peer, note)
+            if last is not None and note["t"] == "query":
+                answer = {"t": "absent", "g": identity, "op": note["op"], "last": last, "age": None, "asked": True}
+                self._control.tell(peer, answer)
