@@ -16,7 +16,7 @@
     errors                every exception; all of them are here, too
     register_backend      groups of another kind: `Backend`, `BackendConfig`
 
-Modules beside: `aiocoll.distributed` has the names of torch.distributed, `aiocoll.testing` runs ranks in tests.
+`aiocoll.distributed` has the names of torch.distributed, and `aiocoll.testing` runs ranks in tests.
 """
 
 # The layers are in docs/architecture.md: a module imports only from layers below its own, or from its own folder.

@@ -147,4 +147,4 @@ class Lifetime:
                 await d.device_state.release()
             await self._origin.release()
             await self._recorder.settle()
-            d.failures.tell()
+            d.failures.log()

@@ -268,7 +268,7 @@ class Reconfigurer:
 
         def stop() -> None:
             if comm.cause is not None:
-                d.failures.looked(comm.cause)  # it is raised below
+                d.failures.retrieved(comm.cause)  # it is raised below
             task.cancel()
 
         comm.on_revoked.append(stop)

@@ -34,7 +34,7 @@ class ChildWork(Work[Any]):
         self._shape, self._timeout, self._value = parent._shape, parent._timeout, parent._value
         self._done = False
         self._result = self._exception = self._unwrap = self._withdraw = None
-        self._source = self._waiters = self._callbacks = self._unseen = None
+        self._source = self._waiters = self._callbacks = self._unretrieved = None
         self._report = report
 
     def _finish(self, result: Any, exception: BaseException | None = None) -> None:
