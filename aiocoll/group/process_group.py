@@ -597,7 +597,7 @@ class ProcessGroup:
                 waiting.
             StoreUnavailableError: the store where the ranks met is gone, so nobody can be found there.
             GroupError: this group has failed, before or meanwhile, as all ranks hear at once: `shrink` it, and let what
-                comes of it grow. Newcomers that have a seat by then raise `RendezvousError`, the others keep waiting.
+                comes of it grow. Newcomers assigned by then raise `RendezvousError`, the others keep waiting.
         """
         group: Self = await self._reconfigurer.grow(n, timeout)
         return group
