@@ -21,8 +21,9 @@ from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.engine.ids import hash62
 from aiocoll.engine.matching.matching import Matching
 from aiocoll.engine.operation_log import ENDED, ERROR, HISTORY, OperationLog, Record
-from aiocoll.engine.operations.base import KEYED, P2P, Operation
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.differences import called, mismatch
+from aiocoll.engine.operations.signature import KEYED, P2P
 from aiocoll.engine.split_history import Split
 from aiocoll.errors import (
     CollectiveTimeoutError,
@@ -116,6 +117,10 @@ class Communicator:
         self.matching = Matching(self)
         self.mismatches = MismatchReports(self)
         self.stalls = StallInspector(self, self.recorder, self.mismatches, endpoint.runtime, endpoint.failure_detector)
+        self.runtime = endpoint.runtime
+        self.scratch = endpoint.scratch
+        self.polling = endpoint.polling
+        self.registered_memory = endpoint.registered_memory
         self.stamp = endpoint.runtime.stamp
         self._collectives = self.recorder.collectives
         self._messages = self.recorder.messages
@@ -198,6 +203,10 @@ class Communicator:
                 if len(self._ended) >= HISTORY:
                     del self._ended[next(iter(self._ended))]
                 self._ended[identity] = operation.entry[0]
+
+    def forget(self, op: int) -> None:
+        """Let the id of an operation that has ended be another one's."""
+        self._ended.pop(op, None)
 
     def record(self, op: int) -> Record | None:
         """Return what is remembered of a collective: of a part of one, the whole."""
@@ -383,12 +392,12 @@ class Communicator:
             )
         )
 
-    def broke(self, operation: Operation, error: Exception) -> None:
-        """The function of a custom op has raised `error`."""
+    def broke(self, operation: Operation, error: BaseException, what: str = "") -> None:
+        """What this rank has to calculate for `operation` has raised `error`."""
         name = operation.work.key or operation.work.seq
         cause = GroupError(
             f"{operation.work.op} (sequence {name!r}) of group {self.name!r} failed on rank {self.rank}: "
-            f"its reduce function raised {type(error).__name__}: {error}",
+            f"{what}{type(error).__name__}: {error}",
             op=operation.work.op,
             seq=name,
             group=self.name,
@@ -414,13 +423,18 @@ class Communicator:
         except Exception as error:
             self.crashed(error)
 
+    def divert(self, operation: Operation) -> None:
+        """The memory of `operation` is the caller's again."""
+        for channel in self.channels:
+            channel.drop(operation)
+
     def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
         """Make an `attempt` in the next turn of the loop."""
-        self.endpoint.runtime.call_soon(self.attempt, callback, *args)
+        self.runtime.call_soon(self.attempt, callback, *args)
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> TimerHandle:
         """Make an `attempt` in `delay` seconds."""
-        return self.endpoint.runtime.call_later(delay, self.attempt, callback, *args)
+        return self.runtime.call_later(delay, self.attempt, callback, *args)
 
     def disagreement(self, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         """Two ranks called operations that do not belong together."""

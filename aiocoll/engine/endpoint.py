@@ -19,7 +19,6 @@ from aiocoll.engine.failure.refusal import LINGER, Ignored, Refusals
 from aiocoll.engine.failure.roster import Roster
 from aiocoll.engine.groups import Group, Groups
 from aiocoll.engine.ids import hash62
-from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.scratch import Scratch
 from aiocoll.engine.polling import Polling
 from aiocoll.engine.receiver import Receiver
@@ -153,11 +152,6 @@ class Endpoint:
     hash62 = staticmethod(hash62)
 
     # -- links
-
-    def divert(self, operation: Operation) -> None:
-        """The memory of `operation` is the caller's again."""
-        for channel in operation.comm.channels:
-            channel.drop(operation)
 
     def accept(self, link: Link) -> None:
         """Use a link that a peer has opened; not one of a peer that was refused."""

@@ -24,7 +24,7 @@ from aiocoll.elements.dtypes import by_name
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.control.causes import cause_of
 from aiocoll.engine.operation_log import Record
-from aiocoll.engine.operations.base import P2P
+from aiocoll.engine.operations.signature import P2P
 from aiocoll.log import logger
 from aiocoll.unretrieved import line_of
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aiocoll.codec import dumps, reading
-from aiocoll.engine.operations.base import Signature
 from aiocoll.engine.operations.incremental import Steps, at_once
 from aiocoll.engine.operations.object_exchange import ObjectExchange, Parcels
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.work import Work

@@ -15,8 +15,9 @@ from aiocoll.engine.channel import Channel
 from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.engine.matching.matching import Matching, PostedReceive
 from aiocoll.engine.matching.outbound import OutboundMessage
-from aiocoll.engine.operations.base import P2P, Operation
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.oneshot import OneShot
+from aiocoll.engine.operations.signature import P2P
 from aiocoll.errors import PeerProtocolError
 from aiocoll.testing import run_processes
 from aiocoll.transport.base import Link

@@ -18,8 +18,9 @@ from aiocoll.engine.failure.failure_detector import FailureDetector
 from aiocoll.engine.failure.mismatch import MismatchReports
 from aiocoll.engine.failure.stall_report import DETAILED, SLOW_AFTER, Absence, Finding, StallReport
 from aiocoll.engine.operation_log import OperationLog, Record
-from aiocoll.engine.operations.base import P2P, Operation
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.differences import called, opposed
+from aiocoll.engine.operations.signature import P2P
 from aiocoll.log import logger
 from aiocoll.runtime import Runtime
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.matching.inbound import InboundMessage
-from aiocoll.engine.matching.matching import PostedReceive
 from aiocoll.engine.matching.outbound import Content, OutboundMessage
+from aiocoll.engine.matching.posted import PostedReceive
 from aiocoll.engine.operations.base import Announced, Operation
 from aiocoll.errors import GroupClosedError, PeerLostError
 from aiocoll.gpu.api import DeviceError
@@ -161,7 +161,7 @@ class DeviceSend(OutboundMessage, _OneEnd):
         work: Work[Any],
     ) -> None:
         code, array = content
-        super().__init__(side.member, peer, tag, Content(code, _to_come(array.nbytes)), work)
+        super().__init__(side.member.matching, peer, tag, Content(code, _to_come(array.nbytes)), work)
         self._prepare(side, array)
 
     def enter(self) -> None:
@@ -174,13 +174,13 @@ class DeviceSend(OutboundMessage, _OneEnd):
         number, size = self.batch if self._open else (0, 0)
         if not self._open:
             self._stage()
-        self.comm.matching.outgoing[self.peer, self.id] = self
+        self._sends.outgoing[self.peer, self.id] = self
         self._message = Announced(self, size, self._view, number)
         self.comm.channels[self.peer].kick(self._message)
 
     def complete(self) -> None:
         """NCCL has sent it."""
-        self.comm.matching.outgoing.pop((self.peer, self.id), None)
+        self._sends.outgoing.pop((self.peer, self.id), None)
         self.succeed(self.work._value)
 
     def asked(self) -> None:
@@ -219,7 +219,7 @@ class DeviceRecv(PostedReceive, _OneEnd):
         work: Work[Any],
     ) -> None:
         code, array = content
-        super().__init__(side.member, peer, tag, Content(code, _to_come(array.nbytes)), work)
+        super().__init__(side.member.matching, peer, tag, Content(code, _to_come(array.nbytes)), work)
         self._prepare(side, array)
         #: The page-locked memory.
         self._is_there = False

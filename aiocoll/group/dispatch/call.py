@@ -13,9 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from aiocoll.engine.operations.base import Operation, Signature
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Make
 from aiocoll.engine.operations.plan import Executor, Plan
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.work import Work
 
 __all__ = ["Call", "Interceptor", "Recorder", "Wrapper", "interceptor_in_scope", "scope_here", "scoped"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiocoll.engine.operations.base import P2P, Operation, Signature
+from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.signature import P2P, Signature
 from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import Dispatcher
 from aiocoll.work import Work

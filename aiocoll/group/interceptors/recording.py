@@ -14,9 +14,10 @@ from aiocoll.engine.fusion.deferred_work import DeferredWork, FlushWork
 from aiocoll.engine.fusion.layout import Bucket, Layout
 from aiocoll.engine.fusion.overlap import Span, check_apart, check_spans
 from aiocoll.engine.fusion.packer import Flush, Packer, fail
-from aiocoll.engine.operations.base import P2P, Operation
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Ended, Make
 from aiocoll.engine.operations.monitored_barrier import MonitoredBarrier
+from aiocoll.engine.operations.signature import P2P
 from aiocoll.group.dispatch.call import Call, Interceptor, Wrapper
 from aiocoll.group.dispatch.dispatcher import Dispatcher
 from aiocoll.group.interceptors.fuse import Fuser
