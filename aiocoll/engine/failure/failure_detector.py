@@ -1,4 +1,4 @@
-"""Who is alive: the loop's side of the sentinel.
+"""Who is alive: the loop's side of the watchdog.
 
 The hub watches all ranks, and all watch the hub. A process of the same host is looked at while something waits for it;
 with a rank whose process cannot be seen from here there is a heartbeat. Ranks of one process need none of this.
@@ -40,7 +40,7 @@ class FailureDetector:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._sentinel: Watchdog | None = None
+        self._watchdog: Watchdog | None = None
         self._processes: dict[int, ProcessId] = {}
         #: Processes of this host that /proc does not show, since they are in another namespace.
         self._pidfds: dict[int, PidFd] = {}
@@ -63,10 +63,10 @@ class FailureDetector:
             # A host may hide the processes of other users.
             if rank != endpoint.rank and seen and state(process) != GONE:
                 self._processes[rank] = process
-        self._sentinel = Watchdog(
+        self._watchdog = Watchdog(
             endpoint.rank, endpoint.loop, endpoint.runtime.ticks, self._lost, self._heartbeat_ended
         )
-        self._sentinel.start()
+        self._watchdog.start()
         for rank, stream in self._heartbeats:
             self.attach(rank, stream)
         self._heartbeats.clear()
@@ -77,9 +77,9 @@ class FailureDetector:
     def stop(self) -> None:
         """End the thread and the heartbeats."""
         self._over = True
-        if self._sentinel is not None:
-            self._sentinel.stop()
-            self._sentinel = None
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
         for _, stream in self._heartbeats:
             stream.close()
         for pidfd in self._pidfds.values():
@@ -88,7 +88,7 @@ class FailureDetector:
     def linked(self, link: Link) -> None:
         """Keep the process at the other end of a control link in sight, if this is the only way to it."""
         peer = link.peer
-        if self._sentinel is None or peer in self._processes or peer in self._pidfds:
+        if self._watchdog is None or peer in self._processes or peer in self._pidfds:
             return
         pidfd = link.peer_process()
         if pidfd is not None:
@@ -98,16 +98,16 @@ class FailureDetector:
         """Exchange signs of life with a rank."""
         if self._over:
             stream.close()
-        elif self._sentinel is None:
+        elif self._watchdog is None:
             self._heartbeats.append((rank, stream))
         else:
-            self._sentinel.add_heartbeat(rank, stream)
+            self._watchdog.add_heartbeat(rank, stream)
 
     def follow_hub(self) -> None:
         """Open a heartbeat to the hub, unless its process can be seen."""
         endpoint = self._endpoint
         hub = endpoint.control.hub
-        if self._sentinel is None or self._dialling or hub in (endpoint.rank, *self._processes):
+        if self._watchdog is None or self._dialling or hub in (endpoint.rank, *self._processes):
             return
         if endpoint.cards[hub]["process"] != endpoint.cards[endpoint.rank]["process"]:
             self._dialling = True
@@ -117,7 +117,7 @@ class FailureDetector:
         """Something waits: look at those it may wait for, or have the hub do so."""
         endpoint = self._endpoint
         now = endpoint.runtime.time()
-        if self._sentinel is None or now < self._asked_at + ASK_AGAIN:
+        if self._watchdog is None or now < self._asked_at + ASK_AGAIN:
             return
         self._asked_at = now
         control = endpoint.control
@@ -127,13 +127,13 @@ class FailureDetector:
         else:
             watched = {hub}
             control.tell(hub, {"t": "waits"})
-        self._sentinel.observe({rank: self._processes[rank] for rank in watched & self._processes.keys()})
+        self._watchdog.observe({rank: self._processes[rank] for rank in watched & self._processes.keys()})
 
     def sees(self, rank: int) -> bool:
         """Whether the process of a rank is known to live, whatever its event loop does."""
         if rank in self._processes:
             return state(self._processes[rank]) != GONE
-        silence = None if self._sentinel is None else self._sentinel.silence(rank)
+        silence = None if self._watchdog is None else self._watchdog.silence(rank)
         return silence is not None and silence <= 2 * ROUND
 
     def state(self, rank: int) -> str:
@@ -141,7 +141,7 @@ class FailureDetector:
         if rank in self._processes:
             found = state(self._processes[rank])
             return "its process is gone" if found == GONE else f"its process is alive ({found})"
-        silence = None if self._sentinel is None else self._sentinel.silence(rank)
+        silence = None if self._watchdog is None else self._watchdog.silence(rank)
         if silence is None:
             return ""
         return "its process is alive" if silence <= 2 * ROUND else f"nothing of it has been heard for {silence:.1f} s"
@@ -188,7 +188,7 @@ class FailureDetector:
         elif cut:
             endpoint.cut_off(rank)
 
-    # -- what the sentinel reports
+    # -- what the watchdog reports
 
     def _lost(self, rank: int, how: str, seconds: float) -> None:
         if how == "killed":
