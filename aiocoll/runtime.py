@@ -24,9 +24,15 @@ _SAME_CLOCK = 1.0
 
 
 class Runtime:
-    """Time and randomness of one event loop."""
+    """Time and randomness of one event loop.
 
-    __slots__ = ("__weakref__", "call_later", "call_soon", "due", "loop", "stamp", "thread", "ticks", "time")
+    Args:
+        loop: the loop.
+        ticks: real seconds, to bound the work done in one callback; never for a decision peers can see.
+        latency: seconds a frame from one rank to another of this loop takes, asked per frame; None for the next turn.
+    """
+
+    __slots__ = ("__weakref__", "call_later", "call_soon", "due", "latency", "loop", "stamp", "thread", "ticks", "time")
 
     #: An await may poll before it suspends; off where time is virtual, since polling takes none of it.
     may_spin = True
@@ -34,17 +40,20 @@ class Runtime:
     may_listen = True
     #: Long calculations go on in a thread; off where time is virtual, since the clock would run away from it.
     may_thread = True
-    #: Seconds a frame from one rank to another of this loop takes, asked per frame; None for the next turn.
-    latency: Callable[[int, int], float] | None = None
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        ticks: Callable[[], float] = time.perf_counter,
+        latency: Callable[[int, int], float] | None = None,
+    ) -> None:
         self.loop = loop
+        self.ticks = ticks
+        self.latency = latency
         self.thread = threading.get_ident()
         """Where the loop runs; 0 in a forked child, which has no part in it."""
         self.time: Callable[[], float] = loop.time
         """Seconds on the clock that timers, timeouts and error messages use."""
-        self.ticks: Callable[[], float] = time.perf_counter
-        """Real seconds, to bound the work done in one callback; never for a decision peers can see."""
         self.stamp = self.time
         """Seconds on the clock of `time`, as fine as there are: those of uvloop are milliseconds, read once a turn."""
         if abs(time.monotonic() - loop.time()) < _SAME_CLOCK:

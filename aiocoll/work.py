@@ -11,19 +11,16 @@ from collections.abc import Callable, Coroutine, Generator
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from aiocoll.elements.streams import stream_address
 from aiocoll.runtime import Runtime
 from aiocoll.threads import wait_in_thread
 from aiocoll.unretrieved import CallSite, Unretrieved
 
-__all__ = ["GOES_ON", "Progress", "Work"]
+__all__ = ["Progress", "Work"]
 
 T = TypeVar("T")
-
-#: What `_unwrap` returns when it has started another operation, whose end is the work's.
-GOES_ON: Final = object()
 
 #: Files that start with this are ours: no call site of the user's.
 _HERE = str(Path(__file__).parent) + os.sep
@@ -76,9 +73,12 @@ class Work(Generic[T]):
         "_ordered",
         "_progress",
         "_result",
+        "_shape",
         "_source",
+        "_timeout",
         "_unseen",
         "_unwrap",
+        "_value",
         "_waiters",
         "_withdraw",
         "group",
@@ -87,6 +87,11 @@ class Work(Generic[T]):
         "seq",
     )
 
+    #: Of what an operation carries out, set by who starts it: the shape of the caller's main array, for messages; the
+    #: seconds it may take; and what the work yields if `_unwrap` makes nothing else.
+    _shape: tuple[int, ...]
+    _timeout: float
+    _value: Any
     #: Of a call on a device: lets a stream wait for it. Others do not have it, so that it costs them nothing.
     _ordered: Callable[[int | None], Coroutine[Any, Any, T]] | None
     #: Of a message alone: "src" or "dst", the other rank (None: any), and the tag.
@@ -264,8 +269,6 @@ class Work(Generic[T]):
                     result = unwrap()
                 except Exception as error:
                     exception = error
-                if result is GOES_ON:
-                    return
         self._result = result
         self._exception = exception
         self._withdraw = None

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
+import inspect
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from . import unfinished
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "aiocoll"
@@ -96,6 +101,17 @@ def folder(name: str) -> str:
     return name.split(".")[0]
 
 
+def inner_folder(name: str) -> str:
+    """Return the folder that a module is in; what is at the top of the package stands for itself."""
+    return name if MODULES[name].name == "__init__.py" or "." not in name else name.rpartition(".")[0]
+
+
+def only(listed: frozenset[str], found: set[str], what: str) -> None:
+    """Fail if `found` has something that is not listed, or has it no more: the list only gets shorter."""
+    assert not found - listed, f"{what}: {sorted(found - listed)}"
+    assert not listed - found, f"no longer {what}, take them off the list: {sorted(listed - found)}"
+
+
 def functions(name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     yield from (node for node in ast.walk(tree(name)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
@@ -105,35 +121,169 @@ def test_every_module_has_its_layer() -> None:
     assert not missing, f"put {missing} where they belong in LAYERS"
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_go_one_way(name: str) -> None:
-    mine = folder(name)
-    wrong = {i for i in imports(name) if folder(i) != mine and LEVEL[folder(i)] >= LEVEL[mine]}
-    assert not wrong, f"{name} imports {wrong}, which are not below it"
+def test_imports_go_one_way() -> None:
+    wrong = [
+        f"{name} imports {each}, which is not below it"
+        for name in MODULES
+        for each in sorted(imports(name))
+        if folder(each) != folder(name) and LEVEL[folder(each)] >= LEVEL[folder(name)]
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if folder(name) == "algorithms"])
-def test_algorithms_import_nothing_of_ours(name: str) -> None:
-    assert {folder(i) for i in imports(name)} <= {"algorithms"}
-    foreign = {
-        node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
-        for node in ast.walk(tree(name))
-        if isinstance(node, ast.Import | ast.ImportFrom)
+def test_algorithms_import_nothing_of_ours() -> None:
+    for name in MODULES:
+        if folder(name) == "algorithms":
+            assert {folder(each) for each in imports(name)} <= {"algorithms"}, name
+            foreign = {
+                node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+                for node in ast.walk(tree(name))
+                if isinstance(node, ast.Import | ast.ImportFrom)
+            }
+            assert {str(f).split(".")[0] for f in foreign} <= sys.stdlib_module_names | {"aiocoll"}, name
+
+
+def in_cycles(graph: Mapping[str, set[str]]) -> set[str]:
+    """Return the nodes that reach themselves."""
+
+    def reached(start: str) -> set[str]:
+        found, todo = set[str](), [start]
+        while todo:
+            new = graph[todo.pop()] - found
+            found |= new
+            todo += new
+        return found
+
+    return {node for node in graph if node in reached(node)}
+
+
+def test_no_imports_go_round_in_a_circle() -> None:
+    """Those that only a type checker sees included."""
+    graph = {name: imports(name) - {name} for name in MODULES}
+    only(unfinished.STILL_IN_A_CYCLE, in_cycles(graph), "in a cycle of imports")
+
+
+def test_no_folders_import_each_other() -> None:
+    """A folder is one node; another one in it is another node. What is at the top stands for itself."""
+    graph: dict[str, set[str]] = {}
+    for name in MODULES:
+        graph.setdefault(inner_folder(name), set()).update(map(inner_folder, imports(name)))
+    graph = {node: others - {node} for node, others in graph.items()}
+    only(unfinished.FOLDERS_IN_A_CYCLE, in_cycles(graph), "folders in a cycle of imports")
+
+
+def test_the_engine_imports_no_concrete_transport() -> None:
+    concrete = ("transport.memory", "transport.shm", "transport.stream")
+    found = {
+        name
+        for name in MODULES
+        if folder(name) == "engine" and any(f"{each}.".startswith(f"{c}.") for each in imports(name) for c in concrete)
     }
-    assert {str(f).split(".")[0] for f in foreign} <= sys.stdlib_module_names | {"aiocoll"}
+    only(unfinished.IMPORT_A_TRANSPORT, found, "modules of the engine that import a concrete transport")
 
 
 def test_no_module_waits_for_itself() -> None:
     TopologicalSorter({name: imports(name, types=False) - {name} for name in MODULES}).prepare()
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_files_and_functions_stay_small(name: str) -> None:
-    assert len(MODULES[name].read_text().splitlines()) <= MAX_FILE
-    for function in functions(name):
-        body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-        lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0  # type: ignore[operator]
-        assert lines <= MAX_FUNCTION, f"{name}.{function.name} has {lines} lines"
+def test_files_and_functions_stay_small() -> None:
+    for name, path in MODULES.items():
+        assert len(path.read_text().splitlines()) <= MAX_FILE, name
+        for function in functions(name):
+            body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+            lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0  # type: ignore[operator]
+            assert lines <= MAX_FUNCTION, f"{name}.{function.name} has {lines} lines"
+
+
+@cache
+def classes() -> dict[str, type]:
+    """Return the classes at the top of modules by name, without those of the module that needs CuPy."""
+    names = [name for name in MODULES if name not in ("aiocoll", "__main__", "gpu.cupy_api")]
+    found: dict[str, type] = {}
+    for name in names:
+        loaded = importlib.import_module(f"aiocoll.{name}")
+        tops = [node.name for node in tree(name).body if isinstance(node, ast.ClassDef)]
+        found.update({f"{name}.{each}": getattr(loaded, each) for each in tops})
+    return found
+
+
+def ancestors(cls: type) -> dict[str, type]:
+    """Return the bases of ours of a class, and theirs; protocols and exceptions are none."""
+    plain = [base for base in cls.__mro__[1:] if not (issubclass(base, BaseException) or is_protocol(base))]
+    return {
+        name: base
+        for base in plain
+        if (name := f"{base.__module__}.{base.__name__}".removeprefix("aiocoll.")) in classes()
+    }
+
+
+def is_protocol(cls: type) -> bool:
+    return bool(getattr(cls, "_is_protocol", False))
+
+
+def test_no_class_has_more_than_two_bases() -> None:
+    found = {name for name, cls in classes().items() if len(ancestors(cls)) > 2}
+    only(unfinished.OF_MANY_BASES, found, "classes with more than two bases of ours, and of theirs")
+
+
+def test_operations_are_made_of_five_arguments_at_most() -> None:
+    (operation,) = (cls for name, cls in classes().items() if name.endswith(".Operation"))
+    found = {
+        name
+        for name, cls in classes().items()
+        if issubclass(cls, operation) and len(inspect.signature(cls).parameters) > 5
+    }
+    only(unfinished.OF_MANY_ARGUMENTS, found, "operations with more than five arguments")
+
+
+class Attributes:
+    """What a class says of its attributes, by its text.
+
+    Attributes:
+        declared: at the top of the class.
+        bare: of these, without a value.
+        set: by its methods, on `self`.
+    """
+
+    def __init__(self, node: ast.ClassDef) -> None:
+        self.declared: set[str] = set()
+        self.bare: set[str] = set()
+        for statement in node.body:
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                self.declared.add(statement.target.id)
+                if statement.value is None and "ClassVar" not in ast.unparse(statement.annotation):
+                    self.bare.add(statement.target.id)
+            elif isinstance(statement, ast.Assign):
+                self.declared |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
+        self.set = {
+            each.attr
+            for each in ast.walk(node)
+            if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self"
+        }
+
+
+def test_no_attribute_is_declared_in_one_file_and_set_in_another() -> None:
+    texts = {
+        f"{name}.{node.name}": Attributes(node)
+        for name in MODULES
+        for node in tree(name).body
+        if isinstance(node, ast.ClassDef)
+    }
+    found = set()
+    for name, cls in classes().items():
+        for base, of_base in ancestors(cls).items():
+            if of_base.__module__ != cls.__module__:
+                elsewhere = texts[base].declared | texts[base].set
+                found |= {f"{name}.{attribute}" for attribute in texts[name].set & elsewhere}
+        if not (is_protocol(cls) or dataclasses.is_dataclass(cls) or issubclass(cls, tuple)):
+            stored = {
+                node.attr
+                for node in ast.walk(tree(name.rpartition(".")[0]))
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+            }
+            # Public ones may be for others to set.
+            found |= {f"{name}.{each}" for each in texts[name].bare - stored if each.startswith("_")}
+    only(unfinished.SET_ELSEWHERE, found, "attributes declared in one file and set in another")
 
 
 def defined(name: str, *kinds: type[ast.stmt]) -> set[str]:
@@ -160,36 +310,45 @@ def exported(name: str) -> set[str] | None:
     return None
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if tree(name).body[1:]])
-def test_a_module_exports_what_it_defines(name: str) -> None:
-    names = exported(name)
-    assert names is not None, f"{name} has no __all__"
-    code = defined(name, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    assert code <= names, f"{code - names}: export it, or give it an underscore"
-    imported = {
-        alias.asname or alias.name
-        for node in tree(name).body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    strange = names - code - imported - defined(name, ast.Assign, ast.AnnAssign)
-    assert not strange, f"{strange}: neither defined nor imported here"
+def test_a_module_exports_what_it_defines() -> None:
+    for name in MODULES:
+        if not tree(name).body[1:]:
+            continue
+        names = exported(name)
+        assert names is not None, f"{name} has no __all__"
+        code = defined(name, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        assert code <= names, f"{name}: {code - names}: export it, or give it an underscore"
+        imported = {
+            alias.asname or alias.name
+            for node in tree(name).body
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        strange = names - code - imported - defined(name, ast.Assign, ast.AnnAssign)
+        assert not strange, f"{name}: {strange}: neither defined nor imported here"
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if folder(name) not in ("runtime", "cli", "testing")])
-def test_time_and_chance_come_through_the_runtime(name: str) -> None:
-    for node in ast.walk(tree(name)):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            roots = {node.module} if isinstance(node, ast.ImportFrom) else {alias.name for alias in node.names}
-            assert not roots & {"time", "random", "secrets"}, f"line {node.lineno}: take it from a Runtime"
-        if isinstance(node, ast.Attribute):
-            assert node.attr not in ("urandom", "uuid1", "uuid4"), f"line {node.lineno}: take it from a Runtime"
+def test_time_and_chance_come_through_the_runtime() -> None:
+    for name in MODULES:
+        if folder(name) in ("runtime", "cli", "testing"):
+            continue
+        for node in ast.walk(tree(name)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                roots = {node.module} if isinstance(node, ast.ImportFrom) else {alias.name for alias in node.names}
+                assert not roots & {"time", "random", "secrets"}, f"{name}, line {node.lineno}: take it from a Runtime"
+            if isinstance(node, ast.Attribute):
+                taken = node.attr in ("urandom", "uuid1", "uuid4")
+                assert not taken, f"{name}, line {node.lineno}: take it from a Runtime"
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_wait_for_is_not_used(name: str) -> None:
+def test_wait_for_is_not_used() -> None:
     """It loses results on Python 3.11; `asyncio.timeout` does not."""
-    assert not any(isinstance(node, ast.Attribute) and node.attr == "wait_for" for node in ast.walk(tree(name)))
+    found = {
+        name
+        for name in MODULES
+        if any(isinstance(node, ast.Attribute) and node.attr == "wait_for" for node in ast.walk(tree(name)))
+    }
+    assert not found
 
 
 def run(code: str) -> str:

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from aiocoll.algorithms.flat.tree import RADIX, children
 from aiocoll.algorithms.machine import PIECE, Machine
+from aiocoll.algorithms.spec import spec_of
 
 __all__ = ["Load", "cost", "in_a_row", "predict", "seconds_of"]
 
@@ -37,8 +38,6 @@ class Load(NamedTuple):
 
 _Formula: TypeAlias = Callable[[int, int], Load]
 
-_EMPTY = frozenset({"barrier", "monitored_barrier"})
-
 
 def cost(algorithm: str, kind: str, nbytes: int, world_size: int) -> Load:
     """Return what a collective asks for.
@@ -55,7 +54,7 @@ def cost(algorithm: str, kind: str, nbytes: int, world_size: int) -> Load:
     formula = _FORMULAS.get((kind, algorithm))
     if formula is None:
         raise ValueError(f"algorithm={algorithm!r} is not known for kind={kind!r}; see aiocoll.algorithms.cost")
-    if world_size == 1 or (nbytes == 0 and kind not in _EMPTY):
+    if world_size == 1 or (nbytes == 0 and spec_of(kind).input is not None):
         return Load(0, 0, 0, 0, 0, 0)
     return formula(nbytes, world_size)
 

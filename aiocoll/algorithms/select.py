@@ -18,13 +18,14 @@ from aiocoll.algorithms.flat import chain, circulant, pairwise, ring, scan, tree
 from aiocoll.algorithms.flat import point_to_all as direct
 from aiocoll.algorithms.machine import PIECE, Machine, Tuning
 from aiocoll.algorithms.program import Program
+from aiocoll.algorithms.spec import spec_of
 from aiocoll.algorithms.two_level import select as two_level
 
-__all__ = ["ALGORITHMS", "RULES", "TwoLevelRule", "build", "choose"]
+__all__ = ["ALGORITHMS", "RULES", "Rule", "build", "choose"]
 
 
 @dataclass(frozen=True, slots=True)
-class TwoLevelRule:
+class Rule:
     """One line of the table: `algorithm` is used as long as none of the limits (all inclusive) is exceeded.
 
     Attributes:
@@ -65,87 +66,86 @@ class TwoLevelRule:
 
 _SCANS = (
     # One step, until the p-1 tensors that the last rank gets take longer than the p-1 wake-ups of a line.
-    TwoLevelRule("fold", max_volume=8),
+    Rule("fold", max_volume=8),
     # The least traffic, streaming.
-    TwoLevelRule("chain"),
+    Rule("chain"),
     # Ordered ops: a line would round at each rank.
-    TwoLevelRule("fold"),
+    Rule("fold"),
 )
 
-RULES: Mapping[str, tuple[TwoLevelRule, ...]] = MappingProxyType(
+RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {
         "allreduce": (
             # Two ranks exchange, until what they reduce has to wait for what they send.
-            TwoLevelRule("exchange", max_world=2, min_world=2, max_stages=0.42),
-            TwoLevelRule("oneround", max_world=2, max_nbytes=4),
+            Rule("exchange", max_world=2, min_world=2, max_stages=0.42),
+            Rule("oneround", max_world=2, max_nbytes=4),
             # Each rank reduces one half, streaming in both directions.
-            TwoLevelRule("ring", max_world=2),
+            Rule("ring", max_world=2),
             # One step, until the messages of a rank take longer than the steps saved, or their bytes.
-            TwoLevelRule("oneround", max_volume=4, max_fan=0.6),
+            Rule("oneround", max_volume=4, max_fan=0.6),
             # Half the steps of circulant, until the bytes of the gathering weigh more.
-            TwoLevelRule("bruck", max_volume=4),
+            Rule("bruck", max_volume=4),
             # Ops whose bits depend on the place: every chunk folded on one rank, in two steps.
-            TwoLevelRule("pairwise", max_volume=4, max_fan=0.25),
+            Rule("pairwise", max_volume=4, max_fan=0.25),
             # Least bytes in few steps; above, the ring's extra steps are hidden by streaming.
-            TwoLevelRule("circulant", max_chunk=15),
-            TwoLevelRule("ring"),
+            Rule("circulant", max_chunk=15),
+            Rule("ring"),
             # Ordered ops: that every chunk is folded in one place takes 4(p-2) messages more.
-            TwoLevelRule("bruck", max_gaps=2),
+            Rule("bruck", max_gaps=2),
             # The least bytes.
-            TwoLevelRule("pairwise"),
+            Rule("pairwise"),
         ),
         "reduce": (
             # All tensors at the root in one step, while they take no longer than the steps of a tree.
-            TwoLevelRule("linear", max_volume=2.5, max_fan=0.75),
+            Rule("linear", max_volume=2.5, max_fan=0.75),
             # log2(p) whole tensors, until a line that carries one is filled in the same time.
-            TwoLevelRule("binomial", max_stages=0.3),
+            Rule("binomial", max_stages=0.3),
             # The least traffic, streaming.
-            TwoLevelRule("chain"),
+            Rule("chain"),
             # Ordered ops: the root folds alone while that is little, all ranks fold above.
-            TwoLevelRule("linear", max_gaps=3),
-            TwoLevelRule("pairwise"),
+            Rule("linear", max_gaps=3),
+            Rule("pairwise"),
         ),
         "reduce_scatter": (
             # One step, and few messages per rank.
-            TwoLevelRule("pairwise", max_fan=0.5, max_nbytes=4),
+            Rule("pairwise", max_fan=0.5, max_nbytes=4),
             # Few steps; it copies its input once, which streaming saves above.
-            TwoLevelRule("circulant", max_chunk=2),
-            TwoLevelRule("ring"),
+            Rule("circulant", max_chunk=2),
+            Rule("ring"),
             # Ordered ops of any size.
-            TwoLevelRule("pairwise"),
+            Rule("pairwise"),
         ),
         "allgather": (
             # One step, and few messages per rank; for up to four ranks measured to be the fastest on every medium.
-            TwoLevelRule("direct", max_world=4, max_stages=1),
-            TwoLevelRule("direct", max_fan=0.75, max_stages=1),
+            Rule("direct", max_world=4, max_stages=1),
+            Rule("direct", max_fan=0.75, max_stages=1),
             # Few steps; above, the bytes take longer than the messages of all others, and it copies its output.
-            TwoLevelRule("circulant", max_chunk=0.35),
-            TwoLevelRule("direct", max_stages=1),
+            Rule("circulant", max_chunk=0.35),
+            Rule("direct", max_stages=1),
             # As fast, and no link has to carry what all others send at once.
-            TwoLevelRule("ring"),
+            Rule("ring"),
         ),
         "broadcast": (
             # Nothing to relay.
-            TwoLevelRule("linear", max_world=2),
+            Rule("linear", max_world=2),
             # One step, while the sends of the root take less than a second one.
-            TwoLevelRule("linear", max_fan=0.5, max_volume=4),
+            Rule("linear", max_fan=0.5, max_volume=4),
             # Two or three levels instead of p-1 wake-ups, until the root's repeated bytes cost more than a line's.
-            TwoLevelRule("knomial", max_stages=0.2),
-            TwoLevelRule("chain"),
+            Rule("knomial", max_stages=0.2),
+            Rule("chain"),
         ),
         # A relay cannot save the root anything.
-        "gather": (TwoLevelRule("linear"),),
-        "scatter": (TwoLevelRule("linear"),),
+        "gather": (Rule("linear"),),
+        "scatter": (Rule("linear"),),
         # Lengths differ from rank to rank, so no rule could ask for them.
-        "alltoall": (TwoLevelRule("pairwise"),),
-        "barrier": (TwoLevelRule("dissemination"),),
-        "monitored_barrier": (TwoLevelRule("linear"),),
+        "alltoall": (Rule("pairwise"),),
+        "barrier": (Rule("dissemination"),),
+        "monitored_barrier": (Rule("linear"),),
         "scan": _SCANS,
         "exscan": _SCANS,
     }
 )
 
-_REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter", "scan", "exscan"})
 _IN_RANK_ORDER = frozenset({"oneround", "bruck", "pairwise", "linear", "fold"})
 """Reductions that fold all inputs of an element in rank order at one place."""
 _ON_EVERY_RANK = frozenset({"exchange", "oneround", "bruck"})
@@ -186,8 +186,6 @@ ALGORITHMS: Mapping[tuple[str, str], Callable[..., Program]] = MappingProxyType(
 
 _DEFAULT = Tuning()
 
-_ROOTED = frozenset({"reduce", "broadcast", "gather", "scatter"})
-
 
 def choose(
     kind: str,
@@ -214,13 +212,12 @@ def choose(
     Raises:
         ValueError: if `kind` is unknown.
     """
-    rules = _rules(kind)
+    ordered = spec_of(kind).reduces and ordered
     machine = tuning.machine
-    ordered = ordered and kind in _REDUCING
     # What there is between hosts is a network, whatever the hosts have inside.
     if name := two_level.choose(kind, nbytes, hosts, ordered=ordered, portable=portable, machine=tuning.tcp):
         return name
-    for rule in rules:
+    for rule in RULES[kind]:
         if ordered and rule.algorithm not in _IN_RANK_ORDER:
             continue
         if not portable and rule.algorithm in _ON_EVERY_RANK:
@@ -254,20 +251,13 @@ def build(
     Raises:
         ValueError: if `kind` is unknown or has no such algorithm.
     """
+    spec = spec_of(kind)
     if (kind, algorithm) in two_level.ALGORITHMS:
         return two_level.build(kind, algorithm, rank, hosts, *sizes, root=root)
     generate = ALGORITHMS.get((kind, algorithm))
     if generate is None:
-        _rules(kind)
         known = ", ".join(name for of_kind, name in ALGORITHMS if of_kind == kind)
         raise ValueError(f"algorithm={algorithm!r} is not known for kind={kind!r}; use one of {known}")
-    if kind in _ROOTED:
+    if spec.rooted:
         return generate(rank, world_size, root, *sizes)
     return generate(rank, world_size, *sizes)
-
-
-def _rules(kind: str) -> tuple[TwoLevelRule, ...]:
-    rules = RULES.get(kind)
-    if rules is None:
-        raise ValueError(f"kind={kind!r} is not a collective; use one of {', '.join(RULES)}")
-    return rules

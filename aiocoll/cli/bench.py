@@ -14,11 +14,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
+from aiocoll.algorithms.spec import spec_of
 from aiocoll.cli import tune
 from aiocoll.cli.arguments import positive
 from aiocoll.cli.measure import Effort, Figures, Timing
 from aiocoll.cli.sweep import HEADING, sweep
-from aiocoll.cli.workload import DTYPES, KINDS, OPS, REDUCING, Case
+from aiocoll.cli.workload import DTYPES, KINDS, OPS, Case
 from aiocoll.errors import AiocollError
 from aiocoll.numerals import parse_int
 from aiocoll.options import GroupOptions
@@ -83,7 +84,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             _try(args.csv)
     except ValueError as error:
         parser.error(str(error))
-    op = f" {args.op}" if args.collective in REDUCING else ""
+    op = f" {args.op}" if spec_of(args.collective).reduces else ""
     cores = len(os.sched_getaffinity(0))
     print(f"# {args.collective}{op}, {args.dtype}, {args.nproc} ranks on {cores} cores, transport {args.transport}")
     print(HEADING, flush=True)
@@ -148,7 +149,7 @@ def _write(path: str, args: argparse.Namespace, cases: Sequence[Case], timings: 
             figures = Figures.of(case, args.nproc, timing.nanoseconds)
             writer.writerow(
                 [
-                    *(case.kind, case.op if case.kind in REDUCING else "", case.dtype, args.nproc, args.transport),
+                    *(case.kind, case.op if spec_of(case.kind).reduces else "", case.dtype, args.nproc, args.transport),
                     *(case.size(args.nproc), case.count(args.nproc), len(timing.nanoseconds)),
                     *(f"{value * 1e6:.3f}" for value in figures[:3]),
                     *(f"{value / 1e9:.6f}" for value in figures[3:]),

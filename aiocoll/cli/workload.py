@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DTYPES", "KINDS", "OPS", "REDUCING", "Array", "Case", "Workload", "bus_factor"]
+from aiocoll.algorithms.spec import Part, spec_of
+
+__all__ = ["DTYPES", "KINDS", "OPS", "Array", "Case", "Workload", "bus_factor"]
 
 Array = npt.NDArray[Any]
 
@@ -31,7 +33,6 @@ KINDS = (
     "scan",
     "barrier",
 )
-REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter", "scan"})
 OPS = ("sum", "avg", "min", "max", "product")
 DTYPES = ("float32", "float64", "float16", "int8", "uint8", "int16", "int32", "int64")
 
@@ -41,16 +42,17 @@ PERIOD = 113
 SHIFT = 7
 #: Elements looked at together: the comparison stays in cache, and its result takes no memory to speak of.
 CHUNK = PERIOD * 4096
+#: Of collectives that have one.
+ROOT = 0
 #: Calls between two checks, at the most: what is found then is not too old.
 ROUNDS = 48
 
-#: How often a byte of the array passes a link in p - 1 of p steps, as nccl-tests counts; what is not here passes once.
-_PASSES = {"allreduce": 2, "allgather": 1, "reduce_scatter": 1, "alltoall": 1, "gather": 1, "scatter": 1}
-
 
 def bus_factor(kind: str, world_size: int) -> float:
-    """Return what turns the algorithm's bandwidth into that of the bus."""
-    return _PASSES[kind] * (world_size - 1) / world_size if kind in _PASSES else 1.0
+    """Return what turns the algorithm's bandwidth into that of the bus, as nccl-tests counts."""
+    if kind == "allreduce":
+        return 2 * (world_size - 1) / world_size
+    return (world_size - 1) / world_size if spec_of(kind).in_blocks else 1.0
 
 
 class Case(NamedTuple):
@@ -64,10 +66,11 @@ class Case(NamedTuple):
 
     def count(self, world_size: int) -> int:
         """Return the elements that this is on so many ranks: one at least, and of blocks one each, all alike."""
-        if self.kind == "barrier":
+        spec = spec_of(self.kind)
+        if spec.input is None:
             return 0
         count = self.nbytes // np.dtype(self.dtype).itemsize
-        return max(1, count) if _is_whole(self.kind) else max(1, count // world_size) * world_size
+        return max(1, count // world_size) * world_size if spec.in_blocks else max(1, count)
 
     def size(self, world_size: int) -> int:
         """Return the bytes that this is on so many ranks."""
@@ -106,11 +109,12 @@ class Workload:
         self.outputs: Array | None = None
         self._blocks: list[_Block] = []
         self._dtype = np.dtype(case.dtype)
+        self._spec = spec_of(case.kind)
         count = case.count(world_size)
-        if _is_whole(case.kind):
-            self._in_place(count)
-        else:
+        if self._spec.in_blocks:
             self._in_blocks(count // world_size)
+        elif self._spec.input is not None:
+            self._in_place(count)
 
     @property
     def rounds(self) -> int:
@@ -144,59 +148,39 @@ class Workload:
     def steady(self) -> None:
         """Fill the arrays with what may be called again and again."""
         self.fresh()
-        if self.inplace is not None and self.case.kind != "broadcast":
+        if self.inplace is not None and self._spec.reduces:
             self.inplace.fill(1 if self._grows else 0)
 
     def wrong_after(self, rounds: int) -> int:
         """Return how many elements are not what so many calls on steady arrays make."""
-        if self.inplace is None or self.case.kind == "broadcast":
+        if self.inplace is None or not self._spec.reduces:
             return self.wrong()
         expected = float(self.world_size) ** rounds if self._grows else 0
         return _wrong(self.inplace, np.full(1, expected, self._dtype))
 
     def _in_place(self, count: int) -> None:
-        kind, p = self.case.kind, self.world_size
-        if kind == "barrier":
-            return
+        rank, p = self.rank, self.world_size
         self.inplace = np.empty(count, self._dtype)
-        if kind == "broadcast":
-            before, after = self._row(0) if self.rank == 0 else None, self._row(0)
-        else:
-            before = self._row(self.rank)
-            after = self._reduced(range(self.rank + 1 if kind == "scan" else p))
-            if kind == "reduce" and self.rank > 0:
-                self._blocks.append(_Block(self.inplace, before, None))
-                return
+        before, after = None, None if self._spec.reduces else self._row(ROOT)
+        if self._spec.inputs(rank, p, ROOT):
+            before = self._row(rank)
+        if self._spec.reduces and self._spec.outputs(rank, p, ROOT):
+            after = self._reduced(range(rank + 1 if self.case.kind == "scan" else p))
         self._blocks.append(_Block(self.inplace, before, after))
 
     def _in_blocks(self, count: int) -> None:
-        kind, r, p = self.case.kind, self.rank, self.world_size
-        to: dict[str, list[int]] = {  # of the blocks of the input, by the number of the pattern
-            "allgather": [r],
-            "gather": [r],
-            "scatter": [*range(p)] if r == 0 else [],
-            "alltoall": [r * p + j for j in range(p)],
-            "reduce_scatter": [r * p + j for j in range(p)],
-        }
-        come = {
-            "allgather": [*range(p)],
-            "gather": [*range(p)] if r == 0 else [],
-            "scatter": [r],
-            "alltoall": [j * p + r for j in range(p)],
-            "reduce_scatter": [r],
-        }
-        if to[kind]:
-            self.inputs = np.empty(count * len(to[kind]), self._dtype)
-            rows = [self._row(number) for number in to[kind]]
+        r, p, spec = self.rank, self.world_size, self._spec
+        # The patterns of a rank's blocks are r*p to r*p + p-1, or r where it has only one.
+        inputs = [r if spec.input is Part.BLOCK else r * p + j for j in range(len(spec.inputs(r, p, ROOT)))]
+        if inputs:
+            self.inputs = np.empty(count * len(inputs), self._dtype)
+            rows = [self._row(number) for number in inputs]
             self._blocks += [_Block(*each) for each in zip(_cut(self.inputs, count), rows, rows, strict=True)]
-        if come[kind]:
-            self.outputs = np.empty(count * len(come[kind]), self._dtype)
-            after = [self._row(number) for number in come[kind]]
-            if kind == "reduce_scatter":
-                after = [self._reduced(range(r, p * p, p))]
-            self._blocks += [
-                _Block(each, None, row) for each, row in zip(_cut(self.outputs, count), after, strict=True)
-            ]
+        outputs = [j if spec.input is Part.BLOCK else j * p + r for j in range(len(spec.outputs(r, p, ROOT)))]
+        if outputs:
+            self.outputs = np.empty(count * len(outputs), self._dtype)
+            rows = [self._reduced(range(r, p * p, p)) if spec.reduces else self._row(number) for number in outputs]
+            self._blocks += [_Block(each, None, row) for each, row in zip(_cut(self.outputs, count), rows, strict=True)]
 
     def _row(self, number: int) -> Array:
         return self._numbers(number).astype(self._dtype)
@@ -204,7 +188,7 @@ class Workload:
     def _numbers(self, number: int) -> npt.NDArray[np.int64]:
         """Return one period of a pattern; what is multiplied is so small that a product of many ranks is exact."""
         row = (np.arange(PERIOD) + SHIFT * number) % PERIOD
-        return 1 + row % 2 if self.case.op == "product" and self.case.kind in REDUCING else row
+        return 1 + row % 2 if self.case.op == "product" and self._spec.reduces else row
 
     def _reduced(self, numbers: range) -> Array:
         """Return one period of what the patterns are reduced to; whole numbers wrap as they do on the ranks."""
@@ -217,11 +201,6 @@ class Workload:
         ufuncs: dict[str, np.ufunc] = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
         reduced: npt.NDArray[np.int64] = ufuncs[self.case.op].reduce(rows)
         return reduced.astype(self._dtype)
-
-
-def _is_whole(kind: str) -> bool:
-    """Whether every rank has an array of the whole size, or none at all."""
-    return kind in ("allreduce", "broadcast", "reduce", "scan", "barrier")
 
 
 def _cut(array: Array, count: int) -> list[Array]:

@@ -21,9 +21,8 @@ from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
-from aiocoll.transport.base import Link
+from aiocoll.transport.base import Link, SharedMemoryLink
 from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind, Header
-from aiocoll.transport.shm.link import ShmLink
 
 __all__ = ["Channel", "Group", "Owner"]
 
@@ -102,7 +101,7 @@ class Channel:
         self.peer = peer
         self.link: Link | None = None
         #: The link, if it is one through memory; also after its end: what the peer left there can be read.
-        self.shared: ShmLink | None = None
+        self.shared: SharedMemoryLink | None = None
         self.dialling = False
         self.receiving: Operation | None = None
         self._context = context
@@ -124,7 +123,7 @@ class Channel:
     def attach(self, link: Link) -> None:
         """Use `link` from now on."""
         self.link = link
-        self.shared = link if isinstance(link, ShmLink) else None
+        self.shared = link.shared
         self.dialling = False
         link.sink = self
         link.start()
@@ -145,7 +144,7 @@ class Channel:
         counts = total if total > LEAST else LEAST
         if link is None or total > SEGMENT or self._queue or self._unasked + counts > LINK_WINDOW or not link.writable:
             return None
-        header = _pack(_DATA, EAGER, step, operation.group.id, operation.id, operation.fingerprint, 0, total, total)
+        header = _pack(_DATA, EAGER, step, operation.comm.id, operation.id, operation.fingerprint, 0, total, total)
         self._unasked += counts
         if link.write(header, view if total else None):
             return True
@@ -213,7 +212,7 @@ class Channel:
                 try:
                     self._send_segment(link, message)
                 except Exception as error:
-                    message.operation.group.crashed(error)
+                    message.operation.comm.crashed(error)
             if self._queue and ticks() > deadline:
                 self._later()
                 break
@@ -227,7 +226,7 @@ class Channel:
             try:
                 message.operation.sent(message, nbytes)
             except Exception as error:
-                message.operation.group.crashed(error)
+                message.operation.comm.crashed(error)
         self.pump()
 
     def _send_segment(self, link: Link, message: Message) -> None:
@@ -254,7 +253,7 @@ class Channel:
             _DATA,
             flags,
             message.step,
-            operation.group.id,
+            operation.comm.id,
             operation.id,
             operation.fingerprint,
             moved & 0xFFFFFFFF,
@@ -297,7 +296,7 @@ class Channel:
                         _READY,
                         EAGER,
                         message.step,
-                        operation.group.id,
+                        operation.comm.id,
                         operation.id,
                         operation.fingerprint,
                         message.batch,

@@ -140,7 +140,7 @@ class Channels:
         elif peer not in self._roster.dead:
             self._groups.ended(peer)
         if (shared := self.to(peer).shared) is not None:
-            shared.segment_sharing.forget()
+            shared.unmap()
 
     def cut(self, rank: int) -> list[Link]:
         """Use no data link to `rank` any more; return the one there is."""

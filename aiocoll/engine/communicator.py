@@ -20,7 +20,7 @@ from aiocoll.engine.failure.mismatch import MismatchReports
 from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.engine.ids import hash62
 from aiocoll.engine.matching.matching import Matching
-from aiocoll.engine.operation_log import ENDED, HISTORY, OperationLog
+from aiocoll.engine.operation_log import ENDED, ERROR, HISTORY, OperationLog, Record
 from aiocoll.engine.operations.base import KEYED, P2P, Operation
 from aiocoll.engine.operations.differences import called, mismatch
 from aiocoll.engine.split_history import Split
@@ -32,7 +32,7 @@ from aiocoll.errors import (
 )
 from aiocoll.log import logger
 from aiocoll.transport.frame import FrameKind, Header
-from aiocoll.transport.shm.layout import SMALLER
+from aiocoll.transport.shared_memory import SMALL_PER_CHUNK
 
 __all__ = ["Communicator"]
 
@@ -76,7 +76,7 @@ class Communicator:
         self.name = name
         self.ranks = tuple(ranks)
         self.piece_nbytes = piece_nbytes
-        self.small_nbytes = piece_nbytes // SMALLER
+        self.small_nbytes = piece_nbytes // SMALL_PER_CHUNK
         self.timeout = timeout
         #: The timeout of operations that expire in the order of entry, and that the watch need not be told of.
         self.default_timeout = timeout if timeout >= REPORT_AFTER else nan
@@ -114,15 +114,15 @@ class Communicator:
         #: How often the group has grown.
         self.growths = 0
         self.matching = Matching(self)
-        self.mismatches = MismatchReports(self, self.recorder)
+        self.mismatches = MismatchReports(self)
         self.stalls = StallInspector(self, self.recorder, self.mismatches, endpoint.runtime, endpoint.failure_detector)
         self.stamp = endpoint.runtime.stamp
         self._collectives = self.recorder.collectives
         self._messages = self.recorder.messages
         self._watch = endpoint.watch
         self._early: dict[int, list[Kept]] = {}
-        # Keyed operations that have ended; of ordered ones the number tells.
-        self._ended: dict[int, None] = {}
+        # Keyed operations and parts that have ended, and the call each was; of ordered ones the number tells.
+        self._ended: dict[int, int] = {}
         self._counts: dict[str, int] = {}
 
     # -- entering
@@ -145,16 +145,22 @@ class Communicator:
         self.pending[operation] = None
         identity = operation.id
         work = operation.work
-        terms, shape, code, instruction = operation.terms, operation.shape, work._code, work._instruction
-        # The fields of a `Record`, written out: a call per operation would cost more than all else in here.
-        if identity < P2P:
+        if operation.parent is not None:
             self.operations[identity] = operation
-            entry = [identity, now, terms, shape, work.key, work.seq, code, instruction, None, None]
+            operation.entry = self.recorder.started(operation.parent.entry, now)
+        elif identity < P2P:
+            self.operations[identity] = operation
+            # The fields of a `Record`, written out: a call per operation would cost more than all else in here.
+            code, instruction = work._code, work._instruction
+            entry = [identity, now, operation.terms, work._shape, work.key, work.seq, code, instruction, None, None]
             self._collectives.append(entry)
+            operation.entry = entry
         else:
-            entry = [identity, now, terms, shape, None, None, code, instruction, None, None, operation.peer, None]
+            code, instruction = work._code, work._instruction
+            terms, peer = operation.terms, operation.peer
+            entry = [identity, now, terms, work._shape, None, None, code, instruction, None, None, peer, None]
             self._messages.append(entry)
-        operation.entry = entry
+            operation.entry = entry
         watch = self._watch
         if watch.timer is None or operation.timeout != self.default_timeout:
             watch.entered(self, operation)
@@ -171,10 +177,14 @@ class Communicator:
             for channel, header, payload in frames:
                 self.endpoint.attempt(channel.peer, channel.hear_again, self.deliver, header, payload)
 
-    def forget(self, operation: Operation) -> None:
-        """The operation has ended."""
+    def ended(self, operation: Operation, error: BaseException | None) -> None:
+        """An operation has ended; every one does so once, here."""
         del self.pending[operation]
-        operation.entry[ENDED] = self.stamp()
+        if operation.parent is None:
+            entry = operation.entry
+            entry[ENDED] = self.stamp()
+            if error is not None:
+                entry[ERROR] = type(error).__name__
         if operation.timeout != self.default_timeout:
             self._watch.ended(operation)
         identity = operation.id
@@ -183,7 +193,12 @@ class Communicator:
             if identity >= KEYED:
                 if len(self._ended) >= HISTORY:
                     del self._ended[next(iter(self._ended))]
-                self._ended[identity] = None
+                self._ended[identity] = operation.entry[0]
+
+    def record(self, op: int) -> Record | None:
+        """Return what is remembered of a collective: of a part of one, the whole."""
+        operation = self.operations.get(op)
+        return self.recorder.find(self._ended.get(op, op)) if operation is None else Record(*operation.entry)
 
     # -- frames
 
@@ -223,7 +238,7 @@ class Communicator:
             return self.matching.deliver(channel, peer, header, payload)
         if op <= self.entered or op in self._ended:
             # An operation that has ended here has had all its messages: the peer means another one.
-            if header[0] != FrameKind.GRANT and (record := self.recorder.find(op)) is not None:
+            if header[0] != FrameKind.GRANT and (record := self.record(op)) is not None:
                 self.mismatches.disagree(peer, op, record.describe(self.rank))
             return True
         channel.hold(header)

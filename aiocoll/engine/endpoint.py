@@ -26,7 +26,7 @@ from aiocoll.engine.receiver import Receiver
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Card, Link, Transport
-from aiocoll.transport.shm.registered_memory import RegisteredMemory
+from aiocoll.transport.byte_stream import ByteStream
 
 __all__ = ["Endpoint"]
 
@@ -69,8 +69,7 @@ class Endpoint:
         self.watch = Deadlines(runtime, self.groups, detector.needed)
         parts = Parts(context, roster, self.direct, control.flood, detector.look, self.groups)
         self.agreements = Agreements(parts, registry.named)
-        #: Memory of this rank that others read where it lies.
-        self.registered_memory = RegisteredMemory(self.loop)
+        self.registered_memory = transport.registered_memory
         self.scratch = Scratch()
         self._closing = False
         facts = Facts(rank, world_size, registry.ranks_of)
@@ -79,6 +78,7 @@ class Endpoint:
         roster.connect(detector.examine, self.agreements.changed, self.channels.renew)
         self.channels.connect(receiver)
         transport.accepted = self.accept
+        transport.heartbeat_accepted = self._accept_heartbeat
         transport.look = self.polling.look
         transport.linger = self.polling.linger
 
@@ -155,7 +155,7 @@ class Endpoint:
 
     def divert(self, operation: Operation) -> None:
         """The memory of `operation` is the caller's again."""
-        for channel in operation.group.channels:
+        for channel in operation.comm.channels:
             channel.drop(operation)
 
     def accept(self, link: Link) -> None:
@@ -164,10 +164,14 @@ class Endpoint:
             link.close()
         elif link.kind is ConnKind.CONTROL:
             self.control.attach(link)
-        elif link.kind is ConnKind.HEARTBEAT:
-            self.failure_detector.attach(link)
         else:
             self.quiet.run(self.channels.attach, link)
+
+    def _accept_heartbeat(self, rank: int, stream: ByteStream) -> None:
+        if self.roster.dead.get(rank, ("", ""))[0] == PROTOCOL:
+            stream.close()
+        else:
+            self.failure_detector.attach(rank, stream)
 
     # -- ending
 
@@ -194,7 +198,6 @@ class Endpoint:
         context.closed = True
         self.watch.close()
         self.failure_detector.stop()
-        self.registered_memory.close()
         await context.stop_tasks()
         await context.transport.aclose()
         self.channels.say({"t": "end", "moved": self.agreements.moved()})

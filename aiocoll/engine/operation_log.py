@@ -1,7 +1,7 @@
 """What one rank did last in one group: two rings of entries, made at entry and completed at the end.
 
 An entry is a list, the cheapest thing that can be completed later: `Communicator.enter` makes it, the operation holds
-it, `Communicator.forget` notes in it when the operation ended. Of the caller's it keeps no array, no work and no
+it, `Communicator.ended` notes in it when the operation ended. Of the caller's it keeps no array, no work and no
 traceback, only the code that called, as in `aiocoll.work`; file and line are looked up when somebody asks.
 
 Messages between two ranks have a ring of their own: there may be thousands of them between two collectives.
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from aiocoll.engine.operations.base import Signature, description
 
-__all__ = ["ENDED", "HISTORY", "MESSAGES", "NBYTES", "PEER", "STARTED", "OperationLog", "Record"]
+__all__ = ["ENDED", "ERROR", "HISTORY", "MESSAGES", "NBYTES", "PEER", "STARTED", "OperationLog", "Record"]
 
 #: Collectives remembered after their end, and messages.
 HISTORY = 1024
@@ -46,7 +46,8 @@ class Record(NamedTuple):
         ended: when it ended; None while it is pending.
         error: name of the class it failed with.
         peer: of a message, the other rank; None of a receive from any rank that has not ended.
-        started: of a message that moved in several parts, when the first of them had.
+        started: of a message that moved in several parts, when the first of them had; of a collective of several
+            operations, when the last of these was started.
     """
 
     op: int
@@ -81,9 +82,13 @@ class OperationLog:
         self.messages: deque[list[Any]] = deque(maxlen=MESSAGES)
         self.hint = "pg.recorder.dump() has what was called last; with AIOCOLL_DUMP_DIR it is written to a file"
 
-    def failed(self, entry: list[Any], error: BaseException) -> None:
-        """Note how an operation has failed."""
-        entry[ERROR] = type(error).__name__
+    def started(self, entry: list[Any], now: float) -> list[Any]:
+        """Note that a part of what an operation consists of is under way; return the entry."""
+        if len(entry) == PEER:
+            entry += None, now
+        else:
+            entry[STARTED] = now
+        return entry
 
     def find(self, op: int) -> Record | None:
         """Return the record of a collective, if it is remembered."""

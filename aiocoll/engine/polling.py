@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from aiocoll.engine.context import Context
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import Link
-from aiocoll.transport.shm.slots import SlotReader
+from aiocoll.transport.shared_memory import SlotReader
 from aiocoll.work import Work
 
 __all__ = ["Group", "Looker", "Polling"]
@@ -39,7 +39,7 @@ class Looker(Protocol):
     """An operation that no frame tells of what its peers have put into shared memory."""
 
     @property
-    def group(self) -> Group:
+    def comm(self) -> Group:
         """The group it is in flight in."""
 
     def look(self) -> bool:
@@ -152,7 +152,7 @@ class Polling:
                 if operation.look():
                     moved = True
             except Exception as error:
-                operation.group.crashed(error)
+                operation.comm.crashed(error)
             if ticks() > deadline:
                 # Who was looked after is the last next time.
                 if operation in self.lookers:
@@ -176,7 +176,7 @@ class Polling:
                 if operation.look():
                     moved = True
             except Exception as error:
-                operation.group.crashed(error)
+                operation.comm.crashed(error)
             if not len(scan) % SOME and ticks() > deadline:
                 break
         return moved or bool(scan) or self._news

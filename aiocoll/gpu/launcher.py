@@ -10,15 +10,19 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from aiocoll.gpu.api import Cuda, DeviceError
 from aiocoll.gpu.events import Events
 
-if TYPE_CHECKING:
-    from aiocoll.gpu.waiter import CompletionThread
+__all__ = ["LaunchThread", "Launched", "Waiter"]
 
-__all__ = ["LaunchThread", "Launched"]
+
+class Waiter(Protocol):
+    """Who finds out that a call on a stream has ended."""
+
+    def put(self, launched: Launched) -> None:
+        """Tell the loop of `launched` when it has ended; called in the launcher, as soon as it is on the stream."""
 
 
 class LaunchThread:
@@ -91,7 +95,7 @@ class Launched:
     def __init__(
         self,
         events: Events,
-        waiter: CompletionThread,
+        waiter: Waiter,
         stream: int,
         call: Callable[[], None],
         keep: object,

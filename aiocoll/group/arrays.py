@@ -66,9 +66,9 @@ class Arrays(Launcher):
         nbytes = math.prod(sizes) * kind.itemsize
         if nbytes > sys.maxsize:
             raise ValueError(f"shape={shape!r} of {kind} is {nbytes} bytes: there are not so many addresses")
-        if self._size == 1 or nbytes <= self._member.piece_nbytes // _SMALL_PART or not self._member.piece_nbytes:
+        registered_memory, piece_nbytes = self._endpoint.registered_memory, self._member.piece_nbytes
+        if registered_memory is None or not piece_nbytes or self._size == 1 or nbytes <= piece_nbytes // _SMALL_PART:
             return np.empty(sizes, kind)
-        registered_memory = self._endpoint.registered_memory
         try:
             memory = await registered_memory.make(nbytes)
         except OSError as error:

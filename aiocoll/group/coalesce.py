@@ -95,7 +95,7 @@ class Batch(Recorder):
         work = DeferredWork(recording, plan.terms.op, None, None, self._group, 5)
         work.plan = plan
         work.arrays = arrays
-        work.outcome = result
+        work._shape, work._timeout, work._value = shape, timeout, result
         if unwrap is not None:
             work._unwrap = unwrap
         if timeout < recording.limit:
@@ -289,7 +289,7 @@ class _Collector(Recorder):
             work.plan = None
             work.call = self._group._call(plan, arrays, shape, result, timeout, key, None, executor)
         work.arrays = arrays
-        work.outcome = result
+        work._shape, work._timeout, work._value = shape, timeout, result
         work._unwrap = unwrap
         recording.limit = min(recording.limit, timeout)
         recording.members.append(work)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from aiocoll.elements.allocate import empty_like, same_place, spare
 from aiocoll.elements.buffers import Buffer, clash, overlaps, view
 from aiocoll.elements.device import DeviceArray
 from aiocoll.elements.ops import ReduceOp
-from aiocoll.engine.operations.monitored_barrier import Monitored
+from aiocoll.engine.operations.monitored_barrier import MonitoredBarrier, MonitoredBarrierOfAll
 from aiocoll.group.arguments import Arguments, slices
 from aiocoll.group.calls import Recorder, interceptor_in_scope
 from aiocoll.group.launch import Timeout
@@ -124,7 +123,7 @@ class Collectives(Arguments):
         Cost: 2 steps without data, through rank 0: dearer than `barrier` with many ranks.
         """
         plan = self._plan("monitored_barrier", None, ())
-        executor = functools.partial(Monitored, wait_all_ranks=wait_all_ranks)
+        executor = MonitoredBarrierOfAll if wait_all_ranks else MonitoredBarrier
         return self._start(plan, (), None, None, timeout, None, executor=executor)
 
     def allgather(

@@ -10,11 +10,11 @@ from typing import Any, ParamSpec, TypeVar
 from aiocoll.elements.buffers import view
 from aiocoll.elements.device import device_of
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.fusion.deferred_work import BucketWork, DeferredWork
+from aiocoll.engine.fusion.deferred_work import DeferredWork, FlushWork
 from aiocoll.engine.fusion.layout import Layout
 from aiocoll.engine.fusion.packer import Flush
 from aiocoll.engine.operations.base import P2P, Signature
-from aiocoll.engine.operations.verify import Compared
+from aiocoll.engine.operations.verify import Compared, WrongCall
 from aiocoll.group.calls import Call, Interceptor, interceptor_in_scope
 from aiocoll.group.flushing import Recording
 from aiocoll.group.launch import Launcher
@@ -91,24 +91,24 @@ class DetailedGroup(ProcessGroup):
         except ValueError as error:
             raise _WrongListLength(str(error)) from None
 
-    def _flush(self, recording: Recording, outer: Interceptor | None, key: str | None = None) -> BucketWork | None:
+    def _flush(self, recording: Recording, outer: Interceptor | None, key: str | None = None) -> FlushWork | None:
         """Compare the list of a block's calls as one call, under the one number that it takes everywhere."""
         return super()._flush(recording, None if isinstance(outer, _Comparing) else outer, key)
 
     def _start_flush(
-        self, layout: Layout, identity: int, part: BucketWork, limit: float, make: Callable[[int, Work[Any]], Flush]
+        self, layout: Layout, identity: int, part: FlushWork, make: Callable[[int, Work[Any]], Flush]
     ) -> None:
         if self._interceptor is None:
-            super()._start_flush(layout, identity, part, limit, make)
+            super()._start_flush(layout, identity, part, make)
         else:
-            self._enter(Compared(self._member, identity, layout.terms, (), make, part, limit))
+            self._enter(Compared(self._member, identity, layout.terms, make, part))
 
     def _start_loose(self, work: DeferredWork, call: Call) -> None:
         if self._interceptor is None or call.terms is None:
             super()._start_loose(work, call)
         else:
             identity, work.seq = self._keyed_id(call.key)
-            self._enter(Compared(self._member, identity, call.terms, call.shape, call.make, work, call.timeout))
+            self._enter(Compared(self._member, identity, call.terms, call.make, work))
 
     def _take_wrong(self, kind: str, main: str | None, given: Mapping[str, Any], wrong: ValueError) -> Work[Any]:
         """Take part in a collective with a call that cannot be carried out."""
@@ -142,7 +142,7 @@ class _Comparing:
         if call.terms is not None:
             return _compare(group, call.terms, call.shape, call, call.timeout, call.key)
         work: Work[Any] = Work(group._endpoint, call.op, None, None, group)
-        work._unwrap = call.unwrap
+        call.expect(work)
         group._enter(call.make(P2P, work))
         return work
 
@@ -159,9 +159,15 @@ def _compare(
     """Start the comparison of a call, None of one that cannot be carried out."""
     identity, seq = group._numbered(key)
     work: Work[Any] = Work(group._endpoint, terms.op, seq, key, group)
-    make = None
     if call is not None:
-        work._unwrap = call.unwrap
-        make = call.make
-    group._run_quietly(group._enter, Compared(group._member, identity, terms, shape, make, work, timeout, wrong))
+        call.expect(work)
+    else:
+        work._shape, work._timeout, work._value = shape, timeout, None
+    comm = group._member
+    operation = (
+        WrongCall(comm, identity, terms, wrong, work)
+        if wrong is not None
+        else Compared(comm, identity, terms, None if call is None else call.make, work)
+    )
+    group._run_quietly(group._enter, operation)
     return work

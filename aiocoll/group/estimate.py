@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from aiocoll.algorithms.cost import Load, predict, seconds_of
+from aiocoll.algorithms.spec import Ranks, spec_of
 from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.base import Signature
@@ -15,14 +16,6 @@ from aiocoll.group.launch import Launcher
 from aiocoll.work import Work
 
 __all__ = ["Estimate", "Estimates", "Predicted"]
-
-#: Of collectives without a plan, whether a rank that has most messages sends, and receives, one for every other rank;
-#: others do both.
-_ENDS = {
-    "BROADCAST_OBJECT": (True, False),
-    "SCATTER_OBJECT": (True, False),
-    "GATHER_OBJECT": (False, True),
-}
 
 
 class Predicted(NamedTuple):
@@ -104,7 +97,7 @@ class _Estimator:
         member = self._group._member
         self._estimate.calls.append(_prediction(member, call))
         work: Work[Any] = Work(member.endpoint, call.op, None, call.key, self._group, 4)
-        work._unwrap = call.unwrap
+        call.expect(work)
         work._finish(call.result)
         return work
 
@@ -118,7 +111,10 @@ def _prediction(member: Communicator, call: Call) -> Predicted:
     elif call.op == "MONITORED_BARRIER":
         nbytes, algorithm = 0, "linear"
     else:
-        sends, receives = ((size - 1) * takes_part for takes_part in _ENDS.get(call.op, (True, True)))
+        # Of objects, or a sparse array: messages go as those of the collective that it is named after.
+        spec = spec_of(call.op.lower().removesuffix("_object").removesuffix("_sparse"))
+        sends = 0 if spec.receivers is Ranks.ROOT else size - 1
+        receives = 0 if spec.senders is Ranks.ROOT else size - 1
         load = Load(min(size - 1, 1), sends, receives, call.nbytes, 0, 0)
         return Predicted(call.op, call.nbytes, None, seconds_of(load, machine))
     kind, seconds = terms.op.lower(), 0.0

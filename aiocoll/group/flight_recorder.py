@@ -184,19 +184,9 @@ def _set(future: asyncio.Future[None]) -> None:
 
 
 def _entries(member: Communicator, records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Write records as plain data, the two of a collective that was compared first as one."""
+    """Write records as plain data."""
     places: Places = {}
-    entries: list[dict[str, Any]] = []
-    numbered: dict[tuple[str | None, int], dict[str, Any]] = {}
-    for record in records:
-        if record.seq is not None and (first := numbered.get((record.key, record.seq))) is not None:
-            first["started"] = record.entered
-            continue
-        entry = _entry(member, record, places)
-        if record.seq is not None:
-            numbered[record.key, record.seq] = entry
-        entries.append(entry)
-    return entries
+    return [_entry(member, record, places) for record in records]
 
 
 def _entry(member: Communicator, record: Record, places: Places) -> dict[str, Any]:
@@ -206,7 +196,7 @@ def _entry(member: Communicator, record: Record, places: Places) -> dict[str, An
         site = places[call] = f"{record.code.co_filename}:{line_of(*call)}"
     message = record.op & P2P == P2P
     pending = record.ended is None
-    started = record.entered
+    started = record.started or record.entered
     if message:
         whole = None if pending or record.error is not None else record.ended
         started = whole if record.started is None else record.started  # type: ignore[assignment]

@@ -9,15 +9,17 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from aiocoll.algorithms.spec import spec_of
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.fusion.deferred_work import BucketWork, DeferredWork
+from aiocoll.engine.fusion.deferred_work import DeferredWork, FlushWork
 from aiocoll.engine.fusion.layout import Bucket, Layout
 from aiocoll.engine.fusion.overlap import Span, check_apart, check_spans
-from aiocoll.engine.fusion.packer import Flush, Fusion, Start, fail
-from aiocoll.engine.operations.base import KEYED, P2P, Signature
-from aiocoll.engine.operations.monitored_barrier import Monitored
+from aiocoll.engine.fusion.packer import Flush, Packer, fail
+from aiocoll.engine.operations.base import P2P, Operation, Signature
+from aiocoll.engine.operations.composite import Ended, Make
+from aiocoll.engine.operations.monitored_barrier import MonitoredBarrier
 from aiocoll.group.calls import Call, Interceptor
-from aiocoll.group.fuse import Fuser, ends
+from aiocoll.group.fuse import Fuser
 from aiocoll.group.launch import Launcher
 from aiocoll.loading import loading
 from aiocoll.options import GroupOptions
@@ -80,7 +82,7 @@ class Recording:
     def keep(self, call: Call) -> DeferredWork:
         """Record a call that is not fused; a user's call is as far away as from `Batch.take`, and one frame."""
         work = DeferredWork(self, call.op, None, call.key, self.group, 6)
-        work._unwrap = call.unwrap
+        call.expect(work)
         if call.terms is not None and call.key is None:
             work.plan = None
             work.call = call
@@ -131,9 +133,9 @@ class Flushing(Launcher, Fuser):
     def __init__(self, member: Communicator, options: GroupOptions) -> None:
         super().__init__(member, options)
         #: Flushes that the engine does not know of, since another taker has them.
-        self._taken: dict[BucketWork, None] = {}
+        self._taken: dict[FlushWork, None] = {}
 
-    def _flush(self, recording: Recording, outer: Interceptor | None, key: str | None = None) -> BucketWork | None:
+    def _flush(self, recording: Recording, outer: Interceptor | None, key: str | None = None) -> FlushWork | None:
         """Start what is recorded.
 
         Args:
@@ -165,62 +167,53 @@ class Flushing(Launcher, Fuser):
         if not members and not recording.lists:
             return None
         limit = recording.limit if members else self._member.timeout
+        flush: Flush
         identity, seq = self._numbered(key) if outer is None else (0, None)
 
-        def start(number: int, bucket: Bucket, arrays: list[NDArray[Any] | None], part: BucketWork) -> None:
-            part.seq, part.key = seq, key
-            if bucket.plan is None:
-                own = [members[position].call for position in bucket.members]
-                call = own[0] if len(own) == 1 else self._as_one(own, layout.terms, limit)
-            else:
-                call = self._call(bucket.plan, arrays, (), None, limit, key, None, None)
+        def start(number: int, bucket: Bucket, arrays: list[NDArray[Any] | None], ended: Ended) -> None:
+            call = self._bucket_call(layout, bucket, arrays, members, limit)._replace(key=key)
             if outer is None:
-                self._start_bucket(layout, call, identity, number, part, limit)
+                make = _in_flush(call, layout, limit)
+                flush.children.start(f"bucket {number} of {identity}", make, ended)
             else:
-                _follow(outer.take(call), part)
-
-        return self._fuse(layout, members, start, recording, outer, identity, seq, key, limit)
-
-    def _fuse(
-        self,
-        layout: Layout,
-        members: list[DeferredWork],
-        start: Start,
-        recording: Recording,
-        outer: Interceptor | None,
-        identity: int,
-        seq: int | None,
-        key: str | None,
-        limit: float,
-    ) -> BucketWork:
-        flush: Flush
-
-        def ended(_: Any, error: BaseException | None) -> None:
-            self._taken.pop(part, None)
-            if error is not None:
-                fusion.fail(error)
-            recording.settle(error)
-
-        def succeed() -> None:
-            if outer is None:
-                flush.succeed(None)
-            else:
-                part._finish(None)
+                _at_end(outer.take(call), ended)
 
         def make(own: int, work: Work[Any]) -> Flush:
             nonlocal flush
-            flush = Flush(self._member, own, layout.fingerprint, layout.terms, (), work, limit)
-            flush.fusion = fusion
+            flush = Flush(self._member, own, layout, packer, work)
             return flush
 
-        fusion = Fusion(self._member, layout, members, start, succeed, outer is not None)
-        part = BucketWork(self._endpoint, layout.terms.op, seq, key, self, fusion.pending, ended)
+        def ended(error: BaseException | None) -> None:
+            self._taken.pop(part, None)
+            if error is not None:
+                packer.fail(error)
+            recording.settle(error)
+
+        packer = Packer(self._member, layout, members, start, outer is not None)
+        part = FlushWork(self._endpoint, layout.terms.op, self, packer.pending, ended)
+        part.seq, part.key = seq, key
+        part._shape, part._timeout, part._value = (), limit, None
         if outer is None:
-            self._run_quietly(self._start_flush, layout, identity, part, limit, make)
+            self._run_quietly(self._start_flush, layout, identity, part, make)
         else:
             self._taken[part] = None
-            fusion.advance()
+            packer.ended = lambda: part._finish(None)
+            packer.advance()
         return part
+
+    def _bucket_call(
+        self,
+        layout: Layout,
+        bucket: Bucket,
+        arrays: list[NDArray[Any] | None],
+        members: Sequence[DeferredWork],
+        limit: float,
+    ) -> Call:
+        """Return the call that a bucket is."""
+        if bucket.plan is not None:
+            return self._call(bucket.plan, arrays, (), None, limit, None, None, None)
+        own: list[Call] = [members[position].call for position in bucket.members]
+        return own[0] if len(own) == 1 else self._as_one(own, layout.terms, limit)
 
     def _as_one(self, calls: Sequence[Call], terms: Signature, limit: float) -> Call:
         """Return one call that stands for several on CUDA arrays."""
@@ -231,12 +224,12 @@ class Flushing(Launcher, Fuser):
         assert side is not None
 
         def make(identity: int, work: Work[Any]) -> BatchedCalls:
-            return BatchedCalls(side, calls, self._member, identity, work, limit)
+            return BatchedCalls(side, identity, calls, work)
 
         return Call(terms.op, make, limit, terms)
 
     def _start_flush(
-        self, layout: Layout, identity: int, part: BucketWork, limit: float, make: Callable[[int, Work[Any]], Flush]
+        self, layout: Layout, identity: int, part: FlushWork, make: Callable[[int, Work[Any]], Flush]
     ) -> None:
         """Start a flush that has taken its number."""
         self._enter(make(identity, part))
@@ -263,25 +256,18 @@ class Flushing(Launcher, Fuser):
             identity, work.seq = self._keyed_id(call.key)
         self._enter(call.make(identity, work))
 
-    def _start_bucket(
-        self,
-        layout: Layout,
-        call: Call,
-        identity: int,
-        number: int,
-        part: BucketWork,
-        limit: float,
-    ) -> None:
-        # No key of the user's is hashed without a zero byte in it.
-        own = KEYED | self._endpoint.hash62(f"bucket {number} of {identity}")
-        operation = call.make(own, part)
-        # The flush is what the ranks talk about, and what expires; only this one knows better than that.
+
+def _in_flush(call: Call, layout: Layout, limit: float) -> Make:
+    """Make the operation of a bucket: the flush is what the ranks talk about."""
+
+    def make(identity: int, work: Work[Any]) -> Operation:
+        if call.op != MonitoredBarrier.OP:  # only that one knows better than the flush why it expires
+            work._timeout = limit
+        operation = call.make(identity, work)
         operation.terms, operation.fingerprint = layout.terms, layout.fingerprint
-        operation.warned, operation.reported = True, inf
-        if not isinstance(operation, Monitored):
-            operation.timeout = limit
-        part.operation = operation
-        self._enter(operation)
+        return operation
+
+    return make
 
 
 def _device_spans(members: Sequence[DeferredWork], rank: int, size: int) -> Iterator[Span]:
@@ -289,22 +275,29 @@ def _device_spans(members: Sequence[DeferredWork], rank: int, size: int) -> Iter
     for position, member in enumerate(members):
         call = None if member.plan is not None else member.call
         if call is not None and call.on_device is not None:
-            _, writes, _ = ends(call.on_device.terms, rank, size)
+            terms = call.on_device.terms
+            writes = spec_of(terms.op.lower()).outputs(rank, size, terms.root)
             for buffer, array in enumerate(call.arrays):
                 if array is not None and array.size:
                     yield array.ptr, array.ptr + array.nbytes, position, buffer in writes
 
 
-def _follow(work: Work[Any], follower: DeferredWork | BucketWork) -> None:
+def _follow(work: Work[Any], follower: DeferredWork) -> None:
     """End `follower` as `work` ends."""
 
-    def ended(_: Work[Any]) -> None:
+    def ended(result: Any, error: BaseException | None) -> None:
         follower._source = work._source
         work._look()
-        follower._finish(work._result, work._exception)
+        follower._finish(result, error)
 
-    if work.done():
-        ended(work)
-    else:
+    if not work.done():
         follower._withdraw = work._withdraw
-        work._call_back(ended, None)
+    _at_end(work, ended)
+
+
+def _at_end(work: Work[Any], ended: Ended) -> None:
+    """Call `ended` at the end of a work, or now."""
+    if work.done():
+        ended(work._result, work._exception)
+    else:
+        work._call_back(lambda _: ended(work._result, work._exception), None)

@@ -15,6 +15,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from aiocoll.algorithms.spec import Spec, spec_of
 from aiocoll.elements.dtypes import by_name
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.fusion.layout import PIECE, Bucket, Layout
@@ -23,7 +24,7 @@ from aiocoll.engine.operations.manifest import Manifest
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.group.planning import Planner
 
-__all__ = ["LARGE", "Fuser", "ends"]
+__all__ = ["LARGE", "Fuser"]
 
 #: Bytes of the whole vector from which on a call is not fused: copying it takes longer than a message of its own.
 #: It is the same on all ranks, or they would fuse different calls. Counts that only the ends of a message know do not
@@ -35,9 +36,6 @@ MOST = 128
 LAYOUTS = 16
 #: Bytes of a stamp.
 STAMP = 8
-
-_PRIVATE = frozenset({"GATHER", "SCATTER", "ALLTOALL"})
-_BLOCKS = frozenset({"ALLGATHER", "REDUCE_SCATTER"})
 
 #: What was called: a plan, or the terms of what has none.
 Called = Plan | Signature
@@ -86,15 +84,17 @@ class Fuser(Planner):
         plans = [call for call in (calls[position] for position in positions) if isinstance(call, Plan)]
         if not plans:
             return Bucket(tuple(positions), None)
-        terms = plans[0].terms
-        reads, writes, sources = ends(terms, self._rank, self._size)
+        terms, spec = plans[0].terms, _spec(plans[0].terms)
+        reads = spec.inputs(self._rank, self._size, terms.root)
+        writes = spec.outputs(self._rank, self._size, terms.root)
         if len(positions) == 1:
             return Bucket(tuple(positions), copy.copy(plans[0]), reads=reads, writes=writes)
-        counts = _columns([_counts(plan.terms, self._rank, self._size) for plan in plans])
-        stamps = None
-        if terms.op in _PRIVATE:
+        counts = _columns([self._counts(spec, plan.terms) for plan in plans])
+        stamps = sources = None
+        if spec.private:
             size = -(-STAMP // plans[0].itemsize)
             stamps = {at: _stamp(each, size, plans[0].storage) for at, each in enumerate(counts) if each is not None}
+            sources = {buffer: spec.peer(buffer, self._size, terms.root) for buffer in writes}
         bucket = Bucket(
             tuple(positions),
             None,
@@ -102,7 +102,7 @@ class Fuser(Planner):
             reads,
             writes,
             stamps,
-            sources if stamps else None,
+            sources,
             tuple(_cuts(counts, plans[0].itemsize)) if counts else (0, len(plans)),
             all(plan is plans[0] for plan in plans),
             plans[0].kernel is not None and plans[0].kernel.prescale is not None,
@@ -112,21 +112,16 @@ class Fuser(Planner):
 
     def _fused(self, like: Plan, sizes: Sequence[int | None]) -> Plan:
         """Make the plan of calls like `like` together; a factor has been applied before."""
-        terms, rank, size = like.terms, self._rank, self._size
-        if terms.op in _BLOCKS:
-            given: tuple[Any, ...] = (tuple(sizes[:size]),)
-        elif terms.op == "ALLTOALL":
-            given = tuple(sizes[:size]), tuple(sizes[size:])
-        elif terms.op in _PRIVATE:
-            given = (tuple(sizes[size] if each == rank else sizes[each] or 0 for each in range(size)),)
-        else:
-            given = tuple(sizes)
-        kernel = like.kernel
+        terms, spec, kernel = like.terms, _spec(like.terms), like.kernel
         if kernel is not None and kernel.prescale is not None:
             kernel = replace(kernel, prescale=None)
         dtype = None if terms.dtype is None else by_name(terms.dtype)
-        agreed = () if terms.op in _PRIVATE else None
-        return self._compiled(terms.op.lower(), dtype, given, kernel, terms.reduce, terms.root, agreed)
+        agreed = () if spec.private else None
+        given = spec.sizes(sizes, self._rank)
+        return self._compiled(spec.kind, dtype, given, kernel, terms.reduce, terms.root, agreed)
+
+    def _counts(self, spec: Spec, terms: Signature) -> tuple[int | None, ...]:
+        return spec.counts(terms.counts, terms.sends, terms.receives, self._rank, terms.root)
 
 
 class _Entry(NamedTuple):
@@ -160,47 +155,11 @@ class _Names:
 
 
 def _is_large(plan: Plan) -> bool:
-    return plan.terms.op not in _PRIVATE and sum(plan.terms.counts) * plan.itemsize >= LARGE
+    return not _spec(plan.terms).private and sum(plan.terms.counts) * plan.itemsize >= LARGE
 
 
-def _counts(terms: Signature, rank: int, size: int) -> tuple[int | None, ...]:
-    """Return the elements of each buffer of a call; None where this rank has none."""
-    if terms.op in _BLOCKS:
-        return (*terms.counts, terms.counts[rank])
-    if terms.op == "ALLTOALL":
-        return (*terms.sends, *terms.receives)
-    if terms.op in _PRIVATE:
-        blocks = terms.receives if terms.op == "GATHER" else terms.sends
-        if rank == terms.root:
-            return (*blocks, blocks[rank])
-        own = terms.sends if terms.op == "GATHER" else terms.receives
-        return (*(None,) * size, own[terms.root or 0])
-    return terms.counts
-
-
-def ends(terms: Signature, rank: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...], dict[int, int]]:
-    """Return which buffers of a call are inputs, which are outputs, and whose data the latter begin with."""
-    blocks, there = tuple(range(size)), rank == terms.root
-    match terms.op:
-        case "ALLGATHER":
-            return (size,), blocks, {}
-        case "REDUCE_SCATTER":
-            return blocks, (size,), {}
-        case "ALLTOALL":
-            return blocks, tuple(range(size, 2 * size)), {size + each: each for each in blocks}
-        case "GATHER":
-            return (size,), blocks if there else (), {each: each for each in blocks if there}
-        case "SCATTER":
-            return blocks if there else (), (size,), {size: terms.root or 0}
-        case "REDUCE":
-            return (0,), (0,) if there else (), {}
-        case "BROADCAST":
-            return (0,) if there else (), () if there else (0,), {}
-        case "EXSCAN":
-            return (0,), (0,) if rank else (), {}
-        case "BARRIER":
-            return (), (), {}
-    return (0,), (0,), {}
+def _spec(terms: Signature) -> Spec:
+    return spec_of(terms.op.lower())
 
 
 def _columns(rows: Iterable[tuple[int | None, ...]]) -> tuple[tuple[int, ...] | None, ...]:

@@ -204,10 +204,11 @@ class Launcher(Planner):
         else:
             identity, seq = self._keyed_id(key)
         work: Work[Any] = Work(self._endpoint, plan.terms.op, seq, key, self, 4)
+        work._shape, work._timeout, work._value = shape, limit, result
         if unwrap is not None:
             work._unwrap = unwrap
         make = plan.executor if executor is None else executor
-        self._run_quietly(self._enter, make(member, identity, plan, arrays, shape, result, work, limit))
+        self._run_quietly(self._enter, make(member, identity, plan, arrays, work))
         return work
 
     def _on_device(self, plan: Plan, arrays: list[Any]) -> Executor:
@@ -235,7 +236,7 @@ class Launcher(Planner):
         make = plan.executor if executor is None else executor
 
         def operation(identity: int, work: Work[Any]) -> Operation:
-            return make(self._member, identity, plan, arrays, shape, result, work, limit)
+            return make(self._member, identity, plan, arrays, work)
 
         known = plan if executor is None else None
         terms = plan.terms if isinstance(executor, type) else getattr(executor, "terms", plan.terms)
@@ -278,6 +279,7 @@ class Launcher(Planner):
         identity, seq = (P2P, None) if terms is None else self._numbered(key)
         # The user's call is four frames away: the call of the group and what it goes through.
         work: Work[Any] = Work(self._endpoint, op, seq, key, self, 4)
+        work._shape, work._timeout, work._value = shape, limit, result
         if unwrap is not None:
             work._unwrap = unwrap
         self._enter(make(identity, work))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from aiocoll.codec import MAX_BYTES, dumps, reading
+from aiocoll.codec import dumps, reading
 from aiocoll.engine.operations.base import Signature
 from aiocoll.engine.operations.incremental import Steps
-from aiocoll.engine.operations.object_exchange import ObjectExchange
+from aiocoll.engine.operations.object_exchange import ObjectExchange, Parcels
 from aiocoll.group.launch import Launcher, Timeout
 from aiocoll.options import seconds
 from aiocoll.work import Work
@@ -90,7 +90,7 @@ class Objects(Launcher):
         terms = Signature(op, "object", (), root, None)
 
         def make(identity: int, work: Work[Any]) -> ObjectExchange:
-            return ObjectExchange(self._member, identity, terms, outgoing, sources, MAX_BYTES, unpack, work, limit)
+            return ObjectExchange(self._member, identity, terms, Parcels(outgoing, sources, unpack), work)
 
         return self._begin(op, make, limit, terms, key, nbytes=sum(map(len, outgoing.values())))
 

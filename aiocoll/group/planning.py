@@ -7,7 +7,8 @@ from typing import Any
 from aiocoll.algorithms.program import Program
 from aiocoll.algorithms.scale import scaled
 from aiocoll.algorithms.select import build, choose
-from aiocoll.elements.dtypes import DType
+from aiocoll.algorithms.spec import spec_of
+from aiocoll.elements.dtypes import DType, by_name
 from aiocoll.elements.ops import Kernel, ReduceOp, kernel
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.base import Signature
@@ -28,7 +29,9 @@ FLAT = 16
 #: Plans kept per group: a program has few call sites, and a plan of many ranks has some hundred actions.
 PLANS = 256
 
-_REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter", "scan", "exscan"})
+_INT64 = by_name("int64")
+#: What goes through shared memory, as `algorithms.cost` and records call it.
+_NAMES: dict[type, str] = {OneShot: "oneshot", ShmRing: "relay"}
 
 
 class Planner:
@@ -69,7 +72,7 @@ class Planner:
         found = self._plans.get(call)
         if found is None:
             # First of all, since it checks the op.
-            made = kernel(op, dtype, self._size) if kind in _REDUCING and dtype is not None else None  # type: ignore[arg-type]
+            made = kernel(op, dtype, self._size) if spec_of(kind).reduces else None  # type: ignore[arg-type]
             name = None if op is None else op.wire_name
             plan = self._compiled(kind, dtype, sizes, made, name, root, agreed)
             plan.op = op
@@ -94,7 +97,7 @@ class Planner:
             counts if agreed is None else agreed,
             root,
             reduce,
-            *self._ends(kind, sizes, root),
+            *spec_of(kind).lengths(sizes, self._rank, root),
         )
         nbytes = (sum(sizes[0]) if sizes and isinstance(sizes[0], tuple) else sum(sizes)) * (
             0 if dtype is None else dtype.itemsize
@@ -116,9 +119,17 @@ class Planner:
         if kind == "allreduce" and made is not None and nbytes and made.prescale is None:
             executor = self._shares(algorithm, nbytes, made)
             if executor is not None:
-                return Plan(terms, Program((), (), executor.__name__.lower()), dtype, made, executor)
+                return Plan(terms, Program((), (), _NAMES[executor]), dtype, made, executor)
         program = self._program(kind, algorithm, sizes, root, made)
         return Plan(terms, program, dtype, made, ProgramExecutor)
+
+    def _counting_plan(self, terms: Signature) -> Plan:
+        """Return the plan of the step in which all ranks learn a number of each, of a call with these terms."""
+        if (found := self._plans.get((terms,))) is None:
+            plan = self._plan("allgather", _INT64, ((1,) * self._size,))
+            program = Program(plan.program, plan.scratch, plan.algorithm)
+            found = keep(self._plans, (terms,), (Plan(terms, program, _INT64, None, ProgramExecutor), None))
+        return found[0]
 
     def _program(
         self, kind: str, algorithm: str, sizes: tuple[Any, ...], root: int | None, made: Kernel | None
@@ -138,25 +149,12 @@ class Planner:
         pieces = 2 * (self._size - 1) * (nbytes // (self._size * piece) + 2)
         return ShmRing if few and not made.ordered and pieces < MOST_PIECES else None
 
-    def _ends(self, kind: str, sizes: tuple[Any, ...], root: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return how many elements go to each rank and come from each, where only the ends of a message know."""
-        if kind == "alltoall":
-            return tuple(sizes[0]), tuple(sizes[1])
-        if kind not in ("gather", "scatter"):
-            return (), ()
-        counts: tuple[int, ...] = sizes[0]
-        if self._rank == root:
-            return ((), counts) if kind == "gather" else (counts, ())
-        own = tuple(counts[self._rank] if rank == root else 0 for rank in range(self._size))
-        return (own, ()) if kind == "gather" else ((), own)
-
     def _scaled(self, program: Program, kind: str, sizes: tuple[Any, ...], root: int | None) -> Program:
-        if kind == "reduce_scatter":
-            return scaled(program, dict(enumerate(sizes[0])), self._size + 1, in_place=False)
-        if kind == "exscan":
-            # The tensor of rank 0 is not an output.
-            return scaled(program, {0: sizes[0]}, 1, in_place=self._rank > 0) if self._size > 1 else program
-        return scaled(program, {0: sizes[0]}, 1, in_place=root is None or root == self._rank)
+        spec, rank = spec_of(kind), self._rank
+        counts = spec.counts(_flat(sizes), (), (), rank, root)
+        inputs = spec.inputs(rank, self._size, root)
+        in_place = inputs == spec.outputs(rank, self._size, root)
+        return scaled(program, {buffer: counts[buffer] or 0 for buffer in inputs}, len(counts), in_place)
 
 
 def keep(plans: dict[tuple[Any, ...], Known], call: tuple[Any, ...], found: Known) -> Known:

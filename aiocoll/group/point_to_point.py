@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiocoll.codec import MAX_BYTES, dumps, reading
+from aiocoll.codec import dumps, reading
 from aiocoll.elements.buffers import Buffer, byte_view, clash, view
 from aiocoll.elements.dtypes import array_dtype, by_code
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.fusion.deferred_work import DeferredWork
 from aiocoll.engine.matching.inbound import TAG_LIMIT, InboundMessage
 from aiocoll.engine.matching.matching import PostedReceive
-from aiocoll.engine.matching.outbound import OBJECT, OutboundMessage
+from aiocoll.engine.matching.outbound import OBJECT, Content, OutboundMessage
+from aiocoll.engine.operations.incremental import Steps
 from aiocoll.group.launch import Launcher, Timeout
 from aiocoll.loading import loading
 from aiocoll.options import seconds
@@ -155,7 +156,7 @@ class PointToPoint(Launcher):
     def _send_staged(self, dst: int, tag: int, buffer: Buffer, timeout: Timeout) -> Work[Any]:
         _check_length(buffer.nbytes, "tensor")
         limit = self._limit(tag, timeout)
-        make = self._messages(buffer.array).sending(dst, tag, buffer.dtype.code, buffer.result, limit)
+        make = self._messages(buffer.array).sending(dst, tag, buffer.dtype.code)
         work = self._begin("SEND", make, limit, result=buffer.result, nbytes=buffer.nbytes, arrays=[buffer.array])
         work._ends = "dst", dst, tag
         return work
@@ -167,8 +168,7 @@ class PointToPoint(Launcher):
         limit = self._limit(tag, timeout)
 
         def make(_: int, work: Work[Any]) -> OutboundMessage:
-            identity = self._member.matching.next_id(tag)
-            return OutboundMessage(self._member, identity, code, dst, data, result, work, limit)
+            return OutboundMessage(self._member, dst, tag, Content(code, data), work)
 
         work = self._begin(op, make, limit, result=result, nbytes=data.nbytes)
         work._ends = "dst", dst, tag
@@ -179,7 +179,7 @@ class PointToPoint(Launcher):
         array, code, shape, result = buffer.array, buffer.dtype.code, buffer.shape, buffer.result
         op = "RECV" if src is not None else "RECV_ANYSOURCE"
         if type(array) is not _ndarray:
-            receiving = self._messages(array).receiving(src, tag, code, shape, result, limit)
+            receiving = self._messages(array).receiving(src, tag, code)
             work = self._begin(
                 op, receiving, limit, None, None, shape, result, buffer.writeback, buffer.nbytes, [array]
             )
@@ -187,7 +187,7 @@ class PointToPoint(Launcher):
             data = byte_view(array)
 
             def make(_: int, work: Work[Any]) -> PostedReceive:
-                return PostedReceive(self._member, src, tag, data, code, shape, 0, result, work, limit)
+                return PostedReceive(self._member, src, tag, Content(code, data), work)
 
             work = self._begin(op, make, limit, None, None, shape, result, buffer.writeback, data.nbytes)
         work._ends = "src", src, tag
@@ -202,10 +202,11 @@ class PointToPoint(Launcher):
         return messages_of(self, array)
 
     def _recv_object(self, src: int | None, tag: int, limit: float) -> Work[Any]:
+        def read(data: memoryview) -> Steps:
+            return reading(data, allow_pickle=self._options.allow_pickle)
+
         def make(_: int, work: Work[Any]) -> PostedReceive:
-            posted = PostedReceive(self._member, src, tag, None, OBJECT, (), MAX_BYTES, None, work, limit)
-            posted.read = lambda data: reading(data, allow_pickle=self._options.allow_pickle)
-            return posted
+            return PostedReceive(self._member, src, tag, Content(OBJECT, None, read), work)
 
         work = self._begin("RECV_OBJECT", make, limit)
         work._ends = "src", src, tag

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Self, TypeVar
 
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.fusion.deferred_work import BucketWork
+from aiocoll.engine.fusion.deferred_work import FlushWork
 from aiocoll.errors import GroupError
 from aiocoll.group.arrays import Arrays
 from aiocoll.group.coalesce import Coalescing
@@ -89,7 +89,7 @@ class ProcessGroup(Coalescing, PointToPoint, Arrays, Estimates, Subgroups, Recor
         works: list[Work[Any]] = []
         for operation in self._member.pending:
             work = operation.work
-            if isinstance(work, BucketWork):
+            if isinstance(work, FlushWork):
                 works += work.stands_for()
             elif work.group is not None:  # those of no group are parts of others
                 works.append(work)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,10 +27,12 @@ from aiocoll.elements.dtypes import by_name
 from aiocoll.elements.entries import Entries, gathered, merged, pack, scattered, unpack
 from aiocoll.elements.ops import ReduceOp, kernel
 from aiocoll.elements.sparse import SparseArray, sparse_array
+from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.base import Operation, Signature
-from aiocoll.engine.operations.offload import Offload
+from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.stepped import Stepped
 from aiocoll.group.launch import Launcher, Timeout
-from aiocoll.group.steps import Steps
+from aiocoll.group.planning import Planner
 from aiocoll.options import seconds
 from aiocoll.work import Work
 
@@ -60,48 +62,50 @@ def allreduce_sparse(group: Launcher, tensor: Any, op: ReduceOp, timeout: Timeou
     dims = f"SUM over {array.sparse_dim} sparse and {len(array.shape) - array.sparse_dim} dense dimensions"
     terms = Signature("ALLREDUCE_SPARSE", array.dtype.name, array.shape, None, dims)
 
+    plan = group._counting_plan(terms)
+
     def make(identity: int, work: Work[Any]) -> Operation:
-        return _Sum(group, array, entries, terms, limit, work, identity).begin()
+        return _Sum(group._member, identity, plan, _Given(array, entries, group), work)
 
     # What all others are sent, if they are few: each entry with its place.
     nbytes = array.effort * (array.dtype.itemsize + _INT64.itemsize // max(array.width, 1)) * (group._size - 1)
     return group._begin(terms.op, make, limit, terms, key, array.shape, tensor, None, nbytes)
 
 
-class _Sum(Steps):
+class _Given(NamedTuple):
+    """What this rank gives, read already if that is quickly done."""
+
+    array: SparseArray
+    entries: Entries | None
+    planner: Planner
+
+
+class _Sum(Stepped):
     """One call on one rank."""
 
-    def __init__(
-        self,
-        group: Launcher,
-        array: SparseArray,
-        entries: Entries | None,
-        terms: Signature,
-        limit: float,
-        work: Work[Any],
-        identity: int,
-    ) -> None:
-        super().__init__(group, terms, array.shape, limit, work, identity)
-        self._array = array
-        self._given = entries
+    __slots__ = ("_array", "_bits", "_blocks", "_dense", "_finish", "_given", "_packed", "_planner", "_read", "_sizes")
 
-    def begin(self) -> Operation:
-        """Return the operation that sorts this rank's entries and counts everybody's."""
-        return self._count(self._read, self._choose, long=self._given is None)
+    def __init__(self, comm: Communicator, identity: int, plan: Plan, given: _Given, work: Work[Any]) -> None:
+        super().__init__(comm, identity, plan, work)
+        self._array, self._given, self._planner = given
 
-    def _read(self) -> int:
-        self._mine = self._array.read() if self._given is None else self._given
-        self._packed = pack(self._mine)
-        return len(self._mine.places)
+    def _is_long(self) -> bool:
+        return self._given is None
 
-    def _choose(self) -> Any:
-        array, total = self._array, int(self._counts.sum())
-        entry = self._mine.places.itemsize + array.width * array.dtype.itemsize
+    def _count(self) -> int:
+        self._read = self._array.read() if self._given is None else self._given
+        self._packed = pack(self._read)
+        return len(self._read.places)
+
+    def _go_on(self) -> None:
+        array, total = self._array, int(self.counts.sum())
+        entry = self._read.places.itemsize + array.width * array.dtype.itemsize
         row = array.width * array.dtype.itemsize
-        if dense_pays(total, entry, array.size, row, self._group._size, self._member.tuning.machine):
-            return self._calculate("scatter", array.size * array.width, self._scatter, self._add_dense)
-        self._sizes = (self._counts * entry).tolist()
-        return self._calculate("room", total * entry // 8, self._make_room, self._gather)
+        if dense_pays(total, entry, array.size, row, len(self.counts), self.comm.tuning.machine):
+            self._work_on("scatter", array.size * array.width, self._scatter, self._add_dense)
+            return
+        self._sizes = (self.counts * entry).tolist()
+        self._work_on("room", total * entry // 8, self._make_room, self._gather)
 
     # -- few entries
 
@@ -112,51 +116,51 @@ class _Sum(Steps):
         ends = accumulate(self._sizes)
         self._blocks = [whole[end - size : end] for size, end in zip(self._sizes, ends, strict=True)]
 
-    def _gather(self) -> Any:
+    def _gather(self) -> None:
         # Hardly any call has the same counts as another: the plan is not worth keeping.
-        plan = self._group._compiled("allgather", _UINT8, (tuple(self._sizes),), None, None, None)
-        return self._carry_out("gather", plan, [*self._blocks, self._packed], self._merge_all)
+        plan = self._planner._compiled("allgather", _UINT8, (tuple(self._sizes),), None, None, None)
+        self._carry_out("gather", plan, [*self._blocks, self._packed], self._merge_all)
 
-    def _merge_all(self) -> Any:
-        effort = int(self._counts.sum()) * max(self._array.width, 1)
-        return self._calculate("merge", effort, self._merge, self._put)
+    def _merge_all(self) -> None:
+        effort = int(self.counts.sum()) * max(self._array.width, 1)
+        self._work_on("merge", effort, self._merge, self._store)
 
     def _merge(self) -> None:
-        counts = zip(self._blocks, self._counts.tolist(), strict=True)
-        parts = [unpack(block, count, self._mine) for block, count in counts]
+        counts = zip(self._blocks, self.counts.tolist(), strict=True)
+        parts = [unpack(block, count, self._read) for block, count in counts]
         self._finish = self._array.build(merged(parts, self._array.dtype))
 
     # -- many entries
 
     def _scatter(self) -> None:
-        self._dense, self._bits = scattered(self._mine, self._array.size)
+        self._dense, self._bits = scattered(self._read, self._array.size)
 
-    def _add_dense(self) -> Any:
-        plan = self._group._plan("allreduce", self._array.dtype, (len(self._dense),), op=ReduceOp.SUM)
-        return self._carry_out("add", plan, [self._dense], self._mark_dense)
+    def _add_dense(self) -> None:
+        plan = self._planner._plan("allreduce", self._array.dtype, (len(self._dense),), op=ReduceOp.SUM)
+        self._carry_out("add", plan, [self._dense], self._mark_dense)
 
-    def _mark_dense(self) -> Any:
-        plan = self._group._plan("allreduce", _UINT8, (len(self._bits),), op=ReduceOp.BOR)
-        return self._carry_out("mark", plan, [self._bits], self._take_dense)
+    def _mark_dense(self) -> None:
+        plan = self._planner._plan("allreduce", _UINT8, (len(self._bits),), op=ReduceOp.BOR)
+        self._carry_out("mark", plan, [self._bits], self._take_dense)
 
-    def _take_dense(self) -> Any:
-        return self._calculate("take", self._array.size * self._array.width, self._collect, self._put)
+    def _take_dense(self) -> None:
+        self._work_on("take", self._array.size * self._array.width, self._collect, self._store)
 
     def _collect(self) -> None:
-        self._finish = self._array.build(gathered(self._dense, self._bits, self._array.size, self._mine))
+        self._finish = self._array.build(gathered(self._dense, self._bits, self._array.size, self._read))
 
     # -- from step to step
 
-    def _put(self) -> Any:
-        return self._finish()
+    def _store(self) -> None:
+        self.succeed(self._finish())
 
-    def _calculate(self, step: str, effort: int, task: Callable[[], None], then: Callable[[], Any]) -> Any:
+    def _work_on(self, step: str, effort: int, task: Callable[[], None], then: Callable[[], None]) -> None:
         """Go on with arithmetic, here or in a thread."""
-        if effort <= INLINE:
+        if effort > INLINE:
+            self._calculate(step, task, then)
+        else:
             task()
-            return then()
-        aside = Offload(self._member, self._id(step), self._terms, self._shape, self._work, self._left(), task)
-        return self._enter(aside, then)
+            then()
 
 
 def dense_pays(total: int, entry: int, size: int, row: int, world_size: int, machine: Machine) -> bool:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.elements.buffers import Buffer, view
 from aiocoll.elements.dtypes import array_dtype
+from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.base import Operation, Signature
-from aiocoll.engine.operations.unsized_gather import Gathered
+from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.stepped import Stepped
+from aiocoll.engine.operations.unsized_gather import Gathered, Given
 from aiocoll.group.launch import Launcher, Timeout
-from aiocoll.group.steps import Steps
+from aiocoll.group.planning import Planner
 from aiocoll.options import seconds
 from aiocoll.work import Work
 
@@ -26,9 +29,10 @@ def allgather_unsized(group: Launcher, source: Buffer, timeout: Timeout, key: st
     limit = group._member.timeout if timeout is None else seconds(timeout, "timeout")
     terms = Signature("ALLGATHER_ALLOCATED", source.dtype.name, (), None, None)
     dtype = array_dtype(source.dtype)
+    plan = group._counting_plan(terms)
 
     def make(identity: int, work: Work[Any]) -> Operation:
-        return _Allgather(group, source, dtype, terms, limit, work, identity).begin()
+        return _Allgather(group._member, identity, plan, _Given(source, dtype, group), work)
 
     nbytes = source.nbytes * (group._size - 1)
     return group._begin(terms.op, make, limit, terms, key, source.shape, nbytes=nbytes, arrays=[source.array])
@@ -46,39 +50,37 @@ def gather_unsized(
         return [part.view(dtype).reshape(_shape(source, part.size)) for part in parts]
 
     def make(identity: int, work: Work[Any]) -> Operation:
-        return Gathered(group._member, identity, terms, source.shape, source.array, pack, work, limit)
+        return Gathered(group._member, identity, terms, Given(source.array, pack), work)
 
     return group._begin(terms.op, make, limit, terms, key, source.shape)
 
 
-class _Allgather(Steps):
-    """One call on one rank."""
+class _Given(NamedTuple):
+    source: Buffer
+    dtype: np.dtype[Any]
+    planner: Planner
 
-    def __init__(
-        self,
-        group: Launcher,
-        source: Buffer,
-        dtype: np.dtype[Any],
-        terms: Signature,
-        limit: float,
-        work: Work[Any],
-        identity: int,
-    ) -> None:
-        super().__init__(group, terms, source.shape, limit, work, identity)
-        self._source = source
-        self._dtype = dtype
+
+class _Allgather(Stepped):
+    """One call on one rank, in which all ranks first learn how many elements each gives."""
+
+    __slots__ = ("_given", "_outputs")
+
+    def __init__(self, comm: Communicator, identity: int, plan: Plan, given: _Given, work: Work[Any]) -> None:
+        super().__init__(comm, identity, plan, work)
+        self._given = given
         self._outputs: list[Any]
 
-    def begin(self) -> Operation:
-        """Return the operation in which all ranks learn how many elements each gives."""
-        return self._count(lambda: self._source.count, self._gather)
+    def _count(self) -> int:
+        return self._given.source.count
 
-    def _gather(self) -> Any:
-        source, counts = self._source, self._counts.tolist()
-        self._outputs = [np.empty(_shape(source, count), self._dtype) for count in counts]
+    def _go_on(self) -> None:
+        source, dtype, planner = self._given
+        counts = self.counts.tolist()
+        self._outputs = [np.empty(_shape(source, count), dtype) for count in counts]
         arrays = [view(output).array for output in self._outputs]
-        plan = self._group._plan("allgather", source.dtype, (tuple(counts),))
-        return self._carry_out("gather", plan, [*arrays, source.array], lambda: self._outputs)
+        plan = planner._plan("allgather", source.dtype, (tuple(counts),))
+        self._carry_out("gather", plan, [*arrays, source.array], lambda: self.succeed(self._outputs))
 
 
 def _shape(like: Buffer, count: int) -> Sequence[int]:

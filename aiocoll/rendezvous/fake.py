@@ -132,9 +132,9 @@ class FakeGroup(ProcessGroup):
         member = self._member
         identity, seq = (P2P, None) if call.terms is None else self._numbered(call.key)
         work: Work[Any] = Work(self._endpoint, call.op, seq, call.key, self, 4)
-        work._unwrap = call.unwrap
+        call.expect(work)
         terms = Signature(call.op, None, (), None, None) if call.terms is None else call.terms
-        member.enter(_Instant(member, identity, terms, call.shape, call.result, work, call.timeout))
+        member.enter(_Instant(member, identity, terms, 0, work))
         return work
 
     def _may_differ(self, source: Buffer) -> bool:
@@ -201,24 +201,11 @@ class FakeGroup(ProcessGroup):
 class _Instant(Operation):
     """An operation that ends well at once."""
 
-    __slots__ = ("_result",)
-
-    def __init__(
-        self,
-        group: Communicator,
-        identity: int,
-        terms: Signature,
-        shape: tuple[int, ...],
-        result: Any,
-        work: Work[Any],
-        timeout: float,
-    ) -> None:
-        super().__init__(group, identity, 0, terms, shape, work, timeout)
-        self._result = result
+    __slots__ = ()
 
     def enter(self) -> None:
         """End."""
-        self.succeed(self._result)
+        self.succeed(self.work._value)
 
 
 class _Nowhere(Endpoint):
@@ -244,7 +231,6 @@ class _Nowhere(Endpoint):
     async def aclose(self) -> None:
         self.context.closed = True
         self.watch.close()
-        self.registered_memory.close()
         await self.context.stop_tasks()
 
 

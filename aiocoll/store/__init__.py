@@ -3,8 +3,9 @@
 from aiocoll.store.base import Store
 from aiocoll.store.file import FileStore
 from aiocoll.store.hash import HashStore
+from aiocoll.store.key_value import KeyValueStore
 from aiocoll.store.prefix import PrefixStore
 from aiocoll.store.server import StoreServer
 from aiocoll.store.tcp import TCPStore
 
-__all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "StoreServer", "TCPStore"]
+__all__ = ["FileStore", "HashStore", "KeyValueStore", "PrefixStore", "Store", "StoreServer", "TCPStore"]

@@ -1,8 +1,9 @@
 """What every store offers.
 
 A store is a small dictionary that the ranks of a job share: str keys, bytes values, plus first-in-first-out queues with
-names of their own. It is how ranks meet; arrays travel through groups. A store implements `_call` (commands answered at
-once) and `_wait` (commands that wait for keys); all public methods are built on these two.
+names of their own. It is how ranks meet; arrays travel through groups. The public methods of `Store` check arguments
+and pass them on as commands (`aiocoll.store.commands`): `_call` carries out those that are answered at once, `_wait`
+those that wait for keys. `KeyValueStore` does both with three methods that a new store has to write.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ __all__ = ["Store", "seconds", "settled", "timed_out"]
 
 
 class Store(ABC):
-    """Base of all stores.
+    """Base of all stores; to write one, see `KeyValueStore`.
 
     Every method raises `TypeError` or `ValueError` for a wrong argument, `StoreError` for one over a limit (keys 1 KiB,
-    values 8 MiB, 65,536 keys and queued items), and `StoreUnavailableError` once the store is closed or out of reach.
-    Waiting methods raise `StoreTimeoutError`, which lists the missing keys. `timeout` arguments are seconds or a
-    `timedelta`; None is the store's own, `inf` waits for ever. Cancelling a wait leaves nothing behind, and a queue
-    keeps its item.
+    values 8 MiB; 65,536 keys and queued items, 256 MiB in all), and `StoreUnavailableError` once the store is closed or
+    out of reach. Cancelling a wait leaves nothing behind, and a queue keeps its item.
+
+    Cost of a call: with a `HashStore` a few microseconds, with a `FileStore` a lock and at most one write, with a
+    `TCPStore` one round trip. A wait is told by the store when it ends; only a file is looked at, every 20 ms.
     """
 
     def __init__(self, timeout: float | timedelta = 300.0) -> None:
@@ -53,82 +55,201 @@ class Store(ABC):
         self._timeout = seconds(timeout)
 
     async def set(self, key: str, value: bytes) -> None:
-        """Store `value` under `key`, whatever was there."""
+        """Store `value` under `key`, whatever was there.
+
+        Args:
+            key: at most 1 KiB in UTF-8.
+            value: at most 8 MiB.
+
+        Raises:
+            StoreError: a limit; nothing was changed.
+        """
         await self._checked("set", key, value)
 
     async def get(self, key: str, timeout: float | timedelta | None = None) -> bytes:
-        """Wait until `key` exists and return its value."""
+        """Wait until `key` exists.
+
+        Args:
+            key: its name.
+            timeout: seconds to wait; 0 looks once, `inf` waits for ever, None is the store's own.
+
+        Returns:
+            Its value.
+
+        Raises:
+            StoreTimeoutError: it did not appear in time.
+        """
         value: bytes = await self._waited("get", timeout, key)
         return value
 
     async def add(self, key: str, amount: int) -> int:
-        """Add `amount` to the decimal number under `key` (absent: 0) and return the sum, which fits 64 bits."""
+        """Add `amount` to the decimal number under `key`; an absent key counts as 0.
+
+        Args:
+            key: its name.
+            amount: may be negative; fits 64 bits.
+
+        Returns:
+            The sum, which is stored.
+
+        Raises:
+            StoreError: the value is no decimal number, or the sum does not fit 64 bits; nothing was changed.
+        """
         total: int = await self._checked("add", key, amount)
         return total
 
     async def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Store `desired` if the value is `expected`, or if `key` is absent and `expected` is empty.
 
+        The result does not tell apart who has stored `desired` from who found it there: to find a winner, let each
+        client propose another value.
+
+        Args:
+            key: its name.
+            expected: value that must be there.
+            desired: value to store.
+
         Returns:
             The value now stored; `expected` if the key is absent and stays so.
+
+        Raises:
+            StoreError: a limit; nothing was changed.
         """
         value: bytes = await self._checked("compare_set", key, expected, desired)
         return value
 
     async def check(self, keys: Iterable[str]) -> bool:
-        """Say whether all `keys` exist."""
+        """Ask whether keys exist, without waiting.
+
+        Args:
+            keys: their names.
+
+        Returns:
+            Whether all of them exist.
+        """
         present: bool = await self._checked("check", _listed("keys", keys))
         return present
 
     async def wait(self, keys: Iterable[str], timeout: float | timedelta | None = None) -> None:
-        """Wait until all `keys` exist."""
+        """Wait until all `keys` exist.
+
+        Args:
+            keys: their names.
+            timeout: seconds to wait; 0 looks once, `inf` waits for ever, None is the store's own.
+
+        Raises:
+            StoreTimeoutError: some did not appear in time; the message lists them.
+        """
         await self._waited("wait", timeout, _listed("keys", keys))
 
     async def delete_key(self, key: str) -> bool:
-        """Remove `key`; say whether it existed."""
+        """Remove `key`.
+
+        Args:
+            key: its name.
+
+        Returns:
+            Whether it existed.
+        """
         existed: bool = await self._checked("delete_key", key)
         return existed
 
     async def num_keys(self) -> int:
-        """Return the number of keys; queues are not counted."""
+        """Count the keys.
+
+        Returns:
+            Their number; queues are not counted.
+        """
         count: int = await self._checked("num_keys", "")
         return count
 
     async def append(self, key: str, value: bytes) -> None:
-        """Append `value` to what is stored under `key` (absent: nothing)."""
+        """Append `value` to what is stored under `key`; an absent key counts as empty.
+
+        Args:
+            key: its name.
+            value: what comes behind the value that is there; both together are at most 8 MiB.
+
+        Raises:
+            StoreError: a limit; nothing was changed.
+        """
         await self._checked("append", key, value)
 
     async def multi_get(self, keys: Iterable[str], timeout: float | timedelta | None = None) -> list[bytes]:
-        """Wait until all `keys` exist and return their values, read at one instant."""
+        """Wait until all `keys` exist and read them at one instant.
+
+        Args:
+            keys: their names.
+            timeout: seconds to wait; 0 looks once, `inf` waits for ever, None is the store's own.
+
+        Returns:
+            Their values, in the order of `keys`.
+
+        Raises:
+            StoreTimeoutError: some did not appear in time; the message lists them.
+        """
         values: list[bytes] = await self._waited("multi_get", timeout, _listed("keys", keys))
         return values
 
     async def multi_set(self, keys: Iterable[str], values: Iterable[bytes]) -> None:
-        """Store one value per key, all or none."""
+        """Store one value per key, all or none.
+
+        Args:
+            keys: their names.
+            values: as many; 16 MiB in all in a `TCPStore`, 32 MiB in a `FileStore`.
+
+        Raises:
+            StoreError: a limit; nothing was changed.
+        """
         await self._checked("multi_set", _listed("keys", keys), _listed("values", values))
 
     async def list_keys(self) -> list[str]:
-        """Return all keys, in the order they were first set; queues are not listed."""
+        """List the keys.
+
+        Returns:
+            All keys, in the order they were first set; queues are not listed.
+        """
         keys: list[str] = await self._checked("list_keys", "")
         return keys
 
     async def queue_push(self, key: str, value: bytes) -> None:
-        """Append `value` to the queue `key`."""
+        """Append an item to a queue; a queue and a key of one name have nothing to do with each other.
+
+        Args:
+            key: name of the queue, at most 1 KiB in UTF-8.
+            value: the item, at most 8 MiB.
+
+        Raises:
+            StoreError: a limit; nothing was changed.
+        """
         await self._checked("queue_push", key, value)
 
     async def queue_pop(self, key: str, block: bool = True, timeout: float | timedelta | None = None) -> bytes:
-        """Remove and return the first item of the queue `key`; those who wait are served in their order.
+        """Remove the first item of a queue; those who wait are served in their order.
 
         Args:
             key: name of the queue.
             block: False raises `StoreTimeoutError` at once if the queue is empty.
-            timeout: seconds to wait for an item.
+            timeout: seconds to wait for an item; `inf` waits for ever, None is the store's own.
+
+        Returns:
+            The item.
+
+        Raises:
+            StoreTimeoutError: there was none in time.
         """
         value: bytes = await self._waited("queue_pop", timeout if block else 0.0, key)
         return value
 
     async def queue_len(self, key: str) -> int:
-        """Return the number of items in the queue `key`."""
+        """Count the items of a queue.
+
+        Args:
+            key: name of the queue.
+
+        Returns:
+            Their number; 0 for a queue that was never used.
+        """
         count: int = await self._checked("queue_len", key)
         return count
 

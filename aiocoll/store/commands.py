@@ -20,6 +20,7 @@ __all__ = [
     "WAITS",
     "check_arguments",
     "check_request",
+    "keys_of",
     "prefixed",
 ]
 
@@ -94,6 +95,11 @@ def _check(kinds: str | None, command: str, arguments: tuple[Any, ...]) -> None:
             _check_list(kind, argument)
     if kinds == "KV" and len(arguments[0]) != len(arguments[1]):
         raise ValueError(f"{command} got {len(arguments[0])} keys and {len(arguments[1])} values: one value per key")
+
+
+def keys_of(arguments: tuple[Any, ...]) -> list[str]:
+    """Return the keys (or the queue) that a wait is for."""
+    return arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
 
 
 def prefixed(prefix: str, command: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiocoll.errors import StoreError
-from aiocoll.store.commands import MAX_ENTRIES, MAX_INTEGER, MAX_TOTAL_BYTES, MAX_VALUE_BYTES
+from aiocoll.store.commands import MAX_ENTRIES, MAX_TOTAL_BYTES, keys_of
+from aiocoll.store.values import added, appended, matches
 
 __all__ = ["StoreCore", "Waiter"]
 
@@ -66,7 +67,7 @@ class StoreCore:
         Returns:
             What `drop` takes, or None if the result has been delivered.
         """
-        keys = arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
+        keys = keys_of(arguments)
         waiter = Waiter(command, keys, deliver)
         if command != "queue_pop":
             return waiter if self._watch(waiter) else None
@@ -87,8 +88,8 @@ class StoreCore:
 
     def missing(self, command: str, arguments: tuple[Any, ...]) -> list[str]:
         """Return the keys (or the queue) that a wait still lacks."""
-        keys = arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
-        return [key for key in keys if key not in (self._queues if command == "queue_pop" else self._values)]
+        present: Mapping[str, Any] = self._queues if command == "queue_pop" else self._values
+        return [key for key in keys_of(arguments) if key not in present]
 
     def read(self, command: str, keys: list[str]) -> Any:
         """Return the result of a wait whose keys all exist."""
@@ -131,19 +132,13 @@ class StoreCore:
             self._store(dict(zip(keys, values, strict=True)))
 
     def _add(self, key: str, amount: int) -> int:
-        value = self._values.get(key, b"0")
-        try:
-            total = int(value) + amount
-        except ValueError:
-            raise StoreError(f"add: key {key!r} holds {value[:40]!r}, which is no decimal number") from None
-        if abs(total) > MAX_INTEGER:
-            raise StoreError(f"add: the sum under key {key!r} does not fit 64 bits")
+        total = added(key, self._values.get(key), amount)
         self._store({key: b"%d" % total})
         return total
 
     def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         value = self._values.get(key)
-        if value == expected or (value is None and not expected):
+        if matches(value, expected):
             self._store({key: desired})
             return desired
         return expected if value is None else value
@@ -162,10 +157,7 @@ class StoreCore:
         return sum(key.startswith(prefix) for key in self._values) if prefix else len(self._values)
 
     def _append(self, key: str, value: bytes) -> None:
-        whole = self._values.get(key, b"") + value
-        if len(whole) > MAX_VALUE_BYTES:
-            raise StoreError(f"append: key {key!r} would hold {len(whole)} bytes, the limit is {MAX_VALUE_BYTES}")
-        self._store({key: whole})
+        self._store({key: appended(key, self._values.get(key), value)})
 
     def _list_keys(self, prefix: str) -> list[str]:
         return [key for key in self._values if key.startswith(prefix)]

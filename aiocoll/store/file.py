@@ -19,17 +19,15 @@ from aiocoll.errors import BackendUnavailableError, StoreError, StoreTimeoutErro
 from aiocoll.runtime import Runtime, running_loop
 from aiocoll.security.handshake import job_id
 from aiocoll.store.base import Store, timed_out
-from aiocoll.store.commands import COMMANDS, check_arguments
+from aiocoll.store.commands import COMMANDS, check_arguments, keys_of
 from aiocoll.store.core import StoreCore
+from aiocoll.store.polling import Poll
 
 if TYPE_CHECKING:
     from aiocoll.store.log import LogFile
 
 __all__ = ["FileStore"]
 
-#: Seconds between looks at the file: short at first, for ranks that start together, then cheap (one fstat per look).
-_FIRST_POLL = 0.001
-_LAST_POLL = 0.02
 #: Bytes of history replayed in one go without the lock, about 1 ms; then the loop gets a turn.
 _SLICE = 1 << 13
 
@@ -90,8 +88,8 @@ class FileStore(Store):
         return await self._locked(lambda log: self._apply(log, command, arguments))
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
-        keys = arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
-        poll = _Poll(self._runtime, timeout)
+        keys = keys_of(arguments)
+        poll = Poll(self._clock(), timeout)
         while True:
             await self._replay()
             if not self._core.missing(command, arguments):
@@ -106,7 +104,7 @@ class FileStore(Store):
 
     async def _locked(self, action: Callable[[LogFile], Any]) -> Any:
         """Run `action`, which must not await, under the lock, on an up-to-date core."""
-        poll = _Poll(self._runtime, self._timeout)
+        poll = Poll(self._clock(), self._timeout)
         await self._replay()
         while not self._opened().try_lock():
             if not await poll.pause():
@@ -117,6 +115,9 @@ class FileStore(Store):
             return action(log)
         finally:
             log.unlock()
+
+    def _clock(self) -> Runtime:
+        return self._runtime or Runtime(running_loop())
 
     async def _replay(self) -> None:
         """Catch up without the lock, leaving the loop its turns."""
@@ -174,21 +175,3 @@ class FileStore(Store):
         self._left += 1
         if self._world_size is not None and self._left >= self._world_size:
             log.remove()
-
-
-class _Poll:
-    """The pauses of one wait: ever longer until the deadline, and a last look at the deadline itself."""
-
-    def __init__(self, runtime: Runtime | None, timeout: float) -> None:
-        self._runtime = runtime or Runtime(running_loop())
-        self._deadline = self._runtime.time() + timeout
-        self._seconds = _FIRST_POLL
-
-    async def pause(self) -> bool:
-        """Sleep a little; False, at once, when the time is up."""
-        remaining = self._deadline - self._runtime.time()
-        if remaining <= 0:
-            return False
-        await self._runtime.sleep(min(self._seconds, remaining))
-        self._seconds = min(2 * self._seconds, _LAST_POLL)
-        return True

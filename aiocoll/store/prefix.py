@@ -48,10 +48,13 @@ class PrefixStore(Store):
         """Do nothing; the store below stays open."""
 
     async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
-        result = await self._store._checked(command, *prefixed(self._prefix, command, arguments))
+        inner = prefixed(self._prefix, command, arguments)
+        if command == "num_keys":
+            return await self._store._checked(command, *inner)
         if command == "list_keys":
-            return [key.removeprefix(self._prefix) for key in result]
-        return result
+            keys = await self._store._checked(command, *inner)
+            return [key.removeprefix(self._prefix) for key in keys]
+        return await getattr(self._store, command)(*inner)
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
-        return await self._store._waited(command, timeout, *prefixed(self._prefix, command, arguments))
+        return await getattr(self._store, command)(*prefixed(self._prefix, command, arguments), timeout=timeout)

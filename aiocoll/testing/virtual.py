@@ -62,9 +62,7 @@ class VirtualRuntime(Runtime):
     may_thread = False
 
     def __init__(self, loop: VirtualLoop) -> None:
-        super().__init__(loop)
-        self.ticks = loop.tick
-        self.latency = loop.latency
+        super().__init__(loop, loop.tick, loop.latency)
         self._random = loop.random
 
     def random_bytes(self, n: int) -> bytes:

@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from aiocoll.process import PidFd
 from aiocoll.security.handshake import ConnKind
+from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.frame import Header
+from aiocoll.transport.shared_memory import ChunkReader, ChunkWriter, RegisteredMemory, Segment, SlotReader, SlotWriter
 
-__all__ = ["Card", "Link", "Sink", "Transport"]
+__all__ = ["Card", "Link", "SharedMemoryLink", "Sink", "Transport"]
 
 #: What a rank publishes so that others can reach it: plain strings and numbers.
 Card = dict[str, Any]
@@ -55,6 +60,10 @@ class Link(Protocol):
     def writable(self) -> bool:
         """Whether nothing waits to be handed over."""
 
+    @property
+    def shared(self) -> SharedMemoryLink | None:
+        """The link itself if it goes through memory that both ends map, else None."""
+
     def peer_process(self) -> PidFd | None:
         """Return the process at the other end, for the caller to close; None if that cannot be told."""
 
@@ -77,12 +86,55 @@ class Link(Protocol):
         """End the link now; what was not handed over is lost. Idempotent."""
 
 
+class SharedMemoryLink(Link, Protocol):
+    """A link through memory that both ends map, as operations use it beside its frames."""
+
+    @property
+    def slot_writer(self) -> SlotWriter:
+        """Where this rank posts."""
+
+    @property
+    def slot_reader(self) -> SlotReader:
+        """Where the peer posts."""
+
+    @property
+    def chunks_out(self) -> ChunkWriter:
+        """The chunk queue to the peer."""
+
+    @property
+    def chunks_in(self) -> ChunkReader:
+        """The chunk queue from the peer."""
+
+    def announce(self) -> None:
+        """Wake the peer, if it sleeps, after a slot or a chunk queue has changed; only while the link is open."""
+
+    def can_map(self, segment: Segment) -> bool:
+        """Whether the peer has mapped `segment`, which is offered to it if it has not been."""
+
+    def chunk(self, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
+        """Return the next chunk where it lies, until it is freed; None if it is not to be had any more."""
+
+    def reclaim(self) -> bool:
+        """Free the next chunks as long as they are of groups that are over; whether there were any."""
+
+    def purge(self, group: int) -> None:
+        """Free what the peer has put, or will put, into slots and the chunk queue for a group that is over."""
+
+    def unmap(self) -> None:
+        """After `close`: unmap the segments of the peer; slots can still be read."""
+
+    def forget(self) -> None:
+        """After `close`: let go of all that can still be read, and so of the memory, whoever keeps this object."""
+
+
 class Transport(Protocol):
     """How one rank reaches its peers."""
 
     name: str
     accepted: Callable[[Link], None]
     """Called with each link a peer has opened; set before `listen`."""
+    heartbeat_accepted: Callable[[int, ByteStream], None]
+    """Called with each connection for signs of life that a peer has opened, and the peer; set before `listen`."""
     look: Callable[[], bool]
     """Asked by a transport with memory that peers share, whenever it looks at its links: for what no frame tells.
     Whether anything moved."""
@@ -90,11 +142,18 @@ class Transport(Protocol):
     """Asked by a transport whose peers have to wake this rank, before it lets them: whether anything has moved is told,
     and whether to look again in the next turn is answered."""
 
+    @property
+    def registered_memory(self) -> RegisteredMemory | None:
+        """Memory of this rank that peers read in place; None where no memory is shared."""
+
     async def listen(self) -> Card:
         """Start to accept links; return this rank's card."""
 
     async def connect(self, peer: int, card: Card, kind: ConnKind) -> Link | None:
         """Open a link to `peer`; None if that peer is opening one to us at the same moment (it will be accepted)."""
+
+    async def connect_heartbeat(self, peer: int, card: Card) -> ByteStream | None:
+        """Open a connection to another process for signs of life; None as for `connect`."""
 
     def catch_up(self) -> None:
         """Hand out what peers wrote to their links before what has just been heard another way.

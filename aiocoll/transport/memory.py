@@ -13,6 +13,7 @@ from collections.abc import Callable
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Card, Link, Sink
+from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.frame import HEADER, Header
 
 __all__ = ["Hub", "MemoryLink", "MemoryTransport"]
@@ -73,6 +74,7 @@ class MemoryLink:
 
     sink: Sink
     other: MemoryLink
+    shared = None
 
     def __init__(self, hub: Hub, rank: int, peer: int, kind: ConnKind) -> None:
         self.peer = peer
@@ -192,7 +194,9 @@ class MemoryTransport:
     """One rank's way into a `Hub`; see `aiocoll.transport.base.Transport`."""
 
     name = "memory"
+    registered_memory = None
     accepted: Callable[[Link], None]
+    heartbeat_accepted: Callable[[int, ByteStream], None]
     look: Callable[[], bool]
     linger: Callable[[bool], bool]
 
@@ -221,6 +225,9 @@ class MemoryTransport:
         near.other, far.other = far, near
         other.accepted(far)
         return near
+
+    async def connect_heartbeat(self, peer: int, card: Card) -> None:
+        """All ranks are in one process: none has a life of its own."""
 
     async def reachable(self, peer: int) -> None:
         """Wait until a peer has come, and there is a way to it."""

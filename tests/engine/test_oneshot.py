@@ -11,7 +11,7 @@ import pytest
 
 from aiocoll import GroupError, HashStore, ProcessGroup, new_group
 from aiocoll.engine.operations.oneshot import OneShot
-from aiocoll.transport.shm.layout import MIDDLE, SMALL
+from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.work import Work
 
 from ..ranks import options, run_ranks, until
@@ -95,7 +95,9 @@ async def test_frames_serve_until_there_is_a_link(count: int) -> None:
     await run_ranks(2, rank, transport="shm")
 
 
-@pytest.mark.parametrize(("count", "blocks"), [(1, SMALL), (512, SMALL), (513, MIDDLE), (8192, MIDDLE)])
+@pytest.mark.parametrize(
+    ("count", "blocks"), [(1, SMALL_SLOTS), (512, SMALL_SLOTS), (513, MIDDLE_SLOTS), (8192, MIDDLE_SLOTS)]
+)
 async def test_a_block_in_use_is_no_reason_to_wait(count: int, blocks: int) -> None:
     async with jobs(2) as ((zero, one),):
         before = posts(zero, 1)
@@ -169,7 +171,7 @@ async def fails(work: Work[object]) -> None:
 async def whole_board(pgs: list[ProcessGroup]) -> None:
     """Every block is free: as many calls as there are blocks find one, without an answer."""
     zero, one = pgs
-    for count, blocks in ((1, SMALL), (8192, MIDDLE)):
+    for count, blocks in ((1, SMALL_SLOTS), (8192, MIDDLE_SLOTS)):
         before = posts(zero, 1)
         calls = [call(zero, count) for _ in range(blocks)]
         assert posts(zero, 1) - before == blocks
@@ -178,7 +180,7 @@ async def whole_board(pgs: list[ProcessGroup]) -> None:
 
 async def test_what_was_posted_for_a_group_that_failed_is_given_back() -> None:
     async with jobs(2) as (pgs,):
-        works = [call(pgs[0], count)[1] for count in (1, 8192) for _ in range(SMALL)]
+        works = [call(pgs[0], count)[1] for count in (1, 8192) for _ in range(SMALL_SLOTS)]
         pgs[0].abort("a test")
         for work in works:
             await fails(work)

@@ -341,7 +341,7 @@ async def test_an_exception_in_an_operation_ends_the_group_by_name(
     original = getattr(owner, name)
 
     def broken(operation: Operation, *args: Any) -> Any:
-        if operation.group.rank == 1:
+        if operation.comm.rank == 1:
             raise LookupError("planted")
         return original(operation, *args)
 

@@ -16,6 +16,7 @@ from aiocoll import ProcessGroup
 from aiocoll.engine.failure import watchdog as sentinel
 from aiocoll.engine.failure.watchdog import Watchdog
 from aiocoll.process import this_process
+from aiocoll.transport.stream.plain_stream import PlainStream
 
 from ..ranks import TRANSPORTS, run_ranks
 
@@ -64,10 +65,14 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield ours, theirs
 
 
+def plain(sock: socket.socket) -> PlainStream:
+    return PlainStream(asyncio.get_running_loop(), sock)
+
+
 @pytest.mark.usefixtures("quick")
 async def test_a_silent_heartbeat_is_a_lost_rank_once(pair: tuple[socket.socket, socket.socket]) -> None:
     async with started() as (watch, heard):
-        watch.add_heartbeat(7, pair[0])
+        watch.add_heartbeat(7, plain(pair[0]))
         started_at = time.perf_counter()
         await heard.anything.wait()
         assert time.perf_counter() - started_at >= sentinel.UNREACHABLE_AFTER - sentinel.ROUND
@@ -84,8 +89,8 @@ async def test_heartbeats_keep_each_other_alive_while_the_loop_is_blocked(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     async with started() as (one, heard), started() as (two, heard_too):
-        one.add_heartbeat(7, pair[0])
-        two.add_heartbeat(8, pair[1])
+        one.add_heartbeat(7, plain(pair[0]))
+        two.add_heartbeat(8, plain(pair[1]))
         time.sleep(2 * sentinel.UNREACHABLE_AFTER)  # noqa: ASYNC251 - that is the fault
         await asyncio.sleep(0)
         assert one.silence(7) is not None
@@ -96,7 +101,7 @@ async def test_heartbeats_keep_each_other_alive_while_the_loop_is_blocked(
 @pytest.mark.usefixtures("quick")
 async def test_the_end_of_a_heartbeat_is_no_death(pair: tuple[socket.socket, socket.socket]) -> None:
     async with started() as (watch, heard):
-        watch.add_heartbeat(7, pair[0])
+        watch.add_heartbeat(7, plain(pair[0]))
         pair[1].close()
         await heard.anything.wait()
     assert (heard.ended, heard.lost) == ([7], [])
@@ -105,7 +110,7 @@ async def test_the_end_of_a_heartbeat_is_no_death(pair: tuple[socket.socket, soc
 async def test_a_heartbeat_that_comes_too_late_is_closed(pair: tuple[socket.socket, socket.socket]) -> None:
     async with started() as (watch, _):
         watch.stop()
-        watch.add_heartbeat(7, pair[0])
+        watch.add_heartbeat(7, plain(pair[0]))
     assert pair[0].fileno() == -1
 
 

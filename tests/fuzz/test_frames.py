@@ -15,6 +15,7 @@ from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.buffer_pool import BufferPool
 from aiocoll.transport.frame import EAGER, HEADER, HEADER_SIZE, SEGMENT, FrameKind, Header
 from aiocoll.transport.stream.link import StreamLink
+from aiocoll.transport.stream.plain_stream import PlainStream
 
 from .budget import fuzz
 from .world import play
@@ -126,7 +127,7 @@ def test_a_stream_is_frames_or_an_end(stream: tuple[bytes, list[int]]) -> None:
         near.setblocking(False)
         far.setblocking(False)
         runtime = Runtime(asyncio.get_running_loop())
-        link = StreamLink(runtime, far, 3, ConnKind.DATA, BufferPool())
+        link = StreamLink(runtime, PlainStream(runtime.loop, far), 3, ConnKind.DATA, BufferPool())
         sink = link.sink = Sink()  # type: ignore[assignment]
         link.start()
         for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):

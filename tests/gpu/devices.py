@@ -13,8 +13,8 @@ import pytest
 from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.device import Device, close_devices
 from aiocoll.gpu.launcher import Launched
-from aiocoll.testing.fake_cuda import FakeCuda, Gate
 
+from ..fakes.cuda import FakeCuda, Gate
 from ..ranks import until
 
 

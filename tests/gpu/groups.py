@@ -16,9 +16,9 @@ from aiocoll.elements.dtypes import by_name
 from aiocoll.gpu.device import Device, close_devices
 from aiocoll.gpu.events import Events
 from aiocoll.gpu.provider import provide
-from aiocoll.testing.fake_cuda import FakeCuda, Gate
-from aiocoll.testing.fake_nccl import FakeNccl
 
+from ..fakes.cuda import FakeCuda, Gate
+from ..fakes.nccl import FakeNccl
 from ..lookalikes import Torch
 
 #: How CUDA arrays go: by NCCL, or through the host.

@@ -13,9 +13,10 @@ from aiocoll.gpu.device import Device
 from aiocoll.gpu.events import Events
 from aiocoll.group.cuda import communicator
 from aiocoll.group.cuda.cards import Decision
-from aiocoll.testing.fake_cuda import FakeArray, FakeCuda
-from aiocoll.testing.fake_nccl import FakeNccl
 
+from ..fakes.arrays import FakeArray
+from ..fakes.cuda import FakeCuda
+from ..fakes.nccl import FakeNccl
 from ..ranks import run_ranks, until
 from .devices import begin, faked
 from .groups import WAYS, Gpus, gpus

@@ -18,8 +18,9 @@ from aiocoll.gpu import waiter as waiter_module
 from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.launcher import Launched
-from aiocoll.testing.fake_cuda import FakeArray, FakeCuda
 
+from ..fakes.arrays import FakeArray
+from ..fakes.cuda import FakeCuda
 from ..ranks import until
 from .devices import Batch, Gated, Kept, begin, faked, hold_up, nothing
 

@@ -21,9 +21,10 @@ import pytest
 from aiocoll.gpu import device as module
 from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.device import Device, close_devices
-from aiocoll.testing.fake_cuda import FakeArray, FakeCuda
-from aiocoll.testing.fake_nccl import FakeNccl
 
+from ..fakes.arrays import FakeArray
+from ..fakes.cuda import FakeCuda
+from ..fakes.nccl import FakeNccl
 from ..ranks import until
 from .devices import Batch, Gated, Kept, begin, faked, hold_up, nothing
 
@@ -499,7 +500,8 @@ EXIT = """
 import asyncio, sys, threading
 import numpy as np
 from aiocoll.gpu.device import Device
-from aiocoll.testing.fake_cuda import FakeArray, FakeCuda
+from tests.fakes.arrays import FakeArray
+from tests.fakes.cuda import FakeCuda
 
 cuda = FakeCuda()
 device = Device.of(cuda, 0)

@@ -12,9 +12,11 @@ import pytest
 
 from aiocoll.elements.dtypes import by_name
 from aiocoll.gpu.api import Cuda, DeviceError, Nccl, NcclCommunicator
-from aiocoll.testing import fake_memory
-from aiocoll.testing.fake_cuda import FakeArray, FakeCuda
-from aiocoll.testing.fake_nccl import FakeNccl
+
+from ..fakes import memory as fake_memory
+from ..fakes.arrays import FakeArray
+from ..fakes.cuda import FakeCuda
+from ..fakes.nccl import FakeNccl
 
 
 @pytest.fixture

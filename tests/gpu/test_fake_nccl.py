@@ -12,11 +12,12 @@ import pytest
 
 from aiocoll.elements.dtypes import DType, from_float32, to_float32
 from aiocoll.gpu.api import DeviceError
-from aiocoll.testing.fake_calls import DTYPES
-from aiocoll.testing.fake_cuda import FakeArray, FakeCuda
-from aiocoll.testing.fake_nccl import FakeNccl
 
-from .fakes import Rank, on_ranks
+from ..fakes.arrays import FakeArray
+from ..fakes.calls import DTYPES
+from ..fakes.cuda import FakeCuda
+from ..fakes.nccl import FakeNccl
+from .fake_ranks import Rank, on_ranks
 
 WORLDS = [1, 2, 3, 4, 8]
 SUM, PROD, MAX, MIN, AVG = range(5)

@@ -8,9 +8,10 @@ import pytest
 
 from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.gpu.api import DeviceError
-from aiocoll.testing.fake_cuda import FakeArray, FakeCuda
-from aiocoll.testing.fake_nccl import FakeNccl
 
+from ..fakes.arrays import FakeArray
+from ..fakes.cuda import FakeCuda
+from ..fakes.nccl import FakeNccl
 from ..ranks import run_ranks
 from .groups import Gpus, gpus, host
 

@@ -24,8 +24,8 @@ from aiocoll import (
 from aiocoll.group.cuda import cards
 from aiocoll.group.cuda import device_state as side_module
 from aiocoll.group.cuda.agreed import Agreed
-from aiocoll.testing.fake_cuda import FakeArray
 
+from ..fakes.arrays import FakeArray
 from ..ranks import run_ranks
 from ..reductions import numpy_dtype
 from .groups import WAYS, Gpus, gpus, host

@@ -97,7 +97,7 @@ async def test_what_nccl_cannot_reduce_is_staged_and_nothing_else(
     stage = Agreed._stage
 
     def counted(operation: Agreed) -> None:
-        staged[operation.group.rank] += 1
+        staged[operation.comm.rank] += 1
         stage(operation)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

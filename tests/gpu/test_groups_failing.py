@@ -24,8 +24,8 @@ from aiocoll.engine.operations import verify as compared
 from aiocoll.gpu.api import DeviceError
 from aiocoll.group.cuda import communicator
 from aiocoll.group.cuda import device_state as side_module
-from aiocoll.testing.fake_cuda import Gate
 
+from ..fakes.cuda import Gate
 from ..ranks import hub, run_ranks, until
 from .groups import WAYS, Gpus, gpus
 from .test_groups import allreduced

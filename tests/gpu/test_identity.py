@@ -18,8 +18,8 @@ import pytest
 
 from aiocoll import ProcessGroup
 from aiocoll.elements.dtypes import by_name
-from aiocoll.testing.fake_nccl import FakeCommunicator
 
+from ..fakes.nccl import FakeCommunicator
 from ..lookalikes import Cupy, Torch
 from ..ranks import run_ranks
 from .groups import WAYS, Gpus, gpus

@@ -9,7 +9,8 @@ import pytest
 from aiocoll.gpu import staging
 from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.staging import SMALLEST, Staging
-from aiocoll.testing.fake_cuda import FakeCuda
+
+from ..fakes.cuda import FakeCuda
 
 
 def at_once(call: Callable[[], None]) -> None:

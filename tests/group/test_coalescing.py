@@ -796,7 +796,7 @@ class Passing:
         self.ops.append(call.op)
         identity, seq = (2 << 62, None) if call.terms is None else pg._numbered(call.key)
         work: Work[Any] = Work(pg._endpoint, call.op, seq, call.key, pg)
-        work._unwrap = call.unwrap
+        call.expect(work)
         pg._run_quietly(pg._enter, call.make(identity, work))
         return work
 
@@ -806,7 +806,7 @@ class Faking(Passing):
 
     def take(self, call: TakenCall) -> Work[Any]:
         work: Work[Any] = Work(self.pg._endpoint, call.op, None, None, self.pg)
-        work._unwrap = call.unwrap
+        call.expect(work)
         work._finish(call.result)
         return work
 

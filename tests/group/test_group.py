@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,8 +25,8 @@ from aiocoll import (
     ReduceOp,
     new_group,
 )
-from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import CONFIRM_SIZE
+from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.stream import transport as stream
 
 from ..ranks import TRANSPORTS, hub, run_ranks, until
@@ -231,10 +230,10 @@ async def test_a_goodbye_does_not_overtake_what_was_sent_on_a_link_still_to_be_a
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 is slow to accept the data link; the goodbye on the control link is there first."""
-    receive = stream.receive
+    receive = stream.receive_message
 
-    async def slowly(runtime: Runtime, sock: socket.socket, nbytes: int) -> bytes:
-        data = await receive(runtime, sock, nbytes)
+    async def slowly(stream: ByteStream, nbytes: int) -> bytes:
+        data = await receive(stream, nbytes)
         if nbytes == CONFIRM_SIZE:
             for _ in range(200):
                 await asyncio.sleep(0)
@@ -246,7 +245,7 @@ async def test_a_goodbye_does_not_overtake_what_was_sent_on_a_link_still_to_be_a
         else:
             await pg.send(np.ones(5), 0)
 
-    monkeypatch.setattr(stream, "receive", slowly)
+    monkeypatch.setattr(stream, "receive_message", slowly)
     await run_ranks(2, rank, transport=transport)
 
 

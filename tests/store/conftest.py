@@ -8,6 +8,8 @@ import pytest
 
 from aiocoll.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 
+from .minimal_store import MinimalStore
+
 
 def has_ipv6() -> bool:
     try:
@@ -18,10 +20,10 @@ def has_ipv6() -> bool:
     return True
 
 
-KINDS = ["hash", "file", "tcp4", "tcp6", "unix", "unix-abstract"]
+KINDS = ["hash", "file", "tcp4", "tcp6", "unix", "unix-abstract", "minimal"]
 
 
-@pytest.fixture(params=[*KINDS, *(f"prefix-{kind}" for kind in ("hash", "file", "tcp4"))])
+@pytest.fixture(params=[*KINDS, *(f"prefix-{kind}" for kind in ("hash", "file", "tcp4", "minimal"))])
 async def open_store(request: pytest.FixtureRequest, tmp_path) -> AsyncIterator[Callable[[], Store]]:
     """A function that opens one more handle on one store; all are closed at the end."""
     kind = request.param.removeprefix("prefix-")
@@ -33,6 +35,9 @@ async def open_store(request: pytest.FixtureRequest, tmp_path) -> AsyncIterator[
             handle = lambda: shared  # noqa: E731
         elif kind == "file":
             handle = lambda: FileStore(tmp_path / "store")  # noqa: E731
+        elif kind == "minimal":
+            entries: dict[str, bytes] = {}
+            handle = lambda: MinimalStore(entries)  # noqa: E731
         else:
             host = {
                 "tcp4": "127.0.0.1",

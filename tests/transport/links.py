@@ -17,6 +17,7 @@ from aiocoll.transport.memory import Hub, MemoryTransport
 from aiocoll.transport.shm.link import ShmLink
 from aiocoll.transport.shm.sharing import Sharing
 from aiocoll.transport.stream.link import StreamLink
+from aiocoll.transport.stream.plain_stream import PlainStream
 
 KINDS = ("memory", "unix", "tcp", "shm")
 
@@ -108,7 +109,7 @@ async def shm_ends(runtime: Runtime) -> list[ShmLink]:
     ends = []
     for rank, (sock, pair) in enumerate(zip((near, far), pairs, strict=True)):
         assert pair is not None
-        ends.append(ShmLink(runtime, sock, pair, 1 - rank, ConnKind.DATA))
+        ends.append(ShmLink(runtime, PlainStream(runtime.loop, sock), pair, 1 - rank, ConnKind.DATA))
     return ends
 
 
@@ -129,7 +130,10 @@ async def linked(kind: str, runtime: Runtime | None = None) -> AsyncIterator[tup
         ends = await shm_ends(runtime)
     else:
         pair = enumerate(sockets(kind))
-        ends = [StreamLink(runtime, sock, 1 - rank, ConnKind.DATA, BufferPool()) for rank, sock in pair]
+        ends = [
+            StreamLink(runtime, PlainStream(runtime.loop, sock), 1 - rank, ConnKind.DATA, BufferPool())
+            for rank, sock in pair
+        ]
     for end in ends:
         end.sink = Recorder()
     try:

@@ -15,6 +15,7 @@ from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.buffer_pool import BufferPool
 from aiocoll.transport.frame import HEADER_SIZE, SEGMENT
 from aiocoll.transport.stream.link import BATCH, CLOSELY, GATHER, JOIN, StreamLink
+from aiocoll.transport.stream.plain_stream import PlainStream
 
 from .links import Recorder, frame, linked, sockets
 from .test_contract import payload
@@ -53,8 +54,8 @@ class Ends:
         near, far = sockets(kind)
         counting = Counting(fileno=near.detach())
         self.calls = counting.calls = []
-        self.near = StreamLink(self.clock, counting, 1, ConnKind.DATA, BufferPool())
-        self.far = StreamLink(self.clock, far, 0, ConnKind.DATA, BufferPool())
+        self.near = StreamLink(self.clock, PlainStream(self.clock.loop, counting), 1, ConnKind.DATA, BufferPool())
+        self.far = StreamLink(self.clock, PlainStream(self.clock.loop, far), 0, ConnKind.DATA, BufferPool())
         self.near.sink = Recorder()
         self.sink = self.far.sink = Recorder()
         self.written: list[tuple[int, bytes]] = []

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from aiocoll.security.handshake import ConnKind, Status
+from aiocoll.transport import byte_stream
+from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.stream import addresses as address
-from aiocoll.transport.stream import dialler
-from aiocoll.transport.stream import transport as stream
+from aiocoll.transport.stream import dialler, transport
 from aiocoll.transport.stream.crossing import Crossing
 
 from .test_stream import Rank, say, settle, started
@@ -72,7 +73,7 @@ class Gate:
         self._of: dict[socket.socket, tuple[int, bool]] = {}
         self._free = [False, False]
         self._read: dict[socket.socket, int] = {}
-        receive, reach = stream.receive, address.reach
+        receive, reach = byte_stream.receive_message, address.reach
         self._receive = receive
 
         async def reached(loop: Any, family: int, target: Any) -> socket.socket:
@@ -96,11 +97,12 @@ class Gate:
 
             monkeypatch.setattr(rank.transport._listeners, "_greet", greeted)
         monkeypatch.setattr(address, "reach", reached)
-        monkeypatch.setattr(dialler, "receive", self.receive)
-        monkeypatch.setattr(stream, "receive", self.receive)
+        monkeypatch.setattr(dialler, "receive_message", self.receive)
+        monkeypatch.setattr(transport, "receive_message", self.receive)
 
-    async def receive(self, runtime: Any, sock: socket.socket, nbytes: int) -> bytes:
-        data = await self._receive(runtime, sock, nbytes)
+    async def receive(self, stream: ByteStream, nbytes: int) -> bytes:
+        sock = stream.sock
+        data = await self._receive(stream, nbytes)
         if (of := self._of.get(sock)) is not None:
             dialled_by, dialler_side = of
             number = 2 * self._read.get(sock, 0) + dialler_side

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.transport.shm.chunk_queue import ChunkQueueReader, ChunkQueueWriter
 from aiocoll.transport.shm.fence import Fences
-from aiocoll.transport.shm.layout import BLOCKS, LANE, MIDDLE, SMALL, LinkLayout
+from aiocoll.transport.shm.layout import BLOCKS, LANE, LinkLayout
 from aiocoll.transport.shm.region import SharedRegion
 from aiocoll.transport.shm.slots import SlotReader, SlotWriter
 
@@ -76,7 +77,7 @@ def take(slot_reader: SlotReader, block: int, identity: int, group: int) -> floa
     return float(got[0])
 
 
-@pytest.mark.parametrize("block", [0, SMALL - 1, SMALL, BLOCKS - 1])
+@pytest.mark.parametrize("block", [0, SMALL_SLOTS - 1, SMALL_SLOTS, BLOCKS - 1])
 @pytest.mark.parametrize("count", [1, 5, 6, 16])
 def test_a_block_is_used_again_when_it_was_freed(block: int, count: int) -> None:
     slot_writer, slot_reader, *_ = both()
@@ -96,8 +97,8 @@ def test_blocks_do_not_overlap(ranks: int) -> None:
     for direction in layout.directions:
         small, middle = direction.small_nbytes, direction.middle_nbytes
         assert direction.lines + (BLOCKS + LANE) * 64 <= direction.small
-        assert direction.small + SMALL * small <= direction.middle
-        assert direction.middle + MIDDLE * middle <= direction.lane
+        assert direction.small + SMALL_SLOTS * small <= direction.middle
+        assert direction.middle + MIDDLE_SLOTS * middle <= direction.lane
         assert direction.lane + LANE * direction.lane_nbytes <= direction.end
     assert layout.directions[0].end <= layout.directions[1].ring
     words = [set(), set()]

@@ -36,7 +36,7 @@ class Ends:
     async def lend(self) -> tuple[Any, MemorySegment]:
         """Make an array of ascending numbers and let the far end map it."""
         array, segment = await self.make()
-        await until(lambda: self.near.segment_sharing.lends(segment))
+        await until(lambda: self.near.segment_sharing.can_map(segment))
         return array, segment
 
     async def make(self) -> tuple[Any, MemorySegment]:
@@ -91,8 +91,8 @@ async def test_each_plot_is_offered_once(ends: Ends, monkeypatch: pytest.MonkeyP
     send = socket.send_fds
     monkeypatch.setattr(segment_sharing.socket, "send_fds", lambda *given: sent.append(given) or send(*given))
     _first, segment = await ends.make()
-    assert not any(ends.near.segment_sharing.lends(segment) for _ in range(5))
-    await until(lambda: ends.near.segment_sharing.lends(segment))
+    assert not any(ends.near.segment_sharing.can_map(segment) for _ in range(5))
+    await until(lambda: ends.near.segment_sharing.can_map(segment))
     assert len(sent) == 1
 
 
@@ -100,20 +100,20 @@ async def test_what_does_not_fit_in_the_socket_is_said_later(ends: Ends) -> None
     """Both an offer, which is made again, and that a plot has ended."""
     segments = [await ends.lend() for _ in range(3)]
     _array, late = await ends.make()
-    fill(ends.near._sock)
-    assert not ends.near.segment_sharing.lends(late)
+    fill(ends.near._stream.sock)
+    assert not ends.near.segment_sharing.can_map(late)
     assert not late.readers
     numbers = [segment for _, segment in segments]
     segments.clear()
     for segment in numbers:
         ends.near.segment_sharing.withdraw(segment.number)
     await until(lambda: not any(ends.seen(segment) is not None for segment in numbers))
-    await until(lambda: ends.near.segment_sharing.lends(late))
+    await until(lambda: ends.near.segment_sharing.can_map(late))
 
 
 async def test_a_link_may_close_with_words_unsaid(ends: Ends) -> None:
     _array, segment = await ends.lend()
-    fill(ends.near._sock)
+    fill(ends.near._stream.sock)
     ends.near.segment_sharing.withdraw(segment.number)
     ends.near.close()
     await until(lambda: ends.far.sink.losses)
@@ -122,11 +122,11 @@ async def test_a_link_may_close_with_words_unsaid(ends: Ends) -> None:
 
 async def test_a_descriptor_that_was_lost_on_the_way_is_no_harm(ends: Ends) -> None:
     _array, segment = await ends.make()
-    ends.near._sock.send(_MESSAGE.pack(_OFFER, segment.number, segment.nbytes))
+    ends.near._stream.sock.send(_MESSAGE.pack(_OFFER, segment.number, segment.nbytes))
     ends.near.segment_sharing._offered.add(segment.number)
     _other, other = await ends.lend()
     assert ends.seen(segment) is None
-    assert not ends.near.segment_sharing.lends(segment)
+    assert not ends.near.segment_sharing.can_map(segment)
     assert ends.seen(other) is not None
 
 
@@ -138,19 +138,19 @@ async def test_what_cannot_be_mapped_is_no_harm(ends: Ends, monkeypatch: pytest.
     _array, segment = await ends.make()
     with monkeypatch.context() as patch:
         patch.setattr(segment_sharing, "open_region", refuse)
-        ends.near.segment_sharing.lends(segment)
+        ends.near.segment_sharing.can_map(segment)
         for _ in range(5):
             await asyncio.sleep(0)
     _other, _ = await ends.lend()
-    assert not ends.near.segment_sharing.lends(segment)
+    assert not ends.near.segment_sharing.can_map(segment)
     assert ends.seen(segment) is None
 
 
 async def test_an_answer_that_comes_too_late_counts_no_more(ends: Ends) -> None:
     _array, segment = await ends.make()
-    ends.near.segment_sharing.lends(segment)
+    ends.near.segment_sharing.can_map(segment)
     ends.near.segment_sharing.withdraw(segment.number)
-    ends.far._sock.send(_MESSAGE.pack(_TAKEN, 99, 0))
+    ends.far._stream.sock.send(_MESSAGE.pack(_TAKEN, 99, 0))
     _other, _ = await ends.lend()
     assert ends.near.segment_sharing._taken.isdisjoint({segment.number, 99})
 
@@ -168,7 +168,7 @@ async def test_nonsense_ends_the_link(ends: Ends, what: str) -> None:
     message, fds = NONSENSE[what]
     fd, _memory = create(PAGE)
     try:
-        socket.send_fds(ends.near._sock, [message], [fd] * fds)
+        socket.send_fds(ends.near._stream.sock, [message], [fd] * fds)
     finally:
         os.close(fd)
     await until(lambda: ends.far.sink.losses)
@@ -177,7 +177,7 @@ async def test_nonsense_ends_the_link(ends: Ends, what: str) -> None:
 
 async def test_an_offer_of_what_is_no_sealed_memory_ends_the_link(ends: Ends) -> None:
     zeros = os.open("/dev/zero", os.O_RDWR)
-    socket.send_fds(ends.near._sock, [_MESSAGE.pack(_OFFER, 1, PAGE)], [zeros])
+    socket.send_fds(ends.near._stream.sock, [_MESSAGE.pack(_OFFER, 1, PAGE)], [zeros])
     os.close(zeros)
     await until(lambda: ends.far.sink.losses)
     assert isinstance(ends.far.sink.losses[0], ProtocolError)
@@ -185,7 +185,7 @@ async def test_an_offer_of_what_is_no_sealed_memory_ends_the_link(ends: Ends) ->
 
 async def test_no_number_is_offered_twice(ends: Ends) -> None:
     _array, segment = await ends.lend()
-    socket.send_fds(ends.near._sock, [_MESSAGE.pack(_OFFER, segment.number, segment.nbytes)], [segment.fd])
+    socket.send_fds(ends.near._stream.sock, [_MESSAGE.pack(_OFFER, segment.number, segment.nbytes)], [segment.fd])
     await until(lambda: ends.far.sink.losses)
     assert isinstance(ends.far.sink.losses[0], ProtocolError)
 
@@ -204,7 +204,7 @@ async def test_pieces_here_and_there_come_in_order(ends: Ends) -> None:
     put(ends, segment, 16)
     for expected in (array[:2], [8, 8], array[2:4]):
         assert ends.far.chunks_in.look(5) == 7 << 32
-        assert np.array_equal(ends.far.piece(FLOAT, 2), expected)
+        assert np.array_equal(ends.far.chunk(FLOAT, 2), expected)
         assert not ends.far.chunks_in.is_void()
         ends.far.chunks_in.free()
     assert ends.near.chunks_out.is_taken(3)
@@ -214,7 +214,7 @@ async def test_pieces_here_and_there_come_in_order(ends: Ends) -> None:
 async def test_pointing_to_nowhere_ends_the_link(ends: Ends, number: int, offset: int) -> None:
     _array, _segment = await ends.lend()
     ends.near.chunks_out.point(5, 7 << 32, number, offset)
-    assert ends.far.piece(FLOAT, 1) is None
+    assert ends.far.chunk(FLOAT, 1) is None
     await until(lambda: ends.far.sink.losses)
     with pytest.raises(ProtocolError, match="pointed to memory that it has not shown"):
         raise ends.far.sink.losses[0]
@@ -225,12 +225,12 @@ async def test_what_is_void_is_void_before_and_while_it_is_read(ends: Ends) -> N
     put(ends, segment, 0)
     put(ends, segment, 8, identity=6)
     put(ends, segment, 16)
-    assert ends.far.piece(FLOAT, 1) is not None
+    assert ends.far.chunk(FLOAT, 1) is not None
     ends.near.chunks_out.void(5, 7 << 32)
     assert ends.far.chunks_in.is_void()
-    assert ends.far.piece(FLOAT, 1) is None
+    assert ends.far.chunk(FLOAT, 1) is None
     ends.far.chunks_in.free()
-    assert np.array_equal(ends.far.piece(FLOAT, 1), [1]), "another operation's"
+    assert np.array_equal(ends.far.chunk(FLOAT, 1), [1]), "another operation's"
     ends.far.chunks_in.free()
     assert ends.far.chunks_in.is_void()
     await asyncio.sleep(0)

@@ -19,10 +19,11 @@ from aiocoll import ProcessGroup
 from aiocoll.errors import PeerLostError
 from aiocoll.runtime import Runtime
 from aiocoll.transport.frame import SEGMENT
+from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.transport.shm import region
 from aiocoll.transport.shm.chunk_queue import ChunkQueueReader, ChunkQueueWriter
 from aiocoll.transport.shm.fence import Fences, fences
-from aiocoll.transport.shm.layout import BLOCKS, FIRST, LANE, MIDDLE, SMALL, Direction, LinkLayout
+from aiocoll.transport.shm.layout import BLOCKS, FIRST, LANE, Direction, LinkLayout
 from aiocoll.transport.shm.region import PAGE, SharedRegion, no_memory
 from aiocoll.transport.shm.ring import RingWriter
 from aiocoll.transport.shm.sharing import Sharing
@@ -210,15 +211,15 @@ def test_blocks_of_the_board_are_reserved_one_by_one(ranks: int, direction: int,
         slot_reader.free(block)
     assert ends.reserved() == idle, "what fits in a line needs no more"
     for block in range(BLOCKS):
-        nbytes = small if block < SMALL else middle
+        nbytes = small if block < SMALL_SLOTS else middle
         count = 41 if block % 2 else nbytes
         for times in range(3):
             assert slot_writer.post(block, 1000 * times + block, 7, np.full(count, block, np.uint8))
             assert slot_reader.view(block, np.dtype(np.uint8), count).tolist() == [block] * count
             slot_reader.free(block)
-        blocks = whole(min(block + 1, SMALL) * small) + max(0, block + 1 - SMALL) * middle
+        blocks = whole(min(block + 1, SMALL_SLOTS) * small) + max(0, block + 1 - SMALL_SLOTS) * middle
         assert ends.reserved() == idle + blocks
-    assert ends.reserved() == idle + SMALL * small + MIDDLE * middle
+    assert ends.reserved() == idle + SMALL_SLOTS * small + MIDDLE_SLOTS * middle
 
 
 @pytest.mark.parametrize("direction", [0, 1])
@@ -263,7 +264,7 @@ def test_nobody_touches_what_is_not_reserved(ranks: int, seed: int, made: Made, 
     for identity in range(1, 300):
         nbytes = chance.choice([0, 8, 16, 17, 40, 41, 500, 5_000, 50_000])
         block = chance.randrange(BLOCKS)
-        room = ends.there.small_nbytes if block < SMALL else ends.there.middle_nbytes
+        room = ends.there.small_nbytes if block < SMALL_SLOTS else ends.there.middle_nbytes
         if nbytes <= room and slot_writer.post(block, identity, 7, np.zeros(nbytes, np.uint8)):
             assert slot_reader.look(block, identity) == 7
             slot_reader.view(block, np.dtype(np.uint8), nbytes).tolist()
@@ -337,7 +338,7 @@ def test_a_board_without_memory_says_no(code: int, made: Made, kernel: Kernel) -
     assert slot_writer.post(1, 1, 7, np.arange(100.0))
     slot_reader.free(1)
     kernel.fails(code)
-    for block in 0, SMALL:
+    for block in 0, SMALL_SLOTS:
         assert not slot_writer.post(block, 5, 7, np.arange(6.0))
         assert slot_reader.look(block, 5) == -1
         assert slot_writer.post(block, 6, 7, np.arange(5.0)), "there is always a line"

@@ -12,6 +12,7 @@ from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.buffer_pool import MOST, BufferPool
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.transport.stream.link import StreamLink
+from aiocoll.transport.stream.plain_stream import PlainStream
 
 from .links import Recorder, frame, sockets
 from .test_contract import payload
@@ -51,7 +52,7 @@ async def fed(count: int, spares: BufferPool) -> AsyncIterator[list[Fed]]:
     try:
         for peer in range(count):
             raw, sock = sockets("unix")
-            link = StreamLink(runtime, sock, peer, ConnKind.DATA, spares)
+            link = StreamLink(runtime, PlainStream(runtime.loop, sock), peer, ConnKind.DATA, spares)
             sink = Recorder()
             link.sink = sink
             made.append((raw, link, sink))

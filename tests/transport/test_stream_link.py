@@ -17,6 +17,7 @@ from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.buffer_pool import BufferPool
 from aiocoll.transport.frame import HEADER, SEGMENT, Header
 from aiocoll.transport.stream.link import BULK, StreamLink
+from aiocoll.transport.stream.plain_stream import PlainStream
 
 from .links import Recorder, frame, linked, sockets
 from .test_contract import payload
@@ -35,7 +36,8 @@ async def fed(
 ) -> AsyncIterator[tuple[socket.socket, StreamLink, Any]]:
     """Make a link whose other end is a bare socket."""
     raw, sock = sockets(kind)
-    link = StreamLink(runtime or Runtime.of(asyncio.get_running_loop()), sock, 3, ConnKind.DATA, BufferPool())
+    runtime = runtime or Runtime.of(asyncio.get_running_loop())
+    link = StreamLink(runtime, PlainStream(runtime.loop, sock), 3, ConnKind.DATA, BufferPool())
     sink = link.sink = Recorder()
     try:
         yield raw, link, sink

@@ -22,6 +22,7 @@ from aiocoll.algorithms.cost import Load, in_a_row, seconds_of
 from aiocoll.algorithms.flat.tree import RADIX, children
 from aiocoll.algorithms.machine import PIECE, Machine
 from aiocoll.algorithms.program import Program
+from aiocoll.algorithms.spec import spec_of
 from aiocoll.algorithms.two_level import lanes, leaders, lines
 from aiocoll.algorithms.two_level.hosts import Hosts
 
@@ -149,7 +150,7 @@ def build(
 ) -> Program:
     """Return the program of one rank; arguments as for `select.build`, with the host number of each rank."""
     generate = ALGORITHMS[kind, algorithm]
-    if kind in ("reduce", "broadcast"):
+    if spec_of(kind).rooted:
         return generate(rank, Hosts(hosts), root, *sizes)
     return generate(rank, Hosts(hosts), *sizes)
 
@@ -187,7 +188,7 @@ def cost(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int]) -> tuple[
     """
     teams = Counter(hosts)
     number, per_host = len(teams), max(teams.values())
-    if nbytes == 0 and kind != "barrier":
+    if nbytes == 0 and spec_of(kind).input is not None:
         return 0, 0
     return _FORMULAS[kind, algorithm](nbytes, number, per_host)
 
@@ -205,7 +206,7 @@ def predict(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int], machin
         machine: what the network between the hosts can do.
     """
     steps, sent = cost(algorithm, kind, nbytes, hosts)
-    load = Load(steps, 0, 0, sent, sent, nbytes if "reduce" in kind else 0)
+    load = Load(steps, 0, 0, sent, sent, nbytes if spec_of(kind).reduces else 0)
     if kind == "reduce":
         # What a rank sends is little beside what passes to it, in whole tensors or piece by piece.
         passed = nbytes if algorithm == "leaders" else min(nbytes, PIECE)

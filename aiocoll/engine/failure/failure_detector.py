@@ -20,7 +20,7 @@ from aiocoll.log import logger
 from aiocoll.process import GONE, PidFd, ProcessId, state
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Card, Link
-from aiocoll.transport.stream.link import StreamLink
+from aiocoll.transport.byte_stream import ByteStream
 
 __all__ = ["FailureDetector"]
 
@@ -54,7 +54,8 @@ class FailureDetector:
         self._processes: dict[int, ProcessId] = {}
         #: Processes of this host that /proc does not show, since they are in another namespace.
         self._pidfds: dict[int, PidFd] = {}
-        self._heartbeats: list[Link] = []
+        #: Those that have come before the thread was there.
+        self._heartbeats: list[tuple[int, ByteStream]] = []
         self._dialling = False
         self._asked_at = -ASK_AGAIN
         self._over = False
@@ -75,8 +76,8 @@ class FailureDetector:
                 self._processes[rank] = process
         self._sentinel = Watchdog(context.rank, context.loop, context.runtime.ticks, self._lost, self._heartbeat_ended)
         self._sentinel.start()
-        for link in self._heartbeats:
-            self.attach(link)
+        for rank, stream in self._heartbeats:
+            self.attach(rank, stream)
         self._heartbeats.clear()
         for link in self._control.links:
             self.linked(link)
@@ -88,8 +89,8 @@ class FailureDetector:
         if self._sentinel is not None:
             self._sentinel.stop()
             self._sentinel = None
-        for link in self._heartbeats:
-            link.close()
+        for _, stream in self._heartbeats:
+            stream.close()
         for pidfd in self._pidfds.values():
             pidfd.close()
 
@@ -102,15 +103,14 @@ class FailureDetector:
         if pidfd is not None:
             self._pidfds[peer] = pidfd
 
-    def attach(self, link: Link) -> None:
-        """Use a heartbeat."""
+    def attach(self, rank: int, stream: ByteStream) -> None:
+        """Exchange signs of life with a rank."""
         if self._over:
-            link.close()
+            stream.close()
         elif self._sentinel is None:
-            self._heartbeats.append(link)
+            self._heartbeats.append((rank, stream))
         else:
-            assert isinstance(link, StreamLink)  # only other processes open heartbeats
-            self._sentinel.add_heartbeat(link.peer, link.detach())
+            self._sentinel.add_heartbeat(rank, stream)
 
     def follow_hub(self) -> None:
         """Open a heartbeat to the hub, unless its process can be seen."""
@@ -226,9 +226,9 @@ class FailureDetector:
     async def _dial(self, hub: int) -> None:
         rank = self._context.rank
         try:
-            link = await self._context.connect(hub, ConnKind.HEARTBEAT)
-            if link is not None:
-                self.attach(link)
+            stream = await self._context.connect_heartbeat(hub)
+            if stream is not None:
+                self.attach(hub, stream)
         except (OSError, AiocollError) as error:
             logger.debug("rank %d has no heartbeat with rank %d: %s", rank, hub, error, extra={"rank": rank})
         finally:

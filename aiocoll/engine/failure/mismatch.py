@@ -11,7 +11,7 @@ from asyncio import TimerHandle
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from aiocoll.engine.operation_log import OperationLog
+from aiocoll.engine.operation_log import Record
 
 __all__ = ["Group", "MismatchReports"]
 
@@ -35,6 +35,9 @@ class Group(Protocol):
     ranks: tuple[int, ...]
     left: set[int]
 
+    def record(self, op: int) -> Record | None:
+        """Return what is remembered of a collective."""
+
     def say(self, rank: int, message: dict[str, Any]) -> None:
         """Send a message on the data link to `rank`, if there is one."""
 
@@ -53,12 +56,10 @@ class MismatchReports:
 
     Args:
         group: whose.
-        log: what this rank has called.
     """
 
-    def __init__(self, group: Group, log: OperationLog) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
-        self._log = log
         self._open: set[int] = set()
 
     def disagree(self, peer: int, op: int, mine: Description) -> None:
@@ -80,7 +81,7 @@ class MismatchReports:
     def disagreed(self, peer: int, message: dict[str, Any]) -> None:
         """A frame of this rank did not fit what `peer` called."""
         group, op = self._group, message["op"]
-        record = self._log.find(op)
+        record = group.record(op)
         self.differ(_forgotten(group.rank, op) if record is None else record.describe(group.rank), message["theirs"])
 
     def differed(self, peer: int, message: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from aiocoll.engine.failure.failure_detector import FailureDetector
 from aiocoll.engine.failure.mismatch import MismatchReports
 from aiocoll.engine.failure.stall_report import DETAILED, SLOW_AFTER, Absence, Finding, StallReport
-from aiocoll.engine.operation_log import OperationLog
+from aiocoll.engine.operation_log import OperationLog, Record
 from aiocoll.engine.operations.base import P2P, Operation
 from aiocoll.engine.operations.differences import called, opposed
 from aiocoll.log import logger
@@ -59,6 +59,9 @@ class Group(Protocol):
     pending: dict[Operation, None]
     operations: dict[int, Operation]
     log_extra: dict[str, Any]
+
+    def record(self, op: int) -> Record | None:
+        """Return what is remembered of a collective."""
 
     def tell(self, rank: int, message: dict[str, Any]) -> None:
         """Send a message about an operation, on a link between this rank and `rank`."""
@@ -221,7 +224,7 @@ class StallInspector:
         handler(peer, message)
 
     def _queried(self, peer: int, message: dict[str, Any]) -> None:
-        record = self._log.find(message["op"])
+        record = self._group.record(message["op"])
         if record is not None:
             answer = {"t": "report", "op": record.op, "mine": record.describe(self._group.rank)}
         else:
@@ -261,7 +264,7 @@ class StallInspector:
             inquiry = _bounded(self._inquiries)[op] = StallReport()
         rank = self._group.rank
         if rank not in inquiry.called:
-            if (record := self._log.find(op)) is not None:
+            if (record := self._group.record(op)) is not None:
                 inquiry.called[rank] = record.describe(rank)
             else:
                 last = self._last()

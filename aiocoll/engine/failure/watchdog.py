@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 import threading
 from collections import deque
@@ -23,6 +22,7 @@ from collections.abc import Callable, Mapping
 from aiocoll.engine.failure.blocked import place
 from aiocoll.log import logger
 from aiocoll.process import GONE, STOPPED, ProcessId, state
+from aiocoll.transport.byte_stream import ByteStream
 
 __all__ = ["Watchdog"]
 
@@ -51,23 +51,23 @@ STOOD_STILL = (
 class _Heartbeat:
     """A connection to a rank that proves each other's life."""
 
-    __slots__ = ("silence", "sock")
+    __slots__ = ("silence", "stream")
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
+    def __init__(self, stream: ByteStream) -> None:
+        self.stream = stream
         self.silence = 0.0
 
-    def exchange(self, counted: float) -> bool:
-        """Send and receive; False if the connection has ended."""
+    def exchange(self, counted: float, received: memoryview) -> bool:
+        """Send, and receive into `received` what nobody reads; False if the connection has ended."""
         self.silence += counted
         try:
-            self.sock.send(b"\0")
+            self.stream.send(b"\0")
         except BlockingIOError:
             pass  # it has not been read for hours
         except OSError:
             return False
         try:
-            if not self.sock.recv(GULP):
+            if not self.stream.receive_into(received):
                 return False
             self.silence = 0.0
         except BlockingIOError:
@@ -104,8 +104,9 @@ class Watchdog:
         self._watched_thread = threading.get_ident()
         self._wake = threading.Event()
         self._ending = False
-        self._arriving: deque[tuple[int, socket.socket]] = deque()
+        self._arriving: deque[tuple[int, ByteStream]] = deque()
         self._heartbeats: dict[int, _Heartbeat] = {}
+        self._received = memoryview(bytearray(GULP))
         self._observed: Mapping[int, ProcessId] = {}
         self._attentive_until = 0.0
         self._stopped: dict[int, float] = {}
@@ -128,11 +129,11 @@ class Watchdog:
         if self._speaker is not None:
             self._speaker.join(FAREWELL)
 
-    def add_heartbeat(self, rank: int, sock: socket.socket) -> None:
-        """Exchange signs of life with `rank` on `sock`, non-blocking, which belongs to the thread from now on."""
+    def add_heartbeat(self, rank: int, stream: ByteStream) -> None:
+        """Exchange signs of life with `rank` on `stream`, which belongs to the thread from now on."""
         if self._ending:
-            sock.close()
-        self._arriving.append((rank, sock))
+            stream.close()
+        self._arriving.append((rank, stream))
         self._wake.set()
 
     def observe(self, processes: Mapping[int, ProcessId]) -> None:
@@ -161,20 +162,20 @@ class Watchdog:
                 self._say(STOOD_STILL, self._rank, now - before, used - cpu)
             before, cpu = now, used
             while self._arriving:
-                rank, sock = self._arriving.popleft()
+                rank, stream = self._arriving.popleft()
                 self._drop(rank)
-                self._heartbeats[rank] = _Heartbeat(sock)
+                self._heartbeats[rank] = _Heartbeat(stream)
             self._exchange_heartbeats(counted)
             self._look_at_processes(now, counted)
             self._watch_loop(now, counted)
         for rank in list(self._heartbeats):
             self._drop(rank)
-        for _, sock in self._arriving:
-            sock.close()
+        for _, stream in self._arriving:
+            stream.close()
 
     def _exchange_heartbeats(self, counted: float) -> None:
         for rank, heartbeat in list(self._heartbeats.items()):
-            if not heartbeat.exchange(counted):
+            if not heartbeat.exchange(counted, self._received):
                 self._drop(rank)
                 self._tell(self._ended, rank)
             elif heartbeat.silence >= UNREACHABLE_AFTER:
@@ -184,7 +185,7 @@ class Watchdog:
     def _drop(self, rank: int) -> None:
         heartbeat = self._heartbeats.pop(rank, None)
         if heartbeat is not None:
-            heartbeat.sock.close()
+            heartbeat.stream.close()
 
     def _look_at_processes(self, now: float, counted: float) -> None:
         if now > self._attentive_until:

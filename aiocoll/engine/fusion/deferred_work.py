@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.work import AT_ONCE, Progress, Work
 
-if TYPE_CHECKING:
-    from aiocoll.engine.operations.base import Operation
-
-__all__ = ["BucketWork", "DeferredWork", "MemberWork", "Progressive"]
+__all__ = ["DeferredWork", "FlushWork", "MemberWork", "Progressive"]
 
 
 class Progressive(Progress, Protocol):
@@ -39,17 +36,15 @@ class DeferredWork(Work[Any]):
         plan: of a collective on arrays that may be fused; None of any other collective.
         call: of any other collective.
         arrays: of that plan.
-        outcome: what the work yields.
         looked: somebody knows how it ended.
     """
 
-    __slots__ = ("arrays", "call", "looked", "outcome", "plan")
+    __slots__ = ("arrays", "call", "looked", "plan")
 
     _progress: Progressive
     arrays: list[NDArray[Any]]
     call: Any
     looked: bool
-    outcome: Any
     plan: Plan | None
 
     def get_future(self) -> asyncio.Future[Any]:
@@ -94,33 +89,27 @@ class MemberWork(DeferredWork):
         pass
 
 
-class BucketWork(Work[Any]):
-    """The handle of an operation that no single call of the user's has started.
+class FlushWork(Work[Any]):
+    """The handle of a flush, which no single call of the user's has started.
 
     Args:
         stands_for: returns the user's works that it is pending for.
-        ended: called with the result and the error at its end.
-
-    Attributes:
-        operation: once it is made.
+        ended: called with the error at its end, if there is one.
     """
 
-    __slots__ = ("operation", "stands_for")
+    __slots__ = ("stands_for",)
 
     def __init__(
         self,
         progress: Progress,
         op: str,
-        seq: int | None,
-        key: str | None,
         group: Any,
         stands_for: Callable[[], Iterable[Work[Any]]],
-        ended: Callable[[Any, BaseException | None], None],
+        ended: Callable[[BaseException | None], None],
     ) -> None:
-        super().__init__(progress, op, seq, key, group, 0)
+        super().__init__(progress, op, None, None, group, 0)
         self.stands_for = stands_for
-        self.operation: Operation | None = None
-        self._call_back(lambda work: ended(work._result, work._exception), AT_ONCE)
+        self._call_back(lambda work: ended(work._exception), AT_ONCE)
 
     def _failed(self, error: BaseException) -> None:
         """The works it stands for tell."""

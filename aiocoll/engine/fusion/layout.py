@@ -130,7 +130,7 @@ class Bucket:
                     for member, at, size in zip(group, ends, sizes, strict=False):
                         member.arrays[buffer][...] = source[at : at + size]
             for member in group:
-                member._finish(member.outcome)
+                member._finish(member._value)
             yield
 
     def _pieces(self, buffer: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:

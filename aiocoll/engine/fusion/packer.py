@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from aiocoll.engine.fusion.deferred_work import BucketWork, DeferredWork
+from aiocoll.engine.fusion.deferred_work import DeferredWork
 from aiocoll.engine.fusion.layout import Bucket, Layout
 from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.composite import Children, Ended
 from aiocoll.errors import GroupError
 from aiocoll.runtime import BUDGET
 from aiocoll.work import Work
@@ -26,42 +27,45 @@ from aiocoll.work import Work
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
 
-__all__ = ["Flush", "Fusion", "Start", "fail"]
+__all__ = ["Flush", "Packer", "Start", "fail"]
 
-#: Starts the operation of a bucket, numbered in its flush, on these arrays; its end is that of the part.
-Start = Callable[[int, Bucket, list[NDArray[Any] | None], BucketWork], None]
+#: Starts the operation of a bucket, numbered in its flush, on these arrays; the last is called at its end.
+Start = Callable[[int, Bucket, list[NDArray[Any] | None], Ended], None]
 
 
-class Fusion:
+class Packer:
     """Carries out the buckets of a flush.
 
     Args:
-        group: whose.
+        comm: whose.
         layout: of the members.
         members: in order.
         start: starts a bucket.
-        ended: called when all members have ended well or by themselves.
-        foreign: another taker starts the buckets: from no callback of the engine's, and perhaps so that they leave the
+        foreign: an interceptor starts the buckets: from no callback of the engine's, and perhaps so that they leave the
             outputs as they are; these are filled, too, with what their members hold.
+
+    Attributes:
+        ended: called when all members have ended well or by themselves; set before `advance` is called.
+        wrong: called with a rank whose members have other counts than those of this rank; likewise.
     """
+
+    ended: Callable[[], None]
+    wrong: Callable[[int], None]
 
     def __init__(
         self,
-        group: Communicator,
+        comm: Communicator,
         layout: Layout,
         members: Sequence[DeferredWork],
         start: Start,
-        ended: Callable[[], None],
-        foreign: bool = False,
+        foreign: bool,
     ) -> None:
         self.done = False
-        self.group = group
+        self.comm = comm
         self._members = members
         self._start = start
-        self._ended = ended
         self._foreign = foreign
         self._left = len(layout.buckets)
-        self._running: dict[BucketWork, None] = {}
         self._jobs: deque[Iterator[None]] = deque(
             self._packing(number, bucket) for number, bucket in enumerate(layout.buckets)
         )
@@ -73,7 +77,7 @@ class Fusion:
         if self._working or self.done:
             return
         self._working = True
-        jobs, ticks = self._jobs, self.group.endpoint.runtime.ticks
+        jobs, ticks = self._jobs, self.comm.endpoint.runtime.ticks
         deadline = ticks() + BUDGET
         try:
             while jobs and not self.done:
@@ -86,7 +90,7 @@ class Fusion:
         self._working = False
         if not self._left and not self.done:
             self.done = True
-            self._ended()
+            self.ended()
         self._rest()
 
     def look(self) -> bool:
@@ -105,14 +109,9 @@ class Fusion:
         """Return the works of the user's that have not ended."""
         return list(dict.fromkeys(member.visible() for member in self._members if not member.done()))
 
-    def hanging(self) -> Operation | None:
-        """Return a bucket's operation that hangs on this rank, if one does."""
-        started = (part.operation for part in self._running)
-        return next((each for each in started if each is not None and each.hangs_here()), None)
-
     def _rest(self) -> None:
         """Let the next turn, or an await that polls, go on if there is more to do."""
-        lookers = self.group.endpoint.polling.lookers
+        lookers = self.comm.endpoint.polling.lookers
         if self.done or not self._jobs:
             lookers.pop(self, None)
             return
@@ -120,7 +119,7 @@ class Fusion:
             lookers[self] = None
         if not self._put_off:
             self._put_off = True
-            self.group.call_soon(self._resume)
+            self.comm.call_soon(self._resume)
 
     def _resume(self) -> None:
         self._put_off = False
@@ -128,14 +127,14 @@ class Fusion:
 
     def _broke(self, error: Exception) -> None:
         """There was no memory, perhaps."""
-        group = self.group
+        comm = self.comm
         cause = GroupError(
-            f"a flush of group {group.name!r} failed on rank {group.rank}: {type(error).__name__}: {error}",
-            group=group.name,
-            ranks=[group.rank],
+            f"a flush of group {comm.name!r} failed on rank {comm.rank}: {type(error).__name__}: {error}",
+            group=comm.name,
+            ranks=[comm.rank],
         )
         cause.__cause__ = error
-        group.revoke(cause)
+        comm.revoke(cause)
         if not self.done:
             self.fail(cause)
 
@@ -149,7 +148,7 @@ class Fusion:
         if plan is not None and len(members) == 1:
             arrays = list(members[0].arrays)
         elif plan is not None:
-            scratch = self.group.endpoint.scratch
+            scratch = self.comm.endpoint.scratch
             for size in map(bucket.size, range(len(bucket.counts))):
                 arrays.append(None if size is None else scratch.take(size, plan.storage))
             inputs = dict.fromkeys((*bucket.reads, *bucket.writes)) if self._foreign else bucket.reads
@@ -157,65 +156,67 @@ class Fusion:
         own = tuple(arrays)
 
         def ended(result: Any, error: BaseException | None) -> None:
-            del self._running[part]
             if not self.done:
-                self._bucket_ended(bucket, members, own, part, result, error)
+                self._bucket_ended(bucket, own, result, error)
 
-        name = plan.terms.op if plan is not None else members[0].op if len(members) == 1 else "COALESCED"
-        part = BucketWork(self.group.endpoint, name, None, None, members[0].group, tuple, ended)
-        self._running[part] = None
-        self._start(number, bucket, arrays, part)
+        self._start(number, bucket, arrays, ended)
         yield
 
     def _bucket_ended(
-        self,
-        bucket: Bucket,
-        members: Sequence[DeferredWork],
-        arrays: Sequence[NDArray[Any] | None],
-        part: BucketWork,
-        result: Any,
-        error: BaseException | None,
+        self, bucket: Bucket, arrays: Sequence[NDArray[Any] | None], result: Any, error: BaseException | None
     ) -> None:
+        members = [self._members[position] for position in bucket.members]
         if error is None and len(members) > 1 and bucket.plan is not None:
-            self._jobs.append(self._unpacking(bucket, members, arrays, part))
+            self._jobs.append(self._unpacking(bucket, members, arrays))
         else:
             self._left -= 1
             if error is not None:
                 fail(members, error)
             elif len(members) == 1:
-                members[0]._finish(result if bucket.plan is None else members[0].outcome)
+                members[0]._finish(result if bucket.plan is None else members[0]._value)
             else:
                 for member, outcome in zip(members, result, strict=True):
                     member._finish(outcome)
         self.advance()
 
     def _unpacking(
-        self, bucket: Bucket, members: Sequence[DeferredWork], arrays: Sequence[NDArray[Any] | None], part: BucketWork
+        self, bucket: Bucket, members: Sequence[DeferredWork], arrays: Sequence[NDArray[Any] | None]
     ) -> Iterator[None]:
         """Unpack a bucket, unless its stamps say that the peers mean other members."""
         wrong = bucket.wrong(arrays)
         if wrong is not None:
-            operation = part.operation
-            assert operation is not None
-            self.group.mismatches.disagree(wrong, operation.id, operation.describe())
+            self.wrong(wrong)
             return
         yield from bucket.unpack(members, arrays)
         for array in arrays:
             if array is not None:
-                self.group.endpoint.scratch.give(array)
+                self.comm.endpoint.scratch.give(array)
         self._left -= 1
 
 
 class Flush(Operation):
-    """What this rank has called under the number of a flush."""
+    """What this rank has called under the number of a flush.
 
-    __slots__ = ("fusion",)
+    Args:
+        layout: of the members.
+        packer: carries it out.
 
-    fusion: Fusion
+    Attributes:
+        children: the operations of the buckets.
+    """
+
+    __slots__ = ("_packer", "children")
+
+    def __init__(self, comm: Communicator, identity: int, layout: Layout, packer: Packer, work: Work[Any]) -> None:
+        super().__init__(comm, identity, layout.terms, layout.fingerprint, work)
+        self._packer = packer
+        self.children = Children(self)
+        packer.ended = self._packed_out
+        packer.wrong = self._differs
 
     def enter(self) -> None:
         """Start packing."""
-        self.fusion.advance()
+        self._packer.advance()
 
     def needs(self, peer: int) -> bool:
         """It is for the buckets to say."""
@@ -223,11 +224,22 @@ class Flush(Operation):
 
     def expire(self) -> None:
         """The timeout has passed: a bucket may know better why."""
-        hanging = self.fusion.hanging()
+        hanging = self.children.hanging()
         if hanging is None:
             super().expire()
         else:
             hanging.expire()
+
+    def fail(self, error: BaseException) -> None:
+        """End with `error`, and all members."""
+        super().fail(error)
+        self.children.fail(error)
+
+    def _packed_out(self) -> None:
+        self.succeed(None)
+
+    def _differs(self, rank: int) -> None:
+        self.comm.mismatches.disagree(rank, self.id, self.describe())
 
 
 def fail(members: Sequence[DeferredWork], error: BaseException) -> None:

@@ -86,11 +86,11 @@ class InboundMessage:
         """Whether all of it is here."""
         return self.received == self.total and not self.empty
 
-    def ask(self, group: int) -> None:
+    def ask(self, comm: int) -> None:
         """Let the sender send all of it: from its host, then."""
         self.offer = None
         self.asked = True
-        self.channel.control(FrameKind.GRANT, group, self.op)
+        self.channel.control(FrameKind.GRANT, comm, self.op)
 
     def hold(self, header: Header) -> None:
         """Count a frame that waits here, unless the sender was asked for it."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from aiocoll.codec.limits import MAX_BYTES
 from aiocoll.engine.matching.inbound import InboundMessage
-from aiocoll.engine.matching.outbound import OBJECT, OutboundMessage, begun, message_terms
+from aiocoll.engine.matching.outbound import OBJECT, Content, OutboundMessage, begun, message_terms
 from aiocoll.engine.operation_log import PEER
 from aiocoll.engine.operations.base import P2P, Operation, description
 from aiocoll.engine.operations.incremental import Steps, carry_on
@@ -34,46 +34,27 @@ class PostedReceive(Operation):
 
     Args:
         peer: rank it takes a message from; None takes the first one with the tag.
-        view: the caller's memory; None receives an object, into memory of its own.
-        code: dtype code the message must have.
-        shape: of the caller's array, for messages.
-        limit: largest object, in bytes.
-
-    Attributes:
-        read: reads an object that has been received.
+        tag: of the message.
+        content: where it goes, and what it must be.
     """
 
-    __slots__ = ("_limit", "_result", "_steps", "arrival", "code", "peer", "read", "tag", "view")
+    __slots__ = ("_read", "_steps", "arrival", "code", "peer", "tag", "view")
 
-    def __init__(
-        self,
-        group: Communicator,
-        peer: int | None,
-        tag: int,
-        view: memoryview | None,
-        code: int,
-        shape: tuple[int, ...],
-        limit: int,
-        result: Any,
-        work: Work[Any],
-        timeout: float,
-    ) -> None:
+    def __init__(self, comm: Communicator, peer: int | None, tag: int, content: Content, work: Work[Any]) -> None:
+        code, view, self._read = content
         terms = message_terms("RECV", code, 0 if view is None else view.nbytes)
-        super().__init__(group, P2P | tag << 32, code, terms, shape, work, timeout)
+        super().__init__(comm, P2P | tag << 32, terms, code, work)
         self.peer = peer
         self.tag = tag
         self.view = view
         self.code = code
         self.arrival: InboundMessage | None = None
-        self.read: Callable[[memoryview], Steps] | None = None
         self._steps: Steps | None = None
-        self._limit = limit
-        self._result = result
         work._withdraw = self.withdraw
 
     def enter(self) -> None:
         """Take a message that is waiting, or wait for one."""
-        self.group.matching.post(self)
+        self.comm.matching.post(self)
 
     def describe(self) -> dict[str, Any]:
         """Say what is wanted, and from where."""
@@ -91,7 +72,7 @@ class PostedReceive(Operation):
             return False
         if self.arrival is not None:
             return self.arrival.peer == peer
-        others = set(range(len(self.group.ranks))) - {self.group.rank} - self.group.left
+        others = set(range(len(self.comm.ranks))) - {self.comm.rank} - self.comm.left
         return self.peer == peer if self.peer is not None else not others
 
     def match(self, arrival: InboundMessage) -> None:
@@ -100,18 +81,17 @@ class PostedReceive(Operation):
         self.arrival = arrival
         arrival.posted = self
         if self.view is None and arrival.code == OBJECT:
-            if arrival.total > self._limit:
+            if arrival.total > MAX_BYTES:
                 self._refuse(arrival)
                 return
             self.view = memoryview(bytearray(arrival.total))
-            self._result = self.view
         elif self.view is None or arrival.code != self.code or arrival.total != self.view.nbytes:
             arrival.discard = True
             number = arrival.op & 0xFFFFFFFF
             terms = message_terms("SEND", arrival.code, arrival.total)
             theirs = description(arrival.peer, terms, terms.counts, None, number)
-            theirs.update(tag=self.tag, dst=self.group.rank)
-            self.group.mismatches.differ({**self.describe(), "seq": number}, theirs)
+            theirs.update(tag=self.tag, dst=self.comm.rank)
+            self.comm.mismatches.differ({**self.describe(), "seq": number}, theirs)
             return
         if arrival.received:
             self.view[: arrival.received] = arrival.data()
@@ -123,7 +103,7 @@ class PostedReceive(Operation):
         if arrival.received:
             begun(self)
         if arrival.withheld:
-            arrival.ask(self.group.id)
+            arrival.ask(self.comm.id)
 
     def complete(self) -> None:
         """All bytes are here."""
@@ -131,11 +111,11 @@ class PostedReceive(Operation):
         self.work._source = self.arrival.peer
         if self.peer is None:
             self.entry[PEER] = self.arrival.peer
-        self.group.matching.forget(self.arrival)
-        if self.read is None or self.view is None:
-            self.succeed(self._result)
+        self.comm.matching.forget(self.arrival)
+        if self._read is None or self.view is None:
+            self.succeed(self.work._value)
         else:
-            self._steps = self.read(self.view)
+            self._steps = self._read(self.view)
             carry_on(self, self._steps)
 
     def advance(self) -> None:
@@ -154,17 +134,17 @@ class PostedReceive(Operation):
             return
         self.fail(
             CollectiveTimeoutError(
-                f"rank {self.group.rank} of group {self.group.name!r} received no message with tag {self.tag} from "
+                f"rank {self.comm.rank} of group {self.comm.name!r} received no message with tag {self.tag} from "
                 f"{self._source()} within {self.timeout:g} s",
                 op=self.work.op,
-                group=self.group.name,
+                group=self.comm.name,
                 ranks=[] if self.peer is None else [self.peer],
             )
         )
 
     def fail(self, error: BaseException) -> None:
         """End with `error`; the rest of a matched message goes nowhere."""
-        self.group.matching.withdraw(self)
+        self.comm.matching.withdraw(self)
         super().fail(error)
 
     def _source(self) -> str:
@@ -173,21 +153,21 @@ class PostedReceive(Operation):
     def _refuse(self, arrival: InboundMessage) -> None:
         self.fail(
             SerializationError(
-                f"rank {arrival.peer} sent an object of {arrival.total} bytes; the limit is {self._limit} bytes"
+                f"rank {arrival.peer} sent an object of {arrival.total} bytes; the limit is {MAX_BYTES} bytes"
             )
         )
         arrival.data()
         if arrival.complete:
-            self.group.matching.forget(arrival)
+            self.comm.matching.forget(arrival)
         else:
-            arrival.ask(self.group.id)
+            arrival.ask(self.comm.id)
 
 
 class Matching:
     """All point-to-point traffic of one membership."""
 
-    def __init__(self, group: Communicator) -> None:
-        self._group = group
+    def __init__(self, comm: Communicator) -> None:
+        self._group = comm
         self.outgoing: dict[tuple[int, int], OutboundMessage] = {}
         self._active: dict[tuple[int, int], InboundMessage] = {}
         self._waiting: dict[int, deque[InboundMessage]] = {}

@@ -2,71 +2,85 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiocoll.elements.dtypes import by_code
 from aiocoll.engine.operation_log import STARTED
 from aiocoll.engine.operations.base import P2P, Message, Operation, Signature
+from aiocoll.engine.operations.incremental import Steps
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
 
-__all__ = ["OBJECT", "OutboundMessage", "begun", "message_terms"]
+__all__ = ["OBJECT", "Content", "OutboundMessage", "begun", "message_terms"]
 
 #: The dtype code of a message that is a serialised object.
 OBJECT = 255
 
 
+class Content(NamedTuple):
+    """What a message consists of, at either end.
+
+    Attributes:
+        code: of the dtype.
+        data: the caller's memory; None where an object is received, into memory of its own.
+        read: of a receive of an object: reads it.
+    """
+
+    code: int
+    data: memoryview | None
+    read: Callable[[memoryview], Steps] | None = None
+
+
 class OutboundMessage(Operation):
-    """A send: done when its bytes have left."""
+    """A send: done when its bytes have left.
+
+    Args:
+        peer: rank it goes to.
+        tag: of the message.
+        content: what is sent.
+    """
 
     peer: int
 
-    __slots__ = ("_nbytes", "_result", "_view", "peer")
+    __slots__ = ("_nbytes", "_view", "peer")
 
-    def __init__(
-        self,
-        group: Communicator,
-        identity: int,
-        code: int,
-        peer: int,
-        view: memoryview,
-        result: Any,
-        work: Work[Any],
-        timeout: float,
-    ) -> None:
+    def __init__(self, comm: Communicator, peer: int, tag: int, content: Content, work: Work[Any]) -> None:
+        code, view, _ = content
+        assert view is not None
         terms = message_terms("SEND", code, view.nbytes)
         # As its receiver names it, who knows no more than the count.
-        super().__init__(group, identity, code, terms, terms.counts, work, timeout)
+        work._shape = terms.counts
+        super().__init__(comm, comm.matching.next_id(tag), terms, code, work)
         self.peer = peer
         self._view = view
         self._nbytes = 0
-        self._result = result
 
     def enter(self) -> None:
         """Send what the windows allow."""
-        self.group.matching.outgoing[self.peer, self.id] = self
+        self.comm.matching.outgoing[self.peer, self.id] = self
         message = Message(self, 0, 0, self._view, self._view.nbytes)
-        self.group.channels[self.peer].kick(message)
+        self.comm.channels[self.peer].kick(message)
 
     def sent(self, message: Message, nbytes: int) -> None:
         """Bytes have left."""
         self._nbytes += nbytes
         if self._nbytes == message.total and not self.done:
-            self.group.matching.outgoing.pop((self.peer, self.id), None)
-            self.succeed(self._result)
+            self.comm.matching.outgoing.pop((self.peer, self.id), None)
+            self.succeed(self.work._value)
         else:
             begun(self)
 
     def asked(self) -> None:
         """Its receiver takes all of it."""
-        self.group.channels[self.peer].grant(self)
+        self.comm.channels[self.peer].grant(self)
 
     def fail(self, error: BaseException) -> None:
         """End with `error`."""
-        self.group.matching.outgoing.pop((self.peer, self.id), None)
+        self.comm.matching.outgoing.pop((self.peer, self.id), None)
         super().fail(error)
 
     def describe(self) -> dict[str, Any]:
@@ -81,7 +95,7 @@ class OutboundMessage(Operation):
 def begun(operation: Operation) -> None:
     """Some of the bytes, but not all, have moved."""
     if operation.entry[STARTED] is None and not operation.done:
-        operation.entry[STARTED] = operation.group.stamp()
+        operation.entry[STARTED] = operation.comm.stamp()
 
 
 @lru_cache(maxsize=256)  # of messages that are alike, which most are; making them costs 5 times as much

@@ -117,16 +117,20 @@ class Announced(Message):
 class Operation:
     """Base of everything a group has in flight.
 
+    Args:
+        comm: this rank's part in the group.
+        identity: 64 bits that name it on the wire; see `aiocoll.transport.frame`.
+        terms: what the ranks must agree on.
+        fingerprint: hash of that.
+        work: the caller's handle, or the parent's of a child; with the timeout.
+
     Attributes:
-        id: 64 bits that name it on the wire; see `aiocoll.transport.frame`.
-        fingerprint: hash of what the ranks must agree on.
-        terms: what they must agree on.
-        shape: of the caller's main array, for error messages.
-        work: the caller's handle.
+        comm, id, terms, fingerprint, work: as given.
+        parent: the operation that it is a part of; None of one that a call has started.
         entered: when it was entered, on the runtime's clock.
         entry: what is recorded of it from then on; see `aiocoll.engine.operation_log`.
         peer: of a message, the other rank; None of a receive from any rank.
-        timeout: seconds until `expire`.
+        timeout: seconds until `expire`; at first the work's.
         reported: when it is due to be reported again; 0 before it has been for the first time.
         granted: peers that have entered it and take any amount.
         promised: peers that have been told so by this rank.
@@ -137,16 +141,16 @@ class Operation:
 
     __slots__ = (
         "_put_off",
+        "comm",
         "done",
         "entered",
         "entry",
         "fingerprint",
         "granted",
-        "group",
         "id",
+        "parent",
         "promised",
         "reported",
-        "shape",
         "terms",
         "timeout",
         "warned",
@@ -155,21 +159,19 @@ class Operation:
 
     def __init__(
         self,
-        group: Communicator,
+        comm: Communicator,
         identity: int,
-        fingerprint: int,
         terms: Signature,
-        shape: tuple[int, ...],
+        fingerprint: int,
         work: Work[Any],
-        timeout: float,
     ) -> None:
-        self.group = group
+        self.comm = comm
         self.id = identity
-        self.fingerprint = fingerprint
         self.terms = terms
-        self.shape = shape
+        self.fingerprint = fingerprint
         self.work = work
-        self.timeout = timeout
+        self.parent: Operation | None = None
+        self.timeout = work._timeout
         self.entered = 0.0
         self.done = False
         self.warned = False
@@ -189,7 +191,7 @@ class Operation:
         """Call `advance` again in the next turn of the loop."""
         if not self._put_off:
             self._put_off = True
-            self.group.call_soon(self._resume)
+            self.comm.call_soon(self._resume)
 
     def _resume(self) -> None:
         self._put_off = False
@@ -211,7 +213,7 @@ class Operation:
         """Tell `peer` once that this rank has entered and takes any amount."""
         if peer not in self.promised:
             self.promised |= {peer}
-            self.group.channels[peer].control(FrameKind.GRANT, self.group.id, self.id)
+            self.comm.channels[peer].control(FrameKind.GRANT, self.comm.id, self.id)
 
     def needs(self, peer: int) -> bool:
         """Whether the operation still waits for `peer`, which is about to be gone."""
@@ -224,12 +226,12 @@ class Operation:
     def seek(self) -> None:
         """Open links to the ranks it waits for: it may be that they cannot open one, and this rank can."""
         for peer in self.awaited() if self.peer is None else [self.peer]:
-            if peer != self.group.rank:
-                self.group.channels[peer].open()
+            if peer != self.comm.rank:
+                self.comm.channels[peer].open()
 
     def describe(self) -> dict[str, Any]:
         """Say in plain data what this rank called, for error messages."""
-        return description(self.group.rank, self.terms, self.shape, self.work.key, self.work.seq)
+        return description(self.comm.rank, self.terms, self.work._shape, self.work.key, self.work.seq)
 
     def title(self) -> str:
         """Return its op, and its key or number if it has one."""
@@ -246,19 +248,18 @@ class Operation:
 
     def expire(self) -> None:
         """The timeout has passed."""
-        self.group.timed_out(self)
+        self.comm.timed_out(self)
 
     def succeed(self, result: Any) -> None:
         """End well."""
         self.done = True
-        self.group.forget(self)
+        self.comm.ended(self, None)
         self.work._finish(result)
 
     def fail(self, error: BaseException) -> None:
         """End with `error`; nothing of the caller's is touched from here on."""
         if not self.done:
             self.done = True
-            self.group.forget(self)
-            self.group.recorder.failed(self.entry, error)
-            self.group.endpoint.divert(self)
+            self.comm.ended(self, error)
+            self.comm.endpoint.divert(self)
             self.work._finish(None, error)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from aiocoll.algorithms.spec import SPECS, Part
 from aiocoll.engine.operations.differences import called, differences, named
 from aiocoll.engine.operations.manifest import AGREED, private
 
@@ -15,7 +16,7 @@ __all__ = ["Difference", "compare", "packed"]
 #: What says by itself which call it is: all that is known for sure of one that cannot be carried out.
 NAMING = ("op", "root", "reduce")
 #: Collectives on one tensor of the same shape everywhere; in the others parts of a whole may have any shapes.
-SHAPED = {"ALLREDUCE", "REDUCE", "BROADCAST", "SCAN", "EXSCAN"}
+SHAPED = {kind.upper() for kind, spec in SPECS.items() if spec.input is Part.TENSOR}
 #: Calls that a text shows, and ranks that it lists of each: more than anybody reads.
 SHOWN = 8
 
@@ -47,7 +48,7 @@ def packed(call: Description, wrong: str | None) -> bytes:
     return told
 
 
-def compare(group: str, calls: Sequence[bytes | memoryview]) -> Difference | None:
+def compare(comm: str, calls: Sequence[bytes | memoryview]) -> Difference | None:
     """Return in what the calls of ranks 0, 1, ... differ; None if they belong together.
 
     Cost: where all are equal, p comparisons of some 150 bytes; p^2 / 2 of numbers where each rank has its own for
@@ -69,7 +70,7 @@ def compare(group: str, calls: Sequence[bytes | memoryview]) -> Difference | Non
         fields["shape"] = None
     if len(sound) < len(found):
         fields["number of ranks"] = None
-    return _difference(group, found, sorted(fields, key=_order), pair or ()) if fields else None
+    return _difference(comm, found, sorted(fields, key=_order), pair or ()) if fields else None
 
 
 def _unpacked(rank: int, call: bytes | memoryview) -> Description:
@@ -93,7 +94,7 @@ def _pairs(found: Sequence[Description]) -> Iterator[tuple[Description, Descript
             yield one, two
 
 
-def _difference(group: str, found: Sequence[Description], fields: list[str], pair: tuple[int, ...]) -> Difference:
+def _difference(comm: str, found: Sequence[Description], fields: list[str], pair: tuple[int, ...]) -> Difference:
     """Name each kind of call, by what differs; two that only contradict each other are two kinds."""
     kinds: dict[str, list[Description]] = {}
     known = [field for field in fields if field in found[0]]
@@ -103,7 +104,7 @@ def _difference(group: str, found: Sequence[Description], fields: list[str], pai
     words = [_kind(alike) for alike in list(kinds.values())[:SHOWN]]
     if len(kinds) > SHOWN:
         words.append(f"and others {len(kinds) - SHOWN} more kinds of it")
-    text = f"Collectives differ in the following: {', '.join(fields)}. Group {group!r}: {'; '.join(words)}"
+    text = f"Collectives differ in the following: {', '.join(fields)}. Group {comm!r}: {'; '.join(words)}"
     sides = [found[rank] for rank in pair] or [alike[0] for alike in kinds.values()][:2]
     if len(sides) == 2:  # all may have made the same mistake
         text += named(*sides)

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.program_executor import ProgramExecutor
 from aiocoll.errors import CollectiveTimeoutError
 
-__all__ = ["Monitored"]
+__all__ = ["MonitoredBarrier", "MonitoredBarrierOfAll"]
 
 
-class Monitored(ProgramExecutor):
-    """One rank's part in a monitored barrier.
-
-    Args:
-        wait_all_ranks: name all missing ranks, not only the first.
-    """
-
-    __slots__ = ("_wait_all_ranks",)
+class MonitoredBarrier(ProgramExecutor):
+    """One rank's part in a monitored barrier that names the first rank that is missing."""
 
     OP = "MONITORED_BARRIER"
 
-    def __init__(self, *args: Any, wait_all_ranks: bool) -> None:
-        super().__init__(*args)
-        self._wait_all_ranks = wait_all_ranks
+    __slots__ = ()
 
     def expire(self) -> None:
         """The timeout has passed."""
@@ -35,23 +25,33 @@ class Monitored(ProgramExecutor):
 
         Elsewhere it is known as far as rank 0 has told.
         """
-        group = self.group
-        missing = operation.awaited() if group.rank == 0 else group.stalls.missing(operation)[0]
-        if not self._wait_all_ranks:
-            missing = missing[:1]
+        comm = self.comm
+        missing = self._named(operation.awaited() if comm.rank == 0 else comm.stalls.missing(operation)[0])
         within = f"in {self.timeout * 1000:g} ms"
         if missing:
             text = f"Ranks {', '.join(map(str, missing))} failed to pass monitoredBarrier {within}"
-            if group.rank:
+            if comm.rank:
                 text += "; look at rank 0, which hears of every rank first"
         else:
             text = f"rank 0 did not answer monitoredBarrier {within}: look at rank 0, which knows the missing ranks"
-        group.revoke(
+        comm.revoke(
             CollectiveTimeoutError(
-                f"[rank {group.rank} of group {group.name!r}] {text}",
+                f"[rank {comm.rank} of group {comm.name!r}] {text}",
                 op=self.work.op,
                 seq=self.work.seq,
-                group=group.name,
+                group=comm.name,
                 ranks=missing or [0],
             )
         )
+
+    def _named(self, missing: list[int]) -> list[int]:
+        return missing[:1]
+
+
+class MonitoredBarrierOfAll(MonitoredBarrier):
+    """One that names all missing ranks."""
+
+    __slots__ = ()
+
+    def _named(self, missing: list[int]) -> list[int]:
+        return missing

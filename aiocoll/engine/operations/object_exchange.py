@@ -6,9 +6,10 @@ its first frame, from an authenticated rank of the group, says how long it is, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from aiocoll.codec.limits import MAX_BYTES
 from aiocoll.engine.operations.base import Message, Operation, Signature
 from aiocoll.engine.operations.incremental import Steps, carry_on
 from aiocoll.engine.operations.plan import EAGER_WINDOW
@@ -18,7 +19,7 @@ from aiocoll.work import Work
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
 
-__all__ = ["ObjectExchange", "Post"]
+__all__ = ["ObjectExchange", "Parcels", "Post"]
 
 
 class Post(Operation):
@@ -26,29 +27,30 @@ class Post(Operation):
 
     Args:
         sources: ranks that send one to here.
-        limit: largest parcel taken, in bytes.
+
+    Attributes:
+        FINGERPRINT: of the frames; 0 is that of the signature.
+        LIMIT: largest parcel taken, in bytes.
     """
 
-    __slots__ = ("_incoming", "_limit", "_missing", "_received", "_refusal", "_unsent")
+    FINGERPRINT = 0
+    LIMIT = MAX_BYTES
+
+    __slots__ = ("_incoming", "_missing", "_received", "_refusal", "_unsent")
 
     def __init__(
         self,
-        group: Communicator,
+        comm: Communicator,
         identity: int,
-        fingerprint: int,
         terms: Signature,
-        shape: tuple[int, ...],
         sources: Iterable[int],
-        limit: int,
         work: Work[Any],
-        timeout: float,
     ) -> None:
-        super().__init__(group, identity, fingerprint, terms, shape, work, timeout)
+        super().__init__(comm, identity, terms, self.FINGERPRINT or terms.fingerprint(), work)
         self._unsent: dict[int, int] = {}
         self._missing = set(sources)
         self._incoming: dict[int, memoryview] = {}
         self._received: dict[int, int] = {}
-        self._limit = limit
         self._refusal: SerializationError | None = None
 
     def _send(self, outgoing: Mapping[int, bytes]) -> None:
@@ -56,7 +58,7 @@ class Post(Operation):
         self._unsent = {rank: len(parcel) for rank, parcel in outgoing.items()}
         for peer, parcel in outgoing.items():
             message = Message(self, peer, 0, memoryview(parcel), len(parcel))
-            self.group.channels[peer].kick(message)
+            self.comm.channels[peer].kick(message)
 
     def needs(self, peer: int) -> bool:
         """Whether a parcel to or from `peer` is on its way."""
@@ -79,7 +81,7 @@ class Post(Operation):
         if room is None:
             # Let it pass, so that neither its sender nor the group is disturbed.
             self._refusal = SerializationError(
-                f"rank {peer} sent an object of {total} bytes; the limit is {self._limit} bytes"
+                f"rank {peer} sent an object of {total} bytes; the limit is {self.LIMIT} bytes"
             )
         elif payload is not None:
             room[start : start + length] = payload
@@ -101,7 +103,7 @@ class Post(Operation):
 
     def _room(self, peer: int, total: int) -> memoryview | None:
         room = self._incoming.get(peer)
-        if room is None and total <= self._limit:
+        if room is None and total <= self.LIMIT:
             room = self._incoming[peer] = memoryview(bytearray(total))
         return room
 
@@ -110,38 +112,44 @@ class Post(Operation):
         raise NotImplementedError
 
 
+class Parcels(NamedTuple):
+    """What travels in one object collective, as one rank knows it.
+
+    Attributes:
+        outgoing: parcel for each rank that gets one from here.
+        sources: ranks that send one to here.
+        unpack: makes the result of the parcels received, by rank.
+    """
+
+    outgoing: Mapping[int, bytes]
+    sources: Collection[int]
+    unpack: Callable[[Mapping[int, memoryview]], Steps]
+
+
 class ObjectExchange(Post):
     """One rank's part in one object collective.
 
     Args:
-        outgoing: parcel for each rank that gets one from here.
-        sources: ranks that send one to here.
-        limit: largest parcel taken, in bytes.
-        unpack: makes the result of the parcels received, by rank.
+        parcels: what travels.
     """
 
-    __slots__ = ("_outgoing", "_steps", "_unpack")
+    __slots__ = ("_parcels", "_steps")
 
     def __init__(
         self,
-        group: Communicator,
+        comm: Communicator,
         identity: int,
         terms: Signature,
-        outgoing: Mapping[int, bytes],
-        sources: set[int],
-        limit: int,
-        unpack: Callable[[Mapping[int, memoryview]], Steps],
+        parcels: Parcels,
         work: Work[Any],
-        timeout: float,
     ) -> None:
-        super().__init__(group, identity, terms.fingerprint(), terms, (), sources, limit, work, timeout)
-        self._outgoing = outgoing
-        self._unpack = unpack
+        super().__init__(comm, identity, terms, parcels.sources, work)
+        self._parcels = parcels
         self._steps: Steps | None = None
 
     def enter(self) -> None:
         """Send all parcels."""
-        self._send(self._outgoing)
+        self._send(self._parcels.outgoing)
         self._settle()
 
     def _settle(self) -> None:
@@ -150,7 +158,7 @@ class ObjectExchange(Post):
         if self._refusal is not None:
             self.fail(self._refusal)
             return
-        self._steps = self._unpack(self._incoming)
+        self._steps = self._parcels.unpack(self._incoming)
         carry_on(self, self._steps)
 
     def advance(self) -> None:

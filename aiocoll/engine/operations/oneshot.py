@@ -18,7 +18,7 @@ from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.errors import ProtocolError
-from aiocoll.transport.shm.layout import MIDDLE, SMALL
+from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
@@ -32,25 +32,21 @@ _NOTHING = np.empty(0, np.uint8)
 class OneShot(Operation):
     """One rank's part in one allreduce or barrier; it takes what `ProgramExecutor` takes."""
 
-    __slots__ = ("_array", "_block", "_framed", "_plan", "_result", "_seen", "_tag", "_unsent")
+    __slots__ = ("_array", "_block", "_framed", "_plan", "_seen", "_tag", "_unsent")
 
     def __init__(
         self,
-        group: Communicator,
+        comm: Communicator,
         identity: int,
         plan: Plan,
         arrays: list[NDArray[Any]],
-        shape: tuple[int, ...],
-        result: Any,
         work: Work[Any],
-        timeout: float,
     ) -> None:
         # Not through super(), which costs 70 ns more.
-        Operation.__init__(self, group, identity, plan.fingerprint, plan.terms, shape, work, timeout)
+        Operation.__init__(self, comm, identity, plan.terms, plan.fingerprint, work)
         self._plan = plan
         self._array = arrays[0] if arrays else _NOTHING  # of a barrier
-        self._result = result
-        self._tag = group.id << 32 | plan.fingerprint
+        self._tag = comm.id << 32 | plan.fingerprint
         # How many of the others, in order, have shown their tensor.
         self._seen = 0
         # Who is sent a frame that has not left.
@@ -60,12 +56,13 @@ class OneShot(Operation):
 
     def enter(self) -> None:
         """Show the tensor to everybody."""
-        group, array, identity = self.group, self._array, self.id
+        comm, array, identity = self.comm, self._array, self.id
         nbytes = self._plan.nbytes
-        block = self._block = identity % SMALL if nbytes <= group.small_nbytes else SMALL + identity % MIDDLE
+        small = nbytes <= comm.small_nbytes
+        block = self._block = identity % SMALL_SLOTS if small else SMALL_SLOTS + identity % MIDDLE_SLOTS
         without: list[int] | None = None
-        for peer in group.others:
-            channel = group.channels[peer]
+        for peer in comm.others:
+            channel = comm.channels[peer]
             link = channel.shared
             if link is not None and link is channel.link and link.slot_writer.post(block, identity, self._tag, array):
                 link.announce()
@@ -76,19 +73,19 @@ class OneShot(Operation):
         if without is not None:
             self._send(without)
         if not self.done and not self.look():
-            group.endpoint.polling.readers[self] = None
+            comm.endpoint.polling.readers[self] = None
 
     def _send(self, peers: list[int]) -> None:
         view = byte_view(self._array)
         self._unsent = set(peers)
         for peer in peers:
-            self.group.channels[peer].kick(Message(self, peer, 0, view, view.nbytes))
+            self.comm.channels[peer].kick(Message(self, peer, 0, view, view.nbytes))
 
     def look(self) -> bool:
         """Find out who is still missing; fold when nobody is. Whether the operation has ended."""
         if self.done:
             return True  # it failed with another one that was looked at before
-        others, seen = self.group.others, self._seen
+        others, seen = self.comm.others, self._seen
         while seen < len(others):
             if not self._is_here(others[seen]):
                 return self.done
@@ -99,22 +96,22 @@ class OneShot(Operation):
         return True
 
     def _is_here(self, peer: int) -> bool:
-        group = self.group
-        link = group.channels[peer].shared
+        comm = self.comm
+        link = comm.channels[peer].shared
         tag = -1 if link is None else link.slot_reader.look(self._block, self.id)
         if tag == self._tag:
             return True
-        if tag >> 32 == group.id:
-            group.mismatches.disagree(peer, self.id, self.describe())
+        if tag >> 32 == comm.id:
+            comm.mismatches.disagree(peer, self.id, self.describe())
             return False
         return self._has_framed(peer)
 
     def _fold(self) -> None:
-        plan, group, block = self._plan, self.group, self._block
+        plan, comm, block = self._plan, self.comm, self._block
         storage, count, framed = plan.storage, plan.count, self._framed
         inputs, slot_readers = [], []
-        for peer, channel in enumerate(group.channels):
-            if peer == group.rank:
+        for peer, channel in enumerate(comm.channels):
+            if peer == comm.rank:
                 inputs.append(self._array)
             elif framed is not None and peer in framed:
                 inputs.append(np.frombuffer(framed[peer], storage))
@@ -126,12 +123,12 @@ class OneShot(Operation):
             if plan.kernel is not None:
                 plan.kernel.fold(inputs, self._array)
         except Exception as error:  # of a function of the user's
-            group.broke(self, error)
+            comm.broke(self, error)
             return
         for slot_reader in slot_readers:
             slot_reader.free(block)
-        group.endpoint.polling.readers.pop(self, None)
-        self.succeed(self._result)
+        comm.endpoint.polling.readers.pop(self, None)
+        self.succeed(self.work._value)
 
     def _has_framed(self, peer: int) -> bool:
         framed = None if self._framed is None else self._framed.get(peer)
@@ -143,7 +140,7 @@ class OneShot(Operation):
             return False
         if self._framed is None:
             self._framed = {}
-        if (link := self.group.channels[peer].shared) is not None:
+        if (link := self.comm.channels[peer].shared) is not None:
             link.slot_reader.reclaim(self._block)  # perhaps that was why
         framed = self._framed.setdefault(peer, bytearray())
         if len(framed) + length > total:
@@ -165,9 +162,9 @@ class OneShot(Operation):
 
     def awaited(self) -> list[int]:
         """Return the ranks whose tensors have not been seen."""
-        return [peer for peer in self.group.others[self._seen :] if not self._is_here(peer)]
+        return [peer for peer in self.comm.others[self._seen :] if not self._is_here(peer)]
 
     def fail(self, error: BaseException) -> None:
         """End with `error`."""
-        self.group.endpoint.polling.readers.pop(self, None)
+        self.comm.endpoint.polling.readers.pop(self, None)
         super().fail(error)

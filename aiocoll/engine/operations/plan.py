@@ -16,15 +16,16 @@ from aiocoll.elements.dtypes import DType
 from aiocoll.elements.ops import Kernel, ReduceOp
 from aiocoll.engine.operations.base import Operation, Signature
 from aiocoll.transport.frame import SEGMENT
+from aiocoll.work import Work
 
 __all__ = ["EAGER_WINDOW", "Executor", "Plan"]
 
 #: Bytes of one message that may travel before its receiver has entered the operation.
 EAGER_WINDOW = SEGMENT
 
-#: What makes the operation of a plan: called with the membership, the operation's id, the plan, the flat arrays of the
-#: call, the shape of the caller's main array, the result, the work and the timeout in seconds.
-Executor = Callable[..., Operation]
+#: What makes the operation of a plan, of: this rank's part in the group, the operation's id, the plan, the flat arrays
+#: of the call, and the work, which has the timeout and the result.
+Executor = Callable[[Any, int, "Plan", list[Any], Work[Any]], Operation]
 
 
 class Plan:

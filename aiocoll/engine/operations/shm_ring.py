@@ -11,7 +11,7 @@ look-up, and is passed on while it is in the cache:
 Cost: 2(p-1) steps, 2n(p-1)/p bytes written and as many read per rank.
 Where the lane is in use by another operation, or is not to be had, the same pieces travel as frames.
 
-Of a tensor in memory that peers can read (`aiocoll.transport.shm.registered_memory`) the lane has no pieces, but their
+Of a tensor in memory that peers can read (`aiocoll.transport.shared_memory`) the lane has no pieces, but their
 places: half of the bytes written are saved. The right neighbour then reads a piece some time after it was put, but
 before this rank overwrites it. What was put in step s is overwritten in step s+p-1, if at all, by the sum that comes
 from the left; that sum has gone round the whole ring, and each rank on the way, the right neighbour first, has put it
@@ -33,8 +33,8 @@ from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
-from aiocoll.transport.shm.link import ShmLink
-from aiocoll.transport.shm.registered_memory import MemorySegment
+from aiocoll.transport.base import SharedMemoryLink
+from aiocoll.transport.shared_memory import Segment
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
@@ -78,7 +78,6 @@ class ShmRing(Operation):
         "_plan",
         "_pointed",
         "_put",
-        "_result",
         "_right",
         "_segment",
         "_tag",
@@ -88,51 +87,51 @@ class ShmRing(Operation):
 
     def __init__(
         self,
-        group: Communicator,
+        comm: Communicator,
         identity: int,
         plan: Plan,
         arrays: list[NDArray[Any]],
-        shape: tuple[int, ...],
-        result: Any,
         work: Work[Any],
-        timeout: float,
     ) -> None:
-        super().__init__(group, identity, plan.fingerprint, plan.terms, shape, work, timeout)
+        super().__init__(comm, identity, plan.terms, plan.fingerprint, work)
         self._plan = plan
         self._array = arrays[0]
         self._bytes = byte_view(self._array)
-        self._result = result
-        size, rank = len(group.ranks), group.rank
+        size, rank = len(comm.ranks), comm.rank
         self._right, self._left = (rank + 1) % size, (rank - 1) % size
         self._parts = [(plan.count * part // size, plan.count * (part + 1) // size) for part in range(size)]
-        self._length = group.piece_nbytes // plan.itemsize
+        self._length = comm.piece_nbytes // plan.itemsize
         longest = max(stop - start for start, stop in self._parts)
         self._order = order(2 * (size - 1), -(-longest // self._length))
-        self._tag = group.id << 32 | self.fingerprint
+        self._tag = comm.id << 32 | self.fingerprint
         self._holds = False
         self._put = 0
         self._taken = 0
         self._unsent = 0
         self._framed: dict[int, bytearray] | None = None
-        registered_memory = group.endpoint.registered_memory
-        place = registered_memory.find(self._array) if registered_memory.segments else None
-        self._segment: MemorySegment | None = None if place is None else place[0]
+        registered_memory = comm.endpoint.registered_memory
+        place = (
+            registered_memory.find(self._array)
+            if registered_memory is not None and registered_memory.segments
+            else None
+        )
+        self._segment: Segment | None = None if place is None else place[0]
         self._offset = 0 if place is None else place[1]
         # Number, in the lane, of the last piece that was put by its place.
         self._pointed = 0
 
     def enter(self) -> None:
         """Get the lane, if it is free, and begin."""
-        channel = self.group.channels[self._right]
+        channel = self.comm.channels[self._right]
         link = channel.shared
         self._holds = link is not None and link is channel.link and link.chunks_out.take(self)
-        self.group.endpoint.polling.lookers[self] = None
+        self.comm.endpoint.polling.lookers[self] = None
         self.look()
 
     def look(self) -> bool:
         """Put pieces while there are free blocks, take what has come; whether anything moved."""
         pieces = self._order
-        ticks = self.group.endpoint.runtime.ticks
+        ticks = self.comm.endpoint.runtime.ticks
         deadline = ticks() + BUDGET
         moved = False
         while not self.done:
@@ -143,7 +142,7 @@ class ShmRing(Operation):
                 return True
             if self._put == self._taken == len(pieces) and not self._unsent and self._is_read():
                 self._end()
-                self.succeed(self._result)
+                self.succeed(self.work._value)
                 return True
             if not going:
                 return moved
@@ -165,11 +164,11 @@ class ShmRing(Operation):
         step, piece, before = self._order[self._put]
         if before >= self._taken:
             return False
-        rank, size = self.group.rank, len(self._parts)
+        rank, size = self.comm.rank, len(self._parts)
         start, stop = self._piece((rank - step - 1) % size, piece)
         itemsize = self._plan.itemsize
         view = self._bytes[start * itemsize : stop * itemsize]
-        channel = self.group.channels[self._right]
+        channel = self.comm.channels[self._right]
         if self._holds:
             link = channel.shared
             assert link is not None
@@ -187,9 +186,9 @@ class ShmRing(Operation):
             self._leave_lane(failed=False)
         return True
 
-    def _put_in_lane(self, link: ShmLink, start: int, view: memoryview) -> bool:
+    def _put_in_lane(self, link: SharedMemoryLink, start: int, view: memoryview) -> bool:
         lane = link.chunks_out
-        if self._segment is None or not link.segment_sharing.lends(self._segment):
+        if self._segment is None or not link.can_map(self._segment):
             return lane.put(self.id, self._tag, view)
         if not lane.point(self.id, self._tag, self._segment.number, self._offset + start):
             return False
@@ -200,7 +199,7 @@ class ShmRing(Operation):
         """Whether nobody reads the tensor any more."""
         if not self._pointed:
             return True
-        link = self.group.channels[self._right].shared
+        link = self.comm.channels[self._right].shared
         return link is None or link.chunks_out.is_taken(self._pointed)
 
     def sent(self, message: Message, nbytes: int) -> None:
@@ -213,23 +212,23 @@ class ShmRing(Operation):
 
     def _take_next(self) -> bool:
         step, piece, _ = self._order[self._taken]
-        start, stop = self._piece((self.group.rank - step - 2) % len(self._parts), piece)
+        start, stop = self._piece((self.comm.rank - step - 2) % len(self._parts), piece)
         count = stop - start
         framed = None if self._framed is None else self._framed.get(self._taken)
-        link = self.group.channels[self._left].shared
+        link = self.comm.channels[self._left].shared
         if framed is not None and len(framed) == count * self._plan.itemsize:
             assert self._framed is not None
             self._compute(step, start, stop, np.frombuffer(framed, self._plan.storage))
             del self._framed[self._taken]
         elif link is None:
             return False
-        elif (tag := link.chunks_in.look(self.id)) >> 32 != self.group.id:
+        elif (tag := link.chunks_in.look(self.id)) >> 32 != self.comm.id:
             return link.reclaim()
         elif tag != self._tag:
-            self.group.mismatches.disagree(self._left, self.id, self.describe())
+            self.comm.mismatches.disagree(self._left, self.id, self.describe())
             return False
         else:
-            incoming = link.piece(self._plan.storage, count)
+            incoming = link.chunk(self._plan.storage, count)
             if incoming is None:
                 return False
             self._compute(step, start, stop, incoming)
@@ -237,7 +236,7 @@ class ShmRing(Operation):
                 return True
             if link.chunks_in.is_void():
                 return False
-            if link.chunks_in.free() and link is self.group.channels[self._left].link:
+            if link.chunks_in.free() and link is self.comm.channels[self._left].link:
                 link.announce()
         self._taken += 1
         return True
@@ -257,7 +256,7 @@ class ShmRing(Operation):
             if step == adding - 1 and kernel.finalize is not None:
                 kernel.finalize(out)
         except Exception as error:  # of a function of the user's
-            self.group.broke(self, error)
+            self.comm.broke(self, error)
         if out is not own:
             own[:] = out
 
@@ -269,10 +268,10 @@ class ShmRing(Operation):
             self._framed = {}
         framed = self._framed.setdefault(step, bytearray())
         ring_step, piece, _ = self._order[step]
-        start, stop = self._piece((self.group.rank - ring_step - 2) % len(self._parts), piece)
+        start, stop = self._piece((self.comm.rank - ring_step - 2) % len(self._parts), piece)
         if step < self._taken or len(framed) + length > (stop - start) * self._plan.itemsize:
             raise ProtocolError(f"rank {peer} sent more than piece {step} of its message")
-        if (link := self.group.channels[peer].shared) is not None:
+        if (link := self.comm.channels[peer].shared) is not None:
             link.reclaim()  # perhaps that was why
         framed.extend(payload)
         self.look()
@@ -299,18 +298,18 @@ class ShmRing(Operation):
         """End with `error`."""
         if not self.done:
             self._leave_lane(failed=True)
-            if self._pointed and (link := self.group.channels[self._right].shared) is not None:
+            if self._pointed and (link := self.comm.channels[self._right].shared) is not None:
                 link.chunks_out.void(self.id, self._tag)
             self._end()
         super().fail(error)
 
     def _end(self) -> None:
-        self.group.endpoint.polling.lookers.pop(self, None)
+        self.comm.endpoint.polling.lookers.pop(self, None)
 
     def _leave_lane(self, *, failed: bool) -> None:
         if self._holds:
             self._holds = False
-            link = self.group.channels[self._right].shared
+            link = self.comm.channels[self._right].shared
             if link is not None:
                 link.chunks_out.leave(failed=failed)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +18,21 @@ from aiocoll.work import Work
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
 
-__all__ = ["Gathered"]
-
-#: Bytes of the longest message that can be told by its first frame, which has their number modulo this.
-LONGEST = 2**32 - 1
+__all__ = ["Gathered", "Given"]
 
 Array = NDArray[Any]
+
+
+class Given(NamedTuple):
+    """What the root has.
+
+    Attributes:
+        source: its own part.
+        pack: makes the result of all parts, flat and in rank order.
+    """
+
+    source: Array
+    pack: Callable[[list[Array]], Any]
 
 
 class Gathered(Post):
@@ -31,28 +40,25 @@ class Gathered(Post):
 
     Args:
         terms: of that plan, without what only the two ends of a message know.
-        source: this rank's own part.
-        pack: makes the result of all parts, flat and in rank order.
+        given: what the root has.
     """
+
+    LIMIT = 2**32 - 1  # what the first frame can tell: it has the length modulo 2**32
 
     __slots__ = ("_copied", "_own", "_pack", "_rooms", "_source")
 
     def __init__(
         self,
-        group: Communicator,
+        comm: Communicator,
         identity: int,
         terms: Signature,
-        shape: tuple[int, ...],
-        source: Array,
-        pack: Callable[[list[Array]], Any],
+        given: Given,
         work: Work[Any],
-        timeout: float,
     ) -> None:
-        super().__init__(group, identity, terms.fingerprint(), terms, shape, group.others, LONGEST, work, timeout)
-        self._source = source
-        self._own = np.empty_like(source)
+        super().__init__(comm, identity, terms, comm.others, work)
+        self._source, self._pack = given
+        self._own = np.empty_like(given.source)
         self._copied = 0
-        self._pack = pack
         self._rooms: dict[int, Array] = {}
 
     def enter(self) -> None:
@@ -62,7 +68,7 @@ class Gathered(Post):
     def advance(self) -> None:
         """Copy a piece at a time, for as long as a callback may take."""
         source, own = self._source, self._own
-        ticks = self.group.endpoint.runtime.ticks
+        ticks = self.comm.endpoint.runtime.ticks
         deadline, step = ticks() + BUDGET, max(SEGMENT // source.itemsize, 1)
         while self._copied < source.size:
             stop = self._copied + step
@@ -87,8 +93,6 @@ class Gathered(Post):
     def _settle(self) -> None:
         if self.done or self._missing or self._copied < self._source.size:
             return
-        storage, rank = self._source.dtype, self.group.rank
-        parts = [
-            self._own if each == rank else self._rooms[each].view(storage) for each in range(len(self.group.ranks))
-        ]
+        storage, rank = self._source.dtype, self.comm.rank
+        parts = [self._own if each == rank else self._rooms[each].view(storage) for each in range(len(self.comm.ranks))]
         self.succeed(self._pack(parts))

@@ -15,13 +15,13 @@ carries out the same plan there, and outputs are copied back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 
+from aiocoll.algorithms.spec import spec_of
 from aiocoll.elements.device import DeviceArray
-from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.operations.base import Signature
+from aiocoll.engine.operations.base import Operation, Signature
 from aiocoll.engine.operations.comparison import Difference
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.verify import Compared
@@ -30,14 +30,27 @@ from aiocoll.gpu.api import DeviceError
 from aiocoll.group.cuda.enqueued import Enqueued
 from aiocoll.group.cuda.native import STAGED, Native, Tools, carry_out, way_of
 from aiocoll.group.cuda.staged import Staged, put_back
-from aiocoll.group.fuse import ends
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.gpu.launcher import Launched
     from aiocoll.group.cuda.device_state import DeviceState
 
-__all__ = ["Agreed", "is_empty"]
+__all__ = ["Agreed", "DeviceCall", "is_empty"]
+
+
+class DeviceCall(NamedTuple):
+    """A call on CUDA arrays.
+
+    Attributes:
+        terms: those of the plan, marked.
+        plan: what to do.
+        arrays: on the device, numbered as the plan's buffers; None where this rank has none.
+    """
+
+    terms: Signature
+    plan: Plan
+    arrays: Sequence[DeviceArray | None]
 
 
 class Agreed(Compared):
@@ -45,51 +58,23 @@ class Agreed(Compared):
 
     Args:
         side: what the group has on the device.
-        terms: those of the plan, marked.
-        plan: what to do.
-        arrays: on the device, numbered as the plan's buffers; None where this rank has none.
-        result: what the work yields.
+        call: what this rank calls.
     """
 
     MARK = "device"
     FINGERPRINT = Signature("AGREED", None, (), None, None, device="cuda").fingerprint()
 
-    __slots__ = (
-        "_arrays",
-        "_called",
-        "_device_state",
-        "_enqueued",
-        "_flying",
-        "_marks",
-        "_plan",
-        "_result",
-        "_staged",
-    )
+    __slots__ = ("_arrays", "_called", "_device_state", "_enqueued", "_flying", "_marks", "_plan", "_staged")
 
-    def __init__(
-        self,
-        side: DeviceState,
-        terms: Signature,
-        group: Communicator,
-        identity: int,
-        plan: Plan,
-        arrays: list[DeviceArray | None],
-        shape: tuple[int, ...],
-        result: Any,
-        work: Work[Any],
-        timeout: float,
-    ) -> None:
-        super().__init__(group, identity, terms, shape, None, work, timeout)
+    def __init__(self, side: DeviceState, identity: int, call: DeviceCall, work: Work[Any]) -> None:
+        super().__init__(side.member, identity, call.terms, None, work)
         self._device_state = side
-        self._plan = plan
-        self._arrays = arrays
-        self._result = result
-        self._called = terms
+        self._called, self._plan, self._arrays = call
         self._marks: tuple[int, ...] = ()
         self._staged: Staged | None = None
         #: The device has something of it.
         self._flying = False
-        self._enqueued = Enqueued(work, arrays, result)
+        self._enqueued = Enqueued(work, call.arrays)
 
     # -- the agreement
 
@@ -105,9 +90,9 @@ class Agreed(Compared):
     def _says(self) -> bytes:
         """Say what this rank calls, and which way it can go."""
         side, work = self._device_state, self.work
-        way = way_of(self._plan, self._arrays, self.group.rank, side.float8)
+        way = way_of(self._plan, self._arrays, self.comm.rank, side.float8)
         # Of a member of a block: its own terms, not those of the block.
-        described = side.described(self._plan, self._called, self.shape)
+        described = side.described(self._plan, self._called, work._shape)
         told: bytes = msgpack.packb((described, work.seq, work.key, (way,)))
         return told
 
@@ -117,13 +102,13 @@ class Agreed(Compared):
 
     def _conclude(self) -> None:
         """All have called, or rank 0 has decided."""
-        group = self.group
+        comm = self.comm
         if self._refusal is not None:
-            group.revoke(GroupError(f"{self.work.op} was not compared: {self._refusal}", group=group.name))
-        elif group.rank == 0:
-            found = self._device_state.judge(self, [self._incoming[rank] for rank in range(len(group.ranks))])
+            comm.revoke(GroupError(f"{self.work.op} was not compared: {self._refusal}", group=comm.name))
+        elif comm.rank == 0:
+            found = self._device_state.judge(self, [self._incoming[rank] for rank in range(len(comm.ranks))])
             if found is not None:
-                self._send(dict.fromkeys(group.others, msgpack.packb([found])))
+                self._send(dict.fromkeys(comm.others, msgpack.packb([found])))
                 self._refuse(found)
         else:
             verdict = msgpack.unpackb(self._incoming[0])
@@ -135,7 +120,7 @@ class Agreed(Compared):
     def pronounce(self, numbers: Mapping[int, int], ways: Sequence[int]) -> None:
         """As rank 0, let all begin it, each by a number of its own."""
         said = {number: msgpack.packb([number, ways]) for number in set(numbers.values())}
-        self._send({rank: said[numbers[rank]] for rank in self.group.others})
+        self._send({rank: said[numbers[rank]] for rank in self.comm.others})
         self._device_state.decided(self, numbers[0], ways)
 
     # -- carrying it out
@@ -144,7 +129,7 @@ class Agreed(Compared):
         """Go on, each call of it on its way: all calls before it have begun."""
         (way,) = ways
         if is_empty(self._plan):
-            self.ended(self._result, None)
+            self.ended(self.work._value, None)
         elif way == STAGED:
             self._stage()
         else:
@@ -198,24 +183,25 @@ class Agreed(Compared):
         """The inputs are on the host: carry out the same plan there."""
         if self._is_sound(error):
             assert self._staged is not None
-            arrays, plan, group = self._staged.arrays, self._plan, self.group
-            self._start(
-                lambda number, work: plan.executor(group, number, plan, arrays, self.shape, None, work, self.timeout)
-            )
+            arrays, plan, comm = self._staged.arrays, self._plan, self.comm
 
-    def ended(self, result: Any, error: BaseException | None) -> None:
-        """The collective of the host has ended, or there is none: copy the outputs back."""
-        if self._inner is None or error is not None:
-            super().ended(result, error)
+            def make(identity: int, work: Work[Any]) -> Operation:
+                return plan.executor(comm, identity, plan, arrays, work)
+
+            self._children.start(str(self.id), make, self._carried_out)
+
+    def _carried_out(self, _: Any, error: BaseException | None) -> None:
+        """The collective of the host has ended: copy the outputs back."""
+        if error is not None:
+            self.ended(None, error)
             return
-        self._inner = None
         assert self._staged is not None
         self._flies(self._staged.copy_out((), self._ends()[1], self._ended), last=True)
 
     def _ended(self, error: DeviceError | None) -> None:
         """The device is done."""
         if self._is_sound(error):
-            super().ended(self._result, None)
+            self.ended(self.work._value, None)
 
     def _is_sound(self, error: DeviceError | None) -> bool:
         """Take note that the device is done; whether to go on."""
@@ -243,8 +229,9 @@ class Agreed(Compared):
 
     def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return which arrays are inputs, and which are outputs."""
-        reads, writes, _ = ends(self._plan.terms, self.group.rank, len(self.group.ranks))
-        return reads, writes
+        terms, place = self._plan.terms, (self.comm.rank, len(self.comm.ranks), self._plan.terms.root)
+        spec = spec_of(terms.op.lower())
+        return spec.inputs(*place), spec.outputs(*place)
 
 
 def is_empty(plan: Plan) -> bool:

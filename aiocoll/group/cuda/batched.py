@@ -6,16 +6,12 @@ What NCCL cannot do is staged, each member by itself. All members end when the l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.operations.base import KEYED
-from aiocoll.engine.operations.verify import Inner
 from aiocoll.group.calls import Call
-from aiocoll.group.cuda.agreed import Agreed, is_empty
+from aiocoll.group.cuda.agreed import Agreed, DeviceCall, is_empty
 from aiocoll.group.cuda.native import STAGED, Native, way_of
 from aiocoll.work import Work
 
@@ -33,25 +29,16 @@ class BatchedCalls(Agreed):
         calls: in the order that they have on all ranks.
     """
 
-    __slots__ = ("_calls", "_left", "_parts")
+    __slots__ = ("_calls", "_left")
 
-    def __init__(
-        self,
-        side: DeviceState,
-        calls: Sequence[Call],
-        group: Communicator,
-        identity: int,
-        work: Work[Any],
-        timeout: float,
-    ) -> None:
+    def __init__(self, side: DeviceState, identity: int, calls: Sequence[Call], work: Work[Any]) -> None:
         first = calls[0]
         assert first.terms is not None
         arrays = [array for call in calls for array in call.arrays or ()]
-        results = [call.result for call in calls]
-        super().__init__(side, first.terms, group, identity, _plan(first), arrays, (), results, work, timeout)
+        super().__init__(side, identity, DeviceCall(first.terms, _plan(first), arrays), work)
+        work._value = [call.result for call in calls]
         self._calls = calls
-        #: What is staged, and how much has not ended.
-        self._parts: list[_Part] = []
+        #: How much has not ended.
         self._left = 1
 
     def is_private(self) -> bool:
@@ -70,7 +57,7 @@ class BatchedCalls(Agreed):
                 native.append(Native(_plan(call), call.arrays or (), way))
         self._left = len(staged) + bool(native)
         if not self._left:
-            super().ended(self._result, None)
+            super().ended(self.work._value, None)
         if native:
             self._launch(native, [self._device_state.stream] if staged else ())
         for number, call in enumerate(staged):
@@ -82,23 +69,16 @@ class BatchedCalls(Agreed):
         if error is not None:
             super().ended(None, error)
         elif not self._left:
-            super().ended(self._result, None)
+            super().ended(self.work._value, None)
 
     def hangs_here(self) -> bool:
         """Whether the device has something of it: then all ranks have called it."""
-        return self._flying or any(part.hangs_here() for part in self._parts)
-
-    def fail(self, error: BaseException) -> None:
-        """End with `error`, and all that is staged too."""
-        parts, self._parts = self._parts, []
-        super().fail(error)
-        for part in parts:
-            part.fail(error)
+        return self._flying or self._children.hanging() is not None
 
     def _says(self) -> bytes:
         """Say what this rank calls, and which way each of it can go."""
         side, work = self._device_state, self.work
-        ways = [way_of(_plan(call), call.arrays or (), self.group.rank, side.float8) for call in self._calls]
+        ways = [way_of(_plan(call), call.arrays or (), self.comm.rank, side.float8) for call in self._calls]
         described = side.described(self.terms, self.terms, ())
         told: bytes = msgpack.packb((described, work.seq, work.key, ways))
         return told
@@ -110,15 +90,16 @@ class BatchedCalls(Agreed):
 
     def _begin_part(self, number: int, call: Call) -> None:
         """Stage a call; the first brings the stream of all of them behind the caller's."""
-        group = self.group
-        # No key of the user's is hashed without a zero byte in it.
-        identity = KEYED | group.endpoint.hash62(f"member {number} of {self.id}")
-        part = _Part(self._device_state, call, group, identity, self, self._marks)
-        self._marks = ()
-        self._parts.append(part)
-        # Reports and warnings are of what all ranks have called.
-        part.warned, part.reported = True, inf
-        group.enter(part)
+        marks, self._marks = self._marks, ()
+
+        def make(identity: int, work: Work[Any]) -> _Part:
+            work.op, work._shape = call.op, call.shape
+            assert call.terms is not None
+            return _Part(
+                self._device_state, identity, DeviceCall(call.terms, _plan(call), call.arrays or ()), marks, work
+            )
+
+        self._children.start(f"member {number} of {self.id}", make, self.ended)
 
 
 class _Part(Agreed):
@@ -127,19 +108,9 @@ class _Part(Agreed):
     __slots__ = ()
 
     def __init__(
-        self,
-        side: DeviceState,
-        call: Call,
-        group: Communicator,
-        identity: int,
-        whole: BatchedCalls,
-        marks: tuple[int, ...],
+        self, side: DeviceState, identity: int, call: DeviceCall, marks: tuple[int, ...], work: Work[Any]
     ) -> None:
-        work = Inner(whole)
-        work.op = call.op
-        assert call.terms is not None
-        arrays, plan = call.arrays or [], _plan(call)
-        super().__init__(side, call.terms, group, identity, plan, arrays, call.shape, None, work, whole.timeout)
+        super().__init__(side, identity, call, work)
         self._marks = marks
         self._missing.clear()
         self._settled = True

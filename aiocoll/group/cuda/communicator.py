@@ -53,7 +53,7 @@ class DeviceCommunicator:
 
     def __init__(
         self,
-        group: Communicator,
+        comm: Communicator,
         device: Device,
         nccl: Nccl,
         unique_id: bytes,
@@ -61,7 +61,7 @@ class DeviceCommunicator:
         broken: Callable[[BaseException], None],
     ) -> None:
         self.stream = device.stream()
-        self._group = group
+        self._group = comm
         self._device = device
         self._nccl = nccl
         self._made = made
@@ -76,7 +76,7 @@ class DeviceCommunicator:
         self._asking = False
         self._in_flight = 0
         self._timer: asyncio.TimerHandle | None = None
-        size, rank = len(group.ranks), group.rank
+        size, rank = len(comm.ranks), comm.rank
 
         def init() -> None:
             try:
@@ -181,11 +181,12 @@ class DeviceCommunicator:
 
     async def _parted(self) -> bool:
         """Wait until all ranks are about to end it; whether they are."""
-        group = self._group
-        parting = _Parting(group, _Quiet(group.endpoint, _Parting.OP, None, None, None), min(PARTING, group.timeout))
-        group.enter(parting)
-        await parting.work._ended()
-        return parting.work.is_success()
+        comm = self._group
+        work: Work[None] = _Quiet(comm.endpoint, _Parting.OP, None, None, None)
+        work._shape, work._timeout, work._value = (), min(PARTING, comm.timeout), None
+        comm.enter(_Parting(comm, work))
+        await work._ended()
+        return work.is_success()
 
     def _stop(self) -> None:
         self._over = True
@@ -238,31 +239,31 @@ class _Parting(Post):
 
     OP = "PARTING"
     TERMS = Signature(OP, None, (), None, None, device="cuda")
+    LIMIT = 0
 
     __slots__ = ()
 
-    def __init__(self, group: Communicator, work: Work[None], timeout: float) -> None:
-        identity = KEYED | group.endpoint.hash62("parting")
-        super().__init__(group, identity, self.TERMS.fingerprint(), self.TERMS, (), group.others, 0, work, timeout)
+    def __init__(self, comm: Communicator, work: Work[None]) -> None:
+        super().__init__(comm, KEYED | comm.endpoint.hash62("parting"), self.TERMS, comm.others, work)
         # Who does not come is not waited for long, and nobody's fault.
         self.warned, self.reported = True, inf
 
     def enter(self) -> None:
         """Tell the others."""
-        self._send(dict.fromkeys(self.group.others, b""))
+        self._send(dict.fromkeys(self.comm.others, b""))
         self._settle()
 
     def needs(self, peer: int) -> bool:
         """No failure of the group comes of it that a peer has left; but it is not waited for."""
         if peer in self._missing:
-            self.group.call_soon(self.expire)
+            self.comm.call_soon(self.expire)
         return False
 
     def expire(self) -> None:
         """Somebody does not come."""
-        self.fail(GroupError(f"ranks of group {self.group.name!r} do not end it together", group=self.group.name))
+        self.fail(GroupError(f"ranks of group {self.comm.name!r} do not end it together", group=self.comm.name))
         # What comes late is not of another operation.
-        self.group._ended.pop(self.id, None)
+        self.comm._ended.pop(self.id, None)
 
     def _settle(self) -> None:
         if not self.done and not self._missing and not self._unsent:

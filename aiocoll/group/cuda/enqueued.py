@@ -22,15 +22,13 @@ class Enqueued:
     Args:
         work: the call's.
         arrays: the call's; the stream that was current at the call is that of the first.
-        result: what the work yields.
     """
 
-    __slots__ = ("_arrays", "_launched", "_result", "_waiting", "_work")
+    __slots__ = ("_arrays", "_launched", "_waiting", "_work")
 
-    def __init__(self, work: Work[Any], arrays: Sequence[DeviceArray | None], result: Any) -> None:
+    def __init__(self, work: Work[Any], arrays: Sequence[DeviceArray | None]) -> None:
         self._work = work
         self._arrays = arrays
-        self._result = result
         self._launched: Launched | None = None
         self._waiting: list[asyncio.Future[None]] = []
         work._ordered = self.order
@@ -49,7 +47,7 @@ class Enqueued:
             await self._launched.on_stream(stream)
         except DeviceError:
             return await self._work
-        return self._result if (unwrap := self._work._unwrap) is None else unwrap()
+        return self._work._value if (unwrap := self._work._unwrap) is None else unwrap()
 
     def put(self, launched: Launched) -> None:
         """The last of it is on its way to the device."""

@@ -11,15 +11,14 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from aiocoll.elements.device import DeviceArray
-from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.matching.inbound import InboundMessage
 from aiocoll.engine.matching.matching import PostedReceive
-from aiocoll.engine.matching.outbound import OutboundMessage
+from aiocoll.engine.matching.outbound import Content, OutboundMessage
 from aiocoll.engine.operations.base import Announced, Operation
 from aiocoll.errors import GroupClosedError, PeerLostError
 from aiocoll.gpu.api import DeviceError
@@ -51,33 +50,35 @@ class DeviceMessages:
         self._device_state = side
         self._array = array
 
-    def sending(self, dst: int, tag: int, code: int, result: Any, limit: float) -> Make:
-        """Return what makes a send; the arguments are those of `aiocoll.engine.matching.outbound.OutboundMessage`."""
+    def sending(self, dst: int, tag: int, code: int) -> Make:
+        """Return what makes a send to rank `dst`; `code` is that of the dtype."""
 
         def make(_: int, work: Work[Any]) -> DeviceSend:
             assert self._device_state is not None
-            member = self._device_state.member
-            identity = member.matching.next_id(tag)
-            return DeviceSend(self._device_state, self._array, member, identity, code, dst, result, work, limit)
+            return DeviceSend(self._device_state, dst, tag, DeviceContent(code, self._array), work)
 
         return make
 
-    def receiving(
-        self, src: int | None, tag: int, code: int, shape: tuple[int, ...], result: Any, limit: float
-    ) -> Make:
-        """Return what makes a receive; the arguments are those of `aiocoll.engine.matching.matching.PostedReceive`."""
+    def receiving(self, src: int | None, tag: int, code: int) -> Make:
+        """Return what makes a receive from rank `src`; `code` is that of the dtype."""
 
         def make(_: int, work: Work[Any]) -> DeviceRecv:
             assert self._device_state is not None
-            member = self._device_state.member
-            return DeviceRecv(self._device_state, self._array, member, src, tag, code, shape, result, work, limit)
+            return DeviceRecv(self._device_state, src, tag, DeviceContent(code, self._array), work)
 
         return make
 
 
-def messages_of(group: Launcher, array: DeviceArray) -> DeviceMessages:
+def messages_of(comm: Launcher, array: DeviceArray) -> DeviceMessages:
     """Return what carries messages of `array`; raises as `aiocoll.group.cuda.on_device.on_device` does."""
-    return DeviceMessages(device_state_of(group, [array]), array)
+    return DeviceMessages(device_state_of(comm, [array]), array)
+
+
+class DeviceContent(NamedTuple):
+    """What a message of a CUDA array consists of: the code of its dtype, and the array at this end."""
+
+    code: int
+    array: DeviceArray
 
 
 class _OneEnd(Operation):
@@ -100,14 +101,14 @@ class _OneEnd(Operation):
     _device_state: DeviceState
     _staged: Staged
 
-    def _prepare(self, side: DeviceState, array: DeviceArray, result: Any) -> None:
+    def _prepare(self, side: DeviceState, array: DeviceArray) -> None:
         self.array = array
         self.batch = side.messages.batch
         self._device_state = side
         self._staged = Staged(side.device, side.stream, [array], _BYTES)
         self._flying = self._by_nccl = self._open = False
         self._marks = ()
-        self._enqueued = Enqueued(self.work, [array], result)
+        self._enqueued = Enqueued(self.work, [array])
 
     def _mark(self) -> bool:
         """See which way it may go, and mark where the caller's stream is; whether that is possible."""
@@ -159,7 +160,7 @@ class _OneEnd(Operation):
         self._leave()
         if self._flying and self._by_nccl and isinstance(error, PeerLostError):
             # All that comes on the stream after it would wait for it.
-            self.group.revoke(error)
+            self.comm.revoke(error)
 
     def _close(self) -> None:
         """It does not go by NCCL, though rank 0 may wait for it."""
@@ -194,17 +195,14 @@ class DeviceSend(OutboundMessage, _OneEnd):
     def __init__(
         self,
         side: DeviceState,
-        array: DeviceArray,
-        group: Communicator,
-        identity: int,
-        code: int,
         peer: int,
-        result: Any,
+        tag: int,
+        content: DeviceContent,
         work: Work[Any],
-        timeout: float,
     ) -> None:
-        super().__init__(group, identity, code, peer, _to_come(array.nbytes), result, work, timeout)
-        self._prepare(side, array, result)
+        code, array = content
+        super().__init__(side.member, peer, tag, Content(code, _to_come(array.nbytes)), work)
+        self._prepare(side, array)
 
     def enter(self) -> None:
         """Announce it, and copy it to the host unless it may go by NCCL."""
@@ -216,14 +214,14 @@ class DeviceSend(OutboundMessage, _OneEnd):
         number, size = self.batch if self._open else (0, 0)
         if not self._open:
             self._stage()
-        self.group.matching.outgoing[self.peer, self.id] = self
+        self.comm.matching.outgoing[self.peer, self.id] = self
         self._message = Announced(self, size, self._view, number)
-        self.group.channels[self.peer].kick(self._message)
+        self.comm.channels[self.peer].kick(self._message)
 
     def complete(self) -> None:
         """NCCL has sent it."""
-        self.group.matching.outgoing.pop((self.peer, self.id), None)
-        self.succeed(self._result)
+        self.comm.matching.outgoing.pop((self.peer, self.id), None)
+        self.succeed(self.work._value)
 
     def asked(self) -> None:
         """Its receiver takes it from the host."""
@@ -236,7 +234,7 @@ class DeviceSend(OutboundMessage, _OneEnd):
         """End well."""
         super().succeed(result)
         # It may have left before the receiver has answered that it was announced.
-        self.group.channels[self.peer].drop(self)
+        self.comm.channels[self.peer].drop(self)
         self._leave()
 
     def _stage(self) -> None:
@@ -246,7 +244,7 @@ class DeviceSend(OutboundMessage, _OneEnd):
         if self._is_sound(error):
             self._message.view = self._staged.bytes_of(0)
             self._message.limit = self._message.total
-            self.group.channels[self.peer].kick(self._message)
+            self.comm.channels[self.peer].kick(self._message)
 
 
 class DeviceRecv(PostedReceive, _OneEnd):
@@ -255,18 +253,14 @@ class DeviceRecv(PostedReceive, _OneEnd):
     def __init__(
         self,
         side: DeviceState,
-        array: DeviceArray,
-        group: Communicator,
         peer: int | None,
         tag: int,
-        code: int,
-        shape: tuple[int, ...],
-        result: Any,
+        content: DeviceContent,
         work: Work[Any],
-        timeout: float,
     ) -> None:
-        super().__init__(group, peer, tag, _to_come(array.nbytes), code, shape, 0, result, work, timeout)
-        self._prepare(side, array, result)
+        code, array = content
+        super().__init__(side.member, peer, tag, Content(code, _to_come(array.nbytes)), work)
+        self._prepare(side, array)
         #: The page-locked memory.
         self._is_there = False
 
@@ -348,7 +342,7 @@ class DeviceRecv(PostedReceive, _OneEnd):
             self._end()
 
     def _end(self) -> None:
-        super().succeed(self._result)
+        super().succeed(self.work._value)
         self._leave()
 
 

@@ -15,7 +15,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from aiocoll.algorithms.spec import Spec, spec_of
 from aiocoll.elements.device import DeviceArray
+from aiocoll.engine.operations.base import Signature
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.gpu.api import Cuda, DeviceError, Nccl, NcclCommunicator
 
@@ -54,8 +56,6 @@ _FLOATS = {**_NUMBERS, "AVG": _AVG, "PREMUL_SUM": _SUM}
 #: Real and imaginary parts by themselves.
 _COMPLEX = {"SUM": _SUM, "AVG": _AVG, "PREMUL_SUM": _SUM}
 _FLOATING = ("float16", "float32", "float64", "bfloat16")
-_MOVING = frozenset({"BROADCAST", "ALLGATHER", "GATHER", "SCATTER", "ALLTOALL"})
-_REDUCING = frozenset({"ALLREDUCE", "REDUCE", "REDUCE_SCATTER"})
 
 
 class Tools(NamedTuple):
@@ -101,13 +101,12 @@ def way_of(plan: Plan, arrays: Sequence[DeviceArray | None], rank: int, float8: 
         rank: this one.
         float8: NCCL and the device of this rank can reduce float8.
     """
-    terms = plan.terms
-    if terms.op in _REDUCING:
-        if _reduction(plan) is None or (terms.dtype in _FLOAT8 and not float8):
-            return STAGED
-    elif terms.op not in _MOVING:
+    terms, spec = plan.terms, spec_of(plan.terms.op.lower())
+    if spec.native is None:
         return STAGED
-    if terms.op not in ("ALLGATHER", "REDUCE_SCATTER"):
+    if spec.reduces and (_reduction(plan) is None or (terms.dtype in _FLOAT8 and not float8)):
+        return STAGED
+    if spec.native not in ("all_gather", "reduce_scatter"):
         return PACKED
     *blocks, own = (each for each in arrays if each is not None)
     if any(own.overlaps(block) and (r != rank or own.ptr != block.ptr) for r, block in enumerate(blocks)):
@@ -137,29 +136,24 @@ def carry_out(calls: Sequence[Native], tools: Tools) -> None:
 
 
 def _carry_out(plan: Plan, arrays: Sequence[DeviceArray | None], way: int, tools: Tools) -> None:
-    terms, stream, end, rank = plan.terms, tools.stream, tools.end, tools.rank
+    spec, root, stream, end = spec_of(plan.terms.op.lower()), plan.terms.root or 0, tools.stream, tools.end
     given = [each for each in arrays if each is not None]
-    match terms.op:
-        case "ALLREDUCE":
+    match spec.native:
+        case "all_reduce":
             _all_reduce(plan, given[0], tools)
-        case "REDUCE":
+        case "reduce":
             count, dtype, number = _counted(plan, given[0])
-            end.reduce(given[0].ptr, given[0].ptr, count, dtype, number, terms.root or 0, stream)
-        case "BROADCAST":
-            end.broadcast(given[0].ptr, given[0].ptr, given[0].nbytes, _BYTES, terms.root or 0, stream)
-        case "ALLGATHER":
+            end.reduce(given[0].ptr, given[0].ptr, count, dtype, number, root, stream)
+        case "broadcast":
+            end.broadcast(given[0].ptr, given[0].ptr, given[0].nbytes, _BYTES, root, stream)
+        case "all_gather":
             _all_gather(given[:-1], given[-1], way, tools)
-        case "REDUCE_SCATTER":
+        case "reduce_scatter":
             _reduce_scatter(plan, given[:-1], given[-1], way, tools)
-        case "GATHER":
-            root = terms.root or 0
-            _exchange({root: given[-1]}, dict(enumerate(given[:-1])) if rank == root else {}, tools)
-        case "SCATTER":
-            root = terms.root or 0
-            _exchange(dict(enumerate(given[:-1])) if rank == root else {}, {root: given[-1]}, tools)
-        case _:
-            size = len(given) // 2
-            _exchange(dict(enumerate(given[:size])), dict(enumerate(given[size:])), tools)
+        case "send_recv":
+            _send_recv(spec, plan.terms, arrays, tools)
+        case None:
+            raise ValueError(f"NCCL has nothing that carries out {spec.kind}: stage it")
 
 
 def _reduction(plan: Plan) -> int | None:
@@ -168,7 +162,7 @@ def _reduction(plan: Plan) -> int | None:
     dtype, reduce = terms.dtype or "", terms.reduce or ""
     if dtype not in _TYPES:
         return None
-    if reduce == "PREMUL_SUM" and terms.op != "ALLREDUCE":
+    if reduce == "PREMUL_SUM" and spec_of(terms.op.lower()).native != "all_reduce":
         return None  # the factor would have to be applied to what is not an output
     if dtype.startswith("complex"):
         return _COMPLEX.get(reduce)
@@ -212,6 +206,16 @@ def _reduce_scatter(plan: Plan, blocks: Sequence[DeviceArray], target: DeviceArr
             if count:
                 into = target if rank == tools.rank else block
                 tools.end.reduce(block.ptr, into.ptr, count, dtype, number, rank, tools.stream)
+
+
+def _send_recv(spec: Spec, terms: Signature, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
+    place = tools.rank, len(terms.sends or terms.receives), terms.root
+
+    def by_peer(buffers: Sequence[int]) -> dict[int, DeviceArray]:
+        given = ((buffer, arrays[buffer]) for buffer in buffers)
+        return {spec.peer(buffer, *place[1:]): array for buffer, array in given if array is not None}
+
+    _exchange(by_peer(spec.inputs(*place)), by_peer(spec.outputs(*place)), tools)
 
 
 def _exchange(outgoing: dict[int, DeviceArray], incoming: dict[int, DeviceArray], tools: Tools) -> None:

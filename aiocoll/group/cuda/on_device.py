@@ -12,7 +12,7 @@ from aiocoll.engine.operations.plan import Plan
 from aiocoll.gpu.api import Cuda
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.provider import runtime
-from aiocoll.group.cuda.agreed import Agreed
+from aiocoll.group.cuda.agreed import Agreed, DeviceCall
 from aiocoll.group.cuda.device_state import DeviceState
 from aiocoll.work import Work
 
@@ -36,18 +36,10 @@ class OnDevice:
         self.terms = terms
 
     def __call__(
-        self,
-        group: Communicator,
-        identity: int,
-        plan: Plan,
-        arrays: list[DeviceArray | None],
-        shape: tuple[int, ...],
-        result: Any,
-        work: Work[Any],
-        timeout: float,
+        self, comm: Communicator, identity: int, plan: Plan, arrays: list[DeviceArray | None], work: Work[Any]
     ) -> Agreed:
         """Make the operation; for the arguments, see `aiocoll.engine.operations.plan.Executor`."""
-        return Agreed(self._device_state, self.terms, group, identity, plan, arrays, shape, result, work, timeout)
+        return Agreed(self._device_state, identity, DeviceCall(self.terms, plan, arrays), work)
 
 
 def on_device(group: Launcher, plan: Plan, arrays: Sequence[DeviceArray | None]) -> OnDevice:

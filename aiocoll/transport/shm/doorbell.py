@@ -18,14 +18,11 @@ import contextvars
 import mmap
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from aiocoll.runtime import Runtime
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.region import PAGE, create
-
-if TYPE_CHECKING:
-    from aiocoll.transport.shm.link import ShmLink
 
 __all__ = ["Doorbell", "PeerDoorbell", "Watcher"]
 
@@ -35,6 +32,13 @@ class Watcher(Protocol):
 
     look: Callable[[], bool]
     linger: Callable[[bool], bool]
+
+
+class _Link(Protocol):
+    """What is polled when the bell is rung."""
+
+    def poll(self) -> bool:
+        """Move what can be moved now; whether anything did."""
 
 
 class Doorbell:
@@ -63,7 +67,7 @@ class Doorbell:
             raise
         self._status = memoryview(memory).cast("Q")
         self._status[0] = 1
-        self._links: list[ShmLink] = []
+        self._links: list[_Link] = []
         self._context: contextvars.Context | None = None
         self._holders = 0
 
@@ -83,7 +87,7 @@ class Doorbell:
         os.close(self.page)
         self._status.release()
 
-    def add(self, link: ShmLink) -> None:
+    def add(self, link: _Link) -> None:
         """Poll `link` when the bell is rung; called in the context in which that shall happen."""
         if self._context is None:
             self._context = contextvars.copy_context()
@@ -92,7 +96,7 @@ class Doorbell:
         # What has been sent before is found without a call.
         self.attend()
 
-    def remove(self, link: ShmLink) -> None:
+    def remove(self, link: _Link) -> None:
         """Poll `link` no more."""
         if link in self._links:
             self._links.remove(link)

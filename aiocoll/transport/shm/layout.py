@@ -15,21 +15,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from aiocoll.transport.frame import SEGMENT
+from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_PER_CHUNK, SMALL_SLOTS
 from aiocoll.transport.shm.region import PAGE
 
-__all__ = ["BLOCKS", "ENTRIES", "FIRST", "LANE", "LINE", "MIDDLE", "SMALL", "SMALLER", "Direction", "LinkLayout"]
+__all__ = ["BLOCKS", "ENTRIES", "FIRST", "LANE", "LINE", "Direction", "LinkLayout"]
 
 LINE = 64
 #: Entries of a ring: a burst of this many small frames needs no turn of the reader's.
 ENTRIES = 256
 #: Bytes of a ring's data that are reserved from the beginning: enough for some small frames.
 FIRST = 8 * 1024
-#: Blocks of a board: operations in flight at once that need not go through the ring, twice over, since a rank may be
-#: through with all of them before a peer has read the first.
-SMALL, MIDDLE = 128, 4
-BLOCKS = SMALL + MIDDLE
-#: Of what a block of a lane holds, a small block holds this part, and a middle one a quarter.
-SMALLER = 64
+BLOCKS = SMALL_SLOTS + MIDDLE_SLOTS
 #: Blocks of a lane: one is written while one is read, and as many again for when either is late.
 LANE = 4
 
@@ -85,14 +81,14 @@ class LinkLayout:
 
     def _direction(self, number: int, start: int, ranks: int) -> Direction:
         segments, lane = (2, SEGMENT) if ranks <= _FEW else (1, SEGMENT // 4)
-        small, middle = lane // SMALLER, lane // MIDDLE
+        small, middle = lane // SMALL_PER_CHUNK, lane // MIDDLE_SLOTS
         word = number * PAGE // 16
         data = start + ENTRIES * LINE
         lines = data + segments * SEGMENT
         blocks = lines + (BLOCKS + LANE) * LINE
         blocks += -blocks % PAGE
-        middles = blocks + SMALL * small
-        lanes = middles + MIDDLE * middle
+        middles = blocks + SMALL_SLOTS * small
+        lanes = middles + MIDDLE_SLOTS * middle
         end = lanes + LANE * lane
         return Direction(
             writer_waiting=word,

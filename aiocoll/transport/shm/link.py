@@ -10,7 +10,6 @@ order, and of memory that the other end may read (`lending`). The loop is woken 
 
 from __future__ import annotations
 
-import socket
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from aiocoll.process import PidFd, peer_process
 from aiocoll.runtime import BUDGET, Runtime
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Sink
+from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.frame import SEGMENT, FrameKind
 from aiocoll.transport.shm.chunk_queue import ChunkQueueReader, ChunkQueueWriter
 from aiocoll.transport.shm.doorbell import Doorbell, PeerDoorbell
@@ -71,11 +71,12 @@ class ShmLink:
         "_receiving",
         "_ring",
         "_runtime",
-        "_sock",
         "_started",
+        "_stream",
         "_taken",
         "_words",
         "announce",
+        "can_map",
         "chunks_in",
         "chunks_out",
         "kind",
@@ -89,11 +90,11 @@ class ShmLink:
     sink: Sink
     carrier = "shm"
 
-    def __init__(self, runtime: Runtime, sock: socket.socket, pair: Pair, peer: int, kind: ConnKind) -> None:
+    def __init__(self, runtime: Runtime, stream: ByteStream, pair: Pair, peer: int, kind: ConnKind) -> None:
         self.peer = peer
         self.kind = kind
         self._runtime = runtime
-        self._sock = sock
+        self._stream = stream
         self._bell = pair.bell
         self._peer_bell = pair.peer_bell
         #: Lets the peer know of what was put on the board or the lane; only while the link is open.
@@ -109,7 +110,8 @@ class ShmLink:
             ChunkQueueWriter(region, ours, fences),
             ChunkQueueReader(memory, theirs, fences),
         )
-        self.segment_sharing = SegmentSharing(runtime.loop, sock, peer)
+        self.segment_sharing = SegmentSharing(stream, peer)
+        self.can_map = self.segment_sharing.can_map
         self._order = fences.order
         self._hungry = theirs.writer_waiting
         self._taken = theirs.taken
@@ -133,18 +135,23 @@ class ShmLink:
         return not self._kept
 
     @property
+    def shared(self) -> ShmLink:
+        """This link."""
+        return self
+
+    @property
     def closed(self) -> bool:
         """Whether the link has ended."""
         return self._closed
 
     def peer_process(self) -> PidFd | None:
         """Return the process at the other end."""
-        return peer_process(self._sock)
+        return peer_process(self._stream.sock)
 
     def start(self) -> None:
         """Begin to read."""
         self._started = True
-        self._runtime.loop.add_reader(self._sock.fileno(), self._hung_up)
+        self._stream.start_reading(self._hung_up)
         self._bell.add(self)
 
     def write(self, header: bytes, payload: memoryview | None = None) -> bool:
@@ -179,8 +186,8 @@ class ShmLink:
             self._receiving = self._deaf
         return True
 
-    def piece(self, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
-        """Return the next piece of the lane where it lies, until it is freed; None if it is not to be had any more."""
+    def chunk(self, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
+        """Return the next chunk where it lies, until it is freed; None if it is not to be had any more."""
         segment, offset = self.chunks_in.place()
         if not segment:
             return self.chunks_in.read(dtype, count)
@@ -208,14 +215,12 @@ class ShmLink:
         if self._closed:
             return
         self._closed = True
-        if self._started:
-            self._runtime.loop.remove_reader(self._sock.fileno())
         self.segment_sharing.close()
         self._bell.remove(self)
         self._bell.drop()
         self._peer_bell.close()
         self._kept.clear()
-        self._sock.close()
+        self._stream.close()
         # The memory goes with the last view of it.
         self._memory, self._words, self._at = _NOTHING, _SILENCE, 0
         del self._out
@@ -232,6 +237,10 @@ class ShmLink:
         if wanted and not self._closed:
             self.announce()
         return freed
+
+    def unmap(self) -> None:
+        """After `close`: unmap the segments of the peer; slots can still be read."""
+        self.segment_sharing.forget()
 
     def forget(self) -> None:
         """After `close`: let go of what can still be read, and so of the memory, whoever keeps this object."""
@@ -295,7 +304,7 @@ class ShmLink:
 
     def _shutdown(self) -> None:
         try:
-            self._sock.shutdown(socket.SHUT_WR)
+            self._stream.shutdown()
         except OSError:
             self._runtime.call_soon(self._lost, None)  # the peer is gone, too
 

@@ -17,15 +17,13 @@ import mmap
 import os
 import weakref
 from bisect import bisect_right
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aiocoll.transport.shared_memory import SegmentReader
 from aiocoll.transport.shm.region import PAGE, create_mapped
-
-if TYPE_CHECKING:
-    from aiocoll.transport.shm.segment_sharing import SegmentSharing
 
 __all__ = ["MemorySegment", "RegisteredMemory"]
 
@@ -58,7 +56,7 @@ class MemorySegment:
         self.start = start
         self.nbytes = nbytes
         self.fd = fd
-        self.readers: list[SegmentSharing] = []
+        self.readers: list[SegmentReader] = []
         self.ground: weakref.ref[_Ground]
 
     def close(self) -> None:

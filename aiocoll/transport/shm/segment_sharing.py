@@ -10,7 +10,6 @@ Nobody waits for an answer. A reader that cannot map a plot says nothing, and ge
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import mmap
 import os
@@ -23,9 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.errors import ProtocolError
+from aiocoll.transport.byte_stream import ByteStream
+from aiocoll.transport.shared_memory import Segment
 from aiocoll.transport.shm.descriptors import recv_fds
 from aiocoll.transport.shm.region import open_region
-from aiocoll.transport.shm.registered_memory import MemorySegment
 
 __all__ = ["SegmentSharing"]
 
@@ -38,24 +38,22 @@ class SegmentSharing:
     """One end.
 
     Args:
-        loop: that reads the socket.
-        sock: of the link, whose handshake is over.
+        stream: of the link, whose handshake is over: a unix socket.
         peer: rank of the other end.
     """
 
-    __slots__ = ("_borrowed", "_loop", "_offered", "_peer", "_sock", "_taken", "_unsaid")
+    __slots__ = ("_borrowed", "_offered", "_peer", "_stream", "_taken", "_unsaid")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, peer: int) -> None:
-        self._loop = loop
-        self._sock = sock
+    def __init__(self, stream: ByteStream, peer: int) -> None:
+        self._stream = stream
         self._peer = peer
         self._offered: set[int] = set()
         self._taken: set[int] = set()
         self._borrowed: dict[int, mmap.mmap] = {}
         self._unsaid: deque[bytes] = deque()
 
-    def lends(self, segment: MemorySegment) -> bool:
-        """Whether the peer can read `plot`, to which it is offered if it has not been."""
+    def can_map(self, segment: Segment) -> bool:
+        """Whether the peer has mapped `segment`, which is offered to it if it has not been."""
         if segment.number in self._taken:
             return True
         if segment.number not in self._offered:
@@ -80,10 +78,9 @@ class SegmentSharing:
         self._borrowed.clear()
 
     def close(self) -> None:
-        """Say nothing more; the socket is about to be closed."""
-        if self._unsaid:
-            self._unsaid.clear()
-            self._loop.remove_writer(self._sock.fileno())
+        """Say nothing more; the stream is about to be closed."""
+        self._unsaid.clear()
+        self._stream.stop_writing()
 
     def hear(self) -> bool:
         """Take what the peer says next; False if it has ended its side.
@@ -92,7 +89,7 @@ class SegmentSharing:
             ProtocolError: it makes no sense.
             OSError: of the socket; `BlockingIOError` if there is nothing.
         """
-        said, fds = recv_fds(self._sock, _MESSAGE.size, 1)
+        said, fds = recv_fds(self._stream.sock, _MESSAGE.size, 1)
         try:
             if said:
                 self._take(said, fds)
@@ -116,10 +113,12 @@ class SegmentSharing:
         else:
             raise ProtocolError(f"rank {self._peer} sent bytes where none belong")
 
-    def _offer(self, segment: MemorySegment) -> None:
+    def _offer(self, segment: Segment) -> None:
         with contextlib.suppress(OSError):  # it will not be taken, and copied as any other
             try:
-                socket.send_fds(self._sock, [_MESSAGE.pack(_OFFER, segment.number, segment.nbytes)], [segment.fd])
+                socket.send_fds(
+                    self._stream.sock, [_MESSAGE.pack(_OFFER, segment.number, segment.nbytes)], [segment.fd]
+                )
             except BlockingIOError:
                 return  # with the next piece, then
         self._offered.add(segment.number)
@@ -128,17 +127,17 @@ class SegmentSharing:
     def _say(self, what: int, number: int) -> None:
         self._unsaid.append(_MESSAGE.pack(what, number, 0))
         if len(self._unsaid) == 1 and not self._send():
-            self._loop.add_writer(self._sock.fileno(), self._send_rest)
+            self._stream.start_writing(self._send_rest)
 
     def _send_rest(self) -> None:
         if self._send():
-            self._loop.remove_writer(self._sock.fileno())
+            self._stream.stop_writing()
 
     def _send(self) -> bool:
         """Send what is unsaid, a whole message at a time; False if the socket is full."""
         while self._unsaid:
             try:
-                self._sock.send(self._unsaid[0])
+                self._stream.send(self._unsaid[0])
             except BlockingIOError:
                 return False
             except OSError:  # the link is at its end, of which it hears on its own

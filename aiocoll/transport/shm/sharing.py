@@ -15,6 +15,7 @@ from aiocoll.transport.shm.fence import fences
 from aiocoll.transport.shm.layout import LinkLayout
 from aiocoll.transport.shm.link import Pair
 from aiocoll.transport.shm.passing import NotSharedError
+from aiocoll.transport.shm.registered_memory import RegisteredMemory
 
 __all__ = ["Sharing"]
 
@@ -45,6 +46,8 @@ class Sharing:
         self._layout = LinkLayout(ranks)
         self._fences = fences() if wanted else None
         self._bell: Doorbell | None = None
+        #: Memory of this rank that peers read in place.
+        self.registered_memory = RegisteredMemory(runtime.loop)
         #: Why there is none, as far as this rank is concerned; None as long as there is.
         self.trouble: str | None = None
         if not wanted:

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.transport.shm.fence import Fences
-from aiocoll.transport.shm.layout import BLOCKS, LINE, MIDDLE, SMALL, Direction
+from aiocoll.transport.shm.layout import BLOCKS, LINE, Direction
 from aiocoll.transport.shm.region import SharedRegion
 
 __all__ = ["SlotReader", "SlotWriter"]
@@ -35,8 +36,8 @@ _VIEWS = 256
 def _places(direction: Direction) -> tuple[list[int], list[int]]:
     """Return the first words of all lines and the offsets of all blocks; links share these lists."""
     first = direction.lines >> 3
-    blocks = [direction.small + number * direction.small_nbytes for number in range(SMALL)]
-    blocks += [direction.middle + number * direction.middle_nbytes for number in range(MIDDLE)]
+    blocks = [direction.small + number * direction.small_nbytes for number in range(SMALL_SLOTS)]
+    blocks += [direction.middle + number * direction.middle_nbytes for number in range(MIDDLE_SLOTS)]
     return [first + number * LINE // 8 for number in range(BLOCKS)], blocks
 
 
@@ -108,7 +109,7 @@ class SlotWriter(_Side):
 
     def _reserve(self, block: int) -> bool:
         start = self._blocks[block]
-        end = start + (self._direction.small_nbytes if block < SMALL else self._direction.middle_nbytes)
+        end = start + (self._direction.small_nbytes if block < SMALL_SLOTS else self._direction.middle_nbytes)
         self._ready[block] = self._region.reserve(start, end)
         return self._ready[block]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import TypeVar
 
 from aiocoll.errors import AuthenticationError, GroupClosedError
 from aiocoll.runtime import Runtime
@@ -15,23 +17,28 @@ from aiocoll.security.handshake import (
     ClientHandshake,
     HandshakeRefusedError,
     Identity,
+    Peer,
     Status,
     UnprovenError,
 )
-from aiocoll.transport.base import Link
+from aiocoll.transport.byte_stream import ByteStream, OpenStream, receive_message, send_message
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.crossing import Crossing
 from aiocoll.transport.stream.dial import SILENT, Dial
 from aiocoll.transport.stream.dial_address import Target
 from aiocoll.transport.stream.link_table import Key, LinkTable
 
-__all__ = ["Dialler", "receive", "send"]
+__all__ = ["Dialler"]
 
 #: Seconds to wait before dialling again: first one round trip, then doubling to where waiting costs nobody anything.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 #: Seconds for which others may answer in a peer's place before that is an error. It may be nothing but a byte that was
 #: lost, or an address that means another host there, while the peer itself can reach us.
 _DOUBT = 1.0
+
+T = TypeVar("T")
+#: Takes a stream whose handshake is complete; None if there is another connection by now.
+_Adopt = Callable[[ByteStream, Peer], Awaitable[T | None]]
 
 _AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
 
@@ -51,7 +58,8 @@ class Dialler:
         runtime: clock and randomness.
         identity: who this rank is; of any kind.
         key: the job key.
-        live: takes what is opened.
+        open_stream: makes streams of the sockets that are connected.
+        live: the links there are.
         crossing: what peers are promised meanwhile.
         connect_timeout: seconds after which `connect` gives up.
         handshake_timeout: seconds for one attempt.
@@ -66,6 +74,7 @@ class Dialler:
         runtime: Runtime,
         identity: Identity,
         key: bytes | None,
+        open_stream: OpenStream,
         live: LinkTable,
         crossing: Crossing,
         connect_timeout: float,
@@ -76,6 +85,7 @@ class Dialler:
         self._runtime = runtime
         self._identity = identity
         self._key = key
+        self._open_stream = open_stream
         self._live = live
         self._crossing = crossing
         self._connect_timeout = connect_timeout
@@ -90,8 +100,13 @@ class Dialler:
         now = self._runtime.time()
         return next((str(dial.failure(now)) for dial in self._dials.values()), self._trouble)
 
-    async def connect(self, key: Key, target: Target) -> Link | None:
-        """Dial until there is a link; None if it is one that the peer has opened.
+    async def connect(self, key: Key, target: Target, adopt: _Adopt[T]) -> T | None:
+        """Dial until `adopt` has made something of the connection; None if the peer has opened one.
+
+        Args:
+            key: the peer, and what the connection is for.
+            target: where to dial.
+            adopt: takes a stream whose handshake is complete; None if there is another connection by now.
 
         Raises:
             AuthenticationError: the other end does not belong to this job, or is another rank.
@@ -102,7 +117,7 @@ class Dialler:
             raise RuntimeError(f"rank {self._identity.rank} is already connecting to rank {key[0]} ({key[1].name})")
         dial = self._dials[key] = Dial(key[0], target, self._runtime.loop.create_future(), self._runtime.time())
         try:
-            return await self._dial(dial, key)
+            return await self._dial(dial, key, adopt)
         except asyncio.CancelledError:
             self._trouble = str(dial.failure(self._runtime.time()))
             raise
@@ -122,7 +137,7 @@ class Dialler:
             dial.interrupt(self._runtime.time())
         return {dial.done for dial in self._dials.values()}
 
-    async def _dial(self, dial: Dial, key: Key) -> Link | None:
+    async def _dial(self, dial: Dial, key: Key, adopt: _Adopt[T]) -> T | None:
         """Dial whatever others say who have proven nothing; a peer that has, and was promised a link, is waited for."""
         time = self._runtime.time
         doubtful = 0.0
@@ -136,7 +151,7 @@ class Dialler:
                     if promised := self._crossing.promised(key):
                         await asyncio.wait([promised])
                     else:
-                        return await self._attempt(dial, key)
+                        return await self._attempt(dial, key, adopt)
             except TimeoutError:
                 dial.reason = SILENT
             except _NoWayError as error:
@@ -161,15 +176,16 @@ class Dialler:
             raise GroupClosedError(f"rank {self._identity.rank} closed its transport while connecting to rank {key[0]}")
         raise dial.failure(time())
 
-    async def _attempt(self, dial: Dial, key: Key) -> Link:
+    async def _attempt(self, dial: Dial, key: Key, adopt: _Adopt[T]) -> T:
         target = dial.target
         try:
             sock = await self._reach(target)
             dial.answered()
+            stream = await self._open_stream(self._runtime.loop, sock, dialled=True)
             try:
-                return await self._introduce(sock, key, target)
+                return await self._introduce(stream, key, target, adopt)
             except BaseException:
-                sock.close()
+                stream.close()
                 raise
         except HandshakeRefusedError as error:
             if error.status in (Status.CROSSED, Status.DUPLICATE):
@@ -200,38 +216,21 @@ class Dialler:
             raise AuthenticationError(f"{trouble}: with a job key, transport='auto' takes TCP between users")
         return sock
 
-    async def _introduce(self, sock: socket.socket, key: Key, target: Target) -> Link:
+    async def _introduce(self, stream: ByteStream, key: Key, target: Target, adopt: _Adopt[T]) -> T:
         peer, kind = key
         identity = self._identity._replace(kind=kind, ended=self._live.ended(key))
         exchange = ClientHandshake(identity, self._key, self._runtime.random_bytes)
-        send(sock, exchange.hello())
-        send(sock, exchange.prove(await receive(self._runtime, sock, CHALLENGE_SIZE)))
-        last_word = exchange.confirm(await receive(self._runtime, sock, VERDICT_SIZE))
+        send_message(stream, exchange.hello())
+        send_message(stream, exchange.prove(await receive_message(stream, CHALLENGE_SIZE)))
+        last_word = exchange.confirm(await receive_message(stream, VERDICT_SIZE))
         assert exchange.peer is not None
         if exchange.peer.rank != peer:
             raise AuthenticationError(f"at {target.label} is rank {exchange.peer.rank}, not rank {peer}")
         if not self._crossing.may_confirm(key):
             raise _RetryError("the connection that it opened came first")
         with self._crossing.confirm(key):
-            send(sock, last_word)
-            link = await self._live.adopt(sock, exchange.peer, dialled=True)
-        if link is None:
+            send_message(stream, last_word)
+            adopted = await adopt(stream, exchange.peer)
+        if adopted is None:
             raise _RetryError("the connection that it opened came first")
-        return link
-
-
-async def receive(runtime: Runtime, sock: socket.socket, nbytes: int) -> bytes:
-    """Receive a handshake message."""
-    data = b""
-    while len(data) < nbytes:
-        part = await runtime.loop.sock_recv(sock, nbytes - len(data))
-        if not part:
-            raise ConnectionResetError("it closed the connection during the handshake")
-        data += part
-    return data
-
-
-def send(sock: socket.socket, message: bytes) -> None:
-    """Send a handshake message, which an empty socket buffer always takes whole."""
-    if sock.send(message) != len(message):
-        raise ConnectionResetError("it takes no bytes")
+        return adopted

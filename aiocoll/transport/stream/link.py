@@ -1,4 +1,4 @@
-"""A link over a stream socket, TCP or unix: raw non-blocking calls, one permanent reader, no task per message.
+"""A link over a byte stream, TCP or unix: raw non-blocking calls, one permanent reader, no task per message.
 
 Small frames are read many at a time into a buffer of the link and handed out from there. Of a large frame only the
 header goes through the buffer: its payload is received straight into the place the engine names, or, when it is to be
@@ -23,6 +23,7 @@ from aiocoll.runtime import BUDGET, Runtime
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Sink
 from aiocoll.transport.buffer_pool import BufferPool
+from aiocoll.transport.byte_stream import Bytes, ByteStream
 from aiocoll.transport.frame import HEADER, HEADER_SIZE, SEGMENT, FrameKind, Header
 from aiocoll.transport.stream.socket_buffers import size_buffers
 
@@ -49,7 +50,7 @@ _NO_BUFFER = memoryview(b"")
 
 
 class StreamLink:
-    """One connected, authenticated stream socket; see `aiocoll.transport.base.Link`."""
+    """Frames on one connected, authenticated byte stream; see `aiocoll.transport.base.Link`. Owns the stream."""
 
     __slots__ = (
         "_ahead",
@@ -65,24 +66,24 @@ class StreamLink:
         "_last",
         "_out",
         "_runtime",
-        "_sock",
         "_spares",
         "_start",
+        "_stream",
         "_target",
         "_unparsed",
-        "_writing",
         "kind",
         "peer",
         "sink",
     )
 
     sink: Sink
+    shared = None
 
-    def __init__(self, runtime: Runtime, sock: socket.socket, peer: int, kind: ConnKind, spares: BufferPool) -> None:
+    def __init__(self, runtime: Runtime, stream: ByteStream, peer: int, kind: ConnKind, spares: BufferPool) -> None:
         self.peer = peer
         self.kind = kind
         self._runtime = runtime
-        self._sock = sock
+        self._stream = stream
         self._spares = spares
         # A spare one while the link reads, and until the next time if a part of a frame is left in it.
         self._buffer = _NO_BUFFER
@@ -99,19 +100,18 @@ class StreamLink:
         self._first = True
         self._last = 0.0
         self._out: deque[memoryview] = deque()
-        self._writing = False
         self._ending = False
         self._closed = False
         # What has come could not be taken: the rest is read to be dropped.
         self._deaf = False
         # Complete frames may be left in the buffer.
         self._unparsed = False
-        size_buffers(sock)
+        size_buffers(stream.sock)
 
     @property
     def carrier(self) -> str:
         """What carries the bytes."""
-        return "unix" if self._sock.family == socket.AF_UNIX else "tcp"
+        return "unix" if self._stream.sock.family == socket.AF_UNIX else "tcp"
 
     @property
     def writable(self) -> bool:
@@ -120,16 +120,16 @@ class StreamLink:
 
     @property
     def closed(self) -> bool:
-        """Whether the socket is closed."""
+        """Whether the link is closed."""
         return self._closed
 
     def peer_process(self) -> PidFd | None:
         """Return the process at the other end of a unix socket."""
-        return peer_process(self._sock)
+        return peer_process(self._stream.sock)
 
     def start(self) -> None:
         """Begin to read."""
-        self._runtime.loop.add_reader(self._sock.fileno(), self.poll)
+        self._stream.start_reading(self.poll)
 
     def write(self, header: bytes, payload: memoryview | None = None) -> bool:
         """Send one frame; True if the kernel took all of it, or a batch did."""
@@ -153,7 +153,7 @@ class StreamLink:
             return self._send(header, payload)
         frame = header if payload is None else header + payload
         try:
-            sent = self._sock.send(frame)
+            sent = self._stream.send(frame)
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
@@ -204,27 +204,18 @@ class StreamLink:
             self._shutdown()
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the stream."""
         if self._closed:
             return
         self._send_batch()  # its frames were said to be handed over
         self._closed = True
-        loop, fd = self._runtime.loop, self._sock.fileno()
-        loop.remove_reader(fd)
-        if self._writing:
-            loop.remove_writer(fd)
         self._out.clear()
         self._target = None
-        self._sock.close()
+        self._stream.close()
 
     def fail(self, error: Exception) -> None:
-        """Close the socket and tell the sink why, as if reading had failed."""
+        """Close the link and tell the sink why, as if reading had failed."""
         self._lost(error)
-
-    def detach(self) -> socket.socket:
-        """Give the socket to the caller, before `start`: it is used for something else than frames."""
-        self._closed = True
-        return self._sock
 
     def _gather(self, header: bytes, payload: memoryview | None) -> None:
         batch = self._batch
@@ -242,23 +233,22 @@ class StreamLink:
             self._send(batch)
             self._last = self._runtime.ticks()
 
-    def _send(self, *parts: bytes | bytearray | memoryview) -> bool:
+    def _send(self, *parts: Bytes) -> bool:
         try:
-            sent = self._sock.sendmsg(parts)
+            sent = self._stream.send_parts(parts)
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
             return True  # as above
         return sent == sum(map(len, parts)) or self._put_back(sent, *parts)
 
-    def _put_back(self, sent: int, *parts: bytes | bytearray | memoryview) -> Literal[False]:
+    def _put_back(self, sent: int, *parts: Bytes) -> Literal[False]:
         """Keep what the kernel has not taken of `parts` until it does."""
         for part in parts:
             if sent < len(part):
                 self._out.append(memoryview(part)[sent:])
             sent = max(0, sent - len(part))
-        self._writing = True
-        self._runtime.loop.add_writer(self._sock.fileno(), self._flush)
+        self._stream.start_writing(self._flush)
         return False
 
     def _receive(self) -> bool:
@@ -266,11 +256,11 @@ class StreamLink:
         deadline = ticks() + BUDGET
         if self._unparsed:
             self._parse(deadline)
-        recv_into = self._sock.recv_into
+        receive_into = self._stream.receive_into
         while not self._unparsed and not self._closed:
             place = self._place()
             wanted = len(place)
-            got = recv_into(place)
+            got = receive_into(place)
             if not got:
                 self._lost(None)
                 return True
@@ -287,7 +277,7 @@ class StreamLink:
 
     def _drop(self) -> bool:
         """Read what nobody hears, until the peer ends its side: closing at once would cut off what it is told."""
-        if not self._sock.recv_into(self._buffer):
+        if not self._stream.receive_into(self._buffer):
             self.close()
         return True
 
@@ -358,7 +348,7 @@ class StreamLink:
         out = self._out
         try:
             while out:
-                sent = self._sock.sendmsg(list(islice(out, IOVECS)))
+                sent = self._stream.send_parts(list(islice(out, IOVECS)))
                 while sent:
                     first = out[0]
                     if sent < first.nbytes:
@@ -370,8 +360,7 @@ class StreamLink:
             return False
         except OSError:
             out.clear()  # the reader meets the same end
-        self._writing = False
-        self._runtime.loop.remove_writer(self._sock.fileno())
+        self._stream.stop_writing()
         self.sink.drained(self)
         if self._ending and not self._closed and not out:
             self._shutdown()
@@ -379,7 +368,7 @@ class StreamLink:
 
     def _shutdown(self) -> None:
         try:
-            self._sock.shutdown(socket.SHUT_WR)
+            self._stream.shutdown()
         except OSError as error:
             self._runtime.call_soon(self._lost, None if self._ending else error)
 

@@ -10,6 +10,7 @@ from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind, Peer
 from aiocoll.sockets import between_hosts
 from aiocoll.transport.buffer_pool import BufferPool
+from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.shm.link import ShmLink
 from aiocoll.transport.shm.sharing import Sharing
 from aiocoll.transport.stream.link import StreamLink
@@ -27,7 +28,7 @@ _AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
 
 
 class LinkTable:
-    """Makes links of sockets whose handshake is complete.
+    """Makes links of streams whose handshake is complete.
 
     Args:
         runtime: of the loop.
@@ -64,8 +65,8 @@ class LinkTable:
         if link is not None and 0 < (ended - self._theirs[key]) % MANY < MANY // 2:
             link.fail(ConnectionResetError(errno.ECONNRESET, "the peer has lost the connection, and opens another"))
 
-    async def adopt(self, sock: socket.socket, peer: Peer, *, dialled: bool) -> StreamLink | ShmLink | None:
-        """Make a link of `sock`; None if there is one by now, and `sock` is still the caller's.
+    async def adopt(self, stream: ByteStream, peer: Peer, *, dialled: bool) -> StreamLink | ShmLink | None:
+        """Make a link of `stream`; None if there is one by now, and `stream` is still the caller's.
 
         Both ends do this after the handshake, the one that dialled with `dialled`. A data link between processes of
         one host is moved to shared memory, if both can.
@@ -75,6 +76,7 @@ class LinkTable:
             ProtocolError: it offered what is no shared memory.
         """
         key = peer.rank, peer.kind
+        sock = stream.sock
         pair = None
         if sock.family == _AF_UNIX and key[1] is ConnKind.DATA:
             share = self.sharing.propose if dialled else self.sharing.accept
@@ -85,14 +87,19 @@ class LinkTable:
             return None
         link: StreamLink | ShmLink
         if pair is not None:
-            link = ShmLink(self._runtime, sock, pair, *key)
+            link = ShmLink(self._runtime, stream, pair, *key)
         else:
-            link = StreamLink(self._runtime, sock, *key, self._spares)
+            link = StreamLink(self._runtime, stream, *key, self._spares)
             if between_hosts(sock):
                 self._silence.watch(link, sock)
         self._links[key] = link
         self._theirs[key] = peer.ended
         return link
+
+    async def adopt_heartbeat(self, stream: ByteStream, peer: Peer) -> ByteStream | None:
+        """Return `stream`, which is to carry signs of life: a link that is over, as far as links are counted."""
+        self._ended[peer.rank, peer.kind] += 1
+        return stream
 
     def carrier(self, peer: int) -> str:
         """Say what carries data between this rank and `peer`: "shm", "unix", "tcp", or "none" as yet."""

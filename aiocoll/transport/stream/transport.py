@@ -24,12 +24,14 @@ from aiocoll.security import handshake
 from aiocoll.security.handshake import HANDSHAKE_TIMEOUT, ConnKind, Identity, Peer, ServerHandshake, Status
 from aiocoll.security.unproven import Unproven
 from aiocoll.transport.base import Card, Link
+from aiocoll.transport.byte_stream import ByteStream, OpenStream, receive_message, send_message
 from aiocoll.transport.shm.sharing import Sharing
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.crossing import Crossing
 from aiocoll.transport.stream.dial_address import Targets
-from aiocoll.transport.stream.dialler import Dialler, receive, send
+from aiocoll.transport.stream.dialler import Dialler
 from aiocoll.transport.stream.link_table import Key, LinkTable
+from aiocoll.transport.stream.plain_stream import open_plain
 
 __all__ = ["StreamTransport"]
 
@@ -57,10 +59,12 @@ class StreamTransport:
         epoch: of the job; ranks of another epoch are refused.
         connect_timeout: seconds after which `connect` gives up.
         handshake_timeout: seconds a peer has for the whole handshake.
+        open_stream: what becomes of each connected socket before anything is said on it.
     """
 
     name = "stream"
     accepted: Callable[[Link], None]
+    heartbeat_accepted: Callable[[int, ByteStream], None]
     look: Callable[[], bool] = staticmethod(lambda: False)
     linger: Callable[[bool], bool] = staticmethod(lambda moved: False)
 
@@ -77,6 +81,7 @@ class StreamTransport:
         epoch: int = 0,
         connect_timeout: float = 300.0,
         handshake_timeout: float = HANDSHAKE_TIMEOUT,
+        open_stream: OpenStream = open_plain,
     ) -> None:
         self.rank = rank
         self._whose = {"rank": rank}
@@ -84,6 +89,7 @@ class StreamTransport:
         job = handshake.job_id(job) if isinstance(job, str) else job
         self._identity = Identity(job, epoch, rank, world_size, ConnKind.CONTROL)
         self._key = key
+        self._open_stream = open_stream
         self._transport = transport
         self._targets = Targets(rank, address.host_identity(host_id), key, transport)
         self._process = this_process()
@@ -98,9 +104,10 @@ class StreamTransport:
         self._unproven: Unproven[asyncio.Task[bool]] = Unproven(world_size, self._evict)
         wanted = transport in ("auto", "shm")
         self._live = LinkTable(runtime, Sharing(runtime, rank, world_size, self, wanted=wanted))
+        self.registered_memory = self._live.sharing.registered_memory
         self._crossing = Crossing(rank, world_size, self._live)
         self._dialler = Dialler(
-            runtime, self._identity, key, self._live, self._crossing, connect_timeout, handshake_timeout
+            runtime, self._identity, key, open_stream, self._live, self._crossing, connect_timeout, handshake_timeout
         )
 
     @property
@@ -191,7 +198,14 @@ class StreamTransport:
         """
         target = self._targets.find(peer, card)
         key = (peer, kind)
-        return None if self._live.has(key) else await self._dialler.connect(key, target)
+        if self._live.has(key):
+            return None
+        return await self._dialler.connect(key, target, partial(self._live.adopt, dialled=True))
+
+    async def connect_heartbeat(self, peer: int, card: Card) -> ByteStream | None:
+        """Open a connection for signs of life; returns and raises what `connect` does."""
+        target = self._targets.find(peer, card)
+        return await self._dialler.connect((peer, ConnKind.HEARTBEAT), target, self._live.adopt_heartbeat)
 
     def carrier(self, peer: int) -> tuple[str, str | None]:
         """Say what carries data to `peer` ("none" before the first), and why it is not shared memory."""
@@ -203,8 +217,9 @@ class StreamTransport:
         self._live.sharing.catch_up()
 
     async def aclose(self) -> None:
-        """Stop listening, end the handshakes and dials in progress; links that are open stay open."""
+        """Stop listening, end the handshakes and dials in progress, let peers unmap memory; open links stay open."""
         self._listeners.close()
+        self.registered_memory.close()
         if self._unix is not None:
             address.remove_unix(self._unix)
         self._unix = self._tcp = None
@@ -247,12 +262,26 @@ class StreamTransport:
             sock.close()
 
     async def _serve(self, sock: socket.socket) -> bool:
-        """Answer a handshake; whether the socket now belongs to a link."""
+        """Answer a handshake; whether the socket is now in use."""
+        stream = await self._open_stream(self._runtime.loop, sock, dialled=False)
+        tell = None
+        try:
+            tell = await self._answer(stream)
+        finally:
+            if tell is None:
+                stream.close()
+        if tell is None:
+            return False
+        tell()
+        return True
+
+    async def _answer(self, stream: ByteStream) -> Callable[[], None] | None:
+        """Answer a handshake; how to tell of what has come of it, or None if there is another connection by now."""
         exchange = ServerHandshake(self._identity, self._key, self._runtime.random_bytes)
-        send(sock, exchange.challenge(await receive(self._runtime, sock, handshake.HELLO_SIZE)))
+        send_message(stream, exchange.challenge(await receive_message(stream, handshake.HELLO_SIZE)))
         if exchange.refusal is not None:
             raise exchange.refusal
-        proof = await receive(self._runtime, sock, handshake.PROOF_SIZE)
+        proof = await receive_message(stream, handshake.PROOF_SIZE)
         key: Key | None = None
 
         def decide(peer: Peer) -> Status:
@@ -263,18 +292,23 @@ class StreamTransport:
 
         verdict = exchange.verdict(proof, decide, lambda peer: self._live.ended((peer.rank, peer.kind)))
         if exchange.refusal is not None:
-            send(sock, verdict)
+            send_message(stream, verdict)
             raise exchange.refusal
         assert key is not None  # asked for everything that is not refused
         task = asyncio.current_task()
         assert task is not None
         self._unproven.release(task)
         with self._crossing.promise(key):
-            send(sock, verdict)
-            peer = exchange.accept(await receive(self._runtime, sock, handshake.CONFIRM_SIZE))
-            link = await self._live.adopt(sock, peer, dialled=False)
-        if link is None:
-            return False
-        self._dialler.interrupt(key)
-        self.accepted(link)
-        return True
+            send_message(stream, verdict)
+            peer = exchange.accept(await receive_message(stream, handshake.CONFIRM_SIZE))
+            tell = await self._adopt(stream, peer)
+        if tell is not None:
+            self._dialler.interrupt(key)
+        return tell
+
+    async def _adopt(self, stream: ByteStream, peer: Peer) -> Callable[[], None] | None:
+        if peer.kind is ConnKind.HEARTBEAT:
+            await self._live.adopt_heartbeat(stream, peer)
+            return partial(self.heartbeat_accepted, peer.rank, stream)
+        link = await self._live.adopt(stream, peer, dialled=False)
+        return None if link is None else partial(self.accepted, link)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from aiocoll.testing.fake_cuda import FakeCuda
+from ...fakes.cuda import FakeCuda
 
 UNIQUE_ID_BYTES = 128
 _LENGTH = struct.Struct("<q")

@@ -25,8 +25,8 @@ import pytest
 
 from aiocoll import GroupError, PeerLostError, ProcessGroup, new_group
 from aiocoll.gpu.provider import provide, runtime
-from aiocoll.testing.fake_cuda import FakeCuda
 
+from ...fakes.cuda import FakeCuda
 from .far_nccl import FarNccl
 from .two import Posing
 from .worlds import Fake, World, world

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from aiocoll.testing.fake_cuda import FakeArray, FakeCuda
-
+from ...fakes.arrays import FakeArray
+from ...fakes.cuda import FakeCuda
 from .far_nccl import FarNccl
 from .worlds import figure
 

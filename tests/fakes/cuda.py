@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from aiocoll.elements.dtypes import by_name
 from aiocoll.elements.ops import ReduceOp, kernel
 from aiocoll.gpu.api import DeviceError
-from aiocoll.testing.fake_memory import HOST, BadAddressError, FakeArray, FakeMemory
-from aiocoll.testing.fake_streams import Blocked, FakeDevice, FakeStream, Gate, Mark
 
-__all__ = ["FakeArray", "FakeCuda", "Gate"]
+from .memory import HOST, BadAddressError, FakeMemory
+from .streams import Blocked, FakeDevice, FakeStream, Gate, Mark
 
 #: Streams that nobody makes: the default one of the thread's device, by both its names, and the one of each thread.
 LEGACY = (0, 1)

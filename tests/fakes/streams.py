@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 from aiocoll.gpu.api import DeviceError
 
-__all__ = ["Blocked", "FakeDevice", "FakeStream", "Gate", "Mark"]
-
 
 class Blocked:
     """All threads that wait for something, so that they can be let go at the end."""

@@ -5,19 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.elements.dtypes import DType, by_name
 from aiocoll.elements.ops import ReduceOp, kernel
-from aiocoll.testing.fake_memory import BadAddressError
 
-if TYPE_CHECKING:
-    from aiocoll.testing.fake_nccl import FakeCommunicator
-
-__all__ = ["DTYPES", "FLOAT8_CAPABILITY", "FLOAT8_SINCE", "OPS", "FakeCall", "compute"]
+from .memory import BadAddressError, FakeMemory
 
 #: NCCL's numbers of dtypes; see nccl.h.
 DTYPES: Mapping[int, DType] = MappingProxyType(dict(enumerate(map(by_name, (
@@ -41,7 +37,9 @@ class FakeCall:
 
     def __init__(
         self,
-        communicator: FakeCommunicator,
+        memory: FakeMemory,
+        device: int,
+        rank: int,
         name: str,
         source: int,
         read: int,
@@ -53,7 +51,9 @@ class FakeCall:
         root: int | None,
         peer: int | None,
     ) -> None:
-        self.communicator = communicator
+        self.memory = memory
+        self.device = device
+        self.rank = rank
         self.name = name
         self.source = source
         self.target = target
@@ -68,15 +68,15 @@ class FakeCall:
         #: What all ranks must agree on; the larger of both is the same everywhere.
         self.terms = (name, max(read, written), dtype.name, op, root)
 
-    def overlaps(self, rank: int, world_size: int) -> bool:
+    def overlaps(self) -> bool:
         """Whether it writes where it reads, in another way than in place."""
         if not self.read_bytes or not self.written_bytes:
             return False
         place = self.source
         if self.name == "reduce_scatter":
-            place += rank * self.written_bytes
+            place += self.rank * self.written_bytes
         elif self.name == "all_gather":
-            place -= rank * self.read_bytes
+            place -= self.rank * self.read_bytes
         apart = self.source + self.read_bytes <= self.target or self.target + self.written_bytes <= self.source
         return not apart and self.target != place
 
@@ -96,10 +96,10 @@ class FakeCall:
             return
 
     def _at(self, address: int, nbytes: int) -> NDArray[Any]:
-        return self.communicator.nccl.cuda.memory.at(address, nbytes, self.communicator.device)
+        return self.memory.at(address, nbytes, self.device)
 
     def __str__(self) -> str:
-        return f"rank {self.communicator.rank} {self.terms}"
+        return f"rank {self.rank} {self.terms}"
 
 
 def compute(calls: list[FakeCall]) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from aiocoll.testing.fake_cuda import FakeCuda
-from aiocoll.testing.fake_nccl import FakeCommunicator, FakeNccl
+from ..fakes.cuda import FakeCuda
+from ..fakes.nccl import FakeCommunicator, FakeNccl
 
 
 class Rank:

@@ -11,13 +11,11 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from typing import Any
 
 from aiocoll.gpu.api import DeviceError
-from aiocoll.testing.fake_calls import DTYPES, FLOAT8_CAPABILITY, FLOAT8_SINCE, OPS, FakeCall, compute
-from aiocoll.testing.fake_cuda import FakeCuda
 
-__all__ = ["FakeCommunicator", "FakeNccl"]
+from .calls import DTYPES, FLOAT8_CAPABILITY, FLOAT8_SINCE, OPS, FakeCall, compute
+from .cuda import FakeCuda
 
 UNIQUE_ID_BYTES = 128
 
@@ -131,11 +129,11 @@ class FakeNccl:
             self._start(called)
 
     @property
-    def _calls(self) -> list[list[FakeCall]]:
+    def _calls(self) -> list[list[tuple[FakeCommunicator, FakeCall]]]:
         """What was called in the open groups of this thread, the innermost last."""
         if not hasattr(self._thread, "calls"):
             self._thread.calls = []
-        found: list[list[FakeCall]] = self._thread.calls
+        found: list[list[tuple[FakeCommunicator, FakeCall]]] = self._thread.calls
         return found
 
     def begin(self, call: str) -> None:
@@ -144,21 +142,21 @@ class FakeNccl:
         if waiting := self._next.get(call):
             raise waiting.pop(0)
 
-    def call(self, call: FakeCall) -> None:
+    def call(self, communicator: FakeCommunicator, call: FakeCall) -> None:
         """Start a call, now or at the end of the group."""
         if self._calls:
-            self._calls[-1].append(call)
+            self._calls[-1].append((communicator, call))
         else:
-            self._start([call])
+            self._start([(communicator, call)])
 
-    def _start(self, calls: list[FakeCall]) -> None:
+    def _start(self, calls: list[tuple[FakeCommunicator, FakeCall]]) -> None:
         """Put calls on their streams: messages between the same ends are one kernel."""
-        messages: defaultdict[tuple[Any, int], list[FakeCall]] = defaultdict(list)
-        for call in calls:
+        messages: defaultdict[tuple[FakeCommunicator, int], list[FakeCall]] = defaultdict(list)
+        for communicator, call in calls:
             if call.peer is None:
-                call.communicator.start([call], call.stream)
+                communicator.start([call], call.stream)
             else:
-                messages[call.communicator, call.stream].append(call)
+                messages[communicator, call.stream].append(call)
         for (communicator, stream), batch in messages.items():
             communicator.start(batch, stream)
 
@@ -297,13 +295,14 @@ class FakeCommunicator:
                 raise DeviceError(name, f"invalid argument: rank {rank} of {self._world.size}", fatal=False)
         cuda = self.nccl.cuda
         cuda.stream_of(stream, name, self.device)
-        call = FakeCall(self, name, source, read, target, written, DTYPES[dtype], stream, op, root, peer)
+        ends = (source, read, target, written, DTYPES[dtype])
+        call = FakeCall(cuda.memory, self.device, self.rank, name, *ends, stream, op, root, peer)
         cuda.check(name, source, call.read_bytes, self.device)
         cuda.check(name, target, call.written_bytes, self.device)
-        if call.overlaps(self.rank, self._world.size):
+        if call.overlaps():
             raise DeviceError(name, "invalid argument: source and target overlap", fatal=False)
         if read or written:
-            self.nccl.call(call)
+            self.nccl.call(self, call)
 
     def start(self, calls: list[FakeCall], stream: int) -> None:
         """Put calls on the stream, as one kernel."""
@@ -335,7 +334,7 @@ class FakeCommunicator:
         there.append(call)
         if len(there) < self._world.size or self._world.stuck:
             return
-        there.sort(key=lambda call: call.communicator.rank)
+        there.sort(key=lambda call: call.rank)
         if len({call.terms for call in there}) > 1:
             self.nccl.complaints.append(f"collective {number}: {', '.join(map(str, there))}")
             return

@@ -1,0 +1,202 @@
+"""What each collective is: one row each, which everything that depends on it reads.
+
+A row says what every rank puts in and gets out, and of which ranks. From that follow its buffers, in the order in
+which programs, plans and calls number them (p ranks):
+
+    tensor to tensor    0: one tensor, in place, of the same count on all ranks
+    block to blocks     0 to p-1: a block for each rank; p: the rank's own block
+    blocks to block     the same, from the blocks to the own one
+    blocks to blocks    0 to p-1: a block to each rank; p to 2p-1: a block from each rank
+    nothing             no buffers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
+
+__all__ = ["SPECS", "Counts", "Native", "Part", "Ranks", "Spec", "spec_of"]
+
+#: Elements by buffer, or by rank.
+Counts: TypeAlias = tuple[int, ...]
+
+#: What carries a collective out in a library for devices: a call of its own, or sends and receives.
+Native: TypeAlias = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send_recv"]
+
+
+class Part(Enum):
+    """What a rank puts in, or gets out."""
+
+    TENSOR = "the whole tensor"
+    BLOCK = "one block"
+    BLOCKS = "a block for each rank"
+
+
+class Ranks(Enum):
+    """Of which ranks that is."""
+
+    ALL = "all"
+    ROOT = "the root"
+    NOT_ROOT = "all but the root"
+    NOT_FIRST = "all but rank 0"
+
+    def include(self, rank: int, root: int | None) -> bool:
+        """Whether `rank` is one of them."""
+        match self:
+            case Ranks.ALL:
+                return True
+            case Ranks.ROOT:
+                return rank == root
+            case Ranks.NOT_ROOT:
+                return rank != root
+            case Ranks.NOT_FIRST:
+                return rank != 0
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One collective.
+
+    Attributes:
+        kind: its name; in capitals, that of its operations.
+        input, output: what a rank puts in and gets out; None of one without data.
+        senders, receivers: the ranks that put something in, and that get something out.
+        reduces: it takes a reduce op.
+        private: only the two ends of a message know its count; of all others, all ranks know all counts.
+        native: what carries it out in a library for devices; None if nothing does.
+    """
+
+    kind: str
+    input: Part | None = None
+    output: Part | None = None
+    senders: Ranks = Ranks.ALL
+    receivers: Ranks = Ranks.ALL
+    reduces: bool = False
+    private: bool = False
+    native: Native | None = None
+
+    @property
+    def rooted(self) -> bool:
+        """Whether it has a root."""
+        return Ranks.ROOT in (self.senders, self.receivers)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether it has a buffer for each rank."""
+        return Part.BLOCKS in (self.input, self.output)
+
+    def inputs(self, rank: int, size: int, root: int | None) -> tuple[int, ...]:
+        """Return the buffers that `rank` of `size` reads."""
+        return _numbers(self.input, size) if self.senders.include(rank, root) else ()
+
+    def outputs(self, rank: int, size: int, root: int | None) -> tuple[int, ...]:
+        """Return the buffers that `rank` of `size` writes; what is also an input is reduced in place."""
+        if not self.receivers.include(rank, root):
+            return ()
+        numbers = _numbers(self.output, size)
+        return tuple(number + size for number in numbers) if self._both else numbers
+
+    def peer(self, buffer: int, size: int, root: int | None) -> int:
+        """Return the one rank that a block goes to, or comes from; only where counts are private."""
+        return root or 0 if buffer == size and not self._both else buffer % size
+
+    def lengths(self, sizes: Sequence[Counts], rank: int, root: int | None) -> tuple[Counts, Counts]:
+        """Return how many elements go to each rank and come from each; () where the counts are not private.
+
+        Args:
+            sizes: as `build` takes them; off the root, only the own count is known.
+            rank: whose.
+            root: the root.
+        """
+        if not self.private:
+            return (), ()
+        if self._both:
+            return sizes[0], sizes[1]
+        counts = sizes[0]
+        if rank != root:
+            counts = tuple(counts[rank] if each == root else 0 for each in range(len(counts)))
+        return (counts, ()) if (rank == root) == (self.input is Part.BLOCKS) else ((), counts)
+
+    def counts(
+        self, agreed: Counts, sends: Counts, receives: Counts, rank: int, root: int | None
+    ) -> tuple[int | None, ...]:
+        """Return the elements of each buffer; None where `rank` has none.
+
+        Args:
+            agreed: the counts that all ranks know.
+            sends: those to each rank that only the ends of a message know, as `lengths` returns them.
+            receives: those from each rank.
+            rank: whose.
+            root: the root.
+        """
+        if not self.private:
+            return (*agreed, agreed[rank]) if self.in_blocks else agreed
+        if self._both:
+            return (*sends, *receives)
+        known = sends or receives
+        return (*known, known[rank]) if rank == root else (*(None,) * len(known), known[root or 0])
+
+    def sizes(self, counts: Sequence[int | None], rank: int) -> tuple[Any, ...]:
+        """Return what `build` takes, for buffers of so many elements: the inverse of `counts`."""
+        if not self.in_blocks:
+            return tuple(counts)
+        if self._both:
+            half = len(counts) // 2
+            return tuple(counts[:half]), tuple(counts[half:])
+        *blocks, own = counts
+        return (tuple(own if each == rank else count or 0 for each, count in enumerate(blocks)),)
+
+    @property
+    def _both(self) -> bool:
+        """Whether both sides have a buffer for each rank."""
+        return self.input is self.output is Part.BLOCKS
+
+
+def spec_of(kind: str) -> Spec:
+    """Return the row of a collective.
+
+    Raises:
+        ValueError: if `kind` is unknown.
+    """
+    spec = SPECS.get(kind)
+    if spec is None:
+        raise ValueError(f"kind={kind!r} is not a collective; use one of {', '.join(SPECS)}")
+    return spec
+
+
+def _numbers(part: Part | None, size: int) -> tuple[int, ...]:
+    match part:
+        case None:
+            return ()
+        case Part.TENSOR:
+            return (0,)
+        case Part.BLOCK:
+            return (size,)
+        case Part.BLOCKS:
+            return tuple(range(size))
+
+
+SPECS: Mapping[str, Spec] = MappingProxyType(
+    {
+        spec.kind: spec
+        for spec in (
+            Spec("allreduce", Part.TENSOR, Part.TENSOR, reduces=True, native="all_reduce"),
+            Spec("reduce", Part.TENSOR, Part.TENSOR, receivers=Ranks.ROOT, reduces=True, native="reduce"),
+            Spec("reduce_scatter", Part.BLOCKS, Part.BLOCK, reduces=True, native="reduce_scatter"),
+            Spec("allgather", Part.BLOCK, Part.BLOCKS, native="all_gather"),
+            Spec(
+                "broadcast", Part.TENSOR, Part.TENSOR, senders=Ranks.ROOT, receivers=Ranks.NOT_ROOT, native="broadcast"
+            ),
+            Spec("gather", Part.BLOCK, Part.BLOCKS, receivers=Ranks.ROOT, private=True, native="send_recv"),
+            Spec("scatter", Part.BLOCKS, Part.BLOCK, senders=Ranks.ROOT, private=True, native="send_recv"),
+            Spec("alltoall", Part.BLOCKS, Part.BLOCKS, private=True, native="send_recv"),
+            Spec("barrier"),
+            Spec("monitored_barrier"),
+            Spec("scan", Part.TENSOR, Part.TENSOR, reduces=True),
+            Spec("exscan", Part.TENSOR, Part.TENSOR, receivers=Ranks.NOT_FIRST, reduces=True),
+        )
+    }
+)

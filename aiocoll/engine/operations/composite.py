@@ -1,0 +1,104 @@
+"""An operation that consists of others: it is what the rank has called, they are what travels.
+
+The children have ids derived from their parent's, the same on all ranks. Frames refer to them; the log, timeouts,
+reports and hooks refer to the parent, which ends when its children have, and fails them when it fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+from aiocoll.engine.operations.base import KEYED, Operation
+from aiocoll.work import Work
+
+__all__ = ["Children", "Ended", "Make"]
+
+#: Makes an operation, given its id and its work.
+Make = Callable[[int, Work[Any]], Operation]
+#: Called with the result and the error of a child that has ended.
+Ended = Callable[[Any, BaseException | None], None]
+
+
+class ChildWork(Work[Any]):
+    """The handle of a child: what comes of it goes to its parent."""
+
+    __slots__ = ("_report",)
+
+    def __init__(self, parent: Work[Any], report: Ended) -> None:
+        # Not by `Work`: the place of the call is the parent's.
+        self.op, self.seq, self.key, self.group = parent.op, parent.seq, parent.key, None
+        self._progress = parent._progress
+        self._code, self._instruction = parent._code, parent._instruction
+        self._shape, self._timeout, self._value = parent._shape, parent._timeout, parent._value
+        self._done = False
+        self._result = self._exception = self._unwrap = self._withdraw = None
+        self._source = self._waiters = self._callbacks = self._unseen = None
+        self._report = report
+
+    def _finish(self, result: Any, exception: BaseException | None = None) -> None:
+        self._done = True
+        self._report(result, exception)
+
+
+class Children:
+    """The operations that one operation consists of.
+
+    Args:
+        parent: it calls `fail` when it fails.
+    """
+
+    __slots__ = ("_parent", "_running")
+
+    def __init__(self, parent: Operation) -> None:
+        self._parent = parent
+        self._running: dict[Operation, None] = {}
+
+    def start(self, name: str, make: Make, ended: Ended, *, reported: bool = False) -> None:
+        """Start a child.
+
+        Args:
+            name: its id is the hash of this: unique, and the same on all ranks. No key has it, since those are hashed
+                with their count, behind a zero byte.
+            make: makes it.
+            ended: called at its end, unless the parent has ended before.
+            reported: from here on it is what the ranks are asked about and what expires, in place of the parent.
+        """
+        parent = self._parent
+
+        def report(result: Any, error: BaseException | None) -> None:
+            self._running.pop(child, None)
+            if not parent.done:
+                ended(result, error)
+
+        child = make(KEYED | parent.comm.endpoint.hash62(name), ChildWork(parent.work, report))
+        child.parent = parent
+        speaker, silent = (child, parent) if reported else (parent, child)
+        speaker.warned = parent.warned
+        silent.warned, silent.reported = True, inf
+        self._running[child] = None
+        parent.comm.enter(child)
+        if reported:
+            child.entered = parent.entered
+
+    def fail(self, error: BaseException) -> None:
+        """End those that run: the parent has failed."""
+        running, self._running = self._running, {}
+        for child in running:
+            child.fail(error)
+
+    def first(self) -> Operation | None:
+        """Return the child that has run longest; None if none runs."""
+        return next(iter(self._running), None)
+
+    def awaited(self) -> list[int]:
+        """Return the ranks from which something has not arrived."""
+        return sorted({rank for child in self._running for rank in child.awaited()})
+
+    def hanging(self) -> Operation | None:
+        """Return a child that waits for nothing but a device of this rank, if one does."""
+        return next((child for child in self._running if child.hangs_here()), None)
+
+    def __bool__(self) -> bool:
+        return bool(self._running)

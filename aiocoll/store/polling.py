@@ -1,0 +1,31 @@
+"""`Poll`: the pauses of a wait in a store that cannot tell when a key appears."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from aiocoll.runtime import Runtime
+
+__all__ = ["Poll"]
+
+#: Seconds between two looks: short at first, for ranks that start together, then long enough to cost little.
+_FIRST_PAUSE: Final = 0.001
+_LAST_PAUSE: Final = 0.02
+
+
+class Poll:
+    """The pauses of one wait: ever longer until the deadline, and a last look at the deadline itself."""
+
+    def __init__(self, runtime: Runtime, timeout: float) -> None:
+        self._runtime = runtime
+        self._deadline = runtime.time() + timeout
+        self._seconds = _FIRST_PAUSE
+
+    async def pause(self) -> bool:
+        """Sleep a little; False, at once, when the time is up."""
+        remaining = self._deadline - self._runtime.time()
+        if remaining <= 0:
+            return False
+        await self._runtime.sleep(min(self._seconds, remaining))
+        self._seconds = min(2 * self._seconds, _LAST_PAUSE)
+        return True

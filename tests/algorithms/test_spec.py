@@ -1,0 +1,195 @@
+"""The table of collectives, held against the programs, against lists of its own, and for what it does not know."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from aiocoll.algorithms.program import Program, Region, Verb
+from aiocoll.algorithms.select import ALGORITHMS, RULES, build, choose
+from aiocoll.algorithms.spec import SPECS, Spec, spec_of
+from aiocoll.algorithms.two_level import select as two_level
+from aiocoll.cli.workload import Case as Benchmark
+from aiocoll.cli.workload import Workload, bus_factor
+from aiocoll.engine.operations.base import Signature
+from aiocoll.engine.operations.comparison import SHAPED
+from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.program_executor import ProgramExecutor
+from aiocoll.gpu.api import NcclCommunicator
+from aiocoll.group.cuda.native import PACKED, Native, carry_out, way_of
+from aiocoll.group.fuse import Fuser
+from aiocoll.group.planning import Planner
+
+from .cases import BARRIERS, PER_RANK, REDUCING, ROOTED, Case, possible
+
+WORLDS = (1, 2, 3, 4, 7)
+PRIVATE = {"gather", "scatter", "alltoall"}
+
+
+def cases(kind: str, algorithm: str) -> Iterator[Case]:
+    """Yield a case for every world and root, with counts that tell ranks apart; two levels need three ranks."""
+    levels = (kind, algorithm) in two_level.ALGORITHMS
+    for world_size in dict.fromkeys(possible(algorithm, size) for size in WORLDS if size > 2 or not levels):
+        world = range(world_size)
+        counts = tuple(5 + rank for rank in world)
+        matrix = tuple(tuple(1 + world_size * rank + peer for peer in world) for rank in world)
+        for root in world if kind in ROOTED else (0,):
+            hosts = tuple(rank % 2 for rank in world) if levels else ()
+            yield Case(kind, algorithm, world_size, root, 11, counts, matrix, hosts)
+
+
+def sizes(case: Case, rank: int) -> tuple[Any, ...]:
+    """Return what a rank knows of the sizes: where counts are private, 0 for what does not concern it."""
+    given = case._sizes(rank)
+    if case.kind in ("gather", "scatter") and rank != case.root:
+        return (tuple(count if each == rank else 0 for each, count in enumerate(given[0])),)
+    return given
+
+
+def touched(program: Program, buffers: int) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+    """Return which elements of the caller's buffers a program reads as they were, and which it writes."""
+    read: set[tuple[int, int]] = set()
+    written: set[tuple[int, int]] = set()
+
+    def elements(region: Region) -> set[tuple[int, int]]:
+        numbers = range(region.start, region.stop) if region.buffer < buffers else ()
+        return {(region.buffer, number) for number in numbers}
+
+    for action in program.actions:
+        sources = action.sources
+        if action.verb is Verb.SEND or (action.verb is Verb.COMBINE and not sources):
+            sources = (action.region,)
+        for source in sources:
+            read |= elements(source) - written
+        if action.verb is not Verb.SEND:
+            written |= elements(action.region)
+    return read, written
+
+
+def whole(buffers: tuple[int, ...], memory: list[list[Any]]) -> set[tuple[int, int]]:
+    return {(buffer, number) for buffer in buffers for number in range(len(memory[buffer]))}
+
+
+def test_whatever_has_rules_has_a_row() -> None:
+    assert list(SPECS) == [spec.kind for spec in SPECS.values()]
+    assert set(SPECS) == set(RULES) == {kind for kind, _ in ALGORITHMS}
+    assert set(SPECS) >= set(two_level.RULES)
+
+
+def test_rows_are_what_everybody_knows_of_them() -> None:
+    def those(tells: Callable[[Spec], object]) -> set[str]:
+        return {kind for kind, spec in SPECS.items() if tells(spec)}
+
+    assert those(lambda spec: spec.reduces) == REDUCING
+    assert those(lambda spec: spec.rooted) == ROOTED
+    assert those(lambda spec: spec.private) == PRIVATE
+    assert those(lambda spec: spec.in_blocks) == PER_RANK | {"alltoall"}
+    assert those(lambda spec: spec.input is None) == those(lambda spec: spec.output is None) == set(BARRIERS)
+    assert {"ALLREDUCE", "REDUCE", "BROADCAST", "SCAN", "EXSCAN"} == SHAPED
+
+
+def test_what_is_native_is_called_so() -> None:
+    native = {kind: spec.native for kind, spec in SPECS.items() if spec.native is not None}
+    assert set(native) == set(SPECS) - {*BARRIERS, "scan", "exscan"}
+    assert {kind for kind, call in native.items() if call == "send_recv"} == PRIVATE
+    calls = set(native.values()) - {"send_recv"}
+    assert calls == {name for name in calls if hasattr(NcclCommunicator, name)}
+    assert {kind: call.replace("_", "") for kind, call in native.items() if call != "send_recv"} == {
+        kind: kind.replace("_", "") for kind in set(native) - PRIVATE
+    }
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), sorted({**ALGORITHMS, **two_level.ALGORITHMS}))
+def test_programs_read_the_inputs_and_write_the_outputs(kind: str, algorithm: str) -> None:
+    spec = spec_of(kind)
+    for case in cases(kind, algorithm):
+        memory, size = case.memory(), case.world_size
+        for rank, program in enumerate(case.programs()):
+            inputs, outputs = spec.inputs(rank, size, case.root), spec.outputs(rank, size, case.root)
+            read, written = touched(program, len(memory[rank]))
+            assert read <= whole(inputs, memory[rank])
+            assert written <= whole(outputs, memory[rank])
+            # A rank alone has nothing to do; what the last one puts into an exscan goes nowhere.
+            if size > 1:
+                assert written == whole(outputs, memory[rank])
+                if (kind, rank) != ("exscan", size - 1):
+                    assert read == whole(inputs, memory[rank])
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), sorted(ALGORITHMS))
+def test_counts_are_those_of_the_buffers(kind: str, algorithm: str) -> None:
+    spec = spec_of(kind)
+    for case in cases(kind, algorithm):
+        memory, programs = case.memory(), case.programs()
+        for rank in range(case.world_size):
+            known = sizes(case, rank)
+            sends, receives = spec.lengths(known, rank, case.root)
+            agreed = () if kind in PRIVATE else known[0] if kind in PER_RANK else known
+            counts = spec.counts(agreed, sends, receives, rank, case.root)
+            assert [count or 0 for count in counts] == [len(buffer) for buffer in memory[rank]]
+            given = spec.sizes(counts, rank)
+            assert given == known
+            assert build(kind, algorithm, rank, case.world_size, *given, root=case.root) == programs[rank]
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), sorted(pair for pair in ALGORITHMS if pair[0] in PRIVATE))
+def test_private_blocks_go_to_their_peers(kind: str, algorithm: str) -> None:
+    spec = spec_of(kind)
+    for case in cases(kind, algorithm):
+        size = case.world_size
+        for rank, program in enumerate(case.programs()):
+            sends, receives = spec.lengths(sizes(case, rank), rank, case.root)
+            for action in program.actions:
+                if action.verb is not Verb.COPY:
+                    assert action.peer == spec.peer(action.region.buffer, size, case.root)
+                    lengths = sends if action.verb is Verb.SEND else receives
+                    assert action.region.count == lengths[action.peer]
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_only_what_has_a_root_depends_on_it(kind: str) -> None:
+    cases = [Case(kind, choose(kind, 44, 3), 3, root, 11, (5, 6, 7), ((1,) * 3,) * 3) for root in range(2)]
+    first, second = (case.programs() for case in cases)
+    assert (first == second) is not spec_of(kind).rooted
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_only_what_reduces_has_something_folded(kind: str) -> None:
+    case = Case(kind, choose(kind, 44, 3), 3, 0, 11, (5, 6, 7), ((1,) * 3,) * 3)
+    verbs = {action.verb for program in case.programs() for action in program.actions}
+    assert bool(verbs & {Verb.COMBINE, Verb.FOLD}) is spec_of(kind).reduces
+
+
+def unknown() -> Plan:
+    return Plan(Signature("ROTATE", "uint8", (4,), None, None), Program(()), None, None, ProgramExecutor)
+
+
+MEMBER: Any = SimpleNamespace(rank=0, ranks=[0, 1], hosts=(), piece_nbytes=0)
+TOOLS: Any = SimpleNamespace(rank=0, stream=0, end=None)
+
+READERS: dict[str, Callable[[], object]] = {
+    "the table": lambda: spec_of("rotate"),
+    "choosing": lambda: choose("rotate", 4, 2),
+    "building": lambda: build("rotate", "ring", 0, 2, 4),
+    "planning": lambda: Planner(MEMBER)._plan("rotate", None, (4,)),
+    "fusing one": lambda: Fuser(MEMBER)._layout((unknown(),)),
+    "fusing several": lambda: Fuser(MEMBER)._layout((unknown(), unknown())),
+    "the way on a device": lambda: way_of(unknown(), [], 0, False),
+    "a device": lambda: carry_out([Native(unknown(), [], PACKED)], TOOLS),
+    "a benchmark's sizes": lambda: Benchmark("rotate", 4).count(2),
+    "a benchmark's arrays": lambda: Workload(Benchmark("rotate", 4), 0, 2),
+    "a benchmark's bandwidth": lambda: bus_factor("rotate", 2),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_an_unknown_kind_is_refused_where_it_is_asked_for(reader: str) -> None:
+    with pytest.raises(ValueError, match=r"kind='rotate' is not a collective; use one of allreduce, reduce, "):
+        READERS[reader]()
+
+
+def test_what_nccl_has_nothing_for_is_refused() -> None:
+    plan = Plan(Signature("SCAN", "uint8", (4,), None, "SUM"), Program(()), None, None, ProgramExecutor)
+    with pytest.raises(ValueError, match="NCCL has nothing that carries out scan: stage it"):
+        carry_out([Native(plan, [], PACKED)], TOOLS)

@@ -1,0 +1,123 @@
+"""The public names with their parameters and defaults, one a line: `python -m tests.public_names` records them anew.
+
+`tests/test_public_names.py` compares them with `public_names.txt`. A class comes with its constructor, its methods and
+attributes, those of its bases of ours too, and what its docstring lists under ``Attributes:``. Annotations, and whether
+an attribute is a property, are left out: they may change without a user's program.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import aiocoll
+
+RECORD = Path(__file__).with_suffix(".txt")
+
+#: The modules that programs import. Their `__all__` says what is public.
+MODULES = ("aiocoll", "aiocoll.backends", "aiocoll.distributed", "aiocoll.errors", "aiocoll.options", "aiocoll.store",
+           "aiocoll.testing")  # fmt: skip
+
+#: Classes of which programs get instances from calls, whose constructors are not for them; found by name, wherever
+#: they are defined.
+HANDED_OUT = ("Estimate", "FlightRecorder", "Predicted", "ProcessGroup", "Work")
+
+#: The methods behind operators and statements that a class may promise.
+OPERATORS = {"__add__", "__aenter__", "__aexit__", "__aiter__", "__await__", "__bool__", "__call__", "__contains__",
+             "__enter__", "__eq__", "__exit__", "__getitem__", "__hash__", "__iter__", "__len__", "__or__"}  # fmt: skip
+
+
+def public_names() -> list[str]:
+    """Return a line for each public name, sorted."""
+    lines = {line for name in MODULES for line in _of_module(importlib.import_module(name))}
+    everywhere = _classes()
+    for name in HANDED_OUT:
+        lines.update(_of_class(f"({name})", everywhere[name]))
+    return sorted(lines)
+
+
+def _of_module(module: ModuleType) -> Iterator[str]:
+    for name in module.__all__:
+        found = getattr(module, name)
+        path = f"{module.__name__}.{name}"
+        if not inspect.isclass(found):
+            yield path + _parameters(found)
+        elif found.__name__ in HANDED_OUT:
+            yield path
+        elif (home := _home(found)) in (None, path):
+            yield path + _parameters(found)
+            yield from _of_class(path, found)
+        else:
+            yield f"{path} = {home}"
+
+
+def _home(found: type) -> str | None:
+    """Return under which name a class is described: the first of the modules that exports it."""
+    for module in map(importlib.import_module, MODULES):
+        for name in module.__all__:
+            if getattr(module, name) is found:
+                return f"{module.__name__}.{name}"
+    return None
+
+
+def _of_class(path: str, cls: type) -> Iterator[str]:
+    for base in cls.__mro__:
+        if _is_ours(base):
+            for name in [*vars(base), *_documented(base)]:
+                if not name.startswith("_") or name in OPERATORS:
+                    yield f"{path}.{name}{_parameters(inspect.getattr_static(cls, name, None), method=True)}"
+
+
+def _documented(cls: type) -> list[str]:
+    section = re.search(r"^Attributes:\n((?: .*\n|\n)*)", inspect.cleandoc(cls.__doc__ or "") + "\n", re.MULTILINE)
+    return re.findall(r"^    (\w+):", section[1], re.MULTILINE) if section else []
+
+
+def _parameters(found: Any, *, method: bool = False) -> str:
+    """Return the parameters of what can be called, without annotations and `self`; else an empty string."""
+    if isinstance(found, classmethod | staticmethod):
+        method = method and isinstance(found, classmethod)
+        found = found.__func__
+    elif method and not inspect.isfunction(found):
+        return ""
+    if not callable(found) or (inspect.isclass(found) and not _has_constructor(found)):
+        return ""
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # a NewType
+        return ""
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    signature = inspect.Signature(parameters[1:] if method else parameters)
+    return re.sub(r"<_\w+\.(\w+): .*?>", r"\1", str(signature))  # a member of an enumeration of ours
+
+
+def _has_constructor(cls: type) -> bool:
+    """Whether it is one of ours: those of the standard library, enumerations', too, differ between Pythons."""
+    return not issubclass(cls, Enum) and any(
+        {"__init__", "__new__"} & vars(base).keys() for base in cls.__mro__ if _is_ours(base)
+    )
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "aiocoll"
+
+
+def _classes() -> dict[str, type]:
+    """Return the classes of the package by name."""
+    found = {}
+    for info in pkgutil.walk_packages(aiocoll.__path__, "aiocoll."):
+        if info.name not in ("aiocoll.__main__", "aiocoll.gpu.cupy_api"):  # a program; needs CuPy
+            module = importlib.import_module(info.name)
+            found.update({name: each for name, each in vars(module).items() if inspect.isclass(each)})
+    return {name: cls for name, cls in found.items() if _is_ours(cls)}
+
+
+if __name__ == "__main__":
+    RECORD.write_text("\n".join(public_names()) + "\n")

@@ -1,0 +1,19 @@
+"""The public names and their parameters are those on record."""
+
+from __future__ import annotations
+
+import difflib
+
+from .public_names import RECORD, public_names
+
+
+def test_the_public_names_are_those_on_record() -> None:
+    recorded = RECORD.read_text().splitlines()
+    difference = [line for line in difflib.ndiff(recorded, public_names()) if line[0] in "+-"]
+    assert not difference, "\n".join(
+        [
+            "the public names differ from tests/public_names.txt:",
+            *difference,
+            "If this is meant, say so in CHANGELOG.md and record them anew: python -m tests.public_names",
+        ]
+    )
