@@ -31,7 +31,6 @@ from aiocoll.algorithms.machine import Tuning
 from aiocoll.algorithms.program import Program
 from aiocoll.elements.buffers import Buffer
 from aiocoll.elements.ops import Kernel
-from aiocoll.engine.channel import Channel
 from aiocoll.engine.channels import Channels
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.consensus.agreements import Agreements
@@ -40,6 +39,7 @@ from aiocoll.engine.control.messages import Note
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.groups import Group
+from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.operations.base import P2P, Operation, Signature
 from aiocoll.engine.operations.incremental import Steps, at_once
 from aiocoll.engine.operations.plan import Executor, Plan

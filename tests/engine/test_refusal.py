@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from aiocoll import GroupError, GroupRevokedError, ProcessGroup, ProtocolError
-from aiocoll.engine.channel import Channel
 from aiocoll.engine.failure.stall_inspector import StallInspector
+from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.matching.matching import Matching, PostedReceive
 from aiocoll.engine.matching.outbound import OutboundMessage
 from aiocoll.engine.operations.base import P2P, Operation

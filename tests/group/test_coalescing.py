@@ -22,7 +22,7 @@ from aiocoll import (
     Work,
     new_group,
 )
-from aiocoll.engine.channel import Channel
+from aiocoll.engine.links.channel import Channel
 from aiocoll.group.calls import Call as TakenCall
 from aiocoll.group.fuse import LARGE
 from aiocoll.testing.virtual import run_virtual

@@ -17,7 +17,7 @@ from aiocoll import (
     SerializationError,
     Work,
 )
-from aiocoll.engine.channel import Channel
+from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.operations.base import P2P
 from aiocoll.group import point_to_point as module
 from aiocoll.transport.frame import EAGER, FrameKind

@@ -11,7 +11,7 @@ from asyncio import TimerHandle
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from aiocoll.engine.operation_log import Record
+from aiocoll.engine.operations.operation_log import Record
 
 __all__ = ["Group", "MismatchReports"]
 

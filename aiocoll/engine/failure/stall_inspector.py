@@ -17,9 +17,9 @@ from typing import Any, Protocol, TypeVar
 from aiocoll.engine.failure.failure_detector import FailureDetector
 from aiocoll.engine.failure.mismatch import MismatchReports
 from aiocoll.engine.failure.stall_report import DETAILED, SLOW_AFTER, Absence, Finding, StallReport
-from aiocoll.engine.operation_log import OperationLog, Record
 from aiocoll.engine.operations.base import P2P, Operation
 from aiocoll.engine.operations.differences import called, opposed
+from aiocoll.engine.operations.operation_log import OperationLog, Record
 from aiocoll.log import logger
 from aiocoll.runtime import Runtime
 

@@ -12,7 +12,7 @@ from aiocoll.errors import ProtocolError
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 
 if TYPE_CHECKING:
-    from aiocoll.engine.channel import Channel
+    from aiocoll.engine.links.channel import Channel
     from aiocoll.engine.matching.matching import PostedReceive
     from aiocoll.engine.operations.incremental import Steps
 

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aiocoll.codec.limits import MAX_BYTES
 from aiocoll.engine.matching.inbound import InboundMessage
 from aiocoll.engine.matching.outbound import OBJECT, Content, OutboundMessage, begun, message_terms
-from aiocoll.engine.operation_log import PEER
 from aiocoll.engine.operations.base import P2P, Operation, description
 from aiocoll.engine.operations.incremental import Steps, carry_on
+from aiocoll.engine.operations.operation_log import PEER
 from aiocoll.errors import CollectiveTimeoutError, ProtocolError, SerializationError
 from aiocoll.transport.frame import FrameKind, Header
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
-    from aiocoll.engine.channel import Channel
     from aiocoll.engine.communicator import Communicator
+    from aiocoll.engine.links.channel import Channel
 
 __all__ = ["Matching", "PostedReceive"]
 

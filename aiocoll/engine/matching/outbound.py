@@ -7,9 +7,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiocoll.elements.dtypes import by_code
-from aiocoll.engine.operation_log import STARTED
 from aiocoll.engine.operations.base import P2P, Message, Operation, Signature
 from aiocoll.engine.operations.incremental import Steps
+from aiocoll.engine.operations.operation_log import STARTED
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
