@@ -3,7 +3,7 @@
     name     devices         what it is
     aio      cpu, cuda       the library's own; CUDA arrays by NCCL, or through the host where the ranks cannot use it
     nccl     cuda            the library's own, which insists on NCCL for CUDA arrays
-    fake     cpu, cuda       moves nothing; for dry runs, see `aiocoll.rendezvous.fake`
+    fake     cpu, cuda       moves nothing; for dry runs, see `aiocoll.rendezvous.dry_run`
 
 CUDA arrays need the extra `cuda12` or `cuda13`, which is missed only when one is used. More come by `register_backend`.
 """

@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 import uvloop
+from inflight import Case
 from machine import machine
 from markdown import micros, size_of, table
 
 from aiocoll import GroupOptions, ProcessGroup, new_group, testing
 from aiocoll.cli.measure import Timing
-from aiocoll.cli.workload import Case
 from aiocoll.elements import buffers
 from aiocoll.elements.streams import stream_address
 from aiocoll.gpu.provider import runtime
@@ -127,9 +127,9 @@ async def native(made: World, nbytes: int, rounds: int) -> Times:
     with bare_ways(made, tensors[0]) as ways:
         async with new_group(store=HashStore(), rank=0, world_size=1) as pg:
             await pg.allreduce(tensors[0])
-            assert pg._device_state is not None
-            assert pg._device_state.decision is not None
-            assert pg._device_state.decision.native, pg._device_state.decision.why
+            assert pg._dispatcher.device_state is not None
+            assert pg._dispatcher.device_state.decision is not None
+            assert pg._dispatcher.device_state.decision.native, pg._dispatcher.device_state.decision.why
             times = await timed({**ways, **our_ways(pg, made, tensors)}, rounds)
     times[EACH] = [each / len(tensors) for each in times[EACH]]
     return times

@@ -16,10 +16,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from inflight import Case
 from systems import System
 
 from aiocoll.cli.measure import Effort, Timing
-from aiocoll.cli.workload import Case
 
 RANK = str(Path(__file__).with_name("rank.py"))
 #: Seconds that ranks get to end after the first of them has failed.

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, Literal
 
-from aiocoll.cli.calls import call_of, calls_of, combine_of
+from inflight import calls_of
+
+from aiocoll.cli.calls import call_of, combine_of
 from aiocoll.cli.measure import Combine, Times, times_of
 from aiocoll.cli.workload import Workload
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from inflight import Case
 from markdown import name_of
 from results import Results
 
-from aiocoll.cli.workload import KINDS, Case
+from aiocoll.cli.workload import KINDS
 
 KIB, MIB = 1 << 10, 1 << 20
 MPI = ("mpich", "open mpi")

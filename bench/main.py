@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from environments import Unavailable, prepare
+from inflight import Case
 from lag import SETTINGS, lag
 from launch import launch
 from markdown import name_of, ranks_of
@@ -29,7 +30,7 @@ from tqdm import tqdm
 
 from aiocoll.cli.bench import size
 from aiocoll.cli.measure import Effort
-from aiocoll.cli.workload import KINDS, Case
+from aiocoll.cli.workload import KINDS
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4, 8, 64, KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
-from aiocoll.cli.workload import Case
+from inflight import Case
 
 #: Heads of columns that hold words; the others hold numbers, which stand at the right.
 WORDS = frozenset(

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from inflight import Case
 from markdown import ranks_of, size_of
 from results import Results
 from tables import THEM
-
-from aiocoll.cli.workload import Case
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import IO, Any
 
 import libraries
+from inflight import Case, Workloads
 
 from aiocoll.cli.measure import Effort, measure
-from aiocoll.cli.workload import Case, Workload
 
 
 async def measure_all(cases: list[Case], effort: Effort, results: IO[str], library: libraries.Library) -> None:
     for index, case in enumerate(cases):
-        loads = [Workload(case, library.rank, library.world_size) for _ in range(case.inflight)]
-        timing = await measure(loads, library.times(loads), library.combine, effort)
+        loads = Workloads(case, library.rank, library.world_size)
+        timing = await measure(loads, library.times(loads.all), library.combine, effort)
         if library.rank == 0:
             line = {"index": index, "nanoseconds": timing.nanoseconds, "cpu": timing.cpu, "wrong": timing.wrong}
             results.write(json.dumps(line) + "\n")

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
+from inflight import Case
 from launch import Launch
 
 from aiocoll.cli.measure import Figures, Timing
-from aiocoll.cli.workload import Case
 
 
 class Ratio(NamedTuple):
@@ -59,11 +59,11 @@ class Results:
         timings = [timing for timing in self._timings(system, case) if timing is not None]
         if not timings:
             return None
-        each = [Figures.of(case, self.world_size, timing.nanoseconds)[:3] for timing in timings]
+        each = [self._figures(case, timing)[:3] for timing in timings]
         return Summary(
             len(timings),
             sum(len(timing.nanoseconds) for timing in timings),
-            Figures.at(case, self.world_size, *(median(values) for values in zip(*each, strict=True))),
+            Figures.at(case.each, self.world_size, *(median(values) for values in zip(*each, strict=True))),
             median(timing.cpu for timing in timings) / case.inflight,
             sum(timing.wrong for timing in timings),
         )
@@ -91,4 +91,8 @@ class Results:
 
     def _p50(self, number: int, system: str, case: Case) -> float | None:
         timing = self._timings(system, case)[number]
-        return None if timing is None else Figures.of(case, self.world_size, timing.nanoseconds).p50
+        return None if timing is None else self._figures(case, timing).p50
+
+    def _figures(self, case: Case, timing: Timing) -> Figures:
+        """Return those of one call's share."""
+        return Figures.of(case.each, self.world_size, [each / case.inflight for each in timing.nanoseconds])

@@ -6,7 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from aiocoll.cli.workload import KINDS, Case
+from inflight import Case
+
+from aiocoll.cli.workload import KINDS
 
 #: Of aiocoll, in the order of the tables.
 TRANSPORTS = ("auto", "shm", "unix", "tcp")

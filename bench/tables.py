@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from inflight import Case
 from limits import CALLBACK, LARGE, OF_BOUND, Verdict
 from markdown import micros, name_of, ranks_of, size_of, table
 from results import Results
 from roofline import Roofline
-
-from aiocoll.cli.workload import Case
 
 #: Whom we are compared with, by name; all others are ourselves.
 THEM = ("gloo", "gloo awaited", "mpich", "open mpi")

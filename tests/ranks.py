@@ -34,4 +34,4 @@ async def until(condition: Callable[[], object]) -> None:
 
 def hub(pg: ProcessGroup) -> Hub:
     """Return the network of a group in memory."""
-    return pg._member.endpoint.context.transport._hub  # type: ignore[attr-defined]
+    return pg._comm.endpoint.context.transport._hub  # type: ignore[attr-defined]

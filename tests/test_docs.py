@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import os
 import re
 import subprocess
 import sys
+import textwrap
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import aiocoll
 import aiocoll.distributed as dist
 from aiocoll import ProcessGroup
 from docs import generate
@@ -69,6 +73,19 @@ async def test_the_ported_example_runs() -> None:
         assert names == ["rank 0", "rank 1", "rank 2", "rank 3"]
 
     await run_ranks(4, body)
+
+
+async def test_the_store_of_the_guide_is_the_one_that_passes_the_contract_and_ranks_meet_there() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (generate.DOCS / "guide.md").read_text(), re.DOTALL)
+    store, use = next((code, after) for code, after in pairwise(blocks) if "(KeyValueStore)" in code)
+    assert (generate.ROOT / "tests/store/minimal_store.py").read_text().endswith(f'"""\n\n{store}')
+    space: dict[str, Any] = {"aiocoll": aiocoll}
+    exec(compile(store, "guide.md", "exec"), space)
+    first, then = use.replace("...", "sizes.append(await pg.allreduce(1))").split("\n", 1)
+    exec(compile(f"{first}\nasync def main(rank, sizes):\n{textwrap.indent(then, '    ')}", "guide.md", "exec"), space)
+    sizes: list[int] = []
+    await asyncio.gather(*(space["main"](rank, sizes) for rank in range(2)))
+    assert sizes == [2, 2]
 
 
 HANGS = generate.DOCS / "when-something-hangs.md"

@@ -4,7 +4,8 @@ No I/O, no clock, no arrays: `choose` names an algorithm, `build` writes one ran
 carries it out.
 """
 
-from aiocoll.algorithms.cost import Load, cost, predict
+from aiocoll.algorithms.cost import cost, predict
+from aiocoll.algorithms.load import Load
 from aiocoll.algorithms.machine import Machine, Tuning
 from aiocoll.algorithms.program import Action, Program, Region, Verb
 from aiocoll.algorithms.select import build, choose

@@ -13,15 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
+from typing import NamedTuple
 
+from aiocoll.algorithms import load
 from aiocoll.algorithms.flat import chain, circulant, pairwise, ring, scan, tree
 from aiocoll.algorithms.flat import point_to_all as direct
+from aiocoll.algorithms.load import Formula
 from aiocoll.algorithms.machine import PIECE, Machine, Tuning
 from aiocoll.algorithms.program import Program
 from aiocoll.algorithms.spec import spec_of
 from aiocoll.algorithms.two_level import select as two_level
 
-__all__ = ["ALGORITHMS", "RULES", "Rule", "build", "choose"]
+__all__ = ["ALGORITHMS", "RULES", "Algorithm", "Rule", "build", "choose", "find"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,36 +154,53 @@ _IN_RANK_ORDER = frozenset({"oneround", "bruck", "pairwise", "linear", "fold"})
 _ON_EVERY_RANK = frozenset({"exchange", "oneround", "bruck"})
 """Reductions that every rank repeats: the same bits only if the kernel gives them wherever an element lies."""
 
-ALGORITHMS: Mapping[tuple[str, str], Callable[..., Program]] = MappingProxyType(
+
+class Algorithm(NamedTuple):
+    """What there is to know of an algorithm for one kind.
+
+    Attributes:
+        schedule: writes the program of one rank.
+        load: what it asks of a machine.
+    """
+
+    schedule: Callable[..., Program]
+    load: Formula
+
+
+ALGORITHMS: Mapping[tuple[str, str], Algorithm] = MappingProxyType(
     {
-        ("allreduce", "exchange"): direct.exchange,
-        ("allreduce", "oneround"): direct.allreduce,
-        ("allreduce", "bruck"): circulant.bruck,
-        ("allreduce", "circulant"): circulant.allreduce,
-        ("allreduce", "ring"): ring.allreduce,
-        ("allreduce", "pairwise"): pairwise.allreduce,
-        ("reduce", "linear"): direct.reduce,
-        ("reduce", "binomial"): tree.reduce,
-        ("reduce", "chain"): chain.reduce,
-        ("reduce", "pairwise"): pairwise.reduce,
-        ("reduce_scatter", "pairwise"): pairwise.reduce_scatter,
-        ("reduce_scatter", "circulant"): circulant.reduce_scatter,
-        ("reduce_scatter", "ring"): ring.reduce_scatter,
-        ("allgather", "direct"): direct.allgather,
-        ("allgather", "circulant"): circulant.allgather,
-        ("allgather", "ring"): ring.allgather,
-        ("broadcast", "linear"): direct.broadcast,
-        ("broadcast", "knomial"): tree.broadcast,
-        ("broadcast", "chain"): chain.broadcast,
-        ("gather", "linear"): direct.gather,
-        ("scatter", "linear"): direct.scatter,
-        ("alltoall", "pairwise"): pairwise.alltoall,
-        ("barrier", "dissemination"): circulant.barrier,
-        ("monitored_barrier", "linear"): direct.barrier,
-        ("scan", "fold"): scan.scan_fold,
-        ("scan", "chain"): scan.scan_chain,
-        ("exscan", "fold"): scan.exscan_fold,
-        ("exscan", "chain"): scan.exscan_chain,
+        ("allreduce", "exchange"): Algorithm(direct.exchange, load.everybody_folds),
+        ("allreduce", "oneround"): Algorithm(direct.allreduce, load.everybody_folds),
+        ("allreduce", "bruck"): Algorithm(circulant.bruck, load.bruck),
+        ("allreduce", "circulant"): Algorithm(circulant.allreduce, load.circulant_allreduce),
+        ("allreduce", "ring"): Algorithm(ring.allreduce, load.ring_allreduce),
+        ("allreduce", "pairwise"): Algorithm(pairwise.allreduce, load.pairwise_allreduce),
+        ("reduce", "linear"): Algorithm(direct.reduce, load.fan_in),
+        ("reduce", "binomial"): Algorithm(tree.reduce, load.binomial),
+        ("reduce", "chain"): Algorithm(chain.reduce, load.line(lambda _: 1)),
+        ("reduce", "pairwise"): Algorithm(pairwise.reduce, load.pairwise_reduce),
+        ("reduce_scatter", "pairwise"): Algorithm(pairwise.reduce_scatter, load.shares(load.once, reduced=True)),
+        ("reduce_scatter", "circulant"): Algorithm(
+            circulant.reduce_scatter, load.shares(load.log2, reduced=True, all_copied=True)
+        ),
+        ("reduce_scatter", "ring"): Algorithm(ring.reduce_scatter, load.shares(load.around, reduced=True)),
+        ("allgather", "direct"): Algorithm(direct.allgather, load.shares(load.once, own_copied=True)),
+        ("allgather", "circulant"): Algorithm(
+            circulant.allgather, load.shares(load.log2, all_copied=True, own_copied=True)
+        ),
+        ("allgather", "ring"): Algorithm(ring.allgather, load.shares(load.around, own_copied=True)),
+        ("broadcast", "linear"): Algorithm(direct.broadcast, load.linear_broadcast),
+        ("broadcast", "knomial"): Algorithm(tree.broadcast, load.knomial),
+        ("broadcast", "chain"): Algorithm(chain.broadcast, load.line(lambda _: 0)),
+        ("gather", "linear"): Algorithm(direct.gather, load.gather),
+        ("scatter", "linear"): Algorithm(direct.scatter, load.scatter),
+        ("alltoall", "pairwise"): Algorithm(pairwise.alltoall, load.shares(load.once, own_copied=True)),
+        ("barrier", "dissemination"): Algorithm(circulant.barrier, load.dissemination),
+        ("monitored_barrier", "linear"): Algorithm(direct.barrier, load.report),
+        ("scan", "fold"): Algorithm(scan.scan_fold, load.scan_fold),
+        ("scan", "chain"): Algorithm(scan.scan_chain, load.line(lambda _: 1)),
+        ("exscan", "fold"): Algorithm(scan.exscan_fold, load.exscan_fold),
+        ("exscan", "chain"): Algorithm(scan.exscan_chain, load.line(lambda world_size: 2 if world_size > 2 else 0)),
     }
 )
 
@@ -254,10 +274,20 @@ def build(
     spec = spec_of(kind)
     if (kind, algorithm) in two_level.ALGORITHMS:
         return two_level.build(kind, algorithm, rank, hosts, *sizes, root=root)
-    generate = ALGORITHMS.get((kind, algorithm))
-    if generate is None:
-        known = ", ".join(name for of_kind, name in ALGORITHMS if of_kind == kind)
-        raise ValueError(f"algorithm={algorithm!r} is not known for kind={kind!r}; use one of {known}")
+    schedule = find(kind, algorithm).schedule
     if spec.rooted:
-        return generate(rank, world_size, root, *sizes)
-    return generate(rank, world_size, *sizes)
+        return schedule(rank, world_size, root, *sizes)
+    return schedule(rank, world_size, *sizes)
+
+
+def find(kind: str, algorithm: str) -> Algorithm:
+    """Return what there is to know of an algorithm without levels.
+
+    Raises:
+        ValueError: if `kind` is unknown or has no such algorithm.
+    """
+    found = ALGORITHMS.get((kind, algorithm))
+    if found is None:
+        known = ", ".join(name for of_kind, name in ALGORITHMS if of_kind == spec_of(kind).kind)
+        raise ValueError(f"algorithm={algorithm!r} is not known for kind={kind!r}; use one of {known}")
+    return found

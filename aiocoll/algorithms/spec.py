@@ -45,15 +45,9 @@ class Ranks(Enum):
 
     def include(self, rank: int, root: int | None) -> bool:
         """Whether `rank` is one of them."""
-        match self:
-            case Ranks.ALL:
-                return True
-            case Ranks.ROOT:
-                return rank == root
-            case Ranks.NOT_ROOT:
-                return rank != root
-            case Ranks.NOT_FIRST:
-                return rank != 0
+        if self is Ranks.NOT_FIRST:
+            return rank != 0
+        return self is Ranks.ALL or (rank == root) is (self is Ranks.ROOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,15 +162,8 @@ def spec_of(kind: str) -> Spec:
 
 
 def _numbers(part: Part | None, size: int) -> tuple[int, ...]:
-    match part:
-        case None:
-            return ()
-        case Part.TENSOR:
-            return (0,)
-        case Part.BLOCK:
-            return (size,)
-        case Part.BLOCKS:
-            return tuple(range(size))
+    first, stop = {None: (0, 0), Part.TENSOR: (0, 1), Part.BLOCK: (size, size + 1), Part.BLOCKS: (0, size)}[part]
+    return tuple(range(first, stop))
 
 
 SPECS: Mapping[str, Spec] = MappingProxyType(

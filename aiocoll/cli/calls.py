@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +14,7 @@ from aiocoll.elements.ops import ReduceOp
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.work import Work
 
-__all__ = ["call_of", "calls_of", "combine_of"]
+__all__ = ["call_of", "combine_of"]
 
 
 def call_of(pg: ProcessGroup, load: Workload) -> Callable[[], Work[Any]]:
@@ -39,18 +39,6 @@ def call_of(pg: ProcessGroup, load: Workload) -> Callable[[], Work[Any]]:
         "alltoall": lambda: pg.alltoall_base(target, source),
     }
     return calls[load.case.kind]
-
-
-def calls_of(starts: Sequence[Callable[[], Awaitable[object]]]) -> Callable[[], Awaitable[object]]:
-    """Return a function that starts all calls, then awaits all of them."""
-    if len(starts) == 1:
-        return starts[0]
-
-    async def calls() -> None:
-        for work in [start() for start in starts]:
-            await work
-
-    return calls
 
 
 def combine_of(pg: ProcessGroup) -> Combine:

@@ -77,7 +77,7 @@ async def _meet(pg: ProcessGroup) -> list[tuple[int, str, str]]:
 
 def _transport_of(pg: ProcessGroup, peer: int) -> tuple[str, str]:
     """Return what carries data between this rank and `peer`, and why it is that."""
-    endpoint = pg._member.endpoint
+    endpoint = pg._comm.endpoint
     assert isinstance(endpoint.context.transport, StreamTransport)
     carrier, trouble = endpoint.context.transport.carrier(peer)
     cards = endpoint.cards[pg.rank()], endpoint.cards[peer]

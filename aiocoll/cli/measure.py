@@ -66,8 +66,8 @@ class Figures(NamedTuple):
 
     @classmethod
     def of(cls, case: Case, world_size: int, nanoseconds: Sequence[int]) -> Figures:
-        """Return them for the iterations of a case; with several calls in flight, the time is one call's share."""
-        return cls.at(case, world_size, *np.percentile(nanoseconds, (50, 95, 99)) / 1e9 / case.inflight)
+        """Return them for the iterations of a case."""
+        return cls.at(case, world_size, *np.percentile(nanoseconds, (50, 95, 99)) / 1e9)
 
     @classmethod
     def at(cls, case: Case, world_size: int, p50: float, p95: float, p99: float) -> Figures:
@@ -76,11 +76,11 @@ class Figures(NamedTuple):
         return cls(float(p50), float(p95), float(p99), float(algbw), float(algbw * bus_factor(case.kind, world_size)))
 
 
-async def measure(workloads: Sequence[Workload], times: Times, combine: Combine, effort: Effort) -> Timing:
+async def measure(load: Workload, times: Times, combine: Combine, effort: Effort) -> Timing:
     """Time one case; every rank calls this at the same place with the same `effort`.
 
     Args:
-        workloads: the arrays of the calls of one iteration.
+        load: the arrays of one iteration.
         times: runs iterations.
         combine: brings together what the ranks have found.
         effort: when it is enough.
@@ -88,19 +88,17 @@ async def measure(workloads: Sequence[Workload], times: Times, combine: Combine,
     Returns:
         The same on all ranks.
     """
-    wrong = await _checked(workloads, times)
+    wrong = await _checked(load, times)
     taken: list[int] = []
-    cpu, calls, most = 0.0, 0, min(each.rounds for each in workloads) - 1
+    cpu, calls, most = 0.0, 0, load.rounds - 1
     rounds = 1
     warm = False
     while not warm or not _enough(taken, effort):
-        for each in workloads:
-            await _prepared(each, each.steady)
+        await _prepared(load, load.steady)
         start = process_time()
         own = await times(rounds + 1)
         cpu += process_time() - start if warm else 0.0
-        for each in workloads:
-            wrong += await _prepared(each, partial(each.wrong_after, rounds + 1))
+        wrong += await _prepared(load, partial(load.wrong_after, rounds + 1))
         slowest = np.array(own, np.float64)
         await combine(slowest, "max")
         if warm:
@@ -108,7 +106,7 @@ async def measure(workloads: Sequence[Workload], times: Times, combine: Combine,
             calls += rounds + 1
         warm = True
         rounds = _next(taken, median(slowest[-rounds:]), effort, most)
-    wrong += await _checked(workloads, times)
+    wrong += await _checked(load, times)
     totals = np.array([cpu / calls, wrong], np.float64)
     await combine(totals, "sum")
     return Timing(taken, float(totals[0]), int(totals[1]))
@@ -128,11 +126,10 @@ def times_of(call: Callable[[], Awaitable[object]]) -> Times:
     return times
 
 
-async def _checked(workloads: Sequence[Workload], times: Times) -> int:
-    for each in workloads:
-        await _prepared(each, each.fresh)
+async def _checked(load: Workload, times: Times) -> int:
+    await _prepared(load, load.fresh)
     await times(1)
-    return sum([await _prepared(each, each.wrong) for each in workloads])
+    return await _prepared(load, load.wrong)
 
 
 async def _prepared(load: Workload, work: Callable[[], T]) -> T:

@@ -26,7 +26,7 @@ from aiocoll.errors import AiocollError
 from aiocoll.options import job_key, read_key_file
 from aiocoll.runtime import Runtime, running_loop
 from aiocoll.store import StoreServer
-from aiocoll.store.listening import find_address, way_in
+from aiocoll.store.listening import find_address, local_address
 
 __all__ = ["add_parser"]
 
@@ -97,7 +97,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             except AiocollError as error:
                 print(f"aiocoll run: {error}", file=sys.stderr)
                 return 1
-            host = way_in(host)
+            host = local_address(host)
             stack.callback(server.close)
         first = job.node_rank * job.nproc
         environments = {first + local: environ | _variables(job, local, host, port) for local in range(job.nproc)}

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from aiocoll.cli.calls import call_of, calls_of, combine_of
+from aiocoll.cli.calls import call_of, combine_of
 from aiocoll.cli.measure import Effort, Figures, Timing, measure, times_of
 from aiocoll.cli.workload import Case, Workload
 from aiocoll.group.process_group import ProcessGroup
@@ -36,9 +36,8 @@ async def sweep(pg: ProcessGroup, cases: Sequence[Case], effort: Effort) -> list
     for number, case in enumerate(cases, 1):
         if rank == 0 and sys.stderr.isatty():
             print(f"{CLEAR}{number} of {len(cases)}: {case.nbytes} B", end="", file=sys.stderr, flush=True)
-        loads = [Workload(case, rank, world_size) for _ in range(case.inflight)]
-        call = calls_of([call_of(pg, load) for load in loads])
-        found.append(await measure(loads, times_of(call), combine_of(pg), effort))
+        load = Workload(case, rank, world_size)
+        found.append(await measure(load, times_of(call_of(pg, load)), combine_of(pg), effort))
         if rank == 0:
             if sys.stderr.isatty():
                 print(CLEAR, end="", file=sys.stderr, flush=True)

@@ -56,11 +56,10 @@ def bus_factor(kind: str, world_size: int) -> float:
 
 
 class Case(NamedTuple):
-    """What is measured: `inflight` calls of a collective at a time, each of `nbytes` bytes."""
+    """What is measured: a call of a collective, of `nbytes` bytes."""
 
     kind: str
     nbytes: int
-    inflight: int = 1
     dtype: str = "float32"
     op: str = "sum"
 
@@ -90,7 +89,7 @@ class Workload:
     """The arrays of one rank for one call.
 
     Args:
-        case: what is called; its `inflight` is the caller's affair.
+        case: what is called.
         rank: this rank.
         world_size: number of ranks.
 

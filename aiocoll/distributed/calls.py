@@ -12,10 +12,9 @@ from typing import Any
 from aiocoll.distributed.map_result import changed
 from aiocoll.distributed.ranks import rank_of
 from aiocoll.distributed.world import Group, absent, member_of
-from aiocoll.elements.buffers import view
 from aiocoll.elements.ops import ReduceOp
-from aiocoll.group.launch import Timeout
-from aiocoll.group.point_to_point import all_of
+from aiocoll.group.dispatch.dispatcher import Timeout
+from aiocoll.group.messages import all_of
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.work import Work
 
@@ -130,16 +129,9 @@ def all_gather_coalesced(
             raise ValueError(
                 f"output_tensor_lists[{rank}] must be a list of {count} tensors, as many as go in: {given}"
             )
-    ready = []
-    for index, tensor in enumerate(input_tensor_list):
-        source = view(tensor, name=f"input_tensor_list[{index}]", writable=False)
-        outputs = [each[index] for each in lists]
-        blocks = pg._blocks(outputs, "outputs", source, f"input_tensor_list[{index}]")
-        pg._same_count(blocks[pg.rank()], source, f"outputs[{pg.rank()}]", f"input_tensor_list[{index}]")
-        pg._check_spared(blocks, source)
-        ready.append((outputs, blocks, source))
-    works = [pg._gathering(outputs, blocks, source, None, None) for outputs, blocks, source in ready]
-    whole = pg._together("ALLGATHER_COALESCED", works)
+    outputs = [[each[index] for each in lists] for index in range(count)]
+    works = pg._collectives.allgather_all(outputs, input_tensor_list, "input_tensor_list")
+    whole = pg._messages.one_of("ALLGATHER_COALESCED", works)
     return changed(all_of(whole, works), lambda _: output_tensor_lists)
 
 

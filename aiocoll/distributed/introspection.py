@@ -43,7 +43,7 @@ class DebugLevel(IntEnum):
 def get_debug_level() -> DebugLevel:
     """Return the level of the default group, or that which the environment gives new groups."""
     pg = found()
-    options = GroupOptions.resolve(None, os.environ) if pg is None else pg._options
+    options = GroupOptions.resolve(None, os.environ) if pg is None else pg._dispatcher.options
     return DebugLevel[options.debug.upper()]
 
 
@@ -113,7 +113,7 @@ def supports_complex(reduceOp: ReduceOp) -> bool:
 def get_pg_count() -> int:
     """Return the number of open groups: the default one, and all that were split off from it."""
     pg = found()
-    return 0 if pg is None else len(pg._open_groups())
+    return 0 if pg is None else len(pg._reconfigurer.open_groups())
 
 
 def _has_nccl() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from aiocoll.distributed.map_result import changed
 from aiocoll.distributed.ranks import global_rank_of, rank_of, sender_of
 from aiocoll.distributed.world import Group, absent, inside, member_of
-from aiocoll.group.point_to_point import Recv, Send, all_of
+from aiocoll.group.messages import Recv, Send, all_of
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.work import Work
 
@@ -135,4 +135,4 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> Requests:
         else Recv(each.tensor, each.group_peer, each.tag)
         for each in p2p_op_list
     ]
-    return Requests(pg._started(operations, None))
+    return Requests(pg._messages.start_all(operations, None))

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from aiocoll.distributed.introspection import get_backend
 from aiocoll.distributed.map_result import changed
 from aiocoll.distributed.world import Group, GroupMember, default_group, found, inside, replace
-from aiocoll.group.launch import Timeout
+from aiocoll.group.dispatch.dispatcher import Timeout
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.numerals import parse_int
 from aiocoll.options import seconds
@@ -227,7 +227,7 @@ async def shrink_group(
     if old.rank() in excluded:
         raise RuntimeError(f"ranks_to_exclude names rank {old.rank()}, which is calling: only the others call it")
     if shrink_flags == SHRINK_DEFAULT:
-        await old._settle()
+        await old._lifetime.settle()
     new = await old.shrink(excluded)
     was_default = found() is old
     await old.shutdown()
@@ -254,15 +254,14 @@ def _split_locally(pg: ProcessGroup, ranks: Sequence[int], timeout: Timeout) -> 
 
     `ProcessGroup.split_group` is called by all ranks of a group, and would take such a call for one of them.
     """
-    pg._check()
+    pg._dispatcher.check()
     limit = pg.timeout if timeout is None else seconds(timeout, "timeout")
     members = tuple(pg.global_ranks[rank] for rank in ranks)
     counts = _local.setdefault(pg, Counter())
     number = counts[members]
-    digest = pg._endpoint.hash62(f"{pg._member.id}\0local\0{members}\0{number}")
-    group = pg._origin.derive(digest & 0xFFFFFFFF, f"{pg.group_name}/{digest:x}", members, limit, pg._options)
+    digest = pg._comm.endpoint.hash62(f"{pg._comm.id}\0local\0{members}\0{number}")
+    group = pg._reconfigurer.derive(digest & 0xFFFFFFFF, members, f"{pg.group_name}/{digest:x}", limit)
     counts[members] += 1
-    pg._adopt(group)
     return _done(pg, group)
 
 
@@ -308,6 +307,6 @@ def _described(pg: Any, desc: str | None, outside: Any) -> Any:
 
 
 def _done(pg: ProcessGroup, result: Any) -> Work[Any]:
-    work: Work[Any] = Work(pg._endpoint, "SPLIT_GROUP", None, None, pg, 3)
+    work: Work[Any] = Work(pg._comm.endpoint, "SPLIT_GROUP", None, None, pg, 3)
     work._finish(result)
     return work

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from aiocoll.group.launch import Timeout
+from aiocoll.group.dispatch.dispatcher import Timeout
 from aiocoll.group.process_group import ProcessGroup, _current
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.new_group import new_group as meet
@@ -135,7 +135,7 @@ def inside(group: Group) -> ProcessGroup:
 def absent(op: str, result: Any = None) -> Work[Any]:
     """Return the work of a call by a rank that is not in the group: done, with `result`."""
     pg = default_group()
-    work: Work[Any] = Work(pg._endpoint, op, None, None, pg, 3)
+    work: Work[Any] = Work(pg._comm.endpoint, op, None, None, pg, 3)
     work._finish(result)
     return work
 

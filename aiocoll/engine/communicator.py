@@ -20,9 +20,10 @@ from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.engine.job.ids import hash62
 from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.matching.matching import Matching
-from aiocoll.engine.operations.base import KEYED, P2P, Operation
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.differences import called, mismatch
 from aiocoll.engine.operations.operation_log import ENDED, ERROR, HISTORY, OperationLog, Record
+from aiocoll.engine.operations.signature import KEYED, P2P
 from aiocoll.engine.split_history import Split
 from aiocoll.errors import (
     CollectiveTimeoutError,
@@ -115,6 +116,10 @@ class Communicator:
         self.matching = Matching(self)
         self.mismatches = MismatchReports(self)
         self.stalls = StallInspector(self, self.recorder, self.mismatches, endpoint.runtime, endpoint.failure_detector)
+        self.runtime = endpoint.runtime
+        self.scratch = endpoint.scratch
+        self.polling = endpoint.polling
+        self.registered_memory = endpoint.registered_memory
         self.stamp = endpoint.runtime.stamp
         self._collectives = self.recorder.collectives
         self._messages = self.recorder.messages
@@ -123,6 +128,10 @@ class Communicator:
         # Keyed operations and parts that have ended, and the call each was; of ordered ones the number tells.
         self._ended: dict[int, int] = {}
         self._counts: dict[str, int] = {}
+
+    def split_off(self, parent: Communicator, split: Split) -> None:
+        """Remember where this group has come from."""
+        self.lineage = (*parent.lineage, split)
 
     # -- entering
 
@@ -193,6 +202,10 @@ class Communicator:
                 if len(self._ended) >= HISTORY:
                     del self._ended[next(iter(self._ended))]
                 self._ended[identity] = operation.entry[0]
+
+    def forget(self, op: int) -> None:
+        """Let the id of an operation that has ended be another one's."""
+        self._ended.pop(op, None)
 
     def record(self, op: int) -> Record | None:
         """Return what is remembered of a collective: of a part of one, the whole."""
@@ -364,9 +377,9 @@ class Communicator:
             )
         )
 
-    def broke(self, operation: Operation, error: Exception) -> None:
-        """The function of a custom op has raised `error`."""
-        self.revoke(raised(self.name, self.rank, operation.work, error))
+    def broke(self, operation: Operation, error: BaseException, what: str = "") -> None:
+        """What this rank has to calculate for `operation` has raised `error`."""
+        self.revoke(raised(self.name, self.rank, operation.work, error, what))
 
     def crashed(self, error: Exception) -> None:
         """Code of the library has raised what it should not, while it ran for this group."""
@@ -379,13 +392,18 @@ class Communicator:
         except Exception as error:
             self.crashed(error)
 
+    def divert(self, operation: Operation) -> None:
+        """The memory of `operation` is the caller's again."""
+        for channel in self.channels:
+            channel.drop(operation)
+
     def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
         """Make an `attempt` in the next turn of the loop."""
-        self.endpoint.runtime.call_soon(self.attempt, callback, *args)
+        self.runtime.call_soon(self.attempt, callback, *args)
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> TimerHandle:
         """Make an `attempt` in `delay` seconds."""
-        return self.endpoint.runtime.call_later(delay, self.attempt, callback, *args)
+        return self.runtime.call_later(delay, self.attempt, callback, *args)
 
     def disagreement(self, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         """Two ranks called operations that do not belong together."""

@@ -19,7 +19,6 @@ from aiocoll.engine.failure.roster import Roster
 from aiocoll.engine.groups import Group, Groups
 from aiocoll.engine.job.context import Context
 from aiocoll.engine.job.ids import hash62
-from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.scratch import Scratch
 from aiocoll.engine.polling import Polling
 from aiocoll.engine.receiver import Receiver
@@ -69,6 +68,7 @@ class Endpoint:
         self.watch = Deadlines(runtime, self.groups, detector.needed)
         parts = Parts(context, roster, self.direct, control.flood, detector.look, self.groups)
         self.agreements = Agreements(parts, registry.named)
+        #: Memory of this rank that others read where it lies.
         self.registered_memory = transport.registered_memory
         self.scratch = Scratch()
         self._closing = False
@@ -152,11 +152,6 @@ class Endpoint:
     hash62 = staticmethod(hash62)
 
     # -- links
-
-    def divert(self, operation: Operation) -> None:
-        """The memory of `operation` is the caller's again."""
-        for channel in operation.comm.channels:
-            channel.drop(operation)
 
     def accept(self, link: Link) -> None:
         """Use a link that a peer has opened; not one of a peer that was refused."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sized
 from typing import Any, Protocol
 
 from aiocoll.engine.job.context import Context
+from aiocoll.engine.operations.group import Looker
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import Link
 from aiocoll.transport.shared_memory import SlotReader
@@ -33,17 +34,6 @@ class Group(Protocol):
 
     def crashed(self, error: Exception) -> None:
         """Code of the library has raised what it should not, while it ran for this group."""
-
-
-class Looker(Protocol):
-    """An operation that no frame tells of what its peers have put into shared memory."""
-
-    @property
-    def comm(self) -> Group:
-        """The group it is in flight in."""
-
-    def look(self) -> bool:
-        """Do what has become possible; whether anything moved."""
 
 
 class Polling:

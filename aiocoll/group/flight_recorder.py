@@ -23,14 +23,12 @@ from aiocoll.dump.words import in_words
 from aiocoll.elements.dtypes import by_name
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.control.causes import cause_of
-from aiocoll.engine.operations.base import P2P
 from aiocoll.engine.operations.operation_log import Record
-from aiocoll.group.launch import Launcher
+from aiocoll.engine.operations.signature import P2P
 from aiocoll.log import logger
-from aiocoll.options import GroupOptions
 from aiocoll.unretrieved import line_of
 
-__all__ = ["FlightRecorder", "Recorded"]
+__all__ = ["FlightRecorder"]
 
 #: Seconds a group that is closed waits for its dump to be written.
 PATIENCE = 5.0
@@ -157,25 +155,13 @@ class FlightRecorder:
             extra=member.log_extra,
         )
 
-    async def _settle(self) -> None:
+    async def settle(self) -> None:
         """The group is closed: wait for the file, and hear of no signal any more."""
         dump_signal.unlisten(self)
         if self._writer is not None and self._written is not None:
             await asyncio.wait([self._written], timeout=PATIENCE)
             if self._written.done():
                 self._writer.join()  # which it is about to do
-
-
-class Recorded(Launcher):
-    """The part of a group that has a recorder.
-
-    Attributes:
-        recorder: what this rank did last.
-    """
-
-    def __init__(self, member: Communicator, options: GroupOptions) -> None:
-        super().__init__(member, options)
-        self.recorder = FlightRecorder(member, options.dump_dir)
 
 
 def _set(future: asyncio.Future[None]) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aiocoll.codec import dumps, reading
-from aiocoll.engine.operations.base import Signature
-from aiocoll.engine.operations.incremental import Steps
+from aiocoll.engine.operations.incremental import Steps, at_once
 from aiocoll.engine.operations.object_exchange import ObjectExchange, Parcels
-from aiocoll.group.launch import Launcher, Timeout
-from aiocoll.options import seconds
+from aiocoll.engine.operations.signature import Signature
+from aiocoll.group.dispatch.call import Call
+from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.work import Work
 
 __all__ = ["Objects"]
@@ -18,92 +18,101 @@ __all__ = ["Objects"]
 Parcel = Mapping[int, memoryview]
 
 
-class Objects(Launcher):
-    """Object collectives: called by all ranks in the same order (or with the same `key`), results are new objects.
+class Objects:
+    """The object collectives of one group; what they do is said of the calls of `ProcessGroup`.
 
-    An object that cannot travel raises `SerializationError` at the call, which names its type and path. Sizes are
-    capped at 16 MiB per object. Cost: one step; each object is sent straight to its receivers.
+    Args:
+        dispatcher: starts them.
     """
 
-    def broadcast_object(
-        self, obj: Any = None, root: int = 0, *, timeout: Timeout = None, key: str | None = None
-    ) -> Work[Any]:
-        """Return `root`'s object on every rank; `obj` is ignored on the others."""
-        root = self._check_rank(root, "root")
-        if root != self._rank:
-            return self._parcels("BROADCAST_OBJECT", root, {}, {root}, lambda got: self._load(got[root]), timeout, key)
-        data = self._dump(obj)
-        outgoing = {rank: data for rank in range(self._size) if rank != root}
-        return self._parcels("BROADCAST_OBJECT", root, outgoing, set(), lambda _: _known(obj), timeout, key)
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._rank = dispatcher.rank
+        self._size = dispatcher.size
+        self._others = frozenset(dispatcher.comm.others)
+        self._allow_pickle = dispatcher.options.allow_pickle
 
-    def allgather_object(self, obj: Any, *, timeout: Timeout = None, key: str | None = None) -> Work[list[Any]]:
-        """Return every rank's object, in rank order, on every rank."""
-        data = self._dump(obj)
-        others = set(range(self._size)) - {self._rank}
-        outgoing = dict.fromkeys(sorted(others), data)
-        return self._parcels("ALLGATHER_OBJECT", None, outgoing, others, lambda got: self._list(got, obj), timeout, key)
-
-    def gather_object(
-        self, obj: Any, root: int = 0, *, timeout: Timeout = None, key: str | None = None
-    ) -> Work[list[Any] | None]:
-        """Return every rank's object, in rank order, at `root`; None elsewhere."""
-        root = self._check_rank(root, "root")
+    def broadcast(self, obj: Any, root: int, timeout: Timeout, key: str | None) -> Work[Any]:
+        """Start a broadcast of an object."""
+        root = self._dispatcher.check_rank(root, "root")
         if root != self._rank:
-            data = {root: self._dump(obj)}
-            return self._parcels("GATHER_OBJECT", root, data, set(), lambda _: _known(None), timeout, key)
-        others = set(range(self._size)) - {root}
-        return self._parcels("GATHER_OBJECT", root, {}, others, lambda got: self._list(got, obj), timeout, key)
+            return self._receive("BROADCAST_OBJECT", root, timeout, key)
+        data = self.dump(obj)
+        outgoing = dict.fromkeys(sorted(self._others), data)
+        return self._start("BROADCAST_OBJECT", root, Parcels(outgoing, (), lambda _: _known(obj)), obj, timeout, key)
 
-    def scatter_object(
-        self, objs: Sequence[Any] | None, root: int = 0, *, timeout: Timeout = None, key: str | None = None
-    ) -> Work[Any]:
-        """Return the r-th of `root`'s objects on rank r; `objs` is ignored on the others."""
-        root = self._check_rank(root, "root")
+    def allgather(self, obj: Any, timeout: Timeout, key: str | None) -> Work[list[Any]]:
+        """Start an allgather of objects."""
+        outgoing = dict.fromkeys(sorted(self._others), self.dump(obj))
+        parcels = Parcels(outgoing, self._others, lambda got: self._list(got, obj))
+        return self._start("ALLGATHER_OBJECT", None, parcels, obj, timeout, key)
+
+    def gather(self, obj: Any, root: int, timeout: Timeout, key: str | None) -> Work[list[Any] | None]:
+        """Start a gather of objects."""
+        root = self._dispatcher.check_rank(root, "root")
         if root != self._rank:
-            return self._parcels("SCATTER_OBJECT", root, {}, {root}, lambda got: self._load(got[root]), timeout, key)
-        self._check_one_per_rank(objs, "objs", "object")
+            parcels = Parcels({root: self.dump(obj)}, (), lambda _: _known(None))
+        else:
+            parcels = Parcels({}, self._others, lambda got: self._list(got, obj))
+        return self._start("GATHER_OBJECT", root, parcels, obj, timeout, key)
+
+    def scatter(self, objs: Sequence[Any] | None, root: int, timeout: Timeout, key: str | None) -> Work[Any]:
+        """Start a scatter of objects."""
+        root = self._dispatcher.check_rank(root, "root")
+        if root != self._rank:
+            return self._receive("SCATTER_OBJECT", root, timeout, key)
+        if (wrong := self._dispatcher.miscounted(objs, "objs", "object")) is not None:
+            return self._refuse(wrong, "SCATTER_OBJECT", root, timeout, key)
         assert objs is not None
-        outgoing = {rank: self._dump(each) for rank, each in enumerate(objs) if rank != root}
-        return self._parcels("SCATTER_OBJECT", root, outgoing, set(), lambda _: _known(objs[root]), timeout, key)
+        outgoing = {rank: self.dump(each) for rank, each in enumerate(objs) if rank != root}
+        parcels = Parcels(outgoing, (), lambda _: _known(objs[root]))
+        return self._start("SCATTER_OBJECT", root, parcels, None, timeout, key)
 
-    def alltoall_object(
-        self, objs: Sequence[Any], *, timeout: Timeout = None, key: str | None = None
-    ) -> Work[list[Any]]:
-        """Send the r-th object to rank r; return what every rank sent here, in rank order."""
-        self._check_one_per_rank(objs, "objs", "object")
-        outgoing = {rank: self._dump(each) for rank, each in enumerate(objs) if rank != self._rank}
+    def alltoall(self, objs: Sequence[Any], timeout: Timeout, key: str | None) -> Work[list[Any]]:
+        """Start an alltoall of objects."""
+        if (wrong := self._dispatcher.miscounted(objs, "objs", "object")) is not None:
+            return self._refuse(wrong, "ALLTOALL_OBJECT", None, timeout, key)
+        outgoing = {rank: self.dump(each) for rank, each in enumerate(objs) if rank != self._rank}
         mine = objs[self._rank]
-        others = set(outgoing)
-        return self._parcels("ALLTOALL_OBJECT", None, outgoing, others, lambda got: self._list(got, mine), timeout, key)
+        parcels = Parcels(outgoing, self._others, lambda got: self._list(got, mine))
+        return self._start("ALLTOALL_OBJECT", None, parcels, mine, timeout, key)
 
-    def _parcels(
-        self,
-        op: str,
-        root: int | None,
-        outgoing: Mapping[int, bytes],
-        sources: set[int],
-        unpack: Callable[[Parcel], Steps],
-        timeout: Timeout,
-        key: str | None,
+    def dump(self, obj: Any) -> bytes:
+        """Write an object, as the options allow."""
+        return dumps(obj, allow_pickle=self._allow_pickle)
+
+    def load(self, data: memoryview) -> Steps:
+        """Read an object, as the options allow."""
+        return reading(data, allow_pickle=self._allow_pickle)
+
+    def _receive(self, op: str, root: int, timeout: Timeout, key: str | None) -> Work[Any]:
+        return self._start(op, root, Parcels({}, (root,), lambda got: self.load(got[root])), None, timeout, key)
+
+    def _start(
+        self, op: str, root: int | None, parcels: Parcels, mine: Any, timeout: Timeout, key: str | None
     ) -> Work[Any]:
-        limit = self._member.timeout if timeout is None else seconds(timeout, "timeout")
+        """Start a call; where there are no other ranks, all of them give `mine` back, if they were sent nothing."""
+        comm = self._dispatcher.comm
         terms = Signature(op, "object", (), root, None)
 
         def make(identity: int, work: Work[Any]) -> ObjectExchange:
-            return ObjectExchange(self._member, identity, terms, Parcels(outgoing, sources, unpack), work)
+            return ObjectExchange(comm, identity, terms, parcels, work)
 
-        return self._begin(op, make, limit, terms, key, nbytes=sum(map(len, outgoing.values())))
+        def alone() -> Any:
+            own, sent = self.dump(mine), parcels.outgoing
+            return at_once(parcels.unpack({rank: memoryview(sent.get(rank, own)) for rank in range(self._size)}))
 
-    def _dump(self, obj: Any) -> bytes:
-        return dumps(obj, allow_pickle=self._options.allow_pickle)
+        nbytes = sum(map(len, parcels.outgoing.values()))
+        limit = self._dispatcher.limit(timeout)
+        return self._dispatcher.begin(Call(op, make, limit, terms, key, nbytes=nbytes, alone=alone))
 
-    def _load(self, data: memoryview) -> Steps:
-        return reading(data, allow_pickle=self._options.allow_pickle)
+    def _refuse(self, wrong: ValueError, op: str, root: int | None, timeout: Timeout, key: str | None) -> Work[Any]:
+        return self._dispatcher.refuse(wrong, Signature(op, "object", (), root, None), (), timeout, key)
 
     def _list(self, got: Parcel, mine: Any) -> Steps:
         found: list[Any] = []
         for rank in range(self._size):
-            found.append(mine if rank == self._rank else (yield from self._load(got[rank])))
+            found.append(mine if rank == self._rank else (yield from self.load(got[rank])))
             yield
         return found
 

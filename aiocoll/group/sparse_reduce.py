@@ -28,12 +28,13 @@ from aiocoll.elements.entries import Entries, gathered, merged, pack, scattered,
 from aiocoll.elements.ops import ReduceOp, kernel
 from aiocoll.elements.sparse import SparseArray, sparse_array
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.operations.base import Operation, Signature
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.engine.operations.stepped import Stepped
-from aiocoll.group.launch import Launcher, Timeout
-from aiocoll.group.planning import Planner
-from aiocoll.options import seconds
+from aiocoll.group.dispatch.call import Call
+from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
+from aiocoll.group.dispatch.planner import Planner
 from aiocoll.work import Work
 
 __all__ = ["allreduce_sparse", "dense_pays"]
@@ -50,26 +51,26 @@ SWEEP = 0.2e-9
 _UINT8, _INT64 = by_name("uint8"), by_name("int64")
 
 
-def allreduce_sparse(group: Launcher, tensor: Any, op: ReduceOp, timeout: Timeout, key: str | None) -> Work[Any]:
-    """Start the sum of a sparse array; for the arguments, see `aiocoll.group.collectives.Collectives.allreduce`."""
+def allreduce_sparse(dispatcher: Dispatcher, tensor: Any, op: ReduceOp, timeout: Timeout, key: str | None) -> Work[Any]:
+    """Start the sum of a sparse array; for the arguments, see `ProcessGroup.allreduce`."""
     array = sparse_array(tensor)
-    kernel(op, array.dtype, group._size)
+    kernel(op, array.dtype, dispatcher.size)
     if op != ReduceOp.SUM:
         remedy = "divide the sum by the number of ranks" if op == ReduceOp.AVG else "make the arrays dense"
         raise ValueError(f"op={op!r} of sparse arrays is not carried out, only SUM is: {remedy}")
-    limit = group._member.timeout if timeout is None else seconds(timeout, "timeout")
+    limit = dispatcher.limit(timeout)
     entries = array.read() if array.effort <= INLINE else None
     dims = f"SUM over {array.sparse_dim} sparse and {len(array.shape) - array.sparse_dim} dense dimensions"
     terms = Signature("ALLREDUCE_SPARSE", array.dtype.name, array.shape, None, dims)
 
-    plan = group._counting_plan(terms)
+    plan = dispatcher.planner.counting_plan(terms)
 
     def make(identity: int, work: Work[Any]) -> Operation:
-        return _Sum(group._member, identity, plan, _Given(array, entries, group), work)
+        return _Sum(dispatcher.comm, identity, plan, _Given(array, entries, dispatcher.planner), work)
 
     # What all others are sent, if they are few: each entry with its place.
-    nbytes = array.effort * (array.dtype.itemsize + _INT64.itemsize // max(array.width, 1)) * (group._size - 1)
-    return group._begin(terms.op, make, limit, terms, key, array.shape, tensor, None, nbytes)
+    nbytes = array.effort * (array.dtype.itemsize + _INT64.itemsize // max(array.width, 1)) * (dispatcher.size - 1)
+    return dispatcher.begin(Call(terms.op, make, limit, terms, key, array.shape, tensor, None, nbytes))
 
 
 class _Given(NamedTuple):
@@ -83,11 +84,24 @@ class _Given(NamedTuple):
 class _Sum(Stepped):
     """One call on one rank."""
 
-    __slots__ = ("_array", "_bits", "_blocks", "_dense", "_finish", "_given", "_packed", "_planner", "_read", "_sizes")
+    __slots__ = (
+        "_array",
+        "_bits",
+        "_blocks",
+        "_dense",
+        "_finish",
+        "_given",
+        "_machine",
+        "_packed",
+        "_planner",
+        "_read",
+        "_sizes",
+    )
 
     def __init__(self, comm: Communicator, identity: int, plan: Plan, given: _Given, work: Work[Any]) -> None:
         super().__init__(comm, identity, plan, work)
         self._array, self._given, self._planner = given
+        self._machine = comm.tuning.machine
 
     def _is_long(self) -> bool:
         return self._given is None
@@ -101,7 +115,7 @@ class _Sum(Stepped):
         array, total = self._array, int(self.counts.sum())
         entry = self._read.places.itemsize + array.width * array.dtype.itemsize
         row = array.width * array.dtype.itemsize
-        if dense_pays(total, entry, array.size, row, len(self.counts), self.comm.tuning.machine):
+        if dense_pays(total, entry, array.size, row, len(self.counts), self._machine):
             self._work_on("scatter", array.size * array.width, self._scatter, self._add_dense)
             return
         self._sizes = (self.counts * entry).tolist()
@@ -118,7 +132,7 @@ class _Sum(Stepped):
 
     def _gather(self) -> None:
         # Hardly any call has the same counts as another: the plan is not worth keeping.
-        plan = self._planner._compiled("allgather", _UINT8, (tuple(self._sizes),), None, None, None)
+        plan = self._planner.compiled("allgather", _UINT8, (tuple(self._sizes),), None, None, None)
         self._carry_out("gather", plan, [*self._blocks, self._packed], self._merge_all)
 
     def _merge_all(self) -> None:
@@ -136,11 +150,11 @@ class _Sum(Stepped):
         self._dense, self._bits = scattered(self._read, self._array.size)
 
     def _add_dense(self) -> None:
-        plan = self._planner._plan("allreduce", self._array.dtype, (len(self._dense),), op=ReduceOp.SUM)
+        plan = self._planner.plan("allreduce", self._array.dtype, (len(self._dense),), op=ReduceOp.SUM)
         self._carry_out("add", plan, [self._dense], self._mark_dense)
 
     def _mark_dense(self) -> None:
-        plan = self._planner._plan("allreduce", _UINT8, (len(self._bits),), op=ReduceOp.BOR)
+        plan = self._planner.plan("allreduce", _UINT8, (len(self._bits),), op=ReduceOp.BOR)
         self._carry_out("mark", plan, [self._bits], self._take_dense)
 
     def _take_dense(self) -> None:

@@ -12,37 +12,38 @@ from numpy.typing import NDArray
 from aiocoll.elements.buffers import Buffer, view
 from aiocoll.elements.dtypes import array_dtype
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.operations.base import Operation, Signature
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.engine.operations.stepped import Stepped
 from aiocoll.engine.operations.unsized_gather import Gathered, Given
-from aiocoll.group.launch import Launcher, Timeout
-from aiocoll.group.planning import Planner
-from aiocoll.options import seconds
+from aiocoll.group.dispatch.call import Call
+from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
+from aiocoll.group.dispatch.planner import Planner
 from aiocoll.work import Work
 
 __all__ = ["allgather_unsized", "gather_unsized"]
 
 
-def allgather_unsized(group: Launcher, source: Buffer, timeout: Timeout, key: str | None) -> Work[list[Any]]:
+def allgather_unsized(dispatcher: Dispatcher, source: Buffer, timeout: Timeout, key: str | None) -> Work[list[Any]]:
     """Start an allgather in which no rank gives outputs: first all learn how long they have to be."""
-    limit = group._member.timeout if timeout is None else seconds(timeout, "timeout")
+    limit = dispatcher.limit(timeout)
     terms = Signature("ALLGATHER_ALLOCATED", source.dtype.name, (), None, None)
     dtype = array_dtype(source.dtype)
-    plan = group._counting_plan(terms)
+    plan = dispatcher.planner.counting_plan(terms)
 
     def make(identity: int, work: Work[Any]) -> Operation:
-        return _Allgather(group._member, identity, plan, _Given(source, dtype, group), work)
+        return _Allgather(dispatcher.comm, identity, plan, _Given(source, dtype, dispatcher.planner), work)
 
-    nbytes = source.nbytes * (group._size - 1)
-    return group._begin(terms.op, make, limit, terms, key, source.shape, nbytes=nbytes, arrays=[source.array])
+    nbytes = source.nbytes * (dispatcher.size - 1)
+    return dispatcher.begin(Call(terms.op, make, limit, terms, key, source.shape, nbytes=nbytes, arrays=[source.array]))
 
 
 def gather_unsized(
-    group: Launcher, source: Buffer, root: int, timeout: Timeout, key: str | None
+    dispatcher: Dispatcher, source: Buffer, root: int, timeout: Timeout, key: str | None
 ) -> Work[list[Any] | None]:
     """Start the root's part of a gather; the other ranks do what they always do."""
-    limit = group._member.timeout if timeout is None else seconds(timeout, "timeout")
+    limit = dispatcher.limit(timeout)
     terms = Signature("GATHER", source.dtype.name, (), root, None)
     dtype = array_dtype(source.dtype)
 
@@ -50,9 +51,9 @@ def gather_unsized(
         return [part.view(dtype).reshape(_shape(source, part.size)) for part in parts]
 
     def make(identity: int, work: Work[Any]) -> Operation:
-        return Gathered(group._member, identity, terms, Given(source.array, pack), work)
+        return Gathered(dispatcher.comm, identity, terms, Given(source.array, pack), work)
 
-    return group._begin(terms.op, make, limit, terms, key, source.shape)
+    return dispatcher.begin(Call(terms.op, make, limit, terms, key, source.shape))
 
 
 class _Given(NamedTuple):
@@ -79,7 +80,7 @@ class _Allgather(Stepped):
         counts = self.counts.tolist()
         self._outputs = [np.empty(_shape(source, count), dtype) for count in counts]
         arrays = [view(output).array for output in self._outputs]
-        plan = planner._plan("allgather", source.dtype, (tuple(counts),))
+        plan = planner.plan("allgather", source.dtype, (tuple(counts),))
         self._carry_out("gather", plan, [*arrays, source.array], lambda: self.succeed(self._outputs))
 
 

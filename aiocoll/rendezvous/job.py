@@ -15,6 +15,7 @@ from aiocoll.algorithms.machine import Medium, Tuning
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, StoreError, StoreUnavailableError
+from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.log import logger
 from aiocoll.meeting.cards import CALLED_OFF, CardCache, beside, call_off, cores, raise_if_called_off
@@ -58,6 +59,9 @@ class Job:
         timeout: seconds the ranks have to meet.
     """
 
+    #: The other ranks are there.
+    dry = False
+
     def __init__(
         self,
         identity: tuple[Any, ...],
@@ -93,53 +97,43 @@ class Job:
         self._made = 0
         self._names: dict[str, int] = {}
 
-    async def group(self, name: str | None, timeout: float, options: GroupOptions) -> ProcessGroup:
+    async def group(self, spec: GroupSpec) -> ProcessGroup:
         """Make a group of all ranks; the first one opens the home."""
         self._members += 1
         try:
             async with self._opening:
                 if self.endpoint is None:
                     self.endpoint = await self._open()
-            return self._join(self.endpoint, name, timeout, options)
+            return self._join(self.endpoint, spec)
         except BaseException:
             await self.release()
             raise
 
-    def _join(self, endpoint: Endpoint, name: str | None, timeout: float, options: GroupOptions) -> ProcessGroup:
+    def _join(self, endpoint: Endpoint, spec: GroupSpec) -> ProcessGroup:
         self._made += 1
-        name = f"world:{self._made - 1}" if name is None else name
+        name = f"world:{self._made - 1}" if spec.name is None else spec.name
         if any(group.name == name for group in endpoint.groups.values()):
             raise ValueError(f"name={name!r} is the name of an open group; give every group its own")
         # A name may come back after its group was closed: frames of the old one must not reach the new one.
         again = self._names[name] = self._names.get(name, -1) + 1
         identity = endpoint.hash62(f"{name}\0{again}") & 0xFFFFFFFF
-        return self._form(endpoint, identity, name, range(self.world_size), timeout, options)
+        return self._form(endpoint, identity, range(self.world_size), spec._replace(name=name))
 
-    def _form(
-        self,
-        endpoint: Endpoint,
-        identity: int,
-        name: str,
-        ranks: Sequence[int],
-        timeout: float,
-        options: GroupOptions,
-    ) -> ProcessGroup:
+    def _form(self, endpoint: Endpoint, identity: int, ranks: Sequence[int], spec: GroupSpec) -> ProcessGroup:
         cards = [endpoint.cards[rank] for rank in ranks]
         together = self._hub is None and len({card["host"] for card in cards}) == 1
         piece_nbytes = min(card["piece"] for card in cards) if together else 0
-        member = Communicator(endpoint, identity, name, ranks, piece_nbytes, timeout, options.warn_after, self._tuning)
-        endpoint.add(member)
-        kind = ProcessGroup
-        if options.debug == "detail":
-            from aiocoll.group.detail import DetailedGroup as kind  # few programs need it
-        return kind(member, options, f"{len(ranks)} ranks", self)
+        assert spec.name is not None
+        comm = Communicator(
+            endpoint, identity, spec.name, ranks, piece_nbytes, spec.timeout, spec.options.warn_after, self._tuning
+        )
+        endpoint.add(comm)
+        return ProcessGroup(comm, spec, self)
 
-    def derive(
-        self, identity: int, name: str, ranks: Sequence[int], timeout: float, options: GroupOptions
-    ) -> ProcessGroup:
+    def derive(self, identity: int, ranks: Sequence[int], spec: GroupSpec) -> ProcessGroup:
         """Make a group of some of the ranks, which have agreed on it."""
         assert self.endpoint is not None
-        group = self._form(self.endpoint, identity, name, ranks, timeout, options)
+        group = self._form(self.endpoint, identity, ranks, spec)
         self._members += 1
         return group
 
@@ -164,7 +158,7 @@ class Job:
         return await invite(self._place.store, n, size, name, timeout)
 
     async def meet_anew(
-        self, seat: Assignment, limit: float, timeout: float, options: GroupOptions, store: Store | None = None
+        self, seat: Assignment, limit: float, spec: GroupSpec, store: Store | None = None
     ) -> ProcessGroup:
         """Meet newcomers in a world of its own, in which nothing of an older one is heard."""
         place = self._place if store is None else StoreHandle(store, lambda: store, False)
@@ -178,7 +172,7 @@ class Job:
             self._key,
             limit,
         )
-        return await home.group(seat.name, timeout, options)
+        return await home.group(spec)
 
     async def call_off(self, seat: Assignment, reason: str, store: Store | None = None) -> None:
         """Tell newcomers that have a seat beside this one why nobody will meet them; a store that is gone cannot."""

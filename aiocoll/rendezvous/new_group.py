@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 
 from aiocoll.backends import Backend, BackendConfig, factory_of, refuse_device, sole_backend
 from aiocoll.errors import GroupError, RendezvousError
+from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.process_group import ProcessGroup
-from aiocoll.group.recovery import ADOPTED
+from aiocoll.group.reconfigurer import ADOPTED
 from aiocoll.meeting.growth import take_seat
 from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.numerals import parse_int
@@ -122,9 +123,7 @@ class new_group:
             home = shared[identity] = self._home(identity, options)
         elif home.world_size != where.world_size:
             raise ValueError(f"world_size={where.world_size}, but the groups of this job have {home.world_size} ranks")
-        group: ProcessGroup = await home.group(self._name, self._timeout, options)
-        group._devices = self._devices
-        return group
+        return await home.group(GroupSpec(self._name, self._timeout, options, self._devices))
 
     async def _join_group(self, options: GroupOptions) -> ProcessGroup:
         place, timeout = self._place(options), self._timeout
@@ -134,7 +133,7 @@ class new_group:
             identity = (id(place), seat.prefix, seat.rank)
             key = _key(options, self._where.job)
             home = Job(identity, place, seat.prefix, seat.rank, seat.world_size, options, key, timeout)
-            group: ProcessGroup = await home.group(seat.name, timeout, options)
+            group = await home.group(GroupSpec(seat.name, timeout, options))
             try:
                 await group.broadcast_object(None, 0, key=ADOPTED)
             except BaseException as error:
@@ -170,11 +169,10 @@ class new_group:
         return group
 
     def _make_fake(self, options: GroupOptions) -> ProcessGroup:
-        from aiocoll.rendezvous.fake import World  # few programs have a dry run
+        from aiocoll.rendezvous.dry_run import World  # few programs have one
 
-        group = World(self._where.rank, self._where.world_size, options).group(self._name, self._timeout)
-        group._devices = self._devices
-        return group
+        spec = GroupSpec(self._name, self._timeout, options, self._devices)
+        return World(self._where.rank, self._where.world_size, options).group(spec)
 
 
 def _key(options: GroupOptions, job: str) -> bytes | None:

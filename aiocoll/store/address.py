@@ -20,9 +20,9 @@ __all__ = ["StoreEndpoint", "check_peer", "describe", "is_unix", "listen", "lite
 _UNIX = "unix:"
 #: Connections the kernel keeps for us until we accept them: all ranks of a large job at once.
 _BACKLOG = 1024
-#: Seconds for which a connection outlives an outage, as long as with the pauses that Linux makes by itself: those who
-#: wait at a store have limits of their own.
-_PATIENCE = 900.0
+#: Seconds of an outage after which a connection is given up, about as by the default pauses of Linux: waits at a store
+#: have limits of their own.
+_MAX_OUTAGE = 900.0
 
 
 class StoreEndpoint(NamedTuple):
@@ -40,7 +40,7 @@ class StoreEndpoint(NamedTuple):
         sock = socket.socket(self.family, socket.SOCK_STREAM)
         sock.setblocking(False)
         if not isinstance(self.sockaddr, str):
-            retry_soon(sock, _PATIENCE)
+            retry_soon(sock, _MAX_OUTAGE)
         return sock
 
 

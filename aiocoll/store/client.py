@@ -110,7 +110,7 @@ class ClientLink(FrameProtocol):
             hung_up = ConnectionResetError(
                 "something listens there but hangs up: no aiocoll store, or one that is ending"
             )
-            self.ready.set_result(self.stranger() or hung_up)
+            self.ready.set_result(self.foreign_answer() or hung_up)
         for request in self._requests.values():
             request.answer.cancel()
         self._requests.clear()
@@ -122,7 +122,7 @@ class ClientLink(FrameProtocol):
         if not self.ready.done():
             self.ready.set_result(exc)
 
-    def stranger(self) -> AuthenticationError | None:
+    def foreign_answer(self) -> AuthenticationError | None:
         """Return an error if the other end has begun the handshake with something that no store says."""
         said = self.received_so_far()
         if self._challenged or may_be_ours(said):
@@ -277,7 +277,7 @@ async def _attempt(link: ClientLink, endpoint: StoreEndpoint, timeout: float) ->
         link.transport.abort()
         if isinstance(exc, TimeoutError):
             silent = TimeoutError("something listens there but is silent: no aiocoll store, or a stopped one")
-            raise link.stranger() or silent from None
+            raise link.foreign_answer() or silent from None
         raise
     return link
 

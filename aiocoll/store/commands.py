@@ -30,7 +30,7 @@ MAX_KEY_BYTES: Final = 1024
 MAX_VALUE_BYTES: Final = 8 << 20
 #: Keys and queued items together.
 MAX_ENTRIES: Final = 1 << 16
-#: Bytes of all values together, so that a broken rank cannot eat the memory of the store's host.
+#: Bytes of all values together, so that a broken rank cannot use up the memory of the store's host.
 MAX_TOTAL_BYTES: Final = 256 << 20
 #: Counters are 64-bit, as msgpack's integers are.
 MAX_INTEGER: Final = (1 << 63) - 1

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from aiocoll.errors import StoreError
 from aiocoll.store.commands import MAX_ENTRIES, MAX_TOTAL_BYTES, keys_of
-from aiocoll.store.values import added, appended, matches
+from aiocoll.store.values import UPDATES, Update
 
 __all__ = ["StoreCore", "Waiter"]
 
@@ -42,13 +43,9 @@ class StoreCore:
         self._queued = 0
         self._nbytes = 0
         self._handlers: dict[str, Callable[..., Any]] = {
-            "set": self._set,
-            "add": self._add,
-            "compare_set": self._compare_set,
+            **{command: partial(self._update, update) for command, update in UPDATES.items()},
             "check": self._check,
-            "delete_key": self._delete_key,
             "num_keys": self._num_keys,
-            "append": self._append,
             "multi_set": self._multi_set,
             "list_keys": self._list_keys,
             "queue_push": self._queue_push,
@@ -124,40 +121,25 @@ class StoreCore:
         self._nbytes += nbytes
         self.changes += 1
 
-    def _set(self, key: str, value: bytes) -> None:
-        self._store({key: value})
+    def _update(self, update: Callable[..., Update], key: str, *arguments: Any) -> Any:
+        old = self._values.get(key)
+        changes, new, result = update(key, old, *arguments)
+        if changes and new is not None:
+            self._store({key: new})
+        elif changes and old is not None:
+            del self._values[key]
+            self._reserve(-1, -len(old))
+        return result
 
     def _multi_set(self, keys: list[str], values: list[bytes]) -> None:
         if keys:
             self._store(dict(zip(keys, values, strict=True)))
 
-    def _add(self, key: str, amount: int) -> int:
-        total = added(key, self._values.get(key), amount)
-        self._store({key: b"%d" % total})
-        return total
-
-    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        value = self._values.get(key)
-        if matches(value, expected):
-            self._store({key: desired})
-            return desired
-        return expected if value is None else value
-
     def _check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
 
-    def _delete_key(self, key: str) -> bool:
-        value = self._values.pop(key, None)
-        if value is None:
-            return False
-        self._reserve(-1, -len(value))
-        return True
-
     def _num_keys(self, prefix: str) -> int:
         return sum(key.startswith(prefix) for key in self._values) if prefix else len(self._values)
-
-    def _append(self, key: str, value: bytes) -> None:
-        self._store({key: appended(key, self._values.get(key), value)})
 
     def _list_keys(self, prefix: str) -> list[str]:
         return [key for key in self._values if key.startswith(prefix)]

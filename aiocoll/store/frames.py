@@ -2,7 +2,7 @@
 
     frame    length u32 (big endian, 1 to 16 MiB), then one msgpack value
     request  [id, command, arguments]; "cancel" ends the wait of the same id, which is then answered with MISSING
-    reply    [id, Outcome, payload]: the result; a text; or, for a cancelled wait, the missing keys
+    reply    [id, ReplyStatus, payload]: the result; a text; or, for a cancelled wait, the missing keys
 
 Requests carry an id, so a wait does not hold up the requests behind it.
 """

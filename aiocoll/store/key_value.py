@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from types import MappingProxyType
 from typing import Any, Final
 
 import msgpack
@@ -17,15 +16,12 @@ from aiocoll.runtime import Runtime, running_loop
 from aiocoll.store.base import Store, timed_out
 from aiocoll.store.commands import MAX_VALUE_BYTES, keys_of
 from aiocoll.store.polling import Poll
-from aiocoll.store.values import added, appended, matches
+from aiocoll.store.values import UPDATES, Update
 
 __all__ = ["KeyValueStore"]
 
 #: Begins the name of the entry that holds a queue; no key may begin so.
 _QUEUE: Final = "aiocoll:queue:"
-
-#: What a command makes of the value of one entry, and what it returns. None is an entry that is absent.
-_Update = tuple[bytes | None, Any]
 
 
 class KeyValueStore(Store):
@@ -86,9 +82,10 @@ class KeyValueStore(Store):
 
     async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
         _refuse_reserved(arguments)
-        update = _UPDATES.get(command)
-        if update is not None:
-            return await self._update(command, update, *arguments)
+        if command in UPDATES:
+            return await self._update(arguments[0], UPDATES[command], *arguments)
+        if command == "queue_push":
+            return await self._update_queue(_queue_push, *arguments)
         if command == "check":
             for key in arguments[0]:
                 if await self.read(key) is None:
@@ -125,12 +122,14 @@ class KeyValueStore(Store):
                 )
         return values
 
-    async def _update(self, command: str, update: Callable[..., _Update], key: str, *arguments: Any) -> Any:
-        name = _QUEUE + key if command.startswith("queue_") else key
+    async def _update_queue(self, update: Callable[..., Update], key: str, *arguments: Any) -> Any:
+        return await self._update(_QUEUE + key, update, key, *arguments)
+
+    async def _update(self, name: str, update: Callable[..., Update], key: str, *arguments: Any) -> Any:
         while True:
             old = await self.read(name)
-            new, result = update(key, old, *arguments)
-            if new == old or await self.compare_and_swap(name, old, new):
+            changes, new, result = update(key, old, *arguments)
+            if not changes or await self.compare_and_swap(name, old, new):
                 return result
 
     async def _collect(self, keys: list[str], poll: Poll, timeout: float) -> list[bytes]:
@@ -150,7 +149,7 @@ class KeyValueStore(Store):
 
     async def _take(self, key: str) -> bytes | None:
         """Remove the first item of a queue, if there is one; what a cancelled caller does not get is put back."""
-        taking = asyncio.ensure_future(self._update("queue_take", _queue_take, key))
+        taking = asyncio.ensure_future(self._update_queue(_queue_take, key))
         try:
             await asyncio.wait([taking])
         except asyncio.CancelledError:
@@ -166,7 +165,7 @@ class KeyValueStore(Store):
         with suppress(StoreError):  # nothing was taken; or the store is gone, and all of the queue with it
             item = await taking
             if item is not None:
-                await self._update("queue_return", _queue_return, key, item)
+                await self._update_queue(_queue_return, key, item)
 
 
 def _refuse_reserved(arguments: tuple[Any, ...]) -> None:
@@ -175,47 +174,24 @@ def _refuse_reserved(arguments: tuple[Any, ...]) -> None:
             raise ValueError(f"key {key!r} begins with {_QUEUE!r}, which is for queues: choose another name")
 
 
-def _set(key: str, old: bytes | None, value: bytes) -> _Update:
-    return value, None
-
-
-def _add(key: str, old: bytes | None, amount: int) -> _Update:
-    total = added(key, old, amount)
-    return b"%d" % total, total
-
-
-def _append(key: str, old: bytes | None, more: bytes) -> _Update:
-    return appended(key, old, more), None
-
-
-def _compare_set(key: str, old: bytes | None, expected: bytes, desired: bytes) -> _Update:
-    if matches(old, expected):
-        return desired, desired
-    return old, expected if old is None else old
-
-
-def _delete_key(key: str, old: bytes | None) -> _Update:
-    return None, old is not None
-
-
-def _queue_push(key: str, old: bytes | None, item: bytes) -> _Update:
+def _queue_push(key: str, old: bytes | None, item: bytes) -> Update:
     queue = _pack([*_unpack(old), item])
     if len(queue) > MAX_VALUE_BYTES:
         raise StoreError(
             f"queue {key!r} would hold {len(queue)} bytes, the limit is {MAX_VALUE_BYTES}: pop items first"
         )
-    return queue, None
+    return True, queue, None
 
 
-def _queue_take(key: str, old: bytes | None) -> _Update:
+def _queue_take(key: str, old: bytes | None) -> Update:
     if old is None:
-        return None, None
+        return False, None, None
     first, *others = _unpack(old)
-    return _pack(others) if others else None, first
+    return True, _pack(others) if others else None, first
 
 
-def _queue_return(key: str, old: bytes | None, item: bytes) -> _Update:
-    return _pack([item, *_unpack(old)]), None
+def _queue_return(key: str, old: bytes | None, item: bytes) -> Update:
+    return True, _pack([item, *_unpack(old)]), None
 
 
 def _pack(items: list[bytes]) -> bytes:
@@ -226,15 +202,3 @@ def _pack(items: list[bytes]) -> bytes:
 def _unpack(queue: bytes | None) -> list[bytes]:
     items: list[bytes] = [] if queue is None else msgpack.unpackb(queue)
     return items
-
-
-_UPDATES: Final[Mapping[str, Callable[..., _Update]]] = MappingProxyType(
-    {
-        "set": _set,
-        "add": _add,
-        "append": _append,
-        "compare_set": _compare_set,
-        "delete_key": _delete_key,
-        "queue_push": _queue_push,
-    }
-)

@@ -11,10 +11,10 @@ from aiocoll.runtime import Runtime
 from aiocoll.security.keys import is_loopback
 from aiocoll.store.address import StoreEndpoint, is_unix, literal, resolve
 
-__all__ = ["find_address", "way_in"]
+__all__ = ["find_address", "local_address"]
 
 #: Seconds between two questions for a name that nobody knows yet: name servers remember that they did not know one.
-_ASK_AGAIN = 0.5
+_RETRY = 0.5
 #: All addresses; those of IPv6 are all of IPv4, too.
 _ANY = ("::", "0.0.0.0")
 
@@ -48,7 +48,7 @@ async def find_address(
     if is_unix(host):
         return host, None
     if bind == "any":
-        return _everywhere(), None
+        return _wildcard(), None
     named = literal(host, 0) is None
     found = await _look_up(host, runtime, timeout, trouble)
     own = [endpoint.sockaddr[0] for endpoint in found if _is_own(endpoint)]
@@ -66,14 +66,14 @@ async def find_address(
     if bind is not None:
         return bind, None
     if key is not None:
-        return _everywhere(), None
+        return _wildcard(), None
     return own[0], (
         f"the store listens on {own[0]} only, since {host!r} means that here (in /etc/hosts?), so ranks on other hosts "
         "cannot reach it: give its real address, and a job key"
     )
 
 
-def way_in(host: str) -> str:
+def local_address(host: str) -> str:
     """Return where this process itself finds a store that listens on `host`."""
     return "127.0.0.1" if host in _ANY else host
 
@@ -92,10 +92,10 @@ async def _look_up(host: str, runtime: Runtime, timeout: float, trouble: Callabl
                     "an address of this machine, where rank 0 hosts the store"
                 ) from error
         trouble(f"the store cannot listen on {why} as yet")
-        await runtime.sleep(min(_ASK_AGAIN, left))
+        await runtime.sleep(min(_RETRY, left))
 
 
-def _everywhere() -> str:
+def _wildcard() -> str:
     return next(host for host in _ANY if (endpoint := literal(host, 0)) is not None and _is_own(endpoint))
 
 

@@ -158,7 +158,7 @@ class LogFile:
         self.position += len(data)
 
     def _read(self, apply: Callable[[list[Any]], None], stop: int) -> bool:
-        status = self._ask(os.fstat)
+        status = self._system_call(os.fstat)
         if status.st_nlink == 0:
             raise StoreUnavailableError(f"{self.path} was removed while the store was in use")
         if status.st_size < self.position:
@@ -168,12 +168,12 @@ class LogFile:
         data, start = b"", 0
         while status.st_size - self.position >= PREFIX_SIZE:
             if len(data) - start < PREFIX_SIZE:
-                data, start = self._ask(os.pread, _READ_SIZE, self.position), 0
+                data, start = self._system_call(os.pread, _READ_SIZE, self.position), 0
             if len(data) < PREFIX_SIZE:
                 return False
             nbytes = PREFIX_SIZE + parse_prefix(data, start, self._chain)
             if len(data) - start < nbytes:
-                data, start = self._ask(os.pread, max(nbytes, _READ_SIZE), self.position), 0
+                data, start = self._system_call(os.pread, max(nbytes, _READ_SIZE), self.position), 0
             payload = data[start + PREFIX_SIZE : start + nbytes]
             if len(payload) < nbytes - PREFIX_SIZE:
                 return False
@@ -187,7 +187,7 @@ class LogFile:
 
     def _read_header(self) -> bool:
         """Say whether the header is there; one cut short is a torn tail too."""
-        header = self._ask(os.pread, len(self._header), 0)
+        header = self._system_call(os.pread, len(self._header), 0)
         if header == self._header:
             self.position, self._chain = len(header), zlib.crc32(header)
             return True
@@ -203,7 +203,7 @@ class LogFile:
             f"{self.path} is not {kind} (it begins with {header[:16]!r}): give the store a path of its own"
         )
 
-    def _ask(self, call: Callable[..., _T], *args: int) -> _T:
+    def _system_call(self, call: Callable[..., _T], *args: int) -> _T:
         try:
             return call(self._fd, *args)
         except OSError as exc:

@@ -1,4 +1,4 @@
-"""What a server may answer to each request; a client checks it before anybody sees it."""
+"""What a server may answer to each request; a client checks it before use."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from enum import IntEnum
 from typing import Any, Final
 
 from aiocoll.errors import ProtocolError
+from aiocoll.store.commands import WAITS
 
 __all__ = ["ReplyStatus", "check_reply"]
 
@@ -59,7 +60,7 @@ def _value(payload: Any) -> bool:
 
 
 _OUTCOMES = frozenset(map(int, ReplyStatus))
-_WAITS = frozenset({"get", "multi_get", "wait", "queue_pop", "join"})
+_WAITS = frozenset({*WAITS, "join"})
 _RESULTS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "set": _nothing,
     "add": _integer,

@@ -124,7 +124,7 @@ class StoreServer:
         self._sessions.add(session)
 
     def session_proven(self, session: Session) -> None:
-        """Free its place among the pending ones."""
+        """Stop counting it among the unproven ones."""
         self._unproven.release(session)
 
     def session_closed(self, session: Session, reason: Exception | None) -> None:
@@ -193,7 +193,7 @@ class StoreServer:
                 await self.runtime.sleep(_ACCEPT_PAUSE)
                 continue
             try:
-                await self._welcome(connection)
+                await self._start_session(connection)
             except (AuthenticationError, OSError) as exc:
                 logger.debug("store on %s turned a connection away: %s", describe(self.host, self.port), exc)
                 connection.close()
@@ -221,7 +221,7 @@ class StoreServer:
         finally:
             self._loop.remove_reader(sock)
 
-    async def _welcome(self, connection: socket.socket) -> None:
+    async def _start_session(self, connection: socket.socket) -> None:
         check_peer(connection)
         if connection.family != getattr(socket, "AF_UNIX", None):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

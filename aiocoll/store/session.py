@@ -17,7 +17,8 @@ __all__ = ["Session", "SessionOwner"]
 
 #: Waits of one connection at a time.
 _MAX_WAITS = 1024
-#: Bytes of answers kept for a client that does not read them; beyond, it is cut off. It stops being read long before.
+#: Bytes of answers kept for a client that does not read them; with more it is disconnected. Its requests are no longer
+#: read long before.
 _MAX_UNSENT = 4 * MAX_FRAME
 
 
@@ -31,10 +32,10 @@ class SessionOwner(Protocol):
         """Count a connection that has yet to prove itself."""
 
     def session_proven(self, session: Session) -> None:
-        """Learn that it has."""
+        """Stop counting it: it has proven that it has the key."""
 
     def session_closed(self, session: Session, reason: Exception | None) -> None:
-        """Forget it."""
+        """Forget a connection that has ended, and why."""
 
     def joined(self) -> StoreCore:
         """Count a client that opens its store; return the keys "1", "2", ... of those that have."""

@@ -13,7 +13,7 @@ from aiocoll.security.handshake import ConnKind, Identity, job_id
 from aiocoll.store.address import describe, is_unix
 from aiocoll.store.base import Store
 from aiocoll.store.client import ClientLink, connect
-from aiocoll.store.listening import find_address, way_in
+from aiocoll.store.listening import find_address, local_address
 from aiocoll.store.server import StoreServer
 
 __all__ = ["TCPStore"]
@@ -75,12 +75,12 @@ class TCPStore(Store):
         self._opening = asyncio.Lock()
         self._closed = False
         self._trouble: str | None = None
-        self._drawback: str | None = None
+        self._local_only: str | None = None
 
     @property
     def trouble(self) -> str | None:
         """Why the latest attempt to connect failed, or others may fail to; None once one has succeeded."""
-        return self._trouble if self._link is None else self._drawback
+        return self._trouble if self._link is None else self._local_only
 
     @property
     def reached(self) -> str:
@@ -147,7 +147,7 @@ class TCPStore(Store):
                 identity=self._identity,
                 runtime=runtime,
                 timeout=max(0.0, deadline - runtime.time()),
-                trouble=self._note,
+                trouble=self._set_trouble,
             )
             if self._wait_for_workers and self._world_size is not None:
                 await link.join(self._world_size, max(0.0, deadline - runtime.time()))
@@ -160,23 +160,23 @@ class TCPStore(Store):
             raise
         return link
 
-    def _note(self, trouble: str) -> None:
+    def _set_trouble(self, trouble: str) -> None:
         self._trouble = trouble
 
     async def _serve(self, runtime: Runtime) -> str:
         """Start the server; return where this process finds it."""
-        host, self._drawback = await find_address(
+        host, self._local_only = await find_address(
             self.host,
             self._bind,
             key=self._key,
             runtime=runtime,
             timeout=self.timeout,
-            trouble=self._note,
+            trouble=self._set_trouble,
         )
         server = StoreServer(host, self.port, key=self._key, job=self._job, world_size=self._world_size)
         _, self.port = server.start()
         self._server = server
-        return way_in(host)
+        return local_address(host)
 
     def _check_open(self) -> None:
         if self._closed:

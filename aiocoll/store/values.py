@@ -1,33 +1,53 @@
-"""What commands make of the value under a key; None is an absent key."""
+"""What commands make of the value of one key, the same in every store."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
 
 from aiocoll.errors import StoreError
 from aiocoll.store.commands import MAX_INTEGER, MAX_VALUE_BYTES
 
-__all__ = ["added", "appended", "matches"]
+__all__ = ["UPDATES", "Update"]
+
+#: Whether something is stored or removed, the value afterwards (None: an absent key), and what the command returns.
+Update = tuple[bool, bytes | None, Any]
 
 
-def added(key: str, value: bytes | None, amount: int) -> int:
-    """Return the sum of a decimal number and `amount`; raises `StoreError` if it is none, or does not fit."""
-    number = b"0" if value is None else value
+def _set(key: str, old: bytes | None, value: bytes) -> Update:
+    return True, value, None
+
+
+def _add(key: str, old: bytes | None, amount: int) -> Update:
+    number = b"0" if old is None else old
     try:
         total = int(number) + amount
     except ValueError:
         raise StoreError(f"add: key {key!r} holds {number[:40]!r}, which is no decimal number") from None
     if abs(total) > MAX_INTEGER:
         raise StoreError(f"add: the sum under key {key!r} does not fit 64 bits")
-    return total
+    return True, b"%d" % total, total
 
 
-def appended(key: str, value: bytes | None, more: bytes) -> bytes:
-    """Return `value` with `more` behind it; raises `StoreError` if that is over the limit."""
-    whole = (value or b"") + more
+def _append(key: str, old: bytes | None, more: bytes) -> Update:
+    whole = (old or b"") + more
     if len(whole) > MAX_VALUE_BYTES:
         raise StoreError(f"append: key {key!r} would hold {len(whole)} bytes, the limit is {MAX_VALUE_BYTES}")
-    return whole
+    return True, whole, None
 
 
-def matches(value: bytes | None, expected: bytes) -> bool:
-    """Whether `compare_set` stores: an absent key matches an empty `expected`."""
-    return value == expected or (value is None and not expected)
+def _compare_set(key: str, old: bytes | None, expected: bytes, desired: bytes) -> Update:
+    if old == expected or (old is None and not expected):
+        return True, desired, desired
+    return False, old, expected if old is None else old
+
+
+def _delete_key(key: str, old: bytes | None) -> Update:
+    return old is not None, None, old is not None
+
+
+#: Called with the key, the value that is there, and the other arguments of the command; raises `StoreError`.
+UPDATES: Final[Mapping[str, Callable[..., Update]]] = MappingProxyType(
+    {"set": _set, "add": _add, "append": _append, "compare_set": _compare_set, "delete_key": _delete_key}
+)

@@ -12,14 +12,14 @@ from aiocoll.algorithms.spec import SPECS, Spec, spec_of
 from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.cli.workload import Case as Benchmark
 from aiocoll.cli.workload import Workload, bus_factor
-from aiocoll.engine.operations.base import Signature
 from aiocoll.engine.operations.comparison import SHAPED
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.gpu.api import NcclCommunicator
 from aiocoll.group.cuda.native import PACKED, Native, carry_out, way_of
-from aiocoll.group.fuse import Fuser
-from aiocoll.group.planning import Planner
+from aiocoll.group.dispatch.planner import Planner
+from aiocoll.group.interceptors.fuse import Fuser
 
 from .cases import BARRIERS, PER_RANK, REDUCING, ROOTED, Case, possible
 
@@ -172,9 +172,9 @@ READERS: dict[str, Callable[[], object]] = {
     "the table": lambda: spec_of("rotate"),
     "choosing": lambda: choose("rotate", 4, 2),
     "building": lambda: build("rotate", "ring", 0, 2, 4),
-    "planning": lambda: Planner(MEMBER)._plan("rotate", None, (4,)),
-    "fusing one": lambda: Fuser(MEMBER)._layout((unknown(),)),
-    "fusing several": lambda: Fuser(MEMBER)._layout((unknown(), unknown())),
+    "planning": lambda: Planner(MEMBER, dry=False).plan("rotate", None, (4,)),
+    "fusing one": lambda: Fuser(MEMBER, Planner(MEMBER, dry=False)).layout((unknown(),)),
+    "fusing several": lambda: Fuser(MEMBER, Planner(MEMBER, dry=False)).layout((unknown(), unknown())),
     "the way on a device": lambda: way_of(unknown(), [], 0, False),
     "a device": lambda: carry_out([Native(unknown(), [], PACKED)], TOOLS),
     "a benchmark's sizes": lambda: Benchmark("rotate", 4).count(2),

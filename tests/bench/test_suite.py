@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
-from aiocoll.cli.measure import Effort, Timing
-from aiocoll.cli.workload import Case
+from aiocoll import ProcessGroup
+from aiocoll.cli.calls import call_of, combine_of
+from aiocoll.cli.measure import Effort, Timing, measure, times_of
+from aiocoll.testing import run_ranks
+from bench.inflight import Case, Workloads, calls_of
 
 FOLDER = Path(__file__).parents[2] / "bench"
 NAMES = (
@@ -152,11 +155,29 @@ def test_a_launch_measures_all_cases(bench: Any) -> None:
     assert [(len(timing.nanoseconds), timing.wrong) for timing in done.timings.values()] == [(3, 0)] * 4
 
 
+async def test_many_in_flight() -> None:
+    async def measured(pg: ProcessGroup) -> Timing:
+        loads = Workloads(Case("allreduce", 4096, inflight=64), pg.rank(), pg.size())
+        call = calls_of([call_of(pg, load) for load in loads.all])
+        return await measure(loads, times_of(call), combine_of(pg), Effort(0, 3, 3))
+
+    for timing in await run_ranks(2, measured):
+        assert (len(timing.nanoseconds), timing.wrong) == (3, 0)
+
+
+def test_what_is_wrong_in_any_of_many_in_flight_is_found() -> None:
+    loads = Workloads(Case("allreduce", 4096, inflight=3), 0, 2)
+    loads.fresh()
+    assert loads.wrong() == 3 * loads.all[0].wrong() > 0
+    loads.steady()
+    assert loads.wrong_after(1) == 3 * loads.all[2].wrong_after(1) > 0
+
+
 def test_a_launch_that_fails_says_why_and_keeps_what_it_has(bench: Any) -> None:
     cases = [SMALL, Case("allsum", 64)]
     done = bench.launch.launch(bench.systems.ours("tcp"), None, 2, cases, Effort(0, 3, 3), 60)
     assert list(done.timings) == [SMALL]
-    assert "KeyError: 'allsum'" in done.failure
+    assert "ValueError: kind='allsum' is not a collective; use one of allreduce, reduce," in done.failure
 
 
 def test_a_launch_that_hangs_is_ended(bench: Any, tmp_path: Path) -> None:

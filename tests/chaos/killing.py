@@ -115,7 +115,7 @@ async def rank(number: int, scenario: dict[str, Any], port: int, say: Callable[[
 async def linked(pg: ProcessGroup) -> None:
     """Return when this rank has a control link: to the next hub, if the victim was the hub."""
     async with asyncio.timeout(LIMIT / 6):
-        while not pg._member.endpoint.control.links:  # noqa: ASYNC110
+        while not pg._comm.endpoint.control.links:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 

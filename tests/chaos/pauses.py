@@ -83,7 +83,7 @@ async def sums(pg: ProcessGroup, operations: int) -> int:
 async def soak(pg: ProcessGroup, operations: int) -> Any:
     """Check that many sums; return how many it were, over what, and whether there were pauses."""
     done = await sums(pg, operations)
-    carriers = {channel.link.carrier for channel in pg._member.channels if channel.link is not None}
+    carriers = {channel.link.carrier for channel in pg._comm.channels if channel.link is not None}
     return done, sorted(carriers), pauses > operations // 10
 
 

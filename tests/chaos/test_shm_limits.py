@@ -19,7 +19,7 @@ async def rank(pg):
         await pg.allreduce(tensor)
         assert (tensor == 3).all()
     await pg.barrier()
-    return sorted({channel.link.carrier for channel in pg._member.channels if channel.link is not None})
+    return sorted({channel.link.carrier for channel in pg._comm.channels if channel.link is not None})
 
 async def main():
     # What the first meeting takes for good is not what is measured.

@@ -15,7 +15,7 @@ import pytest
 
 from aiocoll import ProcessGroup
 from aiocoll.algorithms.spec import spec_of
-from aiocoll.cli.calls import call_of, calls_of, combine_of
+from aiocoll.cli.calls import call_of, combine_of
 from aiocoll.cli.measure import Effort, Figures, Timing, measure, times_of
 from aiocoll.cli.workload import DTYPES, KINDS, OPS, Case, Workload, bus_factor
 from aiocoll.testing import run_ranks
@@ -28,9 +28,8 @@ FEW = Effort(seconds=0, least=3, most=3)
 async def measured(pg: ProcessGroup, cases: Sequence[Case], effort: Effort = FEW) -> list[Timing]:
     found = []
     for case in cases:
-        loads = [Workload(case, pg.rank(), pg.size()) for _ in range(case.inflight)]
-        call = calls_of([call_of(pg, load) for load in loads])
-        found.append(await measure(loads, times_of(call), combine_of(pg), effort))
+        load = Workload(case, pg.rank(), pg.size())
+        found.append(await measure(load, times_of(call_of(pg, load)), combine_of(pg), effort))
     return found
 
 
@@ -49,11 +48,6 @@ async def test_every_op_on_every_dtype_is_right(dtype: str) -> None:
     cases = [Case(kind, 5000, dtype=dtype, op=op) for kind, op in ops]
     for timings in await run_ranks(3, measured, cases):
         assert {case: timing.wrong for case, timing in zip(cases, timings, strict=True)} == dict.fromkeys(cases, 0)
-
-
-async def test_many_in_flight() -> None:
-    (timing,) = (await run_ranks(2, measured, [Case("allreduce", 4096, inflight=64)]))[0]
-    assert timing.wrong == 0
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "barrier"])
@@ -87,7 +81,7 @@ async def test_what_a_rank_finds_wrong_is_counted() -> None:
             if pg.rank() == 1:
                 x[17] = -1
 
-        return await measure([load], times_of(call), combine_of(pg), FEW)
+        return await measure(load, times_of(call), combine_of(pg), FEW)
 
     # Rank 1 after a first call, twice; and both ranks, to whom it comes, in two blocks: one is to warm up.
     assert [timing.wrong for timing in await run_ranks(2, spoilt)] == [6, 6]

@@ -34,7 +34,7 @@ def resident() -> int:
 
 def early(pg: ProcessGroup) -> int:
     """Return the bytes kept here of messages that no call has asked for."""
-    member = pg._member
+    member = pg._comm
     collectives = sum(len(payload) for frames in member._early.values() for _, _, payload in frames)
     unmade = member.endpoint.registry.early._unmade.values()
     strangers = sum(len(payload) for group in unmade for _, _, payload in group.frames)

@@ -291,6 +291,6 @@ def test_several_tasks_share_what_comes_in() -> None:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        assert pg._member.matching._listeners == {}
+        assert pg._comm.matching._listeners == {}
 
     run_virtual(size, rank, latency=(LATENCY / 10, LATENCY))

@@ -20,7 +20,7 @@ async def test_a_rank_that_does_not_answer(lives: bool, monkeypatch: pytest.Monk
     dials: list[int] = []
 
     async def rank(pg: ProcessGroup) -> Any:
-        endpoint = pg._member.endpoint
+        endpoint = pg._comm.endpoint
         if pg.rank() == 1:
             connect = endpoint.context.transport.connect
 
@@ -52,7 +52,7 @@ async def test_a_dial_ends_with_the_rank_that_dials(monkeypatch: pytest.MonkeyPa
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
-            monkeypatch.setattr(pg._member.endpoint.context.transport, "connect", unanswered)
+            monkeypatch.setattr(pg._comm.endpoint.context.transport, "connect", unanswered)
             work = pg.send(np.ones(1), 1)
             await dialling.wait()
             pg.abort("a test")

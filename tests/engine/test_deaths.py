@@ -70,7 +70,7 @@ async def test_nobody_looks_at_processes_after_the_end() -> None:
     """A rank may be about to shrink its group when its program closes that."""
 
     async def rank(pg: ProcessGroup) -> None:
-        failure_detector = pg._member.endpoint.failure_detector
+        failure_detector = pg._comm.endpoint.failure_detector
         failure_detector._pidfds[1 - pg.rank()] = PidFd(os.pidfd_open(os.getpid()))
         failure_detector.look(1 - pg.rank())
         await pg.shutdown()

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
-from aiocoll.engine.operations.base import Signature, description
 from aiocoll.engine.operations.differences import mismatch
 from aiocoll.engine.operations.manifest import ROOM, Manifest
+from aiocoll.engine.operations.signature import Signature, description
 
 from ..ranks import TRANSPORTS, run_ranks
 
@@ -107,7 +107,7 @@ async def refused(pg: ProcessGroup, most: Record, one: Record, odd: int, text: s
             (one if pg.rank() == odd else most)(pg)
         # Complete here, perhaps: what only one rank reads is no news to its sender.
         await pg.wait_revoked()
-        raise pg._member.cause  # type: ignore[misc]
+        raise pg._comm.cause  # type: ignore[misc]
     assert loop.time() - start < 1.0
     message = str(caught.value)
     assert "Collectives differ in the following: " in message

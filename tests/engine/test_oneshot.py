@@ -23,7 +23,7 @@ COUNTS = [1, 5, 6, 512, 513, 8192]
 async def link(pgs: list[ProcessGroup]) -> None:
     """Open all data links."""
     await asyncio.gather(*(pg.allreduce(np.zeros(1)) for pg in pgs))
-    await until(lambda: all(pg._member.channels[peer].shared for pg in pgs for peer in pg._member.others))
+    await until(lambda: all(pg._comm.channels[peer].shared for pg in pgs for peer in pg._comm.others))
 
 
 @asynccontextmanager
@@ -50,7 +50,7 @@ async def jobs(world_size: int, names: str = "a") -> AsyncIterator[list[list[Pro
 
 def posts(pg: ProcessGroup, peer: int) -> int:
     """Return how often this rank has used the board of its link to `peer`."""
-    shared = pg._member.channels[peer].shared
+    shared = pg._comm.channels[peer].shared
     assert shared is not None
     return sum(shared.slot_writer._posted)
 
@@ -75,12 +75,12 @@ async def check(calls: list[tuple[np.ndarray, Work[object]]], world_size: int) -
 @pytest.mark.parametrize("count", COUNTS)
 async def test_the_board_carries_what_fits(world_size: int, count: int) -> None:
     async with jobs(world_size) as (pgs,):
-        before = [posts(pg, peer) for pg in pgs for peer in pg._member.others]
+        before = [posts(pg, peer) for pg in pgs for peer in pg._comm.others]
         calls = [call(pg, count) for pg in pgs]
-        fits = count * 8 * (world_size - 1) <= pgs[0]._member.piece_nbytes
-        assert {type(operation) is OneShot for pg in pgs for operation in pg._member.pending} <= {fits}
+        fits = count * 8 * (world_size - 1) <= pgs[0]._comm.piece_nbytes
+        assert {type(operation) is OneShot for pg in pgs for operation in pg._comm.pending} <= {fits}
         await check(calls, world_size)
-        after = [posts(pg, peer) for pg in pgs for peer in pg._member.others]
+        after = [posts(pg, peer) for pg in pgs for peer in pg._comm.others]
         assert [new - old for old, new in zip(before, after, strict=True)] == [fits] * len(before)
 
 
@@ -88,7 +88,7 @@ async def test_the_board_carries_what_fits(world_size: int, count: int) -> None:
 async def test_frames_serve_until_there_is_a_link(count: int) -> None:
     async def rank(pg: ProcessGroup) -> None:
         calls = [call(pg, count) for _ in range(20)]
-        assert pg._member.channels[1 - pg.rank()].link is None
+        assert pg._comm.channels[1 - pg.rank()].link is None
         await check(calls, 2)
         assert posts(pg, 1 - pg.rank()) < len(calls)
 

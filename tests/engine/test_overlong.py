@@ -69,7 +69,7 @@ async def test_what_is_longer_than_its_message_ends_the_group(transport: str, na
         whole = np.full(times * count + 4, MARK)
         array = whole[2:-2]
         if pg.rank() == 0:
-            channel = pg._member.channels[1]
+            channel = pg._comm.channels[1]
             channel.link = Stretched(channel.link)  # type: ignore[assignment]
             await ready.wait()
             call(pg, array)

@@ -179,12 +179,12 @@ def test_a_coordinator_learns_from_a_vote_who_is_dead() -> None:
             await asyncio.sleep(60)
             return None
         if pg.rank() == 2:
-            pg._member.endpoint.roster.died(3, "its process is gone", tell=False, how="killed")
+            pg._comm.endpoint.roster.died(3, "its process is gone", tell=False, how="killed")
         await pg.wait_revoked()
         start = asyncio.get_running_loop().time()
         small = await pg.shrink()
         assert asyncio.get_running_loop().time() - start < 1
-        assert set(pg._member.endpoint.roster.dead) == {3}
+        assert set(pg._comm.endpoint.roster.dead) == {3}
         await small.shutdown()
         return small.global_ranks
 

@@ -27,7 +27,7 @@ async def fill_the_window(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         for _ in range(LINK_WINDOW // EAGER_WINDOW):
             pg.send(np.zeros(EAGER_WINDOW, "uint8"), 1, tag=9)
-        await until(lambda: pg._member.channels[1]._unasked == LINK_WINDOW)
+        await until(lambda: pg._comm.channels[1]._unasked == LINK_WINDOW)
 
 
 @pytest.mark.parametrize("nbytes", [1, EAGER_WINDOW, EAGER_WINDOW + 1, 3_000_000])
@@ -200,10 +200,10 @@ async def test_a_key_costs_its_name_and_a_count() -> None:
         names = [f"step {number}" for number in range(count)]
         for name in names:
             await pg.barrier(key=name)
-        assert len(pg._member._counts) == count
-        assert sys.getsizeof(pg._member._counts) < 100 * count
-        assert all(pg._member._counts[name] == 1 for name in names)
-        assert not pg._member.operations
-        assert not pg._member._early
+        assert len(pg._comm._counts) == count
+        assert sys.getsizeof(pg._comm._counts) < 100 * count
+        assert all(pg._comm._counts[name] == 1 for name in names)
+        assert not pg._comm.operations
+        assert not pg._comm._early
 
     await run_ranks(2, rank)

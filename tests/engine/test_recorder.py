@@ -20,14 +20,14 @@ from tests.ranks import TRANSPORTS, run_ranks
 
 
 def recorder(pg: ProcessGroup) -> OperationLog:
-    return pg._member.recorder
+    return pg._comm.recorder
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 async def test_an_entry_says_what_was_called_where_and_when_it_ended(world_size: int, transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
-        before = pg._runtime.stamp()
+        before = pg._dispatcher.runtime.stamp()
         await pg.allreduce(np.zeros((2, 3), np.float32))
         line = sys._getframe().f_lineno - 1
         await pg.broadcast(np.zeros(5), 0, key="weights")
@@ -36,7 +36,9 @@ async def test_an_entry_says_what_was_called_where_and_when_it_ended(world_size:
         assert (second.seq, second.key, second.terms.dtype) == (1, "weights", "float64")
         assert first.ended is not None
         assert second.ended is not None
-        assert before <= first.entered <= first.ended <= second.entered <= second.ended <= pg._runtime.stamp()
+        assert (
+            before <= first.entered <= first.ended <= second.entered <= second.ended <= pg._dispatcher.runtime.stamp()
+        )
         assert first.code is rank.__code__
         assert line_of(first.code, first.instruction) == line
         assert (first.error, second.error, second.peer) == (None, None, None)
@@ -91,7 +93,7 @@ def test_times_are_those_of_the_clock_of_the_group() -> None:
         await pg.barrier()
         (barrier,) = recorder(pg).snapshot()
         assert (barrier.entered, barrier.ended) == (pytest.approx(3.0 * pg.rank()), pytest.approx(3.0))
-        assert pg._runtime.wall() == pg._runtime.time()
+        assert pg._dispatcher.runtime.wall() == pg._dispatcher.runtime.time()
 
     run_virtual(2, rank)
 
@@ -109,7 +111,7 @@ def test_times_are_finer_than_those_of_a_coarse_loop() -> None:
             await pg.barrier()
         records = recorder(pg).snapshot()
         assert len({record.entered for record in records}) == len(records)
-        assert abs(records[-1].entered - pg._runtime.time()) < 1
+        assert abs(records[-1].entered - pg._dispatcher.runtime.time()) < 1
 
     with asyncio.Runner(loop_factory=Coarse) as runner:
         runner.run(run_ranks(1, rank))

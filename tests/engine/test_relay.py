@@ -12,7 +12,7 @@ import pytest
 from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
 from aiocoll.engine.failure import deadlines as watch
 from aiocoll.engine.operations.shm_ring import LAG, ShmRing, order
-from aiocoll.transport.shm.layout import LANE
+from aiocoll.transport.shm.layout import CHUNKS
 
 from ..ranks import run_ranks, until
 from .test_oneshot import call, check, fails, jobs, mine, shrunk
@@ -59,7 +59,7 @@ def test_no_rank_waits_for_ever_with_the_blocks_of_a_lane(world_size: int, piece
             going = True
             while going:
                 going = False
-                free = put[rank] - taken[(rank + 1) % world_size] < LANE
+                free = put[rank] - taken[(rank + 1) % world_size] < CHUNKS
                 if put[rank] < len(found) and found[put[rank]][2] < taken[rank] and free:
                     put[rank] += 1
                     going = moved = True
@@ -71,18 +71,18 @@ def test_no_rank_waits_for_ever_with_the_blocks_of_a_lane(world_size: int, piece
 
 def pieces_put(pg: ProcessGroup, peer: int) -> int:
     """Return how many pieces this rank has put into its lane to `peer`."""
-    shared = pg._member.channels[peer].shared
+    shared = pg._comm.channels[peer].shared
     assert shared is not None
     return shared.chunks_out._number
 
 
 def in_the_lane(pg: ProcessGroup) -> list[bool]:
-    return [operation._holds for operation in pg._member.pending if isinstance(operation, ShmRing)]
+    return [operation._holds for operation in pg._comm.pending if isinstance(operation, ShmRing)]
 
 
 def look(pg: ProcessGroup) -> None:
     """Let this rank do all that it can without the other ones."""
-    while any(operation.look() for operation in list(pg._member.pending) if isinstance(operation, ShmRing)):
+    while any(operation.look() for operation in list(pg._comm.pending) if isinstance(operation, ShmRing)):
         pass
 
 
@@ -173,10 +173,10 @@ class Gate:
 
 async def test_it_ends_with_its_last_frame_if_all_has_come() -> None:
     async with jobs(2) as ((zero, one),):
-        channel = zero._member.channels[1]
+        channel = zero._comm.channels[1]
         gate = channel.link = Gate(channel.link)  # type: ignore[assignment]
         calls = [call(zero, 2 * PIECE), call(one, 2 * PIECE)]
-        (operation,) = zero._member.pending
+        (operation,) = zero._comm.pending
         await until(lambda: not operation.awaited())
         assert not calls[0][1].done()
         gate.open = True
@@ -188,7 +188,7 @@ async def test_it_ends_with_its_last_frame_if_all_has_come() -> None:
 async def test_who_waits_has_nothing_to_do() -> None:
     async with jobs(2) as ((zero, one),):
         calls = [call(zero, 10 * PIECE)]
-        (waiting,) = zero._member.pending
+        (waiting,) = zero._comm.pending
         assert isinstance(waiting, ShmRing)
         assert waiting.look() is False
         await check([*calls, call(one, 10 * PIECE)], 2)
@@ -246,8 +246,8 @@ async def test_a_writer_that_waits_for_a_block_is_woken_once(monkeypatch: pytest
     async with jobs(2) as (pgs,):
         calls = [call(pgs[1], 6 * PIECE), call(pgs[0], 6 * PIECE)]
         look(pgs[0])
-        full = pieces_put(pgs[0], 1) == LANE
-        link = pgs[1]._member.channels[0].shared
+        full = pieces_put(pgs[0], 1) == CHUNKS
+        link = pgs[1]._comm.channels[0].shared
         assert link is not None
         put, announce = [pieces_put(pgs[1], 0)], link.announce
         monkeypatch.setattr(link, "announce", lambda: (put.append(pieces_put(pgs[1], 0)), announce()))
@@ -265,7 +265,7 @@ async def test_a_writer_that_waits_behind_a_group_that_failed_is_woken() -> None
         calls = [call(a[1], count), call(a[0], count)]
         later = call(b[0], 300_000)
         assert in_the_lane(b[0]) == [True]
-        assert pieces_put(b[0], 1) == LANE
+        assert pieces_put(b[0], 1) == CHUNKS
         a[1].abort("a test")
         for _, work in calls:
             await fails(work)

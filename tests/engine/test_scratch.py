@@ -58,6 +58,6 @@ async def test_a_second_reduction_uses_the_scratch_of_the_first(transport: str) 
             await pg.reduce(x, 0)
             if pg.rank() == 0:
                 assert (x == 3 * np.arange(count, dtype="float32") + 3).all()
-        return len(pg._member.endpoint.scratch._kept)
+        return len(pg._comm.endpoint.scratch._kept)
 
     assert sum(await run_ranks(3, rank, transport=transport)) == 1

@@ -416,7 +416,7 @@ def test_ranks_that_cannot_be_reached_are_tried_again_and_count(lost: set[int]) 
             return None
         job.cut(lost, {0, 1, 2, 3} - lost)
         for rank in lost:
-            pg._member.endpoint.roster.died(rank, "nothing has been heard of it", how="unreachable")
+            pg._comm.endpoint.roster.died(rank, "nothing has been heard of it", how="unreachable")
         start = now()
         if 0 in lost:
             with pytest.raises(
@@ -448,7 +448,7 @@ def test_a_death_is_proven_by_a_process_of_the_same_host() -> None:
         assert now() - start < 2
         small = await pg.shrink()
         assert now() - start < 2.5  # at once: nobody is tried again
-        assert [pg._member.endpoint.roster.dead[1][0]] == ["killed"]
+        assert [pg._comm.endpoint.roster.dead[1][0]] == ["killed"]
         return await works(small)
 
     assert Job(hosts).run(4, body) == [(0, 2, 3), None, (0, 2, 3), (0, 2, 3)]
@@ -543,7 +543,7 @@ def test_a_rank_dies_while_the_group_meets_newcomers() -> None:
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
-        where = {"store": pg._origin._place.store}  # type: ignore[attr-defined]
+        where = {"store": pg._reconfigurer._origin._place.store}  # type: ignore[attr-defined]
         newcomers = []
 
         def another() -> None:
@@ -552,7 +552,7 @@ def test_a_rank_dies_while_the_group_meets_newcomers() -> None:
 
         another()
         if pg.rank() == 2:
-            pg._origin.meet_anew = lambda *_: job.die(2)  # type: ignore[method-assign]
+            pg._reconfigurer._origin.meet_anew = lambda *_: job.die(2)  # type: ignore[method-assign]
         start = now()
         with pytest.raises(PeerLostError) as raised:
             await pg.grow(1)

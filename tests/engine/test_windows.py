@@ -54,7 +54,7 @@ def tap(monkeypatch: pytest.MonkeyPatch) -> Tap:
 
 def stash(pg: ProcessGroup) -> int:
     """Return the bytes that wait here for calls not made yet."""
-    return sum(len(payload) for frames in pg._member._early.values() for _, _, payload in frames)
+    return sum(len(payload) for frames in pg._comm._early.values() for _, _, payload in frames)
 
 
 async def settle(pg: ProcessGroup) -> None:
@@ -164,7 +164,7 @@ async def test_a_failed_group_gives_its_window_back(transport: str) -> None:
             await one.wait_revoked()
             await settle(two)
             if rank == 0:
-                assert two._member.channels[1]._unasked < LINK_WINDOW // 2
+                assert two._comm.channels[1]._unasked < LINK_WINDOW // 2
             assert stash(one) == 0
 
     await asyncio.gather(rank(0), rank(1))

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from aiocoll.engine.operations.base import KEYED, P2P
+from aiocoll.engine.operations.signature import KEYED, P2P
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind
@@ -50,7 +50,7 @@ frames = st.tuples(
 @fuzz(st.lists(st.tuples(frames, st.integers(0, 1)), min_size=1, max_size=6), examples=150)
 def test_whatever_is_sent_every_work_ends(sent: list[tuple[tuple[int, ...], int]]) -> None:
     def attack(pg: Any, pair: int) -> None:
-        member = pg._member
+        member = pg._comm
         names = {ALL: member.id, PAIR: pair}
         keyed = KEYED | member.endpoint.hash62("k\0001")
         prints = fingerprints(pg)
@@ -73,9 +73,9 @@ def fingerprints(pg: Any) -> list[int]:
 
     found = []
     for call in (lambda: pg.allreduce(np.ones(4), key="x"), lambda: pg.broadcast(np.ones(200_000), 2, key="y")):
-        before = set(pg._member.operations)
+        before = set(pg._comm.operations)
         call().add_done_callback(lambda _: None)
-        found += [each.fingerprint for op, each in pg._member.operations.items() if op not in before]
+        found += [each.fingerprint for op, each in pg._comm.operations.items() if op not in before]
     return [*found, 11, 11, 11][:3]
 
 

@@ -60,7 +60,7 @@ def test_whatever_is_said_every_work_ends(said: list[tuple[Any, bool, int]]) -> 
     nonsense: list[bool] = []
 
     def attack(pg: Any, pair: int) -> None:
-        member = pg._member
+        member = pg._comm
         for note, behind_data, to in said:
             body = packed(_renamed(note, {ALL: member.id, PAIR: pair}))
             if body is None:

@@ -50,14 +50,14 @@ def play(attack: Attack) -> tuple[bool, bool]:
                 await work
         assert not pg.pending()
         _bounded(pg)
-        how, _ = pg._member.endpoint.roster.dead.get(2, ("", ""))
+        how, _ = pg._comm.endpoint.roster.dead.get(2, ("", ""))
         refused.append(how == "protocol")
         try:
             good = (await pair.allreduce(np.ones(1), timeout=TIMEOUT)).tolist() == [2.0]
         except GroupError:
             good = False
         assert not pair.pending()
-        if not pg._member.cause:
+        if not pg._comm.cause:
             pg.abort("the test is over")
         return good
 
@@ -68,12 +68,12 @@ def play(attack: Attack) -> tuple[bool, bool]:
 
 def _pair_identity(pg: ProcessGroup) -> int:
     """Return the id of the group of ranks 0 and 1, which rank 2 is not in."""
-    member = pg._member
+    member = pg._comm
     return member.endpoint.hash62(f"{member.id}\0split\0{(member.id, 0, None, (0, 1))}") & 0xFFFFFFFF
 
 
 def _bounded(pg: ProcessGroup) -> None:
-    endpoint = pg._member.endpoint
+    endpoint = pg._comm.endpoint
     for channel in endpoint.channels._channels.values():
         waiting = channel._waiting
         assert 0 <= waiting._nbytes <= LINK_WINDOW + ASK_WINDOW

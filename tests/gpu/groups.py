@@ -113,7 +113,7 @@ def host(tensor: Any) -> NDArray[Any]:
 def is_native(pg: ProcessGroup) -> bool:
     """Whether the group has a communicator of NCCL."""
     return (
-        pg._device_state is not None
-        and pg._device_state.communicator is not None
-        and pg._device_state.communicator.is_begun
+        pg._dispatcher.device_state is not None
+        and pg._dispatcher.device_state.communicator is not None
+        and pg._dispatcher.device_state.communicator.is_begun
     )

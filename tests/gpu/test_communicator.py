@@ -22,9 +22,9 @@ from .test_groups_failing import called, fails, ones
 
 def of(pg: ProcessGroup) -> DeviceCommunicator:
     """Return the communicator of a group, which has been called."""
-    assert pg._device_state is not None
-    assert pg._device_state.communicator is not None
-    return pg._device_state.communicator
+    assert pg._dispatcher.device_state is not None
+    assert pg._dispatcher.device_state.communicator is not None
+    return pg._dispatcher.device_state.communicator
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -62,7 +62,7 @@ async def test_one_question_at_a_time_and_late_answers_are_no_news(monkeypatch: 
         assert len(questions) == 1
         pg.abort("enough")
         answer.set()
-        await pg._device_state.device.run(lambda: None)  # type: ignore[union-attr]
+        await pg._dispatcher.device_state.device.run(lambda: None)  # type: ignore[union-attr]
         await fails(pg, work, "enough")
         gate.open()
 
@@ -130,10 +130,10 @@ async def test_who_has_said_that_he_ends_may_leave(monkeypatch: pytest.MonkeyPat
         ends[pg.rank()] = of(pg)._end
         await pg.barrier()
         if pg.rank() == 0:
-            pg._member.timeout = 0.05
+            pg._comm.timeout = 0.05
         elif pg.rank() == 1:
             closing = asyncio.ensure_future(of(pg).close())
-            await until(lambda: 0 in pg._member.left)
+            await until(lambda: 0 in pg._comm.left)
             assert not closing.done()
             await pg.send_object("all ready", 2)
             await closing

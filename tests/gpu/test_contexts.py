@@ -62,7 +62,7 @@ async def test_a_rank_that_makes_a_communicator_only_to_abort_it() -> None:
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await pg.allreduce(gpu.tensor(np.ones(3), USED[pg.rank()]))
-        side = pg._device_state
+        side = pg._dispatcher.device_state
         assert side is not None
         name = await side.device.run(gpu.nccl.unique_id) if pg.rank() == 0 else None
         name = await pg.broadcast_object(name, 0)
@@ -136,7 +136,7 @@ async def test_the_communicator_is_ended_on_its_device(monkeypatch: pytest.Monke
         await pg.allreduce(tensor)
         await pg.barrier()
         if pg.rank() == 1:
-            await pg._device_state.close()  # type: ignore[union-attr]
+            await pg._dispatcher.device_state.close()  # type: ignore[union-attr]
 
     with gpus(3) as gpu:
         await run_ranks(2, body, gpu)

@@ -84,9 +84,9 @@ async def test_a_dry_run_needs_no_device() -> None:
 async def decision(pg: ProcessGroup, gpu: Gpus, device: int | None = None) -> cards.Decision:
     device = pg.rank() if device is None else device
     await pg.allreduce(gpu.tensor(np.ones(3), device))
-    assert pg._device_state is not None
-    assert pg._device_state.decision is not None
-    return pg._device_state.decision
+    assert pg._dispatcher.device_state is not None
+    assert pg._dispatcher.device_state.decision is not None
+    return pg._dispatcher.device_state.decision
 
 
 async def test_ranks_with_a_device_each_use_nccl(caplog: pytest.LogCaptureFixture) -> None:

@@ -392,7 +392,7 @@ async def test_an_abort_lets_the_launcher_finish_its_calls(patience: float, monk
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
-        end: Any = pg._device_state.communicator._end  # type: ignore[union-attr]
+        end: Any = pg._dispatcher.device_state.communicator._end  # type: ignore[union-attr]
         begin = gpu.nccl.begin
 
         def slow(call: str) -> None:

@@ -141,7 +141,7 @@ async def test_an_announced_message_is_forgotten_when_it_has_left() -> None:
             gate.open()
             await work
             del work
-            assert not pg._member.channels[1]._blocked
+            assert not pg._comm.channels[1]._blocked
             await pg.barrier()
             gc.collect()
             assert sent() is None
@@ -342,14 +342,14 @@ async def test_a_batch_with_an_array_that_cannot_go_starts_nothing(called: bool)
         first = gpu.tensor(np.ones(1), rank)
         with pytest.raises(ValueError, match="make a group for each device"):
             pg.batch([Send(np.ones(1), 1 - rank), Send(first, 1 - rank), Send(gpu.tensor(np.ones(1), 2), 1 - rank)])
-        assert not pg._member.pending
+        assert not pg._comm.pending
         stream = gpu.stream(rank)
         gpu.cuda.capture(stream, True, rank)
         with pytest.raises(RuntimeError, match="captured into a graph"):
             pg.batch([Send(np.ones(1), 1 - rank), Recv(gpu.tensor(np.ones(1), rank), 1 - rank)])
         gpu.cuda.capture(stream, False, rank)
-        assert not pg._member.pending
-        assert not pg._member.matching._sent
+        assert not pg._comm.pending
+        assert not pg._comm.matching._sent
 
     with gpus(3) as gpu:
         await run_ranks(2, body, gpu)

@@ -51,9 +51,9 @@ async def every_call(pg: ProcessGroup) -> str:
         assert await pg.recv_anysource(tensor, tag=2) is tensor
         assert (host(tensor) == left).all()
         await sent
-        assert pg._device_state is not None
-        assert pg._device_state.decision is not None
-        why = pg._device_state.decision.why
+        assert pg._dispatcher.device_state is not None
+        assert pg._dispatcher.device_state.decision is not None
+        why = pg._dispatcher.device_state.decision.why
         await pg.shutdown()
     return why
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from aiocoll import ProcessGroup, ReduceOp
-from aiocoll.group.point_to_point import Recv, Send
+from aiocoll.group.messages import Recv, Send
 
 from ..ranks import TRANSPORTS, run_ranks
 

@@ -16,17 +16,17 @@ import pytest
 
 from aiocoll import GroupClosedError, GroupError, GroupRevokedError, ProcessGroup, ReduceOp
 from aiocoll.engine.operations.shm_ring import order
-from aiocoll.group.planning import CIRCLE
+from aiocoll.group.dispatch.planner import CIRCLE
 from aiocoll.testing import run_processes
 from aiocoll.transport.shm import registered_memory
 from aiocoll.transport.shm.chunk_queue import ChunkQueueWriter
-from aiocoll.transport.shm.layout import LANE, LinkLayout
+from aiocoll.transport.shm.layout import CHUNKS, LinkLayout
 
 from ..pairwise import Case, cover
 from ..ranks import run_ranks, until
 from ..reductions import DTYPES, OPS, allowed, data, equal, reduce_op, reduced
 
-PIECE = LinkLayout(2).directions[0].lane_nbytes
+PIECE = LinkLayout(2).directions[0].chunk_nbytes
 LARGE = 1_000_000
 #: Calls after which the right neighbour has answered that it has mapped an array.
 WARM = 3
@@ -73,7 +73,7 @@ def mappings() -> int:
 
 
 def segments(pg: ProcessGroup) -> int:
-    return len(pg._member.endpoint.registered_memory.segments)
+    return len(pg._comm.endpoint.registered_memory.segments)
 
 
 async def filled(pg: ProcessGroup, values: Any) -> Any:
@@ -134,7 +134,7 @@ async def test_results_are_those_of_plain_arrays(world_size: int, cases: list[Ca
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 async def test_counts_around_pieces(world_size: int, transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
-        for pieces in (0, 1, 2, 2 * LANE + 1):
+        for pieces in (0, 1, 2, 2 * CHUNKS + 1):
             for more in (-1, 0, 1):
                 count = max(0, pieces * world_size * PIECE // 8 + more)
                 array = await pg.empty(count, np.int64)
@@ -451,7 +451,7 @@ async def test_an_address_of_a_dropped_array_is_nobodys() -> None:
 
     async def rank(pg: ProcessGroup) -> None:
         array = await filled(pg, np.ones(LARGE))
-        registry = pg._member.endpoint.registered_memory
+        registry = pg._comm.endpoint.registered_memory
         (segment,) = registry.segments
         assert registry.find(array[10:]) == (segment, 80)
         interface = dict(array.__array_interface__)

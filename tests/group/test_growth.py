@@ -78,7 +78,7 @@ async def test_a_death_while_newcomers_are_waited_for(victim: int) -> None:
         growing = asyncio.ensure_future(growth(pg, 2))
         await until(lambda: asks_for_newcomers(store))
         if pg.rank() == (victim + 1) % 3:
-            pg._member.endpoint.roster.died(victim, "its process is gone")
+            pg._comm.endpoint.roster.died(victim, "its process is gone")
         failure = await growing
         if pg.rank() == victim:
             return None

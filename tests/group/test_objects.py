@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveMismatchError, ProcessGroup, SerializationError
-from aiocoll.group import objects
+from aiocoll.engine.operations.object_exchange import ObjectExchange
 
 from ..ranks import TRANSPORTS, run_ranks
 
@@ -93,7 +93,7 @@ async def test_roots_that_differ_are_named() -> None:
 
 
 async def test_an_object_above_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "MAX_BYTES", 1000)
+    monkeypatch.setattr(ObjectExchange, "LIMIT", 1000)
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:

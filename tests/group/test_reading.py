@@ -12,7 +12,7 @@ import pytest
 
 from aiocoll import GroupError, ProcessGroup, SerializationError
 from aiocoll.codec import decode, dumps
-from aiocoll.group import objects, point_to_point
+from aiocoll.group import objects
 
 from ..ranks import TRANSPORTS, run_ranks
 
@@ -25,7 +25,7 @@ STEPS = len(dumps(NUMBERS)) // STEP
 def hurry(pg: ProcessGroup) -> None:
     """Let every callback of this rank be long when it has done one step."""
     seconds = itertools.count()
-    pg._member.endpoint.runtime.ticks = lambda: float(next(seconds))
+    pg._comm.endpoint.runtime.ticks = lambda: float(next(seconds))
 
 
 class Turns:
@@ -86,7 +86,6 @@ async def test_what_ends_the_group_ends_the_reading(call: str, monkeypatch: pyte
             yield
 
     monkeypatch.setattr(objects, "reading", endless)
-    monkeypatch.setattr(point_to_point, "reading", endless)
 
     async def rank(pg: ProcessGroup) -> None:
         work = CALLS[call][0](pg)
@@ -106,7 +105,6 @@ async def test_what_ends_the_group_ends_the_reading(call: str, monkeypatch: pyte
 async def test_what_is_no_object_in_the_end(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes are read in many turns, and then refused; everything else goes on."""
     monkeypatch.setattr(objects, "dumps", lambda obj, **_: dumps(obj) + b"\xc0")
-    monkeypatch.setattr(point_to_point, "dumps", lambda obj, **_: dumps(obj) + b"\xc0")
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()

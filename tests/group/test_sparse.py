@@ -17,7 +17,7 @@ from aiocoll.elements.dtypes import by_name, from_float32, to_float32
 from aiocoll.elements.entries import Entries, coalesced, merged, pack, unpack
 from aiocoll.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError, GroupRevokedError
 from aiocoll.group import sparse_reduce
-from aiocoll.group.calls import Call
+from aiocoll.group.dispatch.call import Call
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.work import Work
 
@@ -480,7 +480,8 @@ async def test_a_taker_may_start_it_later() -> None:
             self.calls: list[tuple[Call, Work[Any]]] = []
 
         def take(self, call: Call) -> Work[Any]:
-            work: Work[Any] = Work(group._endpoint, call.op, 1, call.key, group)
+            work: Work[Any] = Work(group._comm.endpoint, call.op, 1, call.key, group)
+            call.expect(work)
             self.calls.append((call, work))
             return work
 
@@ -488,14 +489,14 @@ async def test_a_taker_may_start_it_later() -> None:
         nonlocal group
         later, array = Later(), given(pg.rank())
         group = pg
-        with pg._scoped(later):
+        with pg._dispatcher.scoped(later):
             work = pg.allreduce(array)
         ((call, same),) = later.calls
         assert same is work
         assert call.op == "ALLREDUCE_SPARSE"
         assert call.result is array
-        identity, _ = pg._numbered(call.key)
-        pg._member.enter(call.make(identity, work))
+        identity, _ = pg._dispatcher.numbered(call.key)
+        pg._comm.enter(call.make(identity, work))
         assert await work is array
         assert np.array_equal(array.toarray(), total(2))
 

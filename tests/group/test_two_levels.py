@@ -10,7 +10,7 @@ import pytest
 
 from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.algorithms.two_level import select as two_level
-from aiocoll.group import planning
+from aiocoll.group.dispatch import planner
 from aiocoll.transport.frame import HEADER, FrameKind
 from aiocoll.transport.memory import MemoryLink
 
@@ -24,8 +24,8 @@ SIZES = {"leaders": 1000, "lanes": 80_000, "lines": 1_000_000}
 
 def place(pg: ProcessGroup, hosts: tuple[int, ...]) -> None:
     """Pretend that the ranks of `pg` are on these hosts, which therefore share no memory."""
-    pg._member.hosts = hosts
-    pg._member.piece_nbytes = 0
+    pg._comm.hosts = hosts
+    pg._comm.piece_nbytes = 0
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ async def test_every_algorithm_runs(
         asked.append((of_kind, named["hosts"]))
         return algorithm
 
-    monkeypatch.setattr(planning, "choose", choose)
+    monkeypatch.setattr(planner, "choose", choose)
     world_size = len(hosts)
     roots = range(world_size) if kind in ROOTED else (0,)
     case = {"kind": kind, "op": "PREMUL_SUM", "dtype": "float32", "world_size": world_size}
@@ -107,7 +107,7 @@ async def test_bytes_of_an_allreduce_between_hosts(
         place(pg, hosts)
         result = await pg.allreduce(np.full(count, pg.rank(), np.float32))
         assert (result == sum(range(pg.size()))).all()
-        return {plan.algorithm for plan, _ in pg._plans.values()}
+        return {plan.algorithm for plan, _ in pg._dispatcher.planner._plans.values()}
 
     assert await run_ranks(len(hosts), rank) == [{algorithm}] * len(hosts)
     crossing = [nbytes for source, target, nbytes in frames if hosts[source] != hosts[target]]

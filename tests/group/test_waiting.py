@@ -147,7 +147,7 @@ async def test_every_way_of_giving_up_leaves_the_collective_going(way: str) -> N
 async def test_waiting_for_a_revocation_may_end_otherwise() -> None:
     async def rank(pg: ProcessGroup) -> None:
         await give_up(pg.wait_revoked())
-        assert pg._member.on_revoked == []
+        assert pg._comm.on_revoked == []
         watching = asyncio.ensure_future(pg.wait_revoked())
         await pg.barrier()
         await pg.shutdown()
@@ -192,7 +192,7 @@ async def test_a_tag_used_once_leaves_nothing_behind(taking: str) -> None:
                     await pg.send_object(tag, peer, tag)
                 await task
             await asyncio.wait([task])
-        matching = pg._member.matching
+        matching = pg._comm.matching
         for table in (matching._waiting, matching._posted, matching._listeners, matching._active, matching.outgoing):
             assert not table
         await pg.barrier()

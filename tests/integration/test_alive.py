@@ -68,7 +68,7 @@ async def apart(pg: ProcessGroup, path: Path, fn: Callable[..., Awaitable[Any]],
     options = GroupOptions(host_id="ab"[pg.rank() > 0], bind="127.0.0.1", job_key="of this test and no other")
     async with FileStore(str(path), pg.size()) as store:
         async with new_group(store=store, rank=pg.rank(), world_size=pg.size(), options=options) as inner:
-            sentinel = inner._member.endpoint.failure_detector._sentinel
+            sentinel = inner._comm.endpoint.failure_detector._sentinel
             assert sentinel is not None
             watched = [0] if pg.rank() else range(1, pg.size())
             await until(lambda: all(sentinel.silence(rank) is not None for rank in watched))

@@ -10,7 +10,7 @@ import pytest
 from aiocoll import FileStore, GroupOptions, ProcessGroup, new_group
 from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.algorithms.two_level.hosts import host_numbers
-from aiocoll.group import planning
+from aiocoll.group.dispatch import planner
 from aiocoll.testing import run_processes
 from aiocoll.transport.frame import HEADER, FrameKind
 from aiocoll.transport.stream.link import StreamLink
@@ -57,7 +57,7 @@ class Crossing:
     def __init__(self, hosts: tuple[int, ...], rank: int) -> None:
         self.algorithm: str | None = None
         self.frames = self.nbytes = 0
-        write, choose = StreamLink.write, planning.choose
+        write, choose = StreamLink.write, planner.choose
 
         def counted(link: StreamLink, header: bytes, payload: memoryview | None = None) -> bool:
             if HEADER.unpack(header)[0] == FrameKind.DATA and hosts[link.peer] != hosts[rank]:
@@ -72,7 +72,7 @@ class Crossing:
 
         # For good: the process is the test's own.
         StreamLink.write = counted  # type: ignore[method-assign]
-        planning.choose = heard  # type: ignore[assignment]
+        planner.choose = heard  # type: ignore[assignment]
 
     def taken(self) -> tuple[str | None, int, int]:
         """Return the algorithm, frames and bytes since the last time."""
@@ -90,9 +90,9 @@ async def apart(pg: ProcessGroup, path: Path, names: str, cases: list[Case]) -> 
         FileStore(str(path), pg.size()) as store,
         new_group(store=store, rank=pg.rank(), world_size=pg.size(), options=options) as inner,
     ):
-        assert pg._member.hosts == (0,) * pg.size()
-        assert inner._member.hosts == host_numbers(names)
-        crossing = Crossing(inner._member.hosts, inner.rank())
+        assert pg._comm.hosts == (0,) * pg.size()
+        assert inner._comm.hosts == host_numbers(names)
+        crossing = Crossing(inner._comm.hosts, inner.rank())
         for case in cases:
             bits += await check(inner, [case])
             crossed.append(crossing.taken())

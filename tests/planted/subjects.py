@@ -42,7 +42,7 @@ AGREEMENT = (
 SUBJECTS: Mapping[str, Subject] = MappingProxyType(
     {
         "store core": Subject(
-            ("StoreCore.apply", "added"),
+            ("StoreCore.apply", "_compare_set"),
             (
                 ("test_core.py", "store/test_contract.py", "-k", "hash and not prefix or put_back"),
                 ("test_tcp.py", "-k", "cut_off or cancelled or vanishes or limited or wait"),

@@ -161,7 +161,7 @@ async def test_groups_of_one_environment_share_endpoint_and_store(port: int) -> 
             return new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, options=options, **more)
 
         async with make() as one, make(name="second") as two, make() as three:
-            assert one._member.endpoint is two._member.endpoint is three._member.endpoint
+            assert one._comm.endpoint is two._comm.endpoint is three._comm.endpoint
             assert [await check(pg) for pg in (one, two, three)] == ["world:0", "second", "world:2"]
             with pytest.raises(ValueError, match="name='second' is the name of an open group"):
                 await make(name="second")

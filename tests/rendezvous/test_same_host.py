@@ -54,7 +54,7 @@ class Machine(Store):
 
 
 def carriers(pg: ProcessGroup) -> list[tuple[str, str | None]]:
-    transport = pg._member.endpoint.context.transport
+    transport = pg._comm.endpoint.context.transport
     return [transport.carrier(peer) for peer in range(pg.size()) if peer != pg.rank()]  # type: ignore[attr-defined]
 
 
@@ -114,7 +114,7 @@ async def main(port, key):
     async with new_group(init_method=there, rank=1, world_size=2, timeout=30, options=options) as pg:
         got = await pg.allreduce(np.full(100_000, 2.0))
         await pg.barrier()
-        print(got[0], got[-1], pg._member.endpoint.context.transport.carrier(0)[0])
+        print(got[0], got[-1], pg._comm.endpoint.context.transport.carrier(0)[0])
 
 os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
 asyncio.run(main(*sys.argv[1:]))

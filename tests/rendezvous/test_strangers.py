@@ -394,7 +394,7 @@ async def test_a_thousand_strangers_disturb_nobody(transport: str) -> None:
         store = TCPStore(*there, key=KEY)
         options = GroupOptions(transport=transport, job_key=KEY)
         async with new_group(store=store, rank=number, world_size=3, options=options) as pg:
-            card = pg._member.endpoint.cards[number]
+            card = pg._comm.endpoint.cards[number]
             visitors = asyncio.create_task(visit(*where(card), 200))
             for count in (1, 1000, 100_000) * 5:
                 got = await pg.allreduce(np.full(count, float(number)))

@@ -10,7 +10,7 @@ import pytest
 from aiocoll.errors import AuthenticationError, StoreUnavailableError
 from aiocoll.store import TCPStore, listening
 from aiocoll.store.address import StoreEndpoint
-from aiocoll.store.listening import find_address, way_in
+from aiocoll.store.listening import find_address, local_address
 
 KEY = b"of this test and no other"
 #: Of no machine at all: one of the addresses for examples.
@@ -85,7 +85,7 @@ async def test_a_name_that_means_the_loopback_here(monkeypatch: pytest.MonkeyPat
     where, drawback = await found(monkeypatch, "myhost", Names("127.0.1.1"), bind)
     assert drawback is None
     assert where in ("::", "0.0.0.0") if bind is None else where == bind
-    assert way_in(where) == "127.0.0.1"
+    assert local_address(where) == "127.0.0.1"
 
 
 async def test_without_a_key_it_stays_there_and_says_what_that_means(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,10 @@ from aiocoll.transport.shm.sharing import Sharing
 from aiocoll.transport.stream.link import StreamLink
 from aiocoll.transport.stream.plain_stream import PlainStream
 
-KINDS = ("memory", "unix", "tcp", "shm")
+from .record_stream import RecordStream
+
+#: The last one is over a stream that behaves as encryption may make it.
+KINDS = ("memory", "unix", "tcp", "shm", "records")
 
 
 class Recorder:
@@ -129,9 +132,10 @@ async def linked(kind: str, runtime: Runtime | None = None) -> AsyncIterator[tup
     elif kind == "shm":
         ends = await shm_ends(runtime)
     else:
-        pair = enumerate(sockets(kind))
+        kind_of_stream = RecordStream if kind == "records" else PlainStream
+        pair = enumerate(sockets("unix" if kind == "records" else kind))
         ends = [
-            StreamLink(runtime, PlainStream(runtime.loop, sock), 1 - rank, ConnKind.DATA, BufferPool())
+            StreamLink(runtime, kind_of_stream(runtime.loop, sock), 1 - rank, ConnKind.DATA, BufferPool())
             for rank, sock in pair
         ]
     for end in ends:

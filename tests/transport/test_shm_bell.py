@@ -80,13 +80,13 @@ class Pair:
         runtime = Runtime.of(asyncio.get_running_loop())
         self.fences = 0
         fences = Fences(None, self.fence)
-        self.bell = Doorbell(runtime, fences, Watcher())
-        self.bell.hold()
+        self.doorbell = Doorbell(runtime, fences, Watcher())
+        self.doorbell.hold()
         self.other = Doorbell(runtime, fences, Watcher())
         self.other.hold()
         self.link = Link()
-        page = open_region(os.dup(self.bell.page), PAGE)
-        self.peer = PeerDoorbell(os.dup(self.bell.eventfd), page, self.other)
+        page = open_region(os.dup(self.doorbell.page), PAGE)
+        self.peer = PeerDoorbell(os.dup(self.doorbell.eventfd), page, self.other)
 
     def fence(self) -> None:
         self.fences += 1
@@ -98,14 +98,14 @@ class Pair:
     def calls(self) -> int:
         """Return how often the eventfd was written since the last time."""
         try:
-            return os.eventfd_read(self.bell.eventfd)
+            return os.eventfd_read(self.doorbell.eventfd)
         except BlockingIOError:
             return 0
 
     def close(self) -> None:
         self.peer.close()
         self.other.drop()
-        self.bell.drop()
+        self.doorbell.drop()
 
 
 @pytest.fixture
@@ -122,13 +122,13 @@ async def turns(count: int = 4) -> None:
 
 
 async def test_it_sleeps_with_another_number_each_time(pair: Pair) -> None:
-    pair.bell.add(pair.link)
+    pair.doorbell.add(pair.link)
     numbers = []
     for _ in range(5):
         assert pair.status % 2 == 0
         await turns()
         numbers.append(pair.status)
-        pair.bell.attend()
+        pair.doorbell.attend()
     assert len(set(numbers)) == 5
     assert all(number % 2 for number in numbers)
 
@@ -136,7 +136,7 @@ async def test_it_sleeps_with_another_number_each_time(pair: Pair) -> None:
 async def test_it_is_called_once_per_sleep_and_never_while_awake(pair: Pair) -> None:
     pair.peer.ring()
     assert pair.calls() == 1, "it sleeps from the start: nobody looks yet"
-    pair.bell.add(pair.link)
+    pair.doorbell.add(pair.link)
     pair.peer.ring()
     assert pair.calls() == 0
     await turns()
@@ -145,7 +145,7 @@ async def test_it_is_called_once_per_sleep_and_never_while_awake(pair: Pair) -> 
     assert pair.calls() == 1
     pair.peer.ring()
     assert pair.calls() == 0
-    pair.bell.attend()
+    pair.doorbell.attend()
     await turns()
     pair.peer.ring()
     assert pair.calls() == 1
@@ -156,10 +156,10 @@ async def test_a_call_that_a_peer_has_taken_back_is_heard(pair: Pair) -> None:
     loop = asyncio.get_running_loop()
     told: list[Any] = []
     loop.set_exception_handler(lambda _, context: told.append(context))
-    pair.bell.add(pair.link)
+    pair.doorbell.add(pair.link)
     await turns()
     before = pair.link.polls
-    pair.bell._rung()
+    pair.doorbell._rung()
     await turns()
     assert pair.link.polls > before
     assert told == []
@@ -167,7 +167,7 @@ async def test_a_call_that_a_peer_has_taken_back_is_heard(pair: Pair) -> None:
 
 
 async def test_who_is_called_looks_at_all_and_sleeps_again(pair: Pair) -> None:
-    pair.bell.add(pair.link)
+    pair.doorbell.add(pair.link)
     await turns()
     before, number = pair.link.polls, pair.status
     pair.link.moves = 3
@@ -182,11 +182,11 @@ async def test_who_is_called_looks_at_all_and_sleeps_again(pair: Pair) -> None:
 
 async def test_it_looks_after_the_fence_after_the_number(pair: Pair) -> None:
     told: list[Any] = []
-    pair.bell.add(pair.link)
+    pair.doorbell.add(pair.link)
     await turns()
     pair.link.poll = lambda: told.append(("look", pair.status % 2)) or False
-    pair.bell.fences = Fences(None, lambda: told.append(("fence", pair.status % 2)))
-    pair.bell.attend()
+    pair.doorbell.fences = Fences(None, lambda: told.append(("fence", pair.status % 2)))
+    pair.doorbell.attend()
     await turns()
     assert told == [("look", 0), ("fence", 1), ("look", 1)]
 
@@ -217,7 +217,7 @@ async def test_what_is_raised_while_looking_makes_nobody_deaf(pair: Pair) -> Non
     loop = asyncio.get_running_loop()
     told: list[Any] = []
     loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
-    pair.bell.add(pair.link)
+    pair.doorbell.add(pair.link)
     await turns()
     mistake = ZeroDivisionError()
     look = pair.link.poll
@@ -227,12 +227,12 @@ async def test_what_is_raised_while_looking_makes_nobody_deaf(pair: Pair) -> Non
         raise mistake
 
     pair.link.poll = fail
-    pair.bell.attend()
+    pair.doorbell.attend()
     await turns()
     assert told == [mistake]
     assert pair.status % 2
     before = pair.link.polls
-    pair.bell.attend()
+    pair.doorbell.attend()
     await turns()
     assert pair.link.polls > before
     loop.set_exception_handler(None)

@@ -12,7 +12,7 @@ import pytest
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.transport.shm.chunk_queue import ChunkQueueReader, ChunkQueueWriter
 from aiocoll.transport.shm.fence import Fences
-from aiocoll.transport.shm.layout import BLOCKS, LANE, LinkLayout
+from aiocoll.transport.shm.layout import CHUNKS, SLOTS, LinkLayout
 from aiocoll.transport.shm.region import SharedRegion
 from aiocoll.transport.shm.slots import SlotReader, SlotWriter
 
@@ -77,7 +77,7 @@ def take(slot_reader: SlotReader, block: int, identity: int, group: int) -> floa
     return float(got[0])
 
 
-@pytest.mark.parametrize("block", [0, SMALL_SLOTS - 1, SMALL_SLOTS, BLOCKS - 1])
+@pytest.mark.parametrize("block", [0, SMALL_SLOTS - 1, SMALL_SLOTS, SLOTS - 1])
 @pytest.mark.parametrize("count", [1, 5, 6, 16])
 def test_a_block_is_used_again_when_it_was_freed(block: int, count: int) -> None:
     slot_writer, slot_reader, *_ = both()
@@ -96,16 +96,16 @@ def test_blocks_do_not_overlap(ranks: int) -> None:
     layout = LinkLayout(ranks)
     for direction in layout.directions:
         small, middle = direction.small_nbytes, direction.middle_nbytes
-        assert direction.lines + (BLOCKS + LANE) * 64 <= direction.small
+        assert direction.lines + (SLOTS + CHUNKS) * 64 <= direction.small
         assert direction.small + SMALL_SLOTS * small <= direction.middle
-        assert direction.middle + MIDDLE_SLOTS * middle <= direction.lane
-        assert direction.lane + LANE * direction.lane_nbytes <= direction.end
+        assert direction.middle + MIDDLE_SLOTS * middle <= direction.chunks
+        assert direction.chunks + CHUNKS * direction.chunk_nbytes <= direction.end
     assert layout.directions[0].end <= layout.directions[1].ring
     words = [set(), set()]
     for found, direction in zip(words, layout.directions, strict=True):
-        found |= {direction.writer_waiting, direction.taken, direction.lane_hungry, direction.lane_taken}
-        found |= set(range(direction.freed, direction.freed + BLOCKS))
-        assert len(found) == 4 + BLOCKS
+        found |= {direction.writer_waiting, direction.taken, direction.chunk_writer_waiting, direction.chunks_taken}
+        found |= set(range(direction.freed, direction.freed + SLOTS))
+        assert len(found) == 4 + SLOTS
         assert max(found) * 8 < direction.ring
     assert not words[0] & words[1]
 
@@ -227,12 +227,12 @@ def test_pieces_arrive_in_order_and_only_for_their_operation() -> None:
     *_, writer, reader = both()
     assert writer.take("one")
     assert not writer.take("two")
-    for start in range(0, 40, LANE):
-        for number in range(LANE):
+    for start in range(0, 40, CHUNKS):
+        for number in range(CHUNKS):
             assert put(writer, start + number)
         assert not put(writer, 99)
         assert reader.look(4) == -1
-        for number in range(LANE):
+        for number in range(CHUNKS):
             assert got(reader) == start + number
         assert got(reader) is None
 
@@ -240,11 +240,11 @@ def test_pieces_arrive_in_order_and_only_for_their_operation() -> None:
 def test_a_reader_tells_a_writer_that_waits() -> None:
     *_, writer, reader = both()
     assert writer.take("one")
-    for number in range(LANE):
+    for number in range(CHUNKS):
         assert put(writer, number)
     assert reader.look(3) == tag(NEW)
     assert not reader.free()
-    assert put(writer, LANE)
+    assert put(writer, CHUNKS)
     assert not put(writer, 99)
     assert reader.free()
     assert not reader.free()
@@ -255,12 +255,12 @@ def test_space_comes_while_the_writer_begins_to_wait(step: int) -> None:
     """It finds the space, or it is told."""
     *_, writer, reader = both()
     assert writer.take("one")
-    for number in range(LANE):
+    for number in range(CHUNKS):
         assert put(writer, number)
     told: list[bool] = []
     writer._words = words = Stepwise(writer._words)  # type: ignore[assignment]
     words.interrupt(step, lambda: told.append(reader.free()))
-    assert put(writer, LANE) or told in ([], [True])
+    assert put(writer, CHUNKS) or told in ([], [True])
 
 
 def test_a_lane_on_which_an_operation_failed_waits_for_its_pieces() -> None:

@@ -216,7 +216,7 @@ async def test_pointing_to_nowhere_ends_the_link(ends: Ends, number: int, offset
     ends.near.chunks_out.point(5, 7 << 32, number, offset)
     assert ends.far.chunk(FLOAT, 1) is None
     await until(lambda: ends.far.sink.losses)
-    with pytest.raises(ProtocolError, match="pointed to memory that it has not shown"):
+    with pytest.raises(ProtocolError, match="pointed to memory that it has not shared"):
         raise ends.far.sink.losses[0]
 
 

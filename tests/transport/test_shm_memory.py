@@ -23,7 +23,7 @@ from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.transport.shm import region
 from aiocoll.transport.shm.chunk_queue import ChunkQueueReader, ChunkQueueWriter
 from aiocoll.transport.shm.fence import Fences, fences
-from aiocoll.transport.shm.layout import BLOCKS, FIRST, LANE, Direction, LinkLayout
+from aiocoll.transport.shm.layout import CHUNKS, FIRST, SLOTS, Direction, LinkLayout
 from aiocoll.transport.shm.region import PAGE, SharedRegion, no_memory
 from aiocoll.transport.shm.ring import RingWriter
 from aiocoll.transport.shm.sharing import Sharing
@@ -206,11 +206,11 @@ def test_blocks_of_the_board_are_reserved_one_by_one(ranks: int, direction: int,
     ends = made(ranks, direction)
     idle, (slot_writer, slot_reader) = ends.reserved(), ends.slot_reader()
     small, middle = ends.there.small_nbytes, ends.there.middle_nbytes
-    for block in range(BLOCKS):
+    for block in range(SLOTS):
         assert slot_writer.post(block, 1 + block, 7, np.full(5, block, np.float64))
         slot_reader.free(block)
     assert ends.reserved() == idle, "what fits in a line needs no more"
-    for block in range(BLOCKS):
+    for block in range(SLOTS):
         nbytes = small if block < SMALL_SLOTS else middle
         count = 41 if block % 2 else nbytes
         for times in range(3):
@@ -229,15 +229,15 @@ def test_the_lane_is_reserved_when_it_is_taken(ranks: int, direction: int, made:
     idle, (writer, reader) = ends.reserved(), ends.lane()
     assert reader.look(1) == -1
     assert ends.reserved() == idle
-    for number in range(1, 2 * LANE):
+    for number in range(1, 2 * CHUNKS):
         assert writer.take("holder")
-        assert ends.reserved() == idle + LANE * writer.nbytes
+        assert ends.reserved() == idle + CHUNKS * writer.nbytes
         assert writer.put(1, 7, memoryview(bytes([number]) * writer.nbytes))
         assert reader.look(1) == 7
         assert set(reader.read(np.dtype(np.uint8), writer.nbytes).tolist()) == {number}
         reader.free()
         writer.leave(failed=False)
-    assert ends.reserved() == idle + LANE * writer.nbytes
+    assert ends.reserved() == idle + CHUNKS * writer.nbytes
 
 
 @pytest.mark.parametrize("nbytes", [FIRST - 1, FIRST, FIRST + 1, 100_000, SEGMENT])
@@ -263,7 +263,7 @@ def test_nobody_touches_what_is_not_reserved(ranks: int, seed: int, made: Made, 
     sent = 0
     for identity in range(1, 300):
         nbytes = chance.choice([0, 8, 16, 17, 40, 41, 500, 5_000, 50_000])
-        block = chance.randrange(BLOCKS)
+        block = chance.randrange(SLOTS)
         room = ends.there.small_nbytes if block < SMALL_SLOTS else ends.there.middle_nbytes
         if nbytes <= room and slot_writer.post(block, identity, 7, np.zeros(nbytes, np.uint8)):
             assert slot_reader.look(block, identity) == 7
@@ -293,7 +293,7 @@ def test_an_old_kernel_reserves_all_at_once(ranks: int, made: Made, kernel: Kern
     assert ends.reserved() == LinkLayout(ranks).nbytes
     out, (slot_writer, _), (writer, _) = ends.outgoing(), ends.slot_reader(), ends.lane()
     assert out.put(*frame(1, b"x" * 100_000))
-    assert all(slot_writer.post(block, 1, 7, np.ones(ends.there.small_nbytes, np.uint8)) for block in range(BLOCKS))
+    assert all(slot_writer.post(block, 1, 7, np.ones(ends.there.small_nbytes, np.uint8)) for block in range(SLOTS))
     assert writer.take("holder")
 
 

@@ -508,7 +508,7 @@ async def test_a_bell_that_is_full_holds_nobody_up() -> None:
     passing._close(fds)
     pair = await task
     assert isinstance(pair, Pair)
-    pair.peer_bell.ring()
+    pair.peer_doorbell.ring()
     await asyncio.sleep(0)
     ends.end([pair, None])
 
@@ -555,11 +555,11 @@ async def test_a_python_built_without_memfd(monkeypatch: pytest.MonkeyPatch, cap
 async def test_the_bell_is_closed_with_the_last_link() -> None:
     ends = Ends()
     results = await ends.meet()
-    bell = results[0].bell
+    bell = results[0].doorbell
     again = sockets("unix")
     second = await asyncio.gather(ends.ranks[0].propose(again[0]), ends.ranks[1].accept(again[1]))
     assert second[0] is not None
-    assert second[0].bell is bell
+    assert second[0].doorbell is bell
     ends.end(results)
     assert not bell.closed
     for rank, pair in zip(ends.ranks, second, strict=True):

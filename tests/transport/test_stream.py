@@ -842,10 +842,10 @@ async def test_a_dial_from_before_does_not_end_a_link(flavour: str) -> None:
         assert link is not None
         await one.until(lambda: one.links)
         (other,) = one.links
-        one.transport._live.catch_up((0, kind), 0)
+        one.transport._links.catch_up((0, kind), 0)
         assert not other.closed
-        one.transport._live.catch_up((0, kind), 1 << 15)  # an older count, since counts are told modulo 65536
+        one.transport._links.catch_up((0, kind), 1 << 15)  # an older count, since counts are told modulo 65536
         assert not other.closed
-        one.transport._live.catch_up((0, kind), 1)
+        one.transport._links.catch_up((0, kind), 1)
         assert other.closed
         assert one.gone == [0]

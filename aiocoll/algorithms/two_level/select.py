@@ -18,8 +18,8 @@ from math import inf
 from types import MappingProxyType
 from typing import NamedTuple
 
-from aiocoll.algorithms.cost import Load, in_a_row, seconds_of
 from aiocoll.algorithms.flat.tree import RADIX, children
+from aiocoll.algorithms.load import Load, in_a_row, log2, seconds_of
 from aiocoll.algorithms.machine import PIECE, Machine
 from aiocoll.algorithms.program import Program
 from aiocoll.algorithms.spec import spec_of
@@ -214,10 +214,6 @@ def predict(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int], machin
     return in_a_row(load, machine) if algorithm == "lines" else seconds_of(load, machine)
 
 
-def _log2(ranks: int) -> int:
-    return (ranks - 1).bit_length()
-
-
 def _depth(ranks: int) -> int:
     """Levels below the root of a k-nomial tree."""
     levels, deepest = 0, 1
@@ -232,7 +228,7 @@ def _children(ranks: int) -> int:
 
 
 def _allgather_leaders(n: int, h: int, k: int) -> tuple[int, int]:
-    steps = 1 if h <= leaders.DIRECT_HOSTS else _log2(h)
+    steps = 1 if h <= leaders.DIRECT_HOSTS else log2(h)
     return (k > 1) + steps + _depth(k), n * (h - 1) // h + n * _children(k)
 
 
@@ -244,10 +240,10 @@ def _allreduce_bytes(n: int, h: int, k: int) -> int:
 _FORMULAS: Mapping[tuple[str, str], Callable[[int, int, int], tuple[int, int]]] = MappingProxyType(
     {
         ("allreduce", "leaders"): lambda n, h, k: (
-            k.bit_length() - 1 + _log2(h) + _depth(k),
+            k.bit_length() - 1 + log2(h) + _depth(k),
             n * (h - 1 + _children(k)),
         ),
-        ("allreduce", "lanes"): lambda n, h, k: (2 * _log2(h) + 2 * (k > 1), _allreduce_bytes(n, h, k)),
+        ("allreduce", "lanes"): lambda n, h, k: (2 * log2(h) + 2 * (k > 1), _allreduce_bytes(n, h, k)),
         ("allreduce", "lines"): lambda n, h, k: (h * k + h + k - 3, _allreduce_bytes(n, h, k)),
         ("reduce", "leaders"): lambda n, h, k: (k.bit_length() + h.bit_length() - 2, n),
         ("reduce", "lines"): lambda n, h, k: (h * k - 1, n),
@@ -256,6 +252,6 @@ _FORMULAS: Mapping[tuple[str, str], Callable[[int, int, int], tuple[int, int]]] 
         ("broadcast", "lanes"): lambda n, h, k: (h + k - 1, n + n // k),
         ("allgather", "leaders"): _allgather_leaders,
         ("allgather", "lanes"): lambda n, h, k: (h + k - 2, n * (h * k - 1) // (h * k)),
-        ("barrier", "leaders"): lambda n, h, k: (2 * (k > 1) + _log2(h), 0),
+        ("barrier", "leaders"): lambda n, h, k: (2 * (k > 1) + log2(h), 0),
     }
 )

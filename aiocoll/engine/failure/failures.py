@@ -38,12 +38,12 @@ def left(group: str, rank: int, peer: int, work: Work[Any]) -> PeerLostError:
     )
 
 
-def raised(group: str, rank: int, work: Work[Any], error: Exception) -> GroupError:
-    """The function of a custom op has raised `error` on `rank`."""
+def raised(group: str, rank: int, work: Work[Any], error: BaseException, what: str) -> GroupError:
+    """What `rank` has to calculate for a work has raised `error`; `what` says what that was."""
     name = work.key or work.seq
     cause = GroupError(
         f"{work.op} (sequence {name!r}) of group {group!r} failed on rank {rank}: "
-        f"its reduce function raised {type(error).__name__}: {error}",
+        f"{what}{type(error).__name__}: {error}",
         op=work.op,
         seq=name,
         group=group,

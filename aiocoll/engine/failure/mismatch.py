@@ -35,11 +35,11 @@ class Group(Protocol):
     ranks: tuple[int, ...]
     left: set[int]
 
-    def record(self, op: int) -> Record | None:
-        """Return what is remembered of a collective."""
-
     def say(self, rank: int, message: dict[str, Any]) -> None:
         """Send a message on the data link to `rank`, if there is one."""
+
+    def record(self, op: int) -> Record | None:
+        """Return what is remembered of a collective: of a part of one, the whole."""
 
     def disagreement(self, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         """Fail, since two ranks called operations that do not belong together."""

@@ -17,9 +17,10 @@ from typing import Any, Protocol, TypeVar
 from aiocoll.engine.failure.failure_detector import FailureDetector
 from aiocoll.engine.failure.mismatch import MismatchReports
 from aiocoll.engine.failure.stall_report import DETAILED, SLOW_AFTER, Absence, Finding, StallReport
-from aiocoll.engine.operations.base import P2P, Operation
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.differences import called, opposed
 from aiocoll.engine.operations.operation_log import OperationLog, Record
+from aiocoll.engine.operations.signature import P2P
 from aiocoll.log import logger
 from aiocoll.runtime import Runtime
 
@@ -60,11 +61,11 @@ class Group(Protocol):
     operations: dict[int, Operation]
     log_extra: dict[str, Any]
 
-    def record(self, op: int) -> Record | None:
-        """Return what is remembered of a collective."""
-
     def tell(self, rank: int, message: dict[str, Any]) -> None:
         """Send a message about an operation, on a link between this rank and `rank`."""
+
+    def record(self, op: int) -> Record | None:
+        """Return what is remembered of a collective: of a part of one, the whole."""
 
     def stands(self) -> bool:
         """Whether the group has neither failed nor been left."""

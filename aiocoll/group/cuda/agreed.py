@@ -21,9 +21,10 @@ import msgpack
 
 from aiocoll.algorithms.spec import spec_of
 from aiocoll.elements.device import DeviceArray
-from aiocoll.engine.operations.base import Operation, Signature
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.comparison import Difference
 from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.engine.operations.verify import Compared
 from aiocoll.errors import GroupError
 from aiocoll.gpu.api import DeviceError

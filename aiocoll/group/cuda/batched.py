@@ -6,11 +6,10 @@ What NCCL cannot do is staged, each member by itself. All members end when the l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 
-from aiocoll.group.calls import Call
 from aiocoll.group.cuda.agreed import Agreed, DeviceCall, is_empty
 from aiocoll.group.cuda.native import STAGED, Native, way_of
 from aiocoll.work import Work
@@ -18,7 +17,27 @@ from aiocoll.work import Work
 if TYPE_CHECKING:
     from aiocoll.group.cuda.device_state import DeviceState
 
-__all__ = ["BatchedCalls"]
+__all__ = ["BatchedCalls", "Member"]
+
+
+class Member(NamedTuple):
+    """One of the collectives.
+
+    Attributes:
+        op: what its work is called.
+        shape: of its main array.
+        result: what its work yields.
+        call: what it does.
+    """
+
+    op: str
+    shape: tuple[int, ...]
+    result: Any
+    call: DeviceCall
+
+    def way(self, rank: int, float8: bool) -> int:
+        """Return the best way in which this rank can go through it; see `way_of`."""
+        return way_of(self.call.plan, self.call.arrays, rank, float8)
 
 
 class BatchedCalls(Agreed):
@@ -26,42 +45,41 @@ class BatchedCalls(Agreed):
 
     Args:
         side: what the group has on the device.
-        calls: in the order that they have on all ranks.
+        members: in the order that they have on all ranks.
     """
 
-    __slots__ = ("_calls", "_left")
+    __slots__ = ("_left", "_members")
 
-    def __init__(self, side: DeviceState, identity: int, calls: Sequence[Call], work: Work[Any]) -> None:
-        first = calls[0]
-        assert first.terms is not None
-        arrays = [array for call in calls for array in call.arrays or ()]
-        super().__init__(side, identity, DeviceCall(first.terms, _plan(first), arrays), work)
-        work._value = [call.result for call in calls]
-        self._calls = calls
+    def __init__(self, side: DeviceState, identity: int, members: Sequence[Member], work: Work[Any]) -> None:
+        first = members[0].call
+        arrays = [array for member in members for array in member.call.arrays]
+        super().__init__(side, identity, first._replace(arrays=arrays), work)
+        work._value = [member.result for member in members]
+        self._members = members
         #: How much has not ended.
         self._left = 1
 
     def is_private(self) -> bool:
         """Whether only the ends of its messages know their lengths."""
-        return any(_plan(call).terms.sends or _plan(call).terms.receives for call in self._calls)
+        return any(member.call.plan.terms.sends or member.call.plan.terms.receives for member in self._members)
 
     def begin(self, ways: Sequence[int]) -> None:
         """Launch what NCCL can do, and stage the rest."""
         native, staged = [], []
-        for call, way in zip(self._calls, ways, strict=True):
-            if is_empty(_plan(call)):
+        for member, way in zip(self._members, ways, strict=True):
+            if is_empty(member.call.plan):
                 continue
             if way == STAGED:
-                staged.append(call)
+                staged.append(member)
             else:
-                native.append(Native(_plan(call), call.arrays or (), way))
+                native.append(Native(member.call.plan, member.call.arrays, way))
         self._left = len(staged) + bool(native)
         if not self._left:
             super().ended(self.work._value, None)
         if native:
             self._launch(native, [self._device_state.stream] if staged else ())
-        for number, call in enumerate(staged):
-            self._begin_part(number, call)
+        for number, member in enumerate(staged):
+            self._begin_part(number, member)
 
     def ended(self, result: Any, error: BaseException | None) -> None:
         """One thing has ended, or there is nothing to do."""
@@ -78,7 +96,7 @@ class BatchedCalls(Agreed):
     def _says(self) -> bytes:
         """Say what this rank calls, and which way each of it can go."""
         side, work = self._device_state, self.work
-        ways = [way_of(_plan(call), call.arrays or (), self.comm.rank, side.float8) for call in self._calls]
+        ways = [member.way(self.comm.rank, side.float8) for member in self._members]
         described = side.described(self.terms, self.terms, ())
         told: bytes = msgpack.packb((described, work.seq, work.key, ways))
         return told
@@ -88,16 +106,13 @@ class BatchedCalls(Agreed):
         if self._is_sound(error):
             self.ended(None, None)
 
-    def _begin_part(self, number: int, call: Call) -> None:
+    def _begin_part(self, number: int, member: Member) -> None:
         """Stage a call; the first brings the stream of all of them behind the caller's."""
         marks, self._marks = self._marks, ()
 
         def make(identity: int, work: Work[Any]) -> _Part:
-            work.op, work._shape = call.op, call.shape
-            assert call.terms is not None
-            return _Part(
-                self._device_state, identity, DeviceCall(call.terms, _plan(call), call.arrays or ()), marks, work
-            )
+            work.op, work._shape = member.op, member.shape
+            return _Part(self._device_state, identity, member.call, marks, work)
 
         self._children.start(f"member {number} of {self.id}", make, self.ended)
 
@@ -118,8 +133,3 @@ class _Part(Agreed):
     def enter(self) -> None:
         """Begin."""
         self.begin([STAGED])
-
-
-def _plan(call: Call) -> Any:
-    assert call.on_device is not None
-    return call.on_device

@@ -12,10 +12,11 @@ import msgpack
 
 from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.operations.base import Operation, Signature, description
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.comparison import Difference, compare, packed
 from aiocoll.engine.operations.differences import called
 from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.signature import Signature, description
 from aiocoll.errors import BackendUnavailableError, CollectiveTimeoutError, GroupError
 from aiocoll.gpu.api import DeviceError, Nccl
 from aiocoll.gpu.device import Device

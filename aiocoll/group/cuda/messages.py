@@ -10,68 +10,28 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.matching.inbound import InboundMessage
-from aiocoll.engine.matching.matching import PostedReceive
 from aiocoll.engine.matching.outbound import Content, OutboundMessage
+from aiocoll.engine.matching.posted import PostedReceive
 from aiocoll.engine.operations.base import Announced, Operation
 from aiocoll.errors import GroupClosedError, PeerLostError
 from aiocoll.gpu.api import DeviceError
 from aiocoll.group.cuda.device_state import DeviceState
 from aiocoll.group.cuda.enqueued import Enqueued
-from aiocoll.group.cuda.on_device import device_state_of
 from aiocoll.group.cuda.staged import Staged
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.gpu.launcher import Launched
-    from aiocoll.group.launch import Launcher
 
-__all__ = ["DeviceMessages", "DeviceRecv", "DeviceSend", "messages_of"]
+__all__ = ["DeviceContent", "DeviceRecv", "DeviceSend"]
 
-Make = Callable[[int, Work[Any]], Operation]
 _BYTES = np.dtype(np.uint8)
-
-
-class DeviceMessages:
-    """Makes the operations of one array.
-
-    Args:
-        side: what the group has on the device; None if nothing will be made.
-        array: what is sent, or received into.
-    """
-
-    def __init__(self, side: DeviceState | None, array: DeviceArray) -> None:
-        self._device_state = side
-        self._array = array
-
-    def sending(self, dst: int, tag: int, code: int) -> Make:
-        """Return what makes a send to rank `dst`; `code` is that of the dtype."""
-
-        def make(_: int, work: Work[Any]) -> DeviceSend:
-            assert self._device_state is not None
-            return DeviceSend(self._device_state, dst, tag, DeviceContent(code, self._array), work)
-
-        return make
-
-    def receiving(self, src: int | None, tag: int, code: int) -> Make:
-        """Return what makes a receive from rank `src`; `code` is that of the dtype."""
-
-        def make(_: int, work: Work[Any]) -> DeviceRecv:
-            assert self._device_state is not None
-            return DeviceRecv(self._device_state, src, tag, DeviceContent(code, self._array), work)
-
-        return make
-
-
-def messages_of(comm: Launcher, array: DeviceArray) -> DeviceMessages:
-    """Return what carries messages of `array`; raises as `aiocoll.group.cuda.on_device.on_device` does."""
-    return DeviceMessages(device_state_of(comm, [array]), array)
 
 
 class DeviceContent(NamedTuple):
@@ -201,7 +161,7 @@ class DeviceSend(OutboundMessage, _OneEnd):
         work: Work[Any],
     ) -> None:
         code, array = content
-        super().__init__(side.member, peer, tag, Content(code, _to_come(array.nbytes)), work)
+        super().__init__(side.member.matching, peer, tag, Content(code, _to_come(array.nbytes)), work)
         self._prepare(side, array)
 
     def enter(self) -> None:
@@ -214,13 +174,13 @@ class DeviceSend(OutboundMessage, _OneEnd):
         number, size = self.batch if self._open else (0, 0)
         if not self._open:
             self._stage()
-        self.comm.matching.outgoing[self.peer, self.id] = self
+        self._sends.outgoing[self.peer, self.id] = self
         self._message = Announced(self, size, self._view, number)
         self.comm.channels[self.peer].kick(self._message)
 
     def complete(self) -> None:
         """NCCL has sent it."""
-        self.comm.matching.outgoing.pop((self.peer, self.id), None)
+        self._sends.outgoing.pop((self.peer, self.id), None)
         self.succeed(self.work._value)
 
     def asked(self) -> None:
@@ -259,7 +219,7 @@ class DeviceRecv(PostedReceive, _OneEnd):
         work: Work[Any],
     ) -> None:
         code, array = content
-        super().__init__(side.member, peer, tag, Content(code, _to_come(array.nbytes)), work)
+        super().__init__(side.member.matching, peer, tag, Content(code, _to_come(array.nbytes)), work)
         self._prepare(side, array)
         #: The page-locked memory.
         self._is_there = False

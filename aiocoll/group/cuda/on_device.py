@@ -1,75 +1,100 @@
-"""Calls on CUDA arrays: what the group does with them in place of its own way."""
+"""Calls on CUDA arrays: what makes their operations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiocoll.elements.device import UNKNOWN, DeviceArray
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.operations.base import Signature
+from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.composite import Make
 from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.gpu.api import Cuda
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.provider import runtime
 from aiocoll.group.cuda.agreed import Agreed, DeviceCall
+from aiocoll.group.cuda.batched import BatchedCalls, Member
 from aiocoll.group.cuda.device_state import DeviceState
+from aiocoll.group.cuda.messages import DeviceContent, DeviceRecv, DeviceSend
 from aiocoll.work import Work
 
-if TYPE_CHECKING:
-    from aiocoll.group.launch import Launcher
-
-__all__ = ["OnDevice", "device_state_of", "on_device"]
+__all__ = ["DeviceCalls", "device_state_of"]
 
 
-class OnDevice:
+class DeviceCalls:
+    """Makes the operations of one group.
+
+    Args:
+        state: what the group has on the device.
+    """
+
+    def __init__(self, state: DeviceState) -> None:
+        self._state = state
+
+    def executor(self, plan: Plan) -> DeviceExecutor:
+        """Return what carries out a collective."""
+        return DeviceExecutor(self._state, plan)
+
+    def batched(self, members: Sequence[Member]) -> Make:
+        """Return what makes the operation of several collectives."""
+        return lambda identity, work: BatchedCalls(self._state, identity, members, work)
+
+    def sending(self, array: DeviceArray, dst: int, tag: int, code: int) -> Make:
+        """Return what makes a send to rank `dst`; `code` is that of the dtype."""
+        return lambda _, work: DeviceSend(self._state, dst, tag, DeviceContent(code, array), work)
+
+    def receiving(self, array: DeviceArray, src: int | None, tag: int, code: int) -> Make:
+        """Return what makes a receive from rank `src`, or from any; `code` is that of the dtype."""
+        return lambda _, work: DeviceRecv(self._state, src, tag, DeviceContent(code, array), work)
+
+
+class DeviceExecutor:
     """The executor of a plan on CUDA arrays.
 
     Attributes:
         terms: those of the call.
     """
 
-    __slots__ = ("_device_state", "terms")
+    __slots__ = ("_state", "terms")
 
-    def __init__(self, side: DeviceState, terms: Signature) -> None:
-        self._device_state = side
-        self.terms = terms
+    def __init__(self, state: DeviceState, plan: Plan) -> None:
+        self._state = state
+        self.terms: Signature = state.terms(plan)
 
-    def __call__(
-        self, comm: Communicator, identity: int, plan: Plan, arrays: list[DeviceArray | None], work: Work[Any]
-    ) -> Agreed:
+    def __call__(self, comm: Communicator, identity: int, plan: Plan, arrays: list[Any], work: Work[Any]) -> Operation:
         """Make the operation; for the arguments, see `aiocoll.engine.operations.plan.Executor`."""
-        return Agreed(self._device_state, identity, DeviceCall(self.terms, plan, arrays), work)
+        return Agreed(self._state, identity, DeviceCall(self.terms, plan, arrays), work)
 
 
-def on_device(group: Launcher, plan: Plan, arrays: Sequence[DeviceArray | None]) -> OnDevice:
-    """Return what carries out a call on CUDA arrays.
+def device_state_of(
+    comm: Communicator, state: DeviceState | None, arrays: Sequence[DeviceArray | None], *, forced: bool
+) -> DeviceState:
+    """Return what a group has on the device of these arrays.
+
+    Args:
+        comm: this rank's part in the group.
+        state: what it has already.
+        arrays: of a call; None where this rank has none.
+        forced: the group uses nothing but NCCL.
 
     Raises:
         BackendUnavailableError: there is no GPU support; the message says what to install.
         ValueError: the arrays are on another device than those of earlier calls.
         RuntimeError: the caller's stream is being captured into a graph.
     """
-    side = device_state_of(group, arrays)
-    return OnDevice(side, side.terms(plan))
-
-
-def device_state_of(group: Launcher, arrays: Sequence[DeviceArray | None]) -> DeviceState:
-    """Return what the group has on the device of these arrays; raises as `on_device` does."""
-    side = group._device_state
-    if side is None:
+    if state is None:
         cuda, nccl = runtime()
-        forced = group._devices.get("cuda") == "nccl"
-        device = Device.of(cuda, _ordinal(cuda, arrays, 0))
-        side = group._device_state = DeviceState(group._member, device, nccl, forced)
-    elif (ordinal := _ordinal(side.device.cuda, arrays, side.device.ordinal)) != side.device.ordinal:
+        state = DeviceState(comm, Device.of(cuda, _ordinal(cuda, arrays, 0)), nccl, forced)
+    elif (ordinal := _ordinal(state.device.cuda, arrays, state.device.ordinal)) != state.device.ordinal:
         raise ValueError(
-            f"group {group._member.name!r} works on CUDA device {side.device.ordinal}, where the arrays of its first "
+            f"group {comm.name!r} works on CUDA device {state.device.ordinal}, where the arrays of its first "
             f"call were; these are on device {ordinal}: make a group for each device"
         )
     for stream in {each.stream for each in arrays if each is not None}:
-        side.device.check_capture(stream)
-    return side
+        state.device.check_capture(stream)
+    return state
 
 
 def _ordinal(cuda: Cuda, arrays: Sequence[DeviceArray | None], empty: int) -> int:

@@ -1,13 +1,13 @@
-"""A lane: the pieces of one large operation at a time, in order, each in a block that stays in the cache.
+"""A chunk queue: the chunks of one large operation at a time, in order, in memory that stays in the cache.
 
-While one operation has the lane, others go through the frame ring; the reader of the lane takes pieces only for the
-operation they belong to. So an operation that its reader has not entered delays no other one.
+While one operation holds the queue, others go through the frame ring; the reader takes chunks only for the operation
+they belong to. So an operation that its reader has not entered delays no other one.
 
-    word 0  number of the piece in the lane, counted from 1; written last
+    word 0  number of the chunk in the queue, counted from 1; written last
     word 1  tag: group and fingerprint
     word 2  id of the operation
-    word 3  where the piece is: 0 in the block, else the number of a plot of its writer's; see `commons`
-    word 4  its offset in the plot
+    word 3  where the chunk is: 0 in the queue, else the number of a segment of the writer's (`registered_memory`)
+    word 4  its offset in the segment
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.transport.shm.fence import Fences
-from aiocoll.transport.shm.layout import BLOCKS, LANE, LINE, Direction
+from aiocoll.transport.shm.layout import CHUNKS, LINE, SLOTS, Direction
 from aiocoll.transport.shm.region import SharedRegion
 
 __all__ = ["ChunkQueueReader", "ChunkQueueWriter"]
 
-#: In word 3: the memory is its owner's again, who may have overwritten the piece. No plot has this number.
+#: In word 3: the memory is its owner's again, who may have overwritten the chunk. No segment has this number.
 _VOID = (1 << 64) - 1
 
 
-class _Side:
-    """What both ends know: where the blocks are."""
+class _End:
+    """What both ends know: where the chunks are."""
 
-    __slots__ = ("_blocks", "_full", "_hungry", "_lines", "_memory", "_order", "_taken", "_words")
+    __slots__ = ("_full", "_lines", "_memory", "_order", "_places", "_taken", "_words", "_writer_waiting")
 
     def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
         self._memory = memory
         self._words = memory.cast("Q")
         self._order, self._full = fences
-        self._hungry = direction.lane_hungry
-        self._taken = direction.lane_taken
-        self._lines = [(direction.lines >> 3) + (BLOCKS + number) * LINE // 8 for number in range(LANE)]
-        self._blocks = [direction.lane + number * direction.lane_nbytes for number in range(LANE)]
+        self._writer_waiting = direction.chunk_writer_waiting
+        self._taken = direction.chunks_taken
+        self._lines = [(direction.lines >> 3) + (SLOTS + number) * LINE // 8 for number in range(CHUNKS)]
+        self._places = [direction.chunks + number * direction.chunk_nbytes for number in range(CHUNKS)]
 
 
-class ChunkQueueWriter(_Side):
+class ChunkQueueWriter(_End):
     """The writer's end.
 
     Attributes:
-        nbytes: of a block.
-        holder: who has the lane; None if nobody.
-        tainted: an operation has failed on the lane, whose pieces may never be read.
+        nbytes: of the largest chunk.
+        holder: who uses the queue; None if nobody.
+        tainted: an operation has failed, of which chunks are left in the queue that may never be read.
     """
 
     __slots__ = ("_number", "_ready", "_region", "holder", "nbytes", "tainted")
 
     def __init__(self, region: SharedRegion, direction: Direction, fences: Fences) -> None:
-        self.nbytes = direction.lane_nbytes
+        self.nbytes = direction.chunk_nbytes
         self.holder: object = None
         self.tainted = False
         self._region = region
@@ -64,13 +64,13 @@ class ChunkQueueWriter(_Side):
 
     @property
     def number(self) -> int:
-        """How many pieces have been put."""
+        """How many chunks have been put."""
         return self._number
 
     def take(self, holder: object) -> bool:
-        """Get the lane for `holder`; False if it is not to be had.
+        """Reserve the queue for `holder`; False if it is not available.
 
-        The first time, the blocks are reserved, which takes half a millisecond for those of 256 KiB.
+        The first time, its memory is reserved, which takes half a millisecond for chunks of 256 KiB.
         """
         if self.holder is not None or (self.tainted and self._words[self._taken] != self._number):
             return False
@@ -81,50 +81,50 @@ class ChunkQueueWriter(_Side):
         return True
 
     def _reserve(self) -> bool:
-        self._ready = self._region.reserve(self._blocks[0], self._blocks[-1] + self.nbytes)
+        self._ready = self._region.reserve(self._places[0], self._places[-1] + self.nbytes)
         return self._ready
 
     def leave(self, *, failed: bool) -> None:
-        """Give the lane up."""
+        """Let others use the queue."""
         self.holder = None
         self.tainted = failed
 
-    def put(self, identity: int, tag: int, piece: memoryview) -> bool:
-        """Write the next piece of at most `nbytes`; False if no block is free yet, which the reader will then tell."""
-        if not self.is_taken(self._number - LANE + 1):
+    def put(self, identity: int, tag: int, chunk: memoryview) -> bool:
+        """Copy the next chunk into the queue; False if there is no room, and the reader will then wake this rank."""
+        if not self.is_taken(self._number - CHUNKS + 1):
             return False
-        place = self._blocks[self._number % LANE]
-        self._memory[place : place + piece.nbytes] = piece
+        place = self._places[self._number % CHUNKS]
+        self._memory[place : place + chunk.nbytes] = chunk
         self._announce(identity, tag, 0, 0)
         return True
 
     def point(self, identity: int, tag: int, segment: int, offset: int) -> bool:
-        """As `put`, of a piece that is read where it lies; it has to stay so until it is taken, or `void`."""
-        if not self.is_taken(self._number - LANE + 1):
+        """As `put`, of a chunk that is read in place; it has to stay as it is until it is taken, or `void`."""
+        if not self.is_taken(self._number - CHUNKS + 1):
             return False
         self._announce(identity, tag, segment, offset)
         return True
 
     def is_taken(self, number: int) -> bool:
-        """Whether the reader is done with the first `number` pieces; if not, it will tell."""
+        """Whether the reader is done with the first `number` chunks; if not, it will wake this rank."""
         words = self._words
         if words[self._taken] >= number:
             return True
-        words[self._hungry] = 1
+        words[self._writer_waiting] = 1
         self._full()
         return words[self._taken] >= number
 
     def void(self, identity: int, tag: int) -> None:
-        """Let nobody trust what an operation that has failed points to: from here on its memory may change."""
+        """Tell the reader that what a failed operation points to may change from now on."""
         words = self._words
         for number in range(words[self._taken], self._number):
-            line = self._lines[number % LANE]
+            line = self._lines[number % CHUNKS]
             if words[line + 3] and words[line + 2] == identity and words[line + 1] == tag:
                 words[line + 3] = _VOID
         self._full()
 
     def _announce(self, identity: int, tag: int, segment: int, offset: int) -> None:
-        words, line = self._words, self._lines[self._number % LANE]
+        words, line = self._words, self._lines[self._number % CHUNKS]
         words[line + 1] = tag
         words[line + 2] = identity
         words[line + 3] = segment
@@ -135,7 +135,7 @@ class ChunkQueueWriter(_Side):
         words[line] = self._number
 
 
-class ChunkQueueReader(_Side):
+class ChunkQueueReader(_End):
     """The reader's end."""
 
     __slots__ = ("_next", "_over")
@@ -146,8 +146,8 @@ class ChunkQueueReader(_Side):
         self._over: set[int] = set()
 
     def look(self, identity: int) -> int:
-        """Return the tag of the next piece, if it is one of the operation's; -1 if not."""
-        words, line = self._words, self._lines[(self._next - 1) % LANE]
+        """Return the tag of the next chunk, if it is one of the operation's; -1 if not."""
+        words, line = self._words, self._lines[(self._next - 1) % CHUNKS]
         if words[line] != self._next:
             return -1
         if self._order is not None:
@@ -155,30 +155,30 @@ class ChunkQueueReader(_Side):
         return words[line + 1] if words[line + 2] == identity else -1
 
     def read(self, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-        """Return the next piece where it lies, until `free`."""
-        return np.frombuffer(self._memory, dtype, count, self._blocks[(self._next - 1) % LANE])
+        """Return the next chunk where it lies, until `free`."""
+        return np.frombuffer(self._memory, dtype, count, self._places[(self._next - 1) % CHUNKS])
 
     def place(self) -> tuple[int, int]:
-        """Return the plot of its writer's where the next piece is, and the offset there; (0, 0) if `read` has it."""
-        line = self._lines[(self._next - 1) % LANE]
+        """Return the writer's segment in which the next chunk is, and its offset; (0, 0) if `read` has it."""
+        line = self._lines[(self._next - 1) % CHUNKS]
         return self._words[line + 3], self._words[line + 4]
 
     def is_void(self) -> bool:
-        """Whether the next piece may have been overwritten, before this call or while it was read."""
+        """Whether the next chunk may have been overwritten, before this call or while it was read."""
         if self._order is not None:
             self._order()
-        return self._words[self._lines[(self._next - 1) % LANE] + 3] == _VOID
+        return self._words[self._lines[(self._next - 1) % CHUNKS] + 3] == _VOID
 
     def free(self) -> bool:
-        """Be done with the next piece; whether its writer may have to be woken."""
+        """Be done with the next chunk; whether its writer may have to be woken."""
         if self._order is not None:
             self._order()
         words = self._words
         words[self._taken] = self._next
         self._next += 1
         self._full()
-        if words[self._hungry]:
-            words[self._hungry] = 0
+        if words[self._writer_waiting]:
+            words[self._writer_waiting] = 0
             return True
         return False
 
@@ -194,7 +194,7 @@ class ChunkQueueReader(_Side):
         """
         words = self._words
         freed = wanted = False
-        while words[line := self._lines[(self._next - 1) % LANE]] == self._next:
+        while words[line := self._lines[(self._next - 1) % CHUNKS]] == self._next:
             if self._order is not None:
                 self._order()
             if words[line + 1] >> 32 not in self._over:

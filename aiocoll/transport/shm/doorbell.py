@@ -1,4 +1,4 @@
-"""How a rank that has gone to its event loop is called back: spin, then park.
+"""How a rank that waits in its event loop is woken: it spins, then parks.
 
 Every rank has a page that its peers can read and an eventfd that they can write to. A word in the page is even while
 the rank will look at all its rings before it sleeps, and odd, another number each time, while it has to be woken:
@@ -6,10 +6,10 @@ the rank will look at all its rings before it sleeps, and odd, another number ea
     rank 0 parks                          rank 1 sends
     status = odd                          entry, stamp
     fence                                 fence
-    look at all rings once more           status odd, and not rung for this number yet? write to the eventfd
+    look at all rings once more           status odd, and eventfd not written for it yet? write to the eventfd
 
-At least one of them sees what the other has done. A rank that is called writes nothing: who sends in the same turn of
-the loop again, or to a rank that polls, pays one load.
+At least one of them sees what the other has done. A rank that is awake need not be woken: who sends in the same turn
+of the loop again, or to a rank that polls, pays one load.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Watcher(Protocol):
 
 
 class _Link(Protocol):
-    """What is polled when the bell is rung."""
+    """What is polled when the doorbell is rung."""
 
     def poll(self) -> bool:
         """Move what can be moved now; whether anything did."""
 
 
 class Doorbell:
-    """This rank's own: it listens, and says whether it needs to be woken.
+    """This rank's own doorbell, which tells peers whether this rank has to be woken.
 
     Args:
-        runtime: of the loop that listens.
+        runtime: of the loop that is woken.
         fences: of this machine.
         watcher: whose loop it is.
 
@@ -88,7 +88,7 @@ class Doorbell:
         self._status.release()
 
     def add(self, link: _Link) -> None:
-        """Poll `link` when the bell is rung; called in the context in which that shall happen."""
+        """Poll `link` when the doorbell is rung; called in the context in which that shall happen."""
         if self._context is None:
             self._context = contextvars.copy_context()
             self._runtime.loop.add_reader(self.eventfd, self._rung)
@@ -144,19 +144,22 @@ class Doorbell:
 
 
 class PeerDoorbell:
-    """The bell of a peer, to be rung by the owner of `bell`. Owns `eventfd`."""
+    """The doorbell of a peer, to be rung by the rank whose own is `doorbell`. Owns `eventfd`."""
 
-    def __init__(self, eventfd: int, page: mmap.mmap, bell: Doorbell) -> None:
+    def __init__(self, eventfd: int, page: mmap.mmap, doorbell: Doorbell) -> None:
         self._eventfd = eventfd
-        self._bell = bell
+        self._doorbell = doorbell
         self._status = memoryview(page).cast("Q")
-        self._full = bell.fences.full
+        self._full = doorbell.fences.full
         self._rung = 0
 
     def ring(self) -> None:
-        """Wake the peer if it sleeps: what was stored before this call is seen by then. Its answer finds us awake."""
-        if not self._bell.awake:
-            self._bell.attend()
+        """Wake the peer if it sleeps: it then sees what was stored before this call.
+
+        This rank looks at its links in the next turn, too: the peer need not wake it to answer.
+        """
+        if not self._doorbell.awake:
+            self._doorbell.attend()
         self._full()
         status = self._status[0]
         if status & 1 and status != self._rung:

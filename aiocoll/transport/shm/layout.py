@@ -2,9 +2,9 @@
 
     page of words | direction 0 | direction 1        direction 0 is from the rank that dialled
 
-    a direction:    entries of the ring | data of the ring | lines of the board and the lane | their blocks
+    a direction:    entries of the ring | data of the ring | lines of slots and chunks | bytes of slots and chunks
 
-Every word that one side writes and the other polls has a cache line of its own, or shares it with its likes.
+Every word that one side writes and the other polls has a cache line of its own, or shares it with words like it.
 
 Whoever writes somewhere has reserved it before, so what a link costs depends on what it carries; readers look only at
 words and lines, which are there from the beginning, and at what these say has been written.
@@ -18,19 +18,19 @@ from aiocoll.transport.frame import SEGMENT
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_PER_CHUNK, SMALL_SLOTS
 from aiocoll.transport.shm.region import PAGE
 
-__all__ = ["BLOCKS", "ENTRIES", "FIRST", "LANE", "LINE", "Direction", "LinkLayout"]
+__all__ = ["CHUNKS", "ENTRIES", "FIRST", "LINE", "SLOTS", "Direction", "LinkLayout"]
 
 LINE = 64
 #: Entries of a ring: a burst of this many small frames needs no turn of the reader's.
 ENTRIES = 256
 #: Bytes of a ring's data that are reserved from the beginning: enough for some small frames.
 FIRST = 8 * 1024
-BLOCKS = SMALL_SLOTS + MIDDLE_SLOTS
-#: Blocks of a lane: one is written while one is read, and as many again for when either is late.
-LANE = 4
+SLOTS = SMALL_SLOTS + MIDDLE_SLOTS
+#: Chunks that a queue holds: one is written while one is read, and as many again for when either is late.
+CHUNKS = 4
 
 _FEW = 8
-"""Ranks of a host up to which links are generous: 4.6 MiB each, if all is used. In larger worlds a rank has many."""
+"""Ranks of a host up to which links are large: 4.6 MiB each, if all is used. In larger worlds a rank has many."""
 
 
 class Direction(NamedTuple):
@@ -40,23 +40,25 @@ class Direction(NamedTuple):
     """Word: the writer of the ring waits for space."""
     taken: int
     """Word: entries the reader of the ring is done with."""
-    lane_hungry: int
-    lane_taken: int
+    chunk_writer_waiting: int
+    """Word: the writer of the chunk queue waits for room."""
+    chunks_taken: int
+    """Word: chunks the reader of the queue is done with."""
     posts: int
-    """Word: how often something was posted to the board."""
+    """Word: how often something was posted to the slots."""
     freed: int
-    """Words, one per block of the board: posts its reader is done with."""
+    """Words, one per slot: posts its reader is done with."""
     ring: int
     data: int
     data_nbytes: int
     lines: int
-    """One line per block of the board, then one per block of the lane."""
+    """One line per slot, then one per chunk of the queue."""
     small: int
     small_nbytes: int
     middle: int
     middle_nbytes: int
-    lane: int
-    lane_nbytes: int
+    chunks: int
+    chunk_nbytes: int
     end: int
 
     def first(self) -> tuple[tuple[int, int], ...]:
@@ -80,32 +82,32 @@ class LinkLayout:
         self.nbytes = second.end
 
     def _direction(self, number: int, start: int, ranks: int) -> Direction:
-        segments, lane = (2, SEGMENT) if ranks <= _FEW else (1, SEGMENT // 4)
-        small, middle = lane // SMALL_PER_CHUNK, lane // MIDDLE_SLOTS
+        segments, chunk = (2, SEGMENT) if ranks <= _FEW else (1, SEGMENT // 4)
+        small, middle = chunk // SMALL_PER_CHUNK, chunk // MIDDLE_SLOTS
         word = number * PAGE // 16
         data = start + ENTRIES * LINE
         lines = data + segments * SEGMENT
-        blocks = lines + (BLOCKS + LANE) * LINE
-        blocks += -blocks % PAGE
-        middles = blocks + SMALL_SLOTS * small
-        lanes = middles + MIDDLE_SLOTS * middle
-        end = lanes + LANE * lane
+        smalls = lines + (SLOTS + CHUNKS) * LINE
+        smalls += -smalls % PAGE
+        middles = smalls + SMALL_SLOTS * small
+        chunks = middles + MIDDLE_SLOTS * middle
+        end = chunks + CHUNKS * chunk
         return Direction(
             writer_waiting=word,
             taken=word + 16,
-            lane_hungry=word + 32,
+            chunk_writer_waiting=word + 32,
             posts=word + 40,
-            lane_taken=word + 48,
+            chunks_taken=word + 48,
             freed=word + 64,
             ring=start,
             data=data,
             data_nbytes=segments * SEGMENT,
             lines=lines,
-            small=blocks,
+            small=smalls,
             small_nbytes=small,
             middle=middles,
             middle_nbytes=middle,
-            lane=lanes,
-            lane_nbytes=lane,
+            chunks=chunks,
+            chunk_nbytes=chunk,
             end=end,
         )

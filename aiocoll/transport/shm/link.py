@@ -5,7 +5,7 @@
     poll  <-               [entry|entry|...][ data  ]  <- write
 
 The unix socket over which the memory was passed stays open: it tells when the other process is gone, that an end is in
-order, and of memory that the other end may read (`lending`). The loop is woken by the `bell`.
+order, and which segments of memory the other end may map (`segment_sharing`). The `doorbell` wakes the loop.
 """
 
 from __future__ import annotations
@@ -35,39 +35,41 @@ __all__ = ["Pair", "ShmLink"]
 
 _KINDS = frozenset(FrameKind)
 _NOTHING = memoryview(b"")
-#: What a closed link looks at: no stamp ever comes there.
+#: What a closed link reads: no stamp ever comes there.
 _SILENCE = memoryview(bytes(8)).cast("Q")
 _unpack = ENTRY.unpack_from
 
 
 class Pair(NamedTuple):
-    """What the two ends have agreed on: memory, its layout, which direction is ours to write, and both bells."""
+    """What the two ends have agreed on: memory, its layout, which direction is ours to write, and both doorbells."""
 
     region: SharedRegion
     layout: LinkLayout
     direction: int
-    bell: Doorbell
-    peer_bell: PeerDoorbell
+    doorbell: Doorbell
+    peer_doorbell: PeerDoorbell
 
 
 class ShmLink:
-    """One end of a link; see `aiocoll.transport.base.Link`. Owns the socket, the peer's bell and a hold on its own."""
+    """One end of a link; see `aiocoll.transport.base.SharedMemoryLink`.
+
+    Owns the stream, the peer's doorbell and a reference to its own.
+    """
 
     __slots__ = (
         "_at",
-        "_bell",
         "_closed",
         "_deaf",
+        "_doorbell",
         "_end",
         "_ending",
         "_failed",
-        "_hungry",
         "_kept",
         "_memory",
         "_next",
         "_order",
         "_out",
-        "_peer_bell",
+        "_peer_doorbell",
         "_receiving",
         "_ring",
         "_runtime",
@@ -75,6 +77,7 @@ class ShmLink:
         "_stream",
         "_taken",
         "_words",
+        "_writer_waiting",
         "announce",
         "can_map",
         "chunks_in",
@@ -95,11 +98,11 @@ class ShmLink:
         self.kind = kind
         self._runtime = runtime
         self._stream = stream
-        self._bell = pair.bell
-        self._peer_bell = pair.peer_bell
-        #: Lets the peer know of what was put on the board or the lane; only while the link is open.
-        self.announce = pair.peer_bell.ring
-        fences = pair.bell.fences
+        self._doorbell = pair.doorbell
+        self._peer_doorbell = pair.peer_doorbell
+        #: Wakes the peer, if it sleeps; only while the link is open.
+        self.announce = pair.peer_doorbell.ring
+        fences = pair.doorbell.fences
         ours, theirs = pair.layout.directions[pair.direction], pair.layout.directions[1 - pair.direction]
         region = pair.region
         memory = self._memory = memoryview(region.memory)
@@ -113,7 +116,7 @@ class ShmLink:
         self.segment_sharing = SegmentSharing(stream, peer)
         self.can_map = self.segment_sharing.can_map
         self._order = fences.order
-        self._hungry = theirs.writer_waiting
+        self._writer_waiting = theirs.writer_waiting
         self._taken = theirs.taken
         self._ring = theirs.ring
         self._end = theirs.lines
@@ -152,7 +155,7 @@ class ShmLink:
         """Begin to read."""
         self._started = True
         self._stream.start_reading(self._hung_up)
-        self._bell.add(self)
+        self._doorbell.add(self)
 
     def write(self, header: bytes, payload: memoryview | None = None) -> bool:
         """Send one frame; True if there was space for it."""
@@ -164,7 +167,7 @@ class ShmLink:
             put = False
             self._fail(error)
         if put:
-            self._peer_bell.ring()
+            self._peer_doorbell.ring()
             return True
         self._kept.append((header, payload))
         self._out.request_wakeup()
@@ -193,7 +196,7 @@ class ShmLink:
             return self.chunks_in.read(dtype, count)
         found = self.segment_sharing.read(segment, offset, dtype, count)
         if found is None and not self.chunks_in.is_void():
-            error = ProtocolError(f"rank {self.peer} pointed to memory that it has not shown")
+            error = ProtocolError(f"rank {self.peer} pointed to memory that it has not shared")
             self._runtime.call_soon(self._refuse, error)
         return found
 
@@ -201,7 +204,7 @@ class ShmLink:
         """Nothing to do: payloads arrive whole."""
 
     def finish(self) -> None:
-        """Send what is kept, then shut down the sending side of the socket."""
+        """Send what is kept, then shut down the sending side of the stream."""
         self._ending = True
         if not self._kept and not self._closed:
             self._shutdown()
@@ -211,14 +214,14 @@ class ShmLink:
         self._lost(error)
 
     def close(self) -> None:
-        """Close the socket and leave the memory to the peer."""
+        """Close the stream and leave the memory to the peer."""
         if self._closed:
             return
         self._closed = True
         self.segment_sharing.close()
-        self._bell.remove(self)
-        self._bell.drop()
-        self._peer_bell.close()
+        self._doorbell.remove(self)
+        self._doorbell.drop()
+        self._peer_doorbell.close()
         self._kept.clear()
         self._stream.close()
         # The memory goes with the last view of it.
@@ -226,13 +229,13 @@ class ShmLink:
         del self._out
 
     def purge(self, group: int) -> None:
-        """Be done with what the peer has put, or will put, on the board and the lane for a group that is over."""
+        """Free what the peer has put, or will put, into slots and the chunk queue for a group that is over."""
         self.slot_reader.purge(group)
         self.chunks_in.end(group)
         self.reclaim()
 
     def reclaim(self) -> bool:
-        """Take away what lies in the lane for groups that are over; whether there was any."""
+        """Free the next chunks as long as they are of groups that are over; whether there were any."""
         freed, wanted = self.chunks_in.reclaim()
         if wanted and not self._closed:
             self.announce()
@@ -271,9 +274,9 @@ class ShmLink:
             if ticks() > deadline:
                 self._runtime.call_soon(self.poll)
                 break
-        self._bell.fences.full()
-        if words[self._hungry]:
-            self._peer_bell.ring()
+        self._doorbell.fences.full()
+        if words[self._writer_waiting]:
+            self._peer_doorbell.ring()
 
     def _flush(self) -> bool:
         if self._failed:
@@ -288,7 +291,7 @@ class ShmLink:
             self._fail(error)
             return moved
         if moved:
-            self._peer_bell.ring()
+            self._peer_doorbell.ring()
         if kept:
             return moved
         self._out.cancel_wakeup()
@@ -309,9 +312,9 @@ class ShmLink:
             self._runtime.call_soon(self._lost, None)  # the peer is gone, too
 
     def _hung_up(self) -> None:
-        """The socket says that the peer has something to say, or is gone; what it wrote before is here."""
+        """A message about segments has come, or the peer is gone; what it wrote before is in memory."""
         try:
-            if self.segment_sharing.hear():
+            if self.segment_sharing.receive():
                 return
             error: Exception | None = None
         except (BlockingIOError, InterruptedError):
@@ -332,7 +335,7 @@ class ShmLink:
                 self.sink.lost(self, error)
 
     def _refuse(self, error: Exception) -> None:
-        """Read nothing more, since what has come cannot be taken; if it is the second such thing, end."""
+        """Read nothing more, since what has come cannot be taken; at the second such error, close."""
         if self._deaf:
             self.close()
         elif not self._closed:

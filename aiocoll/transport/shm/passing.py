@@ -6,8 +6,8 @@
                                     <---             answer, [page, eventfd]
     agreement                       --->
 
-Each of these may be a "no", and then the socket itself is the link. The dialler has the last word, as in the handshake:
-until it has spoken it may give up and dial again, and no end believes in a link that the other has not.
+Each of these may be a refusal, and then the socket itself is the link. The dialler sends the last message, as in the
+handshake: until then it may give up and dial again, and no end has a link that the other has not.
 """
 
 from __future__ import annotations
@@ -40,53 +40,53 @@ class NotSharedError(Exception):
 
 
 def decline(sock: socket.socket) -> None:
-    """Say no."""
+    """Refuse."""
     sock.send(_NO)
 
 
-async def propose(sock: socket.socket, layout: LinkLayout, bell: Doorbell) -> Pair | None:
+async def propose(sock: socket.socket, layout: LinkLayout, doorbell: Doorbell) -> Pair | None:
     """Offer shared memory; None if the peer declines.
 
     Raises:
-        NotSharedError: there is none to offer, or the peer's bell cannot be taken.
+        NotSharedError: there is none to offer, or the peer's doorbell cannot be taken.
         OSError: the peer closed the connection.
-        ProtocolError: what it passed is no bell.
+        ProtocolError: what it passed is no doorbell.
     """
-    region = await _offer(sock, layout, bell)
-    peer_bell = None
+    region = await _offer(sock, layout, doorbell)
+    peer_doorbell = None
     try:
-        peer_bell = await _agree(sock, bell)
+        peer_doorbell = await _agree(sock, doorbell)
     finally:
-        if peer_bell is None:
+        if peer_doorbell is None:
             region.close()  # a traceback may keep the rest
-    return None if peer_bell is None else Pair(region, layout, 0, bell, peer_bell)
+    return None if peer_doorbell is None else Pair(region, layout, 0, doorbell, peer_doorbell)
 
 
-async def _agree(sock: socket.socket, bell: Doorbell) -> PeerDoorbell | None:
-    """Take the answer and have the last word."""
+async def _agree(sock: socket.socket, doorbell: Doorbell) -> PeerDoorbell | None:
+    """Take the answer and send the last message."""
     (agreed, _), fds = await _receive(sock, _ANSWERED_FDS)
     if not agreed:
         _close(fds)
         decline(sock)
         return None
     try:
-        peer_bell = _peer_bell(fds, bell)
+        peer_doorbell = _peer_doorbell(fds, doorbell)
     except OSError as error:
         decline(sock)
         raise NotSharedError(str(error)) from error
     try:
         sock.send(_YES)
     except BaseException:
-        peer_bell.close()
+        peer_doorbell.close()
         raise
-    return peer_bell
+    return peer_doorbell
 
 
-async def _offer(sock: socket.socket, layout: LinkLayout, bell: Doorbell) -> SharedRegion:
+async def _offer(sock: socket.socket, layout: LinkLayout, doorbell: Doorbell) -> SharedRegion:
     try:
         fd, region = await SharedRegion.create(layout.nbytes, layout.directions[0].first())
         try:
-            socket.send_fds(sock, [_MESSAGE.pack(True, layout.ranks)], [fd, bell.page, bell.eventfd])
+            socket.send_fds(sock, [_MESSAGE.pack(True, layout.ranks)], [fd, doorbell.page, doorbell.eventfd])
         finally:
             os.close(fd)
     except ConnectionError:
@@ -97,8 +97,8 @@ async def _offer(sock: socket.socket, layout: LinkLayout, bell: Doorbell) -> Sha
     return region
 
 
-async def accept(sock: socket.socket, bell: Doorbell | None) -> Pair | None:
-    """Take what the peer offers; None if it offers nothing, or (with `bell` None) this rank wants nothing.
+async def accept(sock: socket.socket, doorbell: Doorbell | None) -> Pair | None:
+    """Take what the peer offers; None if it offers nothing, or (with `doorbell` None) this rank wants nothing.
 
     Raises:
         NotSharedError: it cannot be taken.
@@ -109,31 +109,31 @@ async def accept(sock: socket.socket, bell: Doorbell | None) -> Pair | None:
     if not offered:
         _close(fds)
         return None
-    if bell is None:
+    if doorbell is None:
         _close(fds)
         decline(sock)
         await _is_agreed(sock)
         return None
     layout = LinkLayout(ranks)
     try:
-        region, peer_bell = _map(fds, layout, bell)
+        region, peer_doorbell = _map(fds, layout, doorbell)
     except OSError as error:
         decline(sock)
         await _is_agreed(sock)
         raise NotSharedError(str(error)) from error
     agreed = False
     try:
-        agreed = await _answer(sock, bell)
+        agreed = await _answer(sock, doorbell)
     finally:
         if not agreed:
-            peer_bell.close()
+            peer_doorbell.close()
             region.close()
-    return Pair(region, layout, 1, bell, peer_bell) if agreed else None
+    return Pair(region, layout, 1, doorbell, peer_doorbell) if agreed else None
 
 
-async def _answer(sock: socket.socket, bell: Doorbell) -> bool:
+async def _answer(sock: socket.socket, doorbell: Doorbell) -> bool:
     try:
-        socket.send_fds(sock, [_YES], [bell.page, bell.eventfd])
+        socket.send_fds(sock, [_YES], [doorbell.page, doorbell.eventfd])
     except ConnectionError:
         raise
     except OSError as error:
@@ -144,13 +144,13 @@ async def _answer(sock: socket.socket, bell: Doorbell) -> bool:
 
 
 async def _is_agreed(sock: socket.socket) -> bool:
-    """Wait for the dialler's last word."""
+    """Wait for the dialler's last message."""
     (agreed, _), fds = await _receive(sock, 0)
     _close(fds)
     return agreed
 
 
-def _map(fds: list[int], layout: LinkLayout, bell: Doorbell) -> tuple[SharedRegion, PeerDoorbell]:
+def _map(fds: list[int], layout: LinkLayout, doorbell: Doorbell) -> tuple[SharedRegion, PeerDoorbell]:
     if len(fds) != _OFFERED_FDS:
         raise _lost(fds)
     fd, *others = fds
@@ -160,13 +160,13 @@ def _map(fds: list[int], layout: LinkLayout, bell: Doorbell) -> tuple[SharedRegi
         _close(others)
         raise
     try:
-        return region, _peer_bell(others, bell)
+        return region, _peer_doorbell(others, doorbell)
     except BaseException:
         region.close()  # a traceback may keep the rest
         raise
 
 
-def _peer_bell(fds: Sequence[int], bell: Doorbell) -> PeerDoorbell:
+def _peer_doorbell(fds: Sequence[int], doorbell: Doorbell) -> PeerDoorbell:
     if len(fds) != _ANSWERED_FDS:
         raise _lost(fds)
     page, eventfd = fds
@@ -180,7 +180,7 @@ def _peer_bell(fds: Sequence[int], bell: Doorbell) -> PeerDoorbell:
     except BaseException:
         os.close(eventfd)
         raise
-    return PeerDoorbell(eventfd, memory, bell)
+    return PeerDoorbell(eventfd, memory, doorbell)
 
 
 def _lost(fds: Sequence[int]) -> OSError:

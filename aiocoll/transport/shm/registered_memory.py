@@ -1,11 +1,11 @@
-"""The commons of a rank: memory that its peers read where it lies, which is what `ProcessGroup.empty` gives.
+"""Registered memory of a rank: its peers read it in place. `ProcessGroup.empty` returns arrays in it.
 
-    rank 0                                      rank 1
-    array -> ground -> plot 7 (memfd)  ......>  maps it once, when rank 0 first reduces the array
-    lane:  "piece 12 is in plot 7, at 262144"   reads it there
+    rank 0                                              rank 1
+    array -> base -> segment 7 (memfd)         ......>  maps it once, when rank 0 first reduces the array
+    queue: "chunk 12 is in segment 7, at 262144"        reads it there
 
-A plot lives as long as arrays on its ground do, whatever views of one another they are; then peers give it back. The
-kernel takes it when the last process that maps it is gone, however it ended.
+A segment lives as long as any array with its base does, whatever views of one another they are; then peers unmap it.
+The kernel frees it when the last process that maps it is gone, however it ended.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from aiocoll.transport.shm.region import PAGE, create_mapped
 __all__ = ["MemorySegment", "RegisteredMemory"]
 
 
-class _Ground:
-    """What NumPy holds on to: it ends, as weak references see it, before its memory is given back."""
+class _Base:
+    """The base of NumPy's arrays: weak references to it end before its memory is unmapped."""
 
     __slots__ = ("__array_interface__", "__weakref__", "_memory")
 
@@ -49,7 +49,7 @@ class MemorySegment:
         readers: the links whose other ends have been told of it.
     """
 
-    __slots__ = ("fd", "ground", "nbytes", "number", "readers", "start")
+    __slots__ = ("base", "fd", "nbytes", "number", "readers", "start")
 
     def __init__(self, number: int, start: int, nbytes: int, fd: int) -> None:
         self.number = number
@@ -57,7 +57,7 @@ class MemorySegment:
         self.nbytes = nbytes
         self.fd = fd
         self.readers: list[SegmentReader] = []
-        self.ground: weakref.ref[_Ground]
+        self.base: weakref.ref[_Base]
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -67,23 +67,23 @@ class MemorySegment:
 
 
 class RegisteredMemory:
-    """All plots of one rank.
+    """All segments of one rank.
 
     Args:
-        loop: where peers are told that a plot is no more, wherever its last array was dropped.
+        loop: in which peers are told that a segment has ended, in whatever thread its last array was dropped.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         #: By address.
         self.segments: list[MemorySegment] = []
-        #: Whether it has been said that there is no memory for one.
+        #: Whether it has been logged that there is no memory for one.
         self.troubled = False
         self._loop = loop
         self._made = 0
         self._closed = False
 
     async def make(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return `nbytes` > 0 of zeroed memory that has a plot, in many turns of the loop.
+        """Return `nbytes` > 0 of zeroed memory in a segment of its own, in many turns of the loop.
 
         Raises:
             OSError: there is no memory or descriptor left, or the kernel forbids it.
@@ -92,34 +92,34 @@ class RegisteredMemory:
         if size > _available():
             raise OSError(errno.ENOMEM, f"{nbytes} bytes are more than this host has left")
         fd, memory = await create_mapped(size)
-        ground = _Ground(memory)
-        array = np.asarray(ground)
+        base = _Base(memory)
+        array = np.asarray(base)
         if self._closed:
             os.close(fd)
         else:
             self._made += 1
-            self._add(MemorySegment(self._made, ground.__array_interface__["data"][0], size, fd), ground)
+            self._add(MemorySegment(self._made, base.__array_interface__["data"][0], size, fd), base)
         return array[:nbytes]
 
     def find(self, array: NDArray[Any]) -> tuple[MemorySegment, int] | None:
-        """Return the plot in which all of a contiguous array lies, and its offset there; None if there is none."""
+        """Return the segment in which all of a contiguous array lies, and its offset there; None if there is none."""
         start: int = array.__array_interface__["data"][0]
         place = bisect_right(self.segments, start, key=_start) - 1
         if place < 0:
             return None
         segment = self.segments[place]
         offset = start - segment.start
-        # Of one whose end has not been heard of here, the addresses may be another's by now.
-        return (segment, offset) if offset + array.nbytes <= segment.nbytes and segment.ground() is not None else None
+        # A segment may have ended without a sweep since: its addresses may be in other use by now.
+        return (segment, offset) if offset + array.nbytes <= segment.nbytes and segment.base() is not None else None
 
     def close(self) -> None:
-        """Let peers give back everything; what users hold stays theirs."""
+        """Have peers unmap everything; the arrays of users stay valid."""
         self._closed = True
         segments, self.segments = self.segments, []
         for segment in segments:
             _end(segment)
 
-    def _add(self, segment: MemorySegment, ground: _Ground) -> None:
+    def _add(self, segment: MemorySegment, base: _Base) -> None:
         self._sweep()
 
         def ended(_: object) -> None:
@@ -128,11 +128,11 @@ class RegisteredMemory:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and all links with it
                 self._loop.call_soon_threadsafe(self._sweep)
 
-        segment.ground = weakref.ref(ground, ended)
+        segment.base = weakref.ref(base, ended)
         self.segments.insert(bisect_right(self.segments, segment.start, key=_start), segment)
 
     def _sweep(self) -> None:
-        for segment in [segment for segment in self.segments if segment.ground() is None]:
+        for segment in [segment for segment in self.segments if segment.base() is None]:
             self.segments.remove(segment)
             _end(segment)
 

@@ -11,7 +11,8 @@ Larger payloads lie in the data area, each in one piece, in the order of their e
 entries it has taken, which frees them in that order. While the reader keeps up, the writer begins at the front of the
 area again and again, where the cache is warm. What lies beyond is reserved when it is used for the first time.
 
-The sender owns the entries, the data and the `hungry` word; the reader owns `taken`. Each word has a line of its own.
+The writer writes the entries, the data and the word `writer_waiting`, the reader the word `taken`. Each of the two
+words has a line of its own.
 """
 
 from __future__ import annotations
@@ -43,8 +44,22 @@ class RingWriter:
         fences: of this machine.
     """
 
-    __slots__ = ("_area", "_data", "_full", "_head", "_hungry", "_memory", "_order", "_ready", "_region", "_ring",
-                 "_sent", "_spans", "_taken", "_words")  # fmt: skip
+    __slots__ = (
+        "_area",
+        "_data",
+        "_full",
+        "_head",
+        "_memory",
+        "_order",
+        "_ready",
+        "_region",
+        "_ring",
+        "_sent",
+        "_spans",
+        "_taken",
+        "_words",
+        "_writer_waiting",
+    )  # fmt: skip
 
     def __init__(self, region: SharedRegion, direction: Direction, fences: Fences) -> None:
         self._region = region
@@ -55,7 +70,7 @@ class RingWriter:
         self._area = direction.data
         self._data = direction.data_nbytes
         self._ready = FIRST
-        self._hungry = direction.writer_waiting
+        self._writer_waiting = direction.writer_waiting
         self._taken = direction.taken
         self._sent = 0
         self._head = 0
@@ -94,13 +109,13 @@ class RingWriter:
         return True
 
     def request_wakeup(self) -> None:
-        """Say that this end waits for space: after the next look at what is free, the reader will ring."""
-        self._words[self._hungry] = 1
+        """Ask the reader to ring the doorbell once it has freed space."""
+        self._words[self._writer_waiting] = 1
         self._full()
 
     def cancel_wakeup(self) -> None:
-        """Say that it does not wait any more."""
-        self._words[self._hungry] = 0
+        """This end waits no more."""
+        self._words[self._writer_waiting] = 0
 
     def _find(self, nbytes: int, taken: int) -> int:
         """Return where `nbytes` fit in one piece in the area; -1 if nowhere as yet."""

@@ -45,7 +45,7 @@ class Sharing:
         self._watcher = watcher
         self._layout = LinkLayout(ranks)
         self._fences = fences() if wanted else None
-        self._bell: Doorbell | None = None
+        self._doorbell: Doorbell | None = None
         #: Memory of this rank that peers read in place.
         self.registered_memory = RegisteredMemory(runtime.loop)
         #: Why there is none, as far as this rank is concerned; None as long as there is.
@@ -59,59 +59,59 @@ class Sharing:
 
     @property
     def piece_nbytes(self) -> int:
-        """Bytes of a lane's block; a block of a board holds a quarter of it. 0 if there is no shared memory."""
-        return 0 if self.trouble is not None else self._layout.directions[0].lane_nbytes
+        """Bytes of the largest chunk; the largest slot holds a quarter of it. 0 if there is no shared memory."""
+        return 0 if self.trouble is not None else self._layout.directions[0].chunk_nbytes
 
     async def propose(self, sock: socket.socket) -> Pair | None:
         """Offer memory to the rank that has been dialled; None if the socket has to do."""
-        bell = self._hold()
-        if bell is None:
+        doorbell = self._hold()
+        if doorbell is None:
             passing.decline(sock)
             return None
-        return await self._agree(passing.propose(sock, self._layout, bell), bell)
+        return await self._agree(passing.propose(sock, self._layout, doorbell), doorbell)
 
     async def accept(self, sock: socket.socket) -> Pair | None:
         """Take the memory that the dialling rank offers; None if the socket has to do."""
-        bell = self._hold()
-        return await self._agree(passing.accept(sock, bell), bell)
+        doorbell = self._hold()
+        return await self._agree(passing.accept(sock, doorbell), doorbell)
 
-    async def _agree(self, passed: Coroutine[Any, Any, Pair | None], bell: Doorbell | None) -> Pair | None:
-        """Return what the two ends come to; the hold on `bell` stays with it, or ends."""
+    async def _agree(self, passed: Coroutine[Any, Any, Pair | None], doorbell: Doorbell | None) -> Pair | None:
+        """Return what the two ends agree on; the reference to `doorbell` goes with it, or is dropped."""
         pair = None
         try:
             pair = await passed
         except NotSharedError as error:
             self._fail(error)
         finally:
-            if pair is None and bell is not None:
-                bell.drop()
+            if pair is None and doorbell is not None:
+                doorbell.drop()
         return pair
 
     def give_up(self, pair: Pair) -> None:
         """Return what would have become a link."""
-        pair.peer_bell.close()
-        pair.bell.drop()
+        pair.peer_doorbell.close()
+        pair.doorbell.drop()
 
     def catch_up(self) -> None:
         """Hand out what peers have written by now."""
-        if self._bell is not None and not self._bell.closed:
-            self._bell.poll()
+        if self._doorbell is not None and not self._doorbell.closed:
+            self._doorbell.poll()
 
     def _hold(self) -> Doorbell | None:
         if self.trouble is not None:
             return None
-        if self._bell is None or self._bell.closed:
+        if self._doorbell is None or self._doorbell.closed:
             assert self._fences is not None
             try:
-                self._bell = Doorbell(self._runtime, self._fences, self._watcher)
+                self._doorbell = Doorbell(self._runtime, self._fences, self._watcher)
             except OSError as error:
                 self._fail(error)
                 return None
-        self._bell.hold()
-        return self._bell
+        self._doorbell.hold()
+        return self._doorbell
 
     def _fail(self, error: Exception) -> None:
-        """Try no more, and say so once."""
+        """Try no more, and log that once."""
         if self.trouble is None:
             # Not the error itself, which would keep the memory alive that it was raised beside.
             self.trouble = why = str(error)

@@ -1,13 +1,13 @@
-"""A board: what a rank contributes to a small operation, where its peer finds it by the operation's id.
+"""Slots: what a rank contributes to a small operation, where its peer finds it by the operation's id.
 
-Nothing is queued and nothing has to be taken away in order: operation i has block i modulo the number of blocks, in
-each direction. A block is free again once the peer has read it; if the operation that had it before is still unread,
-`post` says no, and the frame ring is the way. So no operation ever waits for another one's block. The memory of a block
-is reserved by the first post that does not fit in its line.
+Nothing is queued and nothing has to be taken away in order: operation i has slot i modulo the number of slots, in
+each direction. A slot is free again once the peer has read it; if the operation that had it before is still unread,
+`post` returns False, and a frame is sent instead. So no operation ever waits for another one's slot. The memory of a
+slot is reserved by the first post that does not fit in its line.
 
     word 0  id of the operation; written last
     word 1  tag: group and fingerprint; written after the bytes
-    word 2  how often the block has been used; written after the tag
+    word 2  how often the slot has been used; written after the tag
     words 3 to 7  the bytes, if they are few
 """
 
@@ -21,54 +21,54 @@ from numpy.typing import NDArray
 
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.transport.shm.fence import Fences
-from aiocoll.transport.shm.layout import BLOCKS, LINE, Direction
+from aiocoll.transport.shm.layout import LINE, SLOTS, Direction
 from aiocoll.transport.shm.region import SharedRegion
 
 __all__ = ["SlotReader", "SlotWriter"]
 
 _HEAD = 24
 _INLINE_NBYTES = LINE - _HEAD
-#: Views of blocks that are kept: a program has few call sites.
+#: Views of slots that are kept: a program has few call sites.
 _VIEWS = 256
 
 
 @functools.lru_cache(maxsize=8)
 def _places(direction: Direction) -> tuple[list[int], list[int]]:
-    """Return the first words of all lines and the offsets of all blocks; links share these lists."""
+    """Return the first words of all lines and the offsets of all slots; links share these lists."""
     first = direction.lines >> 3
-    blocks = [direction.small + number * direction.small_nbytes for number in range(SMALL_SLOTS)]
-    blocks += [direction.middle + number * direction.middle_nbytes for number in range(MIDDLE_SLOTS)]
-    return [first + number * LINE // 8 for number in range(BLOCKS)], blocks
+    slots = [direction.small + number * direction.small_nbytes for number in range(SMALL_SLOTS)]
+    slots += [direction.middle + number * direction.middle_nbytes for number in range(MIDDLE_SLOTS)]
+    return [first + number * LINE // 8 for number in range(SLOTS)], slots
 
 
-class _Side:
-    """What both ends know: where the blocks are."""
+class _End:
+    """What both ends know: where the slots are."""
 
-    __slots__ = ("_blocks", "_freed", "_lines", "_memory", "_order", "_posts", "_views", "_words")
+    __slots__ = ("_freed", "_lines", "_memory", "_order", "_posts", "_starts", "_views", "_words")
 
     def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
         self._memory = memory
         self._words = memory.cast("Q")
         self._order = fences.order
-        self._lines, self._blocks = _places(direction)
+        self._lines, self._starts = _places(direction)
         self._freed = direction.freed
         self._posts = direction.posts
         self._views: dict[tuple[int, np.dtype[Any], int], NDArray[Any]] = {}
 
-    def view(self, block: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-        """Return the first `count` elements of a block, where they lie."""
-        key = block, dtype, count
+    def view(self, slot: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+        """Return the first `count` elements of a slot, where they lie."""
+        key = slot, dtype, count
         view = self._views.get(key)
         if view is None:
             inline = count * dtype.itemsize <= _INLINE_NBYTES
-            place = (self._lines[block] << 3) + _HEAD if inline else self._blocks[block]
+            place = (self._lines[slot] << 3) + _HEAD if inline else self._starts[slot]
             if len(self._views) >= _VIEWS:
                 self._views.clear()
             view = self._views[key] = np.frombuffer(self._memory, dtype, count, place)
         return view
 
 
-class SlotWriter(_Side):
+class SlotWriter(_End):
     """The writer's end."""
 
     __slots__ = ("_direction", "_posted", "_ready", "_region", "_total")
@@ -77,22 +77,22 @@ class SlotWriter(_Side):
         super().__init__(memoryview(region.memory), direction, fences)
         self._region = region
         self._direction = direction
-        # Whether the memory of a block is there.
-        self._ready = [False] * BLOCKS
-        self._posted = [0] * BLOCKS
+        # Whether the memory of a slot is there.
+        self._ready = [False] * SLOTS
+        self._posted = [0] * SLOTS
         self._total = 0
 
-    def post(self, block: int, identity: int, tag: int, array: NDArray[Any]) -> bool:
-        """Show a flat array that fits in the block; False if it is not free, or the host has no memory for it."""
-        words, times = self._words, self._posted[block]
-        if words[self._freed + block] != times:
+    def post(self, slot: int, identity: int, tag: int, array: NDArray[Any]) -> bool:
+        """Show a flat array that fits in the slot; False if it is not free, or the host has no memory for it."""
+        words, times = self._words, self._posted[slot]
+        if words[self._freed + slot] != times:
             return False
-        view = self._views.get((block, array.dtype, len(array)))
+        view = self._views.get((slot, array.dtype, len(array)))
         if view is None:
-            if array.nbytes > _INLINE_NBYTES and not self._ready[block] and not self._reserve(block):
+            if array.nbytes > _INLINE_NBYTES and not self._ready[slot] and not self._reserve(slot):
                 return False
-            view = self.view(block, array.dtype, len(array))
-        line = self._lines[block]
+            view = self.view(slot, array.dtype, len(array))
+        line = self._lines[slot]
         view[:] = array
         # Groups number their operations alike: the id may be there already, and then the tag alone tells.
         if self._order is not None:
@@ -100,21 +100,21 @@ class SlotWriter(_Side):
         words[line + 1] = tag
         if self._order is not None:
             self._order()
-        self._posted[block] = words[line + 2] = times + 1
+        self._posted[slot] = words[line + 2] = times + 1
         words[line] = identity
         if self._order is not None:
             self._order()
         words[self._posts] = self._total = self._total + 1
         return True
 
-    def _reserve(self, block: int) -> bool:
-        start = self._blocks[block]
-        end = start + (self._direction.small_nbytes if block < SMALL_SLOTS else self._direction.middle_nbytes)
-        self._ready[block] = self._region.reserve(start, end)
-        return self._ready[block]
+    def _reserve(self, slot: int) -> bool:
+        start = self._starts[slot]
+        end = start + (self._direction.small_nbytes if slot < SMALL_SLOTS else self._direction.middle_nbytes)
+        self._ready[slot] = self._region.reserve(start, end)
+        return self._ready[slot]
 
 
-class SlotReader(_Side):
+class SlotReader(_End):
     """The reader's end: what `view` returns may be read after `look` and until `free`."""
 
     __slots__ = ("_heard", "_over")
@@ -132,9 +132,9 @@ class SlotReader(_Side):
         self._heard = posts
         return True
 
-    def look(self, block: int, identity: int) -> int:
-        """Return the tag of what was posted for an operation in its block; -1 if nothing was."""
-        line = self._lines[block]
+    def look(self, slot: int, identity: int) -> int:
+        """Return the tag of what was posted for an operation in its slot; -1 if nothing was."""
+        line = self._lines[slot]
         if self._words[line] != identity:
             return -1
         if self._order is not None:
@@ -144,24 +144,24 @@ class SlotReader(_Side):
             self._order()
         return tag
 
-    def free(self, block: int) -> None:
-        """Give the block back, once for each post."""
+    def free(self, slot: int) -> None:
+        """Give the slot back, once for each post."""
         if self._order is not None:
             self._order()
-        self._words[self._freed + block] += 1
+        self._words[self._freed + slot] += 1
 
     def purge(self, group: int) -> None:
         """Give back all that was posted for a group that is over: nobody will read it."""
         self._over.add(group)
-        for block in range(BLOCKS):
-            self.reclaim(block)
+        for slot in range(SLOTS):
+            self.reclaim(slot)
 
-    def reclaim(self, block: int) -> None:
-        """Give the block back if what is there was posted for a group that is over; it may come after `purge`."""
-        words, line = self._words, self._lines[block]
+    def reclaim(self, slot: int) -> None:
+        """Give the slot back if what is there was posted for a group that is over; it may come after `purge`."""
+        words, line = self._words, self._lines[slot]
         # In this order: a post that is being made has its tag before it counts.
-        unread = words[line + 2] > words[self._freed + block]
+        unread = words[line + 2] > words[self._freed + slot]
         if self._order is not None:
             self._order()
         if unread and words[line + 1] >> 32 in self._over:
-            self.free(block)
+            self.free(slot)

@@ -36,13 +36,13 @@ class Crossing:
     Args:
         rank: this rank.
         world_size: ranks of the job.
-        live: its links.
+        links: its links.
     """
 
-    def __init__(self, rank: int, world_size: int, live: LinkTable) -> None:
+    def __init__(self, rank: int, world_size: int, links: LinkTable) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._live = live
+        self._links = links
         self._promised: dict[Key, asyncio.Future[None]] = {}
         self._confirmed: set[Key] = set()
 
@@ -51,7 +51,7 @@ class Crossing:
         peer = key[0]
         if peer == self._rank or not 0 <= peer < self._world_size:
             return Status.REFUSED
-        if self._live.has(key):
+        if self._links.has(key):
             return Status.DUPLICATE
         return Status.CROSSED if key in self._promised or key in self._confirmed else Status.OK
 
@@ -71,7 +71,7 @@ class Crossing:
 
     def may_confirm(self, key: Key) -> bool:
         """Whether this rank, told OK, may take the connection that it has dialled."""
-        return not self._live.has(key) and (self._rank < key[0] or key not in self._promised)
+        return not self._links.has(key) and (self._rank < key[0] or key not in self._promised)
 
     @contextmanager
     def confirm(self, key: Key) -> Iterator[None]:

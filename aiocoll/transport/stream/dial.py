@@ -7,7 +7,7 @@ import math
 
 from aiocoll.errors import PeerLostError
 from aiocoll.sockets import UNREACHABLE_AFTER
-from aiocoll.transport.stream.dial_address import Target
+from aiocoll.transport.stream.dial_address import DialAddress
 
 __all__ = ["SILENT", "Dial"]
 
@@ -30,7 +30,7 @@ class Dial:
 
     __slots__ = ("_began", "_peer", "_silent_since", "done", "limit", "reason", "target")
 
-    def __init__(self, peer: int, target: Target, done: asyncio.Future[None], now: float) -> None:
+    def __init__(self, peer: int, target: DialAddress, done: asyncio.Future[None], now: float) -> None:
         self._peer = peer
         self._began = self._silent_since = now
         self.done = done

@@ -11,18 +11,18 @@ from aiocoll.security import keys
 from aiocoll.transport.base import Card
 from aiocoll.transport.stream import addresses as address
 
-__all__ = ["Target", "Targets"]
+__all__ = ["DialAddress", "DialAddresses"]
 
 _HAS_UNIX = hasattr(socket, "AF_UNIX")  # not on Windows
 
 
-class Target(NamedTuple):
+class DialAddress(NamedTuple):
     """What `socket` takes, what to call it in messages, and where to dial if nothing leads there."""
 
     family: int
     address: Any
     label: str
-    instead: Target | None = None
+    instead: DialAddress | None = None
 
     def unreachable(self, peer: int, reason: str) -> PeerLostError:
         """Say that rank `peer` could not be reached here."""
@@ -30,7 +30,7 @@ class Target(NamedTuple):
         return PeerLostError(text, how="unreachable", ranks=[peer])
 
 
-class Targets:
+class DialAddresses:
     """Where one rank may dial.
 
     Args:
@@ -50,7 +50,7 @@ class Targets:
         self._transport = transport
         self._warned_keyless = False
 
-    def find(self, peer: int, card: Card) -> Target:
+    def find(self, peer: int, card: Card) -> DialAddress:
         """Say where to dial rank `peer`, whose card this is.
 
         Raises:
@@ -62,7 +62,7 @@ class Targets:
             # A unix socket between ranks of one host is quicker than TCP, and may still lead nowhere: the peer may run
             # as another user, or on a copy of this virtual machine. Only the key tells who is at the end of the other.
             instead = self._tcp(card) if self._transport == "auto" and card["tcp"] and self._key else None
-            return Target(socket.AF_UNIX, address.unix_address(name), f"unix socket {name}", instead)
+            return DialAddress(socket.AF_UNIX, address.unix_address(name), f"unix socket {name}", instead)
         if self._transport in ("unix", "shm"):
             where = "another host" if card["host"] != self.host else "this host, but has no unix socket"
             raise RendezvousError(
@@ -72,11 +72,11 @@ class Targets:
             raise RendezvousError(f"rank {peer} listens on no address that rank {self._rank} could use: {card}")
         return self._tcp(card)
 
-    def _tcp(self, card: Card) -> Target:
+    def _tcp(self, card: Card) -> DialAddress:
         host, port = card["tcp"]
         self.check_key(host)
         hint = ", which other hosts cannot reach" if card["host"] != self.host and keys.is_loopback(host) else ""
-        return Target(address.family_of(host), (host, port), f"{host} port {port}{hint}")
+        return DialAddress(address.family_of(host), (host, port), f"{host} port {port}{hint}")
 
     def check_key(self, host: str) -> None:
         """Refuse to use TCP on `host` without a job key, or warn once where that is a smaller risk."""

@@ -25,7 +25,7 @@ from aiocoll.transport.byte_stream import ByteStream, OpenStream, receive_messag
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.crossing import Crossing
 from aiocoll.transport.stream.dial import SILENT, Dial
-from aiocoll.transport.stream.dial_address import Target
+from aiocoll.transport.stream.dial_address import DialAddress
 from aiocoll.transport.stream.link_table import Key, LinkTable
 
 __all__ = ["Dialler"]
@@ -59,7 +59,7 @@ class Dialler:
         identity: who this rank is; of any kind.
         key: the job key.
         open_stream: makes streams of the sockets that are connected.
-        live: the links there are.
+        links: the links there are.
         crossing: what peers are promised meanwhile.
         connect_timeout: seconds after which `connect` gives up.
         handshake_timeout: seconds for one attempt.
@@ -75,7 +75,7 @@ class Dialler:
         identity: Identity,
         key: bytes | None,
         open_stream: OpenStream,
-        live: LinkTable,
+        links: LinkTable,
         crossing: Crossing,
         connect_timeout: float,
         handshake_timeout: float,
@@ -86,7 +86,7 @@ class Dialler:
         self._identity = identity
         self._key = key
         self._open_stream = open_stream
-        self._live = live
+        self._links = links
         self._crossing = crossing
         self._connect_timeout = connect_timeout
         self._handshake_timeout = handshake_timeout
@@ -100,7 +100,7 @@ class Dialler:
         now = self._runtime.time()
         return next((str(dial.failure(now)) for dial in self._dials.values()), self._trouble)
 
-    async def connect(self, key: Key, target: Target, adopt: _Adopt[T]) -> T | None:
+    async def connect(self, key: Key, target: DialAddress, adopt: _Adopt[T]) -> T | None:
         """Dial until `adopt` has made something of the connection; None if the peer has opened one.
 
         Args:
@@ -170,7 +170,7 @@ class Dialler:
                     async with asyncio.timeout(None) as dial.limit:
                         await self._runtime.sleep(min(pause, left))
                 pause = min(2 * pause, _LONGEST_PAUSE)
-            if self._live.has(key):
+            if self._links.has(key):
                 return None
         if self._closed:
             raise GroupClosedError(f"rank {self._identity.rank} closed its transport while connecting to rank {key[0]}")
@@ -200,7 +200,7 @@ class Dialler:
                 raise _RetryError(error.strerror or str(error)) from None
             raise target.unreachable(key[0], str(error)) from error
 
-    async def _reach(self, target: Target) -> socket.socket:
+    async def _reach(self, target: DialAddress) -> socket.socket:
         """Connect; to a process of this user, where that can be seen."""
         try:
             sock = await address.reach(self._runtime.loop, target.family, target.address)
@@ -216,9 +216,9 @@ class Dialler:
             raise AuthenticationError(f"{trouble}: with a job key, transport='auto' takes TCP between users")
         return sock
 
-    async def _introduce(self, stream: ByteStream, key: Key, target: Target, adopt: _Adopt[T]) -> T:
+    async def _introduce(self, stream: ByteStream, key: Key, target: DialAddress, adopt: _Adopt[T]) -> T:
         peer, kind = key
-        identity = self._identity._replace(kind=kind, ended=self._live.ended(key))
+        identity = self._identity._replace(kind=kind, ended=self._links.ended(key))
         exchange = ClientHandshake(identity, self._key, self._runtime.random_bytes)
         send_message(stream, exchange.hello())
         send_message(stream, exchange.prove(await receive_message(stream, CHALLENGE_SIZE)))

@@ -65,8 +65,8 @@ class StreamLink:
         "_header",
         "_last",
         "_out",
+        "_pool",
         "_runtime",
-        "_spares",
         "_start",
         "_stream",
         "_target",
@@ -79,12 +79,12 @@ class StreamLink:
     sink: Sink
     shared = None
 
-    def __init__(self, runtime: Runtime, stream: ByteStream, peer: int, kind: ConnKind, spares: BufferPool) -> None:
+    def __init__(self, runtime: Runtime, stream: ByteStream, peer: int, kind: ConnKind, pool: BufferPool) -> None:
         self.peer = peer
         self.kind = kind
         self._runtime = runtime
         self._stream = stream
-        self._spares = spares
+        self._pool = pool
         # A spare one while the link reads, and until the next time if a part of a frame is left in it.
         self._buffer = _NO_BUFFER
         self._start = 0
@@ -170,7 +170,7 @@ class StreamLink:
         self._first = True
         moved = self._flush() if self._out else False
         if not self._end:
-            self._buffer = self._spares.take()
+            self._buffer = self._pool.take()
         try:
             return (self._drop() if self._deaf else self._receive()) or moved
         except (BlockingIOError, InterruptedError):
@@ -187,7 +187,7 @@ class StreamLink:
             return True
         finally:
             if self._closed or not self._end:
-                self._spares.give(self._buffer)
+                self._pool.give(self._buffer)
                 self._buffer = _NO_BUFFER
 
     def divert(self) -> None:

@@ -38,7 +38,7 @@ class LinkTable:
     def __init__(self, runtime: Runtime, sharing: Sharing) -> None:
         self.sharing = sharing
         self._runtime = runtime
-        self._spares = BufferPool()
+        self._pool = BufferPool()
         self._silence = Silence(runtime)
         self._links: dict[Key, StreamLink | ShmLink] = {}
         # How many are over, and how many were at the peer when the one that is open began.
@@ -89,7 +89,7 @@ class LinkTable:
         if pair is not None:
             link = ShmLink(self._runtime, stream, pair, *key)
         else:
-            link = StreamLink(self._runtime, stream, *key, self._spares)
+            link = StreamLink(self._runtime, stream, *key, self._pool)
             if between_hosts(sock):
                 self._silence.watch(link, sock)
         self._links[key] = link

@@ -28,7 +28,7 @@ from aiocoll.transport.byte_stream import ByteStream, OpenStream, receive_messag
 from aiocoll.transport.shm.sharing import Sharing
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.crossing import Crossing
-from aiocoll.transport.stream.dial_address import Targets
+from aiocoll.transport.stream.dial_address import DialAddresses
 from aiocoll.transport.stream.dialler import Dialler
 from aiocoll.transport.stream.link_table import Key, LinkTable
 from aiocoll.transport.stream.plain_stream import open_plain
@@ -91,7 +91,7 @@ class StreamTransport:
         self._key = key
         self._open_stream = open_stream
         self._transport = transport
-        self._targets = Targets(rank, address.host_identity(host_id), key, transport)
+        self._addresses = DialAddresses(rank, address.host_identity(host_id), key, transport)
         self._process = this_process()
         self._handshake_timeout = handshake_timeout
         self._unix: str | None = None
@@ -103,11 +103,11 @@ class StreamTransport:
         # ... and those among them in which nothing has been proven.
         self._unproven: Unproven[asyncio.Task[bool]] = Unproven(world_size, self._evict)
         wanted = transport in ("auto", "shm")
-        self._live = LinkTable(runtime, Sharing(runtime, rank, world_size, self, wanted=wanted))
-        self.registered_memory = self._live.sharing.registered_memory
-        self._crossing = Crossing(rank, world_size, self._live)
+        self._links = LinkTable(runtime, Sharing(runtime, rank, world_size, self, wanted=wanted))
+        self.registered_memory = self._links.sharing.registered_memory
+        self._crossing = Crossing(rank, world_size, self._links)
         self._dialler = Dialler(
-            runtime, self._identity, key, open_stream, self._live, self._crossing, connect_timeout, handshake_timeout
+            runtime, self._identity, key, open_stream, self._links, self._crossing, connect_timeout, handshake_timeout
         )
 
     @property
@@ -124,16 +124,16 @@ class StreamTransport:
         """Where this rank can be reached now."""
         tcp = list(self._tcp) if self._tcp else None
         return {
-            "host": self._targets.host,
+            "host": self._addresses.host,
             "unix": self._unix,
             "tcp": tcp,
             "process": list(self._process),
-            "piece": self._live.sharing.piece_nbytes,
+            "piece": self._links.sharing.piece_nbytes,
         }
 
     async def listen(self) -> Card:
         """Open the unix listener, unless `transport="tcp"`; TCP listens only after `listen_tcp`."""
-        if self._targets.may_use_unix:
+        if self._addresses.may_use_unix:
             listener, self._unix = address.open_unix(self._runtime.random_bytes)
             self._listeners.add(listener)
         return self.card
@@ -159,8 +159,8 @@ class StreamTransport:
 
     def stand_apart(self, host: str, trouble: str) -> None:
         """Be on the host of this name from now on, since ranks of the other cannot be reached as such."""
-        self._targets.host = host
-        self._targets.apart = trouble
+        self._addresses.host = host
+        self._addresses.apart = trouble
 
     async def listen_tcp(self, host: str, advertise: str | None = None) -> Card:
         """Listen on a free TCP port of the numeric address `host`, too; return the new card.
@@ -178,7 +178,7 @@ class StreamTransport:
             raise ValueError(f"transport={self._transport!r} opens no TCP listener; use transport='auto' or 'tcp'")
         if advertise is None and address.is_wildcard(host):
             raise ValueError(f"listening on {host} needs advertise=, an address of this host that peers can reach")
-        self._targets.check_key(host)
+        self._addresses.check_key(host)
         listener = address.open_tcp(host)
         self._tcp = (advertise or host, listener.getsockname()[1])
         self._listeners.add(listener)
@@ -196,25 +196,25 @@ class StreamTransport:
             PeerLostError: the peer cannot be reached; names address, reason and time spent.
             GroupClosedError: the transport was closed.
         """
-        target = self._targets.find(peer, card)
+        target = self._addresses.find(peer, card)
         key = (peer, kind)
-        if self._live.has(key):
+        if self._links.has(key):
             return None
-        return await self._dialler.connect(key, target, partial(self._live.adopt, dialled=True))
+        return await self._dialler.connect(key, target, partial(self._links.adopt, dialled=True))
 
     async def connect_heartbeat(self, peer: int, card: Card) -> ByteStream | None:
         """Open a connection for signs of life; returns and raises what `connect` does."""
-        target = self._targets.find(peer, card)
-        return await self._dialler.connect((peer, ConnKind.HEARTBEAT), target, self._live.adopt_heartbeat)
+        target = self._addresses.find(peer, card)
+        return await self._dialler.connect((peer, ConnKind.HEARTBEAT), target, self._links.adopt_heartbeat)
 
     def carrier(self, peer: int) -> tuple[str, str | None]:
         """Say what carries data to `peer` ("none" before the first), and why it is not shared memory."""
-        trouble = self._dialler.detours.get(peer) or self._targets.apart or self._live.sharing.trouble
-        return self._live.carrier(peer), trouble
+        trouble = self._dialler.detours.get(peer) or self._addresses.apart or self._links.sharing.trouble
+        return self._links.carrier(peer), trouble
 
     def catch_up(self) -> None:
         """Look into the memory shared with peers: a socket may tell of their end before."""
-        self._live.sharing.catch_up()
+        self._links.sharing.catch_up()
 
     async def aclose(self) -> None:
         """Stop listening, end the handshakes and dials in progress, let peers unmap memory; open links stay open."""
@@ -287,10 +287,10 @@ class StreamTransport:
         def decide(peer: Peer) -> Status:
             nonlocal key
             key = (peer.rank, peer.kind)
-            self._live.catch_up(key, peer.ended)
+            self._links.catch_up(key, peer.ended)
             return self._crossing.decide(key)
 
-        verdict = exchange.verdict(proof, decide, lambda peer: self._live.ended((peer.rank, peer.kind)))
+        verdict = exchange.verdict(proof, decide, lambda peer: self._links.ended((peer.rank, peer.kind)))
         if exchange.refusal is not None:
             send_message(stream, verdict)
             raise exchange.refusal
@@ -308,7 +308,7 @@ class StreamTransport:
 
     async def _adopt(self, stream: ByteStream, peer: Peer) -> Callable[[], None] | None:
         if peer.kind is ConnKind.HEARTBEAT:
-            await self._live.adopt_heartbeat(stream, peer)
+            await self._links.adopt_heartbeat(stream, peer)
             return partial(self.heartbeat_accepted, peer.rank, stream)
-        link = await self._live.adopt(stream, peer, dialled=False)
+        link = await self._links.adopt(stream, peer, dialled=False)
         return None if link is None else partial(self.accepted, link)

@@ -23,9 +23,9 @@ async def body(made: World) -> None:
             assert (made.host(tensor) == expected).all(), dtype
             await pg.allreduce(tensor).on_stream()
             print(f"{made.kind}, {dtype}: reduced", flush=True)
-        assert pg._device_state is not None
-        assert pg._device_state.decision is not None
-        assert pg._device_state.decision.native, pg._device_state.decision.why
+        assert pg._dispatcher.device_state is not None
+        assert pg._dispatcher.device_state.decision is not None
+        assert pg._dispatcher.device_state.decision.native, pg._dispatcher.device_state.decision.why
 
 
 def main(kind: str) -> None:

@@ -67,9 +67,9 @@ async def first(pg: ProcessGroup, made: World) -> None:
     """Make the communicator."""
     start = perf_counter()
     await reduced(pg, made, 1)
-    assert pg._device_state is not None
-    assert pg._device_state.decision is not None
-    assert pg._device_state.decision.native, pg._device_state.decision.why
+    assert pg._dispatcher.device_state is not None
+    assert pg._dispatcher.device_state.decision is not None
+    assert pg._dispatcher.device_state.decision.native, pg._dispatcher.device_state.decision.why
     print(f"rank {pg.rank()}: the first allreduce took {perf_counter() - start:.1f} s", flush=True)
 
 

@@ -116,10 +116,10 @@ async def test_tensors_that_require_gradients(kind: str, way: str) -> None:
 async def test_which_way_is_gone(kind: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> str:
         await pg.allreduce(made.tensor(np.ones(3), pg.rank() % made.devices))
-        assert pg._device_state is not None
-        assert pg._device_state.decision is not None
-        assert pg._device_state.decision.native, pg._device_state.decision.why
-        return pg._device_state.decision.why
+        assert pg._dispatcher.device_state is not None
+        assert pg._dispatcher.device_state.decision is not None
+        assert pg._dispatcher.device_state.decision.native, pg._dispatcher.device_state.decision.why
+        return pg._dispatcher.device_state.decision.why
 
     with world(kind, "nccl", 2) as made:
         found = await run_ranks(ranks(made, "nccl", 2), body, made)

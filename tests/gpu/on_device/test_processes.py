@@ -49,9 +49,9 @@ async def talk(pg: ProcessGroup, made: World) -> str:
         into = made.tensor(np.zeros(100_000, int), device)
         await pg.batch([Send(tensor, right), Recv(into, left)])
         assert (made.host(into) == (left - 1) % size).all()
-    assert pg._device_state is not None
-    assert pg._device_state.decision is not None
-    return "nccl" if pg._device_state.decision.native else "staged"
+    assert pg._dispatcher.device_state is not None
+    assert pg._dispatcher.device_state.decision is not None
+    return "nccl" if pg._dispatcher.device_state.decision.native else "staged"
 
 
 async def staged(pg: ProcessGroup, kind: str) -> str:

@@ -1,6 +1,6 @@
 """A checked call that has not started, and who may take it before the engine does.
 
-Most calls go straight from the group to the engine. A *taker* gets them first: a block around them, such as
+Most calls go straight from the group to the engine. An *interceptor* gets them first: a block around them, such as
 `ProcessGroup.coalescing`, or the group's own, such as that of ``debug="detail"``. It starts them later, in another way,
 or not at all, and returns the work.
 """
@@ -13,11 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from aiocoll.engine.operations.base import Operation, Signature
+from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.composite import Make
 from aiocoll.engine.operations.plan import Executor, Plan
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.work import Work
 
-__all__ = ["Call", "Interceptor", "Recorder", "interceptor_in_scope", "scope_here", "scoped"]
+__all__ = ["Call", "Interceptor", "Recorder", "Wrapper", "interceptor_in_scope", "scope_here", "scoped"]
 
 
 class Call(NamedTuple):
@@ -36,12 +38,14 @@ class Call(NamedTuple):
         plan: of a collective on arrays that its plan's executor carries out.
         arrays: flat, numbered as the plan's buffers; None where this rank has none. Of a message, its CUDA array.
         on_device: the plan of a collective on CUDA arrays, in place of `plan`.
+        ends: of a message: "src" or "dst", the other rank (None: any), and the tag.
+        alone: of objects: makes the result of what this rank alone contributes, which is what a dry run yields.
     """
 
     op: str
-    make: Callable[[int, Work[Any]], Operation]
+    make: Make
     timeout: float
-    terms: Signature | None
+    terms: Signature | None = None
     key: str | None = None
     shape: tuple[int, ...] = ()
     result: Any = None
@@ -50,11 +54,15 @@ class Call(NamedTuple):
     plan: Plan | None = None
     arrays: list[Any] | None = None
     on_device: Plan | None = None
+    ends: tuple[str, int | None, int] | None = None
+    alone: Callable[[], Any] | None = None
 
     def expect(self, work: Work[Any]) -> None:
         """Let `work` end as the call does."""
         work._shape, work._timeout, work._value = self.shape, self.timeout, self.result
         work._unwrap = self.unwrap
+        if self.ends is not None:
+            work._ends = self.ends
 
 
 class Interceptor(Protocol):
@@ -65,7 +73,7 @@ class Interceptor(Protocol):
 
 
 class Recorder(ABC):
-    """A taker that also takes planned calls as they are, without the time that making a `Call` takes."""
+    """An interceptor that also takes planned calls as they are, without the time that making a `Call` takes."""
 
     @abstractmethod
     def take(self, call: Call) -> Work[Any]:
@@ -84,6 +92,18 @@ class Recorder(ABC):
         executor: Executor | None,
     ) -> Work[Any]:
         """Return the work of a call on arrays; the arguments are the fields of its `Call`, and what it runs with."""
+
+
+class Wrapper(ABC):
+    """An interceptor that lets the operations of collectives be children of others."""
+
+    @abstractmethod
+    def take(self, call: Call) -> Work[Any]:
+        """As in `Interceptor`."""
+
+    @abstractmethod
+    def wrap(self, identity: int, terms: Signature, make: Make, work: Work[Any]) -> Operation:
+        """Return what is entered in place of the operation that `make` makes."""
 
 
 class _Scope:

@@ -24,13 +24,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from aiocoll.algorithms.machine import Tuning
-from aiocoll.algorithms.program import Program
-from aiocoll.elements.buffers import Buffer
-from aiocoll.elements.ops import Kernel
 from aiocoll.engine.channels import Channels
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.consensus.agreements import Agreements
@@ -40,31 +37,21 @@ from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.groups import Group
 from aiocoll.engine.links.channel import Channel
-from aiocoll.engine.operations.base import P2P, Operation, Signature
-from aiocoll.engine.operations.incremental import Steps, at_once
-from aiocoll.engine.operations.plan import Executor, Plan
-from aiocoll.group.calls import Call
-from aiocoll.group.launch import Timeout
-from aiocoll.group.objects import Parcel
+from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.process_group import ProcessGroup
-from aiocoll.group.recovery import following
 from aiocoll.meeting.growth import Assignment
-from aiocoll.options import GroupOptions, seconds
+from aiocoll.options import GroupOptions
 from aiocoll.runtime import Runtime
 from aiocoll.store import Store
 from aiocoll.transport.base import Card
 from aiocoll.transport.memory import Hub, MemoryTransport
 from aiocoll.tuning import load
-from aiocoll.work import Work
 
-if TYPE_CHECKING:
-    from aiocoll.group.cuda.messages import DeviceMessages
-
-__all__ = ["FakeGroup", "World"]
+__all__ = ["World"]
 
 
 class World:
-    """What the groups of one dry run share; the origin of each of them (see `aiocoll.group.recovery.Origin`).
+    """What the groups of one dry run share; the origin of each of them (see `aiocoll.group.dispatch.origin.Origin`).
 
     Args:
         rank: this rank.
@@ -73,36 +60,38 @@ class World:
             its `transport`, or TCP if that is "auto".
     """
 
+    dry = True
+
     def __init__(self, rank: int, world_size: int, options: GroupOptions) -> None:
         self._endpoint = _Nowhere(Runtime.of(asyncio.get_running_loop()), rank, world_size)
-        self._options = options
         self._tuning = _tuning(options)
         self._members = 0
 
-    def group(self, name: str | None, timeout: float) -> ProcessGroup:
+    def group(self, spec: GroupSpec) -> ProcessGroup:
         """Make a group of all ranks."""
-        name = "world:0" if name is None else name
+        name = "world:0" if spec.name is None else spec.name
         identity = self._endpoint.hash62(name) & 0xFFFFFFFF
-        return self.derive(identity, name, range(self._endpoint.world_size), timeout, self._options)
+        return self.derive(identity, range(self._endpoint.world_size), spec._replace(name=name))
 
-    def derive(
-        self, identity: int, name: str, ranks: Sequence[int], timeout: float, options: GroupOptions
-    ) -> ProcessGroup:
+    def derive(self, identity: int, ranks: Sequence[int], spec: GroupSpec) -> ProcessGroup:
         """Make a group of some of the ranks."""
         self._members += 1
-        member = Communicator(self._endpoint, identity, name, ranks, 0, timeout, options.warn_after, self._tuning)
-        self._endpoint.add(member)
-        return FakeGroup(member, options, f"{len(member.ranks)} ranks", self)
+        assert spec.name is not None
+        comm = Communicator(
+            self._endpoint, identity, spec.name, ranks, 0, spec.timeout, spec.options.warn_after, self._tuning
+        )
+        self._endpoint.add(comm)
+        return ProcessGroup(comm, spec, self)
 
     async def invite(self, n: int, size: int, name: str, timeout: float) -> Assignment:
         """Take in `n` newcomers."""
         return Assignment("", self._endpoint.rank, size + n, name)
 
     async def meet_anew(
-        self, seat: Assignment, limit: float, timeout: float, options: GroupOptions, store: Store | None = None
+        self, seat: Assignment, limit: float, spec: GroupSpec, store: Store | None = None
     ) -> ProcessGroup:
         """Make a group with others."""
-        return World(seat.rank, seat.world_size, options).group(seat.name, timeout)
+        return World(seat.rank, seat.world_size, spec.options).group(spec)
 
     async def call_off(self, seat: Assignment, reason: str, store: Store | None = None) -> None:
         """Nobody waits."""
@@ -117,95 +106,6 @@ class World:
 def _tuning(options: GroupOptions) -> Tuning:
     tuning = load(options.tuning, os.environ) or Tuning()
     return tuning.over(options.transport if options.transport != "auto" else "tcp")
-
-
-class FakeGroup(ProcessGroup):
-    """A group whose calls end well at once."""
-
-    def __init__(self, member: Communicator, options: GroupOptions, desc: str, origin: World) -> None:
-        super().__init__(member, options, desc, origin)
-        self._interceptor = self
-        self._diverts = True
-
-    def take(self, call: Call) -> Work[Any]:
-        """Take a call that no block takes: number it, as always, and end it."""
-        member = self._member
-        identity, seq = (P2P, None) if call.terms is None else self._numbered(call.key)
-        work: Work[Any] = Work(self._endpoint, call.op, seq, call.key, self, 4)
-        call.expect(work)
-        terms = Signature(call.op, None, (), None, None) if call.terms is None else call.terms
-        member.enter(_Instant(member, identity, terms, 0, work))
-        return work
-
-    def _may_differ(self, source: Buffer) -> bool:
-        """Nobody else is there to differ."""
-        return False
-
-    def _on_device(self, plan: Plan, arrays: list[Any]) -> Executor:
-        """Return what is never called: no device is needed."""
-        return plan.executor
-
-    def _messages(self, array: Any) -> DeviceMessages:
-        """Return what makes operations that are never asked for."""
-        from aiocoll.group.cuda.messages import DeviceMessages
-
-        return DeviceMessages(None, array)
-
-    def _program(
-        self, kind: str, algorithm: str, sizes: tuple[Any, ...], root: int | None, made: Kernel | None
-    ) -> Program:
-        """Return no steps: with 100,000 ranks some algorithms have as many."""
-        return Program((), (), algorithm)
-
-    def _parcels(
-        self,
-        op: str,
-        root: int | None,
-        outgoing: Mapping[int, bytes],
-        sources: set[int],
-        unpack: Callable[[Parcel], Steps],
-        timeout: Timeout,
-        key: str | None,
-    ) -> Work[Any]:
-        """Begin an object collective: what this rank sends comes back, and what it does not know is None."""
-        limit = self._member.timeout if timeout is None else seconds(timeout, "timeout")
-        known = {rank: memoryview(data) for rank, data in outgoing.items()}
-        if not known and root is not None:
-            known[root] = memoryview(self._dump(None))
-        nbytes = sum(map(len, outgoing.values()))
-        terms = Signature(op, "object", (), root, None)
-        return self._begin(op, _never, limit, terms, key, result=at_once(unpack(known)), nbytes=nbytes)
-
-    def _list(self, got: Parcel, mine: Any) -> Steps:
-        own = memoryview(self._dump(mine))
-        return super()._list({rank: got.get(rank, own) for rank in range(self._size)}, mine)
-
-    def _recv(self, buffer: Buffer, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
-        return self._from(src, super()._recv(buffer, src, tag, timeout))
-
-    def _recv_object(self, src: int | None, tag: int, limit: float) -> Work[Any]:
-        return self._from(src, super()._recv_object(src, tag, limit))
-
-    def _from(self, src: int | None, work: Work[Any]) -> Work[Any]:
-        work._source = src if src is not None else int(self._rank == 0 < self._size - 1)
-        return work
-
-    async def _seat(self, n: int, limit: float) -> Assignment:
-        seat = await self._origin.invite(n, self._size, following(self._member.name), limit)
-        return seat._replace(rank=self._rank)
-
-    async def _merged_seat(self, store: Store, size: int, name: str, limit: float) -> Assignment:
-        return Assignment("", self._rank, size, name)
-
-
-class _Instant(Operation):
-    """An operation that ends well at once."""
-
-    __slots__ = ()
-
-    def enter(self) -> None:
-        """End."""
-        self.succeed(self.work._value)
 
 
 class _Nowhere(Endpoint):
@@ -224,9 +124,6 @@ class _Nowhere(Endpoint):
     def leave(self, group: Group) -> None:
         self.groups.pop(group.id, None)
         group.close()
-
-    def divert(self, operation: Operation) -> None:
-        pass
 
     async def aclose(self) -> None:
         self.context.closed = True
@@ -279,7 +176,3 @@ class _Alike(dict[int, Card]):
 
     def __missing__(self, rank: int) -> Card:
         return self._card
-
-
-def _never(identity: int, work: Work[Any]) -> Operation:
-    raise AssertionError("nothing is sent")

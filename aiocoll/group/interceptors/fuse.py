@@ -19,10 +19,10 @@ from aiocoll.algorithms.spec import Spec, spec_of
 from aiocoll.elements.dtypes import by_name
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.fusion.layout import PIECE, Bucket, Layout
-from aiocoll.engine.operations.base import Signature
 from aiocoll.engine.operations.manifest import Manifest
 from aiocoll.engine.operations.plan import Plan
-from aiocoll.group.planning import Planner
+from aiocoll.engine.operations.signature import Signature
+from aiocoll.group.dispatch.planner import Planner
 
 __all__ = ["LARGE", "Fuser"]
 
@@ -41,14 +41,21 @@ STAMP = 8
 Called = Plan | Signature
 
 
-class Fuser(Planner):
-    """The part of a group that finds out how a list of calls is carried out."""
+class Fuser:
+    """Finds out how a list of calls is carried out.
 
-    def __init__(self, member: Communicator) -> None:
-        super().__init__(member)
+    Args:
+        comm: this rank's part in the group.
+        planner: of the group.
+    """
+
+    def __init__(self, comm: Communicator, planner: Planner) -> None:
+        self._rank = comm.rank
+        self._size = len(comm.ranks)
+        self._planner = planner
         self._layouts: dict[tuple[Called | None, ...], Layout] = {}
 
-    def _layout(self, calls: tuple[Called, ...], together: bool = True) -> Layout:
+    def layout(self, calls: tuple[Called, ...], together: bool = True) -> Layout:
         """Return the layout of a list of calls, those on a device `together` or each by itself."""
         layouts = self._layouts
         key = calls if together else (None, *calls)
@@ -118,7 +125,7 @@ class Fuser(Planner):
         dtype = None if terms.dtype is None else by_name(terms.dtype)
         agreed = () if spec.private else None
         given = spec.sizes(sizes, self._rank)
-        return self._compiled(spec.kind, dtype, given, kernel, terms.reduce, terms.root, agreed)
+        return self._planner.compiled(spec.kind, dtype, given, kernel, terms.reduce, terms.root, agreed)
 
     def _counts(self, spec: Spec, terms: Signature) -> tuple[int | None, ...]:
         return spec.counts(terms.counts, terms.sends, terms.receives, self._rank, terms.root)

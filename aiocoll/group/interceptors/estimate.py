@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from aiocoll.algorithms.cost import Load, predict, seconds_of
+from aiocoll.algorithms.cost import predict
+from aiocoll.algorithms.load import Load, seconds_of
 from aiocoll.algorithms.spec import Ranks, spec_of
 from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.operations.base import Signature
-from aiocoll.group.calls import Call
-from aiocoll.group.launch import Launcher
+from aiocoll.engine.operations.signature import Signature
+from aiocoll.group.dispatch.call import Call
+from aiocoll.group.dispatch.dispatcher import Dispatcher
 from aiocoll.work import Work
 
-__all__ = ["Estimate", "Estimates", "Predicted"]
+__all__ = ["Estimate", "Estimator", "Predicted"]
 
 
 class Predicted(NamedTuple):
@@ -51,52 +50,20 @@ class Estimate:
         return sum(call.seconds for call in self.calls)
 
 
-class Estimates(Launcher):
-    """The part of a group that predicts."""
+class Estimator:
+    """Takes the calls of one block, and notes what they would take."""
 
-    @contextlib.contextmanager
-    def time_estimator(self) -> Iterator[Estimate]:
-        """Predict how long the calls in this block would take, in place of making them.
-
-            with pg.time_estimator() as estimate:
-                pg.allreduce(gradients)
-                pg.barrier()
-            print(estimate.seconds, estimate.calls)
-
-        The calls check their arguments, send nothing, take no number and leave arrays as they are; their works have
-        ended, and yield what they are given (objects: None). It is local: other ranks need not do the same. Tasks
-        started in the block predict too; other groups, and other tasks, go on as always.
-
-        What is predicted is a call that all ranks enter together, on a machine that does nothing else: the formulas of
-        `aiocoll.algorithms.cost` with the numbers of the machine, which are defaults unless `aiocoll bench --tune` has
-        measured them. Calls count one after the other, also where they would overlap. Of objects only the bytes that
-        this rank sends are known; of gather and scatter, off the root, those of equal shares. Sparse arrays count as if
-        all ranks' were of the same size and sent as they are. Of ranks on several hosts each is taken to be as far from
-        any other as the hosts are. What ``debug="detail"`` adds is left out.
-
-        Accuracy, as ``bench/estimate.py`` finds it: good for comparing calls, and for the order of magnitude of one.
-        See the table in ``docs/estimates.md``.
-        """
-        self._check()
-        estimate = Estimate()
-        with self._scoped(_Estimator(self, estimate)):
-            yield estimate
-
-
-class _Estimator:
-    """Takes the calls of one block."""
-
-    def __init__(self, group: Launcher, estimate: Estimate) -> None:
-        self._group = group
+    def __init__(self, dispatcher: Dispatcher, estimate: Estimate) -> None:
+        self._dispatcher = dispatcher
         self._estimate = estimate
 
     def take(self, call: Call) -> Work[Any]:
         """Note what the call would take."""
         if call.terms is not None and call.terms.device != "cpu":
             raise TypeError(f"{call.op} is on CUDA arrays, of which nothing has been measured: pass host arrays")
-        member = self._group._member
-        self._estimate.calls.append(_prediction(member, call))
-        work: Work[Any] = Work(member.endpoint, call.op, None, call.key, self._group, 4)
+        comm, group = self._dispatcher.comm, self._dispatcher.group
+        self._estimate.calls.append(_prediction(comm, call))
+        work: Work[Any] = Work(comm.endpoint, call.op, None, call.key, group, 4)
         call.expect(work)
         work._finish(call.result)
         return work
@@ -111,8 +78,8 @@ def _prediction(member: Communicator, call: Call) -> Predicted:
     elif call.op == "MONITORED_BARRIER":
         nbytes, algorithm = 0, "linear"
     else:
-        # Of objects, or a sparse array: messages go as those of the collective that it is named after.
-        spec = spec_of(call.op.lower().removesuffix("_object").removesuffix("_sparse"))
+        # Of objects, sparse arrays or counts yet unknown: messages go as those of the collective named first.
+        spec = spec_of(call.op.lower().partition("_")[0])
         sends = 0 if spec.receivers is Ranks.ROOT else size - 1
         receives = 0 if spec.senders is Ranks.ROOT else size - 1
         load = Load(min(size - 1, 1), sends, receives, call.nbytes, 0, 0)

@@ -11,11 +11,11 @@ from aiocoll.algorithms.spec import spec_of
 from aiocoll.elements.dtypes import DType, by_name
 from aiocoll.elements.ops import Kernel, ReduceOp, kernel
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.operations.base import Signature
 from aiocoll.engine.operations.oneshot import OneShot
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
 from aiocoll.engine.operations.shm_ring import MOST_PIECES, ShmRing
+from aiocoll.engine.operations.signature import Signature
 
 __all__ = ["Known", "Planner", "keep"]
 
@@ -35,19 +35,21 @@ _NAMES: dict[type, str] = {OneShot: "oneshot", ShmRing: "relay"}
 
 
 class Planner:
-    """The part of a group that makes plans.
+    """Makes the plans of one group.
 
     Args:
-        member: this rank's membership.
+        comm: this rank's part in the group.
+        dry: nothing is carried out: plans have no steps, of which some algorithms have as many as ranks.
     """
 
-    def __init__(self, member: Communicator) -> None:
-        self._member = member
-        self._rank = member.rank
-        self._size = len(member.ranks)
+    def __init__(self, comm: Communicator, *, dry: bool) -> None:
+        self._comm = comm
+        self._rank = comm.rank
+        self._size = len(comm.ranks)
+        self._dry = dry
         self._plans: dict[tuple[Any, ...], Known] = {}
 
-    def _plan(
+    def plan(
         self,
         kind: str,
         dtype: DType | None,
@@ -74,12 +76,12 @@ class Planner:
             # First of all, since it checks the op.
             made = kernel(op, dtype, self._size) if spec_of(kind).reduces else None  # type: ignore[arg-type]
             name = None if op is None else op.wire_name
-            plan = self._compiled(kind, dtype, sizes, made, name, root, agreed)
+            plan = self.compiled(kind, dtype, sizes, made, name, root, agreed)
             plan.op = op
             found = keep(self._plans, call, (plan, op))
         return found[0]
 
-    def _compiled(
+    def compiled(
         self,
         kind: str,
         dtype: DType | None,
@@ -111,10 +113,10 @@ class Planner:
             self._size,
             ordered=made is not None and made.ordered,
             portable=made is None or made.portable,
-            tuning=self._member.tuning,
-            hosts=self._member.hosts,
+            tuning=self._comm.tuning,
+            hosts=self._comm.hosts,
         )
-        if kind == "barrier" and 1 < self._size <= FLAT and self._member.piece_nbytes:
+        if kind == "barrier" and 1 < self._size <= FLAT and self._comm.piece_nbytes:
             return Plan(terms, Program((), (), "oneshot"), dtype, made, OneShot)
         if kind == "allreduce" and made is not None and nbytes and made.prescale is None:
             executor = self._shares(algorithm, nbytes, made)
@@ -123,10 +125,10 @@ class Planner:
         program = self._program(kind, algorithm, sizes, root, made)
         return Plan(terms, program, dtype, made, ProgramExecutor)
 
-    def _counting_plan(self, terms: Signature) -> Plan:
+    def counting_plan(self, terms: Signature) -> Plan:
         """Return the plan of the step in which all ranks learn a number of each, of a call with these terms."""
         if (found := self._plans.get((terms,))) is None:
-            plan = self._plan("allgather", _INT64, ((1,) * self._size,))
+            plan = self.plan("allgather", _INT64, ((1,) * self._size,))
             program = Program(plan.program, plan.scratch, plan.algorithm)
             found = keep(self._plans, (terms,), (Plan(terms, program, _INT64, None, ProgramExecutor), None))
         return found[0]
@@ -135,12 +137,14 @@ class Planner:
         self, kind: str, algorithm: str, sizes: tuple[Any, ...], root: int | None, made: Kernel | None
     ) -> Program:
         """Return what this rank does, step by step."""
-        program = build(kind, algorithm, self._rank, self._size, *sizes, root=root or 0, hosts=self._member.hosts)
+        if self._dry:
+            return Program((), (), algorithm)
+        program = build(kind, algorithm, self._rank, self._size, *sizes, root=root or 0, hosts=self._comm.hosts)
         return program if made is None or made.prescale is None else self._scaled(program, kind, sizes, root)
 
     def _shares(self, algorithm: str, nbytes: int, made: Kernel) -> type[OneShot] | type[ShmRing] | None:
         """Return the executor through shared memory that suits an allreduce, if there is one."""
-        piece = self._member.piece_nbytes
+        piece = self._comm.piece_nbytes
         if not piece or self._size == 1:
             return None
         if made.portable and nbytes * (self._size - 1) <= piece and nbytes <= piece // 4:

@@ -10,29 +10,27 @@ from typing import Any
 from numpy.typing import NDArray
 
 from aiocoll.algorithms.spec import spec_of
-from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.fusion.deferred_work import DeferredWork, FlushWork
 from aiocoll.engine.fusion.layout import Bucket, Layout
 from aiocoll.engine.fusion.overlap import Span, check_apart, check_spans
 from aiocoll.engine.fusion.packer import Flush, Packer, fail
-from aiocoll.engine.operations.base import P2P, Operation, Signature
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Ended, Make
 from aiocoll.engine.operations.monitored_barrier import MonitoredBarrier
-from aiocoll.group.calls import Call, Interceptor
-from aiocoll.group.fuse import Fuser
-from aiocoll.group.launch import Launcher
-from aiocoll.loading import loading
-from aiocoll.options import GroupOptions
+from aiocoll.engine.operations.signature import P2P
+from aiocoll.group.dispatch.call import Call, Interceptor, Wrapper
+from aiocoll.group.dispatch.dispatcher import Dispatcher
+from aiocoll.group.interceptors.fuse import Fuser
 from aiocoll.work import Work
 
-__all__ = ["Flushing", "Recording"]
+__all__ = ["Flusher", "Recording"]
 
 
 class Recording:
     """Calls that are started together, and what their works need of the engine.
 
     Args:
-        group: whose.
+        dispatcher: of the group.
         flush: starts them.
         failed: called with each work that fails.
 
@@ -46,13 +44,16 @@ class Recording:
     """
 
     def __init__(
-        self, group: Launcher, flush: Callable[[], None], failed: Callable[[DeferredWork], None] = lambda _: None
+        self,
+        dispatcher: Dispatcher,
+        flush: Callable[[], None],
+        failed: Callable[[DeferredWork], None] = lambda _: None,
     ) -> None:
-        self.group = group
-        self.loop = group._loop
-        self.runtime = group._runtime
-        self.turn_is_due = group._endpoint.turn_is_due
+        self.loop = dispatcher.loop
+        self.runtime = dispatcher.runtime
+        self.turn_is_due = dispatcher.endpoint.turn_is_due
         self.failed = failed
+        self._dispatcher = dispatcher
         self.members: list[DeferredWork] = []
         self.loose: list[tuple[DeferredWork, Call]] = []
         self.lists: list[tuple[DeferredWork, list[DeferredWork]]] = []
@@ -65,7 +66,7 @@ class Recording:
     def spin(self, work: Work[Any]) -> None:
         """Somebody awaits `work`: start it at the end of this turn of the loop, or poll."""
         if self.flushed:
-            self.group._endpoint.spin(work)
+            self._dispatcher.endpoint.spin(work)
         else:
             self.want()
 
@@ -81,7 +82,7 @@ class Recording:
 
     def keep(self, call: Call) -> DeferredWork:
         """Record a call that is not fused; a user's call is as far away as from `Batch.take`, and one frame."""
-        work = DeferredWork(self, call.op, None, call.key, self.group, 6)
+        work = DeferredWork(self, call.op, None, call.key, self._dispatcher.group, 6)
         call.expect(work)
         if call.terms is not None and call.key is None:
             work.plan = None
@@ -127,15 +128,23 @@ class Recording:
         work._finish(None, asyncio.CancelledError())
 
 
-class Flushing(Launcher, Fuser):
-    """The part of a group that starts what is recorded."""
+class Flusher:
+    """Starts what is recorded on one group.
 
-    def __init__(self, member: Communicator, options: GroupOptions) -> None:
-        super().__init__(member, options)
-        #: Flushes that the engine does not know of, since another taker has them.
-        self._taken: dict[FlushWork, None] = {}
+    Args:
+        dispatcher: of the group.
 
-    def _flush(self, recording: Recording, outer: Interceptor | None, key: str | None = None) -> FlushWork | None:
+    Attributes:
+        intercepted: flushes that the engine does not know of, since an interceptor has them.
+    """
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.intercepted: dict[FlushWork, None] = {}
+        self._dispatcher = dispatcher
+        self._comm = dispatcher.comm
+        self._fuser = Fuser(dispatcher.comm, dispatcher.planner)
+
+    def flush(self, recording: Recording, outer: Interceptor | None, key: str | None = None) -> FlushWork | None:
         """Start what is recorded.
 
         Args:
@@ -146,29 +155,33 @@ class Flushing(Launcher, Fuser):
         Returns:
             The work of the flush; None if no member is in it.
         """
+        d = self._dispatcher
+        wrapper = outer if isinstance(outer, Wrapper) else None
+        if wrapper is not None:
+            outer = None  # it is the engine that takes the calls, as children of others
         recording.flushed = True
         members = recording.members
         try:
-            self._check()
+            d.check()
             calls = tuple([member.plan or member.call.terms for member in members])
-            layout = self._layout(calls, outer is None)
+            layout = self._fuser.layout(calls, outer is None)
             check_apart(layout, members)
-            if self._device_state is not None:
-                check_spans(_device_spans(members, self._rank, self._size), members)
+            if d.device_state is not None:
+                check_spans(_device_spans(members, d.rank, d.size), members)
             if recording.loose:
-                self._start_all_loose(recording.loose, outer)
+                self._start_all_loose(recording.loose, outer, wrapper)
                 # One of them may have been what ends the group.
-                self._member.raise_if_revoked()
+                self._comm.raise_if_revoked()
         except Exception as error:
-            self._failures.expect(error)
+            d.failures.expect(error)
             recording.fail(error)
             raise
         recording.members = []
         if not members and not recording.lists:
             return None
-        limit = recording.limit if members else self._member.timeout
+        limit = recording.limit if members else self._comm.timeout
         flush: Flush
-        identity, seq = self._numbered(key) if outer is None else (0, None)
+        identity, seq = d.numbered(key) if outer is None else (0, None)
 
         def start(number: int, bucket: Bucket, arrays: list[NDArray[Any] | None], ended: Ended) -> None:
             call = self._bucket_call(layout, bucket, arrays, members, limit)._replace(key=key)
@@ -178,28 +191,28 @@ class Flushing(Launcher, Fuser):
             else:
                 _at_end(outer.take(call), ended)
 
-        def make(own: int, work: Work[Any]) -> Flush:
+        def make(own: int, handle: Work[Any]) -> Flush:
             nonlocal flush
-            flush = Flush(self._member, own, layout, packer, work)
+            flush = Flush(self._comm, own, layout, packer, handle)
             return flush
 
         def ended(error: BaseException | None) -> None:
-            self._taken.pop(part, None)
+            self.intercepted.pop(work, None)
             if error is not None:
                 packer.fail(error)
             recording.settle(error)
 
-        packer = Packer(self._member, layout, members, start, outer is not None)
-        part = FlushWork(self._endpoint, layout.terms.op, self, packer.pending, ended)
-        part.seq, part.key = seq, key
-        part._shape, part._timeout, part._value = (), limit, None
+        packer = Packer(self._comm, layout, members, start, outer is not None)
+        work = FlushWork(d.endpoint, layout.terms.op, d.group, packer.pending, ended)
+        work.seq, work.key = seq, key
+        work._shape, work._timeout, work._value = (), limit, None
         if outer is None:
-            self._run_quietly(self._start_flush, layout, identity, part, make)
+            d.enter(make(identity, work) if wrapper is None else wrapper.wrap(identity, layout.terms, make, work))
         else:
-            self._taken[part] = None
-            packer.ended = lambda: part._finish(None)
+            self.intercepted[work] = None
+            packer.ended = lambda: work._finish(None)
             packer.advance()
-        return part
+        return work
 
     def _bucket_call(
         self,
@@ -211,50 +224,35 @@ class Flushing(Launcher, Fuser):
     ) -> Call:
         """Return the call that a bucket is."""
         if bucket.plan is not None:
-            return self._call(bucket.plan, arrays, (), None, limit, None, None, None)
+            return self._dispatcher.call(bucket.plan, arrays, (), None, limit, None, None, None)
         own: list[Call] = [members[position].call for position in bucket.members]
-        return own[0] if len(own) == 1 else self._as_one(own, layout.terms, limit)
+        if len(own) == 1:
+            return own[0]
+        return Call(layout.terms.op, self._dispatcher.as_one(own), limit, layout.terms)  # on a device
 
-    def _as_one(self, calls: Sequence[Call], terms: Signature, limit: float) -> Call:
-        """Return one call that stands for several on CUDA arrays."""
-        with loading("CUDA arrays"):
-            from aiocoll.group.cuda.batched import BatchedCalls  # with all that a GPU needs
-
-        side = self._device_state
-        assert side is not None
-
-        def make(identity: int, work: Work[Any]) -> BatchedCalls:
-            return BatchedCalls(side, identity, calls, work)
-
-        return Call(terms.op, make, limit, terms)
-
-    def _start_flush(
-        self, layout: Layout, identity: int, part: FlushWork, make: Callable[[int, Work[Any]], Flush]
+    def _start_all_loose(
+        self, calls: Sequence[tuple[DeferredWork, Call]], outer: Interceptor | None, wrapper: Wrapper | None
     ) -> None:
-        """Start a flush that has taken its number."""
-        self._enter(make(identity, part))
-
-    def _start_all_loose(self, calls: Sequence[tuple[DeferredWork, Call]], outer: Interceptor | None) -> None:
         """Start messages, and collectives with a key; what cannot start fails by itself."""
-        with self._batched(array for _, call in calls if call.terms is None for array in call.arrays or ()):
+        d = self._dispatcher
+        with d.batched(array for _, call in calls if call.terms is None for array in call.arrays or ()):
             for work, call in calls:
-                if outer is None:
-                    try:
-                        self._member.raise_if_revoked()
-                        self._run_quietly(self._start_loose, work, call)
-                    except Exception as error:
-                        fail([work], error)
-                else:
+                if outer is not None:
                     work._unwrap = None
                     _follow(outer.take(call), work)
+                    continue
+                try:
+                    self._comm.raise_if_revoked()
+                    d.enter(self._loose(work, call, wrapper))
+                except Exception as error:
+                    fail([work], error)
 
-    def _start_loose(self, work: DeferredWork, call: Call) -> None:
-        """Start a message, or a collective with a key."""
+    def _loose(self, work: DeferredWork, call: Call, wrapper: Wrapper | None) -> Operation:
+        """Return the operation of a message, or of a collective with a key."""
         if call.terms is None:
-            identity = P2P
-        else:
-            identity, work.seq = self._keyed_id(call.key)
-        self._enter(call.make(identity, work))
+            return call.make(P2P, work)
+        identity, work.seq = self._dispatcher.keyed_id(call.key)
+        return call.make(identity, work) if wrapper is None else wrapper.wrap(identity, call.terms, call.make, work)
 
 
 def _in_flush(call: Call, layout: Layout, limit: float) -> Make:

@@ -9,17 +9,24 @@ from typing import Any
 from aiocoll.elements.allocate import same_place
 from aiocoll.elements.buffers import Buffer, clash, overlaps, view
 from aiocoll.elements.device import DeviceArray
-from aiocoll.group.launch import Launcher
 
 __all__ = ["Arguments", "slices"]
 
 
-class Arguments(Launcher):
-    """The part of a group that views what its collectives are given."""
+class Arguments:
+    """Views what collectives are given.
 
-    def _blocks(self, arrays: Any, name: str, like: Buffer | None, of: str, *, writable: bool = True) -> list[Any]:
+    Args:
+        rank: this one.
+        size: number of ranks.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+
+    def blocks(self, arrays: Any, name: str, like: Buffer | None, of: str, *, writable: bool = True) -> list[Any]:
         """View one array per rank, all like `like`, called `of` (None: the first); outputs must not overlap."""
-        self._check_one_per_rank(arrays, name, "array")
         blocks = [view(each, name=f"{name}[{rank}]", writable=writable) for rank, each in enumerate(arrays)]
         like = blocks[0] if like is None else like
         place: Any = type(like.array)
@@ -32,18 +39,18 @@ class Arguments(Launcher):
             raise ValueError(f"{name}[{found[0]}] and {name}[{found[1]}] share memory: give every rank its own")
         return blocks
 
-    def _check_spared(self, blocks: Sequence[Buffer | None], source: Buffer) -> None:
+    def check_spared(self, blocks: Sequence[Buffer | None], source: Buffer) -> None:
         """Refuse outputs of other ranks in the memory of what this one contributes."""
         for rank, block in enumerate(blocks):
             if rank != self._rank and block is not None and overlaps(block.array, source.array):
                 raise ValueError(f"tensor shares memory with the output of rank {rank}: it would be overwritten")
 
-    def _check_none(self, arrays: Any, name: str, root: int) -> None:
+    def check_none(self, arrays: Any, name: str, root: int) -> None:
         """Refuse arrays that only the root may give."""
         if arrays is not None and (not hasattr(arrays, "__len__") or len(arrays)):
             raise ValueError(f"{name} must be None or [] on rank {self._rank}: only the root, rank {root}, has {name}")
 
-    def _whole(self, array: Any, name: str, like: Buffer, of: str, count: int, *, writable: bool = True) -> Buffer:
+    def whole(self, array: Any, name: str, like: Buffer, of: str, count: int, *, writable: bool = True) -> Buffer:
         """View an array that holds `count` elements like those of `like`, which is called `of`."""
         buffer = view(array, name=name, writable=writable)
         if buffer.dtype is not like.dtype:
@@ -55,11 +62,12 @@ class Arguments(Launcher):
             raise ValueError(f"{name} has {buffer.count} elements, expected {count}: world size times the part")
         return buffer
 
-    def _same_count(self, block: Any, other: Buffer, name: str, other_name: str) -> None:
+    def same_count(self, block: Any, other: Buffer, name: str, other_name: str) -> None:
+        """Refuse two arrays of different counts."""
         if block.count != other.count:
             raise ValueError(f"{name} has {block.count} elements, {other_name} has {other.count}; they must be equal")
 
-    def _splits(self, buffer: Buffer, sizes: Sequence[int] | None, name: str) -> list[int]:
+    def splits(self, buffer: Buffer, sizes: Sequence[int] | None, name: str) -> list[int]:
         """Return how many elements of `buffer` each rank gets."""
         rows = buffer.shape[0] if buffer.shape else 1
         if sizes is None:

@@ -7,20 +7,16 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from aiocoll.elements.ops import ReduceOp
-from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.control.causes import failure_by
 from aiocoll.engine.fusion.deferred_work import DeferredWork, MemberWork
 from aiocoll.engine.operations.plan import Executor, Plan
 from aiocoll.errors import GroupError
-from aiocoll.group.calls import Call, Interceptor, Recorder, interceptor_in_scope
-from aiocoll.group.collectives import SUM, Collectives
-from aiocoll.group.flushing import Flushing, Recording
-from aiocoll.group.launch import Timeout
-from aiocoll.options import GroupOptions
+from aiocoll.group.dispatch.call import Call, Interceptor, Recorder
+from aiocoll.group.dispatch.dispatcher import Dispatcher
+from aiocoll.group.interceptors.recording import Flusher, Recording
 from aiocoll.work import Work
 
-__all__ = ["Batch", "Coalescing"]
+__all__ = ["Batch", "Coalescer", "check_list", "pairs"]
 
 
 class Batch(Recorder):
@@ -30,27 +26,30 @@ class Batch(Recorder):
         seq: the number that the last flush has taken, to look up in `completed_everywhere`; None before the first.
     """
 
-    def __init__(self, group: Coalescing) -> None:
+    def __init__(self, dispatcher: Dispatcher, flusher: Flusher, open_batches: dict[Batch, None]) -> None:
         self.seq: int | None = None
-        self._group = group
+        self._dispatcher = dispatcher
+        self._flusher = flusher
+        self._open = open_batches
         self._failures: list[DeferredWork] = []
-        self._recording = self._new()
+        #: Where calls are recorded until the next flush.
+        self.recording = self._new()
         self._started: list[Work[Any]] = []
         self._outer: Interceptor | None = None
 
     async def __aenter__(self) -> Self:
-        group = self._group
-        group._check()
-        if isinstance(interceptor_in_scope(group), Batch):
+        d = self._dispatcher
+        d.check()
+        if isinstance(d.block_here(), Batch):
             raise RuntimeError(
-                f"group {group._member.name!r} is coalescing here already: blocks of one group do not nest. Make the "
+                f"group {d.comm.name!r} is coalescing here already: blocks of one group do not nest. Make the "
                 "calls in the outer block, or await one of its works to send what it has recorded"
             )
         # Who would have taken the calls takes what they are fused to.
-        self._outer = group._interceptor_here()
-        group._batches[self] = None
-        group._member.on_revoked.append(self._revoked)
-        self._scope = group._scoped(self)
+        self._outer = d.interceptor_here()
+        self._open[self] = None
+        d.comm.on_revoked.append(self._revoked)
+        self._scope = d.scoped(self)
         self._scope.__enter__()
         return self
 
@@ -67,8 +66,8 @@ class Batch(Recorder):
             for work in self._started:
                 if not work.done() and work._withdraw is not None and not work._waiters:
                     work._withdraw()
-            self._group._member.on_revoked.remove(self._revoked)
-            del self._group._batches[self]
+            self._dispatcher.comm.on_revoked.remove(self._revoked)
+            del self._open[self]
         for each in self._failures:
             # A receive that was taken back is nobody's concern any more.
             if not getattr(each, "looked", False) and not isinstance(each._exception, asyncio.CancelledError):
@@ -89,10 +88,10 @@ class Batch(Recorder):
     ) -> Work[Any]:
         """Record a call on arrays."""
         if key is not None or executor is not None:
-            return self.take(self._group._call(plan, arrays, shape, result, timeout, key, unwrap, executor))
-        recording = self._recording
+            return self.take(self._dispatcher.call(plan, arrays, shape, result, timeout, key, unwrap, executor))
+        recording = self.recording
         # The user's call is five frames away: the call of the group and what it goes through.
-        work = DeferredWork(recording, plan.terms.op, None, None, self._group, 5)
+        work = DeferredWork(recording, plan.terms.op, None, None, self._dispatcher.group, 5)
         work.plan = plan
         work.arrays = arrays
         work._shape, work._timeout, work._value = shape, timeout, result
@@ -106,22 +105,22 @@ class Batch(Recorder):
     def take(self, call: Call) -> Work[Any]:
         """Record any other call."""
         if call.key is not None:
-            self._group._check_key(call.key)
-        return self._recording.keep(call)
+            self._dispatcher.check_key(call.key)
+        return self.recording.keep(call)
 
     def recorded(self) -> list[Work[Any]]:
         """Return the works of the user's that have not started, or that the engine does not know."""
-        return self._recording.works()
+        return self.recording.works()
 
     # -- flushing
 
     def _flush(self) -> None:
         """Start all that is recorded; raise what keeps it from that."""
-        recording = self._recording
+        recording = self.recording
         if recording.is_empty():
             return
-        self._recording = self._new()
-        part = self._group._flush(recording, self._outer)
+        self.recording = self._new()
+        part = self._flusher.flush(recording, self._outer)
         started = [*self._started, *(work for work, _ in recording.loose), *recording.followed]
         if part is not None:
             self.seq = part.seq
@@ -129,7 +128,7 @@ class Batch(Recorder):
         self._started = [work for work in started if not work.done()]
 
     def _new(self) -> Recording:
-        return Recording(self._group, self._flush_quietly, self._failures.append)
+        return Recording(self._dispatcher, self._flush_quietly, self._failures.append)
 
     def _flush_quietly(self) -> None:
         """Flush for somebody who awaits a work, and hears of an error there."""
@@ -140,103 +139,51 @@ class Batch(Recorder):
         """The block has failed: nothing more is sent."""
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         cause = GroupError(
-            f"the call was not sent: its coalescing block on rank {self._group._rank} of group "
-            f"{self._group._member.name!r} was left by {reason}",
-            group=self._group._member.name,
-            ranks=[self._group._rank],
+            f"the call was not sent: its coalescing block on rank {self._dispatcher.rank} of group "
+            f"{self._dispatcher.comm.name!r} was left by {reason}",
+            group=self._dispatcher.comm.name,
+            ranks=[self._dispatcher.rank],
         )
         cause.__cause__ = error
         # Whoever left the block knows.
-        self._group._failures.expect(error)
-        self._recording.fail(cause)
+        self._dispatcher.failures.expect(error)
+        self.recording.fail(cause)
 
     def _revoked(self) -> None:
         """The group has failed, or this rank has closed it."""
-        cause = self._group._member.cause
-        self._recording.fail(self._group._closed_error() if cause is None else failure_by(cause))
+        cause = self._dispatcher.comm.cause
+        self.recording.fail(self._dispatcher.closed_error() if cause is None else failure_by(cause))
 
 
-class Coalescing(Collectives, Flushing):
-    """Calls that travel together."""
+class Coalescer:
+    """Makes the blocks of one group, and the calls on lists of tensors.
 
-    def __init__(self, member: Communicator, options: GroupOptions) -> None:
-        super().__init__(member, options)
+    Args:
+        dispatcher: of the group.
+    """
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._flusher = Flusher(dispatcher)
         self._batches: dict[Batch, None] = {}
 
-    def coalescing(self) -> Batch:
-        """Record the calls on this group made in the block, and in tasks started in it, and carry them out together.
+    def block(self) -> Batch:
+        """Return a block that records calls."""
+        return Batch(self._dispatcher, self._flusher, self._batches)
 
-            async with pg.coalescing():
-                for gradient in gradients:
-                    pg.allreduce(gradient)
-
-        One operation does what was asked for with the same kind, dtype, op and root. All ranks record the same calls
-        in the same order; they take one number together. Leaving the block sends them, and waits for all; awaiting one
-        of them inside sends what is recorded at the end of this turn of the loop. The order in which the calls of a
-        block are carried out is not defined: none may write where another one reads or writes. Calls on CUDA arrays are
-        one group of NCCL calls; what NCCL cannot do is staged, each call by itself.
-
-        If the block is left by an exception, nothing more is sent, and what was not raises from that exception.
-
-        Raises:
-            RuntimeError: the block is in another one of the same group.
-            ValueError: (when it is sent) two calls share memory that one of them writes.
-            CollectiveMismatchError: ranks have recorded different calls; it names some that differ.
-        """
-        return Batch(self)
-
-    def allreduce_coalesced(
-        self, tensors: Sequence[Any], op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
-    ) -> Work[list[Any]]:
-        """Reduce each of `tensors` over all ranks, in place, as one operation per dtype.
-
-        Cost: that of one `allreduce` of all of them, and two copies of each that is small; large ones travel alone.
-        """
-        _check_list(tensors, "tensors")
-        return self._coalesced(
-            "ALLREDUCE_COALESCED", lambda: [self.allreduce(each, op, timeout=timeout) for each in tensors], key
-        )
-
-    def allgather_into_tensor_coalesced(
-        self, outputs: Sequence[Any], inputs: Sequence[Any], *, timeout: Timeout = None, key: str | None = None
-    ) -> Work[list[Any]]:
-        """Gather every rank's `inputs[i]` into `outputs[i]`, for all i, as one operation per dtype."""
-        pairs = _pairs(outputs, inputs)
-        return self._coalesced(
-            "ALLGATHER_INTO_TENSOR_COALESCED",
-            lambda: [self.allgather_into_tensor(*pair, timeout=timeout) for pair in pairs],
-            key,
-        )
-
-    def reduce_scatter_tensor_coalesced(
-        self,
-        outputs: Sequence[Any],
-        inputs: Sequence[Any],
-        op: ReduceOp = SUM,
-        *,
-        timeout: Timeout = None,
-        key: str | None = None,
-    ) -> Work[list[Any]]:
-        """Reduce all ranks' `inputs[i]` and leave part r in rank r's `outputs[i]`, for all i."""
-        pairs = _pairs(outputs, inputs)
-        return self._coalesced(
-            "REDUCE_SCATTER_TENSOR_COALESCED",
-            lambda: [self.reduce_scatter_tensor(*pair, op, timeout=timeout) for pair in pairs],
-            key,
-        )
-
-    def _coalesced(self, op: str, calls: Callable[[], list[Work[Any]]], key: str | None) -> Work[list[Any]]:
+    def as_one(self, op: str, calls: Callable[[], object], key: str | None) -> Work[list[Any]]:
         """Make `calls` one call, in a block or by itself."""
-        self._check()
+        d = self._dispatcher
+        d.check()
         if key is not None:
-            self._check_key(key)
-        block = interceptor_in_scope(self)
+            d.check_key(key)
+        block = d.block_here()
         inside = isinstance(block, Batch) and key is None
-        recording = block._recording if isinstance(block, Batch) and inside else Recording(self, _nothing)
+        recording = block.recording if isinstance(block, Batch) and inside else Recording(d, _nothing)
         before = len(recording.members)
         limit = recording.limit
         try:
-            with self._scoped(_Collector(self, recording)):
+            with d.scoped(_Collector(d, recording)):
                 calls()
         except BaseException:
             del recording.members[before:]
@@ -244,29 +191,29 @@ class Coalescing(Collectives, Flushing):
             raise
         members = recording.members[before:]
         # The user's call is two frames away.
-        whole = DeferredWork(recording, op, None, key, self, 3)
+        whole = DeferredWork(recording, op, None, key, d.group, 3)
         for member in members:
             assert isinstance(member, MemberWork)
             member.whole = whole
         recording.lists.append((whole, members))
         if not inside:
-            part = self._flush(recording, self._interceptor_here(), key)
-            whole.seq = None if part is None else part.seq
+            flushed = self._flusher.flush(recording, d.interceptor_here(), key)
+            whole.seq = None if flushed is None else flushed.seq
         return whole
 
-    def _recorded(self) -> list[Work[Any]]:
-        """Return the works that the engine does not know: blocks have not sent them, or another taker has them."""
+    def deferred(self) -> list[Work[Any]]:
+        """Return the works that the engine does not know: blocks have not sent them, or an interceptor has them."""
         works = [work for block in self._batches for work in block.recorded()]
-        for part in self._taken:
-            works += part.stands_for()
+        for work in self._flusher.intercepted:
+            works += work.stands_for()
         return works
 
 
 class _Collector(Recorder):
     """Records the calls on a list of tensors: their works are parts of one."""
 
-    def __init__(self, group: Coalescing, recording: Recording) -> None:
-        self._group = group
+    def __init__(self, dispatcher: Dispatcher, recording: Recording) -> None:
+        self._dispatcher = dispatcher
         self._recording = recording
 
     def record(
@@ -282,12 +229,12 @@ class _Collector(Recorder):
     ) -> Work[Any]:
         """Record a call on arrays."""
         recording = self._recording
-        work = MemberWork(recording, plan.terms.op, None, None, self._group, 0)
+        work = MemberWork(recording, plan.terms.op, None, None, self._dispatcher.group, 0)
         if executor is None:
             work.plan = plan
         else:  # on a device
             work.plan = None
-            work.call = self._group._call(plan, arrays, shape, result, timeout, key, None, executor)
+            work.call = self._dispatcher.call(plan, arrays, shape, result, timeout, key, None, executor)
         work.arrays = arrays
         work._shape, work._timeout, work._value = shape, timeout, result
         work._unwrap = unwrap
@@ -304,14 +251,16 @@ def _nothing() -> None:
     """What is started by itself need not be flushed."""
 
 
-def _check_list(tensors: Any, name: str) -> None:
+def check_list(tensors: Any, name: str) -> None:
+    """Refuse what is no list of arrays."""
     if not isinstance(tensors, Sequence) or isinstance(tensors, str | bytes):
         raise TypeError(f"{name} must be a list of arrays, not {type(tensors).__name__}")
 
 
-def _pairs(outputs: Any, inputs: Any) -> list[tuple[Any, Any]]:
-    _check_list(outputs, "outputs")
-    _check_list(inputs, "inputs")
+def pairs(outputs: Any, inputs: Any) -> list[tuple[Any, Any]]:
+    """Return each output with its input."""
+    check_list(outputs, "outputs")
+    check_list(inputs, "inputs")
     if len(outputs) != len(inputs):
         raise ValueError(f"outputs has {len(outputs)} arrays, inputs has {len(inputs)}: give one output for each input")
     return list(zip(outputs, inputs, strict=True))

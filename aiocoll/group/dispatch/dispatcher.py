@@ -1,0 +1,425 @@
+"""How a checked call becomes an operation in flight: its plan, its number, its work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aiocoll.elements.buffers import Buffer, is_scalar, scalar, view
+from aiocoll.elements.ops import ReduceOp
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.composite import Make
+from aiocoll.engine.operations.plan import Executor, Plan
+from aiocoll.engine.operations.signature import P2P, Signature
+from aiocoll.errors import GroupClosedError
+from aiocoll.group.dispatch.call import Call, Interceptor, Recorder, interceptor_in_scope, scope_here, scoped
+from aiocoll.group.dispatch.origin import GroupSpec
+from aiocoll.group.dispatch.planner import Known, Planner, keep
+from aiocoll.loading import loading
+from aiocoll.options import seconds
+from aiocoll.unretrieved import UnretrievedFailures
+from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.group.cuda.device_state import DeviceState
+    from aiocoll.group.cuda.on_device import DeviceCalls
+
+__all__ = ["Dispatcher", "Timeout"]
+
+Timeout = float | timedelta | None
+#: Takes what is wrong with a call, what the ranks must agree on, the shape of its main array, its timeout and key.
+TellWrong = Callable[[ValueError, Signature, tuple[int, ...], Timeout, str | None], Work[Any]]
+_ndarray = np.ndarray
+_thread = threading.get_ident
+
+
+class Dispatcher:
+    """What all calls of a group go through.
+
+    Args:
+        group: what works name as theirs.
+        comm: this rank's part in the group.
+        spec: what the group was made with.
+        dry: the other ranks are not there, and nothing is carried out.
+
+    Attributes:
+        comm, group, dry: as given.
+        options: the group's, resolved.
+        rank, size: of the group.
+        planner: makes the plans of calls.
+        interceptor: takes all calls of the group that no block takes; set by `intercept`.
+        failures: of works that nobody has looked at.
+        closed: this rank has closed the group.
+        device_state: what the group has on a CUDA device, from the first call on arrays there.
+    """
+
+    def __init__(self, group: Any, comm: Communicator, spec: GroupSpec, *, dry: bool) -> None:
+        self.group = group
+        self.comm = comm
+        self.dry = dry
+        self.options = spec.options
+        self.rank = comm.rank
+        self.size = len(comm.ranks)
+        self.planner = Planner(comm, dry=dry)
+        self.interceptor: Interceptor | None = None
+        self._tell_wrong: TellWrong | None = None
+        self.failures = UnretrievedFailures(comm.name, comm.rank)
+        self.closed = False
+        self.device_state: DeviceState | None = None
+        self._nccl_only = spec.devices.get("cuda") == "nccl"
+        # Kept at hand: what a call needs of the engine took ten look-ups.
+        self.endpoint = comm.endpoint
+        self.runtime = comm.endpoint.runtime
+        self.loop = comm.endpoint.loop
+        self._is_running = self.loop.is_running
+        self._run_quietly = comm.endpoint.quiet.run
+        self._enter = comm.enter
+        self._pid = os.getpid()
+        self._scopes = 0
+        # Calls do not go straight to the engine: the group is closed, or there are interceptors.
+        self._diverts = False
+        # Plans by the kind of call and what a plain array is: dtype and shape.
+        self._plans_by_array: dict[tuple[Any, ...], Known] = {}
+
+    # -- whether a call can be taken
+
+    def check(self) -> None:
+        """Refuse a call that this group cannot take, before it takes a number."""
+        # A loop that runs, in this thread, is the running one: which that is takes Python 3.11 a system call.
+        if _thread() != self.runtime.thread or not self._is_running() or self.closed:
+            self.check_owner()
+        if self.comm.cause is not None:
+            self.comm.raise_if_revoked()
+
+    def check_owner(self) -> None:
+        """Refuse a call from where the group does not belong, or after it was closed."""
+        self.check_place()
+        if self.closed:
+            raise self.closed_error()
+
+    def closed_error(self) -> GroupClosedError:
+        """Say that this rank has closed the group."""
+        return GroupClosedError(f"group {self.comm.name!r} was closed by this rank", group=self.comm.name)
+
+    def check_place(self) -> None:
+        """Refuse a call from another process, thread or event loop: nothing of the group is made for that."""
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                f"group {self.comm.name!r} was made in process {self._pid}; a forked child cannot use it: "
+                "make a new group in the child, or start it with the 'spawn' method"
+            )
+        if asyncio._get_running_loop() is not self.loop:
+            raise RuntimeError(
+                f"group {self.comm.name!r} belongs to another event loop (or there is none running here): from "
+                "another thread let that loop make the call, `async def call(): return await pg.allreduce(x)`, by "
+                "`asyncio.run_coroutine_threadsafe(call(), loop).result()`"
+            )
+        self.runtime.thread = _thread()
+
+    def limit(self, timeout: Timeout) -> float:
+        """Return how many seconds a call may take."""
+        return self.comm.timeout if timeout is None else seconds(timeout, "timeout")
+
+    # -- collectives on arrays
+
+    def one(
+        self,
+        kind: str,
+        tensor: Any,
+        op: ReduceOp | None,
+        root: int | None,
+        writable: bool,
+        timeout: Timeout,
+        key: str | None,
+    ) -> Work[Any]:
+        """Start a collective on one tensor or number, of the same count on all ranks.
+
+        Nearly every call is on a plain array like one before it: then its plan, found by what the array is, stands for
+        all that `view`, the planner and `start` would find out again, in a quarter of their time.
+        """
+        # carray: contiguous, aligned and writeable.
+        if type(tensor) is _ndarray and tensor.flags.carray:
+            dtype, shape = tensor.dtype, tensor.shape
+            call = kind, dtype, shape, id(op), root
+            found = self._plans_by_array.get(call)
+            # Of dtypes that are equal, one may be an alias that NumPy would convert.
+            if found is not None and found[0].storage is dtype:
+                flat = tensor if len(shape) == 1 else tensor.reshape(-1)
+                return self._launch(found[0], [flat], shape, tensor, timeout, key)
+        else:
+            call = None
+        buffer = (
+            view(tensor, writable=writable) if type(tensor) is _ndarray or not is_scalar(tensor) else scalar(tensor)
+        )
+        plan = self.planner.plan(kind, buffer.dtype, (buffer.count,), op=op, root=root)
+        if call is not None:
+            keep(self._plans_by_array, call, (plan, op))
+        return self.start(plan, (buffer,), buffer, buffer.result, timeout, key)
+
+    def start(
+        self,
+        plan: Plan,
+        buffers: Sequence[Buffer | None],
+        main: Buffer | None,
+        result: Any,
+        timeout: Timeout,
+        key: str | None,
+        wholes: Sequence[Buffer] = (),
+        executor: Executor | None = None,
+    ) -> Work[Any]:
+        """Start `plan`.
+
+        Args:
+            plan: what to do.
+            buffers: numbered as the program's; None where this rank has none.
+            main: the buffer that error messages describe.
+            result: what the work yields.
+            timeout: the call's.
+            key: the call's.
+            wholes: buffers of which `buffers` are parts; if staged, they are copied back in the end.
+            executor: what carries it out, if not the plan's.
+        """
+        arrays: list[Any] = []
+        staged = [whole for whole in wholes if whole.writeback is not None] if wholes else []
+        for buffer in buffers:
+            arrays.append(None if buffer is None else buffer.array)
+            if buffer is not None and buffer.writeback is not None:
+                staged.append(buffer)
+        if arrays and type(arrays[-1]) is not _ndarray:  # of none of them the last one is missing
+            executor = self._on_device(plan, arrays)
+        shape = () if main is None else main.shape
+        unwrap = _unstage(staged, result) if staged else None
+        return self._launch(plan, arrays, shape, result, timeout, key, unwrap, executor)
+
+    def _launch(
+        self,
+        plan: Plan,
+        arrays: list[Any],
+        shape: tuple[int, ...],
+        result: Any,
+        timeout: Timeout,
+        key: str | None,
+        unwrap: Callable[[], Any] | None = None,
+        executor: Executor | None = None,
+    ) -> Work[Any]:
+        """Start `plan` on flat arrays; `unwrap` makes the result then."""
+        comm = self.comm
+        limit = comm.timeout if timeout is None else seconds(timeout, "timeout")
+        # As in `check`, without the call.
+        if _thread() != self.runtime.thread or not self._is_running() or self.closed or comm.cause is not None:
+            self.check()
+        if self._diverts:
+            scope = scope_here()
+            # As below, in a third of the time, where no other block is inside that of this group.
+            if scope is not None and scope.group is self and scope.record is not None:
+                return scope.record(plan, arrays, shape, result, limit, key, unwrap, executor)
+            if (interceptor := self.interceptor_here()) is not None:
+                if isinstance(interceptor, Recorder):
+                    return interceptor.record(plan, arrays, shape, result, limit, key, unwrap, executor)
+                return interceptor.take(self.call(plan, arrays, shape, result, limit, key, unwrap, executor))
+        # The user's call is four frames away: the call of the group and what it goes through.
+        if key is None:
+            identity = seq = comm.entered = comm.entered + 1
+        else:
+            identity, seq = self.keyed_id(key)
+        work: Work[Any] = Work(self.endpoint, plan.terms.op, seq, key, self.group, 4)
+        work._shape, work._timeout, work._value = shape, limit, result
+        if unwrap is not None:
+            work._unwrap = unwrap
+        make = plan.executor if executor is None else executor
+        self._run_quietly(self._enter, make(comm, identity, plan, arrays, work))
+        return work
+
+    def call(
+        self,
+        plan: Plan,
+        arrays: list[Any],
+        shape: tuple[int, ...],
+        result: Any,
+        limit: float,
+        key: str | None,
+        unwrap: Callable[[], Any] | None,
+        executor: Executor | None,
+    ) -> Call:
+        """Return what an interceptor gets of a call on arrays."""
+        make = plan.executor if executor is None else executor
+
+        def operation(identity: int, work: Work[Any]) -> Operation:
+            return make(self.comm, identity, plan, arrays, work)
+
+        known = plan if executor is None else None
+        terms = plan.terms if isinstance(executor, type) else getattr(executor, "terms", plan.terms)
+        on_device = None if terms.device == "cpu" else plan
+        return Call(plan.terms.op, operation, limit, terms, key, shape, result, unwrap, 0, known, arrays, on_device)
+
+    # -- any other call
+
+    def begin(self, call: Call) -> Work[Any]:
+        """Start a call, or leave it to who takes it here."""
+        self.check()
+        if self._diverts and (interceptor := self.interceptor_here()) is not None:
+            return interceptor.take(call)
+        # Of a message: its operation has an id of its own.
+        identity, seq = (P2P, None) if call.terms is None else self.numbered(call.key)
+        # The user's call is four frames away, or more: the call of the group and what it goes through.
+        work: Work[Any] = Work(self.endpoint, call.op, seq, call.key, self.group, 4)
+        call.expect(work)
+        self._enter(call.make(identity, work))
+        return work
+
+    def enter(self, operation: Operation) -> None:
+        """Put an operation in flight."""
+        self._run_quietly(self._enter, operation)
+
+    # -- interceptors
+
+    def intercept(self, interceptor: Interceptor, tell_wrong: TellWrong | None = None) -> None:
+        """Let `interceptor` take all calls of the group that no block takes.
+
+        Args:
+            interceptor: who.
+            tell_wrong: takes calls whose lists have not one entry per rank; by default, these raise here.
+        """
+        self.interceptor = interceptor
+        self._tell_wrong = tell_wrong
+        self._diverts = True
+
+    def refuse(
+        self, wrong: ValueError, terms: Signature, shape: tuple[int, ...], timeout: Timeout, key: str | None
+    ) -> Work[Any]:
+        """Raise what is wrong with a call, or let all ranks hear of it."""
+        if self._tell_wrong is None or self.block_here() is not None:
+            raise wrong
+        return self._tell_wrong(wrong, terms, shape, timeout, key)
+
+    @contextlib.contextmanager
+    def scoped(self, interceptor: Interceptor) -> Iterator[None]:
+        """Let `interceptor` take the calls on this group made in this block."""
+        self._scopes += 1
+        self._diverts = True
+        try:
+            with scoped(self, interceptor):
+                yield
+        finally:
+            self._scopes -= 1
+            self._diverts = self.closed or self._scopes > 0 or self.interceptor is not None
+
+    def interceptor_here(self) -> Interceptor | None:
+        """Return who takes calls here: a block, or the group's own."""
+        return self.block_here() or self.interceptor
+
+    def block_here(self) -> Interceptor | None:
+        """Return who takes calls here because of a block."""
+        return interceptor_in_scope(self) if self._scopes else None
+
+    def close(self) -> None:
+        """Take no more calls."""
+        self.closed = self._diverts = True
+
+    # -- numbers and keys
+
+    def numbered(self, key: str | None) -> tuple[int, int]:
+        """Take a number, or a count of `key`; return the operation id and that."""
+        if key is None:
+            identity = self.comm.entered = self.comm.entered + 1
+            return identity, identity
+        return self.keyed_id(key)
+
+    def keyed_id(self, key: Any) -> tuple[int, int]:
+        """Take a count of `key`; return the operation id and the count."""
+        if not isinstance(key, str):
+            self.check_key(key)
+        try:
+            return self.comm.keyed_id(key)
+        except UnicodeEncodeError:
+            self.check_key(key)
+            raise
+
+    def check_key(self, key: Any) -> None:
+        """Refuse what cannot be a key."""
+        if not isinstance(key, str):
+            raise TypeError(f"key must be a str or None, not {type(key).__name__}")
+        try:
+            key.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"key={key!r} is no text: it has a lone surrogate, which UTF-8 cannot hold") from None
+
+    # -- ranks
+
+    def check_rank(self, rank: Any, name: str, *, other: bool = False) -> int:
+        """Return `rank` if it is one of this group's (and, with `other`, not this one)."""
+        number: int = rank
+        if type(rank) is not int:  # in a plain number there is nothing to find out
+            if isinstance(rank, bool) or not hasattr(rank, "__index__"):
+                raise TypeError(f"{name} must be a rank (int), not {type(rank).__name__}")
+            number = int(rank.__index__())
+        if not 0 <= number < self.size:
+            raise ValueError(
+                f"{name}={number} is not a rank of group {self.comm.name!r}: ranks are 0 to {self.size - 1}"
+            )
+        if other and number == self.rank:
+            raise ValueError(f"{name}={number} is this rank itself; a rank does not send to itself")
+        return number
+
+    def miscounted(self, values: Any, name: str, what: str) -> ValueError | None:
+        """Say what is wrong with `values` unless it is a sequence of one `what` per rank."""
+        if not hasattr(values, "__len__") or not hasattr(values, "__getitem__") or isinstance(values, Mapping):
+            given = "None" if values is None else type(values).__name__
+        elif len(values) != self.size:
+            given = str(len(values))
+        else:
+            return None
+        return ValueError(f"{name} must hold one {what} per rank, {self.size} in all, not {given}")
+
+    # -- CUDA arrays
+
+    def on_device(self, arrays: Sequence[Any]) -> DeviceCalls:
+        """Return what makes the operations of calls on these arrays."""
+        self.check()
+        with loading("CUDA arrays"):
+            from aiocoll.group.cuda.on_device import DeviceCalls, device_state_of  # with all that a GPU needs
+
+        self.device_state = device_state_of(self.comm, self.device_state, arrays, forced=self._nccl_only)
+        return DeviceCalls(self.device_state)
+
+    def _on_device(self, plan: Plan, arrays: list[Any]) -> Executor:
+        """Return what carries out `plan` on CUDA arrays."""
+        return plan.executor if self.dry else self.on_device(arrays).executor(plan)
+
+    def as_one(self, calls: Sequence[Call]) -> Make:
+        """Return what makes one operation of several collectives on CUDA arrays, which have been checked."""
+        from aiocoll.group.cuda.agreed import DeviceCall
+        from aiocoll.group.cuda.batched import Member
+        from aiocoll.group.cuda.on_device import DeviceCalls
+
+        assert self.device_state is not None
+        members = [
+            Member(call.op, call.shape, call.result, DeviceCall(call.terms, call.on_device, call.arrays or ()))
+            for call in calls
+            if call.terms is not None and call.on_device is not None
+        ]
+        return DeviceCalls(self.device_state).batched(members)
+
+    def batched(self, arrays: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
+        """Let messages of these CUDA arrays, which start in the block, be one group of NCCL calls."""
+        return contextlib.nullcontext() if self.device_state is None else self.device_state.messages.together(arrays)
+
+
+def _unstage(staged: Sequence[Buffer], result: Any) -> Callable[[], Any]:
+    """Copy staging buffers back; replace what they stand for in the result."""
+
+    def unwrap() -> Any:
+        made: Mapping[int, Any] = {id(buffer.result): buffer.finish() for buffer in staged}
+        if isinstance(result, list):
+            return [made.get(id(each), each) for each in result]
+        return made.get(id(result), result)
+
+    return unwrap

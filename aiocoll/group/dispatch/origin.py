@@ -1,0 +1,58 @@
+"""What makes groups, and what a group is made with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+from aiocoll.engine.consensus.completed import Completed
+from aiocoll.meeting.growth import Assignment
+from aiocoll.options import GroupOptions
+from aiocoll.store import Store
+
+__all__ = ["GroupSpec", "Origin"]
+
+
+class GroupSpec(NamedTuple):
+    """What a group is made with, besides its ranks.
+
+    Attributes:
+        name: the same on all ranks; None numbers groups as they are made.
+        timeout: seconds an operation may take by default.
+        options: resolved.
+        devices: backend by device.
+        completed: of a group made by `shrink`: what the old one had completed on all ranks of this one, and on one of
+            them at least.
+    """
+
+    name: str | None
+    timeout: float
+    options: GroupOptions
+    devices: Mapping[str, str] = MappingProxyType({"cpu": "aio", "cuda": "aio"})
+    completed: tuple[Completed | None, Completed | None] = (None, None)
+
+
+class Origin(Protocol):
+    """What has made a group and can make another of its ranks.
+
+    Attributes:
+        dry: the other ranks are not there: nobody is told or waited for.
+    """
+
+    dry: bool
+
+    def derive(self, identity: int, ranks: Sequence[int], spec: GroupSpec) -> Any:
+        """Make a group of some of the ranks, which have agreed on it."""
+
+    async def invite(self, n: int, size: int, name: str, timeout: float) -> Assignment:
+        """Give `n` newcomers the ranks from `size` on; return this rank's assignment among them."""
+
+    async def meet_anew(self, seat: Assignment, limit: float, spec: GroupSpec, store: Store | None = None) -> Any:
+        """Meet newcomers, within `limit` seconds, in a world of its own; in `store` if it is not where all met."""
+
+    async def call_off(self, seat: Assignment, reason: str, store: Store | None = None) -> None:
+        """Tell newcomers that have an assignment beside this one why nobody will meet them."""
+
+    async def release(self) -> None:
+        """A group is closed."""

@@ -1,0 +1,63 @@
+"""`empty`: arrays that peers can read where they lie."""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from aiocoll.elements.dtypes import of_numpy
+from aiocoll.group.dispatch.dispatcher import Dispatcher
+from aiocoll.log import logger
+
+__all__ = ["empty"]
+
+#: A rank contributes this part of a lane's block, or less, by showing it all: there is nothing to be saved.
+_SMALL_PART = 4
+
+
+async def empty(dispatcher: Dispatcher, shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
+    """Return a new array; see `aiocoll.group.process_group.ProcessGroup.empty`."""
+    comm = dispatcher.comm
+    dispatcher.check()
+    sizes = _sizes(shape)
+    try:
+        kind = np.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(f"dtype={dtype!r} is no dtype: {error}") from None
+    of_numpy(kind)
+    nbytes = math.prod(sizes) * kind.itemsize
+    if nbytes > sys.maxsize:
+        raise ValueError(f"shape={shape!r} of {kind} is {nbytes} bytes: there are not so many addresses")
+    registered_memory, piece_nbytes = comm.endpoint.registered_memory, comm.piece_nbytes
+    if registered_memory is None or not piece_nbytes or dispatcher.size == 1 or nbytes <= piece_nbytes // _SMALL_PART:
+        return np.empty(sizes, kind)
+    try:
+        memory = await registered_memory.make(nbytes)
+    except OSError as error:
+        if not registered_memory.troubled:
+            registered_memory.troubled = True
+            logger.warning(
+                "empty() on rank %d of group %r gives ordinary memory, whose pieces are copied: %s",
+                comm.rank,
+                comm.name,
+                str(error),  # not what it comes from: a handler may keep the record
+                extra=comm.log_extra,
+            )
+        return np.empty(sizes, kind)
+    return memory.view(kind).reshape(sizes)
+
+
+def _sizes(shape: int | Sequence[int]) -> tuple[int, ...]:
+    try:
+        sizes = tuple(map(operator.index, shape if isinstance(shape, tuple | list) else (shape,)))
+    except TypeError:
+        raise TypeError(f"shape must be an int or a tuple of ints, not {shape!r}") from None
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"shape={shape!r} has a negative number")
+    return sizes

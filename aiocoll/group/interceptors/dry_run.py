@@ -1,0 +1,49 @@
+"""The calls of a dry run: all end well at once, and nothing is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.signature import P2P, Signature
+from aiocoll.group.dispatch.call import Call
+from aiocoll.group.dispatch.dispatcher import Dispatcher
+from aiocoll.work import Work
+
+__all__ = ["DryRun"]
+
+
+class DryRun:
+    """Takes the calls of a group whose other ranks are not there.
+
+    Args:
+        dispatcher: of the group.
+    """
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    def take(self, call: Call) -> Work[Any]:
+        """Number a call, as always, and end it; what other ranks would give, this rank gives itself."""
+        d = self._dispatcher
+        identity, seq = (P2P, None) if call.terms is None else d.numbered(call.key)
+        work: Work[Any] = Work(d.endpoint, call.op, seq, call.key, d.group, 4)
+        call.expect(work)
+        if call.alone is not None:
+            work._value = call.alone()
+        if call.ends is not None and call.ends[0] == "src":
+            src = call.ends[1]
+            work._source = int(d.rank == 0 < d.size - 1) if src is None else src
+        terms = Signature(call.op, None, (), None, None) if call.terms is None else call.terms
+        d.enter(_Instant(d.comm, identity, terms, 0, work))
+        return work
+
+
+class _Instant(Operation):
+    """An operation that ends well at once."""
+
+    __slots__ = ()
+
+    def enter(self) -> None:
+        """End."""
+        self.succeed(self.work._value)

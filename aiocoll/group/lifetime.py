@@ -1,0 +1,150 @@
+"""How a group lives and ends: what is pending, who has revoked it, and saying goodbye."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+from aiocoll.engine.fusion.deferred_work import FlushWork
+from aiocoll.errors import GroupError
+from aiocoll.group.dispatch.dispatcher import Dispatcher
+from aiocoll.group.dispatch.origin import Origin
+from aiocoll.group.flight_recorder import FlightRecorder
+from aiocoll.group.interceptors.coalesce import Coalescer
+from aiocoll.group.reconfigurer import Reconfigurer
+from aiocoll.work import Work
+
+__all__ = ["Lifetime"]
+
+
+class Lifetime:
+    """The life of one group; what the calls do is said of those of `ProcessGroup`.
+
+    Args:
+        dispatcher: of the group, as the other parts.
+        blocks: that may hold works back.
+        family: what was split off.
+        recorder: may still be writing.
+        origin: hears of the end.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        blocks: Coalescer,
+        family: Reconfigurer,
+        recorder: FlightRecorder,
+        origin: Origin,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._comm = dispatcher.comm
+        self._blocks = blocks
+        self._family = family
+        self._recorder = recorder
+        self._origin = origin
+        self._ending: asyncio.Task[None] | None = None
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether this rank closes the group, or has."""
+        return self._ending is not None
+
+    def pending(self) -> list[Work[Any]]:
+        """Return the works that have not ended, oldest first."""
+        works: list[Work[Any]] = []
+        for operation in self._comm.pending:
+            work = operation.work
+            if isinstance(work, FlushWork):
+                works += work.stands_for()
+            elif work.group is not None:  # those of no group are parts of others
+                works.append(work)
+        return works + self._blocks.deferred()
+
+    async def drain(self) -> None:
+        """Wait for all works that are pending now."""
+        self._dispatcher.check_place()
+        for error in [work.exception() for work in await self.settle()]:
+            if error is not None and not isinstance(error, asyncio.CancelledError):
+                raise error
+
+    async def wait_revoked(self) -> GroupError:
+        """Wait until the group is revoked."""
+        d, comm = self._dispatcher, self._comm
+        d.check_place()
+        if comm.cause is None and not d.closed:
+            revoked = d.loop.create_future()
+
+            def tell() -> None:
+                if not revoked.done():
+                    revoked.set_result(None)
+
+            comm.on_revoked.append(tell)
+            try:
+                await revoked
+            finally:
+                comm.on_revoked.remove(tell)
+        if comm.cause is None:
+            raise d.closed_error()
+        return comm.cause
+
+    def abort(self, reason: object) -> None:
+        """Revoke the group."""
+        d, comm = self._dispatcher, self._comm
+        d.check_place()
+        if not d.closed and comm.cause is None:
+            cause = GroupError(
+                f"group {comm.name!r} was aborted by rank {comm.rank}: {reason}",
+                group=comm.name,
+                ranks=[comm.rank],
+            )
+            d.failures.expect(cause)
+            comm.revoke(cause)
+
+    async def shutdown(self) -> None:
+        """Close the group."""
+        self._dispatcher.check_place()
+        await asyncio.shield(self.begin_end())
+
+    def begin_end(self) -> asyncio.Task[None]:
+        """Begin to close the group, once; return what ends with it."""
+        if self._ending is None:
+            self._ending = self._dispatcher.loop.create_task(self._end(), name=f"aiocoll shutdown of {self._comm.name}")
+        return self._ending
+
+    async def settle(self) -> list[Work[Any]]:
+        """Wait until all works pending now have ended, however they do; return them."""
+        works = self.pending()
+        for work in works:
+            await work._ended()
+        return works
+
+    async def _end(self) -> None:
+        d, comm = self._dispatcher, self._comm
+        error = d.closed_error()
+        try:
+            if self._family.parts:
+                await asyncio.wait([part._lifetime.begin_end() for part in self._family.parts])
+            if comm.cause is None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(None if comm.timeout == float("inf") else comm.timeout):
+                        await self.settle()
+                if d.device_state is not None:
+                    await d.device_state.close()
+        except asyncio.CancelledError:
+            # The program is ending: no time to wait, but the peers shall hear a goodbye all the same.
+            d.failures.expect(error)
+            raise
+        finally:
+            d.close()
+            self._family.leave_parent()
+            for operation in list(comm.pending):
+                operation.fail(error)
+            comm.endpoint.leave(comm)
+            for tell in comm.on_revoked:
+                tell()
+            if d.device_state is not None:
+                await d.device_state.release()
+            await self._origin.release()
+            await self._recorder.settle()
+            d.failures.tell()

@@ -1,0 +1,294 @@
+"""Messages between two ranks: send, receive, and the stream of whatever comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from aiocoll.elements.buffers import Buffer, byte_view, clash, view
+from aiocoll.elements.dtypes import array_dtype, by_code
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.fusion.deferred_work import DeferredWork
+from aiocoll.engine.matching.inbound import TAG_LIMIT, InboundMessage
+from aiocoll.engine.matching.outbound import OBJECT, Content, OutboundMessage
+from aiocoll.engine.matching.posted import PostedReceive
+from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.composite import Make
+from aiocoll.group.dispatch.call import Call
+from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
+from aiocoll.group.objects import Objects
+from aiocoll.runtime import BUDGET
+from aiocoll.work import Work
+
+__all__ = ["Messages", "Recv", "Send", "all_of"]
+
+_ndarray = np.ndarray
+#: Bytes of the longest message: its frames carry its length in 32 bits.
+LONGEST = 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A send of a `batch`."""
+
+    tensor: Any
+    dst: int
+    tag: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """A receive of a `batch`; `src` None takes a message of any rank."""
+
+    tensor: Any
+    src: int | None
+    tag: int = 0
+
+
+class Messages:
+    """The messages of one group; what the calls do is said of those of `ProcessGroup`.
+
+    Args:
+        dispatcher: starts them.
+        objects: writes and reads objects.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, objects: Objects) -> None:
+        self._dispatcher = dispatcher
+        self._objects = objects
+
+    def send(self, tensor: Any, dst: int, tag: int, timeout: Timeout) -> Work[Any]:
+        """Start a send."""
+        dst = self._dispatcher.check_rank(dst, "dst", other=True)
+        return self._send_viewed(dst, tag, view(tensor, writable=False), timeout)
+
+    def recv(self, tensor: Any, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
+        """Start a receive of rank `src`, which is checked; of any rank if it is None."""
+        return self._recv(view(tensor), src, tag, timeout)
+
+    def batch(self, operations: Sequence[Send | Recv], timeout: Timeout) -> Work[list[Any]]:
+        """Start several sends and receives together."""
+        works = self.start_all(operations, timeout)
+        return all_of(self.one_of("BATCH", works), works)
+
+    def start_all(self, operations: Sequence[Send | Recv], timeout: Timeout) -> list[Work[Any]]:
+        """Check several sends and receives, then start them."""
+        d = self._dispatcher
+        if not isinstance(operations, Iterable):
+            raise TypeError(f"operations must be a list of Send and Recv, not {type(operations).__name__}")
+        ready = [(each, self._checked(each, f"operations[{index}]")) for index, each in enumerate(operations)]
+        _check_apart(ready)
+        d.limit(timeout)
+        d.check()
+        on_device = [buffer.array for _, buffer in ready if type(buffer.array) is not _ndarray]
+        if not d.dry:
+            for array in on_device:
+                d.on_device([array])
+        with d.batched(on_device):
+            return [
+                self._send_viewed(each.dst, each.tag, buffer, timeout)
+                if isinstance(each, Send)
+                else self._recv(buffer, each.src, each.tag, timeout)
+                for each, buffer in ready
+            ]
+
+    def send_object(self, obj: Any, dst: int, tag: int, timeout: Timeout) -> Work[None]:
+        """Start a send of an object."""
+        dst = self._dispatcher.check_rank(dst, "dst", other=True)
+        content = Content(OBJECT, memoryview(self._objects.dump(obj)))
+        return self._send("SEND_OBJECT", dst, tag, content, None, timeout)
+
+    def recv_object(self, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
+        """Start a receive of an object."""
+        d = self._dispatcher
+        if src is not None:
+            src = d.check_rank(src, "src", other=True)
+        limit = self._limit(tag, timeout)
+
+        def make(_: int, work: Work[Any]) -> PostedReceive:
+            return PostedReceive(d.comm.matching, src, tag, Content(OBJECT, None, self._objects.load), work)
+
+        return d.begin(Call("RECV_OBJECT", make, limit, ends=("src", src, tag)))
+
+    def incoming(self, tag: int) -> AsyncIterator[tuple[int, Any]]:
+        """Return an iterator over the messages that no receive has asked for."""
+        _check_tag(tag)
+        self._dispatcher.check()
+        return _Incoming(self._dispatcher.comm, tag, self._objects)
+
+    def one_of(self, op: str, works: Sequence[Work[Any]]) -> Work[Any]:
+        """Make the work of several, which a block may have recorded."""
+        group = self._dispatcher.group
+        if not works or not isinstance(works[0], DeferredWork):
+            return Work(self._dispatcher.endpoint, op, None, None, group, 3)
+        whole = DeferredWork(works[0]._progress, op, None, None, group, 3)
+        works[0]._progress.follow(whole)
+        return whole
+
+    def _checked(self, each: Any, name: str) -> Buffer:
+        """Check one operation of a batch; return the view of its tensor."""
+        if not isinstance(each, Send | Recv):
+            raise TypeError(f"{name} must be a Send or a Recv, not {type(each).__name__}")
+        _check_tag(each.tag, f"{name}.tag")
+        buffer = view(each.tensor, name=f"{name}.tensor", writable=isinstance(each, Recv))
+        if isinstance(each, Send):
+            self._dispatcher.check_rank(each.dst, f"{name}.dst", other=True)
+            _check_length(buffer.nbytes, f"{name}.tensor")
+        elif each.src is not None:
+            self._dispatcher.check_rank(each.src, f"{name}.src", other=True)
+        return buffer
+
+    def _send_viewed(self, dst: int, tag: int, buffer: Buffer, timeout: Timeout) -> Work[Any]:
+        array: Any = buffer.array
+        code = buffer.dtype.code
+        if type(array) is _ndarray:
+            return self._send("SEND", dst, tag, Content(code, byte_view(array)), buffer.result, timeout)
+        _check_length(buffer.nbytes, "tensor")
+        limit, ends, d = self._limit(tag, timeout), ("dst", dst, tag), self._dispatcher
+        make = _never if d.dry else d.on_device([array]).sending(array, dst, tag, code)
+        return d.begin(Call("SEND", make, limit, result=buffer.result, nbytes=buffer.nbytes, arrays=[array], ends=ends))
+
+    def _send(self, op: str, dst: int, tag: int, content: Content, result: Any, timeout: Timeout) -> Work[Any]:
+        assert content.data is not None
+        nbytes = content.data.nbytes
+        _check_length(nbytes, "tensor")
+        limit, matching = self._limit(tag, timeout), self._dispatcher.comm.matching
+
+        def make(_: int, work: Work[Any]) -> OutboundMessage:
+            return OutboundMessage(matching, dst, tag, content, work)
+
+        return self._dispatcher.begin(Call(op, make, limit, result=result, nbytes=nbytes, ends=("dst", dst, tag)))
+
+    def _recv(self, buffer: Buffer, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
+        limit, d = self._limit(tag, timeout), self._dispatcher
+        array: Any = buffer.array
+        code, matching, arrays = buffer.dtype.code, d.comm.matching, None
+
+        def posted(_: int, work: Work[Any]) -> PostedReceive:
+            return PostedReceive(matching, src, tag, content, work)
+
+        make: Make = posted
+        if type(array) is _ndarray:
+            content = Content(code, byte_view(array))
+        else:
+            arrays = [array]
+            make = _never if d.dry else d.on_device(arrays).receiving(array, src, tag, code)
+        op = "RECV" if src is not None else "RECV_ANYSOURCE"
+        return d.begin(
+            Call(
+                op,
+                make,
+                limit,
+                shape=buffer.shape,
+                result=buffer.result,
+                unwrap=buffer.writeback,
+                nbytes=buffer.nbytes,
+                arrays=arrays,
+                ends=("src", src, tag),
+            )
+        )
+
+    def _limit(self, tag: int, timeout: Timeout) -> float:
+        _check_tag(tag)
+        return self._dispatcher.limit(timeout)
+
+
+class _Incoming(AsyncIterator[tuple[int, Any]]):
+    """No generator: the first cancellation would end that."""
+
+    def __init__(self, comm: Communicator, tag: int, objects: Objects) -> None:
+        self._comm = comm
+        self._tag = tag
+        self._objects = objects
+
+    async def __anext__(self) -> tuple[int, Any]:
+        arrival = await self._comm.matching.next_message(self._tag)
+        if arrival is None:
+            raise StopAsyncIteration
+        data = arrival.data()
+        if arrival.code == OBJECT:
+            return arrival.peer, await self._read(arrival, data)
+        dtype = by_code(arrival.code)
+        return arrival.peer, np.frombuffer(bytearray(data), dtype.storage).view(array_dtype(dtype))
+
+    async def _read(self, arrival: InboundMessage, data: bytes) -> Any:
+        """Read an object, leaving the loop its turns; who is cancelled meanwhile leaves the rest to the next one."""
+        steps = arrival.steps or self._objects.load(memoryview(data))
+        ticks = self._comm.endpoint.runtime.ticks
+        deadline = ticks() + BUDGET
+        try:
+            while True:
+                next(steps)
+                if ticks() >= deadline:
+                    await asyncio.sleep(0)
+                    deadline = ticks() + BUDGET
+        except StopIteration as end:
+            return end.value
+        except asyncio.CancelledError:
+            self._comm.matching.put_back(arrival, data, steps)
+            raise
+
+
+def _never(identity: int, work: Work[Any]) -> Operation:
+    raise AssertionError("nothing is carried out")
+
+
+def _check_tag(tag: Any, name: str = "tag") -> None:
+    if isinstance(tag, bool) or not isinstance(tag, int):
+        raise TypeError(f"{name} must be an int, not {type(tag).__name__}")
+    if not 0 <= tag < TAG_LIMIT:
+        raise ValueError(f"{name}={tag} is out of range: tags are 0 to 2**30 - 1")
+
+
+def _check_length(nbytes: int, name: str) -> None:
+    if nbytes > LONGEST:
+        raise ValueError(f"{name} has {nbytes} bytes; a message holds at most {LONGEST}: send it in parts")
+
+
+def _check_apart(operations: Sequence[tuple[Send | Recv, Buffer]]) -> None:
+    """Refuse a batch that receives into memory which it also sends, or receives into elsewhere."""
+    order = sorted(range(len(operations)), key=lambda index: isinstance(operations[index][0], Send))
+    received = sum(isinstance(each, Recv) for each, _ in operations)
+    arrays = [operations[index][1].array for index in order]
+    found = clash(arrays[:received], arrays[received:])
+    if found is not None:
+        first, second = sorted(order[position] for position in found)
+        raise ValueError(
+            f"operations[{first}].tensor and operations[{second}].tensor share memory, and at least one of them "
+            "receives: give each receive memory of its own"
+        )
+
+
+def all_of(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[list[Any]]:
+    """End `whole` after all `works`, with their results or their first error."""
+    pending = [work for work in works if not work.done()]
+    left = len(pending)
+
+    def ended(_: Work[Any]) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            finish()
+
+    def finish() -> None:
+        failed = [error for work in works if (error := work.exception()) is not None]
+        # A receive that was taken back is the smaller news.
+        failed.sort(key=lambda error: isinstance(error, asyncio.CancelledError))
+        whole._finish(None if failed else [work.result() for work in works], failed[0] if failed else None)
+
+    def withdraw() -> None:
+        for work in works:
+            if work._withdraw is not None:
+                work._withdraw()
+
+    if pending:
+        whole._withdraw = withdraw
+        for work in pending:
+            work.add_done_callback(ended)
+    else:
+        finish()
+    return whole

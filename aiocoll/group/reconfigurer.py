@@ -1,0 +1,350 @@
+"""Groups made of others: by `shrink`, `grow`, `split_group` and `merge_remote_group`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+from aiocoll.engine.consensus.completed import Completed, report
+from aiocoll.engine.control.causes import failure_by
+from aiocoll.engine.split_history import Split
+from aiocoll.errors import AiocollError, GroupClosedError, GroupError, RendezvousError, StoreUnavailableError
+from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
+from aiocoll.group.dispatch.origin import GroupSpec, Origin
+from aiocoll.group.objects import Objects
+from aiocoll.meeting.growth import Assignment
+from aiocoll.meeting.merging import Party, find_seats
+from aiocoll.store import Store
+from aiocoll.work import Work
+
+__all__ = ["ADOPTED", "Reconfigurer"]
+
+T = TypeVar("T")
+
+#: The key of the first call in a group that has grown.
+ADOPTED = "aiocoll/adopted"
+#: Seconds in which the group learns of a death that the store, or a connection to come, was the first to miss
+#: (contract: 1 s).
+NEWS = 1.0
+
+
+class Reconfigurer:
+    """Makes groups of one group's ranks; what the calls do is said of those of `ProcessGroup`.
+
+    Args:
+        dispatcher: of the group.
+        objects: the object collectives of the group.
+        origin: what has made it.
+        spec: what it was made with.
+
+    Attributes:
+        parent: of the group that this one was split off from.
+        parts: what was split off from this group and is open, and its reconfigurer.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, objects: Objects, origin: Origin, spec: GroupSpec) -> None:
+        self.parent: Reconfigurer | None = None
+        self.parts: dict[Any, Reconfigurer] = {}
+        self._dispatcher = dispatcher
+        self._comm = dispatcher.comm
+        self._objects = objects
+        self._origin = origin
+        self._spec = spec
+
+    # -- fewer
+
+    async def shrink(self, exclude: Iterable[int] | None, assume_dead: Iterable[int] | None) -> Any:
+        """Make a group of the ranks that are alive."""
+        comm, d = self._comm, self._dispatcher
+        excluded = self._others(exclude, "exclude")
+        assumed = self._others(assume_dead, "assume_dead")
+        d.check_owner()
+        agreement = comm.endpoint.agreements.voter(comm.id, comm.growths, comm.ranks)
+        if agreement.taken:
+            raise GroupError(
+                f"group {comm.name!r} was shrunk before on rank {d.rank}: shrink the group that came of it",
+                group=comm.name,
+            )
+        comm.revoke(
+            GroupError(
+                f"group {comm.name!r} was given up by rank {d.rank}, which called shrink()",
+                group=comm.name,
+                ranks=[d.rank],
+            ),
+            # The others may still be completing what is complete here; what is not will not be complete there.
+            tell=bool(comm.pending),
+        )
+        outcome = await agreement.shrink(excluded, assumed, report(comm))
+        members: list[int] = outcome["members"]
+        completed = Completed.of(outcome["everywhere"]), Completed.of(outcome["somewhere"])
+        spec = self._spec._replace(name=_following(comm.name), timeout=comm.timeout, completed=completed)
+        group = self._origin.derive(agreement.identity(members), members, spec)
+        if self.parent is not None:
+            self.parent._adopt(group)
+        return group
+
+    def _others(self, ranks: Iterable[int] | None, what: str) -> set[int]:
+        """Check ranks to go on without; return them numbered as in the job."""
+        comm, d = self._comm, self._dispatcher
+        found = {comm.ranks[d.check_rank(rank, what)] for rank in ranks or ()}
+        if comm.endpoint.rank in found:
+            raise ValueError(f"{what} names rank {d.rank}, which is calling: a rank that is to go does not shrink")
+        return found
+
+    # -- more
+
+    async def grow(self, n: int, timeout: Timeout) -> Any:
+        """Make a group of this one's ranks and newcomers."""
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise TypeError(f"n must be an int, not {type(n).__name__}")
+        if n < 1:
+            raise ValueError(f"n={n}: give the number of newcomers, at least 1")
+        limit = self._dispatcher.limit(timeout)
+        self._dispatcher.check()
+        seat = await self._unless_revoked(self._seats(n, limit))
+        return await self._grown(seat, limit)
+
+    async def _seats(self, n: int, limit: float) -> Assignment:
+        comm, name = self._comm, _following(self._comm.name)
+        asked = await self._objects.allgather(n, limit, None)
+        if len(set(asked)) > 1:
+            raise ValueError(f"the ranks of group {comm.name!r} called grow() with n={asked}: give the same n")
+        if self._origin.dry:
+            return (await self._origin.invite(n, len(asked), name, limit))._replace(rank=comm.rank)
+        return await (self._invite(n, limit) if comm.rank == 0 else self._invited())
+
+    async def _grown(self, seat: Assignment, limit: float) -> Any:
+        """Meet the newcomers, and go on with them only if all ranks of this group do."""
+        comm = self._comm
+        agreement = comm.endpoint.agreements.voter(comm.id, comm.growths, comm.ranks)
+        try:
+            group = await self._unless_revoked(self._meet_anew(seat, limit, comm.timeout))
+        except BaseException as error:
+            agreement.decline(seat.prefix, str(error) or "a rank was cancelled")
+            raise
+        try:
+            await agreement.grow(seat.prefix)
+        except BaseException:
+            await group.shutdown()
+            raise
+        # The newcomers learn that it is what goes on: one that does not hear it goes nowhere. If the group fails now,
+        # the next call on it says so.
+        with contextlib.suppress(GroupError):
+            await group.broadcast_object(True, 0, key=ADOPTED)
+        return group
+
+    async def _invite(self, n: int, limit: float) -> Assignment:
+        """As rank 0, wait for the newcomers, and tell the others what has come of it."""
+        comm = self._comm
+        try:
+            seat = await self._origin.invite(n, len(comm.ranks), _following(comm.name), limit)
+        except StoreUnavailableError as error:
+            await self._dispatcher.runtime.sleep(NEWS)
+            text = (
+                f"group {comm.name!r} cannot grow: the store where its ranks met is gone ({error}), so "
+                "newcomers do not find it. Start all ranks again, and host the store outside of them: run a "
+                "StoreServer in the process that starts them, and give them AIOCOLL_STORE=launcher and its address as "
+                "MASTER_ADDR and MASTER_PORT"
+            )
+            self._tell(text, gone=True)
+            raise StoreUnavailableError(text) from error
+        except BaseException as error:
+            self._tell(f"group {comm.name!r} did not grow: {str(error) or 'rank 0 was cancelled'}")
+            raise
+        return await self._pass_on(seat)
+
+    # -- some
+
+    def split(self, ranks: Any, timeout: Timeout, group_name: str | None, is_ending: bool) -> Work[Any]:
+        """Make a group of some of the ranks, or several that have no rank in common."""
+        comm, d = self._comm, self._dispatcher
+        d.check()
+        if is_ending:
+            raise GroupClosedError(f"group {comm.name!r} is being closed by this rank", group=comm.name)
+        limit = d.limit(timeout)
+        _check_name(group_name)
+        mine = next((each for each in _disjoint(ranks, d.check_rank) if d.rank in each), [])
+        if mine and any(group.name == group_name for group in d.endpoint.groups.values()):
+            raise ValueError(f"group_name={group_name!r} is the name of an open group; give every group its own")
+        number = len(comm.splits)
+        split = Split(comm.id, number, group_name, tuple(comm.ranks[rank] for rank in sorted(mine)))
+        group = None
+        if mine:
+            # Of the groups of one call each has its own lowest rank.
+            name = f"{comm.name}/{number}.{min(mine)}" if group_name is None else group_name
+            group = self.derive(split.identity(), split.ranks, name, limit)
+            group._comm.split_off(comm, split)
+        comm.splits.append(split)
+        work: Work[Any] = Work(d.endpoint, "SPLIT_GROUP", None, None, d.group)
+        work._finish(group)
+        return work
+
+    def derive(self, identity: int, ranks: Sequence[int], name: str, timeout: float) -> Any:
+        """Make a group of some ranks, numbered as in the job, that is closed with this one."""
+        spec = self._spec._replace(name=name, timeout=timeout, completed=(None, None))
+        group = self._origin.derive(identity, ranks, spec)
+        self._adopt(group)
+        return group
+
+    def open_groups(self) -> list[Any]:
+        """Return this group and what was split off from it and is open."""
+        return [self._dispatcher.group, *(group for part in self.parts.values() for group in part.open_groups())]
+
+    def leave_parent(self) -> None:
+        """This group is closed."""
+        if self.parent is not None:
+            del self.parent.parts[self._dispatcher.group]
+
+    def _adopt(self, group: Any) -> None:
+        """Close `group` with this one."""
+        family: Reconfigurer = group._reconfigurer
+        family.parent = self
+        self.parts[group] = family
+
+    # -- those of several groups
+
+    async def merge(self, store: Store, size: int, timeout: Timeout, group_name: str | None) -> Any:
+        """Make a group of all ranks of this one and of others that it has never met."""
+        comm, d = self._comm, self._dispatcher
+        if not isinstance(store, Store):
+            raise TypeError(f"store must be a Store, not {type(store).__name__}")
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"size must be an int, not {type(size).__name__}")
+        if size < d.size:
+            raise ValueError(f"size={size}: the new group has all {d.size} ranks of this one, and more")
+        _check_name(group_name)
+        limit = d.limit(timeout)
+        name = "merged" if group_name is None else group_name
+        d.check()
+        return await self._unless_revoked(
+            self._merge(store, Party(min(comm.ranks), comm.name, 0, d.size, size), name, limit)
+        )
+
+    async def _merge(self, store: Store, party: Party, name: str, limit: float) -> Any:
+        comm = self._comm
+        asked = await self._objects.allgather([party.size, name], limit, None)
+        if any(each != asked[0] for each in asked):
+            raise ValueError(f"the ranks of group {comm.name!r} called merge_remote_group() with [size, name]={asked}")
+        if self._origin.dry:
+            seat = Assignment("", comm.rank, party.size, name)
+        elif comm.rank != 0:
+            seat = await self._invited()
+        else:
+            seat = await self._find_seats(store, party, name, limit)
+        return await self._meet_anew(seat, limit, limit, store)
+
+    async def _find_seats(self, store: Store, party: Party, name: str, limit: float) -> Assignment:
+        """As rank 0, find the other groups, and tell the ranks of this one what has come of it."""
+        try:
+            seat = await find_seats(store, party, name, limit)
+        except BaseException as error:
+            gone = isinstance(error, StoreUnavailableError)
+            if gone:
+                await self._dispatcher.runtime.sleep(NEWS)
+            self._tell(f"group {party.name!r} was not merged: {str(error) or 'rank 0 was cancelled'}", gone=gone)
+            raise
+        return await self._pass_on(seat, store)
+
+    # -- meeting others
+
+    async def _meet_anew(self, seat: Assignment, limit: float, timeout: float, store: Store | None = None) -> Any:
+        """Meet the newcomers."""
+        async with self._calling_off(seat, store):
+            self._dispatcher.check()
+            spec = self._spec._replace(name=seat.name, timeout=timeout, completed=(None, None))
+            try:
+                return await self._origin.meet_anew(seat, limit, spec, store)
+            except AiocollError as error:
+                if not isinstance(error.__cause__, TimeoutError):
+                    await self._dispatcher.runtime.sleep(NEWS)
+                raise
+
+    async def _unless_revoked(self, doing: Coroutine[Any, Any, T]) -> T:
+        """Return what `doing` does; should this group fail or be closed meanwhile, end that and raise why."""
+        comm, d = self._comm, self._dispatcher
+        task = d.loop.create_task(doing, name=f"aiocoll growth of {comm.name}")
+
+        def stop() -> None:
+            if comm.cause is not None:
+                d.failures.looked(comm.cause)  # it is raised below
+            task.cancel()
+
+        comm.on_revoked.append(stop)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is None or current.cancelling() or not (d.closed or comm.cause):
+                raise
+        except GroupError:
+            if comm.cause is None:
+                raise
+        finally:
+            comm.on_revoked.remove(stop)
+        if comm.cause is None:
+            raise d.closed_error()
+        raise failure_by(comm.cause)
+
+    @contextlib.asynccontextmanager
+    async def _calling_off(self, seat: Assignment, store: Store | None = None) -> AsyncIterator[None]:
+        """If this group fails in the block, newcomers that have a seat shall not wait for it."""
+        try:
+            yield
+        except BaseException:
+            if (cause := self._comm.cause) is not None:
+                await self._origin.call_off(seat, f"the group that was to meet them has failed: {cause}", store)
+            raise
+
+    async def _pass_on(self, seat: Assignment, store: Store | None = None) -> Assignment:
+        """As rank 0, tell the others their seats."""
+        async with self._calling_off(seat, store):
+            await self._objects.broadcast({"seat": list(seat)}, 0, None, None)
+        return seat
+
+    def _tell(self, text: str, gone: bool = False) -> None:
+        """Let the other ranks raise it, too, unless the group has failed: then they know."""
+        with contextlib.suppress(GroupError):
+            self._objects.broadcast({"error": text, "gone": gone}, 0, None, None)
+
+    async def _invited(self) -> Assignment:
+        # Rank 0 keeps the time, and its death or a failure of the group ends this.
+        told = await self._objects.broadcast(None, 0, float("inf"), None)
+        if "error" in told:
+            raise (StoreUnavailableError if told["gone"] else RendezvousError)(told["error"])
+        seat = Assignment(*told["seat"])
+        return seat._replace(rank=seat.rank + self._comm.rank)
+
+
+def _following(name: str) -> str:
+    """Return the name of the group that comes after the one called `name`."""
+    first, _, number = name.rpartition("~")
+    return f"{first}~{int(number) + 1}" if first and number.isdecimal() else f"{name}~1"
+
+
+def _check_name(name: Any) -> None:
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"group_name must be a str or None, not {type(name).__name__}")
+
+
+def _disjoint(ranks: Any, check_rank: Callable[[Any, str], int]) -> list[list[int]]:
+    """Return the lists of ranks in `ranks`, checked."""
+    if isinstance(ranks, (str, bytes)) or not hasattr(ranks, "__iter__"):
+        raise TypeError(f"ranks must be a list of ranks, or a list of such lists, not {type(ranks).__name__}")
+    given = list(ranks)
+    nested = bool(given) and all(hasattr(each, "__iter__") for each in given)
+    lists = {f"ranks[{index}]": list(each) for index, each in enumerate(given)} if nested else {"ranks": given}
+    owners: dict[int, str] = {}
+    checked = []
+    for name, each in lists.items():
+        if not each:
+            raise ValueError(f"{name} is empty: name at least one rank")
+        checked.append([check_rank(rank, f"{name}[{index}]") for index, rank in enumerate(each)])
+        for rank in checked[-1]:
+            if (owner := owners.setdefault(rank, name)) != name:
+                raise ValueError(f"{owner} and {name} both name rank {rank}: groups of one call share no rank")
+        if len(set(checked[-1])) < len(each):
+            twice = next(rank for rank in checked[-1] if checked[-1].count(rank) > 1)
+            raise ValueError(f"{name} names rank {twice} more than once")
+    return checked

@@ -1,0 +1,64 @@
+"""Many calls in flight at a time: what is measured, and the arrays of all of them as one load."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+from aiocoll.cli import workload
+from aiocoll.cli.workload import Workload
+
+
+class Case(NamedTuple):
+    """What is measured: `inflight` calls of a collective at a time, each of `nbytes` bytes."""
+
+    kind: str
+    nbytes: int
+    inflight: int = 1
+
+    @property
+    def each(self) -> workload.Case:
+        """One of the calls."""
+        return workload.Case(self.kind, self.nbytes)
+
+    def size(self, world_size: int) -> int:
+        return self.each.size(world_size)
+
+
+class Workloads:
+    """The arrays of one rank for all calls of a case, as `aiocoll.cli.measure` wants those of one call.
+
+    Attributes:
+        all: those of each call.
+    """
+
+    def __init__(self, case: Case, rank: int, world_size: int) -> None:
+        self.case = case.each
+        self.all = [Workload(self.case, rank, world_size) for _ in range(case.inflight)]
+        self.rounds = self.all[0].rounds
+
+    def fresh(self) -> None:
+        for each in self.all:
+            each.fresh()
+
+    def steady(self) -> None:
+        for each in self.all:
+            each.steady()
+
+    def wrong(self) -> int:
+        return sum(each.wrong() for each in self.all)
+
+    def wrong_after(self, rounds: int) -> int:
+        return sum(each.wrong_after(rounds) for each in self.all)
+
+
+def calls_of(starts: Sequence[Callable[[], Awaitable[object]]]) -> Callable[[], Awaitable[object]]:
+    """Return a function that starts all calls, then awaits all of them."""
+    if len(starts) == 1:
+        return starts[0]
+
+    async def calls() -> None:
+        for work in [start() for start in starts]:
+            await work
+
+    return calls

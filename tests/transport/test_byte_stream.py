@@ -1,0 +1,291 @@
+"""What every byte stream owes a link, and that links, handshakes and heartbeats ask no more of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll.engine.failure import watchdog
+from aiocoll.engine.failure.watchdog import Watchdog
+from aiocoll.transport.byte_stream import ByteStream, receive_message, send_message
+from aiocoll.transport.stream.plain_stream import PlainStream, open_plain
+
+from .links import sockets
+from .record_stream import SOME, RecordStream, open_records
+from .test_stream import say, settle, started
+
+STREAMS: dict[str, Callable[..., Any]] = {"plain": PlainStream, "records": RecordStream}
+each_stream = pytest.mark.parametrize("kind", STREAMS)
+
+
+@asynccontextmanager
+async def ends_of(kind: str) -> AsyncIterator[tuple[ByteStream, ByteStream]]:
+    loop = asyncio.get_running_loop()
+    ends = [STREAMS[kind](loop, sock) for sock in sockets("unix")]
+    try:
+        yield ends[0], ends[1]
+    finally:
+        for end in ends:
+            end.close()
+
+
+def data(nbytes: int) -> bytes:
+    return np.random.default_rng(1).integers(0, 256, nbytes, np.uint8).tobytes()
+
+
+class Reader:
+    """Receives whenever it is called, at most `most` bytes at once, until the end."""
+
+    def __init__(self, stream: ByteStream, most: int = 1 << 20) -> None:
+        self.received = bytearray()
+        self.calls = 0
+        self._stream = stream
+        self._space = memoryview(bytearray(most))
+        self._changed = asyncio.Event()
+        self._ended = False
+        stream.start_reading(self._read)
+
+    def _read(self) -> None:
+        self.calls += 1
+        try:
+            nbytes = self._stream.receive_into(self._space)
+        except BlockingIOError:
+            return
+        self.received += self._space[:nbytes]
+        self._changed.set()
+        if not nbytes:
+            self._stream.stop_reading()
+            self._ended = True
+
+    async def has(self, nbytes: int) -> None:
+        async with asyncio.timeout(20):
+            while len(self.received) < nbytes and not self._ended:
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def all(self) -> bytes:
+        await self.has(1 << 40)
+        return bytes(self.received)
+
+
+def fill(stream: ByteStream, said: bytes) -> int:
+    """Send until no more is taken; return how much was."""
+    sent = 0
+    with suppress(BlockingIOError):
+        while sent < len(said):
+            sent += stream.send(memoryview(said)[sent:])
+    return sent
+
+
+async def write(stream: ByteStream, said: bytes, parts: Callable[[memoryview], list[memoryview]]) -> list[int]:
+    """Send all of it, whenever it is called; return how much was taken each time."""
+    rest, done, taken = memoryview(said), asyncio.Event(), []
+
+    def writable() -> None:
+        nonlocal rest
+        try:
+            taken.append(stream.send_parts(parts(rest)))
+        except BlockingIOError:
+            return
+        rest = rest[taken[-1] :]
+        if not rest:
+            stream.stop_writing()
+            done.set()
+
+    stream.start_writing(writable)
+    async with asyncio.timeout(20):
+        await done.wait()
+    return taken
+
+
+@each_stream
+async def test_nothing_has_come(kind: str) -> None:
+    async with ends_of(kind) as (near, _):
+        with pytest.raises(BlockingIOError):
+            near.receive_into(memoryview(bytearray(10)))
+
+
+@each_stream
+async def test_a_reader_that_is_late_stops_the_sender_and_nothing_is_lost(kind: str) -> None:
+    said = data(1 << 20)
+    async with ends_of(kind) as (near, far):
+        sent = fill(near, said)
+        assert 0 < sent < len(said)
+        reader = Reader(far, 5000)
+        await write(near, said[sent:], lambda rest: [rest])
+        near.shutdown()
+        assert await reader.all() == said
+
+
+@each_stream
+@pytest.mark.parametrize("most", [1, 100, 1 << 20])
+async def test_large_data_both_ways_at_once(kind: str, most: int) -> None:
+    said = [data(max(20_000, 4 * most))[:: 1 - 2 * end] for end in range(2)]
+    chance = random.Random(1)
+
+    def parts(rest: memoryview) -> list[memoryview]:
+        cuts = [0, *sorted(chance.randrange(len(rest) + 1) for _ in range(3)), len(rest)]
+        return [rest[start:stop] for start, stop in pairwise(cuts)]
+
+    async with ends_of(kind) as ends:
+        readers = [Reader(end, most) for end in ends]
+        taken = await asyncio.gather(*(write(end, each, parts) for end, each in zip(ends, said, strict=True)))
+        for end in ends:
+            end.shutdown()
+        assert [await reader.all() for reader in readers] == said[::-1]
+    if most > 100:
+        assert all(len(each) > 1 for each in taken)
+
+
+@each_stream
+async def test_readable_is_told_of_all_that_is_there(kind: str) -> None:
+    """Also of what was read from the socket with something else, and again after a pause."""
+    async with ends_of(kind) as (near, far):
+        near.send(data(900))
+        reader = Reader(far, 10)
+        await reader.has(30)
+        far.stop_reading()
+        calls = reader.calls
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert reader.calls == calls
+        near.shutdown()
+        rest = Reader(far, 2 * SOME)
+        assert bytes(reader.received) + await rest.all() == data(900)
+
+
+@each_stream
+async def test_after_the_end_of_one_side_the_other_goes_on(kind: str) -> None:
+    async with ends_of(kind) as (near, far):
+        near.send(b"question")
+        near.shutdown()
+        assert await Reader(far).all() == b"question"
+        far.send(b"answer")
+        far.shutdown()
+        assert await Reader(near).all() == b"answer"
+
+
+@each_stream
+async def test_closing_is_the_end_for_the_other_and_calls_nobody(kind: str) -> None:
+    async with ends_of(kind) as (near, far):
+        near.start_reading(lambda: pytest.fail("closed"))
+        near.start_writing(lambda: pytest.fail("closed"))
+        near.close()
+        near.close()
+        assert near.sock.fileno() == -1
+        assert await Reader(far).all() == b""
+        with pytest.raises(ConnectionError):
+            fill(far, bytes(1 << 20))
+
+
+@each_stream
+async def test_a_message_that_comes_bit_by_bit(kind: str) -> None:
+    async with ends_of(kind) as (near, far):
+        reading = asyncio.create_task(receive_message(far, 300))
+        for piece in range(30):
+            await write(near, bytes([piece]) * 10, lambda rest: [rest])
+        assert await reading == b"".join(bytes([piece]) * 10 for piece in range(30))
+        near.send(b"not all")
+        near.shutdown()
+        with pytest.raises(ConnectionResetError, match="during the handshake"):
+            await receive_message(far, 300)
+
+
+@each_stream
+async def test_a_message_for_which_there_is_no_room(kind: str) -> None:
+    async with ends_of(kind) as (near, _):
+        fill(near, bytes(1 << 20))
+        with pytest.raises(BlockingIOError):
+            send_message(near, b"one more")
+
+
+async def test_plain_streams_call_the_socket_itself() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        stream = await open_plain(asyncio.get_running_loop(), near, dialled=True)
+        assert [stream.send, stream.send_parts, stream.receive_into] == [near.send, near.sendmsg, near.recv_into]
+
+
+@pytest.mark.parametrize("flavour", ["unix", "tcp"])
+async def test_a_transport_speaks_through_the_streams_it_is_given(flavour: str) -> None:
+    """Handshakes, frames and heartbeats; who speaks otherwise is not understood."""
+    opened: list[bool] = []
+
+    async def opening(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> RecordStream:
+        opened.append(dialled)
+        return await open_records(loop, sock, dialled=dialled)
+
+    async with started(2, flavour, open_stream=opening) as (one, other):
+        link = await one.connect(other)
+        assert link is not None
+        await other.until(lambda: other.accepted)
+        for number in range(100):
+            say(link, number)
+            say(other.accepted[0], number)
+        await one.until(lambda: len(one.heard) == 100)
+        await other.until(lambda: len(other.heard) == 100)
+        assert one.heard == [(1, number) for number in range(100)]
+        accepted: asyncio.Queue[tuple[int, ByteStream]] = asyncio.Queue()
+        one.transport.heartbeat_accepted = lambda *given: accepted.put_nowait(given)
+        heartbeat = await other.transport.connect_heartbeat(0, one.card)
+        assert heartbeat is not None
+        rank, theirs = await accepted.get()
+        assert (rank, type(theirs)) == (1, RecordStream)
+        heartbeat.send(b"\0")
+        theirs.send(b"\0")
+        assert await receive_message(heartbeat, 1) == await receive_message(theirs, 1) == b"\0"
+        heartbeat.close()
+        theirs.close()
+        assert sorted(opened) == [False, False, True, True]
+
+
+async def test_a_connection_whose_stream_cannot_be_opened_is_no_connection() -> None:
+    """Once: the rank that dials does so again."""
+    failing = [True]
+
+    async def opening(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> PlainStream:
+        if not dialled and failing:
+            failing.clear()
+            sock.close()
+            raise ConnectionResetError("no certificate")
+        return await open_plain(loop, sock, dialled=dialled)
+
+    async with started(2, "tcp", open_stream=opening) as (one, other):
+        assert await one.connect(other) is not None
+        await settle(one, other)
+        assert len(other.accepted) == 1
+    assert not failing
+
+
+@each_stream
+async def test_two_watchdogs_hear_each_other_through_any_stream(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their threads, while the loop is blocked."""
+    for name in ("ROUND", "UNREACHABLE_AFTER", "BLOCKED_AFTER"):
+        monkeypatch.setattr(watchdog, name, getattr(watchdog, name) / 20)
+    lost: list[Any] = []
+    loop = asyncio.get_running_loop()
+    watchdogs = [
+        Watchdog(rank, loop, time.perf_counter, lambda *told: lost.append(told), lost.append) for rank in range(2)
+    ]
+    async with ends_of(kind) as ends:
+        for each, end in zip(watchdogs, ends, strict=True):
+            each.start()
+            each.add_heartbeat(7, end)
+        time.sleep(2 * watchdog.UNREACHABLE_AFTER)  # noqa: ASYNC251 - that is the fault
+        await asyncio.sleep(0)
+        silences = [each.silence(7) for each in watchdogs]
+        for each in watchdogs:
+            each.stop()
+    assert all(silence is not None and silence < watchdog.UNREACHABLE_AFTER for silence in silences)
+    assert not lost
+    assert not [thread for thread in threading.enumerate() if "aiocoll" in thread.name]
