@@ -16,6 +16,7 @@ from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
 from aiocoll.engine.failure.failures import crashed, left, lost, raised, torn
 from aiocoll.engine.failure.mismatch import MismatchReports
+from aiocoll.engine.failure.sender import Sender
 from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.engine.job.ids import hash62
 from aiocoll.engine.links.channel import Channel
@@ -102,8 +103,7 @@ class Communicator:
         self.unfinished: frozenset[int | tuple[str, int]] = frozenset()
         #: Collectives that have failed without revoking the group, since the ranks' calls differed; named alike.
         self.refused: set[int | tuple[str, int]] = set()
-        #: How this group was split off, from the first group on; and this rank's calls that split it.
-        self.lineage: tuple[Split, ...] = ()
+        #: This rank's calls that split this group.
         self.splits: list[Split] = []
         self.on_revoked: list[Callable[[], None]] = []
         #: Called with each rank that leaves.
@@ -114,8 +114,12 @@ class Communicator:
         #: What ranks say of their CUDA devices.
         self.devices = DeviceInbox(self.ranks, self.position, endpoint.attempt)
         self.matching = Matching(self)
-        self.mismatches = MismatchReports(self)
-        self.stalls = StallInspector(self, self.recorder, self.mismatches, endpoint.runtime, endpoint.failure_detector)
+        #: Sends what is about operations.
+        self.sender = Sender(identity, self.ranks, self.channels, endpoint.control, endpoint.direct)
+        self.mismatches = MismatchReports(self, self.sender)
+        self.stalls = StallInspector(
+            self, self.recorder, self.mismatches, self.sender, endpoint.runtime, endpoint.failure_detector
+        )
         self.runtime = endpoint.runtime
         self.scratch = endpoint.scratch
         self.polling = endpoint.polling
@@ -128,10 +132,6 @@ class Communicator:
         # Keyed operations and parts that have ended, and the call each was; of ordered ones the number tells.
         self._ended: dict[int, int] = {}
         self._counts: dict[str, int] = {}
-
-    def split_off(self, parent: Communicator, split: Split) -> None:
-        """Remember where this group has come from."""
-        self.lineage = (*parent.lineage, split)
 
     # -- entering
 
@@ -269,22 +269,6 @@ class Communicator:
         for channel in self.channels:
             if channel.shared is not None:
                 channel.shared.purge(self.id)
-
-    # -- telling other ranks of operations
-
-    def tell(self, rank: int, message: dict[str, Any]) -> None:
-        """Send a message about an operation, on a link between this rank and `rank`."""
-        if self.lineage:
-            message = {**message, "split": self.lineage}
-        self.endpoint.direct.tell(self.ranks[rank], {**message, "g": self.id})
-
-    def say(self, rank: int, message: dict[str, Any]) -> None:
-        """Send a message on the data link to `rank`, if there is one: it depends on nobody else."""
-        message = {**message, "g": self.id}
-        if self.channels[rank].link is not None:
-            self.channels[rank].say(message)
-        else:
-            self.endpoint.control.tell(self.ranks[rank], message)
 
     def stands(self) -> bool:
         """Whether the group has neither failed nor been left."""
