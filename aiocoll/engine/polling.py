@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sized
 from typing import Any, Protocol
 
-from aiocoll.engine.context import Context
+from aiocoll.engine.job.context import Context
 from aiocoll.engine.operations.group import Looker
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import Link

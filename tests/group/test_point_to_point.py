@@ -17,7 +17,7 @@ from aiocoll import (
     SerializationError,
     Work,
 )
-from aiocoll.engine.channel import Channel
+from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.matching import matching as module
 from aiocoll.engine.operations.signature import P2P
 from aiocoll.transport.frame import EAGER, FrameKind

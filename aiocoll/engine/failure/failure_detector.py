@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiocoll.engine.context import Context
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.failure.roster import Roster
 from aiocoll.engine.failure.watchdog import ROUND, Watchdog
+from aiocoll.engine.job.context import Context
 from aiocoll.errors import AiocollError, PeerLostError
 from aiocoll.log import logger
 from aiocoll.process import GONE, PidFd, ProcessId, state
@@ -226,7 +226,7 @@ class FailureDetector:
     async def _dial(self, hub: int) -> None:
         rank = self._context.rank
         try:
-            stream = await self._context.transport.connect_heartbeat(hub, self._context.cards[hub])
+            stream = await self._context.connect_heartbeat(hub)
             if stream is not None:
                 self.attach(hub, stream)
         except (OSError, AiocollError) as error:

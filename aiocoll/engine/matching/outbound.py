@@ -7,10 +7,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from aiocoll.elements.dtypes import by_code
-from aiocoll.engine.operation_log import STARTED
 from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.incremental import Steps
+from aiocoll.engine.operations.operation_log import STARTED
 from aiocoll.engine.operations.signature import P2P, Signature
 from aiocoll.work import Work
 

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from aiocoll.codec.limits import MAX_BYTES
 from aiocoll.engine.matching.inbound import InboundMessage, Receive
 from aiocoll.engine.matching.outbound import OBJECT, Content, begun, message_terms
-from aiocoll.engine.operation_log import PEER
 from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.incremental import Steps, carry_on
+from aiocoll.engine.operations.operation_log import PEER
 from aiocoll.engine.operations.signature import P2P, description
 from aiocoll.errors import CollectiveTimeoutError, SerializationError
 from aiocoll.work import Work

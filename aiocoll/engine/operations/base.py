@@ -72,7 +72,7 @@ class Operation:
         comm, id, terms, fingerprint, work: as given.
         parent: the operation that it is a part of; None of one that a call has started.
         entered: when it was entered, on the runtime's clock.
-        entry: what is recorded of it from then on; see `aiocoll.engine.operation_log`.
+        entry: what is recorded of it from then on; see `aiocoll.engine.operations.operation_log`.
         peer: of a message, the other rank; None of a receive from any rank.
         timeout: seconds until `expire`; at first the work's.
         reported: when it is due to be reported again; 0 before it has been for the first time.

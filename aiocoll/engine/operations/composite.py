@@ -10,7 +10,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
-from aiocoll.engine.ids import hash62
+from aiocoll.engine.job.ids import hash62
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.signature import KEYED
 from aiocoll.work import Work

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.ids import hash62
+from aiocoll.engine.job.ids import hash62
 from aiocoll.engine.operations.object_exchange import Post
 from aiocoll.engine.operations.signature import KEYED, Signature
 from aiocoll.errors import GroupError

@@ -97,7 +97,7 @@ class DeviceState:
         member.on_departed.append(self._departed)
         self._is_over = False
         self._deciding.start()
-        member.hear_device_notes(self._heard)
+        member.devices.connect(self._heard)
 
     def terms(self, plan: Plan) -> Signature:
         """Return the terms of a call on CUDA arrays."""
