@@ -5,43 +5,10 @@ from __future__ import annotations
 #: Modules in a cycle of imports.
 STILL_IN_A_CYCLE: frozenset[str] = frozenset(
     {
-        "engine.channel",
-        "engine.channels",
-        "engine.communicator",
-        "engine.consensus.completed",
-        "engine.consensus.coordinator",
-        "engine.consensus.voter",
-        "engine.control.peer_links",
-        "engine.control.refusal",
-        "engine.control.star",
-        "engine.control.unmade_groups",
-        "engine.endpoint",
-        "engine.failure.deadlines",
-        "engine.failure.failure_detector",
-        "engine.failure.mismatch",
-        "engine.failure.roster",
-        "engine.failure.stall_inspector",
-        "engine.flow_control",
-        "engine.fusion.manifest",
-        "engine.matching.inbound",
-        "engine.matching.matching",
-        "engine.matching.outbound",
-        "engine.operation_log",
-        "engine.operations.base",
-        "engine.operations.incremental",
-        "engine.operations.plan",
-        "engine.polling",
-        "engine.split_history",
         "group.cuda.agreed",
         "group.cuda.device_state",
         "group.cuda.messages",
         "group.cuda.native_messages",
-        "group.cuda.on_device",
-        "group.launch",
-        "transport.shm.doorbell",
-        "transport.shm.link",
-        "transport.shm.registered_memory",
-        "transport.shm.segment_sharing",
     }
 )
 
@@ -51,30 +18,11 @@ FOLDERS_IN_A_CYCLE: frozenset[str] = frozenset(
         "algorithms",
         "algorithms.flat",
         "algorithms.two_level",
-        "engine",
-        "engine.consensus",
-        "engine.control",
-        "engine.failure",
-        "engine.fusion",
-        "engine.matching",
-        "engine.operations",
-        "group",
-        "group.cuda",
     }
 )
 
 #: Modules of the engine that import a concrete transport.
-IMPORT_A_TRANSPORT: frozenset[str] = frozenset(
-    {
-        "engine.channel",
-        "engine.communicator",
-        "engine.endpoint",
-        "engine.failure.failure_detector",
-        "engine.operations.oneshot",
-        "engine.operations.shm_ring",
-        "engine.polling",
-    }
-)
+IMPORT_A_TRANSPORT: frozenset[str] = frozenset()
 
 #: Classes with more than two bases of ours, all the way up.
 OF_MANY_BASES: frozenset[str] = frozenset(

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from aiocoll.engine.channels import Channels
 from aiocoll.engine.consensus.agreements import Agreements
-from aiocoll.engine.consensus.voter import Parts
-from aiocoll.engine.context import Context
+from aiocoll.engine.consensus.parts import Parts
 from aiocoll.engine.control.causes import cause_of, error_from
 from aiocoll.engine.control.messages import PROTOCOL, Facts, Note
 from aiocoll.engine.control.peer_links import PeerLinks
@@ -18,8 +17,8 @@ from aiocoll.engine.failure.failure_detector import FailureDetector
 from aiocoll.engine.failure.refusal import LINGER, Ignored, Refusals
 from aiocoll.engine.failure.roster import Roster
 from aiocoll.engine.groups import Group, Groups
-from aiocoll.engine.ids import hash62
-from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.job.context import Context
+from aiocoll.engine.job.ids import hash62
 from aiocoll.engine.operations.scratch import Scratch
 from aiocoll.engine.polling import Polling
 from aiocoll.engine.receiver import Receiver
@@ -112,7 +111,7 @@ class Endpoint:
         if early.cause is not None:
             group.revoke(error_from(early.cause), tell=False)
         for rank, note in early.notes:
-            self.attempt(rank, group.hear_on_device, rank, note)
+            self.attempt(rank, group.devices.heard, rank, note)
         for rank in early.departed:
             self.attempt(rank, group.departed, rank)
         for channel, header, payload in early.frames:
@@ -153,11 +152,6 @@ class Endpoint:
     hash62 = staticmethod(hash62)
 
     # -- links
-
-    def divert(self, operation: Operation) -> None:
-        """The memory of `operation` is the caller's again."""
-        for channel in operation.comm.channels:
-            channel.drop(operation)
 
     def accept(self, link: Link) -> None:
         """Use a link that a peer has opened; not one of a peer that was refused."""

@@ -5,36 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from aiocoll.engine import channel, polling, split_history
-from aiocoll.engine.channel import Channel
-from aiocoll.engine.consensus import voter
-from aiocoll.engine.context import Context
+from aiocoll.engine import polling, split_history
+from aiocoll.engine.consensus import parts
 from aiocoll.engine.control.causes import error_from
+from aiocoll.engine.control.device_inbox import DeviceInbox
 from aiocoll.engine.control.messages import DEVICE, Note
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.control.unmade_groups import Early
 from aiocoll.engine.failure import deadlines, roster
+from aiocoll.engine.job.context import Context
+from aiocoll.engine.links import channel
+from aiocoll.engine.links.channel import Channel
 from aiocoll.transport.frame import Header
 
 __all__ = ["Group", "Groups"]
 
 
-class Group(channel.Group, deadlines.Group, polling.Group, roster.Group, split_history.Group, voter.Group, Protocol):
+class Group(channel.Group, deadlines.Group, polling.Group, roster.Group, split_history.Group, parts.Group, Protocol):
     """A group, as the endpoint knows it: all that its parts need, and what else it is told.
 
     Attributes:
         id: the group on the wire.
         channels: by rank.
+        devices: takes what ranks say of their CUDA devices.
     """
 
     id: int
     channels: list[Channel]
+    devices: DeviceInbox
 
     def departed(self, rank: int) -> None:
         """A rank of the group (numbered as in the job) has left in order."""
-
-    def hear_on_device(self, rank: int, note: Note) -> None:
-        """Take a note about CUDA devices of a rank, numbered as in the job."""
 
     def close(self) -> None:
         """Leave: nothing arrives any more."""
@@ -101,7 +102,7 @@ class Groups:
         identity = note["g"]
         group = self.made.get(identity)
         if group is not None and note["t"] == DEVICE:
-            group.hear_on_device(peer, note)
+            group.devices.heard(peer, note)
         elif group is not None:
             group.stalls.heard(group.position[peer], note)
         elif note["t"] == DEVICE:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from aiocoll.engine.control.causes import cause_of
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.control.unmade_groups import Early
-from aiocoll.engine.ids import hash62
+from aiocoll.engine.job.ids import hash62
 from aiocoll.errors import CollectiveMismatchError, GroupError
 
 __all__ = ["Group", "Split", "stranger"]

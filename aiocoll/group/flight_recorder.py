@@ -1,6 +1,6 @@
 """`ProcessGroup.recorder`: what this rank did last in the group, to look at and to write to files.
 
-It costs some 50 to 100 ns per call and is always on; see `aiocoll.engine.operation_log` for what is kept.
+It costs some 50 to 100 ns per call and is always on; see `aiocoll.engine.operations.operation_log` for what is kept.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from aiocoll.dump.words import in_words
 from aiocoll.elements.dtypes import by_name
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.control.causes import cause_of
-from aiocoll.engine.operation_log import Record
-from aiocoll.engine.operations.base import P2P
+from aiocoll.engine.operations.operation_log import Record
+from aiocoll.engine.operations.signature import P2P
 from aiocoll.log import logger
 from aiocoll.unretrieved import line_of
 

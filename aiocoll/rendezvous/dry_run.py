@@ -28,7 +28,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from aiocoll.algorithms.machine import Tuning
-from aiocoll.engine.channel import Channel
 from aiocoll.engine.channels import Channels
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.consensus.agreements import Agreements
@@ -37,7 +36,7 @@ from aiocoll.engine.control.messages import Note
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.groups import Group
-from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.links.channel import Channel
 from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.meeting.growth import Assignment
@@ -125,9 +124,6 @@ class _Nowhere(Endpoint):
     def leave(self, group: Group) -> None:
         self.groups.pop(group.id, None)
         group.close()
-
-    def divert(self, operation: Operation) -> None:
-        pass
 
     async def aclose(self) -> None:
         self.context.closed = True

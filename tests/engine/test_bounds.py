@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from aiocoll import ProcessGroup
-from aiocoll.engine import channel
-from aiocoll.engine import flow_control as windows
 from aiocoll.engine.control import unmade_groups as early
-from aiocoll.engine.flow_control import LEAST, LINK_WINDOW
+from aiocoll.engine.links import channel
+from aiocoll.engine.links import flow_control as windows
+from aiocoll.engine.links.flow_control import LEAST, LINK_WINDOW
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.errors import PeerProtocolError, ProtocolError
 from aiocoll.transport.base import Link

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from aiocoll.engine.consensus.coordinator import Coordinator
-from aiocoll.engine.consensus.voter import Parts, Voter
+from aiocoll.engine.consensus.parts import Parts
+from aiocoll.engine.consensus.voter import Voter
 from aiocoll.engine.control.messages import Note
 
 __all__ = ["Agreements"]
@@ -39,7 +40,7 @@ class Agreements:
         found = self.voters.get((identity, number))
         if found is None:
             found = self.voters[identity, number] = Voter(self.parts, identity, number, ranks)
-            found.coordinator = Coordinator(found)
+            found.connect(Coordinator(found))
         return found
 
     def heard(self, peer: int, note: Note) -> None:

@@ -20,98 +20,22 @@ with a connection does no harm.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
-from aiocoll.engine.context import Context
+from aiocoll.engine.consensus.parts import Parts
 from aiocoll.engine.control.causes import error_from
 from aiocoll.engine.control.messages import Note
-from aiocoll.engine.ids import hash62
+from aiocoll.engine.job.ids import hash62
 from aiocoll.errors import GroupError
 
-__all__ = ["Coordinating", "Group", "Outcome", "Parts", "Voter"]
+__all__ = ["Coordinating", "Outcome", "Voter"]
 
 #: What is decided: the members, who was excluded, what was completed, and the larger group if it grew; plain data.
 Outcome = dict[str, Any]
 
 #: Seconds after which a vote is said again, and a coordinator that has not answered one is passed over.
 PROMPT = 2.0
-
-
-class Group(Protocol):
-    """A group that the ranks decide about.
-
-    Attributes:
-        name: of the group.
-        ranks: of the group, numbered as in the job.
-        left: those that have left, numbered as in the group.
-        growths: how often it has grown.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    left: set[int]
-    growths: int
-
-    def revoke(self, cause: GroupError, tell: bool = True) -> None:
-        """Fail with `cause`."""
-
-    def crashed(self, error: Exception) -> None:
-        """Fail, since code of the library has raised what it should not."""
-
-
-class Ranks(Protocol):
-    """What is known of the other ranks.
-
-    Attributes:
-        dead: how each lost rank was lost, and what tells so.
-    """
-
-    dead: dict[int, tuple[str, str]]
-
-    @property
-    def over(self) -> Container[int]:
-        """Ranks that have ended or are lost."""
-
-    @property
-    def suspected(self) -> set[int]:
-        """The lost ranks that may still live."""
-
-    def died(self, rank: int, detail: str, tell: bool = True, how: str = "killed") -> None:
-        """A rank is lost."""
-
-    def restored(self, rank: int) -> None:
-        """A rank that was lost is heard again."""
-
-
-class Links(Protocol):
-    """Links between this rank and another one, be that lost."""
-
-    def send(self, rank: int, note: Note) -> None:
-        """Send a note to a rank."""
-
-    def reach(self, rank: int) -> None:
-        """Find out whether a lost rank can be reached again."""
-
-
-class Parts(NamedTuple):
-    """What the voters of an endpoint need of it.
-
-    Attributes:
-        context: of the endpoint.
-        ranks: the others.
-        links: carry the notes.
-        flood: sends a note to some ranks that may be linked to this one or not.
-        look: looks whether the process of a rank is gone.
-        groups: of the endpoint.
-    """
-
-    context: Context
-    ranks: Ranks
-    links: Links
-    flood: Callable[[Note, Sequence[int]], None]
-    look: Callable[[int], None]
-    groups: Mapping[int, Group]
 
 
 class Coordinating(Protocol):
@@ -141,7 +65,6 @@ class Voter:
 
     Attributes:
         parts, group, number, ranks: as given.
-        coordinator: set once, by who makes both.
         outcome: the decision, once this rank knows it.
         accepted: the ballot and the proposal this rank accepted last.
         promised: the highest ballot this rank has promised; -1 before the first.
@@ -150,7 +73,7 @@ class Voter:
         taken: this rank has made the group that goes on.
     """
 
-    coordinator: Coordinating
+    _coordinator: Coordinating
 
     def __init__(self, parts: Parts, identity: int, number: int, ranks: Sequence[int]) -> None:
         self.outcome: Outcome | None = None
@@ -170,6 +93,10 @@ class Voter:
         self._answered = False
         self._silent: set[int] = set()
         self._prompt: asyncio.TimerHandle | None = None
+
+    def connect(self, coordinator: Coordinating) -> None:
+        """Have `coordinator` coordinate where this rank has to."""
+        self._coordinator = coordinator
 
     @property
     def away(self) -> set[int]:
@@ -249,10 +176,10 @@ class Voter:
                 self.parts.links.send(peer, self._signed({"what": "decided", "outcome": self.outcome}))
             return
         handler = {
-            "vote": self.coordinator.voted,
+            "vote": self._coordinator.voted,
             "ask": self._asked,
             "propose": self._proposed,
-            "accept": self.coordinator.accepted,
+            "accept": self._coordinator.accepted,
             "decided": self._decided,
             "refuse": self._refused,
         }[note["what"]]
@@ -266,7 +193,7 @@ class Voter:
         if self.outcome is None:
             if self._waiter is not None:
                 self._cast()
-            self.coordinator.consider()
+            self._coordinator.consider()
 
     def cast(self) -> None:
         """Vote where one has promised to, as candidate if the program has called."""
@@ -288,7 +215,7 @@ class Voter:
     def close(self) -> None:
         """This rank ends; if others go on with it, they must not wait for it."""
         self._stop()
-        self.coordinator.stop()
+        self._coordinator.stop()
         outcome = self.outcome or (self.accepted and self.accepted[1])
         if outcome and not self.taken and not outcome["grown"] and self.rank in outcome["members"]:
             note = {"t": "bye", "g": self.identity(outcome["members"]), "cause": None, "linked": False}
@@ -371,7 +298,7 @@ class Voter:
             return
         self.outcome = note["outcome"]
         self._stop()
-        self.coordinator.stop()
+        self._coordinator.stop()
         members = note["outcome"]["members"]
         group = self.parts.groups.get(self.group)
         if note["outcome"]["grown"]:

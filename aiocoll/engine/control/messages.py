@@ -149,8 +149,8 @@ _MEMBERS = fields(
     rest=integer(_U32),
     runs=listed(fields(_CALL, op=_TEXT, count=integer(MEMBERS, 1))),
 )
-#: What a rank has called, see `aiocoll.engine.operations.base.description`: what is always said of it, and what else
-#: may be.
+#: What a rank has called, see `aiocoll.engine.operations.signature.description`: what is always said of it, and what
+#: else may be.
 NAMED: dict[str, Check] = {"rank": group_rank, "op": _TEXT, "seq": maybe(integer(_U64)), "key": maybe(_TEXT)}
 CALLED: dict[str, Check] = {
     **_CALL,

@@ -9,10 +9,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from aiocoll.engine.context import Context
 from aiocoll.engine.control.messages import Note
 from aiocoll.engine.control.sending import send_note
 from aiocoll.engine.control.star import ControlPlane
+from aiocoll.engine.job.context import Context
 from aiocoll.errors import AiocollError
 from aiocoll.log import logger
 from aiocoll.security.handshake import ConnKind

@@ -12,9 +12,9 @@ import asyncio
 from collections.abc import Container, Iterable, Sequence
 from typing import Protocol
 
-from aiocoll.engine.context import Context
 from aiocoll.engine.control.messages import CONTROL, Note
 from aiocoll.engine.control.sending import send_note
+from aiocoll.engine.job.context import Context
 from aiocoll.errors import AiocollError, ProtocolError, RendezvousError
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Link

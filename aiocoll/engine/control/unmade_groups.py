@@ -1,8 +1,8 @@
 """What peers have said of groups that this rank has not made yet; it is heard when the group is made.
 
 Ranks make groups without waiting for each other, so a rank may be behind. How much is kept is bounded for each peer,
-whatever groups it names: frames by the windows of its link (`aiocoll.engine.channel`), the rest by numbers that no
-honest rank comes near. A peer that goes beyond breaks the protocol.
+whatever groups it names: frames by the windows of its link (`aiocoll.engine.links.channel`), the rest by numbers that
+no honest rank comes near. A peer that goes beyond breaks the protocol.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
-from aiocoll.engine.context import Context
 from aiocoll.engine.control.messages import PROTOCOL
 from aiocoll.engine.control.sending import send_note
 from aiocoll.engine.control.shapes import fitting
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.failure.roster import Roster
+from aiocoll.engine.job.context import Context
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import Header

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
-from aiocoll.engine.operations.base import KEYED, Operation
+from aiocoll.engine.job.ids import hash62
+from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.signature import KEYED
 from aiocoll.work import Work
 
 __all__ = ["Children", "Ended", "Make"]
@@ -72,7 +74,7 @@ class Children:
             if not parent.done:
                 ended(result, error)
 
-        child = make(KEYED | parent.comm.endpoint.hash62(name), ChildWork(parent.work, report))
+        child = make(KEYED | hash62(name), ChildWork(parent.work, report))
         child.parent = parent
         speaker, silent = (child, parent) if reported else (parent, child)
         speaker.warned = parent.warned

@@ -15,9 +15,10 @@ import numpy as np
 from aiocoll.elements.buffers import Buffer, is_scalar, scalar, view
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.operations.base import P2P, Operation, Signature
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Make
 from aiocoll.engine.operations.plan import Executor, Plan
+from aiocoll.engine.operations.signature import P2P, Signature
 from aiocoll.errors import GroupClosedError
 from aiocoll.group.dispatch.call import Call, Interceptor, Recorder, interceptor_in_scope, scope_here, scoped
 from aiocoll.group.dispatch.origin import GroupSpec

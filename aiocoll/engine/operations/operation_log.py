@@ -16,7 +16,7 @@ from collections import deque
 from types import CodeType
 from typing import Any, NamedTuple
 
-from aiocoll.engine.operations.base import Signature, description
+from aiocoll.engine.operations.signature import Signature, description
 
 __all__ = ["ENDED", "ERROR", "HISTORY", "MESSAGES", "NBYTES", "PEER", "STARTED", "OperationLog", "Record"]
 
