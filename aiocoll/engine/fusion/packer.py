@@ -217,7 +217,7 @@ class Flush(Operation):
         self._packer.advance()
 
     def needs(self, peer: int) -> bool:
-        """It is for the buckets to say."""
+        """Buckets report the peers they need."""
         return False
 
     def expire(self) -> None:
