@@ -1,7 +1,7 @@
-"""What each algorithm costs: what the busiest rank does, and how long that takes on a given machine.
+"""The cost of each algorithm: the load of the busiest rank, and its time on a given machine.
 
-The counts are those in the heads of the modules. A prediction is for choosing between algorithms: it knows nothing of
-what else the machine does, nor that ranks share cores.
+The counts are those in the heads of the modules. A prediction is for choosing between algorithms: it ignores other load
+on the machine, and that ranks share cores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHARED: Mapping[tuple[str, str], Formula] = MappingProxyType(
 
 
 def cost(algorithm: str, kind: str, nbytes: int, world_size: int) -> Load:
-    """Return what a collective asks for.
+    """Return the load of a collective.
 
     Args:
         algorithm: its name.
@@ -67,10 +67,10 @@ def predict(algorithm: str, kind: str, nbytes: int, world_size: int, machine: Ma
     _, _, beta, gamma = machine
     seconds = seconds_of(load, machine)
     if algorithm == "exchange":
-        # Reducing overwrites what is sent, so it waits for that, but for what has arrived unasked.
+        # Reducing overwrites the data that is being sent, so it waits for that, except for data sent eagerly.
         seconds += max(nbytes - PIECE, 0) * beta
     if algorithm == "chain":
-        # Each inner rank hands on the first piece before the last one sees it; from then on all work at once.
+        # Each inner rank forwards the first piece before the last rank receives it; from then on all work at once.
         piece, inner = min(nbytes, PIECE), max(load.steps - 1, 0)
         seconds += inner * piece * (beta + (gamma if load.worked else 0.0))
     return seconds

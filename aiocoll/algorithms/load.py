@@ -1,4 +1,4 @@
-"""What algorithms ask of a machine, as formulas of the bytes and ranks, and how long that takes.
+"""The load of algorithms as formulas of bytes and ranks, and the time it takes on a machine.
 
 `algorithms.select` names the formula of each schedule; a test compares their counts with the programs.
 """
@@ -42,7 +42,7 @@ __all__ = [
 
 
 class Load(NamedTuple):
-    """What a collective asks for.
+    """The load of a collective.
 
     Attributes:
         steps: messages on the longest path of messages that depend on each other.
@@ -78,17 +78,17 @@ def in_a_row(load: Load, machine: Machine) -> float:
 
 
 def once(world_size: int) -> int:
-    """Return the steps of what is done in one."""
+    """Return the steps of a one-step algorithm."""
     return 1
 
 
 def around(world_size: int) -> int:
-    """Return the steps of what goes around a ring."""
+    """Return the steps of one round of a ring."""
     return world_size - 1
 
 
 def log2(world_size: int) -> int:
-    """Return the steps of what doubles in each, rounded up."""
+    """Return the steps of doubling, rounded up."""
     return (world_size - 1).bit_length()
 
 
@@ -97,13 +97,13 @@ def _share(nbytes: int, world_size: int) -> int:
 
 
 def everybody_folds(nbytes: int, world_size: int) -> Load:
-    """Everything goes to everybody."""
+    """Every rank sends everything to every rank."""
     others = world_size - 1
     return Load(1, others, others, nbytes * others, nbytes * others, nbytes * others)
 
 
 def scan_fold(nbytes: int, world_size: int) -> Load:
-    """What a rank does not send it receives: the last one folds everything."""
+    """Rank r receives r tensors and sends p-1-r: the last one folds all."""
     return everybody_folds(nbytes, world_size)._replace(sends=0)
 
 
@@ -119,14 +119,14 @@ def bruck(nbytes: int, world_size: int) -> Load:
 
 
 def circulant_allreduce(nbytes: int, world_size: int) -> Load:
-    """A reduce-scatter and an allgather, in as few steps as there can be."""
+    """A reduce-scatter and an allgather, in the minimal number of steps."""
     share, steps = _share(nbytes, world_size), 2 * log2(world_size)
     messages = steps + world_size.bit_length() - 2  # runs of blocks that wrap around the end are two messages
     return Load(steps, messages, messages, 2 * share, 2 * share, share)
 
 
 def ring_allreduce(nbytes: int, world_size: int) -> Load:
-    """Each p-th goes around twice: to be reduced, and to be known."""
+    """Each p-th goes around twice: reduced, then copied."""
     share, steps = _share(nbytes, world_size), 2 * (world_size - 1)
     return Load(steps, steps, steps, 2 * share, 2 * share, share)
 

@@ -1,4 +1,4 @@
-"""What a machine can do, in four numbers per medium; the limits of `select` and the predictions of `cost` follow them.
+"""A machine in four numbers per medium, from which the limits of `select` and the predictions of `cost` follow.
 
 The numbers are those of LogGP: a message costs `alpha` from one rank to the next however short it is, each further
 message that a rank has under way at the same time costs its processor `overhead`, and each byte `beta` on a link and
@@ -50,7 +50,7 @@ class Machine(NamedTuple):
 
 
 class Tuning(NamedTuple):
-    """What `choose` knows of the machine; the same on all ranks of a group.
+    """The machine's numbers for `choose`; the same on all ranks of a group.
 
     The defaults are what two cores of 2024 do under Python, rounded so that n_half is 64 KiB over sockets: twenty times
     more than under MPI, hence limits ten to thirty times those in its literature.
@@ -59,7 +59,7 @@ class Tuning(NamedTuple):
         tcp, unix, shm: the numbers of each medium. Those of "tcp" are of the loopback interface unless somebody has
             measured a network.
         medium: what the group's messages go over.
-        crowd: ranks per core, if more than one: what takes the processor takes that much longer.
+        crowd: ranks per core, if more than one: processor time is multiplied by it.
     """
 
     tcp: Machine = Machine(40e-6, 13e-6, 40e-6 / 65536, 0.1e-9)

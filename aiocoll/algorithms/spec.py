@@ -1,4 +1,4 @@
-"""What each collective is: one row each, which everything that depends on it reads.
+"""The table of collectives: one row each, the only place that knows their properties.
 
 A row says what every rank puts in and gets out, and of which ranks. From that follow its buffers, in the order in
 which programs, plans and calls number them (p ranks):
@@ -23,7 +23,7 @@ __all__ = ["SPECS", "Counts", "Native", "Part", "Ranks", "Spec", "spec_of"]
 #: Elements by buffer, or by rank.
 Counts: TypeAlias = tuple[int, ...]
 
-#: What carries a collective out in a library for devices: a call of its own, or sends and receives.
+#: The native call of a device library for a collective: one of that name, or sends and receives.
 Native: TypeAlias = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send_recv"]
 
 
@@ -60,7 +60,7 @@ class Spec:
         senders, receivers: the ranks that put something in, and that get something out.
         reduces: it takes a reduce op.
         private: only the two ends of a message know its count; of all others, all ranks know all counts.
-        native: what carries it out in a library for devices; None if nothing does.
+        native: the native call of a device library; None if there is none.
     """
 
     kind: str

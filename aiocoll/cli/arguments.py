@@ -1,4 +1,4 @@
-"""Types of arguments that several subcommands take."""
+"""Argument types that several subcommands share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the workloads of a benchmark are called in this library."""
+"""Calls of this library for the workloads of a benchmark."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def call_of(pg: ProcessGroup, load: Workload) -> Callable[[], Work[Any]]:
 
 
 def combine_of(pg: ProcessGroup) -> Combine:
-    """Return how the ranks of `pg` bring their figures together."""
+    """Return the function by which the ranks of `pg` combine their figures."""
 
     async def combine(values: npt.NDArray[np.float64], how: Literal["sum", "max"]) -> None:
         await pg.allreduce(values, ReduceOp.SUM if how == "sum" else ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""What this host offers to ranks, found out by trying: versions, cores, limits, shared memory, sockets, addresses."""
+"""Checks of this host, by trying: versions, cores, limits, shared memory, sockets, addresses."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _SHM = Path("/dev/shm")
 #: Distributions; looked up by name, since importing some of them takes seconds.
 _NEEDED = ("numpy", "msgpack", "uvloop")
 _USED_IF_THERE = ("ml_dtypes", "torch", "cupy", "cupy-cuda12x", "cupy-cuda13x")
-#: Descriptors of one peer: control, data, and what wakes it or a heartbeat; and what a program has open besides.
+#: Descriptors per peer: control link, data link, and eventfd or heartbeat; and those of the program itself.
 _FILES_PER_PEER = 3
-_FILES_BESIDE = 64
-#: What nearly every system allows; fewer has been somebody's decision.
+_FILES_OF_PROGRAM = 64
+#: The usual limit; a lower one was set on purpose.
 _USUAL_FILES = 1024
-#: What a container gets that nobody has given more.
+#: The default of containers.
 _USUAL_SHM = 64 << 20
-#: From here on a cgroup's limit is how the kernel writes "none".
+#: Limits of a cgroup from here on mean "none".
 _NO_LIMIT = 1 << 60
 
 
@@ -46,11 +46,11 @@ class CheckResult:
     """One fact about this host.
 
     Attributes:
-        topic: what it belongs to.
-        name: what it is about.
-        value: what was found.
-        advice: what follows from it and what to do; "" if nothing.
-        fine: whether nothing fails or is slower for it; advice on what is fine is a hint.
+        topic: its heading.
+        name: its name.
+        value: the value that was found.
+        advice: the consequence and the remedy; "" if there is none.
+        fine: whether nothing fails or is slower because of it; then the advice is only a hint.
     """
 
     topic: str
@@ -61,7 +61,7 @@ class CheckResult:
 
 
 def look(ranks: int) -> Iterator[CheckResult]:
-    """Yield what `ranks` ranks would find on this host; imports nothing heavy and leaves nothing behind."""
+    """Yield the results of all checks for `ranks` ranks; imports nothing heavy and leaves nothing behind."""
     yield from _versions()
     yield from _host(ranks)
     yield from _limits()
@@ -108,7 +108,7 @@ def _limits() -> Iterator[CheckResult]:
         return
 
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    peers = max(0, files - _FILES_BESIDE) // _FILES_PER_PEER
+    peers = max(0, files - _FILES_OF_PROGRAM) // _FILES_PER_PEER
     few = 0 <= files < _USUAL_FILES
     advice = f"enough for about {peers} peers; raise it with ulimit -n {_USUAL_FILES} or more" if few else ""
     value = "no limit" if files < 0 else str(files)
@@ -140,7 +140,7 @@ def _limits() -> Iterator[CheckResult]:
 
 
 def _try(name: str, use: Callable[[], str], otherwise: str) -> CheckResult:
-    """Use something of the system; if it is not there, ranks go on otherwise."""
+    """Try a feature of the system; `otherwise` says what ranks do without it."""
     try:
         return CheckResult("means", name, use())
     except (OSError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""What went wrong in a group, found in the dumps of its ranks: whose calls differ, who is missing, who is late."""
+"""Analysis of a group's dumps: which calls differ, which ranks are missing, which rank is late."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ NAMED = 8
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first collective on which the ranks of a group are not together.
+    """The first collective at which the ranks of a group diverged.
 
     Attributes:
         call: the collective.
         words: how two ranks' calls differ; None if they do not.
         missing: the ranks that have a dump and have not entered it.
-        later: number of collectives after it of which the same could be said.
+        later: number of later collectives that diverged too.
     """
 
     call: MergedCall
@@ -36,13 +36,13 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Lateness:
-    """Who came last to the collectives that all ranks with a dump entered.
+    """The rank that was last on average, in the collectives that all ranks with a dump entered.
 
     Attributes:
-        rank: the one that came last on average.
-        seconds: after the first one, on average.
-        last: how many it was the last to enter.
-        calls: of how many.
+        rank: that rank.
+        seconds: its delay after the first rank, on average.
+        last: number of collectives that it entered last.
+        calls: number of all those collectives.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class Lateness:
 def divergence(group: Group) -> Divergence | None:
     """Return the first collective that ranks called differently, or that some have not entered; None if there is none.
 
-    One that has not been entered counts if the group has failed, or was not when the others had waited for 250 ms.
+    A collective that a rank has not entered counts if the group has failed, or after the others waited for 250 ms.
     """
     found = [(call, words, missing) for call in group.calls for words, missing in _apart(group, call)]
     # By number where there is one: that does not depend on the clocks of several hosts.
@@ -68,7 +68,7 @@ def divergence(group: Group) -> Divergence | None:
 
 
 def _apart(group: Group, call: MergedCall) -> Iterator[tuple[str | None, tuple[int, ...]]]:
-    """Yield how the calls of the ranks differ and who is missing, if either is the case."""
+    """Yield how the calls of the ranks differ and which ranks are missing, if either is the case."""
     words = _differ(group, call)
     missing = tuple(rank for rank in group.ranks if rank not in call.entries and _is_missing(group, call, rank))
     if words is not None or missing:
@@ -76,7 +76,7 @@ def _apart(group: Group, call: MergedCall) -> Iterator[tuple[str | None, tuple[i
 
 
 def _differ(group: Group, call: MergedCall) -> str | None:
-    # What was compared before data moved is compared here by the same rules as all else.
+    # Calls of debug="detail" are compared by the same rules as all others.
     calls = [{**entry, "debug": None} for _, entry in sorted(call.entries.items())]
     for index, each in enumerate(calls[1:], 1):
         other = opposed(each, calls[:index])
@@ -86,7 +86,7 @@ def _differ(group: Group, call: MergedCall) -> str | None:
 
 
 def _is_missing(group: Group, call: MergedCall, rank: int) -> bool:
-    """Whether a rank without an entry of `call` has not entered it, rather than forgotten it or gone on since."""
+    """Whether a rank without an entry of `call` has not entered it; else the entry was overwritten."""
     dump = group.dumps[rank]
     if call.key is None:
         entered = call.seq <= dump["entered"]
@@ -101,7 +101,7 @@ def _is_missing(group: Group, call: MergedCall, rank: int) -> bool:
 
 
 def lateness(group: Group) -> Lateness | None:
-    """Return who came last on average; None if there is nothing to compare."""
+    """Return the rank that came last on average; None if there is nothing to compare."""
     shared = [call for call in group.calls if len(call.entered) == len(group.ranks)]
     if len(group.ranks) < 2 or not shared:
         return None
@@ -115,16 +115,16 @@ def lateness(group: Group) -> Lateness | None:
 
 
 def report(group: Group) -> tuple[list[str], bool]:
-    """Return what there is to say of a group, line by line, and whether all is well."""
+    """Return the lines of a group's report, and whether no problem was found."""
     ranks = f"{group.world_size} rank{'s' * (group.world_size != 1)}"
     lines = [f"group {group.name!r}: {ranks}, {len(group.calls)} collectives remembered"]
     if group.silent:
-        lines.append(f"  no dump of {_ranks(group.silent)}: killed, or not given here; what they did is not known")
+        lines.append(f"  no dump of {_ranks(group.silent)}: killed, or not given here")
     cause = group.cause
     if cause is not None:
         lines.append(f"  failed: {cause.get('kind')}: {cause.get('text')}")
-    apart = divergence(group)
-    lines += ["  no collective diverged"] if apart is None else _told(group, apart)
+    found = divergence(group)
+    lines += ["  no collective diverged"] if found is None else _told(group, found)
     lines += _unfinished(group)
     late = lateness(group)
     if late is not None:
@@ -132,24 +132,24 @@ def report(group: Group) -> tuple[list[str], bool]:
             f"  last to arrive on average: rank {late.rank}, {_time(late.seconds)} after the first; it was the last in "
             f"{late.last} of {late.calls} collectives"
         )
-    return lines, cause is None and apart is None and not group.silent
+    return lines, cause is None and found is None and not group.silent
 
 
-def _told(group: Group, apart: Divergence) -> list[str]:
-    call = apart.call
+def _told(group: Group, found: Divergence) -> list[str]:
+    call = found.call
     lines = [f"  diverged first: {_named(call.entries[min(call.entries)])}"]
-    if apart.words is not None and (group.cause is None or apart.words != group.cause.get("text")):
-        lines.append(f"    {apart.words}")
+    if found.words is not None and (group.cause is None or found.words != group.cause.get("text")):
+        lines.append(f"    {found.words}")
     for entry, ranks in _plans_by_array(call):
         lines.append(f"    {_ranks(ranks)} called {called(entry)} at {_site(entry)}")
-    lines += [f"    missing: rank {rank}, {_last(group, rank)}" for rank in apart.missing]
-    if apart.later:
-        lines.append(f"    and so did {apart.later} later one{'s' * (apart.later > 1)}")
+    lines += [f"    missing: rank {rank}, {_last(group, rank)}" for rank in found.missing]
+    if found.later:
+        lines.append(f"    and {found.later} later collective{'s' * (found.later > 1)} diverged too")
     return lines
 
 
 def _plans_by_array(call: MergedCall) -> list[tuple[Entry, list[int]]]:
-    """Return the calls of the ranks, those that read the same together."""
+    """Return the calls of the ranks, grouped by their text."""
     found: dict[tuple[str, str], tuple[Entry, list[int]]] = {}
     for rank, entry in sorted(call.entries.items()):
         found.setdefault((called(entry), _site(entry)), (entry, []))[1].append(rank)
@@ -157,7 +157,7 @@ def _plans_by_array(call: MergedCall) -> list[tuple[Entry, list[int]]]:
 
 
 def _last(group: Group, rank: int) -> str:
-    """Say what a rank did last, and which message it waits for: it may be what keeps it."""
+    """Return what a rank did last, and which message it waits for, which may be the reason."""
     collectives = group.entries(rank, "collective")
     words = "in no collective yet"
     if collectives:

@@ -1,4 +1,4 @@
-"""`aiocoll doctor`: say what this host offers to ranks, and let some of them meet."""
+"""`aiocoll doctor`: check this host, and let some ranks meet."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `doctor` to the subcommands."""
     parser = commands.add_parser(
         "doctor",
-        help="say what this host offers to ranks and what slows them down",
-        description="Look at this host as a rank would, then let ranks meet for real. The exit code is 1 if something "
-        "fails or is slower than it could be; what to do about it is said beside it.",
+        help="check this host for problems and for causes of slowness",
+        description="Check this host as a rank would see it, then let ranks meet. The exit code is 1 if something "
+        "fails or is slower than it could be; each problem is printed with its remedy.",
     )
     parser.add_argument("-n", "--nproc", type=positive, default=2, metavar="N", help="ranks that meet (default: 2)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -63,15 +63,15 @@ def _meeting(ranks: int) -> tuple[list[dict[str, Any]], CheckResult]:
     ]
     wanted = GroupOptions.resolve(None, os.environ).transport in ("auto", "shm")
     slow = wanted and any(pair["transport"] != "shm" for pair in pairs)
-    advice = "ranks of this host could share memory, which is faster, but do not: see why below" if slow else ""
-    return pairs, CheckResult("ranks", "meeting", f"{ranks} met and talked, each with each", advice, fine=not slow)
+    advice = "ranks of this host could share memory, which is faster, but do not: see the reason below" if slow else ""
+    return pairs, CheckResult("ranks", "meeting", f"{ranks} met, all pairs exchanged data", advice, fine=not slow)
 
 
 async def _meet(pg: ProcessGroup) -> list[tuple[int, str, str]]:
     size = pg.size()
-    heard = await pg.alltoall_object([pg.rank()] * size)
-    if heard != list(range(size)):
-        raise ArithmeticError(f"rank {pg.rank()} heard {heard} from the ranks 0 to {size - 1}")
+    received = await pg.alltoall_object([pg.rank()] * size)
+    if received != list(range(size)):
+        raise ArithmeticError(f"rank {pg.rank()} received {received} from the ranks 0 to {size - 1}")
     return [(peer, *_transport_of(pg, peer)) for peer in range(pg.rank() + 1, size)]
 
 

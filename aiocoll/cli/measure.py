@@ -1,4 +1,4 @@
-"""How one case of a benchmark is timed, on all ranks alike, whatever the library.
+"""Timing one case of a benchmark, the same on all ranks and for any library.
 
 A call on fresh arrays is checked first and last. In between the calls run in blocks, and what each block leaves in the
 arrays is checked, outside of the time. Within a block nothing but the calls keeps the ranks together; its first call
@@ -33,7 +33,7 @@ Combine = Callable[[npt.NDArray[np.float64], Literal["sum", "max"]], Awaitable[o
 
 
 class Effort(NamedTuple):
-    """How much is spent on a case: about so many seconds, but at least and at most so many iterations."""
+    """The effort for a case: about so many seconds, within the least and the most iterations."""
 
     seconds: float
     least: int
@@ -42,7 +42,7 @@ class Effort(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What came out.
+    """The result of a measurement.
 
     Attributes:
         nanoseconds: of every iteration, on its slowest rank.
@@ -56,7 +56,7 @@ class Timing:
 
 
 class Figures(NamedTuple):
-    """What a table says of a case: seconds per call and bytes per second."""
+    """The figures of a case in a table: seconds per call and bytes per second."""
 
     p50: float
     p95: float
@@ -82,8 +82,8 @@ async def measure(load: Workload, times: Times, combine: Combine, effort: Effort
     Args:
         load: the arrays of one iteration.
         times: runs iterations.
-        combine: brings together what the ranks have found.
-        effort: when it is enough.
+        combine: combines the results of the ranks.
+        effort: when to stop.
 
     Returns:
         The same on all ranks.
@@ -113,7 +113,7 @@ async def measure(load: Workload, times: Times, combine: Combine, effort: Effort
 
 
 def times_of(call: Callable[[], Awaitable[object]]) -> Times:
-    """Return what times an awaited call."""
+    """Return a function that times an awaited call."""
 
     async def times(rounds: int) -> list[int]:
         taken = []
@@ -133,17 +133,17 @@ async def _checked(load: Workload, times: Times) -> int:
 
 
 async def _prepared(load: Workload, work: Callable[[], T]) -> T:
-    """Fill or check the arrays of `load`; where that takes long, the loop stays free for what the ranks say."""
+    """Fill or check the arrays of `load`; in a thread if that takes long, so that the loop stays responsive."""
     return await asyncio.to_thread(work) if load.case.nbytes >= LARGE else work()
 
 
 def _enough(taken: Sequence[int], effort: Effort) -> bool:
-    # From what all ranks know, so that all come to the same answer.
+    # From times that all ranks share, so that all decide the same.
     count = len(taken)
     return count >= effort.most or (count >= effort.least and sum(taken) >= effort.seconds * 1e9)
 
 
 def _next(taken: Sequence[int], each: float, effort: Effort, most: int) -> int:
-    """Return the iterations of the next block: what is left of the time, or of the least."""
+    """Return the iterations of the next block: the rest of the time, or of the least number."""
     left = max(int((effort.seconds * 1e9 - sum(taken)) / max(each, 1)), effort.least - len(taken))
     return max(1, min(left, most, effort.most - len(taken)))

@@ -49,7 +49,7 @@ _PERHAPS: dict[str, Check] = {
 
 
 class Unusable(Exception):
-    """A file is no dump, or dumps do not belong together; says which and why."""
+    """A file is not a dump, or dumps are not of one group; the message names the file and the reason."""
 
 
 @dataclass
@@ -82,9 +82,9 @@ class Group:
 
     Attributes:
         ranks: the ranks that have one.
-        silent: the ranks that have none.
-        shifts: what to add to the times of each rank's to have them on one clock.
-        calls: all collectives that are remembered, by the time they were first entered.
+        silent: the ranks without one.
+        shifts: offsets that bring the times of each rank to one clock.
+        calls: all recorded collectives, in the order of their first entry.
     """
 
     def __init__(self, dumps: Sequence[Dump]) -> None:
@@ -98,7 +98,7 @@ class Group:
         for rank in self.ranks:
             for entry in self.entries(rank, "collective"):
                 if entry["seq"] is None:
-                    continue  # of the library's own: nobody has called it
+                    continue  # made by the library, not by a call
                 call = calls.setdefault((entry["key"], entry["seq"]), MergedCall(entry["key"], entry["seq"]))
                 call.entries[rank] = entry
                 call.entered[rank] = entry["entered"] + self.shifts[rank]
@@ -115,14 +115,14 @@ class Group:
 
     @property
     def cause(self) -> dict[str, Any] | None:
-        """Why the group was revoked, if it was: what most ranks say, as each may have heard of another one first."""
+        """Why the group was revoked, if it was: the cause that most ranks report, since ranks may differ."""
         causes = [dump["cause"] for dump in self.dumps.values() if dump["cause"] is not None]
         texts = [cause.get("text") for cause in causes]
         return max(causes, key=lambda cause: texts.count(cause.get("text")), default=None)
 
 
 def collect(paths: Sequence[str]) -> list[Group]:
-    """Read dumps; return the groups they are of, by name.
+    """Read dumps; return their groups by name.
 
     Raises:
         Unusable: names the file and what is wrong with it.
@@ -150,12 +150,12 @@ def _load(path: str) -> Dump:
         dump = json.loads(Path(path).read_bytes())
     except OSError as error:
         raise Unusable(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # of JSON, or of what is no text
-        raise Unusable(f"{path}: is no JSON, or not all of it: {error}") from None
+    except (ValueError, RecursionError) as error:  # invalid JSON, or not text
+        raise Unusable(f"{path}: is not JSON, or incomplete: {error}") from None
     if isinstance(dump, dict) and "traceEvents" in dump:
         raise Unusable(f"{path}: is a trace for Perfetto; give the dumps it was made of")
     if not isinstance(dump, dict) or dump.get("format") != FORMAT:
-        raise Unusable(f"{path}: is no dump of pg.recorder")
+        raise Unusable(f"{path}: is not a dump of pg.recorder")
     if dump.get("version") != VERSION:
         raise Unusable(
             f"{path}: has version {dump.get('version')!r} of the format, and this aiocoll reads version {VERSION}: "
@@ -168,11 +168,11 @@ def _load(path: str) -> Dump:
 
 
 def _checked(dump: Dump) -> Dump:
-    """Return what is used of a dump; raises `Misfit` if it is not what a dump has."""
+    """Return the used fields of a dump; raises `Misfit` if they are not valid."""
     found = _taken(dump, _DUMP, {}, Scope(0, None))
     size = found["world_size"]
     if not len(found["global_ranks"]) == size > found["rank"]:
-        raise Misfit("rank: it is none of the group's")
+        raise Misfit("rank: it is not a rank of the group")
     found["entries"] = [_taken(entry, _ENTRY, _PERHAPS, Scope(size, size)) for entry in found["entries"]]
     return found
 
@@ -180,7 +180,7 @@ def _checked(dump: Dump) -> Dump:
 def _taken(given: Any, needed: Mapping[str, Check], perhaps: Mapping[str, Check], scope: Scope) -> dict[str, Any]:
     """Return the fields that are known; later versions may write more."""
     if not isinstance(given, dict):
-        raise Misfit("entries: there is one that is no map")
+        raise Misfit("entries: one is not a map")
     found = {name: value for name, value in given.items() if name in needed or name in perhaps}
     fields(perhaps, **needed)(found, scope)
     return found

@@ -1,4 +1,4 @@
-"""What ranks print, on its way to our own output: each line whole and with its rank, each traceback in one piece."""
+"""Relays the output of ranks: whole lines with the rank as prefix, each traceback in one piece."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import IO
 
 __all__ = ["Output", "OutputRelay"]
 
-#: Bytes of one read, and of the longest line that is kept whole; what is longer is cut, so that memory stays bounded.
+#: Bytes of one read, and of the longest line that is kept whole; longer ones are cut, so that memory stays bounded.
 _CHUNK = 1 << 16
-#: How a traceback begins; that of an exception group and those inside it have a margin before.
+#: How a traceback begins; those of an exception group are indented.
 _BEGINNING = b"Traceback (most recent call last):"
-#: Seconds without a word after which a traceback has come to its end. Python writes it line by line, and lines after
-#: it may belong to it: a cause, notes, the rest of a message.
+#: Seconds without output after which a traceback has ended. Python writes it line by line, and lines after it may
+#: belong to it: a cause, notes, the rest of a message.
 _QUIET = 0.2
-#: Seconds and bytes of what is held back for a traceback: a rank that goes on writing is not held up by one.
+#: Limits of output held back for a traceback, in seconds and bytes: a rank that continues to write is not blocked.
 _LONGEST, _LARGEST = 1.0, 1 << 20
 
 
@@ -40,7 +40,7 @@ class Output:
                 sink.buffer.write(lines)  # type: ignore[attr-defined]
                 sink.flush()
         except BrokenPipeError:
-            # What is still to come goes nowhere, and the flush at exit has nothing to complain about.
+            # Further output is dropped, and the flush at exit does not fail.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sink.fileno())
             os.close(nowhere)
@@ -48,12 +48,12 @@ class Output:
 
 
 class OutputRelay(threading.Thread):
-    """Passes on what comes out of a pipe, until that ends.
+    """Passes on the output from a pipe until its end.
 
     Args:
-        prefix: goes before every line.
-        pipe: what a rank writes, unbuffered.
-        sink: where it goes.
+        prefix: written before every line.
+        pipe: the output of a rank, unbuffered.
+        sink: receives the output.
         output: writes it.
     """
 

@@ -1,4 +1,4 @@
-"""One rank as a process: how it is started, what is heard of it, how it is ended."""
+"""One rank as a process: starting it, receiving its reports, ending it."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class Exit(NamedTuple):
 
 
 class RankProcess:
-    """A started rank. It leads a process group of its own.
+    """A started rank, the leader of its own process group.
 
-    So Ctrl-C in a terminal reaches the launcher alone, each rank gets it once, from there, and what a rank has
-    started gets it too. On Linux the rank dies with the launcher, however that ends.
+    So Ctrl-C in a terminal only reaches the launcher, which passes it on to each rank and its children once. On Linux
+    the rank dies with the launcher, however that ends.
 
     Args:
         rank: its number.
         command: what follows the name of the Python interpreter.
         environment: all of its environment but the number of the key's pipe.
-        key: what it finds in that pipe.
-        output: gets its output.
-        tell: called, from another thread, with what becomes of it: reports, then the exit.
+        key: the content of that pipe.
+        output: receives its output.
+        tell: called, from another thread, with its reports, then its exit.
 
     Raises:
         OSError: the process cannot be started.
@@ -110,13 +110,13 @@ class RankProcess:
         return self._process.pid
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the rank and what it has started."""
+        """Send a signal to the rank and its children."""
         with suppress(ProcessLookupError):
             if self._process.returncode is None:
                 os.killpg(self._process.pid, number)
 
     def ask(self, number: signal.Signals) -> bool:
-        """Send the rank alone a signal that would end it if it did not expect it; return False if it does not."""
+        """Send only the rank a signal if it has a handler for it; return False if it has none."""
         if self._process.returncode is not None or not _expects(self._process.pid, number):
             return False
         with suppress(ProcessLookupError):
@@ -124,11 +124,11 @@ class RankProcess:
         return True
 
     def kill(self) -> None:
-        """End the rank and what it has started at once, if it is still there."""
+        """Kill the rank and its children, if they still exist."""
         self.send(signal.SIGKILL)
 
     def drain(self, deadline: float) -> None:
-        """Wait for its end and for all of its output; what keeps the output open after `deadline` is killed."""
+        """Wait for its end and all of its output; processes that keep the output open after `deadline` are killed."""
         self._process.wait()
         for listener in self._listeners:
             listener.join()
@@ -138,10 +138,10 @@ class RankProcess:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             for relay in self._relays:
-                relay.join(0.1)  # a daemon that left the group keeps its pipe, and we our promise to end
+                relay.join(0.1)  # a daemon that left the process group may keep the pipe open for ever
 
     def _wait(self, reports: int) -> None:
-        """Put the end behind all reports: the pipe itself may be held open by what the rank has forked."""
+        """Write the end after all reports: children of the rank may keep the pipe itself open."""
         code = self._process.wait()
         with open(reports, "w", encoding="ascii") as pipe:
             pipe.write(f"\n{json.dumps({'time': time.monotonic(), 'code': code, 'ended': True})}\n")

@@ -1,8 +1,8 @@
-"""Watch the ranks: forward signals, stop all when one fails, and say whose fault it was.
+"""Supervise the ranks: forward signals, stop all when one fails, and report which rank failed first.
 
-One queue gets everything that happens, from the threads that listen to the ranks and from signal handlers; the main
-thread takes it from there. (Threads rather than an event loop: a terminal that blocks our output must not block
-Ctrl-C, and `Process.wait` of some asyncio releases waits for the output of grandchildren.)
+One queue gets all events, from the threads that listen to the ranks and from signal handlers; the main thread handles
+them. (Threads rather than an event loop: a terminal that blocks our output must not block Ctrl-C, and `Process.wait` of
+some asyncio releases waits for the output of grandchildren.)
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from aiocoll.cli.verdict import RankOutcome, culprit, tracebacks, words
 
 __all__ = ["DRAIN", "GRACE", "RELEASE", "supervise"]
 
-#: Seconds that ranks get to end by themselves when one has failed. Most hear of it and say what that means to them; and
-#: the one to blame may be the last to report, when it has left its groups.
+#: Seconds that ranks get to end by themselves when one has failed. Most are told and report their own error; and the
+#: rank to blame may be the last to report, after it has left its groups.
 RELEASE = 1.0
 #: Seconds from asking a rank to end (SIGTERM) to ending it (SIGKILL): users are promised that a failure stops all
 #: ranks within 5.
 GRACE = 3.0
-#: Seconds that the output of a rank which has ended may take to arrive; only a process it left behind takes longer.
+#: Seconds for the rest of the output of an ended rank; only a process that it left behind takes longer.
 DRAIN = 1.0
 
 
@@ -41,7 +41,7 @@ def supervise(command: Sequence[str], environments: Mapping[int, Mapping[str, st
     Args:
         command: what follows the name of the Python interpreter.
         environments: the environment of each rank.
-        key: what each rank finds in its pipe.
+        key: the content of each rank's pipe.
 
     Returns:
         0 when every rank ended with 0, else the code of the rank to blame, or 128 + n for signal n.
@@ -86,7 +86,7 @@ def _signals_to(events: _Events) -> Iterator[None]:
 
 
 class _Supervisor:
-    """What has happened so far, and when patience ends."""
+    """The state of the ranks, and the deadlines for ending them."""
 
     def __init__(self, ranks: Mapping[int, RankProcess], events: _Events, output: Output) -> None:
         self._running = dict(ranks)
@@ -130,7 +130,7 @@ class _Supervisor:
         if isinstance(event, Exit):
             self._end = min(self._end, time.monotonic() + RELEASE + GRACE)
         if self._signal is not None or self._stopped != inf:
-            return  # all have been told, and are on their way out
+            return  # all have been told to end
         self._deadline = min(self._deadline, time.monotonic() + RELEASE)
 
     def _out_of_patience(self) -> None:
@@ -142,14 +142,14 @@ class _Supervisor:
         else:
             self._deadline = inf
             self._kill(self._unreported())
-            # Their programs are over, and what they do at exit may take its time; but nobody should wonder.
+            # Their programs have failed, and their exit may take long: show the reason now.
             late = {rank: self._outcomes[rank] for rank in self._running.keys() - self._unreported()}
             if late:
                 ranks = ", ".join(map(str, sorted(late)))
                 _say(self._output, [f"aiocoll run: failed, but not at an end yet: rank {ranks}", *tracebacks(late)])
 
     def _stop(self) -> None:
-        """Tell all ranks to end that are not about to."""
+        """Tell all ranks to end that are not ending already."""
         self._stopped = time.monotonic()
         self._deadline = self._stopped + GRACE
         for rank in self._unreported():
@@ -162,7 +162,7 @@ class _Supervisor:
         if number == signal.SIGUSR2:
             self._ask_all()
         elif number == signal.SIGPIPE:
-            # Nobody reads our output any more, as in `aiocoll run ... | head`: end as programs do then.
+            # The reader of our output is gone, as in `aiocoll run ... | head`: end as programs do then.
             self._signal = self._signal or number
             self._deadline = min(self._deadline, time.monotonic() + GRACE)
             self._send(signal.SIGTERM)
@@ -173,7 +173,7 @@ class _Supervisor:
             self._send(number)
 
     def _ask_all(self) -> None:
-        """Have the ranks tell what they do; a process that would end by the signal is not sent it."""
+        """Request dumps from the ranks; a process that the signal would end does not get it."""
         for rank, process in sorted(self._running.items()):
             asked = "asked for a dump" if process.ask(signal.SIGUSR2) else "has no handler for SIGUSR2 now, not asked"
             _say(self._output, [f"aiocoll run: rank {rank}, process {process.pid}: {asked}"])

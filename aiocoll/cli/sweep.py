@@ -1,4 +1,4 @@
-"""What the ranks of `aiocoll bench` do: measure one case after the other; rank 0 prints what comes out."""
+"""The ranks of `aiocoll bench`: measure one case after the other; rank 0 prints the results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLEAR = "\r\x1b[K"
 
 
 def row(case: Case, world_size: int, timing: Timing) -> str:
-    """Return the line of a case, to stand under `HEADING`."""
+    """Return the line of a case in the table under `HEADING`."""
     figures = Figures.of(case, world_size, timing.nanoseconds)
     times = " ".join(f"{value * 1e6:>10.1f}" for value in (figures.p50, figures.p95, figures.p99))
     place = f"{case.size(world_size):>10} {case.count(world_size):>10}"
@@ -30,7 +30,7 @@ def row(case: Case, world_size: int, timing: Timing) -> str:
 
 
 async def sweep(pg: ProcessGroup, cases: Sequence[Case], effort: Effort) -> list[Timing]:
-    """Measure `cases` in their order; every rank calls this alike, and gets the same."""
+    """Measure `cases` in order; called with the same arguments on every rank, with the same result."""
     rank, world_size = pg.rank(), pg.size()
     found = []
     for number, case in enumerate(cases, 1):

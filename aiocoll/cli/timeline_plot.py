@@ -1,7 +1,7 @@
-"""The timeline of groups as a PNG: a row per rank, bars from entry to end, and the place where the ranks diverged.
+"""The timeline of groups as a PNG: a row per rank, bars from entry to end, and the point where the ranks diverged.
 
-Of a long record most bars are too short to be seen, so a second picture shows the calls around the divergence, or the
-last ones.
+Most bars of a long record are too short to be visible, so a second picture shows the calls around the divergence, or
+the last ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`aiocoll trace`: put the dumps of ranks together, and say where they diverged."""
+"""`aiocoll trace`: merge the dumps of ranks, and report where they diverged."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `trace` to the subcommands."""
     parser = commands.add_parser(
         "trace",
-        help="say from the dumps of ranks which collective diverged first and who is missing",
+        help="find in the dumps of ranks which collective diverged first and which ranks are missing",
         description="Merge the dumps of ranks (pg.recorder.dump_json, AIOCOLL_DUMP_DIR) of one or several groups, and "
-        "say of each which collective diverged first, who is missing, what is pending and who comes last. The exit "
-        "code is 0 if nothing is wrong, 1 if something is, 2 if a file cannot be used.",
+        "report for each which collective diverged first, which ranks are missing, what is pending and which rank is "
+        "last. The exit code is 0 if nothing is wrong, 1 if something is, 2 if a file cannot be used.",
     )
     parser.add_argument("dumps", nargs="+", metavar="DUMP", help="a file of pg.recorder.dump_json, one per rank")
     parser.add_argument("--perfetto", metavar="FILE", help="write a trace for ui.perfetto.dev or chrome://tracing")

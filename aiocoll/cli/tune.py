@@ -1,4 +1,4 @@
-"""`aiocoll bench --tune`: measure what this machine can do, for the library to choose its algorithms by.
+"""`aiocoll bench --tune`: measure this machine, so that the library can choose algorithms for it.
 
 Two processes of this host send each other messages over every transport there is: a short one there and back takes
 twice alpha; long ones in both directions at once, as in most schedules, beta per byte; and what a burst of short ones
@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tune",
         action="store_true",
-        help="measure latency and bandwidth of this machine instead, and leave them where every group looks for them "
-        "(or in the file AIOCOLL_TUNING)",
+        help="measure latency and bandwidth of this machine instead, and write them to the file that every group reads "
+        "(or to the file AIOCOLL_TUNING)",
     )
 
 

@@ -1,4 +1,4 @@
-"""Which rank is to blame, and what the launcher says at the end."""
+"""Which rank is to blame, and the launcher's final messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["RankOutcome", "culprit", "tracebacks", "words"]
 
 @dataclass(slots=True)
 class RankOutcome:
-    """What is known of one rank.
+    """The outcome of one rank.
 
     Attributes:
         report: of the exception that its program did not catch, if any.
@@ -38,7 +38,7 @@ class RankOutcome:
 
     @property
     def degree(self) -> int:
-        """How far that is from its own fault; what ends without a word has ended by itself."""
+        """The degree of its report (see `aiocoll.cli.start`); a rank without one has failed by itself."""
         return 0 if self.report is None else self.report.degree
 
     @property

@@ -1,4 +1,4 @@
-"""What a benchmark has its ranks do: the arrays of a collective, and what must be in them afterwards.
+"""The workload of a benchmark: the arrays of a collective, and their expected contents afterwards.
 
 Sizes are those of nccl-tests: bytes of the array of a rank (allreduce, broadcast, reduce, scan), or of all blocks
 together (allgather, reduce_scatter, alltoall, gather, scatter). Elements are small whole numbers that repeat with a
@@ -40,7 +40,7 @@ DTYPES = ("float32", "float64", "float16", "int8", "uint8", "int16", "int32", "i
 PERIOD = 113
 #: How far the patterns of two blocks are shifted against each other.
 SHIFT = 7
-#: Elements looked at together: the comparison stays in cache, and its result takes no memory to speak of.
+#: Elements compared at once: the comparison stays in cache, and its result takes little memory.
 CHUNK = PERIOD * 4096
 #: Of collectives that have one.
 ROOT = 0
@@ -49,7 +49,7 @@ ROUNDS = 48
 
 
 def bus_factor(kind: str, world_size: int) -> float:
-    """Return what turns the algorithm's bandwidth into that of the bus, as nccl-tests counts."""
+    """Return the factor from algorithm bandwidth to bus bandwidth, as nccl-tests defines it."""
     if kind == "allreduce":
         return 2 * (world_size - 1) / world_size
     return (world_size - 1) / world_size if spec_of(kind).in_blocks else 1.0

@@ -1,4 +1,4 @@
-"""Blocks that change what the calls in them do: one message for many of them, or none at all."""
+"""Blocks that fuse the calls in them, or predict their time."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def coalescing_manager(group: ProcessGroup | None = None, device: Any = None) ->
 def time_estimator(group: ProcessGroup | None = None, device: Any = None) -> AbstractContextManager[Any]:
     """Predict how long the calls of a ``with`` block on a group would take, and send nothing.
 
-    See `ProcessGroup.time_estimator`: what the block is given has the seconds in the end. `device` is not used.
+    See `ProcessGroup.time_estimator`: the object of the block has the seconds at the end. `device` is not used.
     """
     return inside(group).time_estimator()

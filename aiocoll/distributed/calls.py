@@ -1,7 +1,7 @@
 """The collectives on arrays: the group, the root's rank in it, and one call of the group.
 
-Each starts at once and returns a `Work`; for what they do, cost and raise, see the call of `ProcessGroup` they name. By
-a rank that is not in the group they warn, and the work is done with None.
+Each starts at once and returns a `Work`; what it does, costs and raises is documented at the method of `ProcessGroup`
+that it names. On a rank that is not in the group it warns, and the work is done with result None.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def all_reduce_coalesced(tensors: Any, op: ReduceOp = SUM, group: Group = None) 
 def reduce(
     tensor: Any, dst: int | None = None, op: ReduceOp = SUM, group: Group = None, group_dst: int | None = None
 ) -> Work[Any]:
-    """Reduce `tensor` into that of one rank; the others' stay as they are: `ProcessGroup.reduce`.
+    """Reduce `tensor` over all ranks into that of one rank; the others are not changed: `ProcessGroup.reduce`.
 
     Args:
         tensor: an array of the same count on every rank.
@@ -89,7 +89,7 @@ def barrier(group: Group = None, device_ids: Sequence[int] | None = None) -> Wor
 
 
 def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> Work[None]:
-    """Wait until all ranks have called it; if some do not, say which: `ProcessGroup.monitored_barrier`."""
+    """Wait until all ranks have called it; the error names those that have not: `ProcessGroup.monitored_barrier`."""
     pg = member_of(group, "monitored_barrier")
     return absent("MONITORED_BARRIER") if pg is None else pg.monitored_barrier(timeout, wait_all_ranks)
 
@@ -127,7 +127,7 @@ def all_gather_coalesced(
         if not isinstance(each, list) or len(each) != count:
             given = len(each) if isinstance(each, list) else type(each).__name__
             raise ValueError(
-                f"output_tensor_lists[{rank}] must be a list of {count} tensors, as many as go in: {given}"
+                f"output_tensor_lists[{rank}] must be a list of {count} tensors, as many as the inputs: {given}"
             )
     outputs = [[each[index] for each in lists] for index in range(count)]
     works = pg._collectives.allgather_all(outputs, input_tensor_list, "input_tensor_list")
@@ -211,11 +211,11 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: Group = None,
 ) -> Work[Any]:
-    """Send part r of `input` to rank r, and lay what comes side by side in `output`: `ProcessGroup.alltoall_base`.
+    """Send part r of `input` to rank r, and concatenate the received parts in `output`: `ProcessGroup.alltoall_base`.
 
     Args:
-        output: receives part by part, in rank order; the result.
-        input: is cut along its first dimension.
+        output: receives the parts in rank order; the result.
+        input: split along its first dimension.
         output_split_sizes: rows from each rank; None or [] for equal parts.
         input_split_sizes: rows to each rank; None or [] for equal parts.
         group: None is the default group.
@@ -228,7 +228,7 @@ def all_to_all_single(
 
 
 def _listed(tensors: Any, name: str, pg: ProcessGroup) -> list[Any]:
-    """Refuse what is not a list of one entry per rank."""
+    """Return a list, checked to have one entry per rank."""
     if not isinstance(tensors, list):
         raise TypeError(f"{name} must be a list, not {type(tensors).__name__}")
     if len(tensors) != pg.size():
@@ -237,7 +237,7 @@ def _listed(tensors: Any, name: str, pg: ProcessGroup) -> list[Any]:
 
 
 def _at_root(tensors: Any, name: str, root_name: str, pg: ProcessGroup, root: int) -> list[Any] | None:
-    """Refuse a list anywhere but at the root, and none there."""
+    """Return the list of the root; raise if it is missing there, or given on another rank."""
     here = pg.rank() == root
     if here:
         if tensors is None:

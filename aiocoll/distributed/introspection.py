@@ -1,4 +1,4 @@
-"""What there is: backends, debug levels, and what the reductions can do."""
+"""Queries: backends, debug levels, and the dtypes of reductions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GroupName = NewType("GroupName", str)
 
 
 class DebugLevel(IntEnum):
-    """How much ranks compare before they move data. No group has INFO, which is there to compare with."""
+    """How much ranks compare before data moves. No group has INFO; it exists for comparisons."""
 
     OFF = 0
     INFO = 1
@@ -41,14 +41,14 @@ class DebugLevel(IntEnum):
 
 
 def get_debug_level() -> DebugLevel:
-    """Return the level of the default group, or that which the environment gives new groups."""
+    """Return the level of the default group, or else the level of the environment for new groups."""
     pg = found()
     options = GroupOptions.resolve(None, os.environ) if pg is None else pg._dispatcher.options
     return DebugLevel[options.debug.upper()]
 
 
 def get_backend(group: Group = None) -> Backend:
-    """Return the backend of a group: that for arrays of the host's memory, or of a CUDA device's if it has no other."""
+    """Return the backend of a group for arrays on the host, or for CUDA arrays if it has no other."""
     devices = inside(group)._devices
     return Backend(devices.get("cpu") or next(iter(devices.values())))
 
@@ -59,7 +59,7 @@ def get_backend_config(group: Group = None) -> str:
 
 
 def get_default_backend_for_device(device: Any) -> str:
-    """Return the backend that a device has if nobody says otherwise.
+    """Return the default backend of a device.
 
     Args:
         device: "cpu", "cuda:0", or anything whose `str` is like that.
@@ -67,7 +67,7 @@ def get_default_backend_for_device(device: Any) -> str:
     kind = str(device).partition(":")[0]
     if kind not in Backend.default_device_backend_map:
         known = ", ".join(Backend.default_device_backend_map)
-        raise ValueError(f"device={device!r} has no backend; devices with one are {known}")
+        raise ValueError(f"device={device!r} has no backend; there are backends for {known}")
     return Backend.default_device_backend_map[kind]
 
 
@@ -86,7 +86,7 @@ def is_nccl_available() -> bool:
 
 
 def is_gloo_available() -> bool:
-    """Whether a backend was registered as "gloo": no other library's is there by itself."""
+    """Whether a backend was registered as "gloo": the library has none of that name."""
     return is_backend_available("gloo")
 
 
@@ -106,7 +106,7 @@ def is_xccl_available() -> bool:
 
 
 def supports_complex(reduceOp: ReduceOp) -> bool:
-    """Whether complex numbers can be reduced like that: not with MIN, MAX, BAND, BOR and BXOR."""
+    """Whether the op is defined on complex numbers: not MIN, MAX, BAND, BOR and BXOR."""
     return reduceOp not in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 

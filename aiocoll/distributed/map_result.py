@@ -1,4 +1,4 @@
-"""A started operation with another result than that of the call it came from."""
+"""A started operation whose result is mapped by a function."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ R = TypeVar("R")
 
 
 def changed(work: Work[Any], change: Callable[[Any], R]) -> Work[R]:
-    """Return the same operation with the result that `change` makes of `work`'s, as soon as that is there.
+    """Return a work of the same operation whose result is `change(result)`.
 
     Args:
-        work: nobody else has it.
-        change: gets the result; what it raises is the failure of the operation here.
+        work: the operation; the caller must not use it otherwise.
+        change: called with the result; if it raises, the returned work fails with that.
     """
     made: Work[R] = work.group._together(work.op, [work])
     made.seq, made.key = work.seq, work.key

@@ -1,6 +1,6 @@
-"""Objects: lists of them are filled in place; see `aiocoll.codec` for what travels, without pickle.
+"""Object collectives: lists are filled in place; see `aiocoll.codec` for the supported types, without pickle.
 
-The arguments `device` and `use_batch` are taken and not used: objects always go through memory of the host.
+The arguments `device` and `use_batch` are accepted and not used: objects always go through host memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def broadcast_object_list(
     device: Any = None,
     group_src: int | None = None,
 ) -> Work[Any]:
-    """Put one rank's objects into the lists of all: `ProcessGroup.broadcast_object`.
+    """Copy one rank's list of objects into the lists of all: `ProcessGroup.broadcast_object`.
 
     Args:
         object_list: of the same length on every rank; the result.
@@ -67,7 +67,7 @@ def gather_object(
 
     Args:
         obj: this rank's object.
-        object_gather_list: at `dst` a list of an entry per rank, which is the result; elsewhere None or [].
+        object_gather_list: at `dst` a list with an entry per rank, which is the result; elsewhere None or [].
         dst: global rank that gets them; 0 if `group_dst` is not given either.
         group: None is the default group.
         group_dst: its rank in `group`, instead of `dst`.
@@ -81,7 +81,7 @@ def gather_object(
         assert object_gather_list is not None
         return changed(pg.gather_object(obj, root), _filling(object_gather_list, "the group"))
     if object_gather_list:
-        raise ValueError("object_gather_list must be None or [] on this rank: only the rank that is dst gives it")
+        raise ValueError("object_gather_list must be None or [] on this rank: only rank dst gives it")
     return pg.gather_object(obj, root)
 
 
@@ -92,10 +92,10 @@ def scatter_object_list(
     group: Group = None,
     group_src: int | None = None,
 ) -> Work[Any]:
-    """Put the r-th of one rank's objects into the first entry of rank r's list: `ProcessGroup.scatter_object`.
+    """Store object r of one rank's list in the first entry of rank r's list: `ProcessGroup.scatter_object`.
 
     Args:
-        scatter_object_output_list: of one entry at least; the result.
+        scatter_object_output_list: a list of at least one entry; the result.
         scatter_object_input_list: at `src` an object per rank; not used elsewhere.
         src: global rank whose objects they are; 0 if `group_src` is not given either.
         group: None is the default group.
@@ -106,7 +106,7 @@ def scatter_object_list(
         return absent("SCATTER_OBJECT")
     _check_list(scatter_object_output_list, "scatter_object_output_list")
     if not scatter_object_output_list:
-        raise ValueError("scatter_object_output_list is empty: its first entry is where the object goes")
+        raise ValueError("scatter_object_output_list is empty: its first entry receives the object")
     root = rank_of(pg, "src", src, group_src, 0)
     if pg.rank() == root:
         _check_list(scatter_object_input_list, "scatter_object_input_list", pg.size())
@@ -178,7 +178,7 @@ def _check_list(given: Any, name: str, length: int | None = None) -> None:
 
 
 def _filling(into: list[Any], whose: str) -> Callable[[Any], list[Any]]:
-    """Return what puts objects into a list of as many entries; in a dry run there are none, and it stays as it is."""
+    """Return a function that stores received objects in the list `into`; in a dry run it leaves the list unchanged."""
 
     def fill(objects: Any) -> list[Any]:
         if objects is not None and objects is not into:

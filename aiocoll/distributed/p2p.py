@@ -24,7 +24,7 @@ def isend(
         tensor: an array; the result.
         dst: global rank that receives it.
         group: None is the default group.
-        tag: a number from 0 to 2**30 - 1, which the receive must have, too.
+        tag: a number from 0 to 2**30 - 1; the receive must have the same.
         group_dst: its rank in `group`, instead of `dst`.
     """
     pg = member_of(group, "isend")
@@ -41,7 +41,7 @@ def irecv(
 
     Args:
         tensor: an array of the length and dtype of the message; the result.
-        src: global rank whose message it is; None takes one of any rank.
+        src: global rank of the sender; None receives from any rank.
         group: None is the default group.
         tag: that of the send.
         group_src: its rank in `group`, instead of `src`.
@@ -72,7 +72,7 @@ class P2POp:
 
     Args:
         op: `isend` or `irecv`.
-        tensor: what is sent, or receives.
+        tensor: the array to send or to receive into.
         peer: global rank of the other side.
         group: None is the default group.
         tag: that of both sides.

@@ -1,4 +1,4 @@
-"""Ranks of a group and ranks of the default group, which are called global."""
+"""Conversion between ranks of a group and global ranks, those of the default group."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def get_process_group_ranks(group: ProcessGroup | None = None) -> list[int]:
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """Return the number of this process on its host, which the launcher has put into ``LOCAL_RANK``.
+    """Return the number of this process on its host, which the launcher sets as ``LOCAL_RANK``.
 
     Args:
-        fallback_rank: what to return if it has not.
+        fallback_rank: returned if it is not set.
 
     Raises:
-        RuntimeError: neither is there.
+        RuntimeError: neither is given.
     """
     given = os.environ.get("LOCAL_RANK")
     if given is None:
@@ -110,7 +110,7 @@ def rank_of(pg: ProcessGroup, name: str, given: int | None, group_given: int | N
 
 
 def sender_of(pg: ProcessGroup, work: Work[Any]) -> int:
-    """Return the global rank whose message `work` got; -1 in a dry run, where there is none."""
+    """Return the global rank whose message `work` received; -1 in a dry run."""
     return -1 if work._source is None else global_rank_of(pg, work._source)
 
 

@@ -32,7 +32,7 @@ __all__ = [
 SHRINK_DEFAULT = 0
 SHRINK_ABORT = 1
 
-#: How often this rank has made a group of the same ranks, which were the only ones to call.
+#: How often this rank has made a group of the same ranks without the other ranks of the parent.
 _local: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
@@ -62,8 +62,8 @@ def new_group(
         The work, which is done: of the group, or of `GroupMember.NON_GROUP_MEMBER` on other ranks.
 
     Raises:
-        ValueError: `ranks` is empty, names a rank twice or one that is none, or an argument differs from that of the
-            default group.
+        ValueError: `ranks` is empty, names a rank twice or a rank that does not exist, or an argument differs from that
+            of the default group.
     """
     world = default_group()
     _same_kind(world, backend, pg_options, device_id)
@@ -126,7 +126,7 @@ def new_subgroups(
         See `new_subgroups_by_enumeration`.
 
     Raises:
-        ValueError: the ranks cannot be parted like that.
+        ValueError: the ranks cannot be divided into such groups.
     """
     parent = inside(group)
     size = parent.size()
@@ -195,12 +195,12 @@ async def shrink_group(
     shrink_flags: int = SHRINK_DEFAULT,
     pg_options: Any = None,
 ) -> ProcessGroup:
-    """Go on without some ranks: `ProcessGroup.shrink`. Only the others call it.
+    """Make a group without some ranks: `ProcessGroup.shrink`. Only the remaining ranks call it.
 
-    The old group is closed, with all that was split off from it. If it was the default group, the new one is.
+    The old group is closed, with all groups split off from it. If it was the default group, the new one replaces it.
 
     Args:
-        ranks_to_exclude: ranks of the group, at least one; those that have died are left out besides.
+        ranks_to_exclude: ranks of the group, at least one; ranks that have died are left out as well.
         group: None is the default group.
         shrink_flags: `SHRINK_DEFAULT` waits for what is pending in the group; `SHRINK_ABORT` lets it fail.
         pg_options: None: the new group has the options of the old one.
@@ -225,7 +225,7 @@ async def shrink_group(
     if len(excluded) == old.size():
         raise ValueError(f"ranks_to_exclude names all {old.size()} ranks of the group: at least one must remain")
     if old.rank() in excluded:
-        raise RuntimeError(f"ranks_to_exclude names rank {old.rank()}, which is calling: only the others call it")
+        raise RuntimeError(f"ranks_to_exclude names rank {old.rank()}, this one: only the remaining ranks call it")
     if shrink_flags == SHRINK_DEFAULT:
         await old._lifetime.settle()
     new = await old.shrink(excluded)
@@ -239,7 +239,7 @@ async def shrink_group(
 def _split_into(
     parent: ProcessGroup, lists: list[list[int]], timeout: Timeout, backend: str | None, options: Any, desc: str | None
 ) -> Work[tuple[Group, list[Group]]]:
-    """Split `parent`; return this rank's part and what the others are to it."""
+    """Split `parent`; return this rank's group, and all groups as this rank sees them."""
     _same_kind(parent, backend, options, None)
 
     def all_parts(pg: ProcessGroup | None) -> tuple[Group, list[Group]]:
@@ -250,9 +250,9 @@ def _split_into(
 
 
 def _split_locally(pg: ProcessGroup, ranks: Sequence[int], timeout: Timeout) -> Work[ProcessGroup | None]:
-    """Make a group of `ranks` of `pg`, which alone know of it: they count their calls, apart from those of the others.
+    """Make a group of `ranks` of `pg` without the others: these ranks count such calls separately.
 
-    `ProcessGroup.split_group` is called by all ranks of a group, and would take such a call for one of them.
+    `ProcessGroup.split_group` is called by all ranks of a group, and would count such a call as one of theirs.
     """
     pg._dispatcher.check()
     limit = pg.timeout if timeout is None else seconds(timeout, "timeout")
@@ -287,7 +287,7 @@ def _ranks(ranks: Any, name: str, pg: ProcessGroup) -> list[int]:
 
 
 def _same_kind(pg: ProcessGroup, backend: str | None, options: Any, device: Any) -> None:
-    """Refuse what a group that is split off from `pg` cannot have."""
+    """Raise if an argument differs from that of `pg`, from which the group is split off."""
     if options is not None:
         raise ValueError("pg_options must be None: a group has the options of the one it comes from")
     if backend is not None and backend != (own := get_backend(pg)):

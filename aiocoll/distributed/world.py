@@ -42,9 +42,9 @@ Group = ProcessGroup | int | None
 default_pg_timeout = timedelta(seconds=300)
 
 _NON_GROUP_MEMBER: Final = -100
-#: The first group that `init_process_group` has made on each loop. A loop that is closed goes with the next entry.
+#: The first group that `init_process_group` has made on each loop. Closed loops are removed with the next entry.
 _first: dict[asyncio.AbstractEventLoop, ProcessGroup] = {}
-#: Groups that `shrink_group` has closed, and what goes on in their place.
+#: Groups that `shrink_group` has closed, and the groups that replace them.
 _heirs: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
@@ -64,10 +64,10 @@ class group(metaclass=_World):
 
 
 class GroupMember(metaclass=_World):
-    """What a rank is to a group.
+    """The marker of ranks that are not in a group.
 
     Attributes:
-        NON_GROUP_MEMBER: stands for a group that this rank is not in.
+        NON_GROUP_MEMBER: returned instead of a group that this rank is not in.
     """
 
     NON_GROUP_MEMBER: Final = _NON_GROUP_MEMBER
@@ -79,7 +79,7 @@ def found() -> ProcessGroup | None:
     if pg is None:
         loop = asyncio._get_running_loop()
         pg = None if loop is None else _first.get(loop)
-    # A group of somebody else's backend may not say that it is closed.
+    # A group of a third-party backend may not have an attribute for being closed.
     while pg is not None and getattr(pg, "_closed", False):
         pg = _heirs.get(pg)
     return pg
@@ -95,18 +95,18 @@ def default_group() -> ProcessGroup:
     if pg is None:
         raise ValueError(
             "there is no default group here: call `await init_process_group()` first, or use "
-            "`with aiocoll.process_group(pg):`; a group that was closed is none"
+            "`with aiocoll.process_group(pg):`; a closed group does not count"
         )
     return pg
 
 
 def is_outside(group: Group) -> bool:
-    """Whether `group` stands for one that this rank is not in."""
+    """Whether `group` is the marker of a group that this rank is not in."""
     return isinstance(group, int) and group == _NON_GROUP_MEMBER
 
 
 def member_of(group: Group, op: str) -> ProcessGroup | None:
-    """Return the group a call is about; None, with a warning, if this rank is not in it."""
+    """Return the group of a call; None, with a warning, if this rank is not in it."""
     if group is None:
         return default_group()
     if is_outside(group):
@@ -118,7 +118,7 @@ def member_of(group: Group, op: str) -> ProcessGroup | None:
 
 
 def a_group(group: Any) -> ProcessGroup:
-    """Return `group` if it is one, of whatever backend."""
+    """Return `group` if it is a group of any backend."""
     if not hasattr(group, "allreduce"):
         raise TypeError(f"group must be a ProcessGroup or None, not {type(group).__name__}")
     pg: ProcessGroup = group
@@ -126,7 +126,7 @@ def a_group(group: Any) -> ProcessGroup:
 
 
 def inside(group: Group) -> ProcessGroup:
-    """Return the group a call is about, which must be one that this rank is in."""
+    """Return the group of a call; raise if this rank is not in it."""
     if is_outside(group):
         raise ValueError("group: this rank is not in it")
     return default_group() if group is None else a_group(group)
@@ -141,7 +141,7 @@ def absent(op: str, result: Any = None) -> Work[Any]:
 
 
 def replace(old: ProcessGroup, new: ProcessGroup) -> None:
-    """Let `new` be the default group wherever `old` is, which is closed."""
+    """Make `new` the default group wherever `old`, which is closed, is."""
     _heirs[old] = new
 
 
@@ -158,8 +158,8 @@ async def init_process_group(
 ) -> None:
     """Meet the other ranks, and make the group of all of them the default one.
 
-    It is the default group of this context from then on, that is of this task and of tasks it starts; the first one
-    made on an event loop is also that of all other tasks of the loop. So two tasks may be two ranks.
+    It becomes the default group of this context: of this task and of tasks that it starts. The first group made on an
+    event loop is also the default of all other tasks of the loop. So two tasks may be two ranks.
 
     Args:
         backend: see `aiocoll.new_group`.

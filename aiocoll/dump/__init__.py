@@ -1,1 +1,1 @@
-"""What flight recorders leave behind: the files, the signal that asks for them, and their form as a timeline."""
+"""Dumps of flight recorders: the files, the signal that requests them, and their form as a timeline."""

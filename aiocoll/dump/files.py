@@ -1,4 +1,4 @@
-"""Files of flight recorders: what they are called, and writing one so that nobody reads half of it."""
+"""Files of flight recorders: their names, and writing one atomically."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from urllib.parse import quote
 
 __all__ = ["FORMAT", "KEYS", "VERSION", "file_name", "write_json"]
 
-#: What a dump says it is.
+#: Identifies a dump.
 FORMAT, VERSION = "aiocoll flight recorder", 1
-#: Keys of which a dump has the counts, the newest ones: some 300 KB.
+#: Number of keys, the newest ones, whose counts are in a dump: some 300 KB.
 KEYS = 10_000
 #: Characters of a group's name in the name of a file; file systems take 255 bytes in all.
 _LONGEST = 160
@@ -23,7 +23,7 @@ _numbers = itertools.count()
 
 
 def file_name(group: str, rank: int) -> str:
-    """Return the name of the dump of one rank, whatever the group is called; names of two groups differ."""
+    """Return the file name of one rank's dump, for any group name; names of two groups differ."""
     safe = quote(group, safe="", errors="surrogatepass")
     if len(safe) > _LONGEST:
         safe = f"{safe[:_LONGEST]}~{blake2b(safe.encode(), digest_size=8).hexdigest()}"
@@ -31,16 +31,16 @@ def file_name(group: str, rank: int) -> str:
 
 
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write `content` to `path`, which is either complete then or as before; OSError if that fails."""
+    """Write `content` to `path` atomically; OSError if that fails."""
     import json  # many programs never need it
 
     target = Path(path)
-    beside = target.with_name(f".{target.name[:200]}.{os.getpid()}.{next(_numbers)}")
+    temporary = target.with_name(f".{target.name[:200]}.{os.getpid()}.{next(_numbers)}")
     try:
-        with open(beside, "x", encoding="ascii") as file:
+        with open(temporary, "x", encoding="ascii") as file:
             json.dump(content, file, separators=(",", ":"))
-        os.replace(beside, target)
+        os.replace(temporary, target)
     except BaseException:
         with suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
         raise

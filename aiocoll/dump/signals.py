@@ -1,11 +1,11 @@
-"""SIGUSR2: whoever wants to tell something on it does, and then the handler that was there before.
+"""SIGUSR2: calls all listeners, then the handler that was installed before.
 
-It is a handler of the interpreter's, not of an event loop: it is called between two instructions of the main thread,
-also when that blocks its loop, which is what somebody who sends the signal may want to know. Only the main thread may
-install it; in others, and where there is no such signal, nothing happens. With the last listener it goes.
+It is a handler of the interpreter, not of an event loop: it runs between two instructions of the main thread, also
+while that thread blocks its loop, which is what the sender may want to find out. Only the main thread may install it;
+in others, and where the signal does not exist, nothing happens. It is removed with the last listener.
 
-The first listener installs it where the signal would end the process. A handler that the program has set, and a signal
-that it ignores, are left as they are, unless a listener was asked for by name: then that handler is called after ours.
+The first listener installs it if the signal would end the process. If the program has set a handler, or ignores the
+signal, it is only installed for a listener that the user asked for: then the program's handler is called after ours.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from weakref import WeakSet
 
 __all__ = ["STAND_IN", "Listener", "listen", "listening", "unlisten"]
 
-#: Attribute of a handler that only stands in for ours, as long as there is no listener.
+#: Attribute of a handler that only replaces ours while there is no listener.
 STAND_IN = "stands_in_for_aiocoll"
 
 #: None on Windows.
 NUMBER: signal.Signals | None = getattr(signal, "SIGUSR2", None)
-#: Of this process: which signals have a handler, also such as Python does not know of.
+#: Lists the signals of this process that have a handler, also handlers that Python does not know.
 _STATUS = Path("/proc/self/status")
 
 
 class Listener(Protocol):
-    """Who is told of the signal."""
+    """Is called at the signal."""
 
     def signalled(self) -> str:
-        """Write a file, or return lines for standard error; called in the main thread, at any point of the program."""
+        """Write a file, or return lines for standard error; runs in the main thread, at any point of the program."""
 
 
 _listeners: WeakSet[Listener] = WeakSet()
-#: The handler that was there.
+#: The handler that was installed before.
 _before: Any = None
 _installed = False
 
 
 def listen(listener: Listener, *, asked: bool) -> None:
-    """Tell `listener` of the signal from now on, if it can be done here.
+    """Call `listener` at the signal from now on, if the handler can be installed here.
 
     Args:
-        listener: who is told.
-        asked: whether the user has asked for it, so that a handler of the program makes no difference.
+        listener: the listener.
+        asked: whether the user has asked for it: then it is installed in spite of a handler of the program.
     """
     global _before, _installed
     if NUMBER is None:
         return
     before = signal.getsignal(NUMBER)
-    if not _listeners:  # the last one may have been collected without a word
+    if not _listeners:  # the last one may have been garbage-collected without `unlisten`
         _installed = before is _handle
     _listeners.add(listener)
     # Once: a handler that somebody has put since then may call this one.
@@ -69,7 +69,7 @@ def listen(listener: Listener, *, asked: bool) -> None:
 
 
 def unlisten(listener: Listener) -> None:
-    """Tell it no more; after the last one, put the handler back that was there, unless somebody has put another."""
+    """Remove a listener; after the last one, restore the previous handler, unless another was installed since."""
     global _installed
     _listeners.discard(listener)
     if NUMBER is not None and _installed and not _listeners and signal.getsignal(NUMBER) is _handle:
@@ -79,12 +79,12 @@ def unlisten(listener: Listener) -> None:
 
 
 def listening() -> bool:
-    """Whether there is anybody who would tell something."""
+    """Whether there is a listener."""
     return len(_listeners) > 0
 
 
 def _would_end_us(handler: Any) -> bool:
-    """Whether the signal ends the process, or only comes to what the launcher has put there for us."""
+    """Whether the signal would end the process, or has only the launcher's placeholder as handler."""
     if handler is not signal.SIG_DFL:
         return getattr(handler, STAND_IN, False)
     assert NUMBER is not None
@@ -92,7 +92,7 @@ def _would_end_us(handler: Any) -> bool:
         status = _STATUS.read_text()
     except OSError:
         return True
-    # A handler in C, as `faulthandler.register` puts there, is the default one to Python.
+    # Python reports a handler in C, such as that of `faulthandler.register`, as the default one.
     caught = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt"))
     return not caught >> (NUMBER - 1) & 1
 
@@ -107,7 +107,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _write(text: str) -> None:
-    """Write it at once, past the buffer of `sys.stderr`, in which the signal may have come in the middle of a write."""
+    """Write unbuffered: the signal may have interrupted a write to the buffer of `sys.stderr`."""
     data = memoryview(text.encode(errors="replace"))
     with suppress(OSError):
         while data:

@@ -1,7 +1,7 @@
 """What ranks recorded, as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 The format is Chrome's "Trace Event Format": a JSON object with a list of events. A rank is a process, and operations
-that overlap lie on threads of their own, since a viewer nests what overlaps on one thread.
+that overlap are on different threads, since a viewer nests events that overlap on one thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Entry = Mapping[str, Any]
 
 #: Microseconds of a second: the unit of the format.
 _US = 1e6
-#: Fields of an entry that say something of the call; the others are its times.
+#: Fields of an entry that describe the call; the others are its times.
 _ARGUMENTS = ("seq", "key", "shape", "dtype", "bytes", "counts", "root", "reduce", "peer", "tag", "state", "error",
               "site", "function")  # fmt: skip
 
@@ -28,16 +28,16 @@ def named(entry: Entry) -> str:
 
 
 def offsets(dumps: Sequence[Dump]) -> list[float]:
-    """Return what to add to the times of each dump to have them all on one clock, that of the first one's host.
+    """Return the offsets that bring the times of all dumps to the clock of the first one's host.
 
-    Ranks of one host share a monotonic clock, so all of them get the same; between hosts it is as good as their wall
-    clocks are.
+    Ranks of one host share a monotonic clock, so they get the same offset; between hosts the precision is that of their
+    wall clocks.
     """
     ahead: dict[str, list[float]] = {}
     for dump in dumps:
         clock = dump["clock"]
         ahead.setdefault(clock["host"], []).append(clock["wall"] - clock["monotonic"])
-    # The middle one: a wall clock may have been set between two dumps.
+    # The median: a wall clock may have been set between two dumps.
     middle = {host: sorted(found)[len(found) // 2] for host, found in ahead.items()}
     return [middle[dump["clock"]["host"]] - middle[dumps[0]["clock"]["host"]] for dump in dumps]
 

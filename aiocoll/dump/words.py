@@ -1,4 +1,4 @@
-"""A dump in a few lines for people: what is pending, and what came before."""
+"""A dump as a few lines of text: pending operations, and the last ones before."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 __all__ = ["in_words"]
 
-#: Operations that had ended, the last ones: what led to those that are pending.
+#: Number of ended operations that are shown, the last ones.
 _ENDED = 3
-#: Pending operations that are named; of more there is the number.
+#: Pending operations that are named; the rest are counted.
 _PENDING = 20
 
 
 def in_words(dump: Mapping[str, Any]) -> str:
-    """Return lines about what `FlightRecorder.dump` has returned."""
+    """Return the text of a dump of `FlightRecorder.dump`."""
     return "".join(f"{line}\n" for line in _lines(dump))
 
 

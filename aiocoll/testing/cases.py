@@ -6,8 +6,8 @@
         async def test_sum(self):
             self.assertEqual(await self.pg.allreduce(self.rank), 3)
 
-What unittest makes of the class only drives the ranks. Each rank has an instance of its own, and goes through all of
-`setUp`, `asyncSetUp`, the test, `asyncTearDown`, `tearDown` and the cleanups there.
+The instance that unittest makes only drives the ranks. Each rank has its own instance, which runs `setUp`,
+`asyncSetUp`, the test, `asyncTearDown`, `tearDown` and the cleanups.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __unittest = True  # its reports leave out the frames of this module
 
 
 class RanksTestCase(unittest.TestCase):
-    """What both kinds have in common.
+    """Base of both kinds of test case.
 
     Attributes:
         world_size: number of ranks.
@@ -117,7 +117,7 @@ class RanksTestCase(unittest.TestCase):
 
     @contextmanager
     def _driving(self) -> Iterator[None]:
-        """Put what drives the ranks in the place of the test and of what belongs to the ranks."""
+        """Replace the test, its set-up and its cleanups by the function that drives the ranks."""
         name = self._testMethodName
         test = getattr(self, name)
 

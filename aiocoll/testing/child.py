@@ -35,9 +35,9 @@ MAIN = "__mp_main__"
 
 
 class ChildJob(NamedTuple):
-    """What a child has to do: import `module`, or load it from `file`; then unpickle `call` and run it.
+    """The job of a child: import `module`, or load it from `file`; then unpickle `call` and run it.
 
-    If `call` is None, it stands ready for every `RemoteCall` that comes.
+    If `call` is None, it waits for `RemoteCall`s and makes each of them.
     """
 
     module: str
@@ -48,24 +48,24 @@ class ChildJob(NamedTuple):
 
     @classmethod
     def of(cls, source: Any, options: GroupOptions, loop: str) -> ChildJob:
-        """Return the job of standing ready for calls of what is in the module of `source`."""
+        """Return the job of waiting for calls of functions in the module of `source`."""
         module = str(getattr(source, "__module__", "__main__"))
         return cls(module, getattr(sys.modules.get(module), "__file__", None), None, options, loop)
 
 
 class RemoteCall(NamedTuple):
-    """A call that standing ranks make together, in the group with the number `group`: a higher one is a new group."""
+    """A call that all standing ranks make, in the group with the number `group`: a higher number is a new group."""
 
     call: bytes
     group: int
 
 
 def main(channel_fd: int, trace_fd: int) -> None:
-    """Be a rank.
+    """Run as a rank.
 
     Args:
         channel_fd: a connected socket; the first message on it is the `ChildJob`.
-        trace_fd: a file for the last words of the interpreter.
+        trace_fd: a file for the interpreter's traceback if it is killed by a fault.
     """
     os.set_inheritable(channel_fd, False)
     os.set_inheritable(trace_fd, False)
@@ -92,7 +92,7 @@ class _Channel:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Not closed: the end of the process tells the parent that this was all.
+        # Not closed: the end of the process closes it and tells the parent that there are no more messages.
         self._sock.detach()
 
     def send(self, message: Any) -> None:
@@ -142,11 +142,11 @@ class _Rank:
                 try:
                     return await fn(pg, *args)
                 except BaseException:
-                    self.failed = time.monotonic()  # leaving the group takes time, in which others fail
+                    self.failed = time.monotonic()  # before leaving the group, during which other ranks may fail
                     raise
 
     async def _stand(self, options: GroupOptions) -> None:
-        """Make calls until there are no more; the group of one is that of the next as long as all goes well."""
+        """Make calls until there are no more; the next call uses the same group unless a call failed."""
         number = 0
         while (call := await self._calls.get()) is not None:
             if call.group != number:
@@ -179,7 +179,7 @@ class _Rank:
         return "returned", result, not self._pg.pending()
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Answer the parent; when it is gone, so is this process with all it has started."""
+        """Answer the parent; when it is gone, end this process and its children."""
         with suppress(EOFError, OSError):
             while True:
                 message = self._channel.receive()
@@ -212,7 +212,7 @@ class _Rank:
 
 
 def _threads() -> Iterator[str]:
-    """Where the threads are that the test has started."""
+    """Yield the stacks of threads that the test has started."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if thread not in (threading.main_thread(), threading.current_thread()) and thread.ident in frames:
@@ -237,7 +237,7 @@ def _load(job: ChildJob) -> None:
 
 
 async def _end_tasks() -> None:
-    """End the tasks that a test has left, as its loop would have if it were over."""
+    """Cancel the tasks that a test has left, as the end of its loop would."""
     here = asyncio.current_task()
     left = [task for task in asyncio.all_tasks() if task is not here and not task.get_name().startswith("aiocoll")]
     for task in left:
@@ -251,7 +251,7 @@ def _failure(error: BaseException, when: float) -> tuple[Any, ...]:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """Return `error` as a pickle, if it comes back from one, and does not mean to end the process that raises it."""
+    """Return `error` pickled, if it can be unpickled and is not one that ends the process; else None."""
     if isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit | asyncio.CancelledError):
         return None
     try:

@@ -1,9 +1,9 @@
 """The parent's side of a rank's process.
 
-Parent and child talk over a socket pair: pickled messages behind their length. The parent sends the job, then asks
-for a report if time is up; a child answers from a thread, so it can tell where a blocked event loop stands. What the
-interpreter writes when it is killed by a fault (or by the parent's SIGABRT, for a child that does not answer) goes to a
-file that only the two of them know. A child whose parent is gone ends itself and what it has started.
+Parent and child communicate by a socket pair: pickled messages with their length in front. The parent sends the job,
+and asks for a report at the timeout; a child answers from a thread, so it can report where a blocked event loop is. The
+traceback of an interpreter that is killed by a fault (or by the parent's SIGABRT, for a child that does not answer)
+goes to a file that both have open. A child whose parent is gone ends itself and its children.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["GRACE", "Child"]
 
 #: Seconds that ranks get to end once they have been told to, or have closed their channel.
 GRACE = 2.0
-#: Seconds a child has to answer, and then to write its last words.
+#: Seconds a child has to answer, and then to write its traceback.
 ANSWER = 2.0
-#: Between two looks whether a process that has closed its channel has ended: it is about to.
+#: Seconds between two checks whether a process that has closed its channel has ended.
 LOOK = 0.002
 #: What a child runs. It must find this package where its parent has it, so `sys.path` is set before.
 START = "from aiocoll.testing.child import main; main"
@@ -39,9 +39,9 @@ class Child:
 
     def __init__(self, rank: int, world_size: int, environment: dict[str, str]) -> None:
         self.rank = rank
-        #: When its function failed, on the clock that all processes of a machine share; 0 if it died.
+        #: When its function failed, on the monotonic clock that all processes of a machine share; 0 if it died.
         self.failed = 0.0
-        #: Whether its group is as good as new: the last call went well and left nothing pending.
+        #: Whether its group can be used again: the last call succeeded and left nothing pending.
         self.clean = False
         self._name = f"rank {rank} of {world_size}"
         self._answer: asyncio.Future[str] | None = None
@@ -62,11 +62,11 @@ class Child:
             theirs.close()
 
     async def carry_out(self, job: ChildJob) -> Any:
-        """Have the child carry out `job` and end; return the result or raise what was raised."""
+        """Let the child carry out `job` and end; return its result or raise its exception."""
         await self.give(job)
         outcome = await self._next()
         if outcome is not None:
-            await self._next()  # it says no more
+            await self._next()  # no more messages
         code = await self._reap()
         if outcome is None or (code and outcome[0] == "returned"):
             raise self._died(code)
@@ -78,7 +78,7 @@ class Child:
         self.tell(job)
 
     async def call(self, call: RemoteCall) -> Any:
-        """Have a child that stands ready make `call`; return the result or raise what was raised."""
+        """Let a standing child make `call`; return its result or raise its exception."""
         self.tell(call)
         outcome = await self._next()
         if outcome is None:
@@ -86,7 +86,7 @@ class Child:
         return self._unwrapped(outcome)
 
     async def report(self) -> str:
-        """Return where the rank stands; one that does not answer is ended by that."""
+        """Return where the rank is; one that does not answer is aborted."""
         self._answer = asyncio.get_running_loop().create_future()
         self.tell("report")
         await asyncio.wait([self._answer], timeout=ANSWER)
@@ -97,16 +97,16 @@ class Child:
         with suppress(TimeoutError):
             async with asyncio.timeout(ANSWER):
                 await self.ended()
-        return self._last_words() or "  it does not answer, and is not even able to abort: it may be stopped\n"
+        return self._last_words() or "  it does not answer, and cannot even abort: it may be stopped\n"
 
     def kill(self) -> None:
-        """End the process and what it has started, if it is still there."""
+        """Kill the process and its children, if they still exist."""
         if self.process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     async def aclose(self) -> None:
-        """Release what the parent holds, after the end of the process."""
+        """Release the parent's descriptors, after the end of the process."""
         self._trace.close()
         if self._writer is not None:
             self._writer.close()
@@ -121,7 +121,7 @@ class Child:
         self._writer.write(HEADER.pack(len(data)) + data)
 
     async def _next(self) -> tuple[Any, ...] | None:
-        """Return what became of the function, or None if the child has closed its channel; reports go to who asked."""
+        """Return the outcome of the function, or None if the child has closed its channel; deliver reports."""
         assert self._reader is not None
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
@@ -155,7 +155,7 @@ class Child:
         with suppress(TimeoutError):
             async with asyncio.timeout(GRACE):
                 return await self.ended()
-        self.kill()  # it has closed its channel, and lives on
+        self.kill()  # it has closed its channel, and still runs
         return await self.ended()
 
     def _last_words(self) -> str:
@@ -182,7 +182,7 @@ def _loads(data: bytes) -> Any:
 
 
 def _rebuilt(name: str, data: bytes | None, text: str, trace: str) -> BaseException:
-    """Return what a rank raised; in words if it does not survive the journey."""
+    """Return the exception of a rank; its text as a `RuntimeError` if it cannot be unpickled."""
     error: BaseException = RuntimeError(f"{name} raised {text}")
     if data is not None:
         with suppress(Exception):

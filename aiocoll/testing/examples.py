@@ -1,6 +1,6 @@
 """Tests with hypothesis' ``@given``: each example runs on all ranks, with the same drawn values.
 
-As pytest-asyncio does, it is the function inside that is replaced, which hypothesis calls once for each example.
+As in pytest-asyncio, the inner function is replaced, which hypothesis calls once for each example.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def inner_test(test: Any) -> Any:
 def on_all_ranks(
     test: Any, world_size: int, fixtures: set[str], *, processes: bool = False, **how: Any
 ) -> Iterator[None]:
-    """Have every example of `test` run on all ranks, until the end of the block.
+    """Run every example of `test` on all ranks, until the end of the block.
 
     Args:
-        test: what ``@given`` has made.
+        test: the function that ``@given`` has made.
         world_size: number of ranks.
         fixtures: names of the arguments that are no drawn values.
         processes: whether ranks are processes; they stand ready from example to example.
@@ -93,7 +93,7 @@ def _processes(
     standing = Standing(test, world_size, options=options, loop="asyncio")
     try:
         standing.start()
-        # The start of the processes is no part of the first example, whose time hypothesis limits.
+        # The processes start before the first example, whose time hypothesis limits.
         standing.call(pickled(_meet, ()), limit)
 
         async def run(shared: dict[str, Any], drawn: dict[str, Any]) -> None:

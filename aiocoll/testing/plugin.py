@@ -39,7 +39,7 @@ _ARGUMENTS = {"processes", "timeout", "options"}
 
 
 class _OnEachRank:
-    """What `pg` is where there is no rank: in other fixtures."""
+    """The value of `pg` where there is no rank: in other fixtures."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -51,7 +51,7 @@ class _OnEachRank:
         raise AttributeError(f"pg.{name}: the groups are made when the test runs; a fixture cannot use them")
 
 
-@pytest.fixture(scope="session")  # hypothesis refuses what might have to be made anew for each example
+@pytest.fixture(scope="session")  # hypothesis refuses fixtures that may need a new value for each example
 def pg(request: pytest.FixtureRequest) -> Any:
     """The `ProcessGroup` of each rank, in a test marked with ``@pytest.mark.ranks``."""
     if not hasattr(request, "param"):
@@ -100,7 +100,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Put a function that runs the test on all ranks in its place."""
+    """Replace the test by a function that runs it on all ranks."""
     mark = item.get_closest_marker("ranks")
     if mark is None or not isinstance(item, pytest.Function):
         yield
@@ -120,7 +120,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """Show no traceback of what happened in another process, or nowhere: its text is in the error."""
+    """Show no traceback of an error from another process, or without frames of the test: its text is in the error."""
     report = yield
     if call.excinfo is not None and report.failed and begins_nowhere(call.excinfo.value):
         report.longrepr = _error_alone(call.excinfo)
@@ -128,7 +128,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def _error_alone(excinfo: pytest.ExceptionInfo[BaseException]) -> Any:
-    """Return what pytest shows of an exception, less the frames that led to it."""
+    """Return pytest's text of an exception without its frames."""
     shown = excinfo.getrepr(style="long")
     traceback = shown.reprtraceback
     last: Any = traceback.reprentries[-1]

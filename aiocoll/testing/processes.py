@@ -57,7 +57,7 @@ async def run_test_processes(
     timeout: float | timedelta | None = 120.0,
     loop: str = "asyncio",
 ) -> list[R]:
-    """Do as `run_processes`; the module that every rank has to find is that of `source`, which is among `args`."""
+    """Do what `run_processes` does; every rank imports the module of `source`, which is among `args`."""
     check_call(world_size, fn)
     limit = seconds(timeout, "timeout")
     call = pickled(fn, args)

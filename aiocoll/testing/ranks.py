@@ -19,8 +19,8 @@ __all__ = ["check_call", "loop_factory", "run_ranks"]
 
 R = TypeVar("R")
 
-#: Seconds that ranks get to end by themselves when another has failed: its abort releases whoever waits for it, and
-#: what they raise then belongs in the report. Who waits for something else is cancelled afterwards.
+#: Seconds that ranks get to end by themselves when another has failed: its abort releases the ranks that wait for it,
+#: and their errors belong in the report. Ranks that wait for something else are cancelled afterwards.
 GRACE = 1.0
 
 
@@ -65,7 +65,7 @@ async def run_ranks(
 
 
 def check_call(world_size: int, fn: Callable[..., Any]) -> None:
-    """Refuse what no run can start with."""
+    """Check the arguments of a run."""
     if isinstance(world_size, bool) or not isinstance(world_size, int):
         raise TypeError(f"world_size must be an int, not {type(world_size).__name__}")
     if world_size < 1:
@@ -75,7 +75,7 @@ def check_call(world_size: int, fn: Callable[..., Any]) -> None:
 
 
 def loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop]:
-    """Return what makes an event loop of this kind: "asyncio" or "uvloop"."""
+    """Return the factory of an event loop: "asyncio" or "uvloop"."""
     if name == "asyncio":
         return asyncio.new_event_loop
     import uvloop
@@ -121,7 +121,7 @@ class _Run:
             group = new_group(store=self.store, rank=rank, world_size=self.world_size, options=self.options)
             async with group as pg:
                 self.groups[rank] = pg
-                # Watched inside the group too: a failure is noted before its abort lets others fail.
+                # Watched inside the group too: a failure is recorded before its abort makes others fail.
                 with process_group(pg), self._watched(rank):
                     made = self.fn(pg, *self.args)
                     if not inspect.isawaitable(made):
@@ -135,8 +135,8 @@ class _Run:
         except asyncio.CancelledError as error:
             if self.stopping:
                 raise
-            # `asyncio.wait` takes a task that was cancelled for one that went well.
-            failure = RuntimeError(f"fn was cancelled on rank {rank}, by nobody but itself")
+            # `asyncio.wait` does not report the cancellation of a task.
+            failure = RuntimeError(f"fn was cancelled on rank {rank}, by itself")
             self.failures.setdefault(rank, failure)
             raise failure from error
         except BaseException as error:
@@ -150,7 +150,7 @@ class _Run:
         await asyncio.wait(self.tasks)
         for task in self.tasks:
             if not task.cancelled():
-                task.exception()  # it has been seen: no word of it in the log
+                task.exception()  # retrieved, so that it is not logged
 
     def _late(self) -> list[int]:
         return [rank for rank, task in enumerate(self.tasks) if not task.done()]

@@ -1,4 +1,4 @@
-"""What a run that went wrong tells: who failed first, where everybody stands."""
+"""The report of a failed run: which rank failed first, where each rank is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiocoll.group.process_group import ProcessGroup
 __all__ = ["begins_nowhere", "blocked", "listed", "pending", "raised", "stack", "trimmed", "verdict"]
 
 _HERE = str(Path(__file__).parent)
-#: Where a call passes on its way to the test: nothing of it helps the one who reads a traceback.
+#: Modules whose frames lead to the test: they do not help the reader of a traceback.
 _ON_THE_WAY = (_HERE, str(Path(asyncio.__file__).parent), "uvloop")
 
 
@@ -43,7 +43,7 @@ def _frames(task: asyncio.Task[Any]) -> Iterator[tuple[FrameType, int]]:
 
 
 def blocked(frame: FrameType) -> str:
-    """Return the stack of a thread that runs `frame`, from where this package has called others."""
+    """Return the stack of a thread that runs `frame`, without the frames of this package that lead to it."""
     frames: list[tuple[FrameType, int]] = []
     for called, line in traceback.walk_stack(frame):
         if called.f_code.co_filename.startswith(_HERE):
@@ -58,12 +58,12 @@ def raised(error: BaseException) -> str:
 
 
 def trimmed(error: BaseException) -> BaseException:
-    """Return `error` with a traceback that begins in the test; what led there is left out."""
+    """Return `error` with a traceback that begins in the test."""
     return error.with_traceback(_from_the_test(error))
 
 
 def begins_nowhere(error: BaseException) -> bool:
-    """Whether `error` comes out of this package with no traceback of a test: see `trimmed`."""
+    """Whether `error` has no frame of a test in its traceback: see `trimmed`."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -86,14 +86,14 @@ def pending(pg: ProcessGroup | None) -> str:
 
 
 def verdict(failures: Mapping[int, BaseException], world_size: int, cut_off: list[int]) -> BaseException:
-    """Return the first failure, with notes that name its rank, the failures of others and who did not end.
+    """Return the first failure, with notes that name its rank, the failures of others and the ranks that did not end.
 
-    A skip is the verdict only if no rank failed otherwise: it must not hide a failure.
+    A skip is only returned if no rank failed otherwise: it must not hide a failure.
 
     Args:
         failures: by rank, the first one first.
         world_size: number of ranks.
-        cut_off: ranks that went on when they had been released, so that nobody knows what would have become of them.
+        cut_off: ranks that continued after they had been released, and were stopped, so their outcome is unknown.
     """
     first, error = next(iter(failures.items()))
     if _is_skip(error):
@@ -107,7 +107,7 @@ def verdict(failures: Mapping[int, BaseException], world_size: int, cut_off: lis
             what = "skipped the test" if _is_skip(other) else "failed too"
             error.add_note(f"rank {rank} of {world_size} {what}: {type(other).__name__}: {other}")
     if cut_off:
-        error.add_note(f"{listed(cut_off)} of {world_size} went on, and had to be stopped")
+        error.add_note(f"{listed(cut_off)} of {world_size} continued, and had to be stopped")
     return error
 
 
@@ -117,7 +117,7 @@ def _follows(error: BaseException) -> bool:
 
 
 def _is_skip(error: BaseException) -> bool:
-    pytest = sys.modules.get("pytest")  # who has not imported it cannot have raised its skip
+    pytest = sys.modules.get("pytest")  # a skip of pytest can only be raised if it is imported
     return isinstance(error, unittest.SkipTest) or (pytest is not None and isinstance(error, pytest.skip.Exception))
 
 

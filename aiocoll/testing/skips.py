@@ -4,8 +4,8 @@
     @skip_if_world_smaller_than(2)
     async def test_ring(pg): ...
 
-They belong directly on the ``async def`` test, below what makes the ranks, or on a test case class. Who makes ranks
-asks them first; a test that came to run without that asks on each rank.
+They belong directly on the ``async def`` test, below the decorator that makes the ranks, or on a test case class. That
+decorator checks them first; a test that runs without it checks them on each rank.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def requires_module(*names: str) -> Callable[[T], T]:
 
 
 def skip_early(world_size: int, *holders: object) -> None:
-    """Raise `unittest.SkipTest` if a decorator on one of `holders` says that there is no use in making ranks."""
+    """Raise `unittest.SkipTest` if a decorator on one of `holders` says that the test cannot run."""
     for holder in holders:
         for check in getattr(holder, _CHECKS, ()):
             if reason := check(world_size):
@@ -96,13 +96,15 @@ def _requirement(check: Check) -> Callable[[T], T]:
 
 def _checked(test: Callable[..., Any]) -> Callable[..., Any]:
     if getattr(test, _CHECKS, None):
-        return test  # it asks them all already
+        return test  # it checks them all already
 
     @functools.wraps(test)
     async def ask_first(*args: Any, **kwargs: Any) -> Any:
         group = current_process_group()
         if group is None:
-            raise RuntimeError(f"{test.__qualname__} was called on no rank: put its skips below what makes the ranks")
+            raise RuntimeError(
+                f"{test.__qualname__} was not called on a rank: put its skips below the decorator that makes the ranks"
+            )
         skip_early(group.size(), ask_first)
         return await test(*args, **kwargs)
 

@@ -19,7 +19,7 @@ from aiocoll.testing.skips import skip_early
 
 __all__ = ["spawn_ranks"]
 
-#: Marks the function that `spawn_ranks` returns; what it decorates is one step further in.
+#: Marks the function that `spawn_ranks` returns; the decorated one is its `__wrapped__`.
 _SPAWNS = "__aiocoll_spawns__"
 
 
@@ -98,5 +98,5 @@ async def _in_process(pg: ProcessGroup, where: tuple[str, str], arguments: dict[
 
 
 def _portable(value: Any) -> Any:
-    """Return what makes the same test case on a rank: it holds on to its runner, which stays here."""
+    """Return a picklable recipe of a test case, which itself refers to its runner."""
     return functools.partial(type(value), value._testMethodName) if isinstance(value, unittest.TestCase) else value

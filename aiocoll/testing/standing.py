@@ -1,4 +1,4 @@
-"""Ranks that stand ready from call to call, for whoever has no loop of its own that lasts as long."""
+"""Ranks that are kept from call to call, with their own loop for callers without one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Standing"]
 
 
 class Standing:
-    """The processes of all ranks, and the loop on which they are asked.
+    """The processes of all ranks, and the loop that calls them.
 
     Args:
         source: a function or class of the module that each rank must be able to import by its name.
@@ -34,7 +34,7 @@ class Standing:
         self._runner.run(self._start())
 
     def call(self, call: bytes, limit: float) -> None:
-        """Have all ranks make a call, new ones if the last call has cost some."""
+        """Make a call on all ranks; ranks that were lost in the last call are replaced."""
         self._runner.run(self._call(call, limit))
 
     def close(self) -> None:

@@ -179,7 +179,7 @@ def test_the_first_of_several_differences_counts(
     assert "diverged first: REDUCE (sequence 2)\n    Collectives differ in the following:" in said
     assert f"following: {'counts, shape' if field == 'shape' else field}" in said
     assert "    ranks 0, 2 called REDUCE(shape=[4]" in said
-    assert "    and so did 2 later ones\n" in said
+    assert "    and 2 later collectives diverged too\n" in said
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -254,17 +254,17 @@ def good(**changes: Any) -> dict[str, Any]:
     ("content", "words"),
     [
         (None, "cannot be read: No such file or directory"),
-        (b"", "is no JSON, or not all of it"),
-        (json.dumps(good()).encode()[:-3], "is no JSON, or not all of it"),
-        (b"\xff\xfe\xfd", "is no JSON, or not all of it"),
-        (b"[1, 2]", "is no dump of pg.recorder"),
-        (b'{"a": 1}', "is no dump of pg.recorder"),
+        (b"", "is not JSON, or incomplete"),
+        (json.dumps(good()).encode()[:-3], "is not JSON, or incomplete"),
+        (b"\xff\xfe\xfd", "is not JSON, or incomplete"),
+        (b"[1, 2]", "is not a dump of pg.recorder"),
+        (b'{"a": 1}', "is not a dump of pg.recorder"),
         (b'{"traceEvents": []}', "is a trace for Perfetto; give the dumps it was made of"),
         (good(version=2), "has version 2 of the format, and this aiocoll reads version 1"),
-        (good(rank=2), "is damaged: rank: it is none of the group's"),
+        (good(rank=2), "is damaged: rank: it is not a rank of the group's"),
         (good(rank=True), "is damaged: rank: True is not a number"),
         (good(clock={}), "is damaged: clock: host is missing"),
-        (good(entries=[1]), "is damaged: entries: there is one that is no map"),
+        (good(entries=[1]), "is damaged: entries: one is not a map"),
         (good(entries=[{"kind": "collective"}]), "is damaged: rank is missing"),
         ({key: value for key, value in good().items() if key != "cause"}, "is damaged: cause is missing"),
     ],

@@ -161,16 +161,16 @@ WRONG: list[tuple[bytes, str]] = [
     *(
         (msgpack.packb(message), said)
         for message, said in [
-            (None, "no command"),
-            ("set", "no command"),
-            ([], "no command"),
-            ([["set"], "a", b""], "no command"),
-            ([b"set", "a", b""], "no command"),
-            ([1], "no command"),
+            (None, "not a command"),
+            ("set", "not a command"),
+            ([], "not a command"),
+            ([["set"], "a", b""], "not a command"),
+            ([b"set", "a", b""], "not a command"),
+            ([1], "not a command"),
             (["format", "a"], "record format: not a command of this version of aiocoll"),
             (["get", "a"], "record get: not a command of this version"),
-            (["queue_pop", "a"], "record queue_pop: nothing"),
-            (["cancel"], "record cancel: nothing"),
+            (["queue_pop", "a"], "record queue_pop: not a command"),
+            (["cancel"], "record cancel: not a command"),
             (["set"], "record set: no store command 'set' with 0 arguments"),
             (["set", "a", "text"], "record set: value must be bytes, got str"),
             (["set", None, b""], "record set: key must be str, got NoneType"),
@@ -181,7 +181,7 @@ WRONG: list[tuple[bytes, str]] = [
             (["multi_set", ["a"], []], "record multi_set: multi_set got 1 keys and 0 values"),
             (["multi_set", "a", b""], "record multi_set: keys must be a list, got str"),
             (["multi_set", [["a"]], [b""]], "record multi_set: key must be str, got list"),
-            (["leave", 1], "record leave: nothing"),
+            (["leave", 1], "record leave: not a command"),
         ]
     ),
 ]

@@ -357,7 +357,7 @@ async def test_another_server_is_not_taken_for_a_store(reply, hang_up):
             await TCPStore(LOCAL, port, timeout=0.01).open()
 
 
-@pytest.mark.parametrize(("hang_up", "reason"), [(False, "is silent"), (True, "hangs up")])
+@pytest.mark.parametrize(("hang_up", "reason"), [(False, "does not answer"), (True, "closes the connection")])
 async def test_a_silent_server_is_not_taken_for_a_store(hang_up, reason):
     async with impostor(b"", hang_up=hang_up) as port:
         with pytest.raises(

@@ -84,7 +84,7 @@ def test_continuous_ranks_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = words(result.errors)
     assert errors.keys() == {"test_2_same_group", "test_6_death"}
     assert "KeyError: 'lost'" in errors["test_2_same_group"]
-    assert "ranks 0 and 2 of 3 went on, and had to be stopped" in errors["test_2_same_group"]
+    assert "ranks 0 and 2 of 3 continued, and had to be stopped" in errors["test_2_same_group"]
     assert "rank 2 of 3 was killed by SIGKILL" in errors["test_6_death"]
 
 

@@ -110,7 +110,7 @@ async def test_a_timeout_tells_where_every_rank_stands(monkeypatch: pytest.Monke
     assert "in hang" in spins
     assert "Fatal Python error: Aborted" in holds
     assert "in hang" in holds
-    assert stopped == "  it does not answer, and is not even able to abort: it may be stopped\n"
+    assert stopped == "  it does not answer, and cannot even abort: it may be stopped\n"
 
 
 async def all_hang(file: Path) -> None:

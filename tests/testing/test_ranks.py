@@ -124,7 +124,7 @@ def test_who_waits_for_something_else_is_cancelled() -> None:
     assert cancelled == [1, 2]
     assert caught.value.__notes__ == [
         "rank 0 of 3 failed first",
-        "ranks 1 and 2 of 3 went on, and had to be stopped",
+        "ranks 1 and 2 of 3 continued, and had to be stopped",
     ]
 
 
@@ -163,7 +163,7 @@ async def test_a_rank_that_cancels_itself_has_failed() -> None:
             raise asyncio.CancelledError
         await pg.barrier()
 
-    with pytest.raises(RuntimeError, match="fn was cancelled on rank 1, by nobody but itself"):
+    with pytest.raises(RuntimeError, match="fn was cancelled on rank 1, by itself"):
         await run_ranks(2, cancel)
 
 

@@ -115,13 +115,13 @@ def bruck(rank: int, world_size: int, count: int) -> Program:
 
 
 def barrier(rank: int, world_size: int) -> Program:
-    """Hear, in round k, from rank-2^k what it heard in the rounds before."""
+    """In round k, receive the signal of rank-2^k, which includes all that it received in earlier rounds."""
     build = Builder(0)
-    heard: Deps = ()
+    received: Deps = ()
     distance = 1
     while distance < world_size:
-        build.signal((rank + distance) % world_size, after=heard)
-        heard += build.await_signal((rank - distance) % world_size)
+        build.signal((rank + distance) % world_size, after=received)
+        received += build.await_signal((rank - distance) % world_size)
         distance *= 2
     return build.program("dissemination")
 

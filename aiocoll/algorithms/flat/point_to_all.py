@@ -1,4 +1,4 @@
-"""Direct: every message goes straight from where the data is to where it is wanted, in one step.
+"""Direct: every message goes straight from the rank that has the data to the one that needs it, in one step.
 
 The least latency there is, and the most traffic through one link. Right for small messages, few ranks, and for
 gather and scatter, where no relay could save the root anything.
@@ -121,7 +121,7 @@ def gather(rank: int, world_size: int, root: int, counts: Sequence[int]) -> Prog
     build = Builder(world_size + 1)
     mine = Region(world_size, 0, counts[rank])
     if rank != root:
-        # A root that does not know how much comes has to hear of nothing, too.
+        # A root that does not know the counts must be told of empty blocks, too.
         if not build.send(root, mine):
             build.signal(root)
         return build.program("linear")

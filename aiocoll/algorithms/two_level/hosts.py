@@ -32,7 +32,7 @@ class Hosts:
     Attributes:
         host: host number of each rank.
         teams: ranks of each host, ascending.
-        place: place of each rank in its team.
+        place: index of each rank in its team.
         leaders: lowest rank of each host.
         lanes: size of the largest team.
     """
@@ -82,7 +82,7 @@ def embed(
         build: of the larger program.
         program: of the smaller group.
         peers: rank in the larger group of each rank of the smaller one.
-        buffers: where each of the user's buffers of `program` lies.
+        buffers: the region of each of the user's buffers of `program`.
         after: actions to be complete before the first ones of `program`.
         follow: actions that the first sends of `program` follow; each as long as they are.
         final: keep the op's last touch; else the results are partial. No such program may fold.
@@ -101,7 +101,7 @@ def embed(
         return tuple(new for index in indices for new in written[index])
 
     for action in program.actions:
-        if action.region.count == 0:  # of a barrier: what is said is that all of `after` is over, whoever was heard
+        if action.region.count == 0:  # of a barrier: it signals that all of `after` is complete
             said = action.verb is Verb.SEND
             peer = peers[action.peer]
             written.append(build.signal(peer, after + those(action.after)) if said else build.await_signal(peer))

@@ -1,4 +1,4 @@
-"""Leaders: between hosts, one rank of each speaks for its team; for small messages.
+"""Leaders: between hosts, only one rank of each team communicates; for small messages.
 
 Inside a host data goes up to the leader, and results come down from it, along the trees of `tree`; the leaders run the
 algorithm that has the fewest steps among themselves. As many steps as without levels, but only one of them between
@@ -116,7 +116,7 @@ def allgather(rank: int, hosts: Hosts, counts: Sequence[int]) -> Program:
 
 
 def barrier(rank: int, hosts: Hosts) -> Program:
-    """Report to the leader; the leaders hear of each other and release their teams."""
+    """Report to the leader; the leaders synchronise and release their teams."""
     build = Builder(0)
     host = hosts.host[rank]
     first, *others = hosts.teams[host]
@@ -124,17 +124,17 @@ def barrier(rank: int, hosts: Hosts) -> Program:
         build.signal(first)
         build.await_signal(first)
         return build.program("leaders")
-    heard: Deps = ()
+    received: Deps = ()
     for peer in others:
-        heard += build.await_signal(peer)
-    heard += embed(build, circulant.barrier(host, len(hosts.teams)), hosts.leaders, [], after=heard)
+        received += build.await_signal(peer)
+    received += embed(build, circulant.barrier(host, len(hosts.teams)), hosts.leaders, [], after=received)
     for peer in others:
-        build.signal(peer, after=heard)
+        build.signal(peer, after=received)
     return build.program("leaders")
 
 
 def _heads(hosts: Hosts, root: int) -> list[int]:
-    """Return who speaks for each host: the root for its own."""
+    """Return the leader of each host: the root for its own."""
     return [root if root in team else team[0] for team in hosts.teams]
 
 

@@ -208,7 +208,7 @@ def predict(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int], machin
     steps, sent = cost(algorithm, kind, nbytes, hosts)
     load = Load(steps, 0, 0, sent, sent, nbytes if spec_of(kind).reduces else 0)
     if kind == "reduce":
-        # What a rank sends is little beside what passes to it, in whole tensors or piece by piece.
+        # What a rank sends is little compared to what it receives, in whole tensors or piece by piece.
         passed = nbytes if algorithm == "leaders" else min(nbytes, PIECE)
         return seconds_of(load, machine) + max(steps - 1, 0) * passed * machine.beta
     return in_a_row(load, machine) if algorithm == "lines" else seconds_of(load, machine)
