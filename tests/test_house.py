@@ -26,7 +26,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: The layers, lowest first: a module may import rows above its own in this list, and its own folder. A folder stands
 #: for all that is in it.
 LAYERS: list[set[str]] = [
-    {"errors", "log", "numerals", "environment"},
+    {"errors", "log", "numerals", "environment", "typing"},
     {"runtime", "unretrieved"},
     {"threads", "loading"},
     {"elements", "codec"},

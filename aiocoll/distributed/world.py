@@ -79,10 +79,15 @@ def found() -> ProcessGroup | None:
     if pg is None:
         loop = asyncio._get_running_loop()
         pg = None if loop is None else _first.get(loop)
-    # A group of somebody else's backend may not say that it is closed.
-    while pg is not None and getattr(pg, "_closed", False):
+    while pg is not None and _is_closed(pg, otherwise=False):
         pg = _heirs.get(pg)
     return pg
+
+
+def _is_closed(pg: ProcessGroup | None, *, otherwise: bool) -> bool:
+    """Whether this rank has closed a group; `otherwise` if it does not say, as one of another backend may not."""
+    closed: bool = getattr(getattr(pg, "_dispatcher", None), "closed", otherwise)
+    return closed
 
 
 def default_group() -> ProcessGroup:
@@ -197,7 +202,7 @@ async def init_process_group(
     for loop in [loop for loop in _first if loop.is_closed()]:
         del _first[loop]
     loop = asyncio.get_running_loop()
-    if getattr(_first.get(loop), "_closed", True):
+    if _is_closed(_first.get(loop), otherwise=True):
         _first[loop] = pg
 
 

@@ -61,10 +61,13 @@ class FlightRecorder:
             self._revoked()
 
     def dump(self) -> dict[str, Any]:
-        """Return all there is as plain data, which JSON can hold; takes some milliseconds.
+        """Return all there is as plain data, which JSON can hold.
 
-        See ``docs/recorder.md`` for the fields. Times are seconds on the clock of the group; ``clock`` tells what that
-        and the wall clock show now.
+        Returns:
+            A dict; for its fields see ``docs/recorder.md``. Times are seconds on the clock of the group; ``clock``
+            tells what that and the wall clock show now.
+
+        Cost: some milliseconds.
         """
         member = self._member
         endpoint = member.endpoint
@@ -90,17 +93,39 @@ class FlightRecorder:
         }
 
     def dump_json(self, path: str | os.PathLike[str]) -> None:
-        """Write `dump` to the file `path`, for ``aiocoll trace``; OSError if that fails."""
+        """Write `dump` to a file, for ``aiocoll trace``.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            OSError: it cannot be written.
+
+        Cost: some milliseconds, and a write.
+        """
         write_json(path, self.dump())
 
     def dump_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write a trace for Perfetto or chrome://tracing to the file `path`; OSError if that fails."""
+        """Write a trace for Perfetto or chrome://tracing to a file.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            OSError: it cannot be written.
+
+        Cost: some milliseconds, and a write.
+        """
         write_json(path, chrome_trace([self.dump()]))
 
     # -- dumping by itself
 
     def signalled(self) -> str:
-        """SIGUSR2 has come: write the file, or tell it in words where there is no directory for one."""
+        """Answer SIGUSR2: write the file, or tell it in words where there is no directory for one.
+
+        Returns:
+            The words; "" where there is a file.
+        """
         if self._pid != os.getpid():
             return ""  # a forked child has no part in the group
         if self._directory is None:
@@ -156,7 +181,7 @@ class FlightRecorder:
         )
 
     async def settle(self) -> None:
-        """The group is closed: wait for the file, and hear of no signal any more."""
+        """Wait for the file, and answer no signal any more: the group is closed."""
         dump_signal.unlisten(self)
         if self._writer is not None and self._written is not None:
             await asyncio.wait([self._written], timeout=PATIENCE)

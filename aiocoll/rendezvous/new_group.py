@@ -41,16 +41,22 @@ class new_group:
         store: a store that all ranks share.
         rank: this rank; from ``RANK`` with ``env://``.
         world_size: number of ranks; from ``WORLD_SIZE`` with ``env://``.
-        timeout: seconds the ranks have to meet, and that an operation may take by default.
+        timeout: seconds the ranks have to meet, and that an operation may take by default; inf waits for ever.
         device: a kind of device that the backend serves, or None.
         name: name of the group, the same on all ranks; by default numbered in the order of the calls.
         join: become a rank of a group that is there, whose ranks call `ProcessGroup.grow`; it gives the rank.
         options: see `GroupOptions`.
 
+    Returns:
+        What is awaited or entered, and gives the `ProcessGroup`.
+
     Raises:
         ValueError, TypeError: an argument or a variable is missing or wrong.
         RendezvousError: the ranks did not meet; names those that are missing.
         AuthenticationError: another process is not of this job, or addresses off this host are used without a key.
+
+    Cost: the first group of a job: a few round trips to the store, and two processes connect when they first need it.
+        Later groups of the same ranks share connections.
     """
 
     def __init__(
