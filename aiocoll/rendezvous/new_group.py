@@ -41,7 +41,7 @@ class new_group:
         store: a store that all ranks share.
         rank: this rank; from ``RANK`` with ``env://``.
         world_size: number of ranks; from ``WORLD_SIZE`` with ``env://``.
-        timeout: seconds the ranks have to meet, and that an operation may take by default; inf waits for ever.
+        timeout: seconds the ranks have to meet, and that an operation may take by default.
         device: a kind of device that the backend serves, or None.
         name: name of the group, the same on all ranks; by default numbered in the order of the calls.
         join: become a rank of a group that is there, whose ranks call `ProcessGroup.grow`; it gives the rank.
@@ -55,8 +55,8 @@ class new_group:
         RendezvousError: the ranks did not meet; names those that are missing.
         AuthenticationError: another process is not of this job, or addresses off this host are used without a key.
 
-    Cost: the first group of a job: a few round trips to the store, and two processes connect when they first need it.
-        Later groups of the same ranks share connections.
+    Cost: for the first group of a job a few round trips to the store and one connection per rank; two ranks connect
+        when they first need it. Later groups of the same ranks share connections.
     """
 
     def __init__(
