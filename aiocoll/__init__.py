@@ -1,10 +1,21 @@
-"""Collectives you can await: the ranks of an asyncio program exchange and reduce arrays.
+"""Collectives you can await: the ranks of a program exchange and reduce arrays with `await pg.allreduce(x)`.
 
-    async with aiocoll.new_group() as pg:  # meets the other ranks
-        x = np.full(3, pg.rank() + 1.0)
-        await pg.allreduce(x)  # x is the sum over all ranks, on every rank
+    import asyncio
+    import numpy as np
+    import aiocoll
 
-``aiocoll run -n 4 program.py`` starts four ranks of a program that does so, and so does torchrun.
+
+    async def main():
+        async with aiocoll.new_group() as pg:  # meets the other ranks
+            x = np.full(3, pg.rank() + 1.0)
+            work = pg.allreduce(x)  # starts at the call
+            names = await pg.allgather_object(f"rank {pg.rank()}")
+            print(await work, names)  # x itself, now the sum
+
+
+    asyncio.run(main())
+
+``aiocoll run -n 2 hello.py`` starts two ranks of it, and so does torchrun.
 
     new_group             form a group with the other ranks; `GroupOptions` says how it communicates
     ProcessGroup          its calls: allreduce, broadcast, allgather, send, recv, allgather_object, shrink, ...
@@ -16,7 +27,8 @@
     errors                every exception; all of them are here, too
     register_backend      groups of another kind: `Backend`, `BackendConfig`
 
-Modules beside: `aiocoll.distributed` has the names of torch.distributed, `aiocoll.testing` runs ranks in tests.
+Modules beside: `aiocoll.distributed` has the names of torch.distributed, `aiocoll.testing` runs ranks in tests,
+`aiocoll.typing` has the types of what calls take.
 """
 
 # The layers are in docs/architecture.md: a module imports only from layers below its own, or from its own folder.

@@ -136,6 +136,13 @@ class GroupOptions:
 
         The key is the exception: `job_key` reads it from the environment, because that changes the environment.
 
+        Args:
+            explicit: what the program gives, or None.
+            environ: the environment, as `os.environ`.
+
+        Returns:
+            New options.
+
         Raises:
             ValueError: a variable is unknown or has an unusable value; names variable, value and what is allowed.
             BackendUnavailableError: a variable asks for something that is not there.

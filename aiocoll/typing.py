@@ -1,10 +1,13 @@
 """What calls take as arrays, for type checkers; nothing here is needed at run time.
 
-    async def mean(pg: aiocoll.ProcessGroup, x: A) -> A:  # A = TypeVar("A", bound=aiocoll.typing.Array)
-        return await pg.allreduce(x, ReduceOp.AVG)
+    A = TypeVar("A", bound=aiocoll.typing.Array)
 
-An array is anything with writable memory that one of four protocols shows: NumPy and CuPy arrays, torch tensors, JAX
-arrays, `bytearray`, `memoryview`, `array.array`. A type checker refuses `str` and `bytes`, which nobody can write to.
+
+    async def mean(pg: aiocoll.ProcessGroup, x: A) -> A:
+        return await pg.allreduce(x, aiocoll.ReduceOp.AVG)
+
+An `Array` shows its memory by one of four protocols: NumPy and CuPy arrays, torch tensors, JAX arrays, `bytearray`,
+`memoryview`, `array.array` and others. A type checker refuses `str` and `bytes`, which cannot be written to.
 """
 
 from __future__ import annotations
@@ -49,13 +52,10 @@ class SupportsCudaArrayInterface(Protocol):
 
 
 class SupportsDLPack(Protocol):
-    """DLPack."""
+    """DLPack; at run time ``__dlpack_device__`` has to be there, too, which JAX's types do not have."""
 
     def __dlpack__(self) -> Any:
         """Show the memory."""
-
-    def __dlpack_device__(self) -> tuple[Any, int]:
-        """Return the kind and the number of the device."""
 
 
 class Sparse(Protocol):

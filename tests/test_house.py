@@ -6,9 +6,11 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import io
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -45,6 +47,7 @@ LAYERS: list[set[str]] = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
+#: Lines of code.
 MAX_FILE = 400
 MAX_FUNCTION = 70
 
@@ -186,9 +189,25 @@ def test_no_module_waits_for_itself() -> None:
     TopologicalSorter({name: imports(name, types=False) - {name} for name in MODULES}).prepare()
 
 
+def code_lines(name: str) -> int:
+    """Count the lines of a module without blank ones, comments and docstrings: these may say all there is to say."""
+    text = MODULES[name].read_text()
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    told: set[int] = set()
+    for node in ast.walk(tree(name)):
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            told |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    no_code = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in no_code:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - told)
+
+
 def test_files_and_functions_stay_small() -> None:
-    for name, path in MODULES.items():
-        assert len(path.read_text().splitlines()) <= MAX_FILE, name
+    for name in MODULES:
+        assert code_lines(name) <= MAX_FILE, name
         for function in functions(name):
             body = function.body[1:] if ast.get_docstring(function) is not None else function.body
             lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0  # type: ignore[operator]

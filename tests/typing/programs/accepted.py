@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import array
 import asyncio
-from typing import TypeVar
+from typing import TypeVar, reveal_type
+
+import cupy
+import jax
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 import aiocoll
 import aiocoll.distributed as dist
-import cupy
-import numpy as np
-import torch
 from aiocoll import ProcessGroup, Recv, ReduceOp, Send, Work
 from aiocoll.testing import run_processes, run_ranks, run_virtual
 from aiocoll.typing import Array
-from numpy.typing import NDArray
 
 Doubles = NDArray[np.float64]
 A = TypeVar("A", bound=Array)
@@ -24,15 +26,19 @@ class Config:
     """An object of the user's."""
 
 
-async def arrays(pg: ProcessGroup, x: Doubles, y: Doubles, t: torch.Tensor, c: cupy.ndarray) -> None:
-    reveal_type(pg.allreduce(x))  # Work[ndarray[tuple[Any, ...], dtype[float64]]]
-    reveal_type(await pg.allreduce(x))  # ndarray[tuple[Any, ...], dtype[float64]]
-    reveal_type(await pg.allreduce(np.zeros(3)))  # ndarray[tuple[int], dtype[float64]]
+async def all_kinds(pg: ProcessGroup, t: torch.Tensor, c: cupy.ndarray, j: jax.Array) -> None:
     reveal_type(await pg.allreduce(t, ReduceOp.MAX, timeout=3.0))  # Tensor
     reveal_type(await pg.allreduce(c))  # ndarray
+    reveal_type(await pg.allreduce(j))  # Array
     reveal_type(await pg.allreduce(bytearray(8)))  # bytearray
     reveal_type(await pg.allreduce(memoryview(bytearray(8))))  # memoryview[int]
     reveal_type(await pg.allreduce(array.array("d", [1.0])))  # array[float]
+
+
+async def arrays(pg: ProcessGroup, x: Doubles, y: Doubles, t: torch.Tensor) -> None:
+    reveal_type(pg.allreduce(x))  # Work[ndarray[tuple[Any, ...], dtype[float64]]]
+    reveal_type(await pg.allreduce(x))  # ndarray[tuple[Any, ...], dtype[float64]]
+    reveal_type(await pg.allreduce(np.zeros(3)))  # ndarray[tuple[int], dtype[float64]]
     reveal_type(await pg.reduce(x, 0))  # ndarray[tuple[Any, ...], dtype[float64]]
     reveal_type(await pg.broadcast(t, root=0))  # Tensor
     reveal_type(await pg.scan(x))  # ndarray[tuple[Any, ...], dtype[float64]]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 import aiocoll
 import aiocoll.distributed as dist
-import numpy as np
 from aiocoll import ProcessGroup, Recv, Send
 from aiocoll.testing import run_ranks
-from numpy.typing import NDArray
 
 
 async def no_arrays(pg: ProcessGroup, x: NDArray[np.float64]) -> None:

@@ -1,4 +1,4 @@
-"""The part of torch's types by which a tensor is an array: torch itself need not be installed, and takes long to read."""
+"""The part of torch's types by which a tensor is an array: torch need not be installed, and takes long to read."""
 
 from typing import Any
 
