@@ -45,7 +45,7 @@ class PostedReceive(Receive):
         content: where it goes, and what it must be.
     """
 
-    __slots__ = ("_read", "_receives", "_steps", "arrival", "code", "peer", "tag")
+    __slots__ = ("_read", "_receives", "_steps", "arrival", "code", "peer", "tag", "view")
 
     def __init__(self, receives: Receives, peer: int | None, tag: int, content: Content, work: Work[Any]) -> None:
         code, view, self._read = content

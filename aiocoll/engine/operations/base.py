@@ -186,6 +186,16 @@ class Operation:
         """Say what a message waits for; None of a collective, of which the ranks are asked."""
         return None if self.peer is None else f"rank {self.peer} has not taken all of it"
 
+    def algorithm(self) -> str | None:
+        """Return the name of what carries it out; None where there is only one way, or that is not known yet."""
+        return None
+
+    def carriers(self) -> str:
+        """Return what carries its bytes, as far as there are links: "shm", "tcp", or several with "+" between."""
+        channels = self.comm.channels
+        used = channels if self.peer is None else [channels[self.peer]]
+        return "+".join(sorted({channel.link.carrier for channel in used if channel.link is not None}))
+
     def hangs_here(self) -> bool:
         """Whether it waits for nothing but a device of this rank."""
         return False

@@ -29,19 +29,15 @@ class ChildWork(Work[Any]):
     __slots__ = ("_report",)
 
     def __init__(self, parent: Work[Any], report: Ended) -> None:
-        # Not by `Work`: the place of the call is the parent's.
-        self.op, self.seq, self.key, self.group = parent.op, parent.seq, parent.key, None
-        self._progress = parent._progress
-        self._code, self._instruction = parent._code, parent._instruction
-        self._shape, self._timeout, self._value = parent._shape, parent._timeout, parent._value
-        self._done = False
-        self._result = self._exception = self._unwrap = self._withdraw = None
-        self._source = self._waiters = self._callbacks = self._unseen = None
+        self._be_part_of(parent)
         self._report = report
 
     def _finish(self, result: Any, exception: BaseException | None = None) -> None:
-        self._done = True
+        super()._finish(result, exception)
         self._report(result, exception)
+
+    def _failed(self, error: BaseException) -> None:
+        """The parent tells."""
 
 
 class Children:
@@ -51,11 +47,13 @@ class Children:
         parent: it calls `fail` when it fails.
     """
 
-    __slots__ = ("_parent", "_running")
+    __slots__ = ("_parent", "_running", "algorithm")
 
     def __init__(self, parent: Operation) -> None:
         self._parent = parent
         self._running: dict[Operation, None] = {}
+        #: What carries out the child that was started last.
+        self.algorithm: str | None = None
 
     def start(self, name: str, make: Make, ended: Ended, *, reported: bool = False) -> None:
         """Start a child.
@@ -76,6 +74,7 @@ class Children:
 
         child = make(KEYED | hash62(name), ChildWork(parent.work, report))
         child.parent = parent
+        self.algorithm = child.algorithm()
         speaker, silent = (child, parent) if reported else (parent, child)
         speaker.warned = parent.warned
         silent.warned, silent.reported = True, inf

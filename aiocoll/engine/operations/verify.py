@@ -71,6 +71,10 @@ class Compared(Post):
         self._outcome = result, error
         self._settle()
 
+    def algorithm(self) -> str | None:
+        """Return what carries out the operation proper, once it has started."""
+        return self._children.algorithm
+
     def awaited(self) -> list[int]:
         """Return the ranks from which something has not arrived."""
         return self._children.awaited() if self._children else sorted(self._missing)
