@@ -182,6 +182,13 @@ def test_the_engine_imports_no_concrete_transport() -> None:
     only(unfinished.IMPORT_A_TRANSPORT, found, "modules of the engine that import a concrete transport")
 
 
+def test_the_engine_knows_no_transport() -> None:
+    """But what every transport is: a concrete one is in a folder, or is `memory`."""
+    engine = {i for name in MODULES if folder(name) == "engine" for i in imports(name) if folder(i) == "transport"}
+    assert engine
+    assert not {i for i in engine if i.count(".") > 1 or i == "transport.memory"}
+
+
 def test_no_module_waits_for_itself() -> None:
     TopologicalSorter({name: imports(name, types=False) - {name} for name in MODULES}).prepare()
 

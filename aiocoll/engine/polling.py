@@ -48,8 +48,8 @@ class Polling:
     Attributes:
         links: what to poll.
         lookers: operations that look into shared memory whenever there is time.
-        boards: of the peers on this host.
-        readers: operations that look when something was posted to a board.
+        slot_readers: of the peers on this host.
+        readers: operations that look when something was posted to a slot.
     """
 
     def __init__(self, context: Context, groups: Mapping[int, Group], spin: float, crowded: bool) -> None:
@@ -57,7 +57,7 @@ class Polling:
         self.lookers: dict[Looker, None] = {}
         self.slot_readers: tuple[SlotReader, ...] = ()
         self.readers: dict[Looker, None] = {}
-        # Readers that have yet to look after news of the boards, the next one last; and whether there is newer news.
+        # Readers that have yet to look after something was posted, the next one last; and whether more was since.
         self._scan: list[Looker] = []
         self._news = False
         self._runtime = context.runtime
@@ -125,7 +125,7 @@ class Polling:
         """Let operations look into shared memory, for about `BUDGET` seconds; whether anything moved, or is left."""
         moved = self._look_on() if self.lookers else False
         if self.readers:
-            # All boards are asked, or the news of one would come twice.
+            # All are asked, or the news of one would come twice.
             for slot_reader in self.slot_readers:
                 if slot_reader.has_news():
                     self._news = True

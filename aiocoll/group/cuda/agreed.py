@@ -15,7 +15,7 @@ carries out the same plan there, and outputs are copied back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -28,14 +28,12 @@ from aiocoll.engine.operations.signature import Signature
 from aiocoll.engine.operations.verify import Compared
 from aiocoll.errors import GroupError
 from aiocoll.gpu.api import DeviceError
+from aiocoll.gpu.launcher import Launched
+from aiocoll.group.cuda.device_state import DeviceState
 from aiocoll.group.cuda.enqueued import Enqueued
 from aiocoll.group.cuda.native import STAGED, Native, Tools, carry_out, way_of
 from aiocoll.group.cuda.staged import Staged, put_back
 from aiocoll.work import Work
-
-if TYPE_CHECKING:
-    from aiocoll.gpu.launcher import Launched
-    from aiocoll.group.cuda.device_state import DeviceState
 
 __all__ = ["Agreed", "DeviceCall", "is_empty"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,13 +21,11 @@ from aiocoll.engine.matching.posted import PostedReceive
 from aiocoll.engine.operations.base import Announced, Operation
 from aiocoll.errors import GroupClosedError, PeerLostError
 from aiocoll.gpu.api import DeviceError
+from aiocoll.gpu.launcher import Launched
 from aiocoll.group.cuda.device_state import DeviceState
 from aiocoll.group.cuda.enqueued import Enqueued
 from aiocoll.group.cuda.staged import Staged
 from aiocoll.work import Work
-
-if TYPE_CHECKING:
-    from aiocoll.gpu.launcher import Launched
 
 __all__ = ["DeviceContent", "DeviceRecv", "DeviceSend"]
 

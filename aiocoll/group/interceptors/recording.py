@@ -259,8 +259,9 @@ def _in_flush(call: Call, layout: Layout, limit: float) -> Make:
     """Make the operation of a bucket: the flush is what the ranks talk about."""
 
     def make(identity: int, work: Work[Any]) -> Operation:
-        if call.op != MonitoredBarrier.OP:  # only that one knows better than the flush why it expires
-            work._timeout = limit
+        work._shape, work._value = call.shape, call.result
+        # Of a monitored barrier its own: only that one knows better than the flush why it expires.
+        work._timeout = call.timeout if call.op == MonitoredBarrier.OP else limit
         operation = call.make(identity, work)
         operation.terms, operation.fingerprint = layout.terms, layout.fingerprint
         return operation
