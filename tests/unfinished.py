@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 #: Modules in a cycle of imports.
-STILL_IN_A_CYCLE: frozenset[str] = frozenset(
-    {
-        "group.cuda.agreed",
-        "group.cuda.device_state",
-        "group.cuda.messages",
-        "group.cuda.native_messages",
-    }
-)
+STILL_IN_A_CYCLE: frozenset[str] = frozenset()
 
 #: Folders that import each other.
 FOLDERS_IN_A_CYCLE: frozenset[str] = frozenset(
