@@ -32,7 +32,7 @@ from aiocoll.engine.channels import Channels
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.consensus.agreements import Agreements
 from aiocoll.engine.consensus.voter import Outcome, Voter
-from aiocoll.engine.control.messages import Note
+from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.groups import Group
@@ -148,10 +148,10 @@ class _Unanimous(Agreements):
 class _Silent(ControlPlane):
     """A control plane without links: all it would say is lost."""
 
-    def tell(self, rank: int, note: Note) -> None:
+    def tell(self, rank: int, message: ControlMessage) -> None:
         pass
 
-    def flood(self, note: Note, ranks: Sequence[int]) -> None:
+    def flood(self, message: ControlMessage, ranks: Sequence[int]) -> None:
         pass
 
 

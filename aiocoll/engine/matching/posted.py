@@ -15,7 +15,7 @@ from aiocoll.engine.operations.signature import P2P, description
 from aiocoll.errors import CollectiveTimeoutError, SerializationError
 from aiocoll.work import Work
 
-__all__ = ["PostedReceive"]
+__all__ = ["PostedReceive", "Receives"]
 
 
 class Receives(Protocol):
