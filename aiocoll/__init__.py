@@ -25,6 +25,7 @@
     process_group         make a group the current one of a context; `current_process_group` returns it
     Store                 where ranks meet: `TCPStore`, `FileStore`, `HashStore`, `PrefixStore`
     errors                every exception; all of them are here, too
+    hooks                 functions of your own, called when operations start and end: `hooks.add_hook`
     register_backend      groups of another kind: `Backend`, `BackendConfig`
 
 Modules beside: `aiocoll.distributed` has the names of torch.distributed, `aiocoll.testing` runs ranks in tests,
@@ -33,7 +34,7 @@ Modules beside: `aiocoll.distributed` has the names of torch.distributed, `aioco
 
 # The layers are in docs/architecture.md: a module imports only from layers below its own, or from its own folder.
 
-from aiocoll import errors
+from aiocoll import errors, hooks
 from aiocoll.backends import Backend, BackendConfig, register_backend
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.errors import *  # noqa: F403 - errors.__all__ is the list of them
@@ -61,6 +62,7 @@ __all__ = [
     "TCPStore",
     "Work",
     "current_process_group",
+    "hooks",
     "new_group",
     "process_group",
     "register_backend",

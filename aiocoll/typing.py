@@ -12,7 +12,7 @@ An `Array` shows its memory by one of four protocols: NumPy and CuPy arrays, tor
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias, Union
+from typing import Any, Protocol, TypeAlias
 
 __all__ = [
     "Array",
@@ -66,6 +66,6 @@ class Sparse(Protocol):
 
 
 #: A dense array.
-Array: TypeAlias = Union[SupportsArrayInterface, SupportsBuffer, SupportsDLPack, SupportsCudaArrayInterface]  # noqa: UP007
+Array: TypeAlias = SupportsArrayInterface | SupportsBuffer | SupportsDLPack | SupportsCudaArrayInterface
 #: What reductions take besides arrays, and then return; NumPy's scalars are arrays to type checkers.
-Number: TypeAlias = Union[int, float, complex]  # noqa: UP007
+Number: TypeAlias = int | float | complex

@@ -125,6 +125,16 @@ class Work(Generic[T_co]):
         self._code = code
         self._instruction = frame.f_lasti
 
+    def _be_part_of(self, whole: Work[Any]) -> None:
+        """Set what the work of a part has, in place of `__init__`: where the user called is known of the whole."""
+        self.op, self.seq, self.key, self.group = whole.op, whole.seq, whole.key, None
+        self._progress = whole._progress
+        self._code, self._instruction = whole._code, whole._instruction
+        self._shape, self._timeout, self._value = whole._shape, whole._timeout, whole._value
+        self._done = False
+        self._result = self._exception = self._unwrap = self._withdraw = None
+        self._source = self._waiters = self._callbacks = self._unseen = None
+
     def __repr__(self) -> str:
         state = "pending" if not self._done else "done" if self._exception is None else "failed"
         number = "" if self.seq is None else f" seq={self.seq}"

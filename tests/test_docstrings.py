@@ -17,11 +17,11 @@ from aiocoll.group.flight_recorder import FlightRecorder
 SECTIONS = ("Attributes", "Args", "Returns", "Raises", "Cost", "Source")
 
 #: Calls of a group that send nothing, so that they cost next to nothing, and how long they take is for others to say.
-FREE = {"abort", "aclose", "backend_for", "drain", "pending", "rank", "shutdown", "size", "time_estimator",
+FREE = {"abort", "add_hook", "aclose", "backend_for", "drain", "pending", "rank", "shutdown", "size", "time_estimator",
         "wait_revoked"}  # fmt: skip
 #: Calls that cannot fail.
 SAFE = {"pending", "rank", "size", "add_done_callback", "done", "dump", "get_future", "is_completed", "is_success",
-        "settle", "signalled", "process_group", "current_process_group"}  # fmt: skip
+        "signalled", "process_group", "current_process_group"}  # fmt: skip
 
 
 def calls() -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -5,15 +5,15 @@ A group has its channels by rank: all at once in a small group, each when it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Protocol
 
-from aiocoll.engine.channel import Channel
-from aiocoll.engine.context import Context
-from aiocoll.engine.control.messages import Note
+from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.engine.failure.failure_detector import FailureDetector
 from aiocoll.engine.failure.roster import Roster
 from aiocoll.engine.groups import Groups
+from aiocoll.engine.job.context import Context
+from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.polling import Polling
 from aiocoll.errors import AiocollError
 from aiocoll.security.handshake import ConnKind
@@ -62,6 +62,7 @@ class Channels:
         self._context = context
         self._groups = groups
         self.keep_frame = groups.keep_frame
+        self.over: Container[int] = roster.over
         self._roster = roster
         self._failure_detector = failure_detector
         self._polling = polling
@@ -91,16 +92,18 @@ class Channels:
         """Return the data links that are open."""
         return [channel.link for channel in self._channels.values() if channel.link is not None]
 
-    def say(self, note: Note) -> None:
+    def say(self, message: ControlMessage) -> None:
         """Send a control message behind all data on each link."""
         for channel in self._channels.values():
-            channel.say(note)
+            channel.say(message)
 
     # -- opening
 
     def dial(self, channel: Channel) -> None:
-        """Open the link of `channel`."""
-        self._context.spawn(self._dial(channel), f"aiocoll dial {channel.peer}")
+        """Open the link of `channel`, unless that is under way."""
+        if not channel.dialling:
+            channel.dialling = True
+            self._context.spawn(self._dial(channel), f"aiocoll dial {channel.peer}")
 
     async def _dial(self, channel: Channel) -> None:
         try:
@@ -125,10 +128,6 @@ class Channels:
         self._count_links()
 
     # -- ending
-
-    def is_over(self, rank: int) -> bool:
-        """Whether a rank has ended or is lost."""
-        return rank in self._roster.over
 
     def lost(self, peer: int, error: Exception | None, link: Link) -> None:
         """The data link to `peer` is gone, or what it sent cannot be taken."""

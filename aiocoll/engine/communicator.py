@@ -9,20 +9,22 @@ from typing import Any
 
 from aiocoll.algorithms.machine import Tuning
 from aiocoll.algorithms.two_level.hosts import host_numbers
-from aiocoll.engine.channel import Channel
 from aiocoll.engine.control.causes import cause_of, failure_by
-from aiocoll.engine.control.messages import Note
-from aiocoll.engine.control.unmade_groups import Kept, keep_note
+from aiocoll.engine.control.device_inbox import DeviceInbox
+from aiocoll.engine.control.unmade_groups import Kept
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
-from aiocoll.engine.failure.losses import left, lost, torn
+from aiocoll.engine.failure.failures import crashed, left, lost, raised, torn
 from aiocoll.engine.failure.mismatch import MismatchReports
+from aiocoll.engine.failure.sender import Sender
 from aiocoll.engine.failure.stall_inspector import StallInspector
-from aiocoll.engine.ids import hash62
+from aiocoll.engine.job.ids import hash62
+from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.matching.matching import Matching
-from aiocoll.engine.operation_log import ENDED, ERROR, HISTORY, OperationLog, Record
-from aiocoll.engine.operations.base import KEYED, P2P, Operation
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.differences import called, mismatch
+from aiocoll.engine.operations.operation_log import ENDED, ENTERED, ERROR, HISTORY, OperationLog, Record
+from aiocoll.engine.operations.signature import KEYED, P2P
 from aiocoll.engine.split_history import Split
 from aiocoll.errors import (
     CollectiveTimeoutError,
@@ -30,6 +32,7 @@ from aiocoll.errors import (
     GroupRevokedError,
     ProtocolError,
 )
+from aiocoll.hooks import Hooks, OperationInfo
 from aiocoll.log import logger
 from aiocoll.transport.frame import FrameKind, Header
 from aiocoll.transport.shared_memory import SMALL_PER_CHUNK
@@ -96,26 +99,35 @@ class Communicator:
         self.entered = 0
         self.recorder = OperationLog()
         self.cause: GroupError | None = None
+        #: It has failed, or a hook is called: calls look closer.
+        self.barred = False
+        self.hooks = Hooks(name, self.rank)
         #: Collectives that the revocation has failed, by number, or key and count; all others this rank entered were
         #: complete by then. By their works, since a collective may have several operations, one after another.
         self.unfinished: frozenset[int | tuple[str, int]] = frozenset()
         #: Collectives that have failed without revoking the group, since the ranks' calls differed; named alike.
         self.refused: set[int | tuple[str, int]] = set()
-        #: How this group was split off, from the first group on; and this rank's calls that split it.
-        self.lineage: tuple[Split, ...] = ()
+        #: This rank's calls that split this group.
         self.splits: list[Split] = []
         self.on_revoked: list[Callable[[], None]] = []
         #: Called with each rank that leaves.
         self.on_departed: list[Callable[[int], None]] = []
-        #: Hears a note about CUDA devices, and whose it is; until something here does, those that have come are kept.
-        self.heard_on_device: Callable[[int, Note], None] = self._keep_device_note
-        self._device_notes: list[tuple[int, Note]] = []
         self.left: set[int] = set()
         #: How often the group has grown.
         self.growths = 0
+        #: What ranks say of their CUDA devices.
+        self.devices = DeviceInbox(self.ranks, self.position, endpoint.attempt)
         self.matching = Matching(self)
-        self.mismatches = MismatchReports(self)
-        self.stalls = StallInspector(self, self.recorder, self.mismatches, endpoint.runtime, endpoint.failure_detector)
+        #: Sends what is about operations.
+        self.sender = Sender(identity, self.ranks, self.channels, endpoint.control, endpoint.direct)
+        self.mismatches = MismatchReports(self, self.sender)
+        self.stalls = StallInspector(
+            self, self.recorder, self.mismatches, self.sender, endpoint.runtime, endpoint.failure_detector
+        )
+        self.runtime = endpoint.runtime
+        self.scratch = endpoint.scratch
+        self.polling = endpoint.polling
+        self.registered_memory = endpoint.registered_memory
         self.stamp = endpoint.runtime.stamp
         self._collectives = self.recorder.collectives
         self._messages = self.recorder.messages
@@ -124,10 +136,6 @@ class Communicator:
         # Keyed operations and parts that have ended, and the call each was; of ordered ones the number tells.
         self._ended: dict[int, int] = {}
         self._counts: dict[str, int] = {}
-
-    def split_off(self, parent: Communicator, split: Split) -> None:
-        """Remember where this group has come from."""
-        self.lineage = (*parent.lineage, split)
 
     # -- entering
 
@@ -173,6 +181,8 @@ class Communicator:
         if self.left:
             # Later: what they sent before they left may be all that is needed.
             self.call_soon(self._missed, operation)
+        if self.hooks.active and operation.parent is None:
+            self._call_hooks(self.hooks.start, operation, None)
         try:
             operation.enter()
         except Exception as error:
@@ -198,6 +208,42 @@ class Communicator:
                 if len(self._ended) >= HISTORY:
                     del self._ended[next(iter(self._ended))]
                 self._ended[identity] = operation.entry[0]
+        if self.hooks.started:
+            self._call_hooks(self.hooks.end, operation, error)
+
+    def _call_hooks(
+        self,
+        call: Callable[[Operation, Callable[[], OperationInfo]], None],
+        operation: Operation,
+        error: BaseException | None,
+    ) -> None:
+        """Tell hooks of an operation; they may not call this group meanwhile."""
+        self.barred = True
+        try:
+            call(operation, lambda: self._info(operation, error))
+        finally:
+            self.barred = self.cause is not None
+
+    def _info(self, operation: Operation, error: BaseException | None) -> OperationInfo:
+        terms, work, ended = operation.terms, operation.work, operation.entry[ENDED]
+        return OperationInfo(
+            self.name,
+            self.rank,
+            work.op,
+            "message" if operation.id & P2P == P2P else "collective",
+            work.key,
+            work.seq,
+            terms.nbytes(work._shape),
+            terms.dtype,
+            None if ended is None else ended - operation.entry[ENTERED],
+            operation.algorithm(),
+            operation.carriers(),
+            error,
+        )
+
+    def forget(self, op: int) -> None:
+        """Let the id of an operation that has ended be another one's."""
+        self._ended.pop(op, None)
 
     def record(self, op: int) -> Record | None:
         """Return what is remembered of a collective: of a part of one, the whole."""
@@ -249,20 +295,6 @@ class Communicator:
         self._early.setdefault(op, []).append((channel, header, b"" if payload is None else bytes(payload)))
         return False
 
-    def hear_device_notes(self, hear: Callable[[int, Note], None]) -> None:
-        """Let `hear` take notes about CUDA devices, those that have come first."""
-        self.heard_on_device = hear
-        notes, self._device_notes = self._device_notes, []
-        for peer, note in notes:
-            self.endpoint.attempt(self.ranks[peer], hear, peer, note)
-
-    def hear_on_device(self, rank: int, note: Note) -> None:
-        """Take a note about CUDA devices of a rank, numbered as in the job."""
-        self.heard_on_device(self.position[rank], note)
-
-    def _keep_device_note(self, peer: int, note: Note) -> None:
-        keep_note(self._device_notes, peer, note)
-
     def _drop_early(self) -> None:
         """Give its senders back the part of their windows that nobody will ask for any more."""
         early, self._early = self._early, {}
@@ -275,22 +307,6 @@ class Communicator:
         for channel in self.channels:
             if channel.shared is not None:
                 channel.shared.purge(self.id)
-
-    # -- telling other ranks of operations
-
-    def tell(self, rank: int, message: dict[str, Any]) -> None:
-        """Send a message about an operation, on a link between this rank and `rank`."""
-        if self.lineage:
-            message = {**message, "split": self.lineage}
-        self.endpoint.direct.tell(self.ranks[rank], {**message, "g": self.id})
-
-    def say(self, rank: int, message: dict[str, Any]) -> None:
-        """Send a message on the data link to `rank`, if there is one: it depends on nobody else."""
-        message = {**message, "g": self.id}
-        if self.channels[rank].link is not None:
-            self.channels[rank].say(message)
-        else:
-            self.endpoint.control.tell(self.ranks[rank], message)
 
     def stands(self) -> bool:
         """Whether the group has neither failed nor been left."""
@@ -314,6 +330,7 @@ class Communicator:
         if self.cause is not None:
             return
         self.cause = cause
+        self.barred = True
         works = [operation.work for operation in self.pending if not operation.id & P2P]
         failed = {work.seq if work.key is None else (work.key, work.seq) for work in works if work.seq is not None}
         self.unfinished = frozenset(failed | self.refused)
@@ -383,29 +400,13 @@ class Communicator:
             )
         )
 
-    def broke(self, operation: Operation, error: Exception) -> None:
-        """The function of a custom op has raised `error`."""
-        name = operation.work.key or operation.work.seq
-        cause = GroupError(
-            f"{operation.work.op} (sequence {name!r}) of group {self.name!r} failed on rank {self.rank}: "
-            f"its reduce function raised {type(error).__name__}: {error}",
-            op=operation.work.op,
-            seq=name,
-            group=self.name,
-            ranks=[self.rank],
-        )
-        cause.__cause__ = error
-        self.revoke(cause)
+    def broke(self, operation: Operation, error: BaseException, what: str = "") -> None:
+        """What this rank has to calculate for `operation` has raised `error`."""
+        self.revoke(raised(self.name, self.rank, operation.work, error, what))
 
     def crashed(self, error: Exception) -> None:
         """Code of the library has raised what it should not, while it ran for this group."""
-        cause = GroupError(
-            f"group {self.name!r} failed on rank {self.rank}, where the library raised {type(error).__name__}: {error}",
-            group=self.name,
-            ranks=[self.rank],
-        )
-        cause.__cause__ = error
-        self.revoke(cause)
+        self.revoke(crashed(self.name, self.rank, error))
 
     def attempt(self, callback: Callable[..., object], *args: Any) -> None:
         """Call something that runs for this group: what it raises ends the group, here and everywhere."""
@@ -414,13 +415,18 @@ class Communicator:
         except Exception as error:
             self.crashed(error)
 
+    def divert(self, operation: Operation) -> None:
+        """The memory of `operation` is the caller's again."""
+        for channel in self.channels:
+            channel.drop(operation)
+
     def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
         """Make an `attempt` in the next turn of the loop."""
-        self.endpoint.runtime.call_soon(self.attempt, callback, *args)
+        self.runtime.call_soon(self.attempt, callback, *args)
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> TimerHandle:
         """Make an `attempt` in `delay` seconds."""
-        return self.endpoint.runtime.call_later(delay, self.attempt, callback, *args)
+        return self.runtime.call_later(delay, self.attempt, callback, *args)
 
     def disagreement(self, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         """Two ranks called operations that do not belong together."""

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from aiocoll.engine.channels import Channels
 from aiocoll.engine.consensus.agreements import Agreements
-from aiocoll.engine.consensus.voter import Parts
-from aiocoll.engine.context import Context
+from aiocoll.engine.consensus.parts import Parts
 from aiocoll.engine.control.causes import cause_of, error_from
-from aiocoll.engine.control.messages import PROTOCOL, Facts, Note
+from aiocoll.engine.control.messages import PROTOCOL, ControlMessage, Facts
 from aiocoll.engine.control.peer_links import PeerLinks
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.failure.deadlines import Deadlines
@@ -18,8 +17,8 @@ from aiocoll.engine.failure.failure_detector import FailureDetector
 from aiocoll.engine.failure.refusal import LINGER, Ignored, Refusals
 from aiocoll.engine.failure.roster import Roster
 from aiocoll.engine.groups import Group, Groups
-from aiocoll.engine.ids import hash62
-from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.job.context import Context
+from aiocoll.engine.job.ids import hash62
 from aiocoll.engine.operations.scratch import Scratch
 from aiocoll.engine.polling import Polling
 from aiocoll.engine.receiver import Receiver
@@ -111,8 +110,8 @@ class Endpoint:
         early = self.registry.early.take(group.id)
         if early.cause is not None:
             group.revoke(error_from(early.cause), tell=False)
-        for rank, note in early.notes:
-            self.attempt(rank, group.hear_on_device, rank, note)
+        for rank, message in early.messages:
+            self.attempt(rank, group.devices.heard, rank, message)
         for rank in early.departed:
             self.attempt(rank, group.departed, rank)
         for channel, header, payload in early.frames:
@@ -128,36 +127,31 @@ class Endpoint:
         """Say goodbye to the ranks of `group`."""
         # Between the others, the goodbye may overtake the revocation: it brings the cause along.
         cause = None if group.cause is None else cause_of(group.cause)
-        note = {"t": "bye", "g": group.id, "cause": cause}
+        message = {"t": "bye", "g": group.id, "cause": cause}
         linked = set()
         for channel in group.channels:
             if channel.link is not None:
                 # That is where to wait for the goodbye: it comes behind all data.
-                channel.say(note)
+                channel.say(message)
                 linked.add(channel.peer)
         if cause is None:
             # Later: if this was the last group, the rank ends, and a thousand ranks that end together say that once.
-            self.runtime.call_soon(self._say_bye, note, group.ranks, linked)
+            self.runtime.call_soon(self._say_bye, message, group.ranks, linked)
         else:
-            self._say_bye(note, group.ranks, linked)
+            self._say_bye(message, group.ranks, linked)
         self.groups.pop(group.id, None)
         self.registry.early.end(group.id)
         group.close()
 
-    def _say_bye(self, note: Note, ranks: Sequence[int], linked: set[int]) -> None:
+    def _say_bye(self, message: ControlMessage, ranks: Sequence[int], linked: set[int]) -> None:
         if not self._closing:
             for rank in ranks:
                 if rank != self.rank:
-                    self.control.tell(rank, {**note, "linked": rank in linked})
+                    self.control.tell(rank, {**message, "linked": rank in linked})
 
     hash62 = staticmethod(hash62)
 
     # -- links
-
-    def divert(self, operation: Operation) -> None:
-        """The memory of `operation` is the caller's again."""
-        for channel in operation.comm.channels:
-            channel.drop(operation)
 
     def accept(self, link: Link) -> None:
         """Use a link that a peer has opened; not one of a peer that was refused."""

@@ -5,36 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from aiocoll.engine import channel, polling, split_history
-from aiocoll.engine.channel import Channel
-from aiocoll.engine.consensus import voter
-from aiocoll.engine.context import Context
+from aiocoll.engine import polling, split_history
+from aiocoll.engine.consensus import parts
 from aiocoll.engine.control.causes import error_from
-from aiocoll.engine.control.messages import DEVICE, Note
+from aiocoll.engine.control.device_inbox import DeviceInbox
+from aiocoll.engine.control.messages import DEVICE, ControlMessage
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.control.unmade_groups import Early
 from aiocoll.engine.failure import deadlines, roster
+from aiocoll.engine.job.context import Context
+from aiocoll.engine.links import channel
+from aiocoll.engine.links.channel import Channel
 from aiocoll.transport.frame import Header
 
 __all__ = ["Group", "Groups"]
 
 
-class Group(channel.Group, deadlines.Group, polling.Group, roster.Group, split_history.Group, voter.Group, Protocol):
+class Group(channel.Group, deadlines.Group, polling.Group, roster.Group, split_history.Group, parts.Group, Protocol):
     """A group, as the endpoint knows it: all that its parts need, and what else it is told.
 
     Attributes:
         id: the group on the wire.
         channels: by rank.
+        devices: takes what ranks say of their CUDA devices.
     """
 
     id: int
     channels: list[Channel]
+    devices: DeviceInbox
 
     def departed(self, rank: int) -> None:
         """A rank of the group (numbered as in the job) has left in order."""
-
-    def hear_on_device(self, rank: int, note: Note) -> None:
-        """Take a note about CUDA devices of a rank, numbered as in the job."""
 
     def close(self) -> None:
         """Leave: nothing arrives any more."""
@@ -96,18 +97,18 @@ class Groups:
         else:
             self.early.keep_cause(identity, rank, cause)
 
-    def heard(self, peer: int, note: Note) -> None:
-        """Hand a note about a device or an operation to its group."""
-        identity = note["g"]
+    def heard(self, peer: int, message: ControlMessage) -> None:
+        """Hand a message about a device or an operation to its group."""
+        identity = message["g"]
         group = self.made.get(identity)
-        if group is not None and note["t"] == DEVICE:
-            group.hear_on_device(peer, note)
+        if group is not None and message["t"] == DEVICE:
+            group.devices.heard(peer, message)
         elif group is not None:
-            group.stalls.heard(group.position[peer], note)
-        elif note["t"] == DEVICE:
-            self.early.keep_note(identity, peer, note)
+            group.stalls.heard(group.position[peer], message)
+        elif message["t"] == DEVICE:
+            self.early.keep_message(identity, peer, message)
         else:
-            last = split_history.stranger(self.made, self.early, self._control, peer, note)
-            if last is not None and note["t"] == "query":
-                answer = {"t": "absent", "g": identity, "op": note["op"], "last": last, "age": None, "asked": True}
+            last = split_history.stranger(self.made, self.early, self._control, peer, message)
+            if last is not None and message["t"] == "query":
+                answer = {"t": "absent", "g": identity, "op": message["op"], "last": last, "age": None, "asked": True}
                 self._control.tell(peer, answer)

@@ -10,7 +10,8 @@ import os
 from collections.abc import Mapping, Sized
 from typing import Any, Protocol
 
-from aiocoll.engine.context import Context
+from aiocoll.engine.job.context import Context
+from aiocoll.engine.operations.group import Looker
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import Link
 from aiocoll.transport.shared_memory import SlotReader
@@ -35,17 +36,6 @@ class Group(Protocol):
         """Code of the library has raised what it should not, while it ran for this group."""
 
 
-class Looker(Protocol):
-    """An operation that no frame tells of what its peers have put into shared memory."""
-
-    @property
-    def comm(self) -> Group:
-        """The group it is in flight in."""
-
-    def look(self) -> bool:
-        """Do what has become possible; whether anything moved."""
-
-
 class Polling:
     """The polling of one endpoint.
 
@@ -58,8 +48,8 @@ class Polling:
     Attributes:
         links: what to poll.
         lookers: operations that look into shared memory whenever there is time.
-        boards: of the peers on this host.
-        readers: operations that look when something was posted to a board.
+        slot_readers: of the peers on this host.
+        readers: operations that look when something was posted to a slot.
     """
 
     def __init__(self, context: Context, groups: Mapping[int, Group], spin: float, crowded: bool) -> None:
@@ -67,7 +57,7 @@ class Polling:
         self.lookers: dict[Looker, None] = {}
         self.slot_readers: tuple[SlotReader, ...] = ()
         self.readers: dict[Looker, None] = {}
-        # Readers that have yet to look after news of the boards, the next one last; and whether there is newer news.
+        # Readers that have yet to look after something was posted, the next one last; and whether more was since.
         self._scan: list[Looker] = []
         self._news = False
         self._runtime = context.runtime
@@ -135,7 +125,7 @@ class Polling:
         """Let operations look into shared memory, for about `BUDGET` seconds; whether anything moved, or is left."""
         moved = self._look_on() if self.lookers else False
         if self.readers:
-            # All boards are asked, or the news of one would come twice.
+            # All are asked, or the news of one would come twice.
             for slot_reader in self.slot_readers:
                 if slot_reader.has_news():
                     self._news = True

@@ -1,6 +1,6 @@
 """`ProcessGroup.recorder`: what this rank did last in the group, to look at and to write to files.
 
-It costs some 50 to 100 ns per call and is always on; see `aiocoll.engine.operation_log` for what is kept.
+It costs some 50 to 100 ns per call and is always on; see `aiocoll.engine.operations.operation_log` for what is kept.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import socket
 import threading
 from collections.abc import Iterable
-from math import prod
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -20,11 +19,10 @@ from aiocoll.dump import signals as dump_signal
 from aiocoll.dump.files import FORMAT, KEYS, VERSION, file_name, write_json
 from aiocoll.dump.timeline import chrome_trace
 from aiocoll.dump.words import in_words
-from aiocoll.elements.dtypes import by_name
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.control.causes import cause_of
-from aiocoll.engine.operation_log import Record
-from aiocoll.engine.operations.base import P2P
+from aiocoll.engine.operations.operation_log import Record
+from aiocoll.engine.operations.signature import P2P
 from aiocoll.log import logger
 from aiocoll.unretrieved import line_of
 
@@ -180,7 +178,7 @@ class FlightRecorder:
             extra=member.log_extra,
         )
 
-    async def settle(self) -> None:
+    async def _settle(self) -> None:
         """Wait for the file, and answer no signal any more: the group is closed."""
         dump_signal.unlisten(self)
         if self._writer is not None and self._written is not None:
@@ -217,7 +215,7 @@ def _entry(member: Communicator, record: Record, places: Places) -> dict[str, An
         "kind": "message" if message else "collective",
         "peer": record.peer,
         "tag": (record.op ^ P2P) >> TAG if message else None,
-        "bytes": _nbytes(record),
+        "bytes": record.terms.nbytes(record.shape),
         "entered": record.entered,
         "started": started,
         "finished": record.ended,
@@ -227,15 +225,3 @@ def _entry(member: Communicator, record: Record, places: Places) -> dict[str, An
         "site": site,
         "function": record.code.co_qualname,
     }
-
-
-def _nbytes(record: Record) -> int | None:
-    """Return the bytes of the caller's main array; None where only the other end knows."""
-    terms = record.terms
-    if terms.dtype is None:
-        return 0
-    try:
-        itemsize = by_name(terms.dtype).itemsize
-    except TypeError:
-        return None
-    return itemsize * (prod(record.shape) if record.shape else sum(terms.counts))

@@ -146,5 +146,5 @@ class Lifetime:
             if d.device_state is not None:
                 await d.device_state.release()
             await self._origin.release()
-            await self._recorder.settle()
+            await self._recorder._settle()
             d.failures.tell()

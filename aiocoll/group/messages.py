@@ -14,8 +14,8 @@ from aiocoll.elements.dtypes import array_dtype, by_code
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.fusion.deferred_work import DeferredWork
 from aiocoll.engine.matching.inbound import TAG_LIMIT, InboundMessage
-from aiocoll.engine.matching.matching import PostedReceive
 from aiocoll.engine.matching.outbound import OBJECT, Content, OutboundMessage
+from aiocoll.engine.matching.posted import PostedReceive
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Make
 from aiocoll.group.dispatch.call import Call
@@ -118,7 +118,7 @@ class Messages:
         limit = self._limit(tag, timeout)
 
         def make(_: int, work: Work[Any]) -> PostedReceive:
-            return PostedReceive(d.comm, src, tag, Content(OBJECT, None, self._objects.load), work)
+            return PostedReceive(d.comm.matching, src, tag, Content(OBJECT, None, self._objects.load), work)
 
         return d.begin(Call("RECV_OBJECT", make, limit, ends=("src", src, tag)))
 
@@ -164,20 +164,20 @@ class Messages:
         assert content.data is not None
         nbytes = content.data.nbytes
         _check_length(nbytes, "tensor")
-        limit, comm = self._limit(tag, timeout), self._dispatcher.comm
+        limit, matching = self._limit(tag, timeout), self._dispatcher.comm.matching
 
         def make(_: int, work: Work[Any]) -> OutboundMessage:
-            return OutboundMessage(comm, dst, tag, content, work)
+            return OutboundMessage(matching, dst, tag, content, work)
 
         return self._dispatcher.begin(Call(op, make, limit, result=result, nbytes=nbytes, ends=("dst", dst, tag)))
 
     def _recv(self, buffer: Buffer, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
         limit, d = self._limit(tag, timeout), self._dispatcher
         array: Any = buffer.array
-        code, comm, arrays = buffer.dtype.code, d.comm, None
+        code, matching, arrays = buffer.dtype.code, d.comm.matching, None
 
         def posted(_: int, work: Work[Any]) -> PostedReceive:
-            return PostedReceive(comm, src, tag, content, work)
+            return PostedReceive(matching, src, tag, content, work)
 
         make: Make = posted
         if type(array) is _ndarray:

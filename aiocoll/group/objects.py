@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aiocoll.codec import dumps, reading
-from aiocoll.engine.operations.base import Signature
 from aiocoll.engine.operations.incremental import Steps, at_once
 from aiocoll.engine.operations.object_exchange import ObjectExchange, Parcels
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.work import Work
@@ -98,13 +98,12 @@ class Objects:
         def make(identity: int, work: Work[Any]) -> ObjectExchange:
             return ObjectExchange(comm, identity, terms, parcels, work)
 
-        def alone() -> Any:
-            own, sent = self.dump(mine), parcels.outgoing
-            return at_once(parcels.unpack({rank: memoryview(sent.get(rank, own)) for rank in range(self._size)}))
-
         nbytes = sum(map(len, parcels.outgoing.values()))
-        limit = self._dispatcher.limit(timeout)
-        return self._dispatcher.begin(Call(op, make, limit, terms, key, nbytes=nbytes, alone=alone))
+        limit, result = self._dispatcher.limit(timeout), None
+        if self._dispatcher.dry:
+            own, sent = self.dump(mine), parcels.outgoing
+            result = at_once(parcels.unpack({rank: memoryview(sent.get(rank, own)) for rank in range(self._size)}))
+        return self._dispatcher.begin(Call(op, make, limit, terms, key, result=result, nbytes=nbytes))
 
     def _refuse(self, wrong: ValueError, op: str, root: int | None, timeout: Timeout, key: str | None) -> Work[Any]:
         return self._dispatcher.refuse(wrong, Signature(op, "object", (), root, None), (), timeout, key)

@@ -26,6 +26,7 @@ from aiocoll.group.lifetime import Lifetime
 from aiocoll.group.messages import Message, Messages
 from aiocoll.group.objects import Objects
 from aiocoll.group.reconfigurer import Reconfigurer
+from aiocoll.hooks import Hook, HookHandle
 from aiocoll.store import Store
 from aiocoll.typing import Array, Number, Sparse
 from aiocoll.work import Work
@@ -1211,6 +1212,20 @@ class ProcessGroup:
         return group
 
     # -- life
+
+    def add_hook(self, hook: Hook) -> HookHandle:
+        """Call `hook` when operations of this group start and end; see `aiocoll.hooks`.
+
+        Args:
+            hook: an object with `on_start(info)`, `on_end(info)`, or both.
+
+        Returns:
+            What removes it again.
+
+        Raises:
+            TypeError: it has neither method.
+        """
+        return self._comm.hooks.add(hook)
 
     def pending(self) -> list[Work[Any]]:
         """List the works that have not ended.

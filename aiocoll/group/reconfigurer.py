@@ -175,7 +175,7 @@ class Reconfigurer:
             # Of the groups of one call each has its own lowest rank.
             name = f"{comm.name}/{number}.{min(mine)}" if group_name is None else group_name
             group = self.derive(split.identity(), split.ranks, name, limit)
-            group._comm.split_off(comm, split)
+            group._comm.sender.split_off(comm.sender, split)
         comm.splits.append(split)
         work: Work[Any] = Work(d.endpoint, "SPLIT_GROUP", None, None, d.group)
         work._finish(group)

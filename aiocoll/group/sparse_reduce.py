@@ -28,8 +28,9 @@ from aiocoll.elements.entries import Entries, gathered, merged, pack, scattered,
 from aiocoll.elements.ops import ReduceOp, kernel
 from aiocoll.elements.sparse import SparseArray, sparse_array
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.operations.base import Operation, Signature
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.engine.operations.stepped import Stepped
 from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
@@ -83,11 +84,24 @@ class _Given(NamedTuple):
 class _Sum(Stepped):
     """One call on one rank."""
 
-    __slots__ = ("_array", "_bits", "_blocks", "_dense", "_finish", "_given", "_packed", "_planner", "_read", "_sizes")
+    __slots__ = (
+        "_array",
+        "_bits",
+        "_blocks",
+        "_dense",
+        "_finish",
+        "_given",
+        "_machine",
+        "_packed",
+        "_planner",
+        "_read",
+        "_sizes",
+    )
 
     def __init__(self, comm: Communicator, identity: int, plan: Plan, given: _Given, work: Work[Any]) -> None:
         super().__init__(comm, identity, plan, work)
         self._array, self._given, self._planner = given
+        self._machine = comm.tuning.machine
 
     def _is_long(self) -> bool:
         return self._given is None
@@ -101,7 +115,7 @@ class _Sum(Stepped):
         array, total = self._array, int(self.counts.sum())
         entry = self._read.places.itemsize + array.width * array.dtype.itemsize
         row = array.width * array.dtype.itemsize
-        if dense_pays(total, entry, array.size, row, len(self.counts), self.comm.tuning.machine):
+        if dense_pays(total, entry, array.size, row, len(self.counts), self._machine):
             self._work_on("scatter", array.size * array.width, self._scatter, self._add_dense)
             return
         self._sizes = (self.counts * entry).tolist()

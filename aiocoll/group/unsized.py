@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from aiocoll.elements.buffers import Buffer, view
 from aiocoll.elements.dtypes import array_dtype
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.operations.base import Operation, Signature
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.engine.operations.stepped import Stepped
 from aiocoll.engine.operations.unsized_gather import Gathered, Given
 from aiocoll.group.dispatch.call import Call

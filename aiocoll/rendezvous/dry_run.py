@@ -28,16 +28,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from aiocoll.algorithms.machine import Tuning
-from aiocoll.engine.channel import Channel
 from aiocoll.engine.channels import Channels
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.consensus.agreements import Agreements
 from aiocoll.engine.consensus.voter import Outcome, Voter
-from aiocoll.engine.control.messages import Note
+from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.groups import Group
-from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.links.channel import Channel
 from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.meeting.growth import Assignment
@@ -126,9 +125,6 @@ class _Nowhere(Endpoint):
         self.groups.pop(group.id, None)
         group.close()
 
-    def divert(self, operation: Operation) -> None:
-        pass
-
     async def aclose(self) -> None:
         self.context.closed = True
         self.watch.close()
@@ -152,10 +148,10 @@ class _Unanimous(Agreements):
 class _Silent(ControlPlane):
     """A control plane without links: all it would say is lost."""
 
-    def tell(self, rank: int, note: Note) -> None:
+    def tell(self, rank: int, message: ControlMessage) -> None:
         pass
 
-    def flood(self, note: Note, ranks: Sequence[int]) -> None:
+    def flood(self, message: ControlMessage, ranks: Sequence[int]) -> None:
         pass
 
 

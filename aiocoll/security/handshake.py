@@ -32,7 +32,7 @@ stop replay, and all that either side claims is under the macs of both.
 - A stranger learns nothing. Who connects without the key gets a nonce, and for a wrong PROOF a VERDICT of zeros: no
   job, no rank, and no mac on which to try a guess of the key. The client proves itself first because anybody can call
   a server, while a client calls only where its job tells it to; who listens there in place of a rank hears who calls.
-- The client has the last word. The server believes in the connection once CONFIRM has come, so a client that gives up
+- The client sends the last message. The server has a connection once CONFIRM has come, so a client that gives up
   before leaves no end with a link that the other has not.
 
 Nothing here does I/O or reads a clock: the caller moves the bytes, reads exactly the sizes below, and gives the whole
@@ -91,7 +91,7 @@ class ConnKind(IntEnum):
     CONTROL = 1
     DATA = 2
     HEARTBEAT = 3
-    """Signs of life, a byte each, in both directions; no frames."""
+    """Heartbeats, a byte each, in both directions; no frames."""
 
 
 class Status(IntEnum):
@@ -99,7 +99,7 @@ class Status(IntEnum):
 
     OK = 0
     CROSSED = 1
-    """Both ranks dialled at once, and another connection of theirs is further."""
+    """Both ranks dialled at once, and another connection of theirs is further along."""
     DUPLICATE = 2
     """That rank has a live connection of this kind."""
     REFUSED = 3
@@ -166,13 +166,13 @@ class ClientHandshake:
     def __init__(self, identity: Identity, key: bytes | None, random_bytes: Callable[[int], bytes]) -> None:
         self._identity = identity
         self._key = key
-        self._said = _opening(random_bytes)
+        self._transcript = _opening(random_bytes)
         self._secret = b""
         self.peer: Peer | None = None
 
     def hello(self) -> bytes:
         """Return the first message."""
-        return self._said[:HELLO_SIZE]
+        return self._transcript[:HELLO_SIZE]
 
     def prove(self, challenge: bytes) -> bytes:
         """Return PROOF, the answer to `CHALLENGE_SIZE` bytes.
@@ -183,11 +183,11 @@ class ClientHandshake:
         version = _version(challenge, "the other end")
         if version != WIRE_VERSION:
             raise _wrong_version(version)
-        self._said += challenge
-        self._secret = _derive(self._key, self._said)
+        self._transcript += challenge
+        self._secret = _derive(self._key, self._transcript)
         proof = _claim(self._identity, self._identity.kind)
-        proof += _mac(self._secret, b"C", self._said + proof)
-        self._said += proof
+        proof += _mac(self._secret, b"C", self._transcript + proof)
+        self._transcript += proof
         return proof
 
     def confirm(self, verdict: bytes) -> bytes:
@@ -197,14 +197,14 @@ class ClientHandshake:
             HandshakeRefusedError: the server, which holds the key, declined; `status` says why.
             UnprovenError: the other end does not hold the key.
         """
-        claim = _proven(self._secret, b"S", self._said, verdict, "the other end")
+        claim = _proven(self._secret, b"S", self._transcript, verdict, "the other end")
         code, peer = _read(claim, self._identity.kind)
         status = Status(code) if code in Status.__members__.values() else Status.REFUSED
         status = status or _compare(self._identity, peer)
         if status is not Status.OK:
             raise _refusal(f"{_name(peer.rank)} refused the connection", status, self._identity, peer)
         self.peer = peer
-        return _mac(self._secret, b"D", self._said + verdict)
+        return _mac(self._secret, b"D", self._transcript + verdict)
 
 
 class ServerHandshake:
@@ -223,7 +223,7 @@ class ServerHandshake:
         self._identity = identity
         self._key = key
         self._opening = _opening(random_bytes)
-        self._said = self._secret = b""
+        self._transcript = self._secret = b""
         self._peer: Peer | None = None
         self.refusal: AuthenticationError | None = None
 
@@ -236,8 +236,8 @@ class ServerHandshake:
         version = _version(hello, "the client")
         if version != WIRE_VERSION:
             self.refusal = _wrong_version(version)
-        self._said = hello + self._opening
-        self._secret = _derive(self._key, self._said)
+        self._transcript = hello + self._opening
+        self._secret = _derive(self._key, self._transcript)
         return self._opening
 
     def verdict(
@@ -251,27 +251,27 @@ class ServerHandshake:
             ended: says how many connections with such a client are over.
         """
         try:
-            status = self._judge(_proven(self._secret, b"C", self._said, proof, "the client"), decide)
+            status = self._judge(_proven(self._secret, b"C", self._transcript, proof, "the client"), decide)
         except UnprovenError as error:
             self.refusal = error
             return bytes(VERDICT_SIZE)
-        self._said += proof
+        self._transcript += proof
         over = ended(self._peer) if self._peer is not None else 0
         verdict = _claim(self._identity._replace(ended=over), status)
-        verdict += _mac(self._secret, b"S", self._said + verdict)
-        self._said += verdict
+        verdict += _mac(self._secret, b"S", self._transcript + verdict)
+        self._transcript += verdict
         return verdict
 
     def accept(self, confirm: bytes) -> Peer:
         """Check the client's last message, `CONFIRM_SIZE` bytes, and return who it is.
 
         Raises:
-            AuthenticationError: the client was declined, or this is not its last word.
+            AuthenticationError: the client was declined, or this is not its last message.
         """
         if self.refusal is not None:
             raise self.refusal
         assert self._peer is not None  # verdict() has come first
-        if not hmac.compare_digest(confirm, _mac(self._secret, b"D", self._said)):
+        if not hmac.compare_digest(confirm, _mac(self._secret, b"D", self._transcript)):
             raise UnprovenError(f"{_name(self._peer.rank)} sent something else than the end of its handshake")
         return self._peer
 
@@ -309,14 +309,14 @@ def _derive(key: bytes | None, opening: bytes) -> bytes:
     return hmac.digest(extracted, b"aiocoll/2\x01", "sha256")
 
 
-def _mac(secret: bytes, label: bytes, said: bytes) -> bytes:
-    return hmac.digest(secret, label + said, "sha256")
+def _mac(secret: bytes, label: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(secret, label + transcript, "sha256")
 
 
-def _proven(secret: bytes, label: bytes, said: bytes, message: bytes, who: str) -> bytes:
+def _proven(secret: bytes, label: bytes, transcript: bytes, message: bytes, who: str) -> bytes:
     """Return the claim in a PROOF or a VERDICT whose mac is right."""
     claim, mac = message[: _CLAIM.size], message[_CLAIM.size :]
-    if not hmac.compare_digest(mac, _mac(secret, label, said + claim)):
+    if not hmac.compare_digest(mac, _mac(secret, label, transcript + claim)):
         raise UnprovenError(
             f"{who} did not prove that it holds this job's key: "
             "every rank and the store need the same job_key (AIOCOLL_JOB_KEY)"

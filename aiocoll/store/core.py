@@ -123,12 +123,12 @@ class StoreCore:
 
     def _update(self, update: Callable[..., Update], key: str, *arguments: Any) -> Any:
         old = self._values.get(key)
-        new, result = update(key, old, *arguments)
-        if new is None and old is not None:
+        changes, new, result = update(key, old, *arguments)
+        if changes and new is not None:
+            self._store({key: new})
+        elif changes and old is not None:
             del self._values[key]
             self._reserve(-1, -len(old))
-        elif new is not None and new is not old:
-            self._store({key: new})
         return result
 
     def _multi_set(self, keys: list[str], values: list[bytes]) -> None:

@@ -128,8 +128,8 @@ class KeyValueStore(Store):
     async def _update(self, name: str, update: Callable[..., Update], key: str, *arguments: Any) -> Any:
         while True:
             old = await self.read(name)
-            new, result = update(key, old, *arguments)
-            if new == old or await self.compare_and_swap(name, old, new):
+            changes, new, result = update(key, old, *arguments)
+            if not changes or await self.compare_and_swap(name, old, new):
                 return result
 
     async def _collect(self, keys: list[str], poll: Poll, timeout: float) -> list[bytes]:
@@ -180,18 +180,18 @@ def _queue_push(key: str, old: bytes | None, item: bytes) -> Update:
         raise StoreError(
             f"queue {key!r} would hold {len(queue)} bytes, the limit is {MAX_VALUE_BYTES}: pop items first"
         )
-    return queue, None
+    return True, queue, None
 
 
 def _queue_take(key: str, old: bytes | None) -> Update:
     if old is None:
-        return None, None
+        return False, None, None
     first, *others = _unpack(old)
-    return _pack(others) if others else None, first
+    return True, _pack(others) if others else None, first
 
 
 def _queue_return(key: str, old: bytes | None, item: bytes) -> Update:
-    return _pack([item, *_unpack(old)]), None
+    return True, _pack([item, *_unpack(old)]), None
 
 
 def _pack(items: list[bytes]) -> bytes:

@@ -11,12 +11,12 @@ from aiocoll.store.commands import MAX_INTEGER, MAX_VALUE_BYTES
 
 __all__ = ["UPDATES", "Update"]
 
-#: The value afterwards, and what the command returns. None is an absent key; the old object itself is no change.
-Update = tuple[bytes | None, Any]
+#: Whether something is stored or removed, the value afterwards (None: an absent key), and what the command returns.
+Update = tuple[bool, bytes | None, Any]
 
 
 def _set(key: str, old: bytes | None, value: bytes) -> Update:
-    return value, None
+    return True, value, None
 
 
 def _add(key: str, old: bytes | None, amount: int) -> Update:
@@ -27,24 +27,24 @@ def _add(key: str, old: bytes | None, amount: int) -> Update:
         raise StoreError(f"add: key {key!r} holds {number[:40]!r}, which is no decimal number") from None
     if abs(total) > MAX_INTEGER:
         raise StoreError(f"add: the sum under key {key!r} does not fit 64 bits")
-    return b"%d" % total, total
+    return True, b"%d" % total, total
 
 
 def _append(key: str, old: bytes | None, more: bytes) -> Update:
     whole = (old or b"") + more
     if len(whole) > MAX_VALUE_BYTES:
         raise StoreError(f"append: key {key!r} would hold {len(whole)} bytes, the limit is {MAX_VALUE_BYTES}")
-    return whole, None
+    return True, whole, None
 
 
 def _compare_set(key: str, old: bytes | None, expected: bytes, desired: bytes) -> Update:
     if old == expected or (old is None and not expected):
-        return desired, desired
-    return old, expected if old is None else old
+        return True, desired, desired
+    return False, old, expected if old is None else old
 
 
 def _delete_key(key: str, old: bytes | None) -> Update:
-    return None, old is not None
+    return old is not None, None, old is not None
 
 
 #: Called with the key, the value that is there, and the other arguments of the command; raises `StoreError`.

@@ -42,8 +42,8 @@ class Sink(Protocol):
     def lost(self, link: Link, error: Exception | None) -> None:
         """The link is gone: None after the peer closed it in order. Called once, never after `close`.
 
-        If `error` is no `OSError`, what has come on the link cannot be taken: nothing more of it is read, and it is for
-        the sink to `write` what the peer shall hear of that, and to `finish` or to `close` it.
+        If `error` is no `OSError`, what has come on the link cannot be taken: nothing more of it is read, and the sink
+        may `write` why to the peer, and has to `finish` or to `close` it.
         """
 
 
@@ -55,6 +55,10 @@ class Link(Protocol):
     kind: ConnKind
     sink: Sink
     """May be replaced before the first frame is read."""
+
+    @property
+    def carrier(self) -> str:
+        """What carries the bytes: "memory", "unix", "tcp" or "shm"."""
 
     @property
     def writable(self) -> bool:
@@ -77,7 +81,7 @@ class Link(Protocol):
         """Move what can be moved now, within the time one callback may take; True if anything moved."""
 
     def divert(self) -> None:
-        """Put the rest of the payload that is arriving nowhere: the place `route` named is no longer ours."""
+        """Drop the rest of the payload that is arriving: the memory `route` named is in other use."""
 
     def finish(self) -> None:
         """Hand over what is queued, then end our side; `lost(None)` follows when the peer has ended its side too."""
@@ -134,13 +138,13 @@ class Transport(Protocol):
     accepted: Callable[[Link], None]
     """Called with each link a peer has opened; set before `listen`."""
     heartbeat_accepted: Callable[[int, ByteStream], None]
-    """Called with each connection for signs of life that a peer has opened, and the peer; set before `listen`."""
+    """Called with each peer that has opened a connection for heartbeats, and the connection; set before `listen`."""
     look: Callable[[], bool]
-    """Asked by a transport with memory that peers share, whenever it looks at its links: for what no frame tells.
+    """Called by a transport with shared memory whenever it polls its links: looks at slots and chunk queues.
     Whether anything moved."""
     linger: Callable[[bool], bool]
-    """Asked by a transport whose peers have to wake this rank, before it lets them: whether anything has moved is told,
-    and whether to look again in the next turn is answered."""
+    """Called at the end of a turn by a transport whose peers have to wake this rank: takes whether anything has moved;
+    returns whether to poll again in the next turn before this rank has to be woken."""
 
     @property
     def registered_memory(self) -> RegisteredMemory | None:
@@ -153,12 +157,12 @@ class Transport(Protocol):
         """Open a link to `peer`; None if that peer is opening one to us at the same moment (it will be accepted)."""
 
     async def connect_heartbeat(self, peer: int, card: Card) -> ByteStream | None:
-        """Open a connection to another process for signs of life; None as for `connect`."""
+        """Open a connection to another process for heartbeats; None as for `connect`."""
 
     def catch_up(self) -> None:
-        """Hand out what peers wrote to their links before what has just been heard another way.
+        """Hand out what peers wrote to their links before what has just come another way.
 
-        Does nothing where everything is heard in one order anyway.
+        Does nothing where everything arrives in one order anyway.
         """
 
     async def aclose(self) -> None:

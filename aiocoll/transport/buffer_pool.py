@@ -1,4 +1,4 @@
-"""Receive buffers that the links of one transport lend each other.
+"""Receive buffers that the links of one transport share.
 
 A link needs its buffer while it reads and while a part of a frame is in it: hardly ever, and seldom two links at once.
 So an idle link costs no buffer, whatever it has carried, and all read into memory that is in the cache.
@@ -17,7 +17,7 @@ MOST = 8
 
 
 class BufferPool:
-    """Buffers of `NBYTES` bytes that nobody uses."""
+    """Buffers of `NBYTES` bytes that no link uses."""
 
     __slots__ = ("_free",)
 
@@ -25,10 +25,10 @@ class BufferPool:
         self._free: list[memoryview] = []
 
     def take(self) -> memoryview:
-        """Return a buffer, whatever is in it."""
+        """Return a buffer with any content."""
         return self._free.pop() if self._free else memoryview(bytearray(NBYTES))
 
     def give(self, buffer: memoryview) -> None:
-        """Take back a buffer, of which nobody holds a part."""
+        """Take back a buffer of which there are no views."""
         if len(self._free) < MOST:
             self._free.append(buffer)

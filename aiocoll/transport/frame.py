@@ -19,7 +19,7 @@ from __future__ import annotations
 import struct
 from enum import IntEnum
 
-__all__ = ["EAGER", "HEADER", "HEADER_SIZE", "SEGMENT", "FrameKind", "Header"]
+__all__ = ["EAGER", "HEADER", "HEADER_SIZE", "SEGMENT", "FrameKind", "Header", "describe"]
 
 HEADER = struct.Struct("<BBHIQIIII")
 HEADER_SIZE = HEADER.size
@@ -49,3 +49,12 @@ class FrameKind(IntEnum):
     """No payload: `offset` bytes of eager data have been consumed."""
     CONTROL = 5
     """A msgpack map for the engine: reports, disagreement, revocation, goodbye."""
+
+
+def describe(header: Header) -> str:
+    """Say what frame it is, for error messages."""
+    kind, _, step, group, op, _, offset, length, total = header
+    return (
+        f"{FrameKind(kind).name} frame of operation {op:#x} of group {group:#x}, step {step}, "
+        f"{length} bytes from {offset} of {total}"
+    )

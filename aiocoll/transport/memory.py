@@ -34,7 +34,7 @@ class Hub:
         self.awaited: dict[int, list[asyncio.Future[None]]] = {}
         self.connected: set[tuple[int, int, ConnKind]] = set()
         self.links: dict[MemoryLink, None] = {}
-        #: Ways, by source and target, on which nothing gets through now.
+        #: Sources and targets between which nothing gets through now.
         self.blocked: set[tuple[int, int]] = set()
         self._opened: asyncio.Event = asyncio.Event()
 
@@ -57,13 +57,13 @@ class Hub:
         return (source, target) in self.blocked
 
     def look_again(self) -> None:
-        """A way is free again, perhaps."""
+        """Deliver what can be delivered now."""
         self._opened.set()
         for link in list(self.links):
             link.release()
 
     async def way(self, a: int, b: int) -> None:
-        """Wait until there is a way between ranks `a` and `b`, in both directions."""
+        """Wait until frames get through between ranks `a` and `b`, in both directions."""
         while self.is_blocked(a, b) or self.is_blocked(b, a):
             self._opened.clear()
             await self._opened.wait()
@@ -75,6 +75,7 @@ class MemoryLink:
     sink: Sink
     other: MemoryLink
     shared = None
+    carrier = "memory"
 
     def __init__(self, hub: Hub, rank: int, peer: int, kind: ConnKind) -> None:
         self.peer = peer
@@ -86,7 +87,7 @@ class MemoryLink:
         self._started = False
         self._closed = False
         # What has come could not be taken: nothing more is.
-        self._deaf = False
+        self._refusing = False
         self._due = 0.0
         self._held = 0
         self._flying: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
@@ -121,7 +122,7 @@ class MemoryLink:
             try:
                 self.sink.deliver(self, header, memoryview(payload))
             except Exception as error:
-                self._deaf = True
+                self._refusing = True
                 self._inbox.clear()
                 self.sink.lost(self, error)
         return moved
@@ -130,7 +131,7 @@ class MemoryLink:
         """Nothing to do: payloads arrive whole."""
 
     def finish(self) -> None:
-        """End our side after what was written."""
+        """End this side after what was written."""
         if not self._closed:
             self._after_latency(self.other._ended)
 
@@ -144,7 +145,7 @@ class MemoryLink:
         """Lose the link on both sides, unless it is closed."""
         if not self._closed:
             self._detach()
-            if not self._deaf:
+            if not self._refusing:
                 self._hub.runtime.call_soon(self.sink.lost, self, error)
             self.other.break_off(error)
 
@@ -167,20 +168,20 @@ class MemoryLink:
         call(*args)
 
     def release(self) -> None:
-        """Let go on what was held back on its way to the peer, if its way is free again."""
+        """Deliver what was held back, unless the peer is still blocked."""
         held, self._held = self._held, 0
         for _ in range(held):
             self._hub.runtime.call_soon(self._land)
 
     def _arrive(self, header: Header, payload: bytes) -> None:
-        if not self._closed and not self._deaf:
+        if not self._closed and not self._refusing:
             self._inbox.append((header, payload))
             self.poll()
 
     def _ended(self) -> None:
         if not self._closed:
             self._detach()
-            if not self._deaf:
+            if not self._refusing:
                 self.sink.lost(self, None)
             self._after_latency(self.other._ended)
 
@@ -191,7 +192,7 @@ class MemoryLink:
 
 
 class MemoryTransport:
-    """One rank's way into a `Hub`; see `aiocoll.transport.base.Transport`."""
+    """One rank's access to a `Hub`; see `aiocoll.transport.base.Transport`."""
 
     name = "memory"
     registered_memory = None
@@ -227,10 +228,10 @@ class MemoryTransport:
         return near
 
     async def connect_heartbeat(self, peer: int, card: Card) -> None:
-        """All ranks are in one process: none has a life of its own."""
+        """All ranks are in one process: there are no heartbeats."""
 
     async def reachable(self, peer: int) -> None:
-        """Wait until a peer has come, and there is a way to it."""
+        """Wait until a peer has come, and frames get through to it."""
         hub = self._hub
         while peer not in hub.ranks or hub.is_blocked(self._rank, peer) or hub.is_blocked(peer, self._rank):
             if peer not in hub.ranks:

@@ -12,10 +12,10 @@ from aiocoll.algorithms.spec import SPECS, Spec, spec_of
 from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.cli.workload import Case as Benchmark
 from aiocoll.cli.workload import Workload, bus_factor
-from aiocoll.engine.operations.base import Signature
 from aiocoll.engine.operations.comparison import SHAPED
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.gpu.api import NcclCommunicator
 from aiocoll.group.cuda.native import PACKED, Native, carry_out, way_of
 from aiocoll.group.dispatch.planner import Planner

@@ -10,7 +10,8 @@ import pytest
 
 from aiocoll.engine.consensus.agreements import Agreements
 from aiocoll.engine.consensus.completed import Completed
-from aiocoll.engine.consensus.voter import PROMPT, Parts
+from aiocoll.engine.consensus.parts import Parts
+from aiocoll.engine.consensus.voter import PROMPT
 
 GROUP = 7
 #: The report of a rank that has completed no collective.

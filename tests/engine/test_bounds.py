@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from aiocoll import ProcessGroup
-from aiocoll.engine import channel
-from aiocoll.engine import flow_control as windows
 from aiocoll.engine.control import unmade_groups as early
-from aiocoll.engine.flow_control import LEAST, LINK_WINDOW
+from aiocoll.engine.links import channel
+from aiocoll.engine.links import flow_control as windows
+from aiocoll.engine.links.flow_control import LEAST, LINK_WINDOW
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.errors import PeerProtocolError, ProtocolError
 from aiocoll.transport.base import Link
@@ -105,12 +105,12 @@ FLOODS: dict[str, tuple[Flood, int | tuple[int, int], str]] = {
     ),
     "notes about devices of a group that there is not": (
         lambda link, pg, number: device(link, UNMADE),
-        early.DEVICE_NOTES,
+        early.DEVICE_MESSAGES,
         "more than 16 control messages about devices",
     ),
     "notes about devices that are not in use": (
         lambda link, pg, number: device(link, pg._comm.id),
-        early.DEVICE_NOTES,
+        early.DEVICE_MESSAGES,
         "more than 16 control messages about devices",
     ),
 }

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
-from aiocoll.engine.operations.base import Signature, description
 from aiocoll.engine.operations.differences import mismatch
 from aiocoll.engine.operations.manifest import ROOM, Manifest
+from aiocoll.engine.operations.signature import Signature, description
 
 from ..ranks import TRANSPORTS, run_ranks
 

@@ -65,7 +65,7 @@ class Trial:
                 loop.call_later(chance.uniform(0, CALM), fault)
         async with HashStore() as store:
             for process in range(self.size):
-                self.hosts.start(process, partial(self._comm, process, store))
+                self.hosts.start(process, partial(self._member, process, store))
             await asyncio.sleep(CALM)
             self.hosts.at_frame.clear()
             await asyncio.sleep(HEALED - CALM)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveTimeoutError, GroupError, ProcessGroup
-from aiocoll.engine.operation_log import HISTORY, MESSAGES, NBYTES, OperationLog
+from aiocoll.engine.operations.operation_log import HISTORY, MESSAGES, NBYTES, OperationLog
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.unretrieved import line_of

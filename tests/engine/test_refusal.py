@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from aiocoll import GroupError, GroupRevokedError, ProcessGroup, ProtocolError
-from aiocoll.engine.channel import Channel
 from aiocoll.engine.failure.stall_inspector import StallInspector
+from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.matching.matching import Matching, PostedReceive
 from aiocoll.engine.matching.outbound import OutboundMessage
-from aiocoll.engine.operations.base import P2P, Operation
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.oneshot import OneShot
+from aiocoll.engine.operations.signature import P2P
 from aiocoll.errors import PeerProtocolError
 from aiocoll.testing import run_processes
 from aiocoll.transport.base import Link
@@ -200,7 +201,7 @@ async def test_an_exception_while_a_frame_is_handled_ends_its_groups_by_name(
     waiting: list[int] = []
 
     def deliver(matching: Matching, channel: Channel, peer: int, *args: Any) -> bool:
-        if matching._group.rank == 0 and peer == 2:
+        if matching.group.rank == 0 and peer == 2:
             raise error(12, "no memory")
         return original(matching, channel, peer, *args)
 

@@ -22,7 +22,7 @@ from ..ranks import TRANSPORTS, run_ranks
 
 
 class Heard:
-    """What a sentinel has told."""
+    """What a watchdog has told."""
 
     def __init__(self) -> None:
         self.lost: list[tuple[int, str, float]] = []
@@ -146,6 +146,6 @@ def test_a_loop_that_does_not_run_is_not_blocked(caplog: pytest.LogCaptureFixtur
 async def test_ranks_of_one_process_have_none(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
-        assert not [thread.name for thread in threading.enumerate() if "sentinel" in thread.name]
+        assert not [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
 
     await run_ranks(3, rank, transport=transport)

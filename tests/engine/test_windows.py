@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveMismatchError, HashStore, ProcessGroup, ReduceOp, Work, new_group
-from aiocoll.engine.channel import WINDOW_LOT, Channel
-from aiocoll.engine.flow_control import LINK_WINDOW
+from aiocoll.engine.links.channel import WINDOW_LOT, Channel
+from aiocoll.engine.links.flow_control import LINK_WINDOW
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import EAGER, FrameKind, Header

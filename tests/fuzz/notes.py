@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from aiocoll.engine.control.causes import cause_of
-from aiocoll.engine.operations.base import Signature, description
 from aiocoll.engine.operations.manifest import Manifest
+from aiocoll.engine.operations.signature import Signature, description
 from aiocoll.errors import GroupError, PeerLostError
 
 __all__ = ["WORLD", "valid"]
@@ -33,6 +33,7 @@ terms = st.builds(
     per_rank,
     per_rank,
     st.sampled_from([None, "detail"]),
+    st.none(),
 )
 flushes = st.builds(
     lambda whole, members: whole._replace(op="FLUSH", members=Manifest(members)), terms, st.lists(terms, max_size=4)

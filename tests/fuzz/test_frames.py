@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from aiocoll.engine.operations.base import KEYED, P2P
+from aiocoll.engine.operations.signature import KEYED, P2P
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind

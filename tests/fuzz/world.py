@@ -11,7 +11,7 @@ import numpy as np
 
 from aiocoll import AiocollError, GroupError, ProcessGroup
 from aiocoll.engine.control.unmade_groups import GROUPS
-from aiocoll.engine.flow_control import ASK_WINDOW, EARLY_GRANTS, LINK_WINDOW
+from aiocoll.engine.links.flow_control import ASK_WINDOW, EARLY_GRANTS, LINK_WINDOW
 from aiocoll.testing.virtual import run_virtual
 
 #: Virtual seconds for an operation, and for all of them to end.

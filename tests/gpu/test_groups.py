@@ -125,7 +125,7 @@ def test_versions_that_differ_and_hosts() -> None:
 
 async def test_nccl_alone_is_an_error_where_it_cannot_be_used() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        pg._devices = {"cpu": "aio", "cuda": "nccl"}
+        pg._dispatcher._nccl_only = True
         with pytest.raises(BackendUnavailableError, match=r"group .* is to use NCCL, but rank 0: it was left out"):
             await pg.allreduce(gpu.tensor(np.ones(3), pg.rank()))
         assert await pg.allreduce(1) == 2

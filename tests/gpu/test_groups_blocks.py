@@ -319,7 +319,7 @@ async def test_blocks_that_differ_in_what_two_ranks_exchange(way: str) -> None:
 
 async def test_a_group_that_is_to_use_nccl() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        pg._devices = {"cpu": "aio", "cuda": "nccl"}
+        pg._dispatcher._nccl_only = True
         with pytest.raises(BackendUnavailableError, match="is to use NCCL, but rank 0"):
             await pg.allreduce_coalesced([gpu.tensor(np.ones(2), pg.rank()) for _ in range(2)])
 

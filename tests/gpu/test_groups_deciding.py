@@ -154,7 +154,7 @@ async def test_a_rank_may_make_its_group_after_others_have_called(late: int) -> 
         await part.allreduce(tensor)
         assert host(tensor).tolist() == [part.size()] * 3
         assert is_native(part)
-        assert not any(group.notes for group in pg._comm.endpoint.registry.early._unmade.values())
+        assert not any(group.messages for group in pg._comm.endpoint.registry.early._unmade.values())
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
@@ -285,9 +285,11 @@ async def test_a_rank_that_left_before_all_were_called() -> None:
             await pg.recv_object(0)
             await part.send(short, 0)
         if rank != 1:
-            await until(lambda: part._device_state is not None and part._device_state.decision is not None)
-            assert part._device_state is not None
-            assert part._device_state.decision == Decision(False, "rank 1 has left")
+            await until(
+                lambda: part._dispatcher.device_state is not None and part._dispatcher.device_state.decision is not None
+            )
+            assert part._dispatcher.device_state is not None
+            assert part._dispatcher.device_state.decision == Decision(False, "rank 1 has left")
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
@@ -357,7 +359,7 @@ async def test_notes_that_make_no_sense_end_the_link(sender: int, note: dict[str
         if rank == sender:
             member.endpoint.control.tell(1 - rank, {"t": "device", "g": member.id, **note})
         elif when == "before":
-            await until(lambda: member._device_notes or member.cause)
+            await until(lambda: member.devices._kept or member.cause)
             with pytest.raises(GroupRevokedError):
                 pg.send(gpu.tensor(np.ones(1), rank), sender)
         error = await pg.wait_revoked()
@@ -379,7 +381,7 @@ async def test_a_rank_that_fails_when_others_make_the_communicator_holds_none_of
         await pg.barrier()
         work = first.allreduce(gpu.tensor(np.ones(1), rank))
         if rank == 2:
-            deciding = first._device_state._deciding  # type: ignore[union-attr]
+            deciding = first._dispatcher.device_state._deciding  # type: ignore[union-attr]
             await until(lambda: deciding._settled is not None)
             assert not deciding._is_decided
             first.abort("enough")
@@ -406,7 +408,7 @@ async def test_a_rank_that_said_something_of_a_group_it_is_not_in_is_refused_as_
         if pg.rank() == 0:
             await until(lambda: len(made) == 2)
             identity = Split(pg._comm.id, 0, None, (0, 1)).identity()
-            endpoint.registry.early.keep_note(identity, 2, {"t": "device", "g": identity, "ready": True})
+            endpoint.registry.early.keep_message(identity, 2, {"t": "device", "g": identity, "ready": True})
         part = await pg.split_group([[0, 1], [2]])
         assert part is not None
         made.append(pg.rank())

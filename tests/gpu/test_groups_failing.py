@@ -386,7 +386,7 @@ async def test_who_closes_alone_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
         other = await pg.split_group([0, 1])
         assert other is not None
         await allreduced(other, gpu)
-        ends.append(other._device_state.communicator._end)  # type: ignore[union-attr]
+        ends.append(other._dispatcher.device_state.communicator._end)  # type: ignore[union-attr]
         if pg.rank() == 0:
             await other.shutdown()
         await pg.barrier()

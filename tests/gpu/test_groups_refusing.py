@@ -71,7 +71,7 @@ async def test_all_ranks_refuse_it(
 @pytest.mark.parametrize("backends", [{"cpu": "aio", "cuda": "aio"}, {"cpu": "aio", "cuda": "nccl"}])
 async def test_groups_of_any_backend_refuse_it(backends: dict[str, str]) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        pg._devices = backends
+        pg._dispatcher._nccl_only = backends.get("cuda") == "nccl"
         assert "takes no CUDA arrays: rank 1 has" in await first_call(pg, gpu.tensor(np.ones(2), pg.rank()), (1,))
 
     with gpus(2) as gpu:

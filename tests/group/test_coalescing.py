@@ -22,7 +22,7 @@ from aiocoll import (
     Work,
     new_group,
 )
-from aiocoll.engine.channel import Channel
+from aiocoll.engine.links.channel import Channel
 from aiocoll.group.dispatch.call import Call as TakenCall
 from aiocoll.group.interceptors.fuse import LARGE
 from aiocoll.testing.virtual import run_virtual

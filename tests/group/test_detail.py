@@ -24,8 +24,8 @@ from aiocoll import (
     Work,
     testing,
 )
-from aiocoll.engine.operations.base import Signature, description
 from aiocoll.engine.operations.comparison import compare, packed
+from aiocoll.engine.operations.signature import Signature, description
 from aiocoll.testing.virtual import run_virtual
 
 from ..engine.test_mismatch import DELAYS, KINDS, LATENCY, P2P_TABLE, PLACES, SIZED, TABLE, Call, Case, Memory, counting
@@ -535,7 +535,8 @@ def test_ranks_that_do_not_compare_are_found_out(kind: str, odd: int) -> None:
 
     async def rank(pg: ProcessGroup) -> None:
         # Groups of one home may be given other options.
-        pg._dispatcher.options = GroupOptions.resolve(None if pg.rank() == odd else DETAIL, {})
+        options = GroupOptions.resolve(None if pg.rank() == odd else DETAIL, {})
+        pg._reconfigurer._spec = pg._reconfigurer._spec._replace(options=options)
         other = await pg.split_group([0, 1, 2], group_name="mixed")
         assert other is not None
         memory = Memory(pg.rank(), pg.rank() == odd)

@@ -122,7 +122,7 @@ async def test_a_gather_of_a_block_whose_counts_are_not_known_yet() -> None:
                 pg.allgather(None, np.zeros(5))
         (one,) = estimate.calls
         assert one.op == "ALLGATHER_ALLOCATED"
-        assert one.seconds == seconds_of(Load(1, 2, 2, 2 * 40, 0, 0), pg._member.tuning.machine)
+        assert one.seconds == seconds_of(Load(1, 2, 2, 2 * 40, 0, 0), pg._comm.tuning.machine)
 
     await run_ranks(3, rank)
 

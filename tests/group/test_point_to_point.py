@@ -17,9 +17,9 @@ from aiocoll import (
     SerializationError,
     Work,
 )
-from aiocoll.engine.channel import Channel
+from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.matching import matching as module
-from aiocoll.engine.operations.base import P2P
+from aiocoll.engine.operations.signature import P2P
 from aiocoll.transport.frame import EAGER, FrameKind
 
 from ..ranks import TRANSPORTS, run_ranks, until

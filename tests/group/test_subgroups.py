@@ -22,7 +22,7 @@ from aiocoll import (
     new_group,
 )
 from aiocoll.engine import split_history
-from aiocoll.engine.ids import hash62
+from aiocoll.engine.job.ids import hash62
 
 from ..ranks import TRANSPORTS, options, run_ranks, until
 

@@ -68,14 +68,14 @@ async def apart(pg: ProcessGroup, path: Path, fn: Callable[..., Awaitable[Any]],
     options = GroupOptions(host_id="ab"[pg.rank() > 0], bind="127.0.0.1", job_key="of this test and no other")
     async with FileStore(str(path), pg.size()) as store:
         async with new_group(store=store, rank=pg.rank(), world_size=pg.size(), options=options) as inner:
-            sentinel = inner._comm.endpoint.failure_detector._sentinel
-            assert sentinel is not None
+            watchdog = inner._comm.endpoint.failure_detector._watchdog
+            assert watchdog is not None
             watched = [0] if pg.rank() else range(1, pg.size())
-            await until(lambda: all(sentinel.silence(rank) is not None for rank in watched))
+            await until(lambda: all(watchdog.silence(rank) is not None for rank in watched))
             await inner.barrier()
             result = await fn(inner, *args)
-        sentinels = [thread.name for thread in threading.enumerate() if "sentinel" in thread.name]
-        assert len(sentinels) == 1, "the other group's is there, and no more"
+        watchdogs = [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
+        assert len(watchdogs) == 1, "the other group's is there, and no more"
     return result
 
 

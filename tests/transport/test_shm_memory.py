@@ -95,7 +95,7 @@ class Ends(NamedTuple):
     def slot_reader(self) -> tuple[SlotWriter, SlotReader]:
         return SlotWriter(self.writing, self.there, self.fences), SlotReader(self.reading, self.there, self.fences)
 
-    def lane(self) -> tuple[ChunkQueueWriter, ChunkQueueReader]:
+    def chunk_queue(self) -> tuple[ChunkQueueWriter, ChunkQueueReader]:
         return ChunkQueueWriter(self.writing, self.there, self.fences), ChunkQueueReader(
             self.reading, self.there, self.fences
         )
@@ -226,7 +226,7 @@ def test_blocks_of_the_board_are_reserved_one_by_one(ranks: int, direction: int,
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_lane_is_reserved_when_it_is_taken(ranks: int, direction: int, made: Made) -> None:
     ends = made(ranks, direction)
-    idle, (writer, reader) = ends.reserved(), ends.lane()
+    idle, (writer, reader) = ends.reserved(), ends.chunk_queue()
     assert reader.look(1) == -1
     assert ends.reserved() == idle
     for number in range(1, 2 * CHUNKS):
@@ -258,7 +258,7 @@ async def test_frames_arrive_whole_while_it_grows(nbytes: int) -> None:
 def test_nobody_touches_what_is_not_reserved(ranks: int, seed: int, made: Made, kernel: Kernel) -> None:
     """Neither end: a page that was touched first takes memory too, which nobody has asked for."""
     ends, chance = made(ranks, seed % 2), random.Random(seed)
-    out, (slot_writer, slot_reader), (writer, reader) = ends.outgoing(), ends.slot_reader(), ends.lane()
+    out, (slot_writer, slot_reader), (writer, reader) = ends.outgoing(), ends.slot_reader(), ends.chunk_queue()
     words = ends.reading.cast("Q")
     sent = 0
     for identity in range(1, 300):
@@ -291,7 +291,7 @@ def test_an_old_kernel_reserves_all_at_once(ranks: int, made: Made, kernel: Kern
     kernel.fails(errno.EINVAL)
     ends = made(ranks, 1)
     assert ends.reserved() == LinkLayout(ranks).nbytes
-    out, (slot_writer, _), (writer, _) = ends.outgoing(), ends.slot_reader(), ends.lane()
+    out, (slot_writer, _), (writer, _) = ends.outgoing(), ends.slot_reader(), ends.chunk_queue()
     assert out.put(*frame(1, b"x" * 100_000))
     assert all(slot_writer.post(block, 1, 7, np.ones(ends.there.small_nbytes, np.uint8)) for block in range(SLOTS))
     assert writer.take("holder")
@@ -353,7 +353,7 @@ def test_a_board_without_memory_says_no(code: int, made: Made, kernel: Kernel) -
 @CODES
 def test_a_lane_without_memory_is_not_to_be_had(code: int, made: Made, kernel: Kernel) -> None:
     ends = made(2)
-    writer, _ = ends.lane()
+    writer, _ = ends.chunk_queue()
     kernel.fails(code)
     assert not writer.take("holder")
     assert writer.holder is None
@@ -439,7 +439,7 @@ async def test_a_frame_without_memory_is_tried_once(kernel: Kernel) -> None:
 # -- whole groups
 
 
-#: Elements that fit in a line of the board, in a small block, in a middle one; all in what a ring has at once.
+#: Elements that fit in the line of a slot, in a small slot, in a middle one; all in what a ring has at once.
 COUNTS = (1, 5, 6, 500, 600, 1024)
 SUMS = {size: [[size * (size - 1) / 2] * count for count in COUNTS] for size in (2, 3)}
 

@@ -145,7 +145,7 @@ FAILURES: dict[str, tuple[Any, str, int]] = {
     "memfd forbidden": (os, "memfd_create", errno.EPERM),
     "no memory left for shared memory": (os, "posix_fallocate", errno.ENOSPC),
     "file too large": (os, "ftruncate", errno.EFBIG),
-    "no descriptor for the bell": (os, "eventfd", errno.EMFILE),
+    "no descriptor for the doorbell": (os, "eventfd", errno.EMFILE),
     "no address space": (mmap, "mmap", errno.ENOMEM),
     "too many descriptors on the way": (socket, "send_fds", errno.ETOOMANYREFS),
 }
@@ -426,8 +426,8 @@ def readable_only(nbytes: int) -> int:
         os.close(fd)
 
 
-#: What is no bell, or one that blocks who rings it.
-BELLS = [blocking, pipe, regular, stream, poller, plain, sealed]
+#: What is no doorbell, or one that blocks who rings it.
+DOORBELLS = [blocking, pipe, regular, stream, poller, plain, sealed]
 #: What is no memory of the right size that both may write and nobody can take away.
 MEMORIES = [unsealed, smaller, larger, unwritable, readable_only, regular, plain, pipe, eventfd]
 
@@ -446,7 +446,7 @@ OFFERS: dict[str, tuple[bytes, list[Callable[[int], int]], type[Exception] | Non
     "no page at all": (message(), [sealed, plain, eventfd], ProtocolError),
     **{f"{each.__name__} for memory": (message(), [each, sealed, eventfd], ProtocolError) for each in MEMORIES},
     **{f"{each.__name__} for a page": (message(), [sealed, each, eventfd], ProtocolError) for each in MEMORIES},
-    **{f"{each.__name__} for a bell": (message(), [sealed, sealed, each], ProtocolError) for each in BELLS},
+    **{f"{each.__name__} for a doorbell": (message(), [sealed, sealed, each], ProtocolError) for each in DOORBELLS},
 }
 
 
@@ -476,7 +476,7 @@ async def test_garbage_offers(offer: str) -> None:
         ([unsealed, eventfd], ProtocolError),
         ([plain, eventfd], ProtocolError),
         *(([each, eventfd], ProtocolError) for each in MEMORIES),
-        *(([sealed, each], ProtocolError) for each in BELLS),
+        *(([sealed, each], ProtocolError) for each in DOORBELLS),
     ],
 )
 async def test_garbage_answers(makers: list[Callable[[int], int]], expected: type) -> None:
@@ -555,17 +555,17 @@ async def test_a_python_built_without_memfd(monkeypatch: pytest.MonkeyPatch, cap
 async def test_the_bell_is_closed_with_the_last_link() -> None:
     ends = Ends()
     results = await ends.meet()
-    bell = results[0].doorbell
+    doorbell = results[0].doorbell
     again = sockets("unix")
     second = await asyncio.gather(ends.ranks[0].propose(again[0]), ends.ranks[1].accept(again[1]))
     assert second[0] is not None
-    assert second[0].doorbell is bell
+    assert second[0].doorbell is doorbell
     ends.end(results)
-    assert not bell.closed
+    assert not doorbell.closed
     for rank, pair in zip(ends.ranks, second, strict=True):
         assert pair is not None
         rank.give_up(pair)
-    assert bell.closed
+    assert doorbell.closed
     ends.ranks[0].catch_up()
     for sock in again:
         sock.close()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from aiocoll.engine.operation_log import OperationLog
+from aiocoll.engine.operations.operation_log import OperationLog
 
 __all__ = ["Completed", "Report", "Revoked", "combine", "report"]
 

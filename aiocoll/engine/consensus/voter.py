@@ -13,23 +13,23 @@ acceptances decides. A coordinator that takes over proposes again what a voter h
 have returned with it. `aiocoll.engine.consensus.quorum` says what a quorum is, and why no two decisions differ.
 
 A rank whose connection broke, or that was silent, is dialled again first: it votes if it can be reached. Votes are said
-again when something changes and from time to time, and answered by whatever the coordinator has come to, so a note lost
-with a connection does no harm.
+again when something changes and from time to time, and answered by whatever the coordinator has come to, so a message
+lost with a connection does no harm.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
-from aiocoll.engine.context import Context
+from aiocoll.engine.consensus.parts import Parts
 from aiocoll.engine.control.causes import error_from
-from aiocoll.engine.control.messages import Note
-from aiocoll.engine.ids import hash62
+from aiocoll.engine.control.messages import ControlMessage
+from aiocoll.engine.job.ids import hash62
 from aiocoll.errors import GroupError
 
-__all__ = ["Coordinating", "Group", "Outcome", "Parts", "Voter"]
+__all__ = ["Coordinating", "Outcome", "Voter"]
 
 #: What is decided: the members, who was excluded, what was completed, and the larger group if it grew; plain data.
 Outcome = dict[str, Any]
@@ -38,89 +38,13 @@ Outcome = dict[str, Any]
 PROMPT = 2.0
 
 
-class Group(Protocol):
-    """A group that the ranks decide about.
-
-    Attributes:
-        name: of the group.
-        ranks: of the group, numbered as in the job.
-        left: those that have left, numbered as in the group.
-        growths: how often it has grown.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    left: set[int]
-    growths: int
-
-    def revoke(self, cause: GroupError, tell: bool = True) -> None:
-        """Fail with `cause`."""
-
-    def crashed(self, error: Exception) -> None:
-        """Fail, since code of the library has raised what it should not."""
-
-
-class Ranks(Protocol):
-    """What is known of the other ranks.
-
-    Attributes:
-        dead: how each lost rank was lost, and what tells so.
-    """
-
-    dead: dict[int, tuple[str, str]]
-
-    @property
-    def over(self) -> Container[int]:
-        """Ranks that have ended or are lost."""
-
-    @property
-    def suspected(self) -> set[int]:
-        """The lost ranks that may still live."""
-
-    def died(self, rank: int, detail: str, tell: bool = True, how: str = "killed") -> None:
-        """A rank is lost."""
-
-    def restored(self, rank: int) -> None:
-        """A rank that was lost is heard again."""
-
-
-class Links(Protocol):
-    """Links between this rank and another one, be that lost."""
-
-    def send(self, rank: int, note: Note) -> None:
-        """Send a note to a rank."""
-
-    def reach(self, rank: int) -> None:
-        """Find out whether a lost rank can be reached again."""
-
-
-class Parts(NamedTuple):
-    """What the voters of an endpoint need of it.
-
-    Attributes:
-        context: of the endpoint.
-        ranks: the others.
-        links: carry the notes.
-        flood: sends a note to some ranks that may be linked to this one or not.
-        look: looks whether the process of a rank is gone.
-        groups: of the endpoint.
-    """
-
-    context: Context
-    ranks: Ranks
-    links: Links
-    flood: Callable[[Note, Sequence[int]], None]
-    look: Callable[[int], None]
-    groups: Mapping[int, Group]
-
-
 class Coordinating(Protocol):
     """The part of a coordinator that this rank may have to play."""
 
-    def voted(self, peer: int, note: Note) -> None:
+    def voted(self, peer: int, message: ControlMessage) -> None:
         """Take a vote, or take it again."""
 
-    def accepted(self, peer: int, note: Note) -> None:
+    def accepted(self, peer: int, message: ControlMessage) -> None:
         """Take an acceptance of the proposal."""
 
     def consider(self) -> None:
@@ -141,7 +65,6 @@ class Voter:
 
     Attributes:
         parts, group, number, ranks: as given.
-        coordinator: set once, by who makes both.
         outcome: the decision, once this rank knows it.
         accepted: the ballot and the proposal this rank accepted last.
         promised: the highest ballot this rank has promised; -1 before the first.
@@ -150,7 +73,7 @@ class Voter:
         taken: this rank has made the group that goes on.
     """
 
-    coordinator: Coordinating
+    _coordinator: Coordinating
 
     def __init__(self, parts: Parts, identity: int, number: int, ranks: Sequence[int]) -> None:
         self.outcome: Outcome | None = None
@@ -165,11 +88,15 @@ class Voter:
         self.promised = -1
         self.assumed: set[int] = set()
         self.moved: set[int] = set()
-        self._candidacy: Note | None = None
+        self._candidacy: ControlMessage | None = None
         self._waiter: asyncio.Future[Outcome] | None = None
         self._answered = False
         self._silent: set[int] = set()
         self._prompt: asyncio.TimerHandle | None = None
+
+    def connect(self, coordinator: Coordinating) -> None:
+        """Have `coordinator` coordinate where this rank has to."""
+        self._coordinator = coordinator
 
     @property
     def away(self) -> set[int]:
@@ -220,7 +147,7 @@ class Voter:
             self._choose()
             self._say_vote()
 
-    async def _decision(self, candidacy: Note) -> Outcome:
+    async def _decision(self, candidacy: ControlMessage) -> Outcome:
         """Vote, and return what is decided."""
         if self._waiter is not None:
             raise RuntimeError("shrink() of this group is under way already: await that call")
@@ -242,31 +169,31 @@ class Voter:
         """Return the id of the group that goes on: no other decision, not even a wrong one, gives the same."""
         return hash62(f"{self.group}\0{self.number}\0{list(members)}") & 0xFFFFFFFF
 
-    def heard(self, peer: int, note: Note) -> None:
-        """Take a note of `peer`."""
+    def heard(self, peer: int, message: ControlMessage) -> None:
+        """Take a message of `peer`."""
         if peer in self.away:
             if self.outcome is not None:
                 self.parts.links.send(peer, self._signed({"what": "decided", "outcome": self.outcome}))
             return
         handler = {
-            "vote": self.coordinator.voted,
+            "vote": self._coordinator.voted,
             "ask": self._asked,
             "propose": self._proposed,
-            "accept": self.coordinator.accepted,
+            "accept": self._coordinator.accepted,
             "decided": self._decided,
             "refuse": self._refused,
-        }[note["what"]]
-        for rank, why in note["dead"]:
+        }[message["what"]]
+        for rank, why in message["dead"]:
             self.parts.ranks.died(rank, why, tell=False)
-        self.assumed.update(note["assumed"])
-        handler(peer, note)
+        self.assumed.update(message["assumed"])
+        handler(peer, message)
 
     def changed(self) -> None:
-        """A rank was lost, has ended, or is reached again: it may be the coordinator, or have lost a note."""
+        """A rank was lost, has ended, or is reached again: it may be the coordinator, or have lost a message."""
         if self.outcome is None:
             if self._waiter is not None:
                 self._cast()
-            self.coordinator.consider()
+            self._coordinator.consider()
 
     def cast(self) -> None:
         """Vote where one has promised to, as candidate if the program has called."""
@@ -288,11 +215,11 @@ class Voter:
     def close(self) -> None:
         """This rank ends; if others go on with it, they must not wait for it."""
         self._stop()
-        self.coordinator.stop()
+        self._coordinator.stop()
         outcome = self.outcome or (self.accepted and self.accepted[1])
         if outcome and not self.taken and not outcome["grown"] and self.rank in outcome["members"]:
-            note = {"t": "bye", "g": self.identity(outcome["members"]), "cause": None, "linked": False}
-            self.parts.flood(note, outcome["members"])
+            message = {"t": "bye", "g": self.identity(outcome["members"]), "cause": None, "linked": False}
+            self.parts.flood(message, outcome["members"])
 
     def promise(self, ballot: int) -> bool:
         """As coordinator of `ballot`, promise it first of all; False if a higher one is promised already."""
@@ -344,51 +271,51 @@ class Voter:
         self._reach_lost()
         self._cast()
 
-    def _asked(self, peer: int, note: Note) -> None:
+    def _asked(self, peer: int, message: ControlMessage) -> None:
         """A coordinator lets us know its ballot, or that it has our vote."""
         if self.outcome is not None:
             self.say_decided(peer)
-        elif note["ballot"] == self.promised:
+        elif message["ballot"] == self.promised:
             self._answered = True
             if self._waiter is None:
                 self._say_vote()
-        elif note["ballot"] > self.promised:
-            self.promised = note["ballot"]
+        elif message["ballot"] > self.promised:
+            self.promised = message["ballot"]
             self._silent.discard(peer)
             self.cast()
 
-    def _proposed(self, peer: int, note: Note) -> None:
+    def _proposed(self, peer: int, message: ControlMessage) -> None:
         if self.outcome is not None:
             self.say_decided(peer)
-        elif note["ballot"] >= self.promised:
-            self.promised = note["ballot"]
-            self.accepted = note["ballot"], note["outcome"]
+        elif message["ballot"] >= self.promised:
+            self.promised = message["ballot"]
+            self.accepted = message["ballot"], message["outcome"]
             self._answered = True
-            self.say(peer, {"what": "accept", "ballot": note["ballot"]})
+            self.say(peer, {"what": "accept", "ballot": message["ballot"]})
 
-    def _decided(self, peer: int, note: Note) -> None:
+    def _decided(self, peer: int, message: ControlMessage) -> None:
         if self.outcome is not None:
             return
-        self.outcome = note["outcome"]
+        self.outcome = message["outcome"]
         self._stop()
-        self.coordinator.stop()
-        members = note["outcome"]["members"]
+        self._coordinator.stop()
+        members = message["outcome"]["members"]
         group = self.parts.groups.get(self.group)
-        if note["outcome"]["grown"]:
+        if message["outcome"]["grown"]:
             if group is not None:
                 group.growths = self.number + 1
         elif group is not None:
             text = f"{self.named(members)} of group {group.name!r} went on as a new group"
             group.revoke(GroupError(text, group=group.name), tell=False)
-        if self.rank in members and not note["outcome"]["grown"]:
+        if self.rank in members and not message["outcome"]["grown"]:
             for rank in members:
                 self.parts.ranks.restored(rank)
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(note["outcome"])
+            self._waiter.set_result(message["outcome"])
 
-    def _refused(self, peer: int, note: Note) -> None:
-        if note["ballot"] == self.promised and self._waiter is not None and not self._waiter.done():
-            self._waiter.set_exception(error_from(note["cause"]))
+    def _refused(self, peer: int, message: ControlMessage) -> None:
+        if message["ballot"] == self.promised and self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(error_from(message["cause"]))
 
     def _check_membership(self, outcome: Outcome) -> None:
         me = self.rank
@@ -414,31 +341,31 @@ class Voter:
 
     # -- saying
 
-    def tell_all(self, note: Note) -> None:
-        """Say `note` to all ranks, the lost ones too if they can be reached: they learn that they are out."""
+    def tell_all(self, message: ControlMessage) -> None:
+        """Say `message` to all ranks, the lost ones too if they can be reached: they learn that they are out."""
         for rank in self.ranks:
-            self.say(rank, note)
+            self.say(rank, message)
 
     def say_decided(self, rank: int) -> None:
         """Tell `rank` what has been decided."""
         self.say(rank, {"what": "decided", "outcome": self.outcome})
 
-    def say(self, rank: int, note: Note) -> None:
-        """Say `note` to `rank`, be it this one."""
-        note = self._signed(note)
+    def say(self, rank: int, message: ControlMessage) -> None:
+        """Say `message` to `rank`, be it this one."""
+        message = self._signed(message)
         if rank == self.rank:
-            self.heard(rank, note)
+            self.heard(rank, message)
         elif rank not in self.away:
-            self.parts.links.send(rank, note)
+            self.parts.links.send(rank, message)
 
-    def _signed(self, note: Note) -> Note:
-        """Add to `note` what every one of them tells: the group, and who is away by proof or by a program's word."""
+    def _signed(self, message: ControlMessage) -> ControlMessage:
+        """Add to `message` what every one of them tells: the group, and who is away by proof or by a program's word."""
         dead = [
             (rank, why) for rank, (how, why) in self.parts.ranks.dead.items() if how == "killed" and rank in self.ranks
         ]
         assumed = sorted(self.assumed)
         about = {"t": "shrink", "g": self.group, "n": self.number, "ranks": list(self.ranks)}
-        return {**about, "dead": dead, "assumed": assumed, **note}
+        return {**about, "dead": dead, "assumed": assumed, **message}
 
     def position(self, rank: int) -> int:
         """Return the number of `rank` in the group, which is what error messages use."""

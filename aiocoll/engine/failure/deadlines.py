@@ -8,7 +8,8 @@ from itertools import islice
 from typing import Protocol
 
 from aiocoll.engine.failure.stall_inspector import StallInspector
-from aiocoll.engine.operations.base import P2P, Operation
+from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.signature import P2P
 from aiocoll.runtime import Runtime
 
 __all__ = ["REPORT_AFTER", "Deadlines", "Group"]

@@ -1,4 +1,4 @@
-"""Who is alive: the loop's side of the sentinel.
+"""Who is alive: the loop's side of the watchdog.
 
 The hub watches all ranks, and all watch the hub. A process of the same host is looked at while something waits for it;
 with a rank whose process cannot be seen from here there is a heartbeat. Ranks of one process need none of this.
@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiocoll.engine.context import Context
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.failure.roster import Roster
 from aiocoll.engine.failure.watchdog import ROUND, Watchdog
+from aiocoll.engine.job.context import Context
 from aiocoll.errors import AiocollError, PeerLostError
 from aiocoll.log import logger
 from aiocoll.process import GONE, PidFd, ProcessId, state
@@ -50,7 +50,7 @@ class FailureDetector:
         self._context = context
         self._control = control
         self._roster = roster
-        self._sentinel: Watchdog | None = None
+        self._watchdog: Watchdog | None = None
         self._processes: dict[int, ProcessId] = {}
         #: Processes of this host that /proc does not show, since they are in another namespace.
         self._pidfds: dict[int, PidFd] = {}
@@ -74,8 +74,8 @@ class FailureDetector:
             # A host may hide the processes of other users.
             if rank != context.rank and seen and state(process) != GONE:
                 self._processes[rank] = process
-        self._sentinel = Watchdog(context.rank, context.loop, context.runtime.ticks, self._lost, self._heartbeat_ended)
-        self._sentinel.start()
+        self._watchdog = Watchdog(context.rank, context.loop, context.runtime.ticks, self._lost, self._heartbeat_ended)
+        self._watchdog.start()
         for rank, stream in self._heartbeats:
             self.attach(rank, stream)
         self._heartbeats.clear()
@@ -86,9 +86,9 @@ class FailureDetector:
     def stop(self) -> None:
         """End the thread and the heartbeats."""
         self._over = True
-        if self._sentinel is not None:
-            self._sentinel.stop()
-            self._sentinel = None
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
         for _, stream in self._heartbeats:
             stream.close()
         for pidfd in self._pidfds.values():
@@ -97,7 +97,7 @@ class FailureDetector:
     def linked(self, link: Link) -> None:
         """Keep the process at the other end of a control link in sight, if this is the only way to it."""
         peer = link.peer
-        if self._sentinel is None or peer in self._processes or peer in self._pidfds:
+        if self._watchdog is None or peer in self._processes or peer in self._pidfds:
             return
         pidfd = link.peer_process()
         if pidfd is not None:
@@ -107,15 +107,15 @@ class FailureDetector:
         """Exchange signs of life with a rank."""
         if self._over:
             stream.close()
-        elif self._sentinel is None:
+        elif self._watchdog is None:
             self._heartbeats.append((rank, stream))
         else:
-            self._sentinel.add_heartbeat(rank, stream)
+            self._watchdog.add_heartbeat(rank, stream)
 
     def follow_hub(self) -> None:
         """Open a heartbeat to the hub, unless its process can be seen."""
         context, hub = self._context, self._control.hub
-        if self._sentinel is None or self._dialling or hub in (context.rank, *self._processes):
+        if self._watchdog is None or self._dialling or hub in (context.rank, *self._processes):
             return
         if context.cards[hub]["process"] != context.cards[context.rank]["process"]:
             self._dialling = True
@@ -124,7 +124,7 @@ class FailureDetector:
     def needed(self) -> None:
         """Something waits: look at those it may wait for, or have the hub do so."""
         now = self._context.runtime.time()
-        if self._sentinel is None or now < self._asked_at + ASK_AGAIN:
+        if self._watchdog is None or now < self._asked_at + ASK_AGAIN:
             return
         self._asked_at = now
         control = self._control
@@ -134,13 +134,13 @@ class FailureDetector:
         else:
             watched = {hub}
             control.tell(hub, {"t": "waits"})
-        self._sentinel.observe({rank: self._processes[rank] for rank in watched & self._processes.keys()})
+        self._watchdog.observe({rank: self._processes[rank] for rank in watched & self._processes.keys()})
 
     def sees(self, rank: int) -> bool:
         """Whether the process of a rank is known to live, whatever its event loop does."""
         if rank in self._processes:
             return state(self._processes[rank]) != GONE
-        silence = None if self._sentinel is None else self._sentinel.silence(rank)
+        silence = None if self._watchdog is None else self._watchdog.silence(rank)
         return silence is not None and silence <= 2 * ROUND
 
     def state(self, rank: int) -> str:
@@ -148,7 +148,7 @@ class FailureDetector:
         if rank in self._processes:
             found = state(self._processes[rank])
             return "its process is gone" if found == GONE else f"its process is alive ({found})"
-        silence = None if self._sentinel is None else self._sentinel.silence(rank)
+        silence = None if self._watchdog is None else self._watchdog.silence(rank)
         if silence is None:
             return ""
         return "its process is alive" if silence <= 2 * ROUND else f"nothing of it has been heard for {silence:.1f} s"
@@ -204,7 +204,7 @@ class FailureDetector:
         elif cut:
             self._roster.cut_off(rank)
 
-    # -- what the sentinel reports
+    # -- what the watchdog reports
 
     def _lost(self, rank: int, how: str, seconds: float) -> None:
         if how == "killed":
@@ -226,7 +226,7 @@ class FailureDetector:
     async def _dial(self, hub: int) -> None:
         rank = self._context.rank
         try:
-            stream = await self._context.transport.connect_heartbeat(hub, self._context.cards[hub])
+            stream = await self._context.connect_heartbeat(hub)
             if stream is not None:
                 self.attach(hub, stream)
         except (OSError, AiocollError) as error:

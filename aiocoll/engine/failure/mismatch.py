@@ -11,7 +11,8 @@ from asyncio import TimerHandle
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from aiocoll.engine.operation_log import Record
+from aiocoll.engine.failure.sender import Sender
+from aiocoll.engine.operations.operation_log import Record
 
 __all__ = ["Group", "MismatchReports"]
 
@@ -35,9 +36,6 @@ class Group(Protocol):
     ranks: tuple[int, ...]
     left: set[int]
 
-    def say(self, rank: int, message: dict[str, Any]) -> None:
-        """Send a message on the data link to `rank`, if there is one."""
-
     def record(self, op: int) -> Record | None:
         """Return what is remembered of a collective: of a part of one, the whole."""
 
@@ -56,17 +54,19 @@ class MismatchReports:
 
     Args:
         group: whose.
+        sender: tells its other ranks.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, sender: Sender) -> None:
         self._group = group
+        self._sender = sender
         self._open: set[int] = set()
 
     def disagree(self, peer: int, op: int, mine: Description) -> None:
         """A frame of `peer` does not fit what this rank called: let the peer name both sides."""
         if op not in self._open:
             self._open.add(op)
-            self._group.say(peer, {"t": "disagree", "op": op, "theirs": mine})
+            self._sender.say(peer, {"t": "disagree", "op": op, "theirs": mine})
 
     def differ(self, one: Description, two: Description) -> None:
         """Two calls do not belong together: let the lowest rank say so to all."""
@@ -75,7 +75,7 @@ class MismatchReports:
         if group.rank == judge:
             group.disagreement(one, two)
         else:
-            group.say(judge, {"t": "differ", "one": one, "two": two})
+            self._sender.say(judge, {"t": "differ", "one": one, "two": two})
             group.call_later(INSIST_AFTER, self._insist, one, two)
 
     def disagreed(self, peer: int, message: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ class MismatchReports:
             group.disagreement(one, two)
             # Revocations may go through the one that is silent; these do not where there is a link.
             for rank in set(range(len(group.ranks))) - {group.rank}:
-                group.say(rank, {"t": "differ", "one": one, "two": two})
+                self._sender.say(rank, {"t": "differ", "one": one, "two": two})
 
 
 def _forgotten(rank: int, op: int) -> Description:

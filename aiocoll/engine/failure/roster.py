@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from aiocoll.engine.context import Context
 from aiocoll.engine.control.star import ControlPlane
+from aiocoll.engine.job.context import Context
 
 __all__ = ["Group", "Roster"]
 

@@ -16,10 +16,12 @@ from typing import Any, Protocol, TypeVar
 
 from aiocoll.engine.failure.failure_detector import FailureDetector
 from aiocoll.engine.failure.mismatch import MismatchReports
+from aiocoll.engine.failure.sender import Sender
 from aiocoll.engine.failure.stall_report import DETAILED, SLOW_AFTER, Absence, Finding, StallReport
-from aiocoll.engine.operation_log import OperationLog, Record
-from aiocoll.engine.operations.base import P2P, Operation
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.differences import called, opposed
+from aiocoll.engine.operations.operation_log import OperationLog, Record
+from aiocoll.engine.operations.signature import P2P
 from aiocoll.log import logger
 from aiocoll.runtime import Runtime
 
@@ -60,9 +62,6 @@ class Group(Protocol):
     operations: dict[int, Operation]
     log_extra: dict[str, Any]
 
-    def tell(self, rank: int, message: dict[str, Any]) -> None:
-        """Send a message about an operation, on a link between this rank and `rank`."""
-
     def record(self, op: int) -> Record | None:
         """Return what is remembered of a collective: of a part of one, the whole."""
 
@@ -80,6 +79,7 @@ class StallInspector:
         group: whose.
         log: what this rank has called.
         mismatches: hears of calls that do not belong together.
+        sender: tells the other ranks.
         runtime: the clock.
         failure_detector: knows what the processes of silent ranks do.
     """
@@ -89,12 +89,14 @@ class StallInspector:
         group: Group,
         log: OperationLog,
         mismatches: MismatchReports,
+        sender: Sender,
         runtime: Runtime,
         failure_detector: FailureDetector,
     ) -> None:
         self._group = group
         self._log = log
         self._mismatches = mismatches
+        self._sender = sender
         self._now = runtime.time
         self._state = failure_detector.state
         # As one who waits: what was answered, by operation; when which rank was asked that has not answered yet; and
@@ -102,7 +104,7 @@ class StallInspector:
         self._findings: dict[int, Finding] = {}
         self._asked: dict[int, tuple[int, float]] = {}
         self._slow: set[int] = set()
-        # As the coordinator: notes by operation. As both: since when a rank has owed an answer.
+        # As the coordinator: messages by operation. As both: since when a rank has owed an answer.
         self._inquiries: dict[int, StallReport] = {}
         self._silent: dict[int, float] = {}
         #: Operations somebody asked about before this rank has entered them, and who did.
@@ -346,7 +348,7 @@ class StallInspector:
         if rank == self._group.rank:
             self.heard(rank, message)
         else:
-            self._group.tell(rank, message)
+            self._sender.tell(rank, message)
 
 
 V = TypeVar("V")

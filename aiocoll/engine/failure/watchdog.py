@@ -82,7 +82,7 @@ class Watchdog:
 
     Args:
         rank: this rank in the job.
-        loop: the loop it watches; running in the thread that makes the sentinel.
+        loop: the loop it watches; running in the thread that makes the watchdog.
         clock: real seconds, read from any thread.
         lost: called in the loop with a rank, how it is lost and for how long it has been.
         ended: called in the loop with the rank of a heartbeat whose connection has ended.
@@ -115,7 +115,7 @@ class Watchdog:
         self._asked_at = 0.0
         self._blocked = False
         self._speaker: threading.Thread | None = None
-        self._thread = threading.Thread(target=self._run, name=f"aiocoll sentinel {rank}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"aiocoll watchdog {rank}", daemon=True)
 
     def start(self) -> None:
         """Begin."""

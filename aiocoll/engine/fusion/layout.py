@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.engine.fusion.deferred_work import DeferredWork
-from aiocoll.engine.operations.base import Signature
 from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.signature import Signature
 
 __all__ = ["PIECE", "Bucket", "Layout"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -20,12 +20,10 @@ from aiocoll.engine.fusion.deferred_work import DeferredWork
 from aiocoll.engine.fusion.layout import Bucket, Layout
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Children, Ended
+from aiocoll.engine.operations.group import Group
 from aiocoll.errors import GroupError
 from aiocoll.runtime import BUDGET
 from aiocoll.work import Work
-
-if TYPE_CHECKING:
-    from aiocoll.engine.communicator import Communicator
 
 __all__ = ["Flush", "Packer", "Start", "fail"]
 
@@ -54,7 +52,7 @@ class Packer:
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Group,
         layout: Layout,
         members: Sequence[DeferredWork],
         start: Start,
@@ -77,7 +75,7 @@ class Packer:
         if self._working or self.done:
             return
         self._working = True
-        jobs, ticks = self._jobs, self.comm.endpoint.runtime.ticks
+        jobs, ticks = self._jobs, self.comm.runtime.ticks
         deadline = ticks() + BUDGET
         try:
             while jobs and not self.done:
@@ -111,7 +109,7 @@ class Packer:
 
     def _rest(self) -> None:
         """Let the next turn, or an await that polls, go on if there is more to do."""
-        lookers = self.comm.endpoint.polling.lookers
+        lookers = self.comm.polling.lookers
         if self.done or not self._jobs:
             lookers.pop(self, None)
             return
@@ -148,7 +146,7 @@ class Packer:
         if plan is not None and len(members) == 1:
             arrays = list(members[0].arrays)
         elif plan is not None:
-            scratch = self.comm.endpoint.scratch
+            scratch = self.comm.scratch
             for size in map(bucket.size, range(len(bucket.counts))):
                 arrays.append(None if size is None else scratch.take(size, plan.storage))
             inputs = dict.fromkeys((*bucket.reads, *bucket.writes)) if self._foreign else bucket.reads
@@ -190,7 +188,7 @@ class Packer:
         yield from bucket.unpack(members, arrays)
         for array in arrays:
             if array is not None:
-                self.comm.endpoint.scratch.give(array)
+                self.comm.scratch.give(array)
         self._left -= 1
 
 
@@ -207,7 +205,7 @@ class Flush(Operation):
 
     __slots__ = ("_packer", "children")
 
-    def __init__(self, comm: Communicator, identity: int, layout: Layout, packer: Packer, work: Work[Any]) -> None:
+    def __init__(self, comm: Group, identity: int, layout: Layout, packer: Packer, work: Work[Any]) -> None:
         super().__init__(comm, identity, layout.terms, layout.fingerprint, work)
         self._packer = packer
         self.children = Children(self)
@@ -217,6 +215,10 @@ class Flush(Operation):
     def enter(self) -> None:
         """Start packing."""
         self._packer.advance()
+
+    def algorithm(self) -> str | None:
+        """Return what carries out the bucket that was started last."""
+        return self.children.algorithm
 
     def needs(self, peer: int) -> bool:
         """It is for the buckets to say."""

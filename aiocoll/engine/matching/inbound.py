@@ -2,24 +2,56 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from aiocoll.elements.dtypes import by_code
 from aiocoll.engine.matching.outbound import OBJECT
-from aiocoll.engine.operations.base import KEYED
+from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.incremental import Steps
 from aiocoll.engine.operations.plan import EAGER_WINDOW
+from aiocoll.engine.operations.signature import KEYED
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 
-if TYPE_CHECKING:
-    from aiocoll.engine.channel import Channel
-    from aiocoll.engine.matching.matching import PostedReceive
-    from aiocoll.engine.operations.incremental import Steps
-
-__all__ = ["TAG_LIMIT", "InboundMessage"]
+__all__ = ["TAG_LIMIT", "InboundMessage", "Receive", "Source"]
 
 #: Tags are smaller than this: the operation id has 30 bits for them.
 TAG_LIMIT = 1 << 30
+
+
+class Source(Protocol):
+    """The way from one peer.
+
+    Attributes:
+        peer: its rank in the job.
+    """
+
+    peer: int
+
+    def control(self, kind: FrameKind, group: int, op: int, amount: int = 0) -> None:
+        """Send a frame without payload, ahead of the queue."""
+
+    def hold(self, header: Header) -> None:
+        """Count a frame that has to wait here."""
+
+    def release(self, header: Header) -> None:
+        """A frame that has waited here does so no more."""
+
+
+class Receive(Operation):
+    """What a message on its way in is received by.
+
+    Attributes:
+        view: where it goes; None as long as there is no memory.
+    """
+
+    view: memoryview | None
+
+    __slots__ = ()
+
+    def complete(self) -> None:
+        """All bytes are here."""
+        raise NotImplementedError
 
 
 class InboundMessage:
@@ -52,7 +84,7 @@ class InboundMessage:
         "total",
     )
 
-    def __init__(self, channel: Channel, peer: int, header: Header) -> None:
+    def __init__(self, channel: Source, peer: int, header: Header) -> None:
         self.channel = channel
         self.peer = peer
         self.op = header[4]
@@ -62,7 +94,7 @@ class InboundMessage:
         self.received = 0
         self.held: list[Header] = []
         self.asked = False
-        self.posted: PostedReceive | None = None
+        self.posted: Receive | None = None
         self.discard = False
         self.steps: Steps | None = None
         self.ready = header[0] == FrameKind.READY

@@ -1,173 +1,60 @@
 """Point-to-point messages: matched by source and tag, in the order in which they were sent.
 
 A message that meets no receive waits here, at most an eager window of it; the rest stays with its sender until a
-receive matches. `PostedReceive` is a receive; for a send, see `aiocoll.engine.matching.outbound`.
+receive matches. For receives see `aiocoll.engine.matching.posted`, for sends `aiocoll.engine.matching.outbound`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Protocol, TypeVar
 
-from aiocoll.codec.limits import MAX_BYTES
-from aiocoll.engine.matching.inbound import InboundMessage
-from aiocoll.engine.matching.outbound import OBJECT, Content, OutboundMessage, begun, message_terms
-from aiocoll.engine.operation_log import PEER
-from aiocoll.engine.operations.base import P2P, Operation, description
-from aiocoll.engine.operations.incremental import Steps, carry_on
-from aiocoll.errors import CollectiveTimeoutError, ProtocolError, SerializationError
+from aiocoll.engine.matching.inbound import InboundMessage, Receive, Source
+from aiocoll.engine.matching.outbound import OutboundMessage, begun
+from aiocoll.engine.matching.posted import PostedReceive
+from aiocoll.engine.operations import group as base
+from aiocoll.engine.operations.incremental import Steps
+from aiocoll.engine.operations.signature import P2P
+from aiocoll.errors import ProtocolError
 from aiocoll.transport.frame import FrameKind, Header
-from aiocoll.work import Work
 
-if TYPE_CHECKING:
-    from aiocoll.engine.channel import Channel
-    from aiocoll.engine.communicator import Communicator
-
-__all__ = ["Matching", "PostedReceive"]
+__all__ = ["Group", "Matching", "Turns"]
 
 K = TypeVar("K")
 
 
-class PostedReceive(Operation):
-    """A receive.
+class Group(base.Group, Protocol):
+    """A group whose ranks send each other messages."""
 
-    Args:
-        peer: rank it takes a message from; None takes the first one with the tag.
-        tag: of the message.
-        content: where it goes, and what it must be.
-    """
+    @property
+    def polling(self) -> Turns:
+        """Knows whether an await has to yield."""
 
-    __slots__ = ("_read", "_steps", "arrival", "code", "peer", "tag", "view")
+    def raise_if_revoked(self) -> None:
+        """Refuse a call on a group that has failed."""
 
-    def __init__(self, comm: Communicator, peer: int | None, tag: int, content: Content, work: Work[Any]) -> None:
-        code, view, self._read = content
-        terms = message_terms("RECV", code, 0 if view is None else view.nbytes)
-        super().__init__(comm, P2P | tag << 32, terms, code, work)
-        self.peer = peer
-        self.tag = tag
-        self.view = view
-        self.code = code
-        self.arrival: InboundMessage | None = None
-        self._steps: Steps | None = None
-        work._withdraw = self.withdraw
 
-    def enter(self) -> None:
-        """Take a message that is waiting, or wait for one."""
-        self.comm.matching.post(self)
+class Turns(base.Lookers, Protocol):
+    """What knows how long the loop has been held."""
 
-    def describe(self) -> dict[str, Any]:
-        """Say what is wanted, and from where."""
-        return {**super().describe(), "tag": self.tag, "src": self.peer}
-
-    def standing(self) -> str:
-        """Say what it waits for."""
-        if self.arrival is not None:
-            return f"rank {self.arrival.peer} has not sent all of it"
-        return f"no message with tag {self.tag} has come from {self._source()}"
-
-    def needs(self, peer: int) -> bool:
-        """Whether only `peer` could complete it."""
-        if self._steps is not None:
-            return False
-        if self.arrival is not None:
-            return self.arrival.peer == peer
-        others = set(range(len(self.comm.ranks))) - {self.comm.rank} - self.comm.left
-        return self.peer == peer if self.peer is not None else not others
-
-    def match(self, arrival: InboundMessage) -> None:
-        """Become the receiver of `arrival`."""
-        self.work._withdraw = None
-        self.arrival = arrival
-        arrival.posted = self
-        if self.view is None and arrival.code == OBJECT:
-            if arrival.total > MAX_BYTES:
-                self._refuse(arrival)
-                return
-            self.view = memoryview(bytearray(arrival.total))
-        elif self.view is None or arrival.code != self.code or arrival.total != self.view.nbytes:
-            arrival.discard = True
-            number = arrival.op & 0xFFFFFFFF
-            terms = message_terms("SEND", arrival.code, arrival.total)
-            theirs = description(arrival.peer, terms, terms.counts, None, number)
-            theirs.update(tag=self.tag, dst=self.comm.rank)
-            self.comm.mismatches.differ({**self.describe(), "seq": number}, theirs)
-            return
-        if arrival.received:
-            self.view[: arrival.received] = arrival.data()
-        else:
-            arrival.release()
-        if arrival.complete:
-            self.complete()
-            return
-        if arrival.received:
-            begun(self)
-        if arrival.withheld:
-            arrival.ask(self.comm.id)
-
-    def complete(self) -> None:
-        """All bytes are here."""
-        assert self.arrival is not None
-        self.work._source = self.arrival.peer
-        if self.peer is None:
-            self.entry[PEER] = self.arrival.peer
-        self.comm.matching.forget(self.arrival)
-        if self._read is None or self.view is None:
-            self.succeed(self.work._value)
-        else:
-            self._steps = self._read(self.view)
-            carry_on(self, self._steps)
-
-    def advance(self) -> None:
-        """Go on reading an object."""
-        if self._steps is not None:
-            carry_on(self, self._steps)
-
-    def withdraw(self) -> None:
-        """Nobody waits for it any more and no message has matched: as if it had never been posted."""
-        self.fail(asyncio.CancelledError())
-
-    def expire(self) -> None:
-        """Without a message, only this receive fails."""
-        if self.arrival is not None:
-            super().expire()
-            return
-        self.fail(
-            CollectiveTimeoutError(
-                f"rank {self.comm.rank} of group {self.comm.name!r} received no message with tag {self.tag} from "
-                f"{self._source()} within {self.timeout:g} s",
-                op=self.work.op,
-                group=self.comm.name,
-                ranks=[] if self.peer is None else [self.peer],
-            )
-        )
-
-    def fail(self, error: BaseException) -> None:
-        """End with `error`; the rest of a matched message goes nowhere."""
-        self.comm.matching.withdraw(self)
-        super().fail(error)
-
-    def _source(self) -> str:
-        return "any rank" if self.peer is None else f"rank {self.peer}"
-
-    def _refuse(self, arrival: InboundMessage) -> None:
-        self.fail(
-            SerializationError(
-                f"rank {arrival.peer} sent an object of {arrival.total} bytes; the limit is {MAX_BYTES} bytes"
-            )
-        )
-        arrival.data()
-        if arrival.complete:
-            self.comm.matching.forget(arrival)
-        else:
-            arrival.ask(self.comm.id)
+    def turn_is_due(self) -> bool:
+        """Whether an await must yield."""
 
 
 class Matching:
-    """All point-to-point traffic of one membership."""
+    """The messages of one group.
 
-    def __init__(self, comm: Communicator) -> None:
-        self._group = comm
+    Args:
+        group: whose.
+
+    Attributes:
+        group: as given.
+        outgoing: sends that have not ended, by peer and id.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
         self.outgoing: dict[tuple[int, int], OutboundMessage] = {}
         self._active: dict[tuple[int, int], InboundMessage] = {}
         self._waiting: dict[int, deque[InboundMessage]] = {}
@@ -198,14 +85,14 @@ class Matching:
         else:
             _drop(self._posted, posted.tag, posted)
 
-    def route(self, peer: int, header: Header) -> tuple[PostedReceive | None, memoryview | None]:
+    def route(self, peer: int, header: Header) -> tuple[Receive | None, memoryview | None]:
         """Name the caller's memory for a payload that is arriving."""
         arrival = self._active.get((peer, header[4]))
         if arrival is None or arrival.posted is None or arrival.posted.view is None or arrival.discard:
             return None, None
         return arrival.posted, arrival.posted.view[arrival.received : arrival.received + header[7]]
 
-    def deliver(self, channel: Channel, peer: int, header: Header, payload: memoryview | None) -> bool:
+    def deliver(self, channel: Source, peer: int, header: Header, payload: memoryview | None) -> bool:
         """Take a frame of a message; False if its bytes wait here."""
         kind, _, _, _, op, _, _, length, _ = header
         if kind == FrameKind.GRANT:
@@ -223,7 +110,7 @@ class Matching:
         if kind == FrameKind.READY:
             arrival.ready = True
             if arrival.posted is not None:
-                arrival.ask(self._group.id)
+                arrival.ask(self.group.id)
             else:
                 self._announce(arrival.tag)
             return self._is_heard(arrival, header)
@@ -250,12 +137,12 @@ class Matching:
 
         A cancelled wait takes nothing.
         """
-        endpoint = self._group.endpoint
+        runtime = self.group.runtime
         # Not before the first message of a turn: a wait that is always cancelled soon must get one some time.
-        if self._taken and endpoint.turn_is_due():
+        if self._taken and self.group.polling.turn_is_due():
             await asyncio.sleep(0)
         while True:
-            self._group.raise_if_revoked()
+            self.group.raise_if_revoked()
             if self._closed:
                 return None
             arrival = next(iter(self._waiting.get(tag, ())), None)
@@ -264,11 +151,11 @@ class Matching:
                 self.forget(arrival)
                 if not self._taken:
                     self._taken = True
-                    endpoint.runtime.call_soon(self._turned)
+                    runtime.call_soon(self._turned)
                 return arrival
             if arrival is not None and arrival.withheld:
-                arrival.ask(self._group.id)
-            listener = endpoint.loop.create_future()
+                arrival.ask(self.group.id)
+            listener = runtime.loop.create_future()
             self._listeners.setdefault(tag, {})[listener] = None
             try:
                 await listener

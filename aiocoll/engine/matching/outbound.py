@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from aiocoll.elements.dtypes import by_code
-from aiocoll.engine.operation_log import STARTED
-from aiocoll.engine.operations.base import P2P, Message, Operation, Signature
+from aiocoll.engine.operations.base import Message, Operation
+from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.incremental import Steps
+from aiocoll.engine.operations.operation_log import STARTED
+from aiocoll.engine.operations.signature import P2P, Signature
 from aiocoll.work import Work
 
-if TYPE_CHECKING:
-    from aiocoll.engine.communicator import Communicator
-
-__all__ = ["OBJECT", "Content", "OutboundMessage", "begun", "message_terms"]
+__all__ = ["OBJECT", "Content", "OutboundMessage", "Sends", "begun", "message_terms"]
 
 #: The dtype code of a message that is a serialised object.
 OBJECT = 255
@@ -35,10 +34,28 @@ class Content(NamedTuple):
     read: Callable[[memoryview], Steps] | None = None
 
 
+class Sends(Protocol):
+    """What numbers the messages of a group, and knows which are on their way out.
+
+    Attributes:
+        outgoing: by peer and id.
+    """
+
+    outgoing: dict[tuple[int, int], OutboundMessage]
+
+    @property
+    def group(self) -> Group:
+        """Whose they are."""
+
+    def next_id(self, tag: int) -> int:
+        """Number the next message with `tag`."""
+
+
 class OutboundMessage(Operation):
     """A send: done when its bytes have left.
 
     Args:
+        sends: those of the group.
         peer: rank it goes to.
         tag: of the message.
         content: what is sent.
@@ -46,22 +63,23 @@ class OutboundMessage(Operation):
 
     peer: int
 
-    __slots__ = ("_nbytes", "_view", "peer")
+    __slots__ = ("_nbytes", "_sends", "_view", "peer")
 
-    def __init__(self, comm: Communicator, peer: int, tag: int, content: Content, work: Work[Any]) -> None:
+    def __init__(self, sends: Sends, peer: int, tag: int, content: Content, work: Work[Any]) -> None:
         code, view, _ = content
         assert view is not None
         terms = message_terms("SEND", code, view.nbytes)
         # As its receiver names it, who knows no more than the count.
         work._shape = terms.counts
-        super().__init__(comm, comm.matching.next_id(tag), terms, code, work)
+        super().__init__(sends.group, sends.next_id(tag), terms, code, work)
+        self._sends = sends
         self.peer = peer
         self._view = view
         self._nbytes = 0
 
     def enter(self) -> None:
         """Send what the windows allow."""
-        self.comm.matching.outgoing[self.peer, self.id] = self
+        self._sends.outgoing[self.peer, self.id] = self
         message = Message(self, 0, 0, self._view, self._view.nbytes)
         self.comm.channels[self.peer].kick(message)
 
@@ -69,7 +87,7 @@ class OutboundMessage(Operation):
         """Bytes have left."""
         self._nbytes += nbytes
         if self._nbytes == message.total and not self.done:
-            self.comm.matching.outgoing.pop((self.peer, self.id), None)
+            self._sends.outgoing.pop((self.peer, self.id), None)
             self.succeed(self.work._value)
         else:
             begun(self)
@@ -80,7 +98,7 @@ class OutboundMessage(Operation):
 
     def fail(self, error: BaseException) -> None:
         """End with `error`."""
-        self.comm.matching.outgoing.pop((self.peer, self.id), None)
+        self._sends.outgoing.pop((self.peer, self.id), None)
         super().fail(error)
 
     def describe(self) -> dict[str, Any]:

@@ -2,72 +2,16 @@
 
 from __future__ import annotations
 
-import zlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
+from aiocoll.engine.operations.group import Group
+from aiocoll.engine.operations.signature import Signature, description
 from aiocoll.transport.frame import FrameKind
 from aiocoll.work import Work
 
-if TYPE_CHECKING:
-    from aiocoll.engine.communicator import Communicator
-    from aiocoll.engine.operations.manifest import Manifest
-
-__all__ = ["KEYED", "NOBODY", "P2P", "Announced", "Message", "Operation", "Signature", "description"]
-
-#: The two top bits of an operation id say how it was named; ordered operations carry their number itself.
-KEYED = 1 << 62
-P2P = 2 << 62
+__all__ = ["NOBODY", "Announced", "Message", "Operation"]
 
 NOBODY: frozenset[int] = frozenset()
-
-
-class Signature(NamedTuple):
-    """What the ranks must agree on in one operation.
-
-    `op` to `reduce` are the same on all of them. `sends` and `receives` are of collectives in which only the two ends
-    of a message know its length: how many elements go to each rank and come from each; () where there are none.
-    `debug` is "detail" of an operation that is compared before data moves, as "device" is of every one on CUDA arrays.
-    `members` are those of a flush, which stands for many calls.
-    `device` is where the arrays are: "cpu" or "cuda".
-    """
-
-    op: str
-    dtype: str | None
-    counts: tuple[int, ...]
-    root: int | None
-    reduce: str | None
-    sends: tuple[int, ...] = ()
-    receives: tuple[int, ...] = ()
-    debug: str | None = None
-    members: Manifest | None = None
-    device: str = "cpu"
-
-    def fingerprint(self) -> int:
-        """Hash what is the same on all ranks to 32 bits, the same on every machine."""
-        agreed: tuple[object, ...] = self[:5]
-        return zlib.crc32(repr(agreed if self.device == "cpu" else (*agreed, self.device)).encode())
-
-
-def description(
-    rank: int, terms: Signature, shape: tuple[int, ...], key: str | None, seq: int | None
-) -> dict[str, Any]:
-    """Say in plain data what `rank` called."""
-    return {
-        "rank": rank,
-        "op": terms.op,
-        "shape": list(shape),
-        "dtype": terms.dtype,
-        "device": terms.device,
-        "counts": list(terms.counts),
-        "sends": list(terms.sends) or None,
-        "receives": list(terms.receives) or None,
-        "members": None if terms.members is None else terms.members.told(),
-        "root": terms.root,
-        "reduce": terms.reduce,
-        "seq": seq,
-        "key": key,
-        "debug": terms.debug,
-    }
 
 
 class Message:
@@ -128,7 +72,7 @@ class Operation:
         comm, id, terms, fingerprint, work: as given.
         parent: the operation that it is a part of; None of one that a call has started.
         entered: when it was entered, on the runtime's clock.
-        entry: what is recorded of it from then on; see `aiocoll.engine.operation_log`.
+        entry: what is recorded of it from then on; see `aiocoll.engine.operations.operation_log`.
         peer: of a message, the other rank; None of a receive from any rank.
         timeout: seconds until `expire`; at first the work's.
         reported: when it is due to be reported again; 0 before it has been for the first time.
@@ -159,7 +103,7 @@ class Operation:
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Group,
         identity: int,
         terms: Signature,
         fingerprint: int,
@@ -242,6 +186,16 @@ class Operation:
         """Say what a message waits for; None of a collective, of which the ranks are asked."""
         return None if self.peer is None else f"rank {self.peer} has not taken all of it"
 
+    def algorithm(self) -> str | None:
+        """Return the name of what carries it out; None where there is only one way, or that is not known yet."""
+        return None
+
+    def carriers(self) -> str:
+        """Return what carries its bytes, as far as there are links: "shm", "tcp", or several with "+" between."""
+        channels = self.comm.channels
+        used = channels if self.peer is None else [channels[self.peer]]
+        return "+".join(sorted({channel.link.carrier for channel in used if channel.link is not None}))
+
     def hangs_here(self) -> bool:
         """Whether it waits for nothing but a device of this rank."""
         return False
@@ -261,5 +215,5 @@ class Operation:
         if not self.done:
             self.done = True
             self.comm.ended(self, error)
-            self.comm.endpoint.divert(self)
+            self.comm.divert(self)
             self.work._finish(None, error)

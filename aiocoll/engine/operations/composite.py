@@ -10,7 +10,9 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
-from aiocoll.engine.operations.base import KEYED, Operation
+from aiocoll.engine.job.ids import hash62
+from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.signature import KEYED
 from aiocoll.work import Work
 
 __all__ = ["Children", "Ended", "Make"]
@@ -27,19 +29,15 @@ class ChildWork(Work[Any]):
     __slots__ = ("_report",)
 
     def __init__(self, parent: Work[Any], report: Ended) -> None:
-        # Not by `Work`: the place of the call is the parent's.
-        self.op, self.seq, self.key, self.group = parent.op, parent.seq, parent.key, None
-        self._progress = parent._progress
-        self._code, self._instruction = parent._code, parent._instruction
-        self._shape, self._timeout, self._value = parent._shape, parent._timeout, parent._value
-        self._done = False
-        self._result = self._exception = self._unwrap = self._withdraw = None
-        self._source = self._waiters = self._callbacks = self._unseen = None
+        self._be_part_of(parent)
         self._report = report
 
     def _finish(self, result: Any, exception: BaseException | None = None) -> None:
-        self._done = True
+        super()._finish(result, exception)
         self._report(result, exception)
+
+    def _failed(self, error: BaseException) -> None:
+        """The parent tells."""
 
 
 class Children:
@@ -49,11 +47,13 @@ class Children:
         parent: it calls `fail` when it fails.
     """
 
-    __slots__ = ("_parent", "_running")
+    __slots__ = ("_parent", "_running", "algorithm")
 
     def __init__(self, parent: Operation) -> None:
         self._parent = parent
         self._running: dict[Operation, None] = {}
+        #: What carries out the child that was started last.
+        self.algorithm: str | None = None
 
     def start(self, name: str, make: Make, ended: Ended, *, reported: bool = False) -> None:
         """Start a child.
@@ -72,8 +72,9 @@ class Children:
             if not parent.done:
                 ended(result, error)
 
-        child = make(KEYED | parent.comm.endpoint.hash62(name), ChildWork(parent.work, report))
+        child = make(KEYED | hash62(name), ChildWork(parent.work, report))
         child.parent = parent
+        self.algorithm = child.algorithm()
         speaker, silent = (child, parent) if reported else (parent, child)
         speaker.warned = parent.warned
         silent.warned, silent.reported = True, inf

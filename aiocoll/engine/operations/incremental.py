@@ -16,7 +16,7 @@ Steps = Generator[None, None, Any]
 
 def carry_on(operation: Operation, steps: Steps) -> None:
     """Do some of `steps`, and end `operation` with their result; `advance` is called in the next turn for the rest."""
-    ticks = operation.comm.endpoint.runtime.ticks
+    ticks = operation.comm.runtime.ticks
     deadline = ticks() + BUDGET
     try:
         while True:

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 from zlib import crc32
 
-from aiocoll.engine.operations.base import Signature
+from aiocoll.engine.operations.signature import Signature
 
 __all__ = ["AGREED", "Manifest", "contradict", "differing", "private", "runs"]
 

@@ -7,17 +7,16 @@ its first frame, from an authenticated rank of the group, says how long it is, a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from aiocoll.codec.limits import MAX_BYTES
-from aiocoll.engine.operations.base import Message, Operation, Signature
+from aiocoll.engine.operations.base import Message, Operation
+from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.incremental import Steps, carry_on
 from aiocoll.engine.operations.plan import EAGER_WINDOW
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.errors import ProtocolError, SerializationError
 from aiocoll.work import Work
-
-if TYPE_CHECKING:
-    from aiocoll.engine.communicator import Communicator
 
 __all__ = ["ObjectExchange", "Parcels", "Post"]
 
@@ -40,7 +39,7 @@ class Post(Operation):
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Group,
         identity: int,
         terms: Signature,
         sources: Iterable[int],
@@ -137,7 +136,7 @@ class ObjectExchange(Post):
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Group,
         identity: int,
         terms: Signature,
         parcels: Parcels,

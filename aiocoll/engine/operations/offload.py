@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from aiocoll.engine.operations.base import Operation, Signature
-from aiocoll.errors import GroupError
+from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.group import Group
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.work import Work
 
-if TYPE_CHECKING:
-    from aiocoll.engine.communicator import Communicator
-
-__all__ = ["Offload", "in_thread", "revoke_after_error"]
+__all__ = ["Offload", "in_thread"]
 
 
 class Offload(Operation):
@@ -29,7 +27,7 @@ class Offload(Operation):
     __slots__ = ("_task",)
 
     def __init__(
-        self, comm: Communicator, identity: int, terms: Signature, task: Callable[[], object], work: Work[Any]
+        self, comm: Group, identity: int, terms: Signature, task: Callable[[], object], work: Work[Any]
     ) -> None:
         super().__init__(comm, identity, terms, terms.fingerprint(), work)
         self._task = task
@@ -45,8 +43,8 @@ class Offload(Operation):
 
 def in_thread(operation: Operation, task: Callable[[], object], then: Callable[[], object]) -> None:
     """Call `task` in a thread, and `then` on the loop if the operation has not failed by then."""
-    endpoint = operation.comm.endpoint
-    if not endpoint.runtime.may_thread:
+    comm = operation.comm
+    if not comm.runtime.may_thread:
         task()
         then()
         return
@@ -56,23 +54,8 @@ def in_thread(operation: Operation, task: Callable[[], object], then: Callable[[
         if operation.done or future.cancelled():
             return
         if error is not None:
-            revoke_after_error(operation, error)
+            comm.broke(operation, error)
         else:
             then()
 
-    endpoint.loop.run_in_executor(None, task).add_done_callback(ended)
-
-
-def revoke_after_error(operation: Operation, error: BaseException) -> None:
-    """Say on all ranks that a calculation of this one failed."""
-    comm, name = operation.comm, operation.work.key or operation.work.seq
-    cause = GroupError(
-        f"{operation.work.op} (sequence {name!r}) of group {comm.name!r} failed on rank {comm.rank}: "
-        f"{type(error).__name__}: {error}",
-        op=operation.work.op,
-        seq=name,
-        group=comm.name,
-        ranks=[comm.rank],
-    )
-    cause.__cause__ = error
-    comm.revoke(cause)
+    comm.runtime.loop.run_in_executor(None, task).add_done_callback(ended)

@@ -9,20 +9,18 @@ Peers whose board is not to be had, since the link is only being made or the blo
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.base import Message, Operation
+from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.work import Work
-
-if TYPE_CHECKING:
-    from aiocoll.engine.communicator import Communicator
 
 __all__ = ["OneShot"]
 
@@ -36,7 +34,7 @@ class OneShot(Operation):
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Group,
         identity: int,
         plan: Plan,
         arrays: list[NDArray[Any]],
@@ -73,7 +71,7 @@ class OneShot(Operation):
         if without is not None:
             self._send(without)
         if not self.done and not self.look():
-            comm.endpoint.polling.readers[self] = None
+            comm.polling.readers[self] = None
 
     def _send(self, peers: list[int]) -> None:
         view = byte_view(self._array)
@@ -123,11 +121,11 @@ class OneShot(Operation):
             if plan.kernel is not None:
                 plan.kernel.fold(inputs, self._array)
         except Exception as error:  # of a function of the user's
-            comm.broke(self, error)
+            comm.broke(self, error, "its reduce function raised ")
             return
         for slot_reader in slot_readers:
             slot_reader.free(block)
-        comm.endpoint.polling.readers.pop(self, None)
+        comm.polling.readers.pop(self, None)
         self.succeed(self.work._value)
 
     def _has_framed(self, peer: int) -> bool:
@@ -155,6 +153,10 @@ class OneShot(Operation):
             self._unsent = [peer for peer in self._unsent if peer != message.index]
             self.look()
 
+    def algorithm(self) -> str:
+        """Return the name of the plan's."""
+        return self._plan.algorithm
+
     def needs(self, peer: int) -> bool:
         """Whether the tensor of `peer` is still to come: what is on the board outlives the one who put it there."""
         self.look()
@@ -166,5 +168,5 @@ class OneShot(Operation):
 
     def fail(self, error: BaseException) -> None:
         """End with `error`."""
-        self.comm.endpoint.polling.readers.pop(self, None)
+        self.comm.polling.readers.pop(self, None)
         super().fail(error)

@@ -14,7 +14,8 @@ import numpy as np
 from aiocoll.algorithms.program import Program, Region, Verb
 from aiocoll.elements.dtypes import DType
 from aiocoll.elements.ops import Kernel, ReduceOp
-from aiocoll.engine.operations.base import Operation, Signature
+from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.work import Work
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,14 +11,12 @@ from numpy.typing import NDArray
 from aiocoll.algorithms.program import Region, Verb
 from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.base import Message, Operation
+from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.work import Work
-
-if TYPE_CHECKING:
-    from aiocoll.engine.communicator import Communicator
 
 __all__ = ["ProgramExecutor"]
 
@@ -56,7 +54,7 @@ class ProgramExecutor(Operation):
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Group,
         identity: int,
         plan: Plan,
         arrays: list[Array | None],
@@ -66,7 +64,7 @@ class ProgramExecutor(Operation):
         Operation.__init__(self, comm, identity, plan.terms, plan.fingerprint, work)
         self._plan = plan
         if plan.scratch:
-            scratch = comm.endpoint.scratch
+            scratch = comm.scratch
             arrays += [scratch.take(count, plan.storage) for count in plan.scratch]
         self._arrays = arrays
         self._views: list[memoryview | None] = [None] * len(arrays)
@@ -101,7 +99,11 @@ class ProgramExecutor(Operation):
         for _ in self._plan.scratch:  # they are the last of the arrays
             array = self._arrays.pop()
             assert array is not None
-            self.comm.endpoint.scratch.give(array)
+            self.comm.scratch.give(array)
+
+    def algorithm(self) -> str:
+        """Return the name of the plan's."""
+        return self._plan.algorithm
 
     def needs(self, peer: int) -> bool:
         """Whether something to or from `peer` is missing."""
@@ -188,7 +190,7 @@ class ProgramExecutor(Operation):
             if action.final and kernel.finalize is not None:
                 kernel.finalize(out)
         except Exception as error:  # of a function of the user's
-            self.comm.broke(self, error)
+            self.comm.broke(self, error, "its reduce function raised ")
         if out is not place:
             place[:] = out
 
@@ -271,7 +273,7 @@ class ProgramExecutor(Operation):
         if not local or self._working:
             return
         self._working = True
-        ticks = self.comm.endpoint.runtime.ticks
+        ticks = self.comm.runtime.ticks
         deadline = ticks() + BUDGET
         while local and not self.done:
             index = local.popleft()
@@ -319,7 +321,7 @@ class ProgramExecutor(Operation):
             else:
                 kernel.fold(inputs, place)
         except Exception as error:  # of a function of the user's
-            self.comm.broke(self, error)
+            self.comm.broke(self, error, "its reduce function raised ")
 
     # -- memory
 

@@ -23,22 +23,20 @@ after each piece it has read, and goes no further.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.base import Message, Operation
+from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import SharedMemoryLink
 from aiocoll.transport.shared_memory import Segment
 from aiocoll.work import Work
-
-if TYPE_CHECKING:
-    from aiocoll.engine.communicator import Communicator
 
 __all__ = ["MOST_PIECES", "ShmRing", "order"]
 
@@ -87,7 +85,7 @@ class ShmRing(Operation):
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Group,
         identity: int,
         plan: Plan,
         arrays: list[NDArray[Any]],
@@ -109,7 +107,7 @@ class ShmRing(Operation):
         self._taken = 0
         self._unsent = 0
         self._framed: dict[int, bytearray] | None = None
-        registered_memory = comm.endpoint.registered_memory
+        registered_memory = comm.registered_memory
         place = (
             registered_memory.find(self._array)
             if registered_memory is not None and registered_memory.segments
@@ -125,13 +123,13 @@ class ShmRing(Operation):
         channel = self.comm.channels[self._right]
         link = channel.shared
         self._holds = link is not None and link is channel.link and link.chunks_out.take(self)
-        self.comm.endpoint.polling.lookers[self] = None
+        self.comm.polling.lookers[self] = None
         self.look()
 
     def look(self) -> bool:
         """Put pieces while there are free blocks, take what has come; whether anything moved."""
         pieces = self._order
-        ticks = self.comm.endpoint.runtime.ticks
+        ticks = self.comm.runtime.ticks
         deadline = ticks() + BUDGET
         moved = False
         while not self.done:
@@ -256,7 +254,7 @@ class ShmRing(Operation):
             if step == adding - 1 and kernel.finalize is not None:
                 kernel.finalize(out)
         except Exception as error:  # of a function of the user's
-            self.comm.broke(self, error)
+            self.comm.broke(self, error, "its reduce function raised ")
         if out is not own:
             own[:] = out
 
@@ -278,6 +276,10 @@ class ShmRing(Operation):
         return True
 
     # -- the end
+
+    def algorithm(self) -> str:
+        """Return the name of the plan's."""
+        return self._plan.algorithm
 
     def needs(self, peer: int) -> bool:
         """Whether something to or from `peer` is missing."""
@@ -304,7 +306,7 @@ class ShmRing(Operation):
         super().fail(error)
 
     def _end(self) -> None:
-        self.comm.endpoint.polling.lookers.pop(self, None)
+        self.comm.polling.lookers.pop(self, None)
 
     def _leave_lane(self, *, failed: bool) -> None:
         if self._holds:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Children, Make
-from aiocoll.engine.operations.offload import Offload, in_thread, revoke_after_error
+from aiocoll.engine.operations.group import Group
+from aiocoll.engine.operations.offload import Offload, in_thread
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
 from aiocoll.work import Work
-
-if TYPE_CHECKING:
-    from aiocoll.engine.communicator import Communicator
 
 __all__ = ["Stepped"]
 
@@ -33,7 +31,7 @@ class Stepped(ProgramExecutor):
 
     __slots__ = ("_children", "_is_counted", "_mine", "counts")
 
-    def __init__(self, comm: Communicator, identity: int, plan: Plan, work: Work[Any]) -> None:
+    def __init__(self, comm: Group, identity: int, plan: Plan, work: Work[Any]) -> None:
         self.counts: NDArray[np.int64] = np.zeros(len(comm.ranks), np.int64)
         self._mine = np.zeros(1, np.int64)
         arrays: list[NDArray[Any] | None] = [self.counts[rank : rank + 1] for rank in range(len(comm.ranks))]
@@ -117,4 +115,4 @@ class Stepped(ProgramExecutor):
         try:
             then()
         except Exception as error:
-            revoke_after_error(self, error)
+            self.comm.broke(self, error)

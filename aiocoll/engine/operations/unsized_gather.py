@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.elements.buffers import byte_view
-from aiocoll.engine.operations.base import Signature
+from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.object_exchange import Post
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.work import Work
-
-if TYPE_CHECKING:
-    from aiocoll.engine.communicator import Communicator
 
 __all__ = ["Gathered", "Given"]
 
@@ -49,7 +47,7 @@ class Gathered(Post):
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Group,
         identity: int,
         terms: Signature,
         given: Given,
@@ -68,7 +66,7 @@ class Gathered(Post):
     def advance(self) -> None:
         """Copy a piece at a time, for as long as a callback may take."""
         source, own = self._source, self._own
-        ticks = self.comm.endpoint.runtime.ticks
+        ticks = self.comm.runtime.ticks
         deadline, step = ticks() + BUDGET, max(SEGMENT // source.itemsize, 1)
         while self._copied < source.size:
             stop = self._copied + step

@@ -8,20 +8,18 @@ fails on all ranks with the same words, no array has been touched, and the group
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgpack
 
-from aiocoll.engine.operations.base import Signature
 from aiocoll.engine.operations.comparison import Difference, compare, packed
 from aiocoll.engine.operations.composite import Children, Make
+from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.monitored_barrier import MonitoredBarrier
 from aiocoll.engine.operations.object_exchange import Post
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.errors import CollectiveMismatchError, GroupError
 from aiocoll.work import Work
-
-if TYPE_CHECKING:
-    from aiocoll.engine.communicator import Communicator
 
 __all__ = ["Compared", "WrongCall"]
 
@@ -43,7 +41,7 @@ class Compared(Post):
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Group,
         identity: int,
         terms: Signature,
         make: Make | None,
@@ -72,6 +70,10 @@ class Compared(Post):
         """The operation proper has ended, or there will be none."""
         self._outcome = result, error
         self._settle()
+
+    def algorithm(self) -> str | None:
+        """Return what carries out the operation proper, once it has started."""
+        return self._children.algorithm
 
     def awaited(self) -> list[int]:
         """Return the ranks from which something has not arrived."""
@@ -157,7 +159,7 @@ class WrongCall(Compared):
 
     __slots__ = ("_wrong",)
 
-    def __init__(self, comm: Communicator, identity: int, terms: Signature, wrong: ValueError, work: Work[Any]) -> None:
+    def __init__(self, comm: Group, identity: int, terms: Signature, wrong: ValueError, work: Work[Any]) -> None:
         super().__init__(comm, identity, terms, None, work)
         self._wrong = wrong
 

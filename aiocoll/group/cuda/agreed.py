@@ -15,26 +15,25 @@ carries out the same plan there, and outputs are copied back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgpack
 
 from aiocoll.algorithms.spec import spec_of
 from aiocoll.elements.device import DeviceArray
-from aiocoll.engine.operations.base import Operation, Signature
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.comparison import Difference
 from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.engine.operations.verify import Compared
 from aiocoll.errors import GroupError
 from aiocoll.gpu.api import DeviceError
+from aiocoll.gpu.launcher import Launched
+from aiocoll.group.cuda.device_state import DeviceState
 from aiocoll.group.cuda.enqueued import Enqueued
 from aiocoll.group.cuda.native import STAGED, Native, Tools, carry_out, way_of
 from aiocoll.group.cuda.staged import Staged, put_back
 from aiocoll.work import Work
-
-if TYPE_CHECKING:
-    from aiocoll.gpu.launcher import Launched
-    from aiocoll.group.cuda.device_state import DeviceState
 
 __all__ = ["Agreed", "DeviceCall", "is_empty"]
 
@@ -64,7 +63,17 @@ class Agreed(Compared):
     MARK = "device"
     FINGERPRINT = Signature("AGREED", None, (), None, None, device="cuda").fingerprint()
 
-    __slots__ = ("_arrays", "_called", "_device_state", "_enqueued", "_flying", "_marks", "_plan", "_staged")
+    __slots__ = (
+        "_arrays",
+        "_by_nccl",
+        "_called",
+        "_device_state",
+        "_enqueued",
+        "_flying",
+        "_marks",
+        "_plan",
+        "_staged",
+    )
 
     def __init__(self, side: DeviceState, identity: int, call: DeviceCall, work: Work[Any]) -> None:
         super().__init__(side.member, identity, call.terms, None, work)
@@ -74,6 +83,7 @@ class Agreed(Compared):
         self._staged: Staged | None = None
         #: The device has something of it.
         self._flying = False
+        self._by_nccl = False
         self._enqueued = Enqueued(work, call.arrays)
 
     # -- the agreement
@@ -95,6 +105,10 @@ class Agreed(Compared):
         described = side.described(self._plan, self._called, work._shape)
         told: bytes = msgpack.packb((described, work.seq, work.key, (way,)))
         return told
+
+    def carriers(self) -> str:
+        """Return what carries its bytes: NCCL, or the links of the host where it is staged."""
+        return "nccl" if self._by_nccl else super().carriers()
 
     def is_private(self) -> bool:
         """Whether only the ends of its messages know their lengths."""
@@ -171,6 +185,7 @@ class Agreed(Compared):
 
         communicator = self._device_state.communicator
         assert communicator is not None
+        self._by_nccl = True
         self._flies(communicator.launch(self._marks, put, calls, self._ended, others), last=True)
 
     def _stage(self) -> None:

@@ -6,16 +6,14 @@ What NCCL cannot do is staged, each member by itself. All members end when the l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgpack
 
 from aiocoll.group.cuda.agreed import Agreed, DeviceCall, is_empty
+from aiocoll.group.cuda.device_state import DeviceState
 from aiocoll.group.cuda.native import STAGED, Native, way_of
 from aiocoll.work import Work
-
-if TYPE_CHECKING:
-    from aiocoll.group.cuda.device_state import DeviceState
 
 __all__ = ["BatchedCalls", "Member"]
 

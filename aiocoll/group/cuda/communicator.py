@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.operations.base import KEYED, Signature
+from aiocoll.engine.job.ids import hash62
 from aiocoll.engine.operations.object_exchange import Post
+from aiocoll.engine.operations.signature import KEYED, Signature
 from aiocoll.errors import GroupError
 from aiocoll.gpu.api import DeviceError, Nccl, NcclCommunicator
 from aiocoll.gpu.device import Device
@@ -241,10 +242,11 @@ class _Parting(Post):
     TERMS = Signature(OP, None, (), None, None, device="cuda")
     LIMIT = 0
 
-    __slots__ = ()
+    __slots__ = ("_member",)
 
     def __init__(self, comm: Communicator, work: Work[None]) -> None:
-        super().__init__(comm, KEYED | comm.endpoint.hash62("parting"), self.TERMS, comm.others, work)
+        super().__init__(comm, KEYED | hash62("parting"), self.TERMS, comm.others, work)
+        self._member = comm
         # Who does not come is not waited for long, and nobody's fault.
         self.warned, self.reported = True, inf
 
@@ -263,7 +265,7 @@ class _Parting(Post):
         """Somebody does not come."""
         self.fail(GroupError(f"ranks of group {self.comm.name!r} do not end it together", group=self.comm.name))
         # What comes late is not of another operation.
-        self.comm._ended.pop(self.id, None)
+        self._member.forget(self.id)
 
     def _settle(self) -> None:
         if not self.done and not self._missing and not self._unsent:

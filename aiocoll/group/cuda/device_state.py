@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgpack
 
 from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.operations.base import Operation, Signature, description
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.comparison import Difference, compare, packed
 from aiocoll.engine.operations.differences import called
 from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.signature import Signature, description
 from aiocoll.errors import BackendUnavailableError, CollectiveTimeoutError, GroupError
 from aiocoll.gpu.api import DeviceError, Nccl
 from aiocoll.gpu.device import Device
@@ -26,9 +27,6 @@ from aiocoll.group.cuda.native import STAGED
 from aiocoll.group.cuda.native_messages import NativeMessages
 from aiocoll.log import logger
 
-if TYPE_CHECKING:
-    from aiocoll.group.cuda.agreed import Agreed
-
 __all__ = ["DeviceState"]
 
 #: NCCL's setting of the network interfaces it may use between hosts.
@@ -37,6 +35,22 @@ INTERFACE = "NCCL_SOCKET_IFNAME"
 KEPT = 256
 #: Seconds that the device has to end what was on it when the group ended.
 RELEASE = 5.0
+
+
+class Collective(Protocol):
+    """A collective that all ranks agree on before it begins."""
+
+    def is_private(self) -> bool:
+        """Whether only the ends of its messages know their lengths."""
+
+    def pronounce(self, numbers: Mapping[int, int], ways: Sequence[int]) -> None:
+        """As rank 0, let all begin it, each by a number of its own."""
+
+    def begin(self, ways: Sequence[int]) -> None:
+        """Go on, each call of it on its way: all calls before it have begun."""
+
+    def give_up(self, error: Exception) -> None:
+        """Fail on all ranks alike; the group goes on."""
 
 
 class DeviceState:
@@ -74,7 +88,7 @@ class DeviceState:
         self._described: dict[tuple[Plan | Signature, tuple[int, ...]], bytes] = {}
         self.messages = NativeMessages(self)
         #: As rank 0: calls that are complete and have no number yet; the last number of each rank.
-        self._complete: list[tuple[Agreed, Sequence[int]]] = []
+        self._complete: list[tuple[Collective, Sequence[int]]] = []
         self._numbered = [0] * len(member.ranks)
         #: What begins those that have a number, and the next number.
         self._held: dict[int, Callable[[], None]] = {}
@@ -83,7 +97,7 @@ class DeviceState:
         member.on_departed.append(self._departed)
         self._is_over = False
         self._deciding.start()
-        member.hear_device_notes(self._heard)
+        member.devices.connect(self._heard)
 
     def terms(self, plan: Plan) -> Signature:
         """Return the terms of a call on CUDA arrays."""
@@ -116,7 +130,7 @@ class DeviceState:
             self._described[call, shape] = found
         return found
 
-    def judge(self, operation: Agreed, said: Sequence[memoryview]) -> Difference | None:
+    def judge(self, operation: Collective, said: Sequence[memoryview]) -> Difference | None:
         """As rank 0, hear what all ranks call; return how that differs, or let it begin when its turn has come."""
         # Mostly they are the same bytes.
         alike = all(each == said[0] for each in said)
@@ -143,7 +157,7 @@ class DeviceState:
             self._numbered[rank] += 1
         return {rank: self._numbered[rank] for rank in ranks}
 
-    def decided(self, operation: Agreed, number: int, ways: Sequence[int]) -> None:
+    def decided(self, operation: Collective, number: int, ways: Sequence[int]) -> None:
         """Take note of a verdict, and begin the call when it is its turn."""
         self.hold(number, partial(self._begin, operation, ways))
 
@@ -154,7 +168,7 @@ class DeviceState:
             self._next += 1
             turn()
 
-    def _begin(self, operation: Agreed, ways: Sequence[int]) -> None:
+    def _begin(self, operation: Collective, ways: Sequence[int]) -> None:
         decision = self.decision
         assert decision is not None
         if (refusal := decision.refusal(self.member.name, self._forced)) is not None:

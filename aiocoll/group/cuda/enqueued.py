@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiocoll.elements.device import DeviceArray
 from aiocoll.gpu.api import DeviceError
+from aiocoll.gpu.launcher import Launched
 from aiocoll.work import Work
-
-if TYPE_CHECKING:
-    from aiocoll.gpu.launcher import Launched
 
 __all__ = ["Enqueued"]
 

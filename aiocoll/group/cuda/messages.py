@@ -10,24 +10,22 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.matching.inbound import InboundMessage
-from aiocoll.engine.matching.matching import PostedReceive
 from aiocoll.engine.matching.outbound import Content, OutboundMessage
+from aiocoll.engine.matching.posted import PostedReceive
 from aiocoll.engine.operations.base import Announced, Operation
 from aiocoll.errors import GroupClosedError, PeerLostError
 from aiocoll.gpu.api import DeviceError
+from aiocoll.gpu.launcher import Launched
 from aiocoll.group.cuda.device_state import DeviceState
 from aiocoll.group.cuda.enqueued import Enqueued
 from aiocoll.group.cuda.staged import Staged
 from aiocoll.work import Work
-
-if TYPE_CHECKING:
-    from aiocoll.gpu.launcher import Launched
 
 __all__ = ["DeviceContent", "DeviceRecv", "DeviceSend"]
 
@@ -161,7 +159,7 @@ class DeviceSend(OutboundMessage, _OneEnd):
         work: Work[Any],
     ) -> None:
         code, array = content
-        super().__init__(side.member, peer, tag, Content(code, _to_come(array.nbytes)), work)
+        super().__init__(side.member.matching, peer, tag, Content(code, _to_come(array.nbytes)), work)
         self._prepare(side, array)
 
     def enter(self) -> None:
@@ -174,13 +172,13 @@ class DeviceSend(OutboundMessage, _OneEnd):
         number, size = self.batch if self._open else (0, 0)
         if not self._open:
             self._stage()
-        self.comm.matching.outgoing[self.peer, self.id] = self
+        self._sends.outgoing[self.peer, self.id] = self
         self._message = Announced(self, size, self._view, number)
         self.comm.channels[self.peer].kick(self._message)
 
     def complete(self) -> None:
         """NCCL has sent it."""
-        self.comm.matching.outgoing.pop((self.peer, self.id), None)
+        self._sends.outgoing.pop((self.peer, self.id), None)
         self.succeed(self.work._value)
 
     def asked(self) -> None:
@@ -219,7 +217,7 @@ class DeviceRecv(PostedReceive, _OneEnd):
         work: Work[Any],
     ) -> None:
         code, array = content
-        super().__init__(side.member, peer, tag, Content(code, _to_come(array.nbytes)), work)
+        super().__init__(side.member.matching, peer, tag, Content(code, _to_come(array.nbytes)), work)
         self._prepare(side, array)
         #: The page-locked memory.
         self._is_there = False

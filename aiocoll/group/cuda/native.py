@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from aiocoll.algorithms.spec import Spec, spec_of
 from aiocoll.elements.device import DeviceArray
-from aiocoll.engine.operations.base import Signature
 from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.gpu.api import Cuda, DeviceError, Nccl, NcclCommunicator
 
 __all__ = ["GROUPED", "PACKED", "STAGED", "Native", "Tools", "carry_out", "exchange", "way_of"]

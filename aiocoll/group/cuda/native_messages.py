@@ -14,26 +14,85 @@ A receiver that cannot go this way answers with GRANT, as that of any message do
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from aiocoll.elements.device import DeviceArray
+from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.control.messages import DEVICE
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.gpu.api import DeviceError
+from aiocoll.gpu.launcher import Launched
+from aiocoll.group.cuda.communicator import DeviceCommunicator
 from aiocoll.group.cuda.matching import BatchMatching, Match, MessageBatch
 from aiocoll.group.cuda.native import Tools, exchange
 from aiocoll.group.cuda.staged import put_back
-
-if TYPE_CHECKING:
-    from aiocoll.group.cuda.device_state import DeviceState
-    from aiocoll.group.cuda.messages import DeviceRecv, DeviceSend
 
 __all__ = ["NativeMessages"]
 
 #: Batches of more than this are as many batches of one: a READY frame has 16 bits for their size.
 LARGEST = 0xFFFF
+
+
+class Turns(Protocol):
+    """What gives calls their turns on the device.
+
+    Attributes:
+        member: this rank's part in the group.
+    """
+
+    member: Communicator
+
+    @property
+    def communicator(self) -> DeviceCommunicator | None:
+        """This rank's end of NCCL's communicator, if there is one."""
+
+    def number(self, ranks: Iterable[int]) -> dict[int, int]:
+        """As rank 0, give the next number on each of some ranks to what begins there."""
+
+    def hold(self, number: int, begin: Callable[[], None]) -> None:
+        """Begin what has this number when all before it have begun."""
+
+
+class End(Protocol):
+    """One end of a message.
+
+    Attributes:
+        array: what is sent, or received into.
+        batch: number and size of the batch it is part of.
+        done: it has ended.
+    """
+
+    array: DeviceArray
+    batch: tuple[int, int]
+    done: bool
+
+    def taken_marks(self) -> tuple[int, ...]:
+        """Return where the caller's streams were at the call."""
+
+    def launched(self, launched: Launched) -> None:
+        """NCCL has it."""
+
+    def landed(self, error: DeviceError | None) -> None:
+        """NCCL is done with it."""
+
+
+class SendEnd(End, Protocol):
+    """A send; `peer` is the rank it goes to."""
+
+    peer: int
+
+
+class ReceiveEnd(End, Protocol):
+    """A receive."""
+
+    @property
+    def source(self) -> int:
+        """The rank whose message it has met."""
+
+    def stage(self) -> None:
+        """Receive it from the host."""
 
 
 class NativeMessages:
@@ -46,12 +105,12 @@ class NativeMessages:
         batch: what is called now is part of it: its number and size.
     """
 
-    def __init__(self, side: DeviceState) -> None:
+    def __init__(self, side: Turns) -> None:
         self.batch = (0, 1)
         self._device_state = side
         self._batches = 0
         #: Receives that are matched and have not begun.
-        self._matched: dict[tuple[int, int], DeviceRecv] = {}
+        self._matched: dict[tuple[int, int], ReceiveEnd] = {}
         self._matching = BatchMatching(self._number, side.member.call_later)
 
     @contextlib.contextmanager
@@ -72,7 +131,7 @@ class NativeMessages:
             nbytes > EAGER_WINDOW and self._device_state.communicator is not None and not self._device_state.member.left
         )
 
-    def matched(self, receive: DeviceRecv, src: int, number: int, theirs: tuple[int, int]) -> None:
+    def matched(self, receive: ReceiveEnd, src: int, number: int, theirs: tuple[int, int]) -> None:
         """A receive has met a message that can go by NCCL, of a batch at its sender."""
         rank = self._device_state.member.rank
         self._matched[src, number] = receive
@@ -104,7 +163,7 @@ class NativeMessages:
         if member.rank == 0:
             self._take(match, batches)
         else:
-            member.channels[0].note({"t": DEVICE, "g": member.id, "match": match, "batches": batches})
+            member.channels[0].send_control({"t": DEVICE, "g": member.id, "match": match, "batches": batches})
 
     def heard(self, peer: int, note: dict[str, Any]) -> None:
         """Take a note of a rank.
@@ -155,7 +214,7 @@ class NativeMessages:
             if rank == 0:
                 self.heard(0, note)
             else:
-                member.channels[rank].note(note)
+                member.channels[rank].send_control(note)
 
     # -- carrying them out
 
@@ -168,8 +227,8 @@ class NativeMessages:
         """Put messages on the device; their other ends do so, too."""
         side, member = self._device_state, self._device_state.member
         rank = member.rank
-        sends: list[DeviceSend] = []
-        receives: list[DeviceRecv] = []
+        sends: list[SendEnd] = []
+        receives: list[ReceiveEnd] = []
         for src, dst, number in matches:
             if src == rank:
                 if (send := member.matching.outgoing.get((dst, number))) is not None:
@@ -178,7 +237,7 @@ class NativeMessages:
                 receives.append(receive)
         if not sends and not receives:
             return
-        operations = [*sends, *receives]
+        operations: list[End] = [*sends, *receives]
         outgoing = [(each.peer, each.array) for each in sends]
         incoming = [(each.source, each.array) for each in receives]
         marks = [mark for each in operations for mark in each.taken_marks()]

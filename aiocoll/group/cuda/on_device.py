@@ -7,9 +7,10 @@ from typing import Any
 
 from aiocoll.elements.device import UNKNOWN, DeviceArray
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.operations.base import Operation, Signature
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Make
 from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.gpu.api import Cuda
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.provider import runtime

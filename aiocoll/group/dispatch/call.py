@@ -13,9 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from aiocoll.engine.operations.base import Operation, Signature
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Make
 from aiocoll.engine.operations.plan import Executor, Plan
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.work import Work
 
 __all__ = ["Call", "Interceptor", "Recorder", "Wrapper", "interceptor_in_scope", "scope_here", "scoped"]
@@ -38,7 +39,6 @@ class Call(NamedTuple):
         arrays: flat, numbered as the plan's buffers; None where this rank has none. Of a message, its CUDA array.
         on_device: the plan of a collective on CUDA arrays, in place of `plan`.
         ends: of a message: "src" or "dst", the other rank (None: any), and the tag.
-        alone: of objects: makes the result of what this rank alone contributes, which is what a dry run yields.
     """
 
     op: str
@@ -54,7 +54,6 @@ class Call(NamedTuple):
     arrays: list[Any] | None = None
     on_device: Plan | None = None
     ends: tuple[str, int | None, int] | None = None
-    alone: Callable[[], Any] | None = None
 
     def expect(self, work: Work[Any]) -> None:
         """Let `work` end as the call does."""

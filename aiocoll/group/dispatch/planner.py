@@ -11,11 +11,11 @@ from aiocoll.algorithms.spec import spec_of
 from aiocoll.elements.dtypes import DType, by_name
 from aiocoll.elements.ops import Kernel, ReduceOp, kernel
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.operations.base import Signature
 from aiocoll.engine.operations.oneshot import OneShot
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
 from aiocoll.engine.operations.shm_ring import MOST_PIECES, ShmRing
+from aiocoll.engine.operations.signature import Signature
 
 __all__ = ["Known", "Planner", "keep"]
 

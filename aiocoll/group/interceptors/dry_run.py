@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiocoll.engine.operations.base import P2P, Operation, Signature
+from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.signature import P2P, Signature
 from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import Dispatcher
 from aiocoll.work import Work
@@ -28,8 +29,6 @@ class DryRun:
         identity, seq = (P2P, None) if call.terms is None else d.numbered(call.key)
         work: Work[Any] = Work(d.endpoint, call.op, seq, call.key, d.group, 4)
         call.expect(work)
-        if call.alone is not None:
-            work._value = call.alone()
         if call.ends is not None and call.ends[0] == "src":
             src = call.ends[1]
             work._source = int(d.rank == 0 < d.size - 1) if src is None else src

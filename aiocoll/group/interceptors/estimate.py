@@ -9,7 +9,7 @@ from aiocoll.algorithms.load import Load, seconds_of
 from aiocoll.algorithms.spec import Ranks, spec_of
 from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.operations.base import Signature
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import Dispatcher
 from aiocoll.work import Work

@@ -19,9 +19,9 @@ from aiocoll.algorithms.spec import Spec, spec_of
 from aiocoll.elements.dtypes import by_name
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.fusion.layout import PIECE, Bucket, Layout
-from aiocoll.engine.operations.base import Signature
 from aiocoll.engine.operations.manifest import Manifest
 from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.signature import Signature
 from aiocoll.group.dispatch.planner import Planner
 
 __all__ = ["LARGE", "Fuser"]

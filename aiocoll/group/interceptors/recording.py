@@ -14,9 +14,10 @@ from aiocoll.engine.fusion.deferred_work import DeferredWork, FlushWork
 from aiocoll.engine.fusion.layout import Bucket, Layout
 from aiocoll.engine.fusion.overlap import Span, check_apart, check_spans
 from aiocoll.engine.fusion.packer import Flush, Packer, fail
-from aiocoll.engine.operations.base import P2P, Operation
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Ended, Make
 from aiocoll.engine.operations.monitored_barrier import MonitoredBarrier
+from aiocoll.engine.operations.signature import P2P
 from aiocoll.group.dispatch.call import Call, Interceptor, Wrapper
 from aiocoll.group.dispatch.dispatcher import Dispatcher
 from aiocoll.group.interceptors.fuse import Fuser
@@ -258,8 +259,9 @@ def _in_flush(call: Call, layout: Layout, limit: float) -> Make:
     """Make the operation of a bucket: the flush is what the ranks talk about."""
 
     def make(identity: int, work: Work[Any]) -> Operation:
-        if call.op != MonitoredBarrier.OP:  # only that one knows better than the flush why it expires
-            work._timeout = limit
+        work._shape, work._value = call.shape, call.result
+        # Of a monitored barrier its own: only that one knows better than the flush why it expires.
+        work._timeout = call.timeout if call.op == MonitoredBarrier.OP else limit
         operation = call.make(identity, work)
         operation.terms, operation.fingerprint = layout.terms, layout.fingerprint
         return operation

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiocoll.engine.operations.base import P2P, Operation, Signature
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Make
+from aiocoll.engine.operations.signature import P2P, Signature
 from aiocoll.engine.operations.verify import Compared, WrongCall
 from aiocoll.group.dispatch.call import Call, Wrapper
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout

@@ -59,7 +59,6 @@ class ShmLink:
     __slots__ = (
         "_at",
         "_closed",
-        "_deaf",
         "_doorbell",
         "_end",
         "_ending",
@@ -71,6 +70,7 @@ class ShmLink:
         "_out",
         "_peer_doorbell",
         "_receiving",
+        "_refusing",
         "_ring",
         "_runtime",
         "_started",
@@ -130,7 +130,7 @@ class ShmLink:
         self._failed = False
         self._closed = False
         # What has come could not be taken: nothing more is read.
-        self._deaf = False
+        self._refusing = False
 
     @property
     def writable(self) -> bool:
@@ -186,7 +186,7 @@ class ShmLink:
         except Exception as error:
             self._refuse(error)
         finally:
-            self._receiving = self._deaf
+            self._receiving = self._refusing
         return True
 
     def chunk(self, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
@@ -331,13 +331,13 @@ class ShmLink:
     def _lost(self, error: Exception | None) -> None:
         if not self._closed:
             self.close()
-            if not self._deaf:
+            if not self._refusing:
                 self.sink.lost(self, error)
 
     def _refuse(self, error: Exception) -> None:
         """Read nothing more, since what has come cannot be taken; at the second such error, close."""
-        if self._deaf:
+        if self._refusing:
             self.close()
         elif not self._closed:
-            self._deaf = self._receiving = True
+            self._refusing = self._receiving = True
             self.sink.lost(self, error)

@@ -44,22 +44,8 @@ class RingWriter:
         fences: of this machine.
     """
 
-    __slots__ = (
-        "_area",
-        "_data",
-        "_full",
-        "_head",
-        "_memory",
-        "_order",
-        "_ready",
-        "_region",
-        "_ring",
-        "_sent",
-        "_spans",
-        "_taken",
-        "_words",
-        "_writer_waiting",
-    )  # fmt: skip
+    __slots__ = ("_area", "_data", "_full", "_head", "_memory", "_order", "_ready", "_region", "_ring", "_sent",
+                 "_spans", "_taken", "_words", "_writer_waiting")  # fmt: skip
 
     def __init__(self, region: SharedRegion, direction: Direction, fences: Fences) -> None:
         self._region = region

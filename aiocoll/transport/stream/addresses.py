@@ -46,10 +46,10 @@ _BACKLOG = 4096
 #: Connections accepted in one callback; 16 of them take about 300 microseconds.
 _ACCEPTS = 16
 #: Seconds to leave a listener alone after the process ran out of descriptors: others may be closed meanwhile.
-_STARVED_PAUSE = 0.1
+_SHORTAGE_PAUSE = 0.1
 #: What a process or its host may lack for a while: descriptors, memory.
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-#: What is said of an outage of the network, which may end: the peer's host has not answered, or a router has for it.
+#: Errors of an outage of the network, which may end: the peer's host has not answered, or a router has for it.
 _OUTAGES = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ETIMEDOUT})
 #: Seconds between two warnings of that, since it can last.
 _WARN_EVERY = 10.0
@@ -174,7 +174,7 @@ def peer_uid(sock: socket.socket) -> int | None:
 
 
 def may_connect(uid: int | None, own_uid: int) -> bool:
-    """Whether a unix peer of user `uid` is one of ours: of this user, so that both ends say the same of each other.
+    """Whether a unix peer of user `uid` may connect: only of this user, so that both ends decide alike.
 
     Where the system does not tell (None), the directory of the socket has kept other users out.
     """
@@ -219,7 +219,7 @@ def may_pass(error: OSError) -> bool:
 
 
 def is_outage(error: OSError) -> bool:
-    """Whether the peer's host has said nothing."""
+    """Whether the peer's host has not answered."""
     return error.errno in _OUTAGES
 
 
@@ -268,7 +268,7 @@ class Listeners:
                 sock, _ = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # EMFILE and its kin: the listener stays readable, so look away for a moment
+            except OSError as error:  # EMFILE and its kin: the listener stays readable, so pause for a moment
                 self._pause(listener, error)
                 return
             sock.setblocking(False)
@@ -280,6 +280,6 @@ class Listeners:
         now = self._runtime.time()
         if now - self._warned >= _WARN_EVERY:
             self._warned = now
-            logger.warning("cannot accept connections (%s); trying again every %g s", error.strerror, _STARVED_PAUSE)
+            logger.warning("cannot accept connections (%s); trying again every %g s", error.strerror, _SHORTAGE_PAUSE)
         self._runtime.loop.remove_reader(listener)
-        self._open[listener] = self._runtime.call_later(_STARVED_PAUSE, self.add, listener)
+        self._open[listener] = self._runtime.call_later(_SHORTAGE_PAUSE, self.add, listener)

@@ -1,8 +1,8 @@
 """Which connection becomes the link when two ranks dial each other at once: at most one of a kind, whoever dials.
 
 Each rank may open one, A by the lower rank and B by the higher, and both are safe to try at the same time. A server
-promises (VERDICT: OK) and waits for the client's last word (CONFIRM), and the higher rank, which is the server of A and
-the client of B, does only one of the two at a time:
+promises (VERDICT: OK) and waits for the client's last message (CONFIRM), and the higher rank, which is the server of A
+and the client of B, does only one of the two at a time:
 
     rank 0                            rank 1
       A: PROOF     ------>              B not confirmed: promises A, and confirms B only if A fails
@@ -13,9 +13,9 @@ the client of B, does only one of the two at a time:
                    <------  B: CONFIRM  B is the link
                    <------  A: CROSSED
 
-The lower rank promises B whatever A does, and confirms A whenever it is promised. So the higher rank's order of doing
-decides, no message can be late enough to change it, and neither waits for what the other has not proven to be doing: a
-dial that has got no further than its HELLO counts for nothing, at the end that dials as at the other.
+The lower rank promises B whatever A does, and confirms A whenever it is promised. So the order in which the higher rank
+acts decides, no message can be late enough to change it, and neither waits for what the other has not proven to be
+doing: a dial that has got no further than its HELLO counts for nothing, at the end that dials as at the other.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Crossing:
 
     @contextmanager
     def promise(self, key: Key) -> Iterator[None]:
-        """Wait in this context for the last word of a peer that is told OK, and make the link."""
+        """Wait in this context for the last message of a peer that is told OK, and make the link."""
         over = self._promised[key] = asyncio.get_running_loop().create_future()
         try:
             yield
@@ -75,7 +75,7 @@ class Crossing:
 
     @contextmanager
     def confirm(self, key: Key) -> Iterator[None]:
-        """Have the last word in this context, and make the link."""
+        """Send the last message in this context, and make the link."""
         self._confirmed.add(key)
         try:
             yield

@@ -39,7 +39,7 @@ class Dial:
         self.reason = SILENT
 
     def interrupt(self, now: float) -> None:
-        """Let it look at once for what has changed."""
+        """End what it is doing, so that it looks at once for what has changed."""
         if self.limit is not None and not self.limit.expired():
             self.limit.reschedule(now)
 
@@ -48,7 +48,7 @@ class Dial:
         self._silent_since = min(self._silent_since, now)
 
     def answered(self) -> None:
-        """The peer's host has said something, be it a refusal."""
+        """The peer's host has answered, be it with a refusal."""
         self._silent_since = math.inf
 
     def left(self, now: float, timeout: float, *, impatient: bool) -> float:

@@ -17,7 +17,7 @@ _HAS_UNIX = hasattr(socket, "AF_UNIX")  # not on Windows
 
 
 class DialAddress(NamedTuple):
-    """What `socket` takes, what to call it in messages, and where to dial if nothing leads there."""
+    """What `socket` takes, what to call it in messages, and where to dial if that leads nowhere."""
 
     family: int
     address: Any
@@ -25,7 +25,7 @@ class DialAddress(NamedTuple):
     instead: DialAddress | None = None
 
     def unreachable(self, peer: int, reason: str) -> PeerLostError:
-        """Say that rank `peer` could not be reached here."""
+        """Return the error that rank `peer` could not be reached here."""
         text = f"rank {peer} cannot be reached at {self.label}: {reason}"
         return PeerLostError(text, how="unreachable", ranks=[peer])
 
@@ -42,7 +42,7 @@ class DialAddresses:
 
     def __init__(self, rank: int, host: str, key: bytes | None, transport: str) -> None:
         self.host = host
-        #: Why ranks that say to be on the same host are not reached as such; None where they are.
+        #: Why ranks whose cards name the same host are not reached by unix sockets; None where they are.
         self.apart: str | None = None
         self.may_use_unix = transport != "tcp" and _HAS_UNIX
         self._rank = rank
@@ -51,7 +51,7 @@ class DialAddresses:
         self._warned_keyless = False
 
     def find(self, peer: int, card: Card) -> DialAddress:
-        """Say where to dial rank `peer`, whose card this is.
+        """Return where to dial rank `peer`, whose card this is.
 
         Raises:
             AuthenticationError: other machines can reach that address, and there is no job key.

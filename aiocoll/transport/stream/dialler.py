@@ -30,7 +30,7 @@ from aiocoll.transport.stream.link_table import Key, LinkTable
 
 __all__ = ["Dialler"]
 
-#: Seconds to wait before dialling again: first one round trip, then doubling to where waiting costs nobody anything.
+#: Seconds to wait before dialling again: first one round trip, then doubling up to where waiting costs little.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 #: Seconds for which others may answer in a peer's place before that is an error. It may be nothing but a byte that was
 #: lost, or an address that means another host there, while the peer itself can reach us.
@@ -44,11 +44,11 @@ _AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
 
 
 class _RetryError(Exception):
-    """The dial failed in a way that time may cure."""
+    """The dial failed, and may succeed later."""
 
 
-class _NoWayError(Exception):
-    """Nothing leads there, so the other way has to do."""
+class _NoRouteError(Exception):
+    """This address leads nowhere, so the other one has to be used."""
 
 
 class Dialler:
@@ -138,7 +138,7 @@ class Dialler:
         return {dial.done for dial in self._dials.values()}
 
     async def _dial(self, dial: Dial, key: Key, adopt: _Adopt[T]) -> T | None:
-        """Dial whatever others say who have proven nothing; a peer that has, and was promised a link, is waited for."""
+        """Dial, whatever unproven ends answer; wait for a peer that has proven itself and was promised a link."""
         time = self._runtime.time
         doubtful = 0.0
         pause = _FIRST_PAUSE
@@ -154,7 +154,7 @@ class Dialler:
                         return await self._attempt(dial, key, adopt)
             except TimeoutError:
                 dial.reason = SILENT
-            except _NoWayError as error:
+            except _NoRouteError as error:
                 assert dial.target.instead is not None
                 self.detours[key[0]] = str(error)
                 dial.target = dial.target.instead
@@ -206,13 +206,13 @@ class Dialler:
             sock = await address.reach(self._runtime.loop, target.family, target.address)
         except OSError as error:
             if target.instead is not None and address.is_missing(error):
-                raise _NoWayError(f"{target.label}: {error.strerror}") from None
+                raise _NoRouteError(f"{target.label}: {error.strerror}") from None
             raise
         if target.family == _AF_UNIX and not address.may_connect(uid := address.peer_uid(sock), os.geteuid()):
             sock.close()
             trouble = f"{target.label} belongs to user {uid}, not to us"
             if target.instead is not None:
-                raise _NoWayError(trouble)
+                raise _NoRouteError(trouble)
             raise AuthenticationError(f"{trouble}: with a job key, transport='auto' takes TCP between users")
         return sock
 
@@ -222,14 +222,14 @@ class Dialler:
         exchange = ClientHandshake(identity, self._key, self._runtime.random_bytes)
         send_message(stream, exchange.hello())
         send_message(stream, exchange.prove(await receive_message(stream, CHALLENGE_SIZE)))
-        last_word = exchange.confirm(await receive_message(stream, VERDICT_SIZE))
+        confirmation = exchange.confirm(await receive_message(stream, VERDICT_SIZE))
         assert exchange.peer is not None
         if exchange.peer.rank != peer:
             raise AuthenticationError(f"at {target.label} is rank {exchange.peer.rank}, not rank {peer}")
         if not self._crossing.may_confirm(key):
             raise _RetryError("the connection that it opened came first")
         with self._crossing.confirm(key):
-            send_message(stream, last_word)
+            send_message(stream, confirmation)
             adopted = await adopt(stream, exchange.peer)
         if adopted is None:
             raise _RetryError("the connection that it opened came first")

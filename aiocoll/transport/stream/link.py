@@ -31,8 +31,8 @@ __all__ = ["StreamLink"]
 
 #: How much is read at once where small frames are expected; copying this much costs 3 microseconds.
 LOOKAHEAD = 64 * 1024
-#: From this payload on it matters where the bytes go: after one that was put in its place only a header is read ahead,
-#: after one that was handed out from the buffer just as much again.
+#: From this payload on it matters where the bytes go: after one that was received into its place only a header is read
+#: ahead, after one that was handed out from the buffer just as much again.
 BULK = 16 * 1024
 #: Up to this payload, copying it behind its header is cheaper than `sendmsg` with two buffers.
 JOIN = 16 * 1024
@@ -57,7 +57,6 @@ class StreamLink:
         "_batch",
         "_buffer",
         "_closed",
-        "_deaf",
         "_end",
         "_ending",
         "_filled",
@@ -66,6 +65,7 @@ class StreamLink:
         "_last",
         "_out",
         "_pool",
+        "_refusing",
         "_runtime",
         "_start",
         "_stream",
@@ -85,7 +85,7 @@ class StreamLink:
         self._runtime = runtime
         self._stream = stream
         self._pool = pool
-        # A spare one while the link reads, and until the next time if a part of a frame is left in it.
+        # One of the pool while the link reads, and until the next time if a part of a frame is left in it.
         self._buffer = _NO_BUFFER
         self._start = 0
         self._end = 0
@@ -102,8 +102,8 @@ class StreamLink:
         self._out: deque[memoryview] = deque()
         self._ending = False
         self._closed = False
-        # What has come could not be taken: the rest is read to be dropped.
-        self._deaf = False
+        # What has come could not be taken: the rest is read and dropped.
+        self._refusing = False
         # Complete frames may be left in the buffer.
         self._unparsed = False
         size_buffers(stream.sock)
@@ -172,7 +172,7 @@ class StreamLink:
         if not self._end:
             self._buffer = self._pool.take()
         try:
-            return (self._drop() if self._deaf else self._receive()) or moved
+            return (self._drop() if self._refusing else self._receive()) or moved
         except (BlockingIOError, InterruptedError):
             return moved
         except OSError as error:
@@ -181,7 +181,7 @@ class StreamLink:
             self._lost(None if orderly else error)
             return True
         except Exception as error:
-            self._deaf, self._unparsed, self._end = True, False, 0
+            self._refusing, self._unparsed, self._end = True, False, 0
             self._header = self._target = None
             self.sink.lost(self, error)
             return True
@@ -191,9 +191,9 @@ class StreamLink:
                 self._buffer = _NO_BUFFER
 
     def divert(self) -> None:
-        """Let the rest of the arriving payload go where nobody looks."""
+        """Receive the rest of the arriving payload into memory that nobody reads."""
         if self._target is not None:
-            # Not a spare one: other links read into those meanwhile.
+            # Not one of the pool: other links read into those meanwhile.
             self._target = memoryview(bytearray(self._target.nbytes))
 
     def finish(self) -> None:
@@ -276,17 +276,17 @@ class StreamLink:
         return True
 
     def _drop(self) -> bool:
-        """Read what nobody hears, until the peer ends its side: closing at once would cut off what it is told."""
+        """Read and drop until the peer ends its side: closing at once would lose what was sent to it."""
         if not self._stream.receive_into(self._buffer):
             self.close()
         return True
 
     def _place(self) -> memoryview:
-        """Say where the next bytes go, and how many are wanted."""
+        """Return where the next bytes go, of the size that is wanted."""
         if self._target is not None:
             return self._target[self._filled :]
         if self._header is not None:
-            # The payload gathers at the front of the buffer; the header of the next frame is welcome behind it.
+            # The payload gathers at the front of the buffer; the header of the next frame may be read behind it.
             return self._buffer[self._end : 2 * HEADER_SIZE + self._header[7]]
         return self._buffer[self._end : self._ahead]
 
@@ -319,7 +319,7 @@ class StreamLink:
                 return
             position = body + length
             if end - position >= HEADER_SIZE and ticks() > deadline:
-                # No reader tells of bytes that have been read.
+                # No poller tells of bytes that have been read.
                 self._unparsed = True
                 self._runtime.call_soon(self.poll)
                 break
@@ -375,5 +375,5 @@ class StreamLink:
     def _lost(self, error: Exception | None) -> None:
         if not self._closed:
             self.close()
-            if not self._deaf:
+            if not self._refusing:
                 self.sink.lost(self, error)

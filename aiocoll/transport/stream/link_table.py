@@ -1,4 +1,4 @@
-"""The open links of one rank: at most one of a kind with each peer, each on the best carrier both ends have."""
+"""The open links of one rank: at most one of a kind with each peer, each on the best medium both ends have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aiocoll.transport.stream.silence import Silence
 
 __all__ = ["Key", "LinkTable"]
 
-#: What counts of links are told modulo.
+#: Counts of links travel in the handshake modulo this number.
 MANY = 1 << 16
 
 Key = tuple[int, ConnKind]
@@ -60,7 +60,7 @@ class LinkTable:
         return self._ended[key] % MANY
 
     def catch_up(self, key: Key, ended: int) -> None:
-        """Let go of a link which is over for the peer: `ended` more are than when it began."""
+        """Close a link which is over for the peer: `ended` more are than when it began."""
         link = self._links.get(key)
         if link is not None and 0 < (ended - self._theirs[key]) % MANY < MANY // 2:
             link.fail(ConnectionResetError(errno.ECONNRESET, "the peer has lost the connection, and opens another"))
@@ -97,11 +97,11 @@ class LinkTable:
         return link
 
     async def adopt_heartbeat(self, stream: ByteStream, peer: Peer) -> ByteStream | None:
-        """Return `stream`, which is to carry signs of life: a link that is over, as far as links are counted."""
+        """Return `stream`, which is to carry heartbeats: it counts as a link that is over."""
         self._ended[peer.rank, peer.kind] += 1
         return stream
 
     def carrier(self, peer: int) -> str:
-        """Say what carries data between this rank and `peer`: "shm", "unix", "tcp", or "none" as yet."""
+        """Return what carries data between this rank and `peer`: "shm", "unix", "tcp", or "none" as yet."""
         link = self._links.get((peer, ConnKind.DATA))
         return "none" if link is None else link.carrier

@@ -1,6 +1,6 @@
 """Links whose other host has fallen silent: they end, as broken by the network.
 
-Twice a second the kernel is asked, which knows better than any timer of ours: hosts answer each other also while the
+Twice a second the kernel is asked, which knows more than any timer of a process: hosts answer each other also while the
 processes on them are blocked or stopped. That two ranks are cut off from each other is noticed like this even where
 the ranks that watch both of them can reach both.
 """

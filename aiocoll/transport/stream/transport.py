@@ -2,8 +2,8 @@
 
 A rank accepts connections here; `dialler` opens them, and `crossing` says which of several becomes the link. The rule
 for all three: nothing that has not proven the job key has any effect on a rank that has. An unproven connection takes
-one of a few places (`unproven`), for a few seconds, until a newer one needs it; it is not waited for, and whatever it
-said, no peer is answered otherwise.
+one of a few places (`unproven`), for a few seconds, until a newer one needs it; nothing waits for it, and whatever it
+sent changes no answer to a peer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from aiocoll.transport.stream.plain_stream import open_plain
 __all__ = ["StreamTransport"]
 
 #: Seconds granted after a handshake's deadline. If our own loop was blocked past the deadline, the peer's message waits
-#: in the socket: one turn of the loop finds it, so a blocked rank does not take a good peer for a silent one.
+#: in the socket: one turn of the loop finds it, so a blocked rank does not call a good peer silent.
 _GRACE = 0.05
 #: Seconds until a unix socket is tried again whose backlog is full, or for which a descriptor was lacking.
 _TRY_AGAIN = 0.01
@@ -59,7 +59,7 @@ class StreamTransport:
         epoch: of the job; ranks of another epoch are refused.
         connect_timeout: seconds after which `connect` gives up.
         handshake_timeout: seconds a peer has for the whole handshake.
-        open_stream: what becomes of each connected socket before anything is said on it.
+        open_stream: makes of each connected socket the stream that carries all that follows.
     """
 
     name = "stream"
@@ -84,7 +84,7 @@ class StreamTransport:
         open_stream: OpenStream = open_plain,
     ) -> None:
         self.rank = rank
-        self._whose = {"rank": rank}
+        self._log_extra = {"rank": rank}
         self._runtime = runtime
         job = handshake.job_id(job) if isinstance(job, str) else job
         self._identity = Identity(job, epoch, rank, world_size, ConnKind.CONTROL)
@@ -139,7 +139,7 @@ class StreamTransport:
         return self.card
 
     async def try_unix(self, name: str) -> str | None:
-        """Say why the unix socket of another rank cannot be reached; None if it can.
+        """Return why the unix socket of another rank cannot be reached; None if it can.
 
         Raises:
             AuthenticationError: it is another user's.
@@ -158,7 +158,7 @@ class StreamTransport:
             return None
 
     def stand_apart(self, host: str, trouble: str) -> None:
-        """Be on the host of this name from now on, since ranks of the other cannot be reached as such."""
+        """Count as on the host of this name from now on: ranks of the other cannot be reached by unix sockets."""
         self._addresses.host = host
         self._addresses.apart = trouble
 
@@ -203,17 +203,17 @@ class StreamTransport:
         return await self._dialler.connect(key, target, partial(self._links.adopt, dialled=True))
 
     async def connect_heartbeat(self, peer: int, card: Card) -> ByteStream | None:
-        """Open a connection for signs of life; returns and raises what `connect` does."""
+        """Open a connection for heartbeats; returns and raises what `connect` does."""
         target = self._addresses.find(peer, card)
         return await self._dialler.connect((peer, ConnKind.HEARTBEAT), target, self._links.adopt_heartbeat)
 
     def carrier(self, peer: int) -> tuple[str, str | None]:
-        """Say what carries data to `peer` ("none" before the first), and why it is not shared memory."""
+        """Return what carries data to `peer` ("none" before the first), and why it is not shared memory."""
         trouble = self._dialler.detours.get(peer) or self._addresses.apart or self._links.sharing.trouble
         return self._links.carrier(peer), trouble
 
     def catch_up(self) -> None:
-        """Look into the memory shared with peers: a socket may tell of their end before."""
+        """Read what peers have put into shared memory: a socket may tell of their end before."""
         self._links.sharing.catch_up()
 
     async def aclose(self) -> None:
@@ -233,7 +233,7 @@ class StreamTransport:
         if sock.family == _AF_UNIX:
             uid = address.peer_uid(sock)
             if not address.may_connect(uid, os.geteuid()):
-                logger.debug("rank %d refused a process of user %s", self.rank, uid, extra=self._whose)
+                logger.debug("rank %d refused a process of user %s", self.rank, uid, extra=self._log_extra)
                 sock.close()
                 return
         task = self._runtime.create_task(self._serve(sock), f"aiocoll-accept-{self.rank}")
@@ -257,26 +257,26 @@ class StreamTransport:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             level = logging.DEBUG if isinstance(error, OSError) else logging.ERROR
-            logger.log(level, "rank %d refused a connection", self.rank, exc_info=error, extra=self._whose)
+            logger.log(level, "rank %d refused a connection", self.rank, exc_info=error, extra=self._log_extra)
         if task.cancelled() or error is not None or not task.result():
             sock.close()
 
     async def _serve(self, sock: socket.socket) -> bool:
         """Answer a handshake; whether the socket is now in use."""
         stream = await self._open_stream(self._runtime.loop, sock, dialled=False)
-        tell = None
+        hand_over = None
         try:
-            tell = await self._answer(stream)
+            hand_over = await self._answer(stream)
         finally:
-            if tell is None:
+            if hand_over is None:
                 stream.close()
-        if tell is None:
+        if hand_over is None:
             return False
-        tell()
+        hand_over()
         return True
 
     async def _answer(self, stream: ByteStream) -> Callable[[], None] | None:
-        """Answer a handshake; how to tell of what has come of it, or None if there is another connection by now."""
+        """Answer a handshake; return the call that hands over its result, None if there is another connection."""
         exchange = ServerHandshake(self._identity, self._key, self._runtime.random_bytes)
         send_message(stream, exchange.challenge(await receive_message(stream, handshake.HELLO_SIZE)))
         if exchange.refusal is not None:
@@ -301,10 +301,10 @@ class StreamTransport:
         with self._crossing.promise(key):
             send_message(stream, verdict)
             peer = exchange.accept(await receive_message(stream, handshake.CONFIRM_SIZE))
-            tell = await self._adopt(stream, peer)
-        if tell is not None:
+            hand_over = await self._adopt(stream, peer)
+        if hand_over is not None:
             self._dialler.interrupt(key)
-        return tell
+        return hand_over
 
     async def _adopt(self, stream: ByteStream, peer: Peer) -> Callable[[], None] | None:
         if peer.kind is ConnKind.HEARTBEAT:

@@ -13,7 +13,7 @@ from aiocoll.transport.shm.doorbell import Doorbell, PeerDoorbell
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.region import PAGE, open_region
 
-from .bells import Case, explore, received
+from .doorbells import Case, explore, received
 
 #: With one entry the reader may do all it may do; with two, that the ring is full, and a second call, are in it.
 CASES = [Case(1), Case(2, lively=False)]
@@ -33,7 +33,7 @@ def test_no_order_of_more_events_loses_a_wake_up(case: Case) -> None:
     assert {received(end) for end in ends} == {case.total}
 
 
-@pytest.mark.parametrize("without", ["look again", "look at status", "look at hungry", "another number", "last look"])
+@pytest.mark.parametrize("without", ["look again", "look at status", "look at waiting", "another number", "last look"])
 def test_the_model_notices_what_is_left_out(without: str) -> None:
     """Each of the fences is needed, the last look before sleeping, and another number for each sleep."""
     found = (explore(case._replace(without=without))[1] for case in CASES)
@@ -51,7 +51,7 @@ def test_the_fence_of_a_writer_that_waits_is_not_needed() -> None:
 
 
 class Link:
-    """What a bell polls."""
+    """What a doorbell polls."""
 
     def __init__(self) -> None:
         self.polls = 0
@@ -64,7 +64,7 @@ class Link:
 
 
 class Watcher:
-    """Lets the bell rest as soon as nothing moves."""
+    """Lets the doorbell rest as soon as nothing moves."""
 
     def look(self) -> bool:
         return False
@@ -74,7 +74,7 @@ class Watcher:
 
 
 class Pair:
-    """A bell with a link, and the end of a peer that rings it."""
+    """A doorbell with a link, and the end of a peer that rings it."""
 
     def __init__(self) -> None:
         runtime = Runtime.of(asyncio.get_running_loop())
@@ -152,7 +152,7 @@ async def test_it_is_called_once_per_sleep_and_never_while_awake(pair: Pair) -> 
 
 
 async def test_a_call_that_a_peer_has_taken_back_is_heard(pair: Pair) -> None:
-    """Whoever may ring a bell may read it too."""
+    """Whoever may ring a doorbell may read it too."""
     loop = asyncio.get_running_loop()
     told: list[Any] = []
     loop.set_exception_handler(lambda _, context: told.append(context))
@@ -200,15 +200,15 @@ async def test_who_rings_is_awake_for_the_answer(pair: Pair) -> None:
 
 
 async def test_a_closed_bell_is_silent(pair: Pair) -> None:
-    bell = Doorbell(Runtime.of(asyncio.get_running_loop()), Fences(None, pair.fence), Watcher())
-    bell.hold()
+    doorbell = Doorbell(Runtime.of(asyncio.get_running_loop()), Fences(None, pair.fence), Watcher())
+    doorbell.hold()
     link = Link()
-    bell.add(link)
-    bell.remove(link)
-    bell.remove(link)
-    bell.drop()
+    doorbell.add(link)
+    doorbell.remove(link)
+    doorbell.remove(link)
+    doorbell.drop()
     await turns()
-    assert bell.closed
+    assert doorbell.closed
     assert link.polls == 0
 
 

@@ -27,13 +27,13 @@ FLOAT = np.dtype(np.float64)
 
 
 class Ends:
-    """Both ends of a link, and what the near one lends."""
+    """Both ends of a link, and the memory that the near one shares."""
 
     def __init__(self, near: ShmLink, far: ShmLink) -> None:
         self.near, self.far = near, far
         self.registered_memory = RegisteredMemory(asyncio.get_running_loop())
 
-    async def lend(self) -> tuple[Any, MemorySegment]:
+    async def share(self) -> tuple[Any, MemorySegment]:
         """Make an array of ascending numbers and let the far end map it."""
         array, segment = await self.make()
         await until(lambda: self.near.segment_sharing.can_map(segment))
@@ -69,7 +69,7 @@ async def ends() -> AsyncIterator[Ends]:
 
 
 async def test_what_is_taken_can_be_read_until_it_has_ended(ends: Ends) -> None:
-    array, segment = await ends.lend()
+    array, segment = await ends.share()
     assert np.array_equal(ends.seen(segment, 80, 10), array[10:20])
     array[10] = -1
     assert ends.seen(segment, 80)[0] == -1
@@ -80,7 +80,7 @@ async def test_what_is_taken_can_be_read_until_it_has_ended(ends: Ends) -> None:
 
 
 async def test_nothing_is_read_beyond_its_end(ends: Ends) -> None:
-    _array, segment = await ends.lend()
+    _array, segment = await ends.share()
     assert len(ends.seen(segment, NBYTES - 16, 2)) == 2
     assert ends.seen(segment, NBYTES - 16, 3) is None
     assert ends.seen(segment, NBYTES, 1) is None
@@ -97,8 +97,8 @@ async def test_each_plot_is_offered_once(ends: Ends, monkeypatch: pytest.MonkeyP
 
 
 async def test_what_does_not_fit_in_the_socket_is_said_later(ends: Ends) -> None:
-    """Both an offer, which is made again, and that a plot has ended."""
-    segments = [await ends.lend() for _ in range(3)]
+    """Both an offer, which is made again, and that a segment has ended."""
+    segments = [await ends.share() for _ in range(3)]
     _array, late = await ends.make()
     fill(ends.near._stream.sock)
     assert not ends.near.segment_sharing.can_map(late)
@@ -112,7 +112,7 @@ async def test_what_does_not_fit_in_the_socket_is_said_later(ends: Ends) -> None
 
 
 async def test_a_link_may_close_with_words_unsaid(ends: Ends) -> None:
-    _array, segment = await ends.lend()
+    _array, segment = await ends.share()
     fill(ends.near._stream.sock)
     ends.near.segment_sharing.withdraw(segment.number)
     ends.near.close()
@@ -124,7 +124,7 @@ async def test_a_descriptor_that_was_lost_on_the_way_is_no_harm(ends: Ends) -> N
     _array, segment = await ends.make()
     ends.near._stream.sock.send(_MESSAGE.pack(_OFFER, segment.number, segment.nbytes))
     ends.near.segment_sharing._offered.add(segment.number)
-    _other, other = await ends.lend()
+    _other, other = await ends.share()
     assert ends.seen(segment) is None
     assert not ends.near.segment_sharing.can_map(segment)
     assert ends.seen(other) is not None
@@ -141,7 +141,7 @@ async def test_what_cannot_be_mapped_is_no_harm(ends: Ends, monkeypatch: pytest.
         ends.near.segment_sharing.can_map(segment)
         for _ in range(5):
             await asyncio.sleep(0)
-    _other, _ = await ends.lend()
+    _other, _ = await ends.share()
     assert not ends.near.segment_sharing.can_map(segment)
     assert ends.seen(segment) is None
 
@@ -151,7 +151,7 @@ async def test_an_answer_that_comes_too_late_counts_no_more(ends: Ends) -> None:
     ends.near.segment_sharing.can_map(segment)
     ends.near.segment_sharing.withdraw(segment.number)
     ends.far._stream.sock.send(_MESSAGE.pack(_TAKEN, 99, 0))
-    _other, _ = await ends.lend()
+    _other, _ = await ends.share()
     assert ends.near.segment_sharing._taken.isdisjoint({segment.number, 99})
 
 
@@ -184,13 +184,13 @@ async def test_an_offer_of_what_is_no_sealed_memory_ends_the_link(ends: Ends) ->
 
 
 async def test_no_number_is_offered_twice(ends: Ends) -> None:
-    _array, segment = await ends.lend()
+    _array, segment = await ends.share()
     socket.send_fds(ends.near._stream.sock, [_MESSAGE.pack(_OFFER, segment.number, segment.nbytes)], [segment.fd])
     await until(lambda: ends.far.sink.losses)
     assert isinstance(ends.far.sink.losses[0], ProtocolError)
 
 
-# -- pieces in the lane
+# -- chunks in the queue
 
 
 def put(ends: Ends, segment: MemorySegment, offset: int, identity: int = 5) -> None:
@@ -198,7 +198,7 @@ def put(ends: Ends, segment: MemorySegment, offset: int, identity: int = 5) -> N
 
 
 async def test_pieces_here_and_there_come_in_order(ends: Ends) -> None:
-    array, segment = await ends.lend()
+    array, segment = await ends.share()
     put(ends, segment, 0)
     assert ends.near.chunks_out.put(5, 7 << 32, memoryview(np.full(2, 8.0)).cast("B"))
     put(ends, segment, 16)
@@ -212,7 +212,7 @@ async def test_pieces_here_and_there_come_in_order(ends: Ends) -> None:
 
 @pytest.mark.parametrize(("number", "offset"), [(99, 0), (1, NBYTES), (1, 1 << 63)])
 async def test_pointing_to_nowhere_ends_the_link(ends: Ends, number: int, offset: int) -> None:
-    _array, _segment = await ends.lend()
+    _array, _segment = await ends.share()
     ends.near.chunks_out.point(5, 7 << 32, number, offset)
     assert ends.far.chunk(FLOAT, 1) is None
     await until(lambda: ends.far.sink.losses)
@@ -221,7 +221,7 @@ async def test_pointing_to_nowhere_ends_the_link(ends: Ends, number: int, offset
 
 
 async def test_what_is_void_is_void_before_and_while_it_is_read(ends: Ends) -> None:
-    _array, segment = await ends.lend()
+    _array, segment = await ends.share()
     put(ends, segment, 0)
     put(ends, segment, 8, identity=6)
     put(ends, segment, 16)
@@ -238,7 +238,7 @@ async def test_what_is_void_is_void_before_and_while_it_is_read(ends: Ends) -> N
 
 
 async def test_the_end_of_a_group_takes_what_is_void_too(ends: Ends) -> None:
-    _array, segment = await ends.lend()
+    _array, segment = await ends.share()
     put(ends, segment, 0)
     ends.near.chunks_out.void(5, 7 << 32)
     ends.far.chunks_in.end(7)
@@ -247,7 +247,7 @@ async def test_the_end_of_a_group_takes_what_is_void_too(ends: Ends) -> None:
 
 
 async def test_who_waits_until_all_is_taken_is_told(ends: Ends) -> None:
-    _array, segment = await ends.lend()
+    _array, segment = await ends.share()
     put(ends, segment, 0)
     assert not ends.near.chunks_out.is_taken(1)
     assert ends.far.chunks_in.free(), "it has to be woken"

@@ -1,4 +1,4 @@
-"""The board and the lane, in memory of this process, with the other side's steps between any two of one side's."""
+"""Slots and the chunk queue, in memory of this process, with the other side's steps between any two of one side's."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_what_tells_of_something_is_written_after_it() -> None:
     assert told == ["fence", "fence"]
 
 
-# -- lanes
+# -- chunk queues
 
 
 def put(writer: ChunkQueueWriter, number: int, group: int = NEW, identity: int = 3) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Card, Link, Transport
+from aiocoll.transport.byte_stream import ByteStream
 
 __all__ = ["Context"]
 
@@ -48,6 +49,10 @@ class Context:
     async def connect(self, rank: int, kind: ConnKind) -> Link | None:
         """Open a link to `rank`; None if that rank is opening one to this one."""
         return await self.transport.connect(rank, self.cards[rank], kind)
+
+    async def connect_heartbeat(self, rank: int) -> ByteStream | None:
+        """Open a heartbeat to `rank`; None if that rank is opening one to this one."""
+        return await self.transport.connect_heartbeat(rank, self.cards[rank])
 
     def spawn(self, coro: Coroutine[Any, Any, None], name: str) -> None:
         """Run a background task."""

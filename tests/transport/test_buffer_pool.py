@@ -1,4 +1,4 @@
-"""Links that lend each other their receive buffers."""
+"""Links that share their receive buffers."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Counted(BufferPool):
 
 
 @asynccontextmanager
-async def fed(count: int, spares: BufferPool) -> AsyncIterator[list[Fed]]:
+async def fed(count: int, pool: BufferPool) -> AsyncIterator[list[Fed]]:
     """Make links of one transport whose other ends are bare sockets."""
     runtime = Runtime.of(asyncio.get_running_loop())
     made: list[Fed] = []
     try:
         for peer in range(count):
             raw, sock = sockets("unix")
-            link = StreamLink(runtime, PlainStream(runtime.loop, sock), peer, ConnKind.DATA, spares)
+            link = StreamLink(runtime, PlainStream(runtime.loop, sock), peer, ConnKind.DATA, pool)
             sink = Recorder()
             link.sink = sink
             made.append((raw, link, sink))
@@ -71,43 +71,43 @@ def feed(raw: socket.socket, link: StreamLink, data: bytes) -> None:
 
 
 async def test_a_link_that_waits_has_no_buffer() -> None:
-    spares = Counted()
-    async with fed(20, spares) as links:
+    pool = Counted()
+    async with fed(20, pool) as links:
         for peer, (raw, link, sink) in enumerate(links):
             feed(raw, link, wire(1, payload(peer, 700)) + wire(2, payload(peer, SEGMENT)))
             assert sink.frames == [(1, payload(peer, 700)), (2, payload(peer, SEGMENT))]
-            assert not spares.used
-        assert len(spares._free) == 1, "they read one after the other, so one buffer will do"
+            assert not pool.used
+        assert len(pool._free) == 1, "they read one after the other, so one buffer will do"
 
 
 async def test_a_part_of_a_frame_is_safe_from_what_other_links_read() -> None:
-    spares = Counted()
-    async with fed(3, spares) as links:
+    pool = Counted()
+    async with fed(3, pool) as links:
         for peer, (raw, link, _) in enumerate(links):
             feed(raw, link, wire(1, payload(peer, 20_000))[: 10_000 + peer])
-        assert len(spares.used) == 3
+        assert len(pool.used) == 3
         for peer, (raw, link, sink) in enumerate(links):
             feed(raw, link, wire(1, payload(peer, 20_000))[10_000 + peer :])
             assert sink.frames == [(1, payload(peer, 20_000))]
-        assert not spares.used
+        assert not pool.used
 
 
 async def test_a_payload_that_has_its_place_needs_no_buffer() -> None:
-    spares = Counted()
+    pool = Counted()
     room = memoryview(bytearray(SEGMENT))
-    async with fed(1, spares) as [(raw, link, sink)]:
+    async with fed(1, pool) as [(raw, link, sink)]:
         sink.place = lambda header: room[: header[7]]
         stream = wire(1, payload(1, SEGMENT))
         feed(raw, link, stream[:9000])
-        assert not spares.used
+        assert not pool.used
         feed(raw, link, stream[9000:])
         assert sink.frames == [(1, payload(1, SEGMENT))]
 
 
 async def test_a_diverted_payload_disturbs_no_other_link() -> None:
-    spares = Counted()
+    pool = Counted()
     room = memoryview(bytearray(SEGMENT))
-    async with fed(2, spares) as [(raw, link, sink), (other_raw, other, other_sink)]:
+    async with fed(2, pool) as [(raw, link, sink), (other_raw, other, other_sink)]:
         sink.place = lambda header: room[: header[7]]
         feed(raw, link, wire(1, b"\xaa" * 50_000)[:100])
         link.divert()
@@ -123,24 +123,24 @@ async def test_a_link_that_ends_in_a_frame_returns_its_buffer() -> None:
         socket.socket.close,
         lambda raw: raw.send(b"\xff" * 40_000),  # the rest of the frame, and then nonsense
     ]
-    spares = Counted()
-    async with fed(2, spares) as links:
+    pool = Counted()
+    async with fed(2, pool) as links:
         for (raw, link, sink), end in zip(links, ends, strict=True):
             feed(raw, link, wire(1, payload(1, 20_000))[:10_000])
-            assert len(spares.used) == 1
+            assert len(pool.used) == 1
             end(raw)
             while not sink.losses:
                 link.poll()
-            assert not spares.used
+            assert not pool.used
 
 
 async def test_the_buffers_of_a_rush_are_not_all_kept() -> None:
-    spares = Counted()
-    async with fed(MOST + 4, spares) as links:
+    pool = Counted()
+    async with fed(MOST + 4, pool) as links:
         for raw, link, _ in links:
             feed(raw, link, wire(1, b"x" * 10)[:-1])
-        assert len(spares.used) == MOST + 4
+        assert len(pool.used) == MOST + 4
         for raw, link, sink in links:
             feed(raw, link, b"x")
             assert sink.frames == [(1, b"x" * 10)]
-        assert len(spares._free) == MOST
+        assert len(pool._free) == MOST

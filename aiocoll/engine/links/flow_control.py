@@ -13,7 +13,7 @@ from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 
-__all__ = ["ASK_WINDOW", "EARLY_GRANTS", "LEAST", "LINK_WINDOW", "Waiting"]
+__all__ = ["ALIGN", "ASK_WINDOW", "EARLY_GRANTS", "LEAST", "LINK_WINDOW", "WINDOW_LOT", "Waiting"]
 
 #: Bytes per peer that may travel unasked and wait there unread.
 LINK_WINDOW = 4 * 1024 * 1024
@@ -22,6 +22,10 @@ LINK_WINDOW = 4 * 1024 * 1024
 LEAST = 128
 #: What READY frames may take on top, when the window is full: they are as many again.
 ASK_WINDOW = LINK_WINDOW
+#: The receiver reports consumed eager bytes in lots of this size: rarely, and well before the sender runs dry.
+WINDOW_LOT = LINK_WINDOW // 4
+#: Eager pieces are cut at multiples of the largest itemsize, so that elements stay whole.
+ALIGN = 16
 #: GRANT frames that may wait for operations not entered yet. Each is for a message of more than `EAGER_WINDOW` bytes,
 #: so an honest peer would have 16 GiB of them called ahead.
 EARLY_GRANTS = 1 << 16

@@ -10,26 +10,21 @@ The receiver holds its peer to that: who sends more than the windows allow break
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Protocol
 
-from aiocoll.engine.context import Context
-from aiocoll.engine.control.messages import DATA, Note
-from aiocoll.engine.control.sending import frame_of, send_note
-from aiocoll.engine.flow_control import ASK_WINDOW, LEAST, LINK_WINDOW, Waiting
+from aiocoll.engine.control.messages import DATA, ControlMessage
+from aiocoll.engine.control.sending import frame_of, send_message
+from aiocoll.engine.job.context import Context
+from aiocoll.engine.links.flow_control import ALIGN, ASK_WINDOW, LEAST, LINK_WINDOW, WINDOW_LOT, Waiting
 from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import Link, SharedMemoryLink
-from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind, Header
+from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind, Header, describe
 
 __all__ = ["Channel", "Group", "Owner"]
-
-#: The receiver reports consumed eager bytes in lots of this size: rarely, and well before the sender runs dry.
-WINDOW_LOT = LINK_WINDOW // 4
-#: Eager pieces are cut at multiples of the largest itemsize, so that elements stay whole.
-ALIGN = 16
 
 # Plain numbers: comparing with a member of an enum costs twice as much.
 _DATA, _READY = int(FrameKind.DATA), int(FrameKind.READY)
@@ -50,11 +45,11 @@ class Group(Protocol):
 class Owner(Protocol):
     """What opens the links of channels, and takes what is not for a group."""
 
-    def dial(self, channel: Channel) -> None:
-        """Open the link of a channel."""
+    over: Container[int]
+    """Ranks that have ended or are lost."""
 
-    def is_over(self, rank: int) -> bool:
-        """Whether a rank has ended or is lost."""
+    def dial(self, channel: Channel) -> None:
+        """Open the link of a channel, unless that is under way."""
 
     def lost(self, peer: int, error: Exception | None, link: Link) -> None:
         """The link to `peer` is gone, or what has come on it cannot be taken."""
@@ -171,14 +166,14 @@ class Channel:
         """Send a frame without payload, ahead of the queue."""
         self._write(_pack(kind, 0, 0, group, op, 0, amount, 0, 0))
 
-    def say(self, note: Note) -> None:
+    def say(self, message: ControlMessage) -> None:
         """Send a control message behind all data, if there is a link: without one there is no data to be behind."""
         if self.link is not None:
-            send_note(self.link, note)
+            send_message(self.link, message)
 
-    def note(self, note: Note) -> None:
+    def send_control(self, message: ControlMessage) -> None:
         """Send a control message behind all data, on a link that is opened for it if there is none."""
-        self._write(*frame_of(note))
+        self._write(*frame_of(message))
 
     def _write(self, header: bytes, payload: memoryview | None = None) -> None:
         """Send a frame ahead of the queue."""
@@ -186,19 +181,19 @@ class Channel:
             self.link.write(header, payload)
         else:
             self._held.append((header, payload))
-            self._dial()
+            self._owner.dial(self)
 
     def open(self) -> None:
         """Open the link, if there is none."""
-        if self.link is None and not self._owner.is_over(self.peer):
-            self._dial()
+        if self.link is None and self.peer not in self._owner.over:
+            self._owner.dial(self)
 
     def pump(self) -> None:
         """Send what may be sent, a segment of each message in turn."""
         link = self.link
         if link is None:
             if self._queue:
-                self._dial()
+                self._owner.dial(self)
             return
         if self._pumping:
             return
@@ -249,17 +244,9 @@ class Channel:
                     self._ask(link, message)
                     return
             self._unasked += max(nbytes, LEAST)
-        header = _pack(
-            _DATA,
-            flags,
-            message.step,
-            operation.comm.id,
-            operation.id,
-            operation.fingerprint,
-            moved & 0xFFFFFFFF,
-            nbytes,
-            message.total & 0xFFFFFFFF,
-        )
+        group, op, fingerprint = operation.comm.id, operation.id, operation.fingerprint
+        offset, total = moved & 0xFFFFFFFF, message.total & 0xFFFFFFFF
+        header = _pack(_DATA, flags, message.step, group, op, fingerprint, offset, nbytes, total)
         message.moved = moved + nbytes
         written = link.write(header, message.view[moved : moved + nbytes] if nbytes else None)
         if cut:
@@ -291,19 +278,9 @@ class Channel:
             operation = message.operation
             if message.blocked and not operation.done:
                 self._unasked += LEAST
-                link.write(
-                    _pack(
-                        _READY,
-                        EAGER,
-                        message.step,
-                        operation.comm.id,
-                        operation.id,
-                        operation.fingerprint,
-                        message.batch,
-                        0,
-                        message.total & 0xFFFFFFFF,
-                    )
-                )
+                group, op, fingerprint = operation.comm.id, operation.id, operation.fingerprint
+                total = message.total & 0xFFFFFFFF
+                link.write(_pack(_READY, EAGER, message.step, group, op, fingerprint, message.batch, 0, total))
 
     def _later(self) -> None:
         if not self._again:
@@ -313,11 +290,6 @@ class Channel:
     def _resume(self) -> None:
         self._again = False
         self.pump()
-
-    def _dial(self) -> None:
-        if not self.dialling:
-            self.dialling = True
-            self._owner.dial(self)
 
     # -- receiving: the engine's side of the link
 
@@ -366,11 +338,8 @@ class Channel:
         return kind == _WINDOW
 
     def _untaken(self, header: Header, error: Exception) -> ProtocolError:
-        kind, _, step, group, op, _, offset, length, total = header
-        return ProtocolError(
-            f"rank {self._context.rank} could not take what rank {self.peer} sent, a {FrameKind(kind).name} frame of "
-            f"operation {op:#x} of group {group:#x}, step {step}, {length} bytes from {offset} of {total}: {error!r}"
-        )
+        what = f"rank {self._context.rank} could not take what rank {self.peer} sent"
+        return ProtocolError(f"{what}, a {describe(header)}: {error!r}")
 
     def _credited(self, nbytes: int) -> None:
         """The peer has consumed what was sent unasked."""

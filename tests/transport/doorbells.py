@@ -1,25 +1,27 @@
-"""A model of two ranks that share memory: one sends through a ring of one entry, both park and ring as `bell` says.
+"""A model of two ranks that share memory: one sends through a ring of one entry, both park and ring as `doorbell` says.
 
 Every step is one load or one store, and stores wait in a buffer, oldest first, from where they reach the memory at any
 time later: that is what x86-64 promises, and all it promises (TSO). A fence waits until the buffer is empty, as a
-system call does. The steps have the names of what they stand for in `link.py` and `bell.py`.
+system call does. The steps have the names of what they stand for in `link.py` and `doorbell.py`.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-#: Where each is in the memory: last stamp, entries taken, whether the writer starves, both bells and their eventfds.
-STAMP, TAKEN, HUNGRY, STATUS, EVENTFD = 0, 1, 2, 3, 5
+#: Where each is in the memory: last stamp, entries taken, whether the writer waits, both doorbells and their eventfds.
+STAMP, TAKEN, WAITING, STATUS, EVENTFD = 0, 1, 2, 3, 5
 START = (0, 0, 0, 1, 1, 0, 0)
 WRITER, READER = 0, 1
 CAPACITY = 1
 
 #: The fences, by the step that they come before.
-FENCES = ("look again", "look at status", "look at hungry", "look at taken")
+FENCES = ("look again", "look at status", "look at waiting", "look at taken")
 
 #: Steps that nobody else notices: no order of events is lost if each is taken before anything else happens.
-PRIVATE = frozenset({"attend", "turned", "park", "stamp", "starve", "sate", "soon", "write", "deliver", "take"})
+PRIVATE = frozenset(
+    {"attend", "turned", "park", "stamp", "request wakeup", "cancel wakeup", "soon", "write", "deliver", "take"}
+)
 PRIVATE |= {"out of time", *FENCES}
 
 Memory = tuple[int, ...]
@@ -151,13 +153,13 @@ def writer(rank: Rank, step: str) -> list[str]:
             local["rung then"] = "turn of the loop"
             return ["stamp"]
         local["kept"] += 1
-        return ["starve"]
+        return ["request wakeup"]
     if step == "stamp":
         local["sent"] += 1
         rank.store(STAMP, local["sent"])
         return ["look at status"]
-    if step == "starve":
-        rank.store(HUNGRY, 1)
+    if step == "request wakeup":
+        rank.store(WAITING, 1)
         return ["look at taken"]
     if step == "look at taken":
         rank.fence(step)
@@ -172,10 +174,10 @@ def writer(rank: Rank, step: str) -> list[str]:
         if local["sent"] - rank.load(TAKEN) >= CAPACITY:
             return [local.pop("polled then")]
         local["kept"] -= 1
-        local["rung then"] = "poll" if local["kept"] else "sate"
+        local["rung then"] = "poll" if local["kept"] else "cancel wakeup"
         return ["stamp"]
-    assert step == "sate"
-    rank.store(HUNGRY, 0)
+    assert step == "cancel wakeup"
+    rank.store(WAITING, 0)
     return [local.pop("polled then")]
 
 
@@ -199,15 +201,15 @@ def reader(rank: Rank, step: str) -> list[str]:
         return ["more", "out of time"] if rank.lively else ["more"]
     if step == "out of time":
         local["soon"] = True
-        return ["look at hungry"]
+        return ["look at waiting"]
     if step == "more":
-        return ["deliver"] if rank.load(STAMP) == local["next"] else ["look at hungry"]
-    if step == "look at hungry":
+        return ["deliver"] if rank.load(STAMP) == local["next"] else ["look at waiting"]
+    if step == "look at waiting":
         rank.fence(step)
-        return ["hungry"]
-    assert step == "hungry"
+        return ["waiting"]
+    assert step == "waiting"
     local["rung then"] = local.pop("polled then")
-    return ["look at status"] if rank.load(HUNGRY) else [local.pop("rung then")]
+    return ["look at status"] if rank.load(WAITING) else [local.pop("rung then")]
 
 
 State = tuple[Memory, tuple[tuple[tuple[int, int], ...], ...], tuple[tuple[tuple[str, Any], ...], ...]]

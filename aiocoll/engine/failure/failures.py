@@ -1,4 +1,4 @@
-"""What a group fails with when it loses a rank; ranks are numbered as in the group."""
+"""What a group fails with, when it loses a rank or code raises here; ranks are numbered as in the group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from aiocoll.engine.control.messages import PROTOCOL
 from aiocoll.errors import GroupError, PeerLostError, PeerProtocolError
 from aiocoll.work import Work
 
-__all__ = ["left", "lost", "torn"]
+__all__ = ["crashed", "left", "lost", "raised", "torn"]
 
 
 def lost(group: str, peer: int, detail: str, how: str) -> GroupError:
@@ -36,3 +36,26 @@ def left(group: str, rank: int, peer: int, work: Work[Any]) -> PeerLostError:
         group=group,
         ranks=[peer],
     )
+
+
+def raised(group: str, rank: int, work: Work[Any], error: BaseException, what: str) -> GroupError:
+    """What `rank` has to calculate for a work has raised `error`; `what` says what that was."""
+    name = work.key or work.seq
+    cause = GroupError(
+        f"{work.op} (sequence {name!r}) of group {group!r} failed on rank {rank}: "
+        f"{what}{type(error).__name__}: {error}",
+        op=work.op,
+        seq=name,
+        group=group,
+        ranks=[rank],
+    )
+    cause.__cause__ = error
+    return cause
+
+
+def crashed(group: str, rank: int, error: Exception) -> GroupError:
+    """Code of the library has raised on `rank` what it should not."""
+    text = f"group {group!r} failed on rank {rank}, where the library raised {type(error).__name__}: {error}"
+    cause = GroupError(text, group=group, ranks=[rank])
+    cause.__cause__ = error
+    return cause

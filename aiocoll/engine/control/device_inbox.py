@@ -1,0 +1,43 @@
+"""Control messages about the CUDA devices of one group: kept until something here hears them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from aiocoll.engine.control.messages import ControlMessage
+from aiocoll.engine.control.unmade_groups import keep_message
+
+__all__ = ["DeviceInbox"]
+
+
+class DeviceInbox:
+    """What the ranks of one group say of their devices.
+
+    Args:
+        ranks: of the group, numbered as in the job.
+        position: number in the group by rank in the job.
+        attempt: calls something with what a rank has said; what it raises ends the links of that rank.
+    """
+
+    def __init__(self, ranks: Sequence[int], position: Mapping[int, int], attempt: Callable[..., Any]) -> None:
+        self._ranks = ranks
+        self._position = position
+        self._attempt = attempt
+        self._kept: list[tuple[int, ControlMessage]] = []
+        self._hear: Callable[[int, ControlMessage], None] | None = None
+
+    def connect(self, hear: Callable[[int, ControlMessage], None]) -> None:
+        """Let `hear` take messages, and whose they are, numbered as in the group; those that have come first."""
+        self._hear = hear
+        kept, self._kept = self._kept, []
+        for peer, message in kept:
+            self._attempt(self._ranks[peer], hear, peer, message)
+
+    def heard(self, rank: int, message: ControlMessage) -> None:
+        """Take a message of a rank, numbered as in the job."""
+        peer = self._position[rank]
+        if self._hear is None:
+            keep_message(self._kept, peer, message)
+        else:
+            self._hear(peer, message)

@@ -1,0 +1,71 @@
+"""How the ranks of one group tell each other of its operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from aiocoll.engine.control.messages import ControlMessage
+from aiocoll.engine.control.peer_links import PeerLinks
+from aiocoll.engine.control.star import ControlPlane
+from aiocoll.transport.base import Link
+
+__all__ = ["Channel", "Sender"]
+
+
+class Channel(Protocol):
+    """What connects this rank to another one.
+
+    Attributes:
+        link: the data link, if there is one.
+    """
+
+    link: Link | None
+
+    def say(self, message: ControlMessage) -> None:
+        """Send a control message behind all data."""
+
+
+class Sender:
+    """Sends what is about operations of one group.
+
+    Args:
+        identity: the group.
+        ranks: of the group, numbered as in the job.
+        channels: to them.
+        control: reaches all of them.
+        links: between this rank and each of them.
+    """
+
+    def __init__(
+        self,
+        identity: int,
+        ranks: Sequence[int],
+        channels: Sequence[Channel],
+        control: ControlPlane,
+        links: PeerLinks,
+    ) -> None:
+        self._group = identity
+        self._ranks = ranks
+        self._channels = channels
+        self._control = control
+        self._links = links
+        self._lineage: tuple[Any, ...] = ()
+
+    def split_off(self, parent: Sender, split: Any) -> None:
+        """Tell from now on where this group has come from: of which one, and by which call."""
+        self._lineage = (*parent._lineage, split)
+
+    def tell(self, rank: int, message: ControlMessage) -> None:
+        """Send a message on a link between this rank and `rank`."""
+        if self._lineage:
+            message = {**message, "split": self._lineage}
+        self._links.tell(self._ranks[rank], {**message, "g": self._group})
+
+    def say(self, rank: int, message: ControlMessage) -> None:
+        """Send a message on the data link to `rank`, if there is one: it depends on nobody else."""
+        message = {**message, "g": self._group}
+        if self._channels[rank].link is not None:
+            self._channels[rank].say(message)
+        else:
+            self._control.tell(self._ranks[rank], message)

@@ -1,0 +1,1 @@
+"""What every part of an endpoint knows of this rank and its job."""

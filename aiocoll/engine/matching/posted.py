@@ -1,0 +1,171 @@
+"""A receive of a point-to-point message."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+from aiocoll.codec.limits import MAX_BYTES
+from aiocoll.engine.matching.inbound import InboundMessage, Receive
+from aiocoll.engine.matching.outbound import OBJECT, Content, begun, message_terms
+from aiocoll.engine.operations.group import Group
+from aiocoll.engine.operations.incremental import Steps, carry_on
+from aiocoll.engine.operations.operation_log import PEER
+from aiocoll.engine.operations.signature import P2P, description
+from aiocoll.errors import CollectiveTimeoutError, SerializationError
+from aiocoll.work import Work
+
+__all__ = ["PostedReceive", "Receives"]
+
+
+class Receives(Protocol):
+    """What matches the receives of a group with messages."""
+
+    @property
+    def group(self) -> Group:
+        """Whose they are."""
+
+    def post(self, posted: PostedReceive) -> None:
+        """Match `posted` with the oldest fitting message, or keep it."""
+
+    def withdraw(self, posted: PostedReceive) -> None:
+        """Take back a receive that is over."""
+
+    def forget(self, arrival: InboundMessage) -> None:
+        """The message has been received."""
+
+
+class PostedReceive(Receive):
+    """A receive.
+
+    Args:
+        receives: those of the group.
+        peer: rank it takes a message from; None takes the first one with the tag.
+        tag: of the message.
+        content: where it goes, and what it must be.
+    """
+
+    __slots__ = ("_read", "_receives", "_steps", "arrival", "code", "peer", "tag", "view")
+
+    def __init__(self, receives: Receives, peer: int | None, tag: int, content: Content, work: Work[Any]) -> None:
+        code, view, self._read = content
+        terms = message_terms("RECV", code, 0 if view is None else view.nbytes)
+        super().__init__(receives.group, P2P | tag << 32, terms, code, work)
+        self._receives = receives
+        self.peer = peer
+        self.tag = tag
+        self.view = view
+        self.code = code
+        self.arrival: InboundMessage | None = None
+        self._steps: Steps | None = None
+        work._withdraw = self.withdraw
+
+    def enter(self) -> None:
+        """Take a message that is waiting, or wait for one."""
+        self._receives.post(self)
+
+    def describe(self) -> dict[str, Any]:
+        """Say what is wanted, and from where."""
+        return {**super().describe(), "tag": self.tag, "src": self.peer}
+
+    def standing(self) -> str:
+        """Say what it waits for."""
+        if self.arrival is not None:
+            return f"rank {self.arrival.peer} has not sent all of it"
+        return f"no message with tag {self.tag} has come from {self._source()}"
+
+    def needs(self, peer: int) -> bool:
+        """Whether only `peer` could complete it."""
+        if self._steps is not None:
+            return False
+        if self.arrival is not None:
+            return self.arrival.peer == peer
+        others = set(range(len(self.comm.ranks))) - {self.comm.rank} - self.comm.left
+        return self.peer == peer if self.peer is not None else not others
+
+    def match(self, arrival: InboundMessage) -> None:
+        """Become the receiver of `arrival`."""
+        self.work._withdraw = None
+        self.arrival = arrival
+        arrival.posted = self
+        if self.view is None and arrival.code == OBJECT:
+            if arrival.total > MAX_BYTES:
+                self._refuse(arrival)
+                return
+            self.view = memoryview(bytearray(arrival.total))
+        elif self.view is None or arrival.code != self.code or arrival.total != self.view.nbytes:
+            arrival.discard = True
+            number = arrival.op & 0xFFFFFFFF
+            terms = message_terms("SEND", arrival.code, arrival.total)
+            theirs = description(arrival.peer, terms, terms.counts, None, number)
+            theirs.update(tag=self.tag, dst=self.comm.rank)
+            self.comm.mismatches.differ({**self.describe(), "seq": number}, theirs)
+            return
+        if arrival.received:
+            self.view[: arrival.received] = arrival.data()
+        else:
+            arrival.release()
+        if arrival.complete:
+            self.complete()
+            return
+        if arrival.received:
+            begun(self)
+        if arrival.withheld:
+            arrival.ask(self.comm.id)
+
+    def complete(self) -> None:
+        """All bytes are here."""
+        assert self.arrival is not None
+        self.work._source = self.arrival.peer
+        if self.peer is None:
+            self.entry[PEER] = self.arrival.peer
+        self._receives.forget(self.arrival)
+        if self._read is None or self.view is None:
+            self.succeed(self.work._value)
+        else:
+            self._steps = self._read(self.view)
+            carry_on(self, self._steps)
+
+    def advance(self) -> None:
+        """Go on reading an object."""
+        if self._steps is not None:
+            carry_on(self, self._steps)
+
+    def withdraw(self) -> None:
+        """Nobody waits for it any more and no message has matched: as if it had never been posted."""
+        self.fail(asyncio.CancelledError())
+
+    def expire(self) -> None:
+        """Without a message, only this receive fails."""
+        if self.arrival is not None:
+            super().expire()
+            return
+        self.fail(
+            CollectiveTimeoutError(
+                f"rank {self.comm.rank} of group {self.comm.name!r} received no message with tag {self.tag} from "
+                f"{self._source()} within {self.timeout:g} s",
+                op=self.work.op,
+                group=self.comm.name,
+                ranks=[] if self.peer is None else [self.peer],
+            )
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """End with `error`; the rest of a matched message goes nowhere."""
+        self._receives.withdraw(self)
+        super().fail(error)
+
+    def _source(self) -> str:
+        return "any rank" if self.peer is None else f"rank {self.peer}"
+
+    def _refuse(self, arrival: InboundMessage) -> None:
+        self.fail(
+            SerializationError(
+                f"rank {arrival.peer} sent an object of {arrival.total} bytes; the limit is {MAX_BYTES} bytes"
+            )
+        )
+        arrival.data()
+        if arrival.complete:
+            self._receives.forget(arrival)
+        else:
+            arrival.ask(self.comm.id)

@@ -1,0 +1,81 @@
+"""What the ranks must agree on in one operation, and how it is told in plain data."""
+
+from __future__ import annotations
+
+import zlib
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+from aiocoll.elements.dtypes import by_name
+
+__all__ = ["KEYED", "P2P", "Signature", "description"]
+
+#: The two top bits of an operation id say how it was named; ordered operations carry their number itself.
+KEYED = 1 << 62
+P2P = 2 << 62
+
+
+class Members(Protocol):
+    """The calls that a flush stands for."""
+
+    def told(self) -> dict[str, Any]:
+        """Return them in plain data."""
+
+
+class Signature(NamedTuple):
+    """What the ranks must agree on in one operation.
+
+    `op` to `reduce` are the same on all of them. `sends` and `receives` are of collectives in which only the two ends
+    of a message know its length: how many elements go to each rank and come from each; () where there are none.
+    `debug` is "detail" of an operation that is compared before data moves, as "device" is of every one on CUDA arrays.
+    `members` are those of a flush, which stands for many calls.
+    `device` is where the arrays are: "cpu" or "cuda".
+    """
+
+    op: str
+    dtype: str | None
+    counts: tuple[int, ...]
+    root: int | None
+    reduce: str | None
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
+    debug: str | None = None
+    members: Members | None = None
+    device: str = "cpu"
+
+    def nbytes(self, shape: tuple[int, ...]) -> int | None:
+        """Return the bytes of the caller's main array, of this shape; None where only the other end knows."""
+        if self.dtype is None:
+            return 0
+        try:
+            itemsize = by_name(self.dtype).itemsize
+        except TypeError:
+            return None
+        return itemsize * (prod(shape) if shape else sum(self.counts))
+
+    def fingerprint(self) -> int:
+        """Hash what is the same on all ranks to 32 bits, the same on every machine."""
+        agreed: tuple[object, ...] = self[:5]
+        return zlib.crc32(repr(agreed if self.device == "cpu" else (*agreed, self.device)).encode())
+
+
+def description(
+    rank: int, terms: Signature, shape: tuple[int, ...], key: str | None, seq: int | None
+) -> dict[str, Any]:
+    """Say in plain data what `rank` called."""
+    return {
+        "rank": rank,
+        "op": terms.op,
+        "shape": list(shape),
+        "dtype": terms.dtype,
+        "device": terms.device,
+        "counts": list(terms.counts),
+        "sends": list(terms.sends) or None,
+        "receives": list(terms.receives) or None,
+        "members": None if terms.members is None else terms.members.told(),
+        "root": terms.root,
+        "reduce": terms.reduce,
+        "seq": seq,
+        "key": key,
+        "debug": terms.debug,
+    }
