@@ -38,8 +38,9 @@ from aiocoll import errors, hooks
 from aiocoll.backends import Backend, BackendConfig, register_backend
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.errors import *  # noqa: F403 - errors.__all__ is the list of them
+from aiocoll.group.current import current_process_group, process_group
 from aiocoll.group.messages import Recv, Send
-from aiocoll.group.process_group import ProcessGroup, current_process_group, process_group
+from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.new_group import new_group
 from aiocoll.store import FileStore, HashStore, PrefixStore, Store, TCPStore

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from typing import Any, Self, TypeVar, overload
 
@@ -31,7 +30,7 @@ from aiocoll.store import Store
 from aiocoll.typing import Array, Number, Sparse
 from aiocoll.work import Work
 
-__all__ = ["ProcessGroup", "current_process_group", "process_group"]
+__all__ = ["ProcessGroup"]
 
 SUM = ReduceOp.SUM
 
@@ -42,9 +41,6 @@ N = TypeVar("N", bound=Array | Number)
 S = TypeVar("S", bound=Array | Number | Sparse)
 T = TypeVar("T")
 D = TypeVar("D", bound=np.generic)
-G = TypeVar("G", bound="ProcessGroup | None")
-
-_current: contextvars.ContextVar[ProcessGroup | None] = contextvars.ContextVar("aiocoll_group", default=None)
 
 
 class ProcessGroup:
@@ -339,8 +335,12 @@ class ProcessGroup:
 
     @overload
     def allgather(
-        self, outputs: None, tensor: A, *, timeout: Timeout = None, key: str | None = None
-    ) -> Work[list[A]]: ...
+        self, outputs: None, tensor: NDArray[D], *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[list[NDArray[D]]]: ...
+    @overload
+    def allgather(
+        self, outputs: None, tensor: Array, *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[list[Any]]: ...
     @overload
     def allgather(
         self, outputs: Sequence[A], tensor: Array, *, timeout: Timeout = None, key: str | None = None
@@ -398,8 +398,12 @@ class ProcessGroup:
 
     @overload
     def gather(
-        self, outputs: None, tensor: A, root: int, *, timeout: Timeout = None, key: str | None = None
-    ) -> Work[list[A] | None]: ...
+        self, outputs: None, tensor: NDArray[D], root: int, *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[list[NDArray[D]] | None]: ...
+    @overload
+    def gather(
+        self, outputs: None, tensor: Array, root: int, *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[list[Any] | None]: ...
     @overload
     def gather(
         self, outputs: Sequence[A] | None, tensor: Array, root: int, *, timeout: Timeout = None, key: str | None = None
@@ -808,8 +812,8 @@ class ProcessGroup:
             Work that yields the list of their tensors, in the order given.
 
         Raises:
-            TypeError, ValueError: an operation is wrong, as for `send` and `recv`, or none; or memory that one receives
-                into is in another one, too.
+            TypeError, ValueError: an operation is wrong, as for `send` and `recv`; or the array of a receive shares
+                memory with that of another operation.
             GroupError: an operation fails, see `ProcessGroup`.
 
         Cost: a message each.
@@ -817,7 +821,7 @@ class ProcessGroup:
         return self._messages.batch(operations, timeout)
 
     def send_object(self, obj: object, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[None]:
-        """Send an object; done when it has been written, not when it has been received.
+        """Send an object to rank `dst`.
 
         Args:
             obj: what `aiocoll.codec` can write, of 16 MiB at most.
@@ -1016,8 +1020,8 @@ class ProcessGroup:
 
         An `allreduce` of more than 64 KiB on such arrays copies nothing that it does not have to, where all ranks of
         the group are on one host and share memory, and the op is applied in pieces (of float16 and narrower, sums are
-        not). It gives the same bits as on other arrays, which other ranks may use. All other calls treat it as any
-        other array. So is any array inside it: a slice, another shape, a tensor that shares its memory.
+        not). It gives the same bits as on other arrays, which other ranks may use. A slice of it, another shape of it
+        or a tensor that shares its memory is as good. All other calls treat it as any other array.
 
         The call is local: other ranks need not make it. The memory is released with the last view of the array. It also
         serves the groups that `shrink` and `new_group` make of the same ranks.
@@ -1239,7 +1243,7 @@ class ProcessGroup:
         """Wait until all works pending now have ended.
 
         Raises:
-            GroupError: a work failed; the error of the first that did.
+            GroupError: a work failed; it is the error of the first that did, of whatever type.
         """
         await self._lifetime.drain()
 
@@ -1277,29 +1281,3 @@ class ProcessGroup:
         await self._lifetime.shutdown()
 
     aclose = shutdown
-
-
-def current_process_group() -> ProcessGroup | None:
-    """Return the group of this context, as `process_group` has set it.
-
-    Returns:
-        The group, or None.
-    """
-    return _current.get()
-
-
-@contextlib.contextmanager
-def process_group(pg: G) -> Iterator[G]:
-    """Make `pg` the current group inside the block, for this task and those it starts.
-
-    Args:
-        pg: a group; None for none.
-
-    Returns:
-        What ``with`` enters; it gives `pg`.
-    """
-    token = _current.set(pg)
-    try:
-        yield pg
-    finally:
-        _current.reset(token)

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, TypeVarTuple
 
-from aiocoll.group.process_group import ProcessGroup, process_group
+from aiocoll.group.current import process_group
+from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions, seconds
 from aiocoll.rendezvous.new_group import new_group
 from aiocoll.store import HashStore, Store

@@ -44,7 +44,9 @@ async def arrays(pg: ProcessGroup, x: Doubles, y: Doubles, t: torch.Tensor) -> N
     reveal_type(await pg.scan(x))  # ndarray[tuple[Any, ...], dtype[float64]]
     reveal_type(await pg.exscan(x, key="here"))  # ndarray[tuple[Any, ...], dtype[float64]]
     reveal_type(await pg.allgather([x, y], x))  # list[ndarray[tuple[Any, ...], dtype[float64]]]
-    reveal_type(await pg.allgather(None, t))  # list[Tensor]
+    reveal_type(await pg.allgather(None, x))  # list[ndarray[tuple[Any, ...], dtype[float64]]]
+    reveal_type(await pg.allgather(None, np.zeros(3)))  # list[ndarray[tuple[Any, ...], dtype[float64]]]
+    reveal_type(await pg.allgather(None, t))  # list[Any]
     reveal_type(await pg.allgather_into_tensor(t, x))  # Tensor
     reveal_type(await pg.gather(None, x, 0))  # list[ndarray[tuple[Any, ...], dtype[float64]]] | None
     reveal_type(await pg.gather([t, t] if pg.rank() == 0 else None, x, 0))  # list[Tensor] | None
