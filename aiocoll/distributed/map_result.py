@@ -19,7 +19,7 @@ def changed(work: Work[Any], change: Callable[[Any], R]) -> Work[R]:
         work: nobody else has it.
         change: gets the result; what it raises is the failure of the operation here.
     """
-    made: Work[R] = work.group._together(work.op, [work])
+    made: Work[R] = work.group._messages.one_of(work.op, [work])
     made.seq, made.key = work.seq, work.key
     if (ends := getattr(work, "_ends", None)) is not None:
         made._ends = ends

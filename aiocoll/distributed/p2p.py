@@ -113,7 +113,7 @@ class Requests(list[Work[Any]]):
 
     def __await__(self) -> Generator[Any, None, list[Any]]:
         """Wait for all, also if one fails, as for the work of `ProcessGroup.batch`."""
-        return all_of(self[0].group._together("BATCH", self), self).__await__()
+        return all_of(self[0].group._messages.one_of("BATCH", self), self).__await__()
 
 
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> Requests:
