@@ -125,6 +125,18 @@ class Work(Generic[T_co]):
         self._code = code
         self._instruction = frame.f_lasti
 
+    def _expect(self, shape: tuple[int, ...], timeout: float, value: Any) -> None:
+        """Set what is known of the operation that ends the work."""
+        self._shape, self._timeout, self._value = shape, timeout, value
+
+    def _name_ends(self, ends: tuple[str, int | None, int]) -> None:
+        """Set which ranks a message is between."""
+        self._ends = ends
+
+    def _order_by(self, order: Callable[[int | None], Coroutine[Any, Any, T]] | None) -> None:
+        """Let `order` have streams wait for a call on a device; None once that is over."""
+        self._ordered = order
+
     def _be_part_of(self, whole: Work[Any]) -> None:
         """Set what the work of a part has, in place of `__init__`: where the user called is known of the whole."""
         self.op, self.seq, self.key, self.group = whole.op, whole.seq, whole.key, None

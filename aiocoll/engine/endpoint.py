@@ -52,7 +52,7 @@ class Endpoint:
         self.world_size = world_size
         self.cards: Mapping[int, Card] = {}
         self.quiet = context.quiet
-        control = self.control = ControlPlane(context)
+        control = self.control = self._make_control(context)
         registry = self.registry = Groups(context, control)
         self.groups = registry.made
         roster = self.roster = Roster(context, control, self.groups)
@@ -62,12 +62,12 @@ class Endpoint:
         #: Of the same: each is part of every await.
         self.spin = self.polling.spin
         self.turn_is_due = self.polling.turn_is_due
-        self.channels = Channels(context, registry, roster, detector, self.polling)
+        self.channels = self._make_channels(registry, roster, detector)
         refusals = self._refusals = Refusals(context, control, roster, self.channels.cut, registry.ended)
         self.attempt = refusals.attempt
         self.watch = Deadlines(runtime, self.groups, detector.needed)
         parts = Parts(context, roster, self.direct, control.flood, detector.look, self.groups)
-        self.agreements = Agreements(parts, registry.named)
+        self.agreements = self._make_agreements(parts)
         #: Memory of this rank that others read where it lies.
         self.registered_memory = transport.registered_memory
         self.scratch = Scratch()
@@ -82,9 +82,22 @@ class Endpoint:
         transport.look = self.polling.look
         transport.linger = self.polling.linger
 
+    def _make_control(self, context: Context) -> ControlPlane:
+        return ControlPlane(context)
+
+    def _make_channels(self, groups: Groups, roster: Roster, detector: FailureDetector) -> Channels:
+        return Channels(self.context, groups, roster, detector, self.polling)
+
+    def _make_agreements(self, parts: Parts) -> Agreements:
+        return Agreements(parts, self.registry.named)
+
+    def know(self, cards: Mapping[int, Card]) -> None:
+        """Take note of how all ranks can be reached."""
+        self.cards = self.context.cards = cards
+
     async def join(self, cards: Mapping[int, Card]) -> None:
         """Meet all ranks; whoever is linked to this one learns at once if that fails."""
-        self.cards = self.context.cards = cards
+        self.know(cards)
         try:
             await self.control.join()
             self.failure_detector.start()

@@ -134,7 +134,7 @@ class Messages:
         if not works or not isinstance(works[0], DeferredWork):
             return Work(self._dispatcher.endpoint, op, None, None, group, 3)
         whole = DeferredWork(works[0]._progress, op, None, None, group, 3)
-        works[0]._progress.follow(whole)
+        works[0].follow(whole)
         return whole
 
     def _checked(self, each: Any, name: str) -> Buffer:

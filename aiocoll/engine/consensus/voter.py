@@ -125,7 +125,7 @@ class Voter:
         candidacy = {"exclude": sorted({*exclude, *self.assumed}), "completed": completed}
         outcome = await self._decision(candidacy)
         self._check_membership(outcome)
-        self.taken = True
+        self.go_on()
         return outcome
 
     async def grow(self, successor: str) -> None:
@@ -138,6 +138,10 @@ class Voter:
         if outcome["grown"] != successor:
             others = self.named(outcome["members"])
             raise GroupError(f"the group did not grow: {others} went on without the newcomers; call shrink()")
+        self.go_on()
+
+    def go_on(self) -> None:
+        """This rank makes the group that goes on."""
         self.taken = True
 
     def decline(self, successor: str, reason: str) -> None:

@@ -83,10 +83,18 @@ class PostedReceive(Receive):
         others = set(range(len(self.comm.ranks))) - {self.comm.rank} - self.comm.left
         return self.peer == peer if self.peer is not None else not others
 
-    def match(self, arrival: InboundMessage) -> None:
-        """Become the receiver of `arrival`."""
+    def claim(self, arrival: InboundMessage) -> None:
+        """Receive `arrival`, and no other message."""
         self.work._withdraw = None
         self.arrival = arrival
+
+    def put_in(self, view: memoryview) -> None:
+        """Receive the message into this memory."""
+        self.view = view
+
+    def match(self, arrival: InboundMessage) -> None:
+        """Become the receiver of `arrival`."""
+        self.claim(arrival)
         arrival.posted = self
         if self.view is None and arrival.code == OBJECT:
             if arrival.total > MAX_BYTES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from aiocoll.engine.operations.group import Group
@@ -130,6 +131,10 @@ class Operation:
 
     def advance(self) -> None:
         """Go on with local work that was put off to keep a callback short."""
+
+    def silence(self) -> None:
+        """Have it neither warned of nor reported: another one is, or nobody is to blame for it."""
+        self.warned, self.reported = True, inf
 
     def put_off(self) -> None:
         """Call `advance` again in the next turn of the loop."""

@@ -7,7 +7,6 @@ reports and hooks refer to the parent, which ends when its children have, and fa
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 from typing import Any
 
 from aiocoll.engine.job.ids import hash62
@@ -15,7 +14,7 @@ from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.signature import KEYED
 from aiocoll.work import Work
 
-__all__ = ["Children", "Ended", "Make"]
+__all__ = ["ChildWork", "Children", "Ended", "Make"]
 
 #: Makes an operation, given its id and its work.
 Make = Callable[[int, Work[Any]], Operation]
@@ -77,7 +76,7 @@ class Children:
         self.algorithm = child.algorithm()
         speaker, silent = (child, parent) if reported else (parent, child)
         speaker.warned = parent.warned
-        silent.warned, silent.reported = True, inf
+        silent.silence()
         self._running[child] = None
         parent.comm.enter(child)
         if reported:

@@ -139,6 +139,16 @@ class Agreed(Compared):
 
     # -- carrying it out
 
+    def taken_marks(self) -> tuple[int, ...]:
+        """Return where the caller's streams were at the call, for what begins after that."""
+        marks, self._marks = self._marks, ()
+        return marks
+
+    def agreed(self, marks: tuple[int, ...]) -> None:
+        """Begin after `marks`, and without an agreement of its own."""
+        self._marks = marks
+        self._agree()
+
     def begin(self, ways: Sequence[int]) -> None:
         """Go on, each call of it on its way: all calls before it have begun."""
         (way,) = ways
