@@ -1,11 +1,12 @@
-"""Backends by name: which there are, which devices each serves, and what a string such as ``"cpu:aio,cuda:nccl"`` says.
+"""Backends by name: which exist, which devices each serves, and how ``"cpu:aio,cuda:nccl"`` and the like are read.
 
     name     devices         what it is
     aio      cpu, cuda       the library's own; CUDA arrays by NCCL, or through the host where the ranks cannot use it
-    nccl     cuda            the library's own, which insists on NCCL for CUDA arrays
+    nccl     cuda            the library's own; requires NCCL for CUDA arrays
     fake     cpu, cuda       moves nothing; for dry runs, see `aiocoll.rendezvous.dry_run`
 
-CUDA arrays need the extra `cuda12` or `cuda13`, which is missed only when one is used. More come by `register_backend`.
+CUDA arrays need the extra `cuda12` or `cuda13`; that it is missing is an error at the first call on such an array.
+`register_backend` adds others.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ _factories: dict[str, Callable[..., Any]] = {}
 
 
 class Backend(str):
-    """The name of a backend that there is, in small letters: ``Backend("AIO") == "aio" == Backend.AIO``.
+    """The name of an existing backend, in lower case: ``Backend("AIO") == "aio" == Backend.AIO``.
 
-    A registered one is an attribute, too.
+    A registered backend is an attribute, too.
 
     Attributes:
         backend_list: all names.
-        default_device_backend_map: the backend of a device if nobody says otherwise.
+        default_device_backend_map: the default backend of each device.
         backend_capability: the devices that each backend serves.
 
     Raises:
         TypeError: `name` is no str.
-        ValueError: there is no such backend; the message lists those there are.
+        ValueError: there is no such backend; the message lists the existing ones.
     """
 
     __slots__ = ()
@@ -52,7 +53,7 @@ class Backend(str):
     }
 
     def __new__(cls, name: str) -> Backend:
-        """Return the name in small letters."""
+        """Return the name in lower case."""
         if not isinstance(name, str):
             raise TypeError(f"backend must be a str, not {type(name).__name__}")
         lower = name.lower()
@@ -64,8 +65,8 @@ class Backend(str):
     def register_backend(cls, name: str, factory: Callable[..., Any], devices: str | Iterable[str] = ("cpu",)) -> None:
         """Make `new_group(backend=name)` call `factory(store, rank, world_size, timeout, device, options=...)`.
 
-        The group that comes of it is the factory's as a whole: it need not be a `ProcessGroup`, and nothing of it is
-        checked. A later factory of the same name takes the place of the earlier one.
+        `new_group` returns what the factory returns, unchecked: it need not be a `ProcessGroup`. A later factory of
+        the same name replaces the earlier one.
 
         Args:
             name: any name but those of the library's own.
@@ -75,7 +76,7 @@ class Backend(str):
 
         Raises:
             TypeError: `name` is no str, or `factory` cannot be called.
-            ValueError: `name` is taken or no name, or `devices` is empty.
+            ValueError: `name` is reserved or not a valid name, or `devices` is empty.
         """
         if not isinstance(name, str):
             raise TypeError(f"name must be a str, not {type(name).__name__}")
@@ -105,15 +106,15 @@ class BackendConfig:
     """Which backend serves which device.
 
     Args:
-        backend: a name, which stands for all devices that it serves; or pairs of device and name with commas between
-            them; None or "undefined" is the library's own.
+        backend: a name, for all devices that the backend serves; or pairs of device and name, separated by commas;
+            None or "undefined" is the library's own.
 
     Attributes:
         device_backend_map: backend by device, in the order given.
 
     Raises:
         TypeError: `backend` is no str.
-        ValueError: a backend is not known or does not serve its device, a device is named twice, or a pair is none.
+        ValueError: a backend is unknown or does not serve its device, a device is named twice, or a pair is malformed.
     """
 
     def __init__(self, backend: str | None = None) -> None:
@@ -129,7 +130,7 @@ class BackendConfig:
         for pair in backend.lower().split(","):
             device, _, text = (part.strip() for part in pair.partition(":"))
             if not device or not text or ":" in text:
-                raise ValueError(f"backend={backend!r}: {pair!r} is no pair of device and backend; {_FORMAT}")
+                raise ValueError(f"backend={backend!r}: {pair!r} is not a pair of device and backend; {_FORMAT}")
             if device in self.device_backend_map:
                 raise ValueError(f"backend={backend!r} names device {device!r} twice; {_FORMAT}")
             name = Backend(text)
@@ -147,7 +148,7 @@ class BackendConfig:
 
 
 def factory_of(backend: str) -> Callable[..., Any] | None:
-    """Return who makes the groups of a third-party backend; None for the library's own."""
+    """Return the group factory of a third-party backend; None for the library's own."""
     return _factories.get(backend)
 
 
@@ -159,16 +160,16 @@ def refuse_device(device: str, devices: Mapping[str, str]) -> None:
     """
     if device.partition(":")[0] not in devices:
         served = ", ".join(f"{name!r} ({serves})" for name, serves in devices.items())
-        raise ValueError(f"device={device!r} has no backend; those with one are {served}")
+        raise ValueError(f"device={device!r} has no backend; this group has backends for {served}")
 
 
 def sole_backend(devices: Mapping[str, str]) -> str:
     """Return the one backend that makes a group for these devices.
 
-    "nccl" is the library's own, with a demand on CUDA arrays.
+    "nccl" is the library's own backend, which then requires NCCL for CUDA arrays.
 
     Raises:
-        ValueError: there would have to be several.
+        ValueError: the devices need more than one backend.
     """
     names = list(dict.fromkeys(Backend.AIO if name == Backend.NCCL else name for name in devices.values()))
     if len(names) > 1:

@@ -1,7 +1,7 @@
-"""Secrets in the environment: read once, and gone.
+"""Secrets in the environment: read once, then erased.
 
-Linux shows the environment that a process was started with in ``/proc/PID/environ`` for as long as it lives, whatever
-becomes of `os.environ`: what it reads is the block of memory that the kernel filled at the start.
+Linux shows the environment that a process was started with in ``/proc/PID/environ`` for the life of the process,
+whatever happens to `os.environ`: it reads the block of memory that the kernel filled at the start.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import MutableMapping
 
 __all__ = ["take"]
 
-#: Of /proc/self/stat, counted from the one after the name of the program: where that block begins and ends.
+#: Indices of the block's begin and end in /proc/self/stat, counted from the field after the name of the program.
 _FIELDS = slice(47, 49)
 
 
 def take(environ: MutableMapping[str, str], name: str) -> str | None:
     """Remove a variable from the environment; return its value, None if there is none.
 
-    If `environ` is that of this process, its bytes are overwritten in the block that it was started with, where the
-    system lets us and the entry is still there. Children that were forked before keep theirs.
+    If `environ` is that of this process, the bytes are also overwritten in the block that the process was started
+    with, if the system permits it and the entry is still there. Children that were forked before keep theirs.
     """
     value = environ.pop(name, None)
     if value is not None and environ is os.environ:
@@ -29,11 +29,11 @@ def take(environ: MutableMapping[str, str], name: str) -> str | None:
 
 
 def _forget(name: bytes) -> None:
-    """Overwrite the bytes of a variable that `os.environ` leaves; other variables stay where they are."""
+    """Overwrite the bytes of a variable that `os.environ` leaves in memory; other variables stay where they are."""
     try:
         with open("/proc/self/stat", "rb") as stat:
             begin, end = map(int, stat.read().rpartition(b")")[2].split()[_FIELDS])
-        # Through a file: an address that is not, or no longer, ours is an error here.
+        # Written through /proc/self/mem: an address that is not mapped is an error there, not a crash.
         with open("/proc/self/mem", "r+b", buffering=0) as memory:
             memory.seek(begin)
             block = memory.read(end - begin)

@@ -7,14 +7,14 @@
         PeerLostError                 also ConnectionError; a rank died, stopped or left
         GroupRevokedError             a later call; __cause__ is the first failure
         GroupClosedError              the group was closed by this rank
-        PeerProtocolError             also ProtocolError; a rank could not take what another one sent
+        PeerProtocolError             also ProtocolError; a rank could not handle what another one sent
       StoreError
         StoreTimeoutError             also TimeoutError
         StoreUnavailableError         also ConnectionError
       RendezvousError                 the group could not be formed
       AuthenticationError             also ConnectionError; a peer did not prove that it holds the job key
       ProtocolError                   bytes that do not follow the wire protocol
-      SerializationError              also ValueError; an object that cannot travel, with its path
+      SerializationError              also ValueError; an object that cannot be sent, with its path
       BackendUnavailableError         also ImportError; says what to install
 
 Wrong arguments raise the built-in ``TypeError`` or ``ValueError`` at the call: nothing was sent.
@@ -52,10 +52,10 @@ class GroupError(AiocollError):
     """A collective or its group failed.
 
     Attributes:
-        op: name of the operation in capitals, or None when no single one is to blame.
+        op: name of the operation in capitals, or None if no single operation is the cause.
         seq: its sequence number (int) or key (str), or None.
         group: name of the group.
-        ranks: the ranks the error is about, ascending.
+        ranks: the ranks that the error is about, ascending.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class GroupError(AiocollError):
 
 
 class CollectiveMismatchError(GroupError):
-    """Ranks called operations that do not belong together."""
+    """Ranks called operations that do not match."""
 
 
 class CollectiveTimeoutError(GroupError, TimeoutError):
@@ -86,9 +86,9 @@ class PeerLostError(GroupError, ConnectionError):
     """A rank is gone.
 
     Attributes:
-        how: ``"killed"`` (a process of its host has seen that its process is gone), ``"left"`` (it said goodbye),
-            ``"stopped"`` (its process, on this host, has not been allowed to run for seconds: SIGSTOP, a debugger) or
-            ``"unreachable"`` (its connection broke, or no sign of life has come for seconds: it may live).
+        how: ``"killed"`` (a process of its host has found that its process is gone), ``"left"`` (it closed its
+            groups), ``"stopped"`` (its process, on this host, has been stopped for seconds: SIGSTOP, a debugger) or
+            ``"unreachable"`` (its connection broke, or no heartbeat has come for seconds: it may be alive).
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class ProtocolError(AiocollError):
 
 
 class PeerProtocolError(GroupError, ProtocolError):
-    """A rank could not take what another one sent: it breaks the protocol, or handling it raised an exception."""
+    """A rank could not handle a message of another rank: it breaks the protocol, or handling it raised an exception."""
 
 
 class SerializationError(AiocollError, ValueError):
@@ -146,4 +146,4 @@ class SerializationError(AiocollError, ValueError):
 
 
 class BackendUnavailableError(AiocollError, ImportError):
-    """An optional part is missing; the message says what to install."""
+    """An optional dependency is missing; the message says what to install."""

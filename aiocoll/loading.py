@@ -10,12 +10,12 @@ __all__ = ["loading"]
 
 
 class loading:
-    """Around an import inside a function: if it fails, the error says so by name, and the next call tries again.
+    """Context of an import inside a function: if it fails, the error names what needed it; the next call tries again.
 
-    What fails is mostly not the module: a process without a descriptor left cannot open its file.
+    The usual cause is not the module: a process that has no file descriptor left cannot open its file.
 
     Args:
-        what: is to be loaded, for the message.
+        what: the kind of calls that need the module, for the message.
     """
 
     __slots__ = ("_what",)
@@ -31,5 +31,5 @@ class loading:
     ) -> None:
         if isinstance(error, (OSError, ImportError)) and not isinstance(error, AiocollError):
             raise BackendUnavailableError(
-                f"cannot load what {self._what} take: {error}; if too many files are open, raise ulimit -n"
+                f"cannot load the modules that {self._what} need: {error}; if too many files are open, raise ulimit -n"
             ) from error

@@ -1,4 +1,4 @@
-"""The log of the library, `logging.getLogger("aiocoll")`: each record says whose it is."""
+"""The log of the library, `logging.getLogger("aiocoll")`: each record names the group and the rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["logger"]
 
 
 class _Logger(logging.LoggerAdapter[logging.Logger]):
-    """Gives every record the attributes `group` and `rank`, as `extra` has them; None is nobody's in particular."""
+    """Gives every record the attributes `group` and `rank` from `extra`; None if the record is about no group."""
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Complete the `extra` of a call."""

@@ -1,7 +1,7 @@
-"""Numbers that a user writes as text, in the environment or on a command line.
+"""Parsing of numbers that a user writes in the environment or on a command line.
 
-``int`` and ``float`` of Python take more than that: ``int("1_0")`` is 10, and blanks and the digits of other scripts
-count too. A variable that was set by mistake would be taken for another number.
+Python's ``int`` and ``float`` accept more: ``int("1_0")`` is 10, and blanks and the digits of other scripts are
+accepted too. A variable that was set by mistake would be read as another number.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 
 __all__ = ["parse_float", "parse_int"]
 
-#: 18 digits fit into 64 bits; no number of ranks, ports or descriptors needs as many.
+#: 18 digits fit into 64 bits; no rank, port or descriptor number needs as many.
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 _DECIMAL = re.compile(r"-?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?|-?inf|nan")
 

@@ -1,4 +1,4 @@
-"""What a user may choose: explicitly, else by `AIOCOLL_<NAME>` in the environment, else the default.
+"""The options of a group: given explicitly, else by `AIOCOLL_<NAME>` in the environment, else the default.
 
     option        environment             default
     transport     AIOCOLL_TRANSPORT       "auto"
@@ -10,11 +10,11 @@
     warn_after    AIOCOLL_WARN_AFTER      30
     debug         AIOCOLL_DEBUG           "off"
     allow_pickle  AIOCOLL_ALLOW_PICKLE    no
-    host_id       AIOCOLL_HOST_ID         none: found out
-    tuning        AIOCOLL_TUNING          none: what `aiocoll bench --tune` has left in the user's cache, if anything
-    dump_dir      AIOCOLL_DUMP_DIR        none: nothing is written, SIGUSR2 is answered on standard error
+    host_id       AIOCOLL_HOST_ID         none: determined from the system
+    tuning        AIOCOLL_TUNING          none: the file of `aiocoll bench --tune` in the user's cache, if there is one
+    dump_dir      AIOCOLL_DUMP_DIR        none: no files; SIGUSR2 prints to standard error
 
-Nothing is guessed: an unknown `AIOCOLL_` variable or an unusable value is an error that says what is allowed.
+An unknown `AIOCOLL_` variable or an unusable value is an error that says what is allowed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from aiocoll.numerals import parse_float, parse_int
 
 __all__ = ["GroupOptions", "job_key", "read_key_file", "seconds"]
 
-#: 128 bits: what nobody can try one by one.
+#: 128 bits: too many keys to try one by one.
 _MIN_KEY_BYTES = 16
 #: Far above any key, and small enough that a wrong file or descriptor does no harm.
 _MAX_KEY_BYTES = 4096
 
 _PREFIX = "AIOCOLL_"
-#: Variables that others read: rendezvous, the launcher, `job_key` and the test suite.
+#: Variables that other modules read: rendezvous, the launcher, `job_key` and the test suite.
 _ELSEWHERE = frozenset(
     f"{_PREFIX}{name}" for name in ("PORT", "STORE", "JOB_ID", "JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP")
 )
@@ -51,7 +51,7 @@ class _Unset(Enum):
     UNSET = "unset"
 
 
-# Typed as anything, so that the fields can have the types they have after `resolve`.
+# Typed Any, so that the fields can have the types they have after `resolve`.
 _UNSET: Final[Any] = _Unset.UNSET
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -59,7 +59,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "encryption": ("auto", "none", "tls"),
     "debug": ("off", "detail"),
 }
-# Asking for one of these and going on without it would be worse than refusing.
+# Values that are refused: ignoring one of them silently would be worse.
 _NOT_BUILT: Mapping[str, str] = {
     "tls": "encryption is not built yet; use 'auto' and a network you trust, or a tunnel",
 }
@@ -70,7 +70,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "bind": None,
     "encryption": "auto",
     "job_key": None,
-    "spin_us": 50.0,  # two wake-ups through the kernel: past that, parking costs no more than was lost
+    "spin_us": 50.0,  # two wake-ups through the kernel: after that, suspending costs no more than polling has
     "warn_after": 30.0,  # longer than a checkpoint or a first compilation usually takes
     "debug": "off",
     "allow_pickle": False,
@@ -82,27 +82,27 @@ _DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class GroupOptions:
-    """How a group communicates; what is not given comes from the environment, else from the defaults.
+    """How a group communicates; options that are not given come from the environment, else from the defaults.
 
     Attributes:
-        transport: `"auto"` (the fastest there is), `"tcp"`, `"unix"` (one host only) or `"shm"`.
-        interface: name of the network interface whose address peers are told.
-        bind: local address to listen on and to tell peers, or `"any"` to listen on all.
+        transport: `"auto"` (the fastest available), `"tcp"`, `"unix"` (one host only) or `"shm"`.
+        interface: name of the network interface whose address this rank publishes to its peers.
+        bind: local address to listen on and to publish, or `"any"` to listen on all.
         encryption: `"auto"`, `"none"` or `"tls"`.
-        job_key: secret that all ranks of the job share, at least 16 bytes; a string stands for its UTF-8 bytes.
-        spin_us: microseconds an await may poll in one turn of the loop before it suspends; 0 = never polls.
-        warn_after: seconds after which a pending operation is logged with the ranks it misses; inf = never.
+        job_key: secret that all ranks of the job share, at least 16 bytes; a string is encoded as UTF-8.
+        spin_us: microseconds an await may poll in one iteration of the loop before it suspends; 0 = never polls.
+        warn_after: seconds after which a pending operation is logged with the ranks it waits for; inf = never.
         debug: `"detail"` compares every collective on all ranks before data moves; every rank must agree.
-        allow_pickle: whether objects msgpack cannot express may travel as pickles; every rank must agree.
-        host_id: pretend to be on another host than ranks with another one (for tests).
-        tuning: path of a file by `aiocoll bench --tune`; only rank 0 reads it, and tells the others.
-        dump_dir: directory for what this rank did last, written when the group fails and on SIGUSR2; see
+        allow_pickle: whether objects that msgpack cannot express may be sent as pickles; every rank must agree.
+        host_id: ranks with different values behave as if on different hosts (for tests).
+        tuning: path of a file made by `aiocoll bench --tune`; only rank 0 reads it, and tells the others.
+        dump_dir: directory for dumps of this rank's last operations, written when the group fails and on SIGUSR2; see
             `aiocoll.group.flight_recorder`.
 
     Raises:
         TypeError: a value has a wrong type.
-        ValueError: a value is not allowed; the message says which are.
-        BackendUnavailableError: the value asks for something that is not there.
+        ValueError: a value is not allowed; the message lists the allowed ones.
+        BackendUnavailableError: a value needs something that is not installed or not built.
     """
 
     transport: Literal["auto", "tcp", "unix", "shm"] = _UNSET
@@ -132,9 +132,9 @@ class GroupOptions:
 
     @classmethod
     def resolve(cls, explicit: GroupOptions | None, environ: Mapping[str, str]) -> GroupOptions:
-        """Return options with every field set: explicit beats environment beats default.
+        """Return options with every field set: explicit values, else the environment, else the defaults.
 
-        The key is the exception: `job_key` reads it from the environment, because that changes the environment.
+        `job_key` is the exception: the function of that name reads it from the environment, and removes it there.
 
         Args:
             explicit: what the program gives, or None.
@@ -144,8 +144,8 @@ class GroupOptions:
             New options.
 
         Raises:
-            ValueError: a variable is unknown or has an unusable value; names variable, value and what is allowed.
-            BackendUnavailableError: a variable asks for something that is not there.
+            ValueError: a variable is unknown or its value unusable; the message names both and what is allowed.
+            BackendUnavailableError: a variable needs something that is not installed or not built.
         """
         return cls(**{**_DEFAULTS, **_from_environ(environ), **(explicit._given() if explicit else {})})
 
@@ -239,7 +239,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
 def _key(label: str, value: bytes | str) -> bytes:
     if not isinstance(value, bytes | str):
         raise TypeError(f"{label} must be bytes or str, not {type(value).__name__}")
-    # What is no UTF-8 comes out of the environment as surrogates, and goes back to the bytes it was.
+    # Bytes of the environment that are not UTF-8 are surrogates in the str; this turns them back into those bytes.
     key = value if isinstance(value, bytes) else value.encode("utf-8", "surrogateescape")
     if len(key) < _MIN_KEY_BYTES:
         raise ValueError(
@@ -250,16 +250,16 @@ def _key(label: str, value: bytes | str) -> bytes:
 
 
 def job_key(environ: MutableMapping[str, str], explicit: bytes | str | None) -> bytes | None:
-    """Return the key of this job, or None if there is none; it is kept nowhere but by the caller.
+    """Return the key of this job, or None if there is none; only the caller keeps it.
 
-    Looked for in this order: `explicit`; the pipe `AIOCOLL_JOB_KEY_FD`, as the launcher hands it over (read to its
-    end, closed, and the variable removed); the file `AIOCOLL_JOB_KEY_FILE`; `AIOCOLL_JOB_KEY`, which is removed with a
-    warning, because other users may see the environment of a process, and children inherit it. Then the bytes that the
-    process was started with are overwritten, too.
+    Sources, in this order: `explicit`; the pipe `AIOCOLL_JOB_KEY_FD`, which the launcher passes (read to its end and
+    closed, and the variable is removed); the file `AIOCOLL_JOB_KEY_FILE`; `AIOCOLL_JOB_KEY`, which is removed with a
+    warning, because other users may see the environment of a process, and children inherit it. The bytes in the
+    environment block that the process was started with are overwritten, too.
 
     Raises:
         TypeError: `explicit` is neither bytes nor str.
-        ValueError: the key is too short, or descriptor or file cannot be trusted; names the variable.
+        ValueError: the key is too short, or descriptor or file cannot be trusted; the message names the variable.
     """
     if explicit is not None:
         return _key("job_key", explicit)
@@ -269,7 +269,7 @@ def job_key(environ: MutableMapping[str, str], explicit: bytes | str | None) -> 
         return read_key_file(path, "AIOCOLL_JOB_KEY_FILE")
     if (text := take(environ, "AIOCOLL_JOB_KEY")) is not None:
         logger.warning(
-            "AIOCOLL_JOB_KEY was taken out of the environment, where others could have read it; "
+            "AIOCOLL_JOB_KEY was removed from the environment, where other users could have read it; "
             "prefer `aiocoll run`, or AIOCOLL_JOB_KEY_FILE"
         )
         return _key("AIOCOLL_JOB_KEY", text)
@@ -279,22 +279,22 @@ def job_key(environ: MutableMapping[str, str], explicit: bytes | str | None) -> 
 def _read_pipe(text: str) -> bytes:
     try:
         fd = parse_int(text)
-        if not stat.S_ISFIFO(os.fstat(fd).st_mode):  # some other file that has this number by now
-            raise OSError("it is no pipe")
+        if not stat.S_ISFIFO(os.fstat(fd).st_mode):  # another file that has this number by now
+            raise OSError("not a pipe")
     except (ValueError, OverflowError, OSError) as error:
         raise ValueError(
-            f"AIOCOLL_JOB_KEY_FD={text}: not a descriptor this process inherited ({error}); only the process that "
-            "`aiocoll run` started can take the key, and only once"
+            f"AIOCOLL_JOB_KEY_FD={text}: not a descriptor that this process inherited ({error}); only the process "
+            "that `aiocoll run` started can read the key, and only once"
         ) from None
     with open(fd, "rb") as pipe:
         return pipe.read(_MAX_KEY_BYTES)
 
 
 def read_key_file(path: str, label: str = "job key file") -> bytes:
-    """Return the key in the file `path`, less one newline at its end.
+    """Return the key in the file `path`, without one newline at its end.
 
     Raises:
-        ValueError: the file is missing, a symbolic link, not ours, open to others, or the key is too short.
+        ValueError: the file is missing, a symbolic link, of another user, accessible to others, or the key too short.
     """
     where = f"{label}={path!r}"
     try:
@@ -306,9 +306,9 @@ def read_key_file(path: str, label: str = "job key file") -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{where}: is not a regular file")
         if status.st_uid != os.geteuid():
-            raise ValueError(f"{where}: belongs to user {status.st_uid}, not to us ({os.geteuid()}); chown it")
+            raise ValueError(f"{where}: belongs to user {status.st_uid}, not to this user ({os.geteuid()}); chown it")
         if status.st_mode & 0o077:
-            raise ValueError(f"{where}: others may access it; chmod 600 it")
+            raise ValueError(f"{where}: other users may access it; chmod 600 it")
         return _key(where, os.read(fd, _MAX_KEY_BYTES).removesuffix(b"\n").removesuffix(b"\r"))
     finally:
         os.close(fd)

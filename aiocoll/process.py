@@ -1,4 +1,4 @@
-"""Other processes of this host as the kernel shows them: running, stopped or gone. Linux; elsewhere nothing is seen."""
+"""The state of other processes of this host: running, stopped or gone. Linux only; elsewhere always unknown."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _STATES = {
     "I": "sleeping",
     "T": STOPPED,
     "t": STOPPED,  # by a debugger
-    "Z": GONE,  # its parent has not asked how it ended
+    "Z": GONE,  # a zombie: its parent has not read its exit status
     "X": GONE,
 }
 #: The socket option that gives a descriptor of the process at the other end (Linux 6.5); `socket` has no name for it.
 _SO_PEERPIDFD = 77
-#: Place of the start time among the fields behind the name, which are numbered from 3 in proc(5).
+#: Index of the start time among the fields after the name, which are numbered from 3 in proc(5).
 _START = 22 - 3
 
 
 class ProcessId(NamedTuple):
-    """One process among all that a kernel has run.
+    """Identifies one process among all that a kernel has run.
 
     Attributes:
-        namespace: in which `pid` counts; 0 where processes cannot be looked at.
-        pid: its number, which another process may have later.
-        started: clock ticks from the start of the kernel to its own.
+        namespace: the pid namespace of `pid`; 0 where /proc cannot be read.
+        pid: its number, which the kernel may give to another process later.
+        started: clock ticks from the start of the kernel to the start of the process.
     """
 
     namespace: int
@@ -44,7 +44,7 @@ class ProcessId(NamedTuple):
 
 
 class PidFd:
-    """A process by a descriptor of it, which stands for no other one later, in whatever namespace it is."""
+    """A process by a pidfd, which never refers to another process later and works in any namespace."""
 
     __slots__ = ("_fd",)
 
@@ -58,7 +58,7 @@ class PidFd:
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Let go of it. Idempotent."""
+        """Close the descriptor. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -75,7 +75,7 @@ def peer_process(sock: socket.socket) -> PidFd | None:
 
 
 def this_process() -> ProcessId:
-    """Return what this process is to others of its host."""
+    """Return the identity of this process, for other processes of its host."""
     pid = os.getpid()
     try:
         return ProcessId(os.stat("/proc/self/ns/pid").st_ino, pid, int(_fields(pid)[_START]))
@@ -84,7 +84,7 @@ def this_process() -> ProcessId:
 
 
 def state(process: ProcessId | PidFd) -> str:
-    """Say what `process`, one of this host, does, as far as can be seen from this namespace."""
+    """Return the state of `process`, one of this host, as far as this pid namespace shows it."""
     if isinstance(process, PidFd):
         return GONE if process.gone() else "alive"
     try:

@@ -1,4 +1,4 @@
-"""The seam: every clock reading, timer and random byte of the library goes through a `Runtime`.
+"""Time and randomness: every clock reading, timer and random byte of the library goes through a `Runtime`.
 
 A group on a virtual clock is the same code with another `Runtime` (and a loop whose time is virtual),
 so nothing else in the package may import `time`, `random` or `os.urandom`; a test checks that.
@@ -19,7 +19,7 @@ __all__ = ["BUDGET", "Runtime", "running_loop"]
 #: Longest time one callback moves or reduces data before it puts the rest off, in seconds: with what a last piece
 #: takes on top, no callback holds the loop for a millisecond.
 BUDGET = 300e-6
-#: Seconds by which clocks differ that are the same one: a loop may show the time when its turn began.
+#: Two readings of one clock may differ by so many seconds: a loop may return the time at which its iteration began.
 _SAME_CLOCK = 1.0
 
 
@@ -34,11 +34,11 @@ class Runtime:
 
     __slots__ = ("__weakref__", "call_later", "call_soon", "due", "latency", "loop", "stamp", "thread", "ticks", "time")
 
-    #: An await may poll before it suspends; off where time is virtual, since polling takes none of it.
+    #: An await may poll before it suspends; off where time is virtual, since polling takes no virtual time.
     may_spin = True
-    #: Ranks may be reached through sockets; off where time is virtual, since the kernel's does not wait for it.
+    #: Ranks may be reached through sockets; off where time is virtual, since the kernel's clock does not wait for it.
     may_listen = True
-    #: Long calculations go on in a thread; off where time is virtual, since the clock would run away from it.
+    #: Long calculations run in a thread; off where time is virtual, since the virtual clock would not wait for them.
     may_thread = True
 
     def __init__(
@@ -51,17 +51,17 @@ class Runtime:
         self.ticks = ticks
         self.latency = latency
         self.thread = threading.get_ident()
-        """Where the loop runs; 0 in a forked child, which has no part in it."""
+        """The id of the thread that runs the loop; 0 in a forked child, which must not use the loop."""
         self.time: Callable[[], float] = loop.time
         """Seconds on the clock that timers, timeouts and error messages use."""
         self.stamp = self.time
-        """Seconds on the clock of `time`, as fine as there are: those of uvloop are milliseconds, read once a turn."""
+        """Seconds on the clock of `time`, at full resolution: uvloop reads milliseconds, once an iteration."""
         if abs(time.monotonic() - loop.time()) < _SAME_CLOCK:
             self.stamp = time.monotonic
         self.call_soon: Callable[..., asyncio.Handle] = loop.call_soon
         self.call_later: Callable[..., asyncio.TimerHandle] = loop.call_later
         self.due: list[Callable[[], object]] = []
-        """What is to be called before this turn of the loop ends; see `before_turn_ends`."""
+        """Callbacks to be called before this iteration of the loop ends; see `before_turn_ends`."""
         _runtimes.add(self)
 
     @staticmethod
@@ -71,19 +71,19 @@ class Runtime:
         return made
 
     def before_turn_ends(self, callback: Callable[[], object]) -> None:
-        """Call `callback` at the end of this turn of the loop, or earlier, by `settle`."""
+        """Call `callback` at the end of this iteration of the loop, or earlier, by `settle`."""
         if not self.due:
             self.call_soon(self.settle)
         self.due.append(callback)
 
     def settle(self) -> None:
-        """Do at once what is due before this turn ends."""
+        """Call now the callbacks that are due before this iteration ends."""
         due, self.due = self.due, []
         for callback in due:
             callback()
 
     def wall(self) -> float:
-        """Return the seconds since 1970, to set records of several hosts beside each other; virtual where time is."""
+        """Return the seconds since 1970, to align records of several hosts; virtual where time is virtual."""
         return time.time() if self.stamp is time.monotonic else self.time()
 
     def random_bytes(self, n: int) -> bytes:
@@ -114,7 +114,7 @@ def running_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-#: All of this process. Asking at every call for the pid instead, a system call, took 6 % of a small collective.
+#: All runtimes of this process. Reading the pid at every call instead, a system call, took 6 % of a small collective.
 _runtimes: WeakSet[Runtime] = WeakSet()
 
 

@@ -1,4 +1,4 @@
-"""What TCP connections between hosts are told once, and what the kernel knows of the host at the other end."""
+"""Socket options of TCP connections between hosts, and what the kernel knows of the host at the other end."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from contextlib import suppress
 
 __all__ = ["UNREACHABLE_AFTER", "between_hosts", "keep_asking", "retry_soon", "silence"]
 
-#: Seconds without any sign of a peer's host after which it is unreachable. It is asked every second, so the question of
-#: the fifth is still waited for; what is left of the contract's 6 s is for noticing it and telling all ranks.
+#: Seconds without an answer of a peer's host after which it is unreachable. The kernel sends a probe every second, so
+#: the fifth probe still gets its time; the rest of the contract's 6 s is for noticing it and telling all ranks.
 UNREACHABLE_AFTER = 5.2
-#: Questions to the peer's host that must have stayed without answer by then: time alone can pass because this host was
-#: paused, or because an old kernel asks the reader of a full connection ever more seldom.
+#: Probes to the peer's host that must have stayed unanswered by then: time alone can pass because this host was
+#: paused, or because an old kernel probes the reader of a full connection at growing intervals.
 UNANSWERED = 3
 
 _LINUX = sys.platform.startswith("linux")
-#: Linux 6.15, <linux/tcp.h>: the longest time between two attempts to send again, in milliseconds.
+#: Linux 6.15, <linux/tcp.h>: the longest time between two retransmissions, in milliseconds.
 _TCP_RTO_MAX_MS = 44
-#: The least that the kernel takes: without it a connection sleeps on for as long as an outage has lasted, or longer.
+#: The least that the kernel accepts: without it a connection stays idle after an outage for as long as that lasted.
 _RTO_MAX_MS = 1000
-#: Seconds until an idle connection asks the other host for a sign, and then between two questions: the least there is.
+#: Seconds until an idle connection sends a keepalive probe, and then between two probes: the least the kernel accepts.
 _ASK_AFTER = _ASK_EVERY = 1
-#: Questions after which the kernel gives up by itself: more than `UNREACHABLE_AFTER` takes.
+#: Probes after which the kernel gives up by itself: more than fit into `UNREACHABLE_AFTER`.
 _ASK_TIMES = 10
-#: struct tcp_info: how often was sent again, questions without answer; milliseconds since data and since an
-#: acknowledgement came.
+#: struct tcp_info: retransmissions, unanswered probes; milliseconds since data and since an acknowledgement came.
 _INFO = struct.Struct("=2xBB48xII")
 
 
@@ -36,12 +35,12 @@ def between_hosts(sock: socket.socket) -> bool:
 
 
 def retry_soon(sock: socket.socket, give_up_after: float | None = None) -> None:
-    """Send without delay, and after an outage within a second, where the kernel can (Linux 6.15); only for TCP.
+    """Send without delay, and resume within a second after an outage where the kernel can (Linux 6.15); TCP only.
 
     Args:
         sock: connected or not.
-        give_up_after: seconds for which the kernel tries to send again; None is its own choice, some 15 s with short
-            pauses between attempts.
+        give_up_after: seconds for which the kernel retransmits; None is its own choice, some 15 s with short pauses
+            between attempts.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if not _LINUX:
@@ -53,7 +52,7 @@ def retry_soon(sock: socket.socket, give_up_after: float | None = None) -> None:
 
 
 def keep_asking(sock: socket.socket) -> None:
-    """Let the kernel ask the other host for a sign while nothing is sent, so that `silence` can tell."""
+    """Let the kernel send keepalive probes to the other host while the connection is idle, as `silence` needs."""
     if _LINUX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ASK_AFTER)
@@ -62,10 +61,10 @@ def keep_asking(sock: socket.socket) -> None:
 
 
 def silence(sock: socket.socket) -> float:
-    """Return for how many seconds the other host has left questions of this one without answer; 0 if it has not.
+    """Return for how many seconds the other host has answered no probe; 0 if it has.
 
-    It is the kernel there that answers: a process that is stopped, or reads nothing for as long as it likes, is not
-    silent. That is why this is not `TCP_USER_TIMEOUT`, which also ends a connection whose reader takes nothing.
+    The kernel of the other host answers, so a process that is stopped, or does not read, is not silent. That is why
+    this is not `TCP_USER_TIMEOUT`, which also ends a connection whose reader does not read.
     """
     if not _LINUX:
         return 0.0

@@ -1,4 +1,4 @@
-"""Waiting in one thread for what the event loop of another one completes."""
+"""Waiting in one thread for an operation that the event loop of another thread completes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from aiocoll.runtime import Runtime
 
 __all__ = ["Waitable", "wait_in_thread"]
 
-#: Seconds between two looks of a thread that waits at whether the loop is still there, which nothing would tell.
-GLANCE = 0.1
+#: Seconds between two checks of a waiting thread whether the loop still runs: nothing notifies it when a loop ends.
+CHECK_INTERVAL = 0.1
 
 
 class Waitable(Protocol):
-    """What a thread waits for; all but `done` is called in the loop."""
+    """What a thread waits for; all methods but `done` are called in the loop."""
 
     def done(self) -> bool:
-        """Whether it has ended; all else that there is to know was set before."""
+        """Whether it has ended; its outcome was set before."""
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
         """Call `fn` in the loop after the end."""
@@ -39,31 +39,32 @@ def wait_in_thread(
     end = inf if seconds is None else runtime.ticks() + seconds
     ended = threading.Event()
 
-    def tell(_: object) -> None:
+    def notify(_: object) -> None:
         ended.set()
 
-    _call(loop, work.add_done_callback, tell)
+    _call(loop, work.add_done_callback, notify)
     try:
         while not work.done():
             _check(work, loop, runtime)
             left = end - runtime.ticks()
-            if not ended.wait(max(0.0, min(left, GLANCE))) and left <= GLANCE and not work.done():
+            waited = ended.wait(max(0.0, min(left, CHECK_INTERVAL)))
+            if not waited and left <= CHECK_INTERVAL and not work.done():
                 raise TimeoutError(f"{work!r} has not ended within {seconds} s")
     except BaseException:
-        _call(loop, work._forget_callback, tell)
+        _call(loop, work._forget_callback, notify)
         raise
 
 
 def _call(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to do it
+    with contextlib.suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(call, *args)
 
 
 def _check(work: Waitable, loop: asyncio.AbstractEventLoop, runtime: Runtime) -> None:
-    """Refuse to wait for what cannot come."""
+    """Raise if `work` can no longer end."""
     if runtime.thread == 0:
-        raise RuntimeError(f"{work!r} belongs to the process that this one was forked from: it does not end here")
-    # What it has ended with is set before a loop stops.
+        raise RuntimeError(f"{work!r} belongs to the process that this one was forked from: it never ends here")
+    # The outcome is set before a loop stops.
     if not loop.is_running() and (loop.is_closed() or runtime.thread == threading.get_ident()) and not work.done():
-        gone = "was closed" if loop.is_closed() else "does not run, and it would in this thread"
-        raise RuntimeError(f"{work!r} has not ended, and its event loop {gone}: nobody completes it")
+        why = "was closed" if loop.is_closed() else "belongs to this thread and does not run"
+        raise RuntimeError(f"{work!r} has not ended, and its event loop {why}: it cannot complete")

@@ -1,9 +1,9 @@
-"""The file in which `aiocoll bench --tune` leaves what a machine can do; rank 0 reads it and tells the others.
+"""The file to which `aiocoll bench --tune` writes what it measured; rank 0 reads it and tells the others.
 
     {"format": "aiocoll tuning", "version": 1, "machine": "its host name", "date": "when it was measured",
      "media": {"tcp": {"alpha": 3.1e-05, "overhead": 9e-06, "beta": 4.2e-10, "gamma": 5e-11}, "unix": ...}}
 
-A medium that is missing has its defaults, which do well without any file.
+A medium that is missing has its defaults, which do well without a file.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ __all__ = ["default_path", "dumps", "from_wire", "load", "to_wire"]
 FORMAT, VERSION = "aiocoll tuning", 1
 #: Far above any tuning, and small enough that a wrong file does no harm.
 _MAX_BYTES = 65536
-#: Seconds that any of the numbers may be, so that ratios of two stay far from 0 and infinity.
+#: Bounds of each number, in seconds, so that ratios of two stay far from 0 and infinity.
 _LEAST, _MOST = 1e-15, 1e3
 _HINT = "write it anew with `aiocoll bench --tune`"
 
 
 class _OtherVersionError(Exception):
-    """The file is a tuning, but not one that this version can read."""
+    """The file is a tuning of a version that this library cannot read."""
 
 
 def default_path(environ: Mapping[str, str]) -> Path:
-    """Return where the tuning of this host is kept; homes may be shared by hosts, so its name is in it."""
+    """Return the path of this host's tuning; hosts may share a home directory, so the path contains the host name."""
     cache = environ.get("XDG_CACHE_HOME", "")
     folder = Path(cache) if os.path.isabs(cache) else Path(os.path.expanduser("~/.cache"))
     return folder / "aiocoll" / f"tuning-{socket.gethostname()}.json"
 
 
 def load(path: str | None, environ: Mapping[str, str]) -> Tuning | None:
-    """Return the tuning in the file `path`, by default that of `aiocoll bench --tune` for this host, if it is there.
+    """Return the tuning in the file `path`, by default the one that `aiocoll bench --tune` wrote for this host.
 
-    None, with a warning, stands for a file of another version; and for whatever else is wrong with a file that nobody
-    has asked for.
+    Returns None if there is no such file. A file of another version, and a default file that cannot be used, also
+    give None, with a warning.
 
     Raises:
         ValueError: `path` cannot be read or is no tuning.
@@ -81,18 +81,18 @@ def to_wire(tuning: Tuning, cores: int) -> list[Any]:
 def from_wire(numbers: Any, medium: Any, ranks: int) -> Tuning:
     """Return the tuning that rank 0 has published; without numbers, the defaults.
 
-    What was measured is what two ranks do that have a core each. The defaults are for ranks that may share theirs.
+    Measurements are of two ranks that have a core each. The defaults are for ranks that may share cores.
 
     Args:
         numbers: what rank 0 has published, or None.
-        medium: the one that rank 0 has named.
+        medium: the medium that rank 0 has named.
         ranks: number of ranks on the host of rank 0.
 
     Raises:
-        RendezvousError: it is none; whoever writes into the store could have written anything.
+        RendezvousError: it is not a tuning; whoever can write to the store could have written anything.
     """
     if medium not in MEDIA:
-        raise RendezvousError(f"what rank 0 published in the store is no medium: {medium!r:.64}")
+        raise RendezvousError(f"rank 0 published an invalid medium in the store: {medium!r:.64}")
     if numbers is None:
         return Tuning(medium=medium)
     try:
@@ -102,7 +102,7 @@ def from_wire(numbers: Any, medium: Any, ranks: int) -> Tuning:
         reason = f"{numbers!r:.64}"
     except ValueError as error:
         reason = str(error)
-    raise RendezvousError(f"what rank 0 published in the store is no tuning: {reason}")
+    raise RendezvousError(f"rank 0 published an invalid tuning in the store: {reason}")
 
 
 def _read(path: Path) -> bytes:

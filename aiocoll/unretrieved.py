@@ -1,7 +1,7 @@
-"""Failures that nobody looks at: said once in the log, when nobody can look at them any more.
+"""Failures that were never retrieved: logged once, when they can no longer be retrieved.
 
-Works that one cause fails, as a revocation does, share one `Unretrieved`: one line counts them, and who looks at one of
-them knows of all.
+Works that fail by one cause, such as a revocation, share one `Unretrieved`: one log line counts them, and retrieving
+the failure of one counts for all.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from aiocoll.log import logger
 __all__ = ["CallSite", "Unretrieved", "UnretrievedFailures", "line_of"]
 
 
-#: Calls that a line names; of more it tells the number.
+#: Calls that a log line names; the rest are only counted.
 NAMED = 3
 
 
 class CallSite(NamedTuple):
-    """A call of the user's: what it was, and the instruction of `code` that made it."""
+    """A call in the user's program: the operation, and the instruction of `code` that made the call."""
 
     op: str
     name: str | int | None
@@ -34,25 +34,25 @@ class CallSite(NamedTuple):
 
 
 def line_of(code: CodeType, instruction: int) -> int | None:
-    """Return the line of an instruction; None if the code does not tell."""
+    """Return the line of an instruction; None if the code has no line for it."""
     # An instruction has two bytes and one entry.
     return next(islice(code.co_positions(), instruction // 2, None), (None,))[0]
 
 
 class Unretrieved:
-    """The failed calls of one cause.
+    """The calls that failed by one cause.
 
-    It lives as long as one of their works; with the last one it tells, unless somebody has looked.
+    It lives as long as one of their works; when the last one is collected it logs, unless one failure was retrieved.
     """
 
-    __slots__ = ("__weakref__", "_calls", "_cause", "_group", "_rank", "_words")
+    __slots__ = ("__weakref__", "_calls", "_cause", "_group", "_rank", "_text")
 
-    def __init__(self, group: str, rank: int, cause: BaseException, words: str) -> None:
+    def __init__(self, group: str, rank: int, cause: BaseException, text: str) -> None:
         self._group = group
         self._rank = rank
-        self._cause = cause  # kept, for its identity to stay its own
-        self._words = words
-        # None once somebody knows.
+        self._cause = cause  # keeps the object alive, so that its id stays unique
+        self._text = text
+        # None once one of the failures was retrieved or logged.
         self._calls: list[CallSite] | None = []
 
     def add(self, call: CallSite) -> None:
@@ -60,32 +60,32 @@ class Unretrieved:
         if self._calls is not None:
             self._calls.append(call)
 
-    def looked(self) -> None:
-        """Somebody has looked at one of the failures."""
+    def retrieved(self) -> None:
+        """One of the failures was retrieved."""
         self._calls = None
 
-    def tell(self) -> None:
-        """Log what nobody has looked at, once."""
+    def log(self) -> None:
+        """Log the failures if none of them was retrieved, once."""
         calls, self._calls = self._calls, None
         if not calls:
             return
         named = ", ".join(map(str, calls[:NAMED]))
         more = len(calls) - NAMED
         logger.error(
-            "group %r, rank %d: nobody looked at the failure of %s%s: %s",
+            "group %r, rank %d: exception of %s%s was never retrieved: %s",
             self._group,
             self._rank,
             named,
             f" and {more} more" if more > 0 else "",
-            self._words,
+            self._text,
             extra={"group": self._group, "rank": self._rank},
         )
 
-    __del__ = tell
+    __del__ = log
 
 
 class UnretrievedFailures:
-    """The failures of one group that somebody may still look at.
+    """The failures of one group that can still be retrieved.
 
     Args:
         group: name of the group.
@@ -100,27 +100,27 @@ class UnretrievedFailures:
         self._known: BaseException | None = None
 
     def expect(self, cause: BaseException) -> None:
-        """The program of this rank has caused it itself: nothing to tell."""
+        """The program of this rank has made `cause` itself: its failures are not logged."""
         self._known = cause
 
-    def looked(self, error: BaseException) -> None:
-        """Somebody hears of its cause from another call."""
+    def retrieved(self, error: BaseException) -> None:
+        """Another call raises an error of the same cause."""
         if (found := self._open.get(id(error.__cause__ or error))) is not None:
-            found.looked()
+            found.retrieved()
 
     def of(self, error: BaseException) -> Unretrieved | None:
-        """Return where a failure by `error` belongs; None if it is no news."""
+        """Return the `Unretrieved` that a failure by `error` belongs to; None if it need not be logged."""
         cause = error.__cause__ or error
         if cause is self._known:
             return None
         found = self._open.get(id(cause))
         if found is None:
-            # In words: an error that is raised holds on to frames.
+            # As text: an exception that was raised keeps its frames alive.
             found = Unretrieved(self._group, self._rank, cause, f"{type(error).__name__}: {error}")
             self._open[id(cause)] = found
         return found
 
-    def tell(self) -> None:
-        """The group is over: log now what nobody has looked at."""
-        for unseen in list(self._open.values()):
-            unseen.tell()
+    def log(self) -> None:
+        """Log all failures that were not retrieved; the group is closed."""
+        for unretrieved in list(self._open.values()):
+            unretrieved.log()

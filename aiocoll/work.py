@@ -76,7 +76,7 @@ class Work(Generic[T_co]):
         "_shape",
         "_source",
         "_timeout",
-        "_unseen",
+        "_unretrieved",
         "_unwrap",
         "_value",
         "_waiters",
@@ -114,7 +114,7 @@ class Work(Generic[T_co]):
         self._callbacks: list[tuple[Callable[[Work[T_co]], object], contextvars.Context | None]] | None = None
         self._withdraw: Callable[[], None] | None = None
         self._unwrap: Callable[[], Any] | None = None
-        self._unseen: Unretrieved | None = None
+        self._unretrieved: Unretrieved | None = None
         # Where the user called, as what costs least and keeps no frame: the line is looked up when it is needed. At
         # `depth` or above it: each frame that is looked at costs 50 ns and more.
         frame = _frame(depth)
@@ -133,7 +133,7 @@ class Work(Generic[T_co]):
         """Set which ranks a message is between."""
         self._ends = ends
 
-    def _order_by(self, order: Callable[[int | None], Coroutine[Any, Any, T]] | None) -> None:
+    def _order_by(self, order: Callable[[int | None], Coroutine[Any, Any, T_co]] | None) -> None:
         """Let `order` have streams wait for a call on a device; None once that is over."""
         self._ordered = order
 
@@ -145,7 +145,7 @@ class Work(Generic[T_co]):
         self._shape, self._timeout, self._value = whole._shape, whole._timeout, whole._value
         self._done = False
         self._result = self._exception = self._unwrap = self._withdraw = None
-        self._source = self._waiters = self._callbacks = self._unseen = None
+        self._source = self._waiters = self._callbacks = self._unretrieved = None
 
     def __repr__(self) -> str:
         state = "pending" if not self._done else "done" if self._exception is None else "failed"
@@ -377,9 +377,9 @@ class Work(Generic[T_co]):
         calls_back = self._callbacks is not None and any(context is not None for _, context in self._callbacks)
         if calls_back or isinstance(error, asyncio.CancelledError):
             return
-        self._unseen = self.group._failures.of(error)
-        if self._unseen is not None:
-            self._unseen.add(CallSite(self.op, self.key or self.seq, self._code, self._instruction))
+        self._unretrieved = self.group._failures.of(error)
+        if self._unretrieved is not None:
+            self._unretrieved.add(CallSite(self.op, self.key or self.seq, self._code, self._instruction))
 
     def _check_loop(self) -> None:
         if asyncio._get_running_loop() is not self._progress.loop:
@@ -397,8 +397,8 @@ class Work(Generic[T_co]):
         return f" {what}={'any' if rank is None else rank} tag={tag}"
 
     def _look(self) -> None:
-        if self._unseen is not None:
-            self._unseen.looked()
+        if self._unretrieved is not None:
+            self._unretrieved.retrieved()
 
     def _wait(self) -> Generator[Any, None, None]:
         waiter = self._waiter()

@@ -72,12 +72,12 @@ def test_what_serves_a_device(given: str | None, devices: dict[str, str]) -> Non
     ("given", "message"),
     [
         ("cpu:aio,cpu:aio", "names device 'cpu' twice"),
-        ("cpu:aio,", "'' is no pair of device and backend; write pairs"),
-        (":aio", "':aio' is no pair"),
-        ("cpu:", "'cpu:' is no pair"),
-        ("cpu:aio:aio", "'cpu:aio:aio' is no pair"),
-        ("cpu:aio;cuda:nccl", "is no pair"),
-        ("aio,cuda:nccl", "'aio' is no pair"),
+        ("cpu:aio,", "'' is not a pair of device and backend; write pairs"),
+        (":aio", "':aio' is not a pair"),
+        ("cpu:", "'cpu:' is not a pair"),
+        ("cpu:aio:aio", "'cpu:aio:aio' is not a pair"),
+        ("cpu:aio;cuda:nccl", "is not a pair"),
+        ("aio,cuda:nccl", "'aio' is not a pair"),
         ("aio,nccl", "backend='aio,nccl' is not known"),
         ("cpu:gloo", "backend='gloo' is not known"),
         ("cpu:nccl", "'nccl' does not serve device 'cpu', but cuda"),
@@ -127,11 +127,15 @@ async def test_groups_made_of_others_have_their_backends() -> None:
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"backend": "cpu:aio", "device": "cuda:1"}, ValueError, "device='cuda:1' has no backend; those with one are"),
+        (
+            {"backend": "cpu:aio", "device": "cuda:1"},
+            ValueError,
+            "device='cuda:1' has no backend; this group has backends for",
+        ),
         (
             {"device": "tpu"},
             ValueError,
-            r"device='tpu' has no backend; those with one are 'cpu' \(aio\), 'cuda' \(aio\)",
+            r"device='tpu' has no backend; this group has backends for 'cpu' \(aio\), 'cuda' \(aio\)",
         ),
         ({"device": 0}, TypeError, "device must be a str or None, not int"),
     ],
@@ -165,7 +169,7 @@ async def test_a_registered_backend_makes_the_group() -> None:
     assert await new_group("later", store=store, rank=0, world_size=2) == "another"
     with pytest.raises(ValueError, match=r"backend='x' is not known: use aio, nccl, .*plain, later"):
         new_group("x", store=store, rank=0, world_size=2)
-    with pytest.raises(ValueError, match=r"device='tpu' has no backend; those with one are 'cpu' .later."):
+    with pytest.raises(ValueError, match=r"device='tpu' has no backend; this group has backends for 'cpu' .later."):
         new_group("later", store=store, rank=0, world_size=2, device="tpu")
     await store.aclose()
 

@@ -156,7 +156,7 @@ def test_key_from_the_environment_is_removed_with_a_warning(caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING, "aiocoll"):
         assert job_key(environ, None) == KEY.encode()
     assert environ == {}
-    assert "AIOCOLL_JOB_KEY was taken out of the environment" in caplog.text
+    assert "AIOCOLL_JOB_KEY was removed from the environment" in caplog.text
     assert KEY not in caplog.text
 
 
@@ -173,14 +173,14 @@ def test_key_from_an_inherited_pipe() -> None:
 
 @pytest.mark.parametrize("text", ["x", "-1", "999999", "9" * 30])
 def test_descriptor_that_was_not_inherited(text: str) -> None:
-    with pytest.raises(ValueError, match=f"AIOCOLL_JOB_KEY_FD={text}: not a descriptor this process inherited"):
+    with pytest.raises(ValueError, match=f"AIOCOLL_JOB_KEY_FD={text}: not a descriptor that this process inherited"):
         job_key({"AIOCOLL_JOB_KEY_FD": text}, None)
 
 
 def test_descriptor_that_means_another_file_by_now(tmp_path) -> None:
     (tmp_path / "diary").write_text("dear diary, " * 4)
     with open(tmp_path / "diary", "rb") as diary:
-        with pytest.raises(ValueError, match="it is no pipe"):
+        with pytest.raises(ValueError, match="not a pipe"):
             job_key({"AIOCOLL_JOB_KEY_FD": str(diary.fileno())}, None)
         assert diary.read(4) == b"dear"
 
@@ -200,7 +200,7 @@ def test_key_file_open_to_others(tmp_path, mode: int) -> None:
     path = tmp_path / "key"
     path.write_text(KEY)
     path.chmod(mode)
-    with pytest.raises(ValueError, match=r"AIOCOLL_JOB_KEY_FILE='.*key': others may access it; chmod 600 it"):
+    with pytest.raises(ValueError, match=r"AIOCOLL_JOB_KEY_FILE='.*key': other users may access it; chmod 600 it"):
         job_key({"AIOCOLL_JOB_KEY_FILE": str(path)}, None)
 
 
@@ -229,7 +229,7 @@ def test_key_file_of_another_user(tmp_path, monkeypatch: pytest.MonkeyPatch) -> 
     path.chmod(0o600)
     owner = os.geteuid()
     monkeypatch.setattr("os.geteuid", lambda: owner + 1)
-    with pytest.raises(ValueError, match=f"belongs to user {owner}, not to us"):
+    with pytest.raises(ValueError, match=f"belongs to user {owner}, not to this user"):
         read_key_file(str(path))
 
 

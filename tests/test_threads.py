@@ -202,7 +202,7 @@ def test_a_loop_that_has_stopped_may_go_on() -> None:
     groups = loop.run_until_complete(pair())
     work = loop.run_until_complete(calling(groups[0].allreduce, 1))
     # Nobody else would run it.
-    with pytest.raises(RuntimeError, match="its event loop does not run, and it would in this thread"):
+    with pytest.raises(RuntimeError, match="its event loop belongs to this thread and does not run"):
         work.wait()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(work.wait)

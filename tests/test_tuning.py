@@ -155,13 +155,13 @@ FINE = [1.0] * 4
     + [b"x", {}],
 )
 def test_what_is_no_tuning_is_refused(numbers: Any) -> None:
-    with pytest.raises(RendezvousError, match="what rank 0 published in the store is no tuning: "):
+    with pytest.raises(RendezvousError, match="rank 0 published an invalid tuning in the store: "):
         from_wire(numbers, "tcp", 2)
 
 
 @pytest.mark.parametrize("medium", [None, "pigeon", ["tcp"], 1])
 def test_what_is_no_medium_is_refused(medium: Any) -> None:
-    with pytest.raises(RendezvousError, match="what rank 0 published in the store is no medium: "):
+    with pytest.raises(RendezvousError, match="rank 0 published an invalid medium in the store: "):
         from_wire(None, medium, 2)
 
 

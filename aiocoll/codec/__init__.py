@@ -1,4 +1,4 @@
-"""Objects as bytes: msgpack, and what Python has beyond it, without pickle.
+"""Objects as bytes: msgpack, extended to more Python types, without pickle.
 
 Plain values (None, bool, int, float, str, bytes, list, dict) are themselves. Every other kind is an array that starts
 with a *tag*, an empty extension value whose code names the kind:
@@ -11,9 +11,9 @@ No user value is ever a tag, so a list needs none, and no kind is wrapped in the
 byte once or twice, however deep it lies. Types are exact or refused: a subclass (OrderedDict, IntEnum, a named tuple)
 would come back as its base. An object that can be reached in two ways arrives as two objects.
 
-What a peer sends is not trusted. A header may claim `PIECE` elements, or `HASHED_PIECE` keys (longer containers travel
-in pieces), so a lie about a length reserves little memory; fields are checked before anything is built from them; what
-would take quadratic time has a limit; and whatever else goes wrong is a `SerializationError`.
+Received bytes are not trusted. A header may claim `PIECE` elements, or `HASHED_PIECE` keys (longer containers are sent
+in pieces), so a false length reserves little memory; fields are checked before anything is built from them; steps of
+quadratic time have a limit; and any other failure is a `SerializationError`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from aiocoll.loading import loading
 
 __all__ = ["MAX_BYTES", "MAX_DEPTH", "dumps", "loads", "reading"]
 
-# The kinds that travel bring their modules along (decimal, fractions, uuid, zoneinfo): a tenth of the time that
-# importing aiocoll takes, and most programs send no objects.
+# Loaded on first use: the supported kinds import their modules (decimal, fractions, uuid, zoneinfo), a tenth of the
+# import time of aiocoll, and most programs send no objects.
 
 
 def dumps(obj: Any, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -> bytes:
@@ -49,7 +49,7 @@ def loads(data: bytes | bytearray | memoryview, *, max_bytes: int = MAX_BYTES, a
 def reading(
     data: bytes | bytearray | memoryview, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False
 ) -> Generator[None, None, Any]:
-    """As `loads`, in steps that are short; see `aiocoll.codec.decode.reading`."""
+    """Do what `loads` does in short steps; see `aiocoll.codec.decode.reading`."""
     with loading("objects"):
         from aiocoll.codec import decode
 

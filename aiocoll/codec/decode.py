@@ -1,7 +1,7 @@
-"""Bytes to objects: msgpack builds the lists, and those that a tag heads become what the tag says.
+"""Bytes to objects: msgpack builds the lists; a list that starts with a tag becomes an object of the tag's kind.
 
-However odd or hostile they are, a byte takes about a microsecond at most, and `reading` takes a kibibyte at a time.
-Where Python's own types would need more there is a limit: keys with one hash, and integers that divide each other.
+Even hostile input takes about a microsecond per byte at most, and `reading` decodes a kibibyte at a time. Where
+Python's own types would need more there is a limit: keys with one hash, and integers that divide each other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["loads", "reading"]
 
 #: Bytes read in one step.
 _STEP = 1 << 10
-#: Characters of another error that are repeated; it may name a key of many megabytes.
+#: Characters of another error's message that are quoted; it may contain a key of many megabytes.
 _SHOWN = 200
 
 
@@ -43,13 +43,13 @@ def loads(data: bytes | bytearray | memoryview, *, max_bytes: int = MAX_BYTES, a
     """Return the object that `dumps` made `data` from; its arrays are new and writable.
 
     Args:
-        data: what `dumps` returned, or what a peer claims that it did.
-        max_bytes: refuse more than that without reading it.
+        data: what `dumps` returned, or bytes received from a peer.
+        max_bytes: longer data is refused unread.
         allow_pickle: accept objects that were pickled. Only for peers that may run any code here.
 
     Raises:
         SerializationError: `data` is too long, pickled without `allow_pickle`, needs ml_dtypes or a time zone that is
-            not there, or is nothing that `dumps` makes.
+            not installed, or was not made by `dumps`.
     """
     nbytes = _check_size(data, max_bytes)
     decoder = _Decoder(allow_pickle)
@@ -62,7 +62,7 @@ def loads(data: bytes | bytearray | memoryview, *, max_bytes: int = MAX_BYTES, a
 def reading(
     data: bytes | bytearray | memoryview, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False
 ) -> Generator[None, None, Any]:
-    """As `loads`, in steps of a fraction of a millisecond; a str or bytes is one step, of 0.3 milliseconds per MiB."""
+    """Do what `loads` does in steps of a fraction of a millisecond; a str or bytes is one step, 0.3 ms per MiB."""
     nbytes = _check_size(data, max_bytes)
     if nbytes <= _STEP:
         return loads(data, max_bytes=max_bytes, allow_pickle=allow_pickle)
@@ -79,7 +79,7 @@ def reading(
                 pass
         yield
     else:
-        raise SerializationError(f"{nbytes} bytes are no object that aiocoll sends (they end too early)")
+        raise SerializationError(f"{nbytes} bytes are not a valid object (they end too early)")
     with _refusing(nbytes):
         if unpacker.tell() < nbytes:
             raise ValueError("more follows")
@@ -96,21 +96,21 @@ def _check_size(data: bytes | bytearray | memoryview, max_bytes: int) -> int:
 
 @contextlib.contextmanager
 def _refusing(nbytes: int) -> Iterator[None]:
-    """Raise one kind of error."""
+    """Turn every exception into a `SerializationError`."""
     try:
         yield
     except SerializationError:
         raise
     except Exception as error:  # hostile bytes reach many constructors; none may let its own error out
         why = f"{type(error).__name__}: {error}"
-        raise SerializationError(f"{nbytes} bytes are no object that aiocoll sends ({why:.{_SHOWN}})") from error
+        raise SerializationError(f"{nbytes} bytes are not a valid object ({why:.{_SHOWN}})") from error
 
 
 class _Tag:
-    """What a tag is while the list that it heads is being read.
+    """The state of a tag while its list is being read.
 
     Attributes:
-        built: what its pieces have made so far, if it is that of a long container.
+        built: the container that its pieces have made so far, if it is the tag of a long container.
         hashes: how many of its keys have each hash.
     """
 
@@ -126,7 +126,7 @@ class _Tag:
 
 
 class _Decoder:
-    """The hooks of one `loads`."""
+    """The msgpack hooks of one `loads`."""
 
     def __init__(self, allow_pickle: bool) -> None:
         self._allow_pickle = allow_pickle
@@ -139,13 +139,13 @@ class _Decoder:
             "unicode_errors": "surrogatepass",
             "max_array_len": PIECE + 1,
             "max_map_len": HASHED_PIECE,
-            "timestamp": 3,  # msgpack's own extension cannot be refused: a datetime at least is a type that travels
+            "timestamp": 3,  # msgpack's own extension cannot be refused; a datetime is at least a supported type
         }
 
     def end(self) -> None:
-        """Refuse an object with a tag that heads no list."""
+        """Refuse an object with a tag that does not start a list."""
         if self._open:
-            raise SerializationError("no object that aiocoll sends: a tag in the wrong place")
+            raise SerializationError("not a valid object: a tag in the wrong place")
 
     def _tag(self, code: int, data: bytes) -> _Tag:
         if data or code not in CODES:
@@ -158,12 +158,12 @@ class _Decoder:
         return dict(pairs)
 
     def _list(self, items: list[Any]) -> Any:
-        """Turn a list that a tag heads into what the tag says."""
+        """Turn a list that starts with a tag into an object of the tag's kind."""
         if not items or type(items[0]) is not _Tag:
             return items
         tag = items.pop(0)
         if self._open.pop() is not tag:
-            raise SerializationError("no object that aiocoll sends: a tag in the wrong place")
+            raise SerializationError("not a valid object: a tag in the wrong place")
         code = tag.code
         if code == PIECE_CODE:
             return self._join_piece(items)
@@ -181,7 +181,7 @@ class _Decoder:
         return join(*items)
 
     def _join_piece(self, items: list[Any]) -> None:
-        """Add a piece to the container that it is one of, so that no step takes long."""
+        """Add a piece to its container, so that no step takes long."""
         whole = self._open[-1] if self._open else None
         if whole is None or whole.built is None:
             raise SerializationError("a piece of nothing")
@@ -192,7 +192,7 @@ class _Decoder:
             whole.built.update(items)
         else:
             if len(items) != 1 or type(items[0]) is not dict:
-                raise SerializationError("a piece of a dict that is none")
+                raise SerializationError("a piece of a dict is not a dict")
             check_keys(items[0], whole.hashes)
             whole.built.update(items[0])
 
@@ -200,15 +200,15 @@ class _Decoder:
         if not self._allow_pickle:
             raise SerializationError(
                 "the object was pickled, and reading a pickle runs any code that it names: "
-                "if every rank may be trusted with that, set allow_pickle=True on all of them"
+                "if all ranks are trusted to run any code, set allow_pickle=True on every rank"
             )
         return pickle.loads(*items)
 
 
 def _whole(tag: _Tag, items: list[Any]) -> Any:
-    """Return a long container, all of whose pieces have been added."""
+    """Return a long container after all of its pieces were added."""
     if any(item is not None for item in items):
-        raise SerializationError("a long container whose pieces are none")
+        raise SerializationError("a long container with an item that is not a piece")
     kind = tag.code & ~IN_PIECES
     return tag.built if kind in (LIST, SET, DICT) else SEQUENCES[kind](tag.built)
 

@@ -1,4 +1,4 @@
-"""Objects to bytes: one walk that finds what cannot travel and knows the path to it."""
+"""Objects to bytes: one traversal, which also finds the path of a part that cannot be sent."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ __all__ = ["dumps"]
 def dumps(obj: Any, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -> bytes:
     """Return `obj` as bytes that `loads` turns into an equal object of exactly the same types.
 
-    Travels: None, bool, int of any size, float, complex, str, bytes, bytearray; list, tuple, dict, set, frozenset of
+    Supported: None, bool, int of any size, float, complex, str, bytes, bytearray; list, tuple, dict, set, frozenset of
     these; range, slice; datetime, date, time, timedelta, timezone, ZoneInfo; Decimal, Fraction, UUID; NumPy arrays
-    and scalars of every dtype, those of ml_dtypes included, but objects, structures and times without a unit. Arrays
+    and scalars of every dtype, including ml_dtypes', except objects, structures and times without a unit. Arrays
     arrive in C order; of two C types with the same width, such as long and long long, NumPy's default arrives.
 
     Args:
         obj: what to send.
         max_bytes: refuse an object that would take more.
-        allow_pickle: pickle what does not travel otherwise. The receiver must allow it too, and then runs whatever
-            code the bytes name.
+        allow_pickle: pickle unsupported objects. The receiver must allow it too, and then runs any code that the
+            bytes name.
 
     Raises:
-        SerializationError: a part of `obj` cannot travel (its type and its path are named), containers are nested
+        SerializationError: a part of `obj` cannot be sent (the message names its type and path), containers are nested
             deeper than 256, or there are more than `max_bytes` bytes.
 
     Cost: lists and dicts of plain values at msgpack's speed, about 1 µs for any other value, two copies of an array.
@@ -65,7 +65,7 @@ def dumps(obj: Any, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -
         path = "".join(steps if len(steps) <= 16 else [*steps[:12], f"... ({len(steps)} levels)"])
         raise SerializationError(f"cannot send obj{path}: {refusal}") from refusal.__cause__
     except RecursionError:
-        raise SerializationError("cannot send obj: too deeply nested for the Python stack that is left") from None
+        raise SerializationError("cannot send obj: too deeply nested for the rest of the Python stack") from None
     return b"".join(encoder.chunks)
 
 
@@ -83,12 +83,12 @@ class _Encoder:
         self._map_header: Callable[[int], bytes] = packer.pack_map_header
 
     def put(self, obj: Any, depth: int) -> None:
-        """Append any object; `depth` containers are around it."""
+        """Append an object, nested in `depth` containers."""
         kind = type(obj)
         if kind in PLAIN:
             self._put_plain(obj)
         elif depth == MAX_DEPTH:
-            raise RefusedError(f"more than {MAX_DEPTH} containers inside each other; does one contain itself?")
+            raise RefusedError(f"containers are nested deeper than {MAX_DEPTH}; does one contain itself?")
         elif code := SEQUENCE_CODES.get(kind):
             self._put_sequence(code, obj if kind is list else list(obj), depth)
         elif kind is dict:
@@ -115,12 +115,12 @@ class _Encoder:
         self._size += nbytes
         if self._size > self._limit:
             raise SerializationError(
-                f"the object takes at least {self._size} bytes, max_bytes is {self._limit}: send large arrays by calls "
-                "on arrays, which may have any size, and the rest in parts"
+                f"the object takes at least {self._size} bytes, max_bytes is {self._limit}: send large arrays by the "
+                "collectives on arrays, which have no limit, and the rest in parts"
             )
 
     def _head(self, code: int, count: int) -> None:
-        """Begin an array of `count` elements after a tag; a list that is whole has none."""
+        """Begin an array of `count` elements after a tag; a list in one piece has no tag."""
         if code == LIST:
             self._emit(self._array_header(count))
         else:
@@ -133,11 +133,11 @@ class _Encoder:
             self._emit(self._pack(obj))
         except OverflowError:
             self._head(BIG_INT, 1)
-            # One bit for the sign: -2**63 and 2**63-1 have 8 bytes.
+            # One bit is for the sign: -2**63 and 2**63-1 have 8 bytes.
             self._emit(self._pack(obj.to_bytes(obj.bit_length() // 8 + 1, "big", signed=True)))
 
     def _try_pack(self, container: list[Any] | dict[Any, Any]) -> bytes | None:
-        """Pack a container of plain values in one go, unless an int is too big for msgpack."""
+        """Pack a container of plain values by one call of msgpack; None if an int is too big for it."""
         try:
             return self._pack(container)
         except (OverflowError, ValueError):
@@ -210,7 +210,7 @@ class _Encoder:
     def _put_pickle(self, obj: Any) -> None:
         try:
             data = pickle.dumps(obj, protocol=5)
-        except Exception as error:  # whatever a user's class raises
+        except Exception as error:  # a user's class may raise anything
             raise RefusedError(f"pickle refuses {_type_name(obj)}: {error}") from error
         self._head(PICKLE, 1)
         self._emit(self._pack(data))
@@ -228,10 +228,10 @@ def _type_name(obj: Any) -> str:
 def _why_not(obj: Any) -> str:
     name = _type_name(obj)
     if type(obj) is np.ndarray or isinstance(obj, np.generic):
-        return f"{name} of dtype {obj.dtype} does not travel: use one without objects and fields, and with a time unit"
+        return f"{name} has unsupported dtype {obj.dtype}: use one without objects and fields, and with a time unit"
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
         return f"{name} is a named tuple and would arrive as a tuple: send tuple(x) or x._asdict()"
     for base in type(obj).__mro__:
         if base in PLAIN or base is dict or base in SEQUENCE_CODES or base in RECORDS or base is np.ndarray:
             return f"{name} is a subclass of {base.__name__} and would arrive as one: convert it first"
-    return f"{name} does not travel: convert it to builtins or NumPy arrays, or set allow_pickle=True on every rank"
+    return f"{name} is not supported: convert it to builtins or NumPy arrays, or set allow_pickle=True on every rank"

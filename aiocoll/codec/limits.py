@@ -1,8 +1,8 @@
-"""What objects may be at most."""
+"""Limits of objects."""
 
 __all__ = ["MAX_BYTES", "MAX_DEPTH"]
 
-#: What `dumps` makes and `loads` takes unless told otherwise: room for any configuration, too small for a model.
+#: Default limit in bytes of `dumps` and `loads`: room for any configuration, too small for a model.
 MAX_BYTES = 16 << 20
-#: Containers within containers. Python stops at 1000 calls, of which a level takes two; msgpack at 1024 levels.
+#: Depth of nested containers. Python stops at 1000 calls, two per level; msgpack at 1024 levels.
 MAX_DEPTH = 256

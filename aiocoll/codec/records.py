@@ -1,4 +1,4 @@
-"""The kinds of object that travel, and how each is taken apart and put together."""
+"""The supported kinds of object, and how each is split into fields and joined again."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ __all__ = [
     "dtype_text",
 ]
 
-#: Elements of one array on the wire. For each that a header claims msgpack reserves 8 bytes, for up to 1024 headers
-#: inside each other: 256 MiB of address space at the worst, and nothing is written to it.
+#: Elements of one array on the wire. msgpack reserves 8 bytes for each that a header claims, for up to 1024 nested
+#: headers: 256 MiB of address space at worst, and nothing is written to it.
 PIECE = 1 << 15
-#: The same of a dict or a set, whose keys are hashed and compared: it takes a tenth of a millisecond.
+#: The same for a dict or a set, whose keys are hashed and compared: it takes a tenth of a millisecond.
 HASHED_PIECE = 1 << 8
 #: The longest value that a msgpack header can announce.
 MAX_BIN = (1 << 32) - 1
-#: The integers that msgpack has; others are of any size, and as many as one likes have one hash.
+#: The integers that msgpack has; among larger ones, any number may have the same hash.
 _LEAST, _GREATEST = -(1 << 63), (1 << 64) - 1
-#: Keys of a dict or elements of a set with one hash, each of which is compared with all before it.
+#: Keys of a dict or elements of a set with one hash: each is compared with all before it.
 _MAX_ALIKE = 128
-#: Bits of the integers in a Fraction or a range, which divide them by each other: at once, in quadratic time.
+#: Bits of the integers in a Fraction or a range, which divide them by each other: in one step, in quadratic time.
 _MAX_DIVISOR = 1 << 13
 #: The highest number of dimensions that any NumPy has.
 _MAX_NDIM = 64
 
-#: Kinds that msgpack carries unchanged; exact types only.
+#: Types that msgpack supports itself; exact types only.
 PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 LIST, TUPLE, SET, FROZENSET, ARRAY, SCALAR, BIG_INT, PICKLE = 1, 2, 3, 4, 5, 6, 7, 8
@@ -73,7 +73,7 @@ SEQUENCES: Mapping[int, Callable[[Iterable[Any]], Any]] = {
 SEQUENCE_CODES: Mapping[Any, int] = {kind: code for code, kind in SEQUENCES.items()}
 #: A dict with more than `HASHED_PIECE` keys; a shorter one is msgpack's own.
 DICT = 9
-#: Heads a piece of a long container: its elements, or one dict.
+#: Tag of a piece of a long container: its elements, or one dict.
 PIECE_CODE = 63
 #: Added to the code of a long container: it holds pieces.
 IN_PIECES = 64
@@ -84,7 +84,7 @@ _ML_DTYPE = re.compile(r"ml_dtypes\.(bfloat16|b?complex32|u?int[124]|float[468]_
 
 
 class RecordType(NamedTuple):
-    """A kind that travels as a few fields, each of a given type."""
+    """A kind that is sent as a few fields, each of a given type."""
 
     code: int
     fields: tuple[type, ...]
@@ -93,13 +93,13 @@ class RecordType(NamedTuple):
 
 
 def check_keys(keys: Iterable[Any], hashes: dict[int, int]) -> None:
-    """Refuse keys that would be compared too often: many whose hash is the same.
+    """Refuse keys that would be compared too often: too many with the same hash.
 
-    Those of plain values are few alike (34), or, of str and bytes, cannot be foreseen by who sends them.
+    Few plain values have the same hash (34), and a sender cannot predict the hashes of str and bytes.
 
     Args:
         keys: of a dict, or the elements of a set.
-        hashes: how many there have been with each hash; these are added.
+        hashes: number of keys so far by hash; these are added.
     """
     for key in keys:
         kind = type(key)
@@ -111,7 +111,7 @@ def check_keys(keys: Iterable[Any], hashes: dict[int, int]) -> None:
 
 
 class RefusedError(Exception):
-    """Something in the object cannot travel; `path` grows from the inside out on the way up."""
+    """Something in the object cannot be sent; `path` is completed from the inside out while the error propagates."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -129,7 +129,7 @@ def _join_timezone(offset: dt.timedelta, name: str | None) -> dt.timezone:
 
 def _split_zone(zone: zoneinfo.ZoneInfo) -> tuple[str]:
     if zone.key is None:
-        raise RefusedError("a ZoneInfo without a key, which nobody else could look up")
+        raise RefusedError("a ZoneInfo without a key, which the receiver could not look up")
     return (zone.key,)
 
 
@@ -204,7 +204,7 @@ CODES = frozenset(
 
 
 def dtype_text(dtype: np.dtype[Any]) -> str | None:
-    """Return how `dtype` is spelled on the wire, or None if its arrays cannot travel."""
+    """Return the name of `dtype` on the wire, or None if its arrays cannot be sent."""
     if dtype.type.__module__ == "ml_dtypes":
         name = f"ml_dtypes.{dtype.name}"
         return name if _ML_DTYPE.fullmatch(name) else None
@@ -221,5 +221,5 @@ def _parse_dtype(text: str) -> np.dtype[Any]:
     elif _DTYPE.fullmatch(text):
         parsed = np.dtype(text)
     else:
-        raise SerializationError(f"{text!r:.60} is no dtype that travels")
+        raise SerializationError(f"{text!r:.60} is not a supported dtype")
     return parsed

@@ -1,10 +1,11 @@
-"""What arrays hold: element types, reductions and their kernels, and any array as a flat view.
+"""Elements of arrays: their types, reductions and kernels, and any array as a flat view.
 
-dtypes       the types that travel, and exact conversions between the narrow ones and float32
-ops          which reductions there are, and on which types each is defined
-kernels      how they are computed; `halves` and `packed` are those of floats of 16 bits and fewer
-buffers      any array -> a flat view on its memory
-alike        new memory like a buffer's, and whether buffers lie in one place
-device       that view where the memory is a CUDA device's; `device_views` makes it of arrays of CuPy, torch and others
-entries      places and values of sparse arrays; `sparse` reads them from scipy's and torch's
+dtypes           the element types on the wire, and exact conversions between the narrow ones and float32
+ops              the reductions, and the types on which each is defined
+kernels          their computation; `half_precision` and `packed` are for floats of 16 bits and fewer
+buffers          any array -> a flat view of its memory
+allocate         new memory like a buffer's, and whether buffers are on the same device
+device           the flat view of memory on a CUDA device; `device_views` makes it from arrays of CuPy, torch and others
+entries          indices and values of sparse arrays; `sparse` reads them from scipy's and torch's
+streams          CUDA streams of any library -> their addresses
 """

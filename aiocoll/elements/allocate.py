@@ -1,4 +1,4 @@
-"""New memory like that of a buffer, and whether buffers lie in one place: on the host, or on one device."""
+"""New memory like that of a buffer, and the check that buffers are all on the host, or all on one device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["empty_like", "same_place", "spare"]
 
 
 def empty_like(buffer: Buffer) -> Any:
-    """Return a new array of the shape and dtype of `buffer`: NumPy's, or on its device by the library of that array.
+    """Return a new array of the shape, dtype and device of `buffer`, made by NumPy or the library of its array.
 
     Raises:
         TypeError: it is on a device, and its library is not known.
@@ -29,7 +29,7 @@ def empty_like(buffer: Buffer) -> Any:
 
 
 def spare(buffer: Buffer) -> Buffer:
-    """Return a buffer of new memory in place of `buffer`, which it is copied to in the end.
+    """Return a buffer of new memory to use instead of `buffer`; at the end it is copied to `buffer`.
 
     Raises:
         TypeError: it is on a device, and its library is not known.
@@ -49,20 +49,20 @@ def spare(buffer: Buffer) -> Buffer:
 
 
 def same_place(a: Buffer, a_name: str, b: Buffer, b_name: str, rank: int | None = None) -> None:
-    """Refuse arrays of one call of which one is on the host and one on a device, or that are on two devices.
+    """Raise unless two arrays of a call are both on the host, or both on the same device.
 
     Args:
-        a: one of them.
-        a_name: what error messages call it.
-        b: another.
-        b_name: what error messages call that.
-        rank: where `a` is in the list `a_name`; None if it is in none.
+        a: one array.
+        a_name: its name in error messages.
+        b: the other array.
+        b_name: its name in error messages.
+        rank: index of `a` in the list `a_name`; None if it is in no list.
 
     Raises:
-        TypeError: they are in different places.
+        TypeError: they are not.
     """
     x, y = device_of(a.array), device_of(b.array)
-    # A device that is not known yet may be any.
+    # A device that is not known yet may be any device.
     if x != y and (x is None or y is None or UNKNOWN not in (x, y)):
         name = a_name if rank is None else f"{a_name}[{rank}]"
-        raise TypeError(f"{name} is {where(x)}, {b_name} is {where(y)}: all arrays of a call must be in one place")
+        raise TypeError(f"{name} is {where(x)}, {b_name} is {where(y)}: all arrays of a call must be on one device")

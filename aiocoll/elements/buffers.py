@@ -1,7 +1,7 @@
-"""Any array -> a flat view: the only place that knows array libraries, and it imports none but NumPy.
+"""Any array -> a flat view. The only module that knows array libraries; it imports none but NumPy.
 
 Memory is shared with the caller wherever it is C-contiguous. Otherwise the buffer is a staging copy, and
-`Buffer.finish` carries the result back. Memory of a CUDA device is a `DeviceArray`: only its address is looked at.
+`Buffer.finish` copies the result back. Memory of a CUDA device is a `DeviceArray`: only its address is used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ACCEPTED = (
 # DLPack's device types whose memory the CPU can read and write: plain, and pinned by CUDA.
 _DLPACK_HOST = (1, 3)
 _DLPACK_CUDA = 2
-# Arrays of which comparing all pairs is faster than sorting them.
+# Up to so many arrays, comparing all pairs is faster than sorting.
 _FEW = 4
 # bool is an int to isinstance, so it comes first.
 _PYTHON_NUMBERS = (
@@ -44,7 +44,7 @@ _PYTHON_NUMBERS = (
     (float, by_name("float64")),
     (complex, by_name("complex128")),
 )
-# Made once: a union of types takes longer to make than to look into.
+# Made once: making a union of types takes longer than isinstance with it.
 _NUMBERS = (bool, int, float, complex, np.generic)
 _NO_ARRAYS = (str, list, tuple, dict, set)
 
@@ -53,14 +53,14 @@ class Buffer:
     """A flat, contiguous array to send from or receive into.
 
     Attributes:
-        array: 1-D ndarray of ``dtype.storage``: the caller's memory, or a staging copy of it. Of memory on a CUDA
-            device, typed as if it were one, a `DeviceArray`, whose `back` is the `writeback`.
+        array: 1-D ndarray of ``dtype.storage``: the caller's memory, or a staging copy of it. For memory on a CUDA
+            device a `DeviceArray` (typed as an ndarray), whose `back` is the `writeback`.
         dtype: element type.
         shape: of the caller's object.
         count: number of elements.
         nbytes: number of bytes.
-        result: what the operation hands back when there is no `writeback`: the caller's object.
-        writeback: carries a staging copy back and returns the result; None where memory is shared.
+        result: the result of the operation if there is no `writeback`: the caller's object.
+        writeback: copies a staging copy back and returns the result; None where memory is shared.
     """
 
     __slots__ = ("array", "count", "dtype", "nbytes", "result", "shape", "writeback")
@@ -82,7 +82,7 @@ class Buffer:
         self.writeback = writeback
 
     def finish(self) -> Any:
-        """Return the operation's result, having copied it to where the caller expects it."""
+        """Copy the data to the caller's memory if it was staged, and return the operation's result."""
         return self.result if self.writeback is None else self.writeback()
 
 
@@ -93,12 +93,12 @@ def view(obj: Any, *, name: str = "tensor", writable: bool = True) -> Buffer:
         obj: a NumPy or CuPy array of any shape, a torch tensor on the CPU or a CUDA device, or an object with the
             buffer protocol, ``__array_interface__``, ``__cuda_array_interface__`` or DLPack. Immutable arrays (JAX's)
             on the host are staged, and the result is a new array.
-        name: what error messages call it.
+        name: its name in error messages.
         writable: whether the operation writes to it.
 
     Raises:
         TypeError: not an array, or of a dtype that cannot be exchanged.
-        ValueError: read-only, or of elements that share memory, but the operation writes to it.
+        ValueError: read-only, or its elements share memory, but the operation writes to it.
     """
     # carray: contiguous, aligned and writeable.
     if type(obj) is np.ndarray and obj.flags.carray:
@@ -124,14 +124,14 @@ def view(obj: Any, *, name: str = "tensor", writable: bool = True) -> Buffer:
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether `value` is a number that `scalar` takes."""
+    """Whether `value` is a number that `scalar` accepts."""
     return isinstance(value, _NUMBERS)
 
 
 def scalar(value: Any) -> Buffer:
     """Return a one-element buffer (shape ``()``) of a number; the result is a number of the same type.
 
-    A Python float travels as float64, int as int64, bool as bool, complex as complex128; NumPy scalars as they are.
+    A Python float is sent as float64, int as int64, bool as bool, complex as complex128; NumPy scalars as they are.
 
     Raises:
         TypeError: not a number.
@@ -143,7 +143,7 @@ def scalar(value: Any) -> Buffer:
         dtype = of_numpy(given.dtype)
         return Buffer(given.reshape(1).view(dtype.storage), dtype, (), value, lambda: given[()])
     if not is_scalar(value):
-        raise TypeError(f"a number is expected, not {type(value).__name__}")
+        raise TypeError(f"expected a number, not {type(value).__name__}")
     dtype = next(dtype for kind, dtype in _PYTHON_NUMBERS if isinstance(value, kind))
     try:
         array = np.array([value], dtype.storage)
@@ -156,7 +156,7 @@ def overlaps(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
     """Whether two flat arrays share any memory."""
     try:
         return np.may_share_memory(a, b)  # compares bounds, which is exact for contiguous arrays
-    except TypeError:  # one of them is on a device; found out only here, where no other call pays for it
+    except TypeError:  # one is on a device; checked only here, so that it costs other calls nothing
         return isinstance(a, DeviceArray) and a.overlaps(b)
 
 
@@ -171,7 +171,7 @@ def clash(written: Sequence[npt.NDArray[Any]], read: Sequence[npt.NDArray[Any]] 
         pairs = ((i, j) for i in range(len(written)) for j in range(i + 1, len(arrays)))
         return next((pair for pair in pairs if overlaps(arrays[pair[0]], arrays[pair[1]])), None)
     spans = sorted((_address(array), array.nbytes, index) for index, array in enumerate(arrays) if array.nbytes)
-    # The array that reaches farthest so far, and the one written to that does.
+    # The array with the highest end so far, and the written one with the highest end.
     any_end, any_index, written_end, written_index = 0, -1, 0, -1
     for start, nbytes, index in spans:
         end, is_written = start + nbytes, index < len(written)
@@ -197,7 +197,7 @@ def byte_view(array: npt.NDArray[Any]) -> memoryview:
 
 
 def _share(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
-    """View a contiguous, aligned array; the way of nearly every call, so it does little."""
+    """View a contiguous, aligned array; nearly every call comes through here, so it does little."""
     try:
         dtype = of_numpy(array.dtype)
     except TypeError as exc:
@@ -210,8 +210,8 @@ def _share(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
 
 
 def _of_numpy(array: npt.NDArray[Any], obj: Any, name: str, writable: bool) -> Buffer:
-    """View an array of any layout; `obj` is the caller's object whose memory it shows."""
-    masked = sys.modules.get("numpy.ma")  # which NumPy loads only when it is asked for
+    """View an array of any layout on the memory of the caller's object `obj`."""
+    masked = sys.modules.get("numpy.ma")  # NumPy loads it on first use
     if masked is not None and isinstance(array, masked.MaskedArray):
         raise TypeError(f"{name} is a masked array; pass {name}.filled(...) or its .data")
     array = np.asarray(array)
@@ -257,25 +257,25 @@ def _import_array(obj: Any, name: str) -> npt.NDArray[Any]:
     if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__"):
         device = _dlpack_kind(obj)
         if device not in _DLPACK_HOST:
-            raise TypeError(f"{name} is on a device of DLPack's type {device}: it must be on the CPU or on CUDA")
+            raise TypeError(f"{name} is on a device of DLPack type {device}: it must be on the CPU or on CUDA")
         try:
             return np.from_dlpack(obj)
         except (BufferError, RuntimeError, TypeError) as exc:
             if hasattr(obj, "__array_namespace__") and hasattr(obj, "__array__"):
                 return _converted(obj, name)
-            raise TypeError(f"{name}: NumPy cannot take this {type(obj).__name__} through DLPack: {exc}") from exc
+            raise TypeError(f"{name}: NumPy cannot import this {type(obj).__name__} by DLPack: {exc}") from exc
     raise _not_an_array(obj, name)
 
 
 def _converted(obj: Any, name: str) -> npt.NDArray[Any]:
-    """Let an array convert itself: of the dtypes of ml_dtypes, such as bfloat16, NumPy knows in no other way.
+    """Let an array convert itself: the only way by which NumPy gets arrays of ml_dtypes' dtypes, such as bfloat16.
 
     It may be a copy, so it is read-only.
     """
     try:
         array: npt.NDArray[Any] = np.asarray(obj).view()
     except (BufferError, RuntimeError, TypeError) as exc:
-        raise TypeError(f"{name}: NumPy cannot take this {type(obj).__name__}: {exc}") from exc
+        raise TypeError(f"{name}: NumPy cannot convert this {type(obj).__name__}: {exc}") from exc
     array.flags.writeable = False
     return array
 
@@ -292,7 +292,7 @@ def _of_torch(torch: Any, tensor: Any, name: str, writable: bool) -> Buffer:
         message = f"{name} must be a dense tensor on the CPU or on CUDA, not {tensor.layout} on {device}"
         raise TypeError(message)
     dtype, carrier = _known(tensor, name)
-    # Hardly any tensor needs these steps, of which each takes half a microsecond.
+    # Each of these steps takes half a microsecond, and hardly any tensor needs one.
     plain = tensor.detach() if tensor.requires_grad else tensor
     resolved = plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
     resolved = resolved.contiguous()
@@ -314,9 +314,9 @@ def _of_torch(torch: Any, tensor: Any, name: str, writable: bool) -> Buffer:
     return buffer
 
 
-@cache  # NumPy makes the name of a dtype anew each time, in more than a microsecond
+@cache  # NumPy computes the name of a dtype at every access, in more than a microsecond
 def _torch_dtype(dtype: Any) -> tuple[DType, str | None]:
-    """Return an element type of torch's, and the integers of its width that show it to NumPy if that lacks it."""
+    """Return the type of a torch dtype, and the integer dtype that shows it to NumPy if NumPy lacks it (else None)."""
     found = by_name(str(dtype).removeprefix("torch."))
     storage = found.storage.name
     return found, None if found.name == storage else {"uint16": "int16", "uint8": "uint8"}[storage]
@@ -334,7 +334,7 @@ def _on_device(array: DeviceArray, shape: tuple[int, ...], obj: Any) -> Buffer:
 
 
 def _dlpack_kind(obj: Any) -> int | None:
-    """Return DLPack's type of the device of an object; None if it has no DLPack."""
+    """Return the DLPack device type of an object; None if it does not support DLPack."""
     if not (hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__")):
         return None
     return int(obj.__dlpack_device__()[0])
@@ -347,12 +347,14 @@ def _of_cupy(cupy: Any, obj: Any, name: str, writable: bool) -> Buffer:
 
 
 def _of_dlpack(obj: Any, name: str, writable: bool) -> Buffer:
-    """View an object that shows memory of a CUDA device by DLPack alone, with the help of a library that is loaded."""
+    """View an object that exports memory of a CUDA device by DLPack only, by a library that is loaded already."""
     with loading("CUDA arrays"):
         from aiocoll.elements.device_views import of_dlpack
     library: Any = sys.modules.get("cupy") or sys.modules.get("torch")
     if library is None:
-        raise TypeError(f"{name} shows its memory by DLPack alone: pass cupy.from_dlpack({name}) or torch's")
+        raise TypeError(
+            f"{name} exports its CUDA memory by DLPack only: pass cupy.from_dlpack({name}) or torch.from_dlpack({name})"
+        )
     buffer = view(of_dlpack(library.from_dlpack, obj, name, writable), name=name, writable=writable)
     buffer.result = obj
     return buffer
@@ -361,6 +363,8 @@ def _of_dlpack(obj: Any, name: str, writable: bool) -> Buffer:
 def _not_an_array(obj: Any, name: str) -> TypeError:
     scipy = sys.modules.get("scipy.sparse")
     if scipy is not None and scipy.issparse(obj):
-        return TypeError(f"{name} must be a dense array, not a {type(obj).__name__}: only allreduce takes sparse ones")
+        return TypeError(
+            f"{name} must be a dense array, not a {type(obj).__name__}: only allreduce accepts sparse ones"
+        )
     hint = f"; pass {name}.to_numpy()" if hasattr(obj, "to_numpy") else ""
     return TypeError(f"{name} must be {_ACCEPTED}, not {type(obj).__name__}{hint}")

@@ -1,4 +1,4 @@
-"""`DeviceArray`: flat memory of a CUDA device, as plain integers; it needs no library, and nothing here reads it."""
+"""`DeviceArray`: flat memory of a CUDA device, as plain integers; needs no library and reads no device memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from aiocoll.elements.dtypes import DType
 
 __all__ = ["UNKNOWN", "DeviceArray", "PutBack", "device_of", "where"]
 
-#: The device of an array whose owner does not say it; `Cuda.device_of` finds it by the address.
+#: The device of an array whose library does not tell it; `Cuda.device_of` finds it by the address.
 UNKNOWN = -1
 
 
 class PutBack:
-    """Copies a contiguous copy back to where the caller's elements lie, once.
+    """Copies a contiguous copy back to the caller's elements, once.
 
     Args:
         copy: enqueues the copy on the stream it is given.
@@ -30,13 +30,13 @@ class PutBack:
         self._result = result
 
     def on(self, stream: int) -> None:
-        """Enqueue the copy on `stream`, from any thread; nothing if that has been done."""
+        """Enqueue the copy on `stream`, from any thread; does nothing the second time."""
         copy, self._copy = self._copy, None
         if copy is not None:
             copy(stream)
 
     def __call__(self) -> Any:
-        """Enqueue the copy on the caller's stream, if it has not been, and return the caller's object."""
+        """Enqueue the copy on the caller's stream unless it was enqueued before; return the caller's object."""
         self.on(self._stream)
         return self._result
 
@@ -50,10 +50,10 @@ class DeviceArray:
         nbytes: number of bytes.
         dtype: of the elements.
         device: ordinal, or `UNKNOWN`.
-        stream: the caller's current stream of that device at the call, after which the elements are there. 0 and 1 are
-            the default stream, 2 is that of the caller's thread.
-        keep: what has to live until the device is done with the memory.
-        back: copies the elements to where the caller's lie, after the call; None where these are the caller's.
+        stream: the caller's current stream of that device at the call; the elements are valid after the work on it. 0
+            and 1 are the default stream, 2 is that of the caller's thread.
+        keep: object that must live until the device is done with the memory.
+        back: copies the elements back to the caller's after the call; None where these are the caller's.
     """
 
     __slots__ = ("back", "device", "dtype", "keep", "nbytes", "ptr", "size", "stream")
@@ -61,7 +61,7 @@ class DeviceArray:
     def __init__(
         self, ptr: int, size: int, dtype: DType, device: int, stream: int, keep: Any, back: PutBack | None = None
     ) -> None:
-        self.ptr = ptr if size else 0  # CuPy's empty parts point anywhere
+        self.ptr = ptr if size else 0  # the pointers of CuPy's empty slices are arbitrary
         self.size = size
         self.nbytes = size * dtype.itemsize
         self.dtype = dtype
@@ -77,13 +77,13 @@ class DeviceArray:
         """Return consecutive elements, which share the memory."""
         start, stop, step = part.indices(self.size)
         if step != 1:
-            raise ValueError("parts of a device array are consecutive elements")
+            raise ValueError("a slice of a device array must have step 1")
         size = max(stop - start, 0)
         ptr = self.ptr + start * self.dtype.itemsize
         return DeviceArray(ptr, size, self.dtype, self.device, self.stream, self.keep, self.back)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse what NumPy does by itself to any object: the memory cannot be read from here."""
+        """Refuse NumPy's implicit conversion: the memory cannot be read from the host."""
         raise TypeError("the memory of a CUDA device cannot be read as a NumPy array")
 
     def __repr__(self) -> str:
@@ -92,7 +92,7 @@ class DeviceArray:
     def overlaps(self, other: Any) -> bool:
         """Whether any memory is shared with `other`, an array of any kind."""
         if not isinstance(other, DeviceArray) or not self.size or not other.size:
-            return False  # the addresses of devices are no one else's
+            return False  # device addresses are not used by host memory
         return self.ptr < other.ptr + other.nbytes and other.ptr < self.ptr + self.nbytes
 
 
@@ -102,5 +102,5 @@ def device_of(array: Any) -> int | None:
 
 
 def where(device: int | None) -> str:
-    """Return where an array lies, for messages."""
+    """Return the place of an array in words, for messages."""
     return "on the host" if device is None else "on a CUDA device" if device < 0 else f"on CUDA device {device}"

@@ -1,7 +1,7 @@
 """CUDA arrays of CuPy, torch and others -> `DeviceArray`, without importing any of them.
 
-Only addresses are taken, so that bfloat16 and float8 need nothing that knows them. What is not contiguous is copied by
-the array's own library, on the caller's stream.
+Only addresses are read, so bfloat16 and float8 need no library that knows them. An array that is not contiguous is
+copied by its own library, on the caller's stream.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def of_torch(torch: Any, tensor: Any, dtype: DType, name: str, writable: bool) -
         ValueError: it is expanded, but the operation writes to it.
     """
     if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} is {tensor.layout} on a CUDA device: sparse tensors have to be on the CPU")
+        raise TypeError(f"{name} is {tensor.layout} on a CUDA device: sparse tensors must be on the CPU")
     device = tensor.get_device()
     stream = torch.cuda.current_stream(device).cuda_stream
     plain = tensor.detach() if tensor.requires_grad else tensor
@@ -80,15 +80,15 @@ def of_interface(obj: Any, name: str, writable: bool) -> DeviceArray:
     if strides is not None and not _is_contiguous(strides, shape, dtype.itemsize):
         raise TypeError(f"{name} is not contiguous, and its library is not known: pass a contiguous copy")
     size = int(np.prod(shape, dtype=np.int64))
-    # Without a stream there is nothing to wait for; the default stream is one that there always is.
+    # Without a stream there is nothing to wait for; the default stream always exists.
     return DeviceArray(ptr, size, dtype, _device_of(obj), stream or 0, obj)
 
 
 def of_dlpack(take: Callable[[Any], Any], obj: Any, name: str, writable: bool) -> Any:
-    """Return an array of CuPy's or torch's, which knows its stream, on the memory that `obj` shows by DLPack.
+    """Return an array of CuPy or torch, which knows its stream, on the memory that `obj` exports by DLPack.
 
     Raises:
-        TypeError: they cannot take it.
+        TypeError: they cannot import it.
         ValueError: it is read-only, but the operation writes to it.
     """
     if writable and _is_immutable(obj):
@@ -96,25 +96,27 @@ def of_dlpack(take: Callable[[Any], Any], obj: Any, name: str, writable: bool) -
     try:
         return take(obj)
     except (BufferError, RuntimeError, TypeError, NotImplementedError) as exc:
-        raise TypeError(f"{name}: DLPack of this {type(obj).__name__} cannot be taken: {exc}") from exc
+        raise TypeError(f"{name}: this {type(obj).__name__} cannot be imported by DLPack: {exc}") from exc
 
 
 def empty_like(obj: Any, torch: Any, cupy: Any) -> Any:
-    """Return a new contiguous array like `obj`, a CUDA array, by the library that `obj` is of (None: not loaded).
+    """Return a new contiguous array like the CUDA array `obj`, made by its library (None: that one is not loaded).
 
     Raises:
-        TypeError: it is of neither.
+        TypeError: it is of neither library.
     """
     if torch is not None and isinstance(obj, torch.Tensor):
         return torch.empty(obj.shape, dtype=obj.dtype, device=obj.device)
     if cupy is not None and isinstance(obj, cupy.ndarray):
         with obj.device:
             return cupy.empty(obj.shape, obj.dtype)
-    raise TypeError(f"no array can be made like a {type(obj).__name__}: pass outputs that share no memory with inputs")
+    raise TypeError(
+        f"cannot allocate an array like a {type(obj).__name__}: pass outputs that share no memory with inputs"
+    )
 
 
 def spare(array: DeviceArray, obj: Any, torch: Any, cupy: Any) -> DeviceArray:
-    """Return a new array in place of `array`, whose `back` copies it to `obj`, of which `array` is the view."""
+    """Return a new array to use instead of `array`, the view of `obj`; its `back` copies it to `obj`."""
     fresh = empty_like(obj, torch, cupy)
     if torch is not None and isinstance(obj, torch.Tensor):
         ptr, copy = fresh.data_ptr(), _into_torch(torch, obj.detach(), fresh)
@@ -126,7 +128,7 @@ def spare(array: DeviceArray, obj: Any, torch: Any, cupy: Any) -> DeviceArray:
 
 def _into_cupy(cupy: Any, array: Any, dense: Any) -> Callable[[int], None]:
     def copy(stream: int) -> None:
-        with array.device, cupy.cuda.Stream.from_external(_Stream(stream)):
+        with array.device, cupy.cuda.Stream.from_external(_ForeignStream(stream)):
             array[...] = dense
 
     return copy
@@ -134,7 +136,7 @@ def _into_cupy(cupy: Any, array: Any, dense: Any) -> Callable[[int], None]:
 
 def _into_torch(torch: Any, plain: Any, dense: Any) -> Callable[[int], None]:
     def copy(stream: int) -> None:
-        # Of the default stream, 0 or 1, torch takes no handle from outside.
+        # torch accepts no handle for the default stream (0, 1).
         on = torch.cuda.ExternalStream(stream, plain.device) if stream > 1 else torch.cuda.default_stream(plain.device)
         with torch.cuda.stream(on):
             plain.copy_(dense)
@@ -142,7 +144,7 @@ def _into_torch(torch: Any, plain: Any, dense: Any) -> Callable[[int], None]:
     return copy
 
 
-class _Stream:
+class _ForeignStream:
     """A stream of another library, by the CUDA stream protocol."""
 
     def __init__(self, address: int) -> None:
@@ -160,7 +162,7 @@ def _dtype(dtype: np.dtype[Any], name: str) -> DType:
 
 
 def _named(obj: Any, found: np.dtype[Any]) -> DType | None:
-    """Return the type of bfloat16 and float8 elements, of which an interface tells no more than the width."""
+    """Return the type of bfloat16 and float8 elements; array interfaces only tell their width."""
     name = getattr(getattr(obj, "dtype", None), "name", None)
     if found.kind == "V" and isinstance(name, str):
         with suppress(TypeError):
@@ -170,7 +172,7 @@ def _named(obj: Any, found: np.dtype[Any]) -> DType | None:
 
 
 def _is_immutable(obj: Any) -> bool:
-    """Whether it is an array of JAX, which never change, whatever a protocol may say of their memory."""
+    """Whether it is a JAX array: they never change, even if a protocol reports their memory as writable."""
     return type(obj).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
@@ -184,7 +186,7 @@ def _device_of(obj: Any) -> int:
 
 
 def _is_contiguous(strides: Sequence[int], shape: Sequence[int], itemsize: int) -> bool:
-    """Whether elements lie in C order without gaps; how far dimensions of one element stride does not matter."""
+    """Whether elements are in C order without gaps; strides of dimensions with one element do not matter."""
     step = itemsize
     for stride, length in zip(reversed(strides), reversed(shape), strict=True):
         if length > 1 and stride != step:
@@ -194,6 +196,6 @@ def _is_contiguous(strides: Sequence[int], shape: Sequence[int], itemsize: int) 
 
 
 def _check_apart(strides: Sequence[int], shape: Sequence[int], what: str, instead: str) -> None:
-    """Refuse to write to an array of which several elements are one."""
+    """Refuse to write to an array whose elements share memory."""
     if any(stride == 0 and length > 1 for stride, length in zip(strides, shape, strict=True)):
         raise ValueError(f"{what} whose elements share memory; pass {instead}")

@@ -1,4 +1,4 @@
-"""The element types that travel, and exact conversions between the narrow ones and float32.
+"""The element types on the wire, and exact conversions between the narrow ones and float32.
 
 A `DType` names an element type on the wire and says how it is stored in the flat NumPy arrays the rest of the library
 works on. bfloat16 and the float8 types, which NumPy does not have, are stored as unsigned integers of their width;
@@ -31,10 +31,10 @@ class DType:
 
     Attributes:
         name: NumPy's, or ml_dtypes' name, which is also torch's.
-        code: its number on the wire, 1 to 255, fixed forever; 0 is left for operations that carry no data.
+        code: its number on the wire, 1 to 255, fixed forever; 0 is for operations without data.
         itemsize: bytes per element.
         storage: dtype of the flat arrays that hold it.
-        kind: what arithmetic applies; ``"half"`` is every float of 16 bits or fewer: they accumulate in float32.
+        kind: the arithmetic that applies; ``"half"`` is every float of 16 bits or fewer: they accumulate in float32.
     """
 
     name: str
@@ -49,9 +49,9 @@ class DType:
 
 @dataclass(frozen=True, slots=True)
 class _Float8:
-    """How a float8 type is laid out: a sign bit, then exponent and `mantissa` bits.
+    """The layout of a float8 type: a sign bit, then exponent and `mantissa` bits.
 
-    `overflow` is the code of what follows the largest finite value (whose code is one less): infinity, or NaN.
+    `overflow` is the code that follows that of the largest finite value: infinity, or NaN.
     In the `unsigned_zero` types the code of -0 is the only NaN.
     """
 
@@ -102,10 +102,10 @@ _NATIVE: Mapping[np.dtype[Any], DType] = MappingProxyType({d.storage: d for d in
 
 
 def of_numpy(dtype: np.dtype[Any]) -> DType:
-    """Return the type of arrays whose dtype is `dtype` (one of NumPy's or of ml_dtypes').
+    """Return the type of arrays whose dtype is `dtype` (of NumPy or ml_dtypes).
 
     Raises:
-        TypeError: no such arrays can be exchanged.
+        TypeError: such arrays cannot be exchanged.
     """
     found = _NATIVE.get(dtype)
     if found is not None:
@@ -134,7 +134,7 @@ def by_code(code: int) -> DType:
 
 
 def array_dtype(dtype: DType) -> np.dtype[Any]:
-    """Return the dtype that users' arrays of this type have; for bfloat16 and float8 it is ml_dtypes'.
+    """Return the dtype of users' arrays of this type; for bfloat16 and float8 it is ml_dtypes'.
 
     Raises:
         BackendUnavailableError: `dtype` needs ml_dtypes and that is not installed.
@@ -157,8 +157,8 @@ def to_float32(dtype: DType) -> Convert:
 def from_float32(dtype: DType) -> Convert:
     """Return ``down(src, out)``: round float32 `src` into flat `out` (storage of the half kind `dtype`).
 
-    To nearest, ties to even, as IEEE 754 and ml_dtypes do. Beyond the largest value it gives an infinity, or NaN for
-    the float8 types that have none; NumPy may warn of that. NaN stays NaN. `src` is left as it is.
+    To nearest, ties to even, as IEEE 754 and ml_dtypes do. Values above the largest become infinity, or NaN in the
+    float8 types without infinities; NumPy may warn. NaN stays NaN. `src` is not changed.
     """
     return _HALF[dtype.name][1]
 
@@ -182,7 +182,7 @@ def _bfloat16_down(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
     np.copyto(out, rounded, casting="unsafe")
     nan = np.isnan(src)
     if nan.any():
-        # Adding to a NaN's mantissa can carry into its sign and give zero, so NaNs are written apart.
+        # Adding to a NaN's mantissa can carry into its sign and give zero, so NaNs are written separately.
         out[nan] = (bits[nan] >> 16) & 0x8000 | 0x7FC0
 
 
@@ -194,7 +194,7 @@ def _float16_table() -> npt.NDArray[np.float32]:
     return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
-# Below this many elements the call of `take` costs more than it gains over NumPy's cast.
+# With fewer elements the call of `take` costs more than it gains over NumPy's cast.
 _FLOAT16_TABLE_FROM = 1024
 
 
@@ -208,7 +208,7 @@ def _float16_up(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
 
 # From here on values round to infinity.
 _FLOAT16_OVERFLOW = np.float32(65520).view(np.uint32)
-# Below this many elements the fifteen passes over the data cost more in calls than they gain over NumPy's cast.
+# With fewer elements the calls of the fifteen passes cost more than they gain over NumPy's cast.
 _FLOAT16_PASSES_FROM = 12288
 
 
@@ -224,7 +224,7 @@ def _float16_down(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
     # Adding 2**13 times the power of two below |x| (at least 2**-14, where float16 goes subnormal) leaves no more
     # bits after the point than float16 has, rounded as the processor rounds: the low bits of the sum are the mantissa.
     step = np.bitwise_and(size, 0x7F800000)
-    np.maximum(step, np.full_like(step, (127 - 14) << 23), out=step)  # a scalar operand takes NumPy's slow loop
+    np.maximum(step, np.full_like(step, (127 - 14) << 23), out=step)  # NumPy's loop is slow with a scalar operand
     np.add(step, 13 << 23, step)
     np.add(size.view(np.float32), step.view(np.float32), size.view(np.float32))
     np.subtract(size, step, size)

@@ -1,8 +1,8 @@
-"""What sparse arrays hold: places, ascending, and the values there; how those of several ranks are added up.
+"""Entries of sparse arrays: ascending indices and their values, and the sums of the entries of several ranks.
 
-A place is the position of an entry in the array, counted in row-major order; of an array whose entries are small dense
-arrays, the position of the entry. Everything here is pure and may run in a thread: NumPy gives the lock back in all of
-it that takes long.
+The index of an entry (`places`) is its position in the array in row-major order; if entries are small dense arrays,
+the position of the whole entry. All functions are pure and may run in a thread: NumPy releases the GIL in all steps
+that take long.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Array = NDArray[Any]
 
 
 class Entries(NamedTuple):
-    """Entries in ascending order of place, one per place.
+    """Entries in ascending order of their indices, one per index.
 
     Attributes:
-        places: 1-D, int32 or int64.
+        places: the indices; 1-D, int32 or int64.
         values: of the dtype's storage; 1-D, or ``[n, width]`` if each entry is an array of `width` elements, not 1.
     """
 
@@ -33,7 +33,7 @@ class Entries(NamedTuple):
 
 
 def coalesced(places: Array, values: Array, dtype: DType) -> Entries:
-    """Sort entries by place and add up those of one place, as torch's ``coalesce`` does.
+    """Sort entries by index and add up those of one index, as torch's ``coalesce`` does.
 
     float16, bfloat16 and float8 values are added up in float32 and rounded once. Time: n log n, or n if sorted already.
     """
@@ -54,27 +54,27 @@ def coalesced(places: Array, values: Array, dtype: DType) -> Entries:
 
 
 def merged(parts: Sequence[Entries], dtype: DType) -> Entries:
-    """Add up the entries of several ranks, in the order of `parts`: the union of their places, and the sums there.
+    """Add up the entries of several ranks, in the order of `parts`: the union of their indices, and the sums.
 
     float16, bfloat16 and float8 values are added up in float32 and rounded once; bool is *or*; integers wrap.
-    Time: n log p, since sorting many sorted lists is merging them.
+    Time: n log p, since a stable sort merges sorted lists.
     """
     parts = [part for part in parts if len(part.places)] or list(parts[:1])
     if len(parts) == 1:
-        return Entries(parts[0].places.copy(), parts[0].values.copy())  # aligned, and nobody else's
+        return Entries(parts[0].places.copy(), parts[0].values.copy())  # aligned, and not shared
     every = np.concatenate([part.places for part in parts])
-    every.sort(kind="stable")  # by merging what is sorted
+    every.sort(kind="stable")  # merges the sorted parts
     places = every[_first(every)]
     sums = np.zeros((len(places), *parts[0].values.shape[1:]), np.float32 if dtype.kind == "half" else dtype.storage)
     with np.errstate(all="ignore"):
         for part in parts:
-            # A place comes once in a part, so no addition is lost.
+            # An index is in a part at most once, so no addition is lost.
             sums[np.searchsorted(places, part.places)] += _up(part.values, dtype)
     return Entries(places, _down(sums, dtype))
 
 
 def scattered(entries: Entries, size: int) -> tuple[Array, Array]:
-    """Return a dense array of `size` places, flat, and a bit for each that tells if it has an entry, as uint8."""
+    """Return a flat dense array of `size` elements, and a bitmap (uint8) of the indices that have an entry."""
     dense = np.zeros((size, *entries.values.shape[1:]), entries.values.dtype)
     dense[entries.places] = entries.values
     marks = np.zeros(size, np.bool_)
@@ -83,13 +83,13 @@ def scattered(entries: Entries, size: int) -> tuple[Array, Array]:
 
 
 def gathered(dense: Array, bits: Array, size: int, like: Entries) -> Entries:
-    """Return the entries that `bits` name of a flat dense array of `size` places, in the form of `like`."""
+    """Return the entries of a flat dense array of `size` elements whose bits are set, in the form of `like`."""
     places = np.flatnonzero(np.unpackbits(bits, count=size).view(np.bool_))
     return Entries(places.astype(like.places.dtype, copy=False), dense.reshape(size, *like.values.shape[1:])[places])
 
 
 def pack(entries: Entries) -> Array:
-    """Return entries as bytes: places, then values."""
+    """Return entries as bytes: indices, then values."""
     places, values = entries
     packed = np.empty(places.nbytes + values.nbytes, np.uint8)
     packed[: places.nbytes] = _bytes(places)
@@ -98,14 +98,14 @@ def pack(entries: Entries) -> Array:
 
 
 def unpack(packed: Array, count: int, like: Entries) -> Entries:
-    """Return `count` entries that `pack` has made, in the form of `like`; they need not be aligned in memory."""
+    """Return `count` entries from the bytes of `pack`, which need not be aligned, in the form of `like`."""
     split = count * like.places.itemsize
     values = packed[split:].view(like.values.dtype)
     return Entries(packed[:split].view(like.places.dtype), values.reshape(count, *like.values.shape[1:]))
 
 
 def _first(places: Array) -> Array:
-    """Mark the first of each run of equal places."""
+    """Mark the first of each run of equal indices."""
     first = np.ones(len(places), np.bool_)
     np.not_equal(places[1:], places[:-1], out=first[1:])
     return first
@@ -116,7 +116,7 @@ def _bytes(array: Array) -> Array:
 
 
 def _up(values: Array, dtype: DType) -> Array:
-    """Return what `values` are added up in."""
+    """Convert `values` to the type in which they are added up."""
     if dtype.kind != "half":
         return values
     wide = np.empty(values.shape, np.float32)

@@ -1,8 +1,8 @@
-"""Reductions of floats of 16 bits and fewer: they are added up in float32 and rounded once.
+"""Reductions of floats of 16 bits and fewer: added up in float32 and rounded once.
 
-Arrays are worked on in pieces whose float32 values stay in the second-level cache. A piece of bfloat16, or of float16
-if it is long enough and holds neither infinity nor NaN, goes through `aiocoll.elements.packed`; the others through the
-conversions of `aiocoll.elements.dtypes`. Both give the same bits (but for the payload of a NaN).
+Arrays are processed in pieces whose float32 values fit into the second-level cache. A long enough piece of bfloat16,
+or of float16 without infinity and NaN, is computed by `aiocoll.elements.packed`; the others by the conversions of
+`aiocoll.elements.dtypes`. Both give the same bits (except the payload of a NaN).
 """
 
 from __future__ import annotations
@@ -24,49 +24,49 @@ Combine = Callable[[Array, Array, Array], Any]
 Fold = Callable[[Sequence[Array], Array], None]
 Kind = Literal["sum", "product", "select"]
 # A ufunc, and its second operand.
-Touch = tuple[np.ufunc, float]
+Finalize = tuple[np.ufunc, float]
 
-# Elements converted at once by way of `dtypes`: two float32 arrays of 128 KiB and the conversions' own.
+# Elements converted at once by `dtypes`: two float32 arrays of 128 KiB and the conversions' own.
 _PIECE = 32 * 1024
-# Words packed at once, in two stacks of 256 KiB. Fewer would save memory, but the calls already take a fourth of the
+# Words packed at once, in two stacks of 256 KiB. Fewer would save memory, but the calls already take a quarter of the
 # time.
 _WORDS = 32 * 1024
 # Words of a cache line.
 _LINE = 16
 # Elements from which packing pays; below, its many calls cost more than the conversions.
 _FLOAT16_FROM = 4096
-# Dividing by at most this before the values are scaled back rounds as dividing after it does: an exact quotient lies at
-# least 1 / 2p of float16's smallest step from where rounding turns, or right there, and the computed one is off by at
+# Dividing by at most this before the values are scaled back rounds as dividing afterwards does: an exact quotient is a
+# rounding boundary or at least 1 / 2p of float16's smallest step away from one, and the computed quotient is off by at
 # most 2**-14 of a step.
 _FLOAT16_DIVISORS = 4096
-# The powers of two that divide by no more.
+# The factors that divide by a power of two up to that.
 _FLOAT16_FACTORS = frozenset(2.0**-k for k in range(13))
 
 
-def half_fold(combine: Combine, dtype: DType, kind: Kind, touch: Touch | None = None) -> Fold:
-    """Return ``fold(inputs, out)``: all inputs combined in order, touched if they should be, and rounded.
+def half_fold(combine: Combine, dtype: DType, kind: Kind, finalize: Finalize | None = None) -> Fold:
+    """Return ``fold(inputs, out)``: combines all inputs in order, applies `finalize` if given, and rounds.
 
     Args:
         combine: a function of float32 arrays.
         dtype: of the arrays, one of the half kind.
         kind: ``"sum"``, ``"product"``, or ``"select"`` if each result is one of the inputs.
-        touch: what is done to the result before it is rounded.
+        finalize: applied to the float32 result before it is rounded.
     """
-    convert = _converting(combine, dtype, touch)
+    convert = _converting(combine, dtype, finalize)
     if dtype.name == "bfloat16":
-        return _in_pieces(_packing(combine, BFLOAT16, kind, touch, convert), 2 * _WORDS)
+        return _in_pieces(_packing(combine, BFLOAT16, kind, finalize, convert), 2 * _WORDS)
     plain = _in_pieces(convert, _PIECE)
     if dtype.name != "float16":
         return plain
-    packs = kind != "product" and (touch is None or _divides(touch))
-    large = _in_pieces(_packing(combine, FLOAT16, kind, touch, convert), 2 * _WORDS) if packs else plain
-    native = kind != "select" and touch is None
+    packs = kind != "product" and (finalize is None or _divides(finalize))
+    large = _in_pieces(_packing(combine, FLOAT16, kind, finalize, convert), 2 * _WORDS) if packs else plain
+    native = kind != "select" and finalize is None
 
     def fold(inputs: Sequence[Array], out: Array) -> None:
         if len(out) >= _FLOAT16_FROM:
             large(inputs, out)
         elif native and len(inputs) == 2:
-            # NumPy's own loop, which does the same for each element.
+            # NumPy's own loop computes the same for each element.
             _silently(combine, inputs[0], inputs[1], out)
         else:
             plain(inputs, out)
@@ -74,24 +74,24 @@ def half_fold(combine: Combine, dtype: DType, kind: Kind, touch: Touch | None = 
     return fold
 
 
-def half_map(dtype: DType, touch: Touch) -> Callable[[Array, Array], None]:
-    """Return ``f(src, out)``: out = src, touched in float32 and rounded."""
-    fold = half_fold(np.add, dtype, "sum", touch)
+def half_map(dtype: DType, finalize: Finalize) -> Callable[[Array, Array], None]:
+    """Return ``f(src, out)``: out = finalize(src), computed in float32 and rounded."""
+    fold = half_fold(np.add, dtype, "sum", finalize)
     return lambda src, out: fold((src,), out)
 
 
-def _divides(touch: Touch) -> bool:
-    """Whether a touch is one of the divisions that packed float16 admits, maybe written as a multiplication."""
-    ufunc, operand = touch
+def _divides(finalize: Finalize) -> bool:
+    """Whether `finalize` is a division that packed float16 supports, possibly written as a multiplication."""
+    ufunc, operand = finalize
     return operand <= _FLOAT16_DIVISORS if ufunc is np.divide else operand in _FLOAT16_FACTORS
 
 
-# A call takes one and puts it back, as it does with scratch.
+# A call takes one and puts it back, as with scratch memory.
 _SILENT: list[Context] = []
 
 
 def _silently(function: Callable[..., Any], *args: Any) -> None:
-    """Call a function while NumPy says nothing of overflows, at a seventh of what `np.errstate` costs."""
+    """Call a function with NumPy's overflow warnings off, at a seventh of the cost of `np.errstate`."""
     try:
         context = _SILENT.pop()
     except IndexError:
@@ -116,15 +116,15 @@ def _in_pieces(piece: Fold, count: int) -> Fold:
 
 
 def _single(number: float) -> npt.NDArray[np.float32]:
-    # Of NaN the usual one: packed codes cannot stand another.
+    # NaN in its canonical form: packed codes work with no other.
     with np.errstate(over="ignore"):
         return np.array(np.float32(np.nan if np.isnan(number) else number))
 
 
-def _converting(combine: Combine, dtype: DType, touch: Touch | None) -> Fold:
-    """Return a fold of one piece by way of the conversions, which fits every case."""
+def _converting(combine: Combine, dtype: DType, finalize: Finalize | None) -> Fold:
+    """Return a fold of one piece by the conversions, which work in every case."""
     up, down = to_float32(dtype), from_float32(dtype)
-    ufunc, operand = (None, None) if touch is None else (touch[0], _single(touch[1]))
+    ufunc, operand = (None, None) if finalize is None else (finalize[0], _single(finalize[1]))
 
     def piece(inputs: Sequence[Array], out: Array) -> None:
         total, term = np.empty(len(out), np.float32), np.empty(len(out), np.float32)
@@ -144,7 +144,7 @@ class _Scratch:
 
     def __init__(self) -> None:
         memory = np.empty(5 * _WORDS + _LINE, np.uint32)
-        # Where vectors straddle no cache lines, additions take three quarters of the time.
+        # Aligned to cache lines, additions take three quarters of the time.
         memory = memory[-memory.__array_interface__["data"][0] // 4 % _LINE :]
         self._total, self._term = memory[: 2 * _WORDS], memory[2 * _WORDS : 4 * _WORDS]
         self._staged = memory[4 * _WORDS :]
@@ -160,7 +160,7 @@ class _Scratch:
         return found
 
     def words(self, x: Array) -> npt.NDArray[np.uint32]:
-        """Return `x` as words: its own memory, or where its length or place is odd, a copy that ends in a zero."""
+        """Return `x` as words: its own memory, or if its length or alignment is odd, a copy padded with a zero."""
         if not len(x) % 2:
             words = x.view(np.uint32)
             if words.flags.aligned:
@@ -171,16 +171,16 @@ class _Scratch:
         return staged
 
 
-# Lengths whose views are kept: pieces of one operation have few.
+# Lengths whose views are cached: pieces of one operation have few.
 _LENGTHS = 16
-# A fold takes one and puts it back, each a single operation, so that threads and nested calls never share one.
+# A fold takes one and puts it back, both atomic, so that threads and nested calls never share one.
 _FREE: list[_Scratch] = []
 
 
-def _packing(combine: Combine, codes: Codes, kind: Kind, touch: Touch | None, convert: Fold) -> Fold:
-    """Return a fold of one piece of at most `2 * _WORDS` elements, by `convert` where packing were wrong."""
+def _packing(combine: Combine, codes: Codes, kind: Kind, finalize: Finalize | None, convert: Fold) -> Fold:
+    """Return a fold of one piece of at most `2 * _WORDS` elements, by `convert` where packing would be wrong."""
     select = kind == "select"
-    ufunc, operand = (None, None) if touch is None else (touch[0], _single(touch[1]))
+    ufunc, operand = (None, None) if finalize is None else (finalize[0], _single(finalize[1]))
 
     def compute(inputs: Sequence[Array], out: Array, scratch: _Scratch) -> bool:
         total, term = scratch.stacks((len(out) + 1) // 2)

@@ -1,8 +1,8 @@
-"""How a reduction is computed on flat NumPy arrays.
+"""Computing reductions on flat NumPy arrays.
 
-Floats of 16 bits or fewer are added up in float32 over all inputs and rounded once. Everything else is a chain of
-NumPy calls. Overflow and invalid operations are signalled the way NumPy's error state says: callers that want
-silence run kernels under ``np.errstate(all="ignore")``.
+Floats of 16 bits or fewer are added up in float32 over all inputs and rounded once. Other types use a chain of NumPy
+calls. NumPy's error state decides about warnings of overflow and invalid operations: callers that want none run
+kernels under ``np.errstate(all="ignore")``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Array = npt.NDArray[Any]
 Combine = Callable[[Array, Array, Array], Any]
 Fold = Callable[[Sequence[Array], Array], None]
 
-# Bytes of a fold's accumulator: with one input it stays in the second-level cache (1 MiB and more on servers). Smaller
-# pieces cost more in calls than they gain.
+# Bytes of a fold's accumulator: with one input it fits into the second-level cache (1 MiB and more on servers). Calls
+# on smaller pieces cost more than they gain.
 _PIECE_BYTES = 256 * 1024
 
 
@@ -36,13 +36,13 @@ class Kernel:
 
     Attributes:
         combine: ``combine(a, b, out)``: out = f(a, b), where `a` comes from the lower ranks; `out` may be exactly `a`
-            or `b`. Not the last touch.
-        fold: ``fold(inputs, out)``: f over all inputs in order, then the last touch; `out` may be exactly one of them.
-        finalize: the last touch (AVG divides), in place, or None.
+            or `b`. Without `finalize`.
+        fold: ``fold(inputs, out)``: f over all inputs in order, then `finalize`; `out` may be exactly one of them.
+        finalize: the last step (AVG divides), in place, or None.
         prescale: ``prescale(src, out)`` is applied to each rank's own data before anything else, or None.
         ordered: evaluate by one `fold` over the inputs of all ranks, in rank order.
-        portable: the bits of the result do not depend on where an element lies in the arrays, so that several ranks
-            may compute the same element. (The payload and sign of a NaN made from two NaNs are exempt.)
+        portable: the bits of the result do not depend on the index of an element in the arrays, so that several ranks
+            may compute the same element. (Except the payload and sign of a NaN made from two NaNs.)
     """
 
     combine: Combine
@@ -88,7 +88,7 @@ _BOOL: Mapping[str, Combine] = MappingProxyType(
 
 
 def builtin_kernel(name: str, dtype: DType, world_size: int, factor: float | complex | None) -> Kernel:
-    """Return the kernel of the built-in op `name`; the pair is known to be allowed.
+    """Return the kernel of the built-in op `name`; the caller has checked that it is defined on `dtype`.
 
     Args:
         name: ``"SUM"`` and so on.
@@ -106,7 +106,7 @@ def builtin_kernel(name: str, dtype: DType, world_size: int, factor: float | com
         fold=_chain(combine, dtype.storage, finalize),
         finalize=finalize,
         prescale=None if factor is None else _scaler(dtype, factor),
-        # Products of complex numbers are fused or not depending on the place in the vector.
+        # Whether a complex product uses fused multiply-add depends on the index in the vector.
         portable=not (dtype.kind == "complex" and name == "PRODUCT"),
     )
 
@@ -154,10 +154,10 @@ def _division(world_size: int) -> tuple[np.ufunc, float]:
 def _divider(dtype: DType, world_size: int) -> Callable[[Array], None]:
     if dtype.kind in ("int", "uint"):
         return _integer_divider(dtype, world_size)
-    # A complex number divided by a real one: both parts are.
+    # Dividing a complex number by a real one divides both parts.
     real = np.dtype(f"float{dtype.itemsize * 4}") if dtype.kind == "complex" else dtype.storage
     ufunc, number = _division(world_size)
-    operand = np.array(number, real)  # without dimensions, it takes half the time of a scalar
+    operand = np.array(number, real)  # a 0-dimensional array takes half the time of a scalar
 
     def divide(x: Array) -> None:
         parts = x.view(real) if x.dtype != real else x
@@ -167,12 +167,12 @@ def _divider(dtype: DType, world_size: int) -> Callable[[Array], None]:
 
 
 def _integer_divider(dtype: DType, world_size: int) -> Callable[[Array], None]:
-    """Division that truncates toward zero; NumPy's goes down."""
+    """Division that truncates toward zero; NumPy's rounds down."""
     info = np.iinfo(dtype.storage)
     if world_size > info.max:
-        # It exceeds the magnitudes of all numbers, unless it equals that of the smallest.
+        # The divisor exceeds the magnitudes of all numbers, unless it equals that of the smallest.
         return lambda x: np.copyto(x, np.where(x == -world_size, -1, 0), casting="unsafe")
-    # A power of two is divided by with a shift, in half the time.
+    # Division by a power of two is a shift, in half the time.
     shifts = world_size & (world_size - 1) == 0
     floor_divide = np.right_shift if shifts else np.floor_divide
     divisor = np.array(world_size.bit_length() - 1 if shifts else world_size, dtype.storage)
@@ -181,7 +181,7 @@ def _integer_divider(dtype: DType, world_size: int) -> Callable[[Array], None]:
     places, raised = np.array(dtype.itemsize * 8 - 1, dtype.storage), np.array(world_size - 1, dtype.storage)
 
     def divide(x: Array) -> None:
-        # Negative numbers are raised, so that going down ends at the quotient nearer to zero.
+        # Adding to negative numbers makes rounding down end at the quotient nearer to zero.
         by = np.right_shift(x, places)  # -1 for those, 0 for the others
         np.bitwise_and(by, raised, by)
         np.add(x, by, x)
@@ -203,12 +203,12 @@ def _scaler(dtype: DType, factor: float | complex) -> Callable[[Array, Array], N
 def _half_kernel(name: str, dtype: DType, world_size: int, factor: float | None) -> Kernel:
     selects = name in ("MIN", "MAX")
     kind: Kind = "select" if selects else "product" if name == "PRODUCT" else "sum"
-    touch = _division(world_size) if name == "AVG" else None
+    finalize = _division(world_size) if name == "AVG" else None
     pairwise = half_fold(_NUMERIC[name], dtype, kind)
-    divide = None if touch is None else half_map(dtype, touch)
+    divide = None if finalize is None else half_map(dtype, finalize)
     return Kernel(
         combine=lambda a, b, out: pairwise((a, b), out),
-        fold=pairwise if touch is None else half_fold(_NUMERIC[name], dtype, kind, touch),
+        fold=pairwise if finalize is None else half_fold(_NUMERIC[name], dtype, kind, finalize),
         finalize=None if divide is None else lambda x: divide(x, x),
         prescale=None if factor is None else half_map(dtype, (np.multiply, factor)),
         ordered=not selects,
@@ -219,12 +219,12 @@ def custom_kernel(function: Callable[[Any, Any, Any], object], name: str, commut
     """Return the kernel of a user's ``f(a, b, out)``.
 
     Raises:
-        TypeError: arrays of `dtype` cannot be shown to the user without ml_dtypes, which is missing.
+        TypeError: custom functions need ml_dtypes for `dtype`, and it is not installed.
     """
     try:
         shown = array_dtype(dtype)
     except BackendUnavailableError as exc:
-        raise TypeError(f"op {name!r}: custom functions see {dtype.name} through ml_dtypes: {exc}") from exc
+        raise TypeError(f"op {name!r}: a custom function on {dtype.name} needs ml_dtypes: {exc}") from exc
 
     def call(a: Array, b: Array, out: Array) -> None:
         view = out.view(shown)
@@ -236,7 +236,7 @@ def custom_kernel(function: Callable[[Any, Any, Any], object], name: str, commut
         fold((a, b), out)
 
     def fold(inputs: Sequence[Array], out: Array) -> None:
-        # Results alternate between two scratch arrays: the user's out never is one of the operands.
+        # Results alternate between two scratch arrays, so that the user's `out` is never one of the operands.
         result = inputs[0]
         scratch, spare = np.empty((2, len(out)), dtype=out.dtype)
         for x in inputs[1:]:

@@ -16,7 +16,7 @@ __all__ = ["Kernel", "ReduceOp", "kernel"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ReduceOp:
-    """How values of all ranks become one. Use the constants, `PREMUL_SUM` or `custom`; ops compare by value.
+    """How the values of all ranks are reduced. Use the constants, `PREMUL_SUM` or `custom`; ops compare by value.
 
     =================  =================================================================================
     SUM, PRODUCT       any dtype; *or* and *and* on bool; integers wrap
@@ -69,7 +69,7 @@ class ReduceOp:
                 is neither of them. It runs on the event loop, and must be associative. NumPy's binary ufuncs fit, but
                 for ``np.maximum`` and ``np.minimum``, which take `out` by name only.
             commutative: False if the order of the operands matters; then they are applied in rank order.
-            name: what ranks compare to find out that they disagree; by default the function's name.
+            name: compared between ranks to detect that they disagree; by default the function's name.
         """
         if not callable(f):
             raise TypeError(f"f must be a function f(a, b, out), not {type(f).__name__}")
@@ -79,7 +79,7 @@ class ReduceOp:
 
     @property
     def wire_name(self) -> str:
-        """What must be equal on all ranks: the factor of a PREMUL_SUM is not part of it."""
+        """The name that must be equal on all ranks; it does not contain the factor of a PREMUL_SUM."""
         if self.function is None:
             return self.name
         return f"custom:{self.name}" if self.commutative else f"custom:{self.name} in rank order"
@@ -126,7 +126,7 @@ _ALLOWED: Mapping[str, tuple[Kind, ...]] = MappingProxyType(
         "PREMUL_SUM": ("float", "half", "complex"),
     }
 )
-_SPOKEN: Mapping[Kind, str] = MappingProxyType(
+_DESCRIBED: Mapping[Kind, str] = MappingProxyType(
     {
         "bool": "bool",
         "int": "signed integers",
@@ -142,7 +142,7 @@ def kernel(op: ReduceOp, dtype: DType, world_size: int) -> Kernel:
     """Return how to compute `op` on arrays of `dtype` in a group of `world_size` ranks.
 
     Raises:
-        TypeError: `op` is no `ReduceOp`, or is not defined on `dtype`.
+        TypeError: `op` is not a `ReduceOp`, or is not defined on `dtype`.
     """
     if not isinstance(op, ReduceOp):
         raise TypeError(f"op must be a ReduceOp, such as ReduceOp.SUM, not {type(op).__name__}")
@@ -151,13 +151,13 @@ def kernel(op: ReduceOp, dtype: DType, world_size: int) -> Kernel:
     return _builtin(op.name, op.factor, dtype, world_size)
 
 
-# Ops times dtypes in use, for a few world sizes; bounded because PREMUL_SUM's factors may go on for ever.
+# Room for ops times dtypes of a few world sizes; bounded because the number of PREMUL_SUM factors is not.
 @lru_cache(maxsize=512)
 def _builtin(name: str, factor: float | complex | None, dtype: DType, world_size: int) -> Kernel:
     allowed = _ALLOWED.get(name, ())
     if dtype.kind not in allowed:
         raise TypeError(
-            f"op {name} is not defined on {dtype.name}; it takes {', '.join(_SPOKEN[kind] for kind in allowed)}"
+            f"op {name} is not defined on {dtype.name}; it accepts {', '.join(_DESCRIBED[kind] for kind in allowed)}"
         )
     if isinstance(factor, complex) and dtype.kind != "complex":
         if factor.imag != 0:

@@ -1,13 +1,13 @@
-"""bfloat16 and float16 two at a time: a 32-bit word holds two codes, and a few integer operations part them.
+"""bfloat16 and float16 two at a time: a 32-bit word holds two codes, and a few integer operations separate them.
 
-NumPy has fast loops for 32-bit integers and floats but none for 16-bit floats. So the words of an array become the
-float32 values of their low codes, followed by those of their high codes (a `Stack`), and go back the same way. Which
-of the two comes first in memory does not matter, as each returns to where it was.
+NumPy has fast loops for 32-bit integers and floats but none for 16-bit floats. So the words of an array are unpacked
+to the float32 values of their low codes, followed by those of their high codes (a `Stack`), and packed again. The
+order of the two in memory does not matter, as each code is written back to its own half.
 
-bfloat16 is the upper half of a float32. float16, shifted to the place of a float32's exponent and mantissa, is its
-value times 2**-112: subnormal float16 as subnormal float32. Values are added there, where every sum of float16
-values is rounded as the unscaled one would be: it is a multiple of 2**-136, and float32 goes down to 2**-149.
-Infinity and NaN look like numbers from 2**-96 on, so arrays with them are refused.
+bfloat16 is the upper half of a float32. float16, shifted to the position of a float32's exponent and mantissa, is its
+value times 2**-112: subnormal float16 as subnormal float32. Sums of these scaled values are rounded as the unscaled
+sums would be: each is a multiple of 2**-136, and float32 goes down to 2**-149. Infinity and NaN look like numbers of
+2**-96 and more, so arrays with them are refused.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Stack:
 
 
 class Codes(Protocol):
-    """How one type is parted and packed."""
+    """How one type is unpacked and packed."""
 
     def unpack(self, words: Words, into: Stack) -> int:
-        """Write the values of `words`; return the largest magnitude among them as a code, if `store` needs it."""
+        """Write the values of `words`; return the code of the largest magnitude among them, if `fits` needs it."""
 
     def pack(self, total: Stack, spare: Stack, target: Words, rounded: bool) -> None:
         """Round the values in `total` to nearest, ties to even, and write their codes; both stacks are used up.
@@ -59,23 +59,23 @@ class Codes(Protocol):
         Args:
             total: the values.
             spare: another stack of the same length.
-            target: where the codes go.
-            rounded: they need no rounding.
+            target: receives the codes.
+            rounded: the values need no rounding.
         """
 
     def fits(self, total: Stack, spare: Stack, largest: int, terms: int) -> bool:
-        """Tell whether `total` and `pack` of it are right.
+        """Return whether `total` is exact enough for `pack`.
 
         Args:
             total: sums of what was unpacked.
             spare: another stack, which is used up.
-            largest: the largest that `unpack` returned.
+            largest: the largest code that `unpack` returned.
             terms: how many values were added.
         """
 
 
 def _word(value: int) -> npt.NDArray[np.uint32]:
-    # NumPy takes an array of no dimensions in half the time that it takes for a scalar.
+    # A 0-dimensional array as an operand takes NumPy half the time of a scalar.
     return np.array(value, np.uint32)
 
 
@@ -83,7 +83,7 @@ _ONE, _THREE, _THIRTEEN, _SIXTEEN = _word(1), _word(3), _word(13), _word(16)
 _THREE_SIGNED = np.array(3, np.int32)
 _SIGN, _SIZE, _HIGH = _word(0x80000000), _word(0x7FFFFFFF), _word(0xFFFF0000)
 _BELOW_HALF_16, _BELOW_HALF_13 = _word(0x7FFF), _word(0xFFF)
-# Sign, exponent and mantissa of a float16 that was shifted as a signed number by three.
+# Sign, exponent and mantissa of a float16 after an arithmetic shift by three.
 _FLOAT16_BITS = _word(0x8FFFE000)
 _FLOAT16_INFINITY = 0x7C00
 _FLOAT16_LARGEST = 0x7BFF
@@ -92,7 +92,7 @@ _FLOAT16_OVERFLOW = 0x0F7FF000
 
 _shl, _shr, _and, _or, _add = np.left_shift, np.right_shift, np.bitwise_and, np.bitwise_or, np.add
 _largest = np.maximum.reduce
-# The smallest positive float, which is not zero unless a library has told this thread's processor that it be.
+# The smallest positive float; it is zero in arithmetic only if a library has set flush-to-zero in this thread.
 _TINY, _UNIT = 5e-324, 1.0
 
 
@@ -111,8 +111,8 @@ class _Bfloat16:
         return 0
 
     def pack(self, total: Stack, spare: Stack, target: Words, rounded: bool) -> None:
-        # Rounding a NaN could carry into its sign, but only if one of its lower 16 bits is set. Those of the operands
-        # are zero, and so are those of a NaN that the processor passes on or makes.
+        # Rounding a NaN could carry into its sign, but only if one of its lower 16 bits is set. They are zero in the
+        # operands, and so in a NaN that the processor propagates or makes.
         if not rounded:
             bits, last = total.bits, spare.bits
             _shr(bits, _SIXTEEN, last)
@@ -128,10 +128,10 @@ class _Bfloat16:
 class _Float16:
     def unpack(self, words: Words, into: Stack) -> int:
         low, high = into.low_signed, into.high_signed
-        # Twice each code: the sign leaves it, for the lowest bit of its neighbour, where it does no harm.
+        # Doubling each code shifts the sign out, into the lowest bit of the next code, where it does no harm.
         _add(words, words, into.low)
         largest = int(_largest(into.low_codes)) >> 1
-        # As signed numbers, so that the sign stays while zeros should follow it, and are made to.
+        # An arithmetic shift keeps the sign; the mask below clears the copies of it.
         _shl(words, _SIXTEEN, into.low)
         _shr(low, _THREE_SIGNED, low)
         _shr(words.view(np.int32), _THREE_SIGNED, high)
@@ -153,7 +153,7 @@ class _Float16:
     def fits(self, total: Stack, spare: Stack, largest: int, terms: int) -> bool:
         if largest >= _FLOAT16_INFINITY or not _TINY * _UNIT:
             return False
-        # One more in the exponent is twice as much.
+        # The exponent grows by one per doubling.
         if largest + ((terms - 1).bit_length() << 10) <= _FLOAT16_LARGEST:
             return True
         _and(total.bits, _SIZE, spare.bits)

@@ -1,9 +1,9 @@
-"""Sparse arrays of scipy.sparse and torch -> places and values, and back; it imports neither library.
+"""Sparse arrays of scipy.sparse and torch -> indices and values, and back; it imports neither library.
 
 =========================================  ==========================================================
 scipy.sparse COO, CSR, CSC                 in place: the object gets new arrays
 torch COO, with dense dimensions or not    in place: the tensor gets new indices and values
-torch CSR                                  a new tensor is the result: a given one keeps its number
+torch CSR                                  a new tensor is the result: one given keeps its number of entries
 =========================================  ==========================================================
 """
 
@@ -28,18 +28,18 @@ _INT32 = np.iinfo(np.int32).max
 
 
 class SparseArray(NamedTuple):
-    """A sparse array of the caller's.
+    """A sparse array of the caller.
 
     Attributes:
         shape: all dimensions, the sparse ones first.
         sparse_dim: number of the sparse ones.
         dtype: of its elements.
-        size: number of places: the product of the sparse dimensions.
+        size: number of possible entries: the product of the sparse dimensions.
         width: elements per entry: the product of the dense ones.
-        effort: how many numbers `read` looks at.
-        read: returns its entries, one per place; may run in a thread. Raises ValueError for indices out of range.
-        build: makes what the caller's array is to hold of entries; may run in a thread. What it returns puts that in
-            its place, at once, and returns the result.
+        effort: how many numbers `read` reads.
+        read: returns its entries, one per index; may run in a thread. Raises ValueError for indices out of range.
+        build: converts entries to the library's format; may run in a thread. It returns a function that stores them in
+            the caller's array at once and returns the result.
     """
 
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class SparseArray(NamedTuple):
 
 
 def is_sparse(obj: Any) -> bool:
-    """Whether `obj` is a sparse array of scipy.sparse, or of torch on the CPU, of whatever format."""
+    """Whether `obj` is a sparse array of scipy.sparse, or of torch on the CPU, in any format."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(obj, torch.Tensor):
         return bool(obj.is_cpu) and obj.layout is not torch.strided
@@ -62,11 +62,11 @@ def is_sparse(obj: Any) -> bool:
 
 
 def sparse_array(obj: Any, name: str = "tensor") -> SparseArray:
-    """Look at a sparse array, in a time that does not depend on its size.
+    """Describe a sparse array, in constant time.
 
     Raises:
-        TypeError: of a format or dtype that is not supported.
-        ValueError: it has 2**63 places or more.
+        TypeError: its format or dtype is not supported.
+        ValueError: it has room for 2**63 entries or more.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(obj, torch.Tensor):
@@ -117,7 +117,7 @@ def _of_compressed(obj: Any, name: str) -> SparseArray:
         if by_column:
             order = np.argsort(minor, kind="stable")
             major, minor, values = minor[order], major[order], values[order]
-        # A sum may have more entries than 32 bits count, though none of the inputs has.
+        # A sum may have more entries than int32 holds, though no input does.
         like = obj.indptr.dtype if len(places) <= _INT32 else np.dtype(np.int64)
         indptr = _pointers(major, rows).astype(like, copy=False)
         indices = minor.astype(like, copy=False)
@@ -140,7 +140,7 @@ def _scipy_dtype(obj: Any, name: str) -> DType:
 
 
 def _plain(array: Any) -> Array:
-    """Return an array without its class and layout."""
+    """Return a contiguous plain ndarray of the array."""
     return np.ascontiguousarray(array)
 
 
@@ -151,7 +151,7 @@ def _of_torch_coo(torch: Any, tensor: Any, name: str) -> SparseArray:
     if tensor.layout is not torch.sparse_coo:
         raise TypeError(f"{name} is a torch tensor of layout {tensor.layout}; pass {name}.to_sparse()")
     shape, sparse_dim = tuple(tensor.shape), tensor.sparse_dim()
-    # Of a tensor that is not coalesced, these are what there is.
+    # The public accessors refuse a tensor that is not coalesced.
     indices, values = tensor._indices(), tensor._values()
     flat = view(values, name=name, writable=False)
     grid, dense = shape[:sparse_dim], shape[sparse_dim:]
@@ -174,7 +174,7 @@ def _of_torch_coo(torch: Any, tensor: Any, name: str) -> SparseArray:
         )
 
         def put() -> Any:
-            tensor.data = made  # only what it holds changes: it is the same tensor to autograd
+            tensor.data = made  # to autograd it stays the same tensor
             return tensor
 
         return put
@@ -184,7 +184,7 @@ def _of_torch_coo(torch: Any, tensor: Any, name: str) -> SparseArray:
 
 def _of_torch_csr(torch: Any, tensor: Any, name: str) -> SparseArray:
     if tensor.ndim != 2:
-        raise TypeError(f"{name} is a torch CSR tensor of {tensor.ndim} dimensions; only those of 2 can be reduced")
+        raise TypeError(f"{name} is a torch CSR tensor of {tensor.ndim} dimensions; only 2 are supported")
     shape = tuple(tensor.shape)
     pointers, columns, values = tensor.crow_indices(), tensor.col_indices(), tensor.values()
     flat = view(values, name=name, writable=False)
@@ -208,13 +208,13 @@ def _of_torch_csr(torch: Any, tensor: Any, name: str) -> SparseArray:
 
 
 def _to_torch(torch: Any, values: Array, dtype: Any) -> Any:
-    # torch takes the integers that carry bfloat16 and float8 from NumPy, but not as what they mean.
+    # NumPy holds bfloat16 and float8 as integers: torch has to be told what they are.
     if dtype.is_floating_point and values.dtype.kind == "u":
         return torch.from_numpy(values.view(np.int16) if values.itemsize == 2 else values).view(dtype)
     return torch.from_numpy(values)
 
 
-# -- places
+# -- indices
 
 
 def _described(
@@ -228,24 +228,24 @@ def _described(
 ) -> SparseArray:
     size, width = math.prod(shape[:sparse_dim]), math.prod(shape[sparse_dim:])
     if size > np.iinfo(np.int64).max:
-        raise ValueError(f"{name} has shape {shape}: its {size} places are more than 64 bits can number")
+        raise ValueError(f"{name} has shape {shape}: {size} possible entries do not fit in 64-bit indices")
     return SparseArray(tuple(shape), sparse_dim, dtype, size, width, effort * max(width, 1), read, build)
 
 
 def _places(coords: Sequence[Array], shape: Sequence[int], name: str, count: int = 0) -> Array:
-    """Number the places of entries in row-major order, in as few bits as all places of the array need.
+    """Return the row-major indices of entries, in the narrowest dtype that holds all indices of the array.
 
     Args:
         coords: one array of indices per dimension.
         shape: the dimensions.
-        name: what error messages call the array.
+        name: the array's name in error messages.
         count: number of entries, for an array of no dimensions.
     """
     dtype = np.int32 if math.prod(shape) <= _INT32 else np.int64
     places: Array = np.zeros(len(coords[0]) if len(coords) else count, dtype)
     for axis, (index, length) in enumerate(zip(coords, shape, strict=True)):
         if len(index) and not (index.min() >= 0 and index.max() < length):
-            raise ValueError(f"{name} has indices in dimension {axis} that are not below its length, {length}")
+            raise ValueError(f"{name} has indices in dimension {axis} outside of 0 to {length - 1}")
         if axis:
             places *= length
         places += index.astype(dtype, copy=False)
@@ -265,7 +265,7 @@ def _expanded(pointers: Array, indices: Array, name: str) -> tuple[Array, Array]
     """Return the major and the minor index of every entry of a compressed array."""
     lengths = np.diff(pointers)
     if lengths.size and lengths.min() < 0:
-        raise ValueError(f"{name} has index pointers that descend")
+        raise ValueError(f"{name} has decreasing index pointers")
     major = np.repeat(np.arange(len(lengths)), lengths)
     return major, indices[: len(major)]
 

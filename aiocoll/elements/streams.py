@@ -8,10 +8,10 @@ __all__ = ["stream_address"]
 
 
 def stream_address(stream: Any) -> int:
-    """Return the address of a CUDA stream: of CuPy's, torch's, of any object with ``__cuda_stream__``, or given as one.
+    """Return the address of a CUDA stream of CuPy, torch, or any object with ``__cuda_stream__``, or of an address.
 
     Raises:
-        TypeError: it is no stream.
+        TypeError: it is not a stream.
     """
     if isinstance(stream, int) and not isinstance(stream, bool):
         return stream
@@ -22,4 +22,4 @@ def stream_address(stream: Any) -> int:
         address = getattr(stream, name, None)
         if isinstance(address, int):
             return address
-    raise TypeError(f"stream must be a CUDA stream, or the address of one, not {type(stream).__name__}")
+    raise TypeError(f"stream must be a CUDA stream or the address of one, not {type(stream).__name__}")

@@ -148,4 +148,4 @@ class Lifetime:
                 await d.device_state.release()
             await self._origin.release()
             await self._recorder._settle()
-            d.failures.tell()
+            d.failures.log()

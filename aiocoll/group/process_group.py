@@ -1177,7 +1177,7 @@ class ProcessGroup:
                 waiting.
             StoreUnavailableError: the store where the ranks met is gone, so nobody can be found there.
             GroupError: this group has failed, before or meanwhile, as all ranks hear at once: `shrink` it, and let what
-                comes of it grow. Newcomers that have a place by then raise `RendezvousError`, the others keep waiting.
+                comes of it grow. Newcomers assigned by then raise `RendezvousError`, the others keep waiting.
 
         Cost: that of `new_group`, after an `allgather_object`.
         """

@@ -1,7 +1,8 @@
-"""How ranks find each other through a store, before there is any link.
+"""How ranks find each other through a store, before any link is open.
 
-place        the store itself, held by all groups of a rank that meet there
-cards        what a rank tells of itself: one card per rank of a new group
-growth       tickets and seats of newcomers to a group that grows
-merging      tickets of whole groups that become one
+store_handle  the store itself, shared by all jobs of a rank that use it
+claim         which rank a process is, and that no other process is it
+cards         what a rank publishes about itself: one card per rank of a job
+growth        tickets and assignments of newcomers to a group that grows
+merging       tickets of whole groups that become one
 """

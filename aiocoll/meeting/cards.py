@@ -1,4 +1,4 @@
-"""What ranks tell each other of themselves through the store, before there is any link: a card each."""
+"""Cards: what each rank publishes about itself in the store, before any link is open."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from aiocoll.errors import RendezvousError
 from aiocoll.store import Store
 from aiocoll.transport.base import Card
 
-__all__ = ["CALLED_OFF", "CardCache", "beside", "call_off", "cores", "raise_if_called_off"]
+__all__ = ["CALLED_OFF", "CardCache", "call_off", "cores", "raise_if_called_off", "ranks_on_host"]
 
-#: In the store, begins the reason why the ranks cannot meet; a job is hexadecimal, a card a msgpack map.
+#: Prefix of a value in the store that says why the ranks cannot meet. No job name (hexadecimal) and no card (a msgpack
+#: map) begins like that.
 CALLED_OFF = b"off:"
 
-#: Types of what a card says: host, event loop, unix socket, where the store was found, process (namespace, pid, start),
+#: Types of the fields of a card: host, event loop, unix socket, address of the store, process (namespace, pid, start),
 #: host and port of TCP, bytes of a piece in shared memory.
 _CARD = [str, str, str, str, int, int, int, str, int, int]
 
 
 class CardCache:
-    """The cards of one world, which ranks that share a loop need to read only once."""
+    """The cards of one world, decoded once for all ranks that share a loop."""
 
     def __init__(self) -> None:
         self._read: dict[tuple[bytes, ...], Mapping[int, Card]] = {}
@@ -31,7 +32,7 @@ class CardCache:
         """Return the cards in `found`, in rank order.
 
         Raises:
-            RendezvousError: one is no card, or says why the ranks cannot meet.
+            RendezvousError: one is not a card, or says why the ranks cannot meet.
         """
         data = tuple(found)
         cards = self._read.get(data)
@@ -42,13 +43,13 @@ class CardCache:
         return cards
 
 
-def beside(rank: int, cards: Mapping[int, Card]) -> int:
+def ranks_on_host(rank: int, cards: Mapping[int, Card]) -> int:
     """Return how many ranks are on the host of `rank`, itself included."""
     return sum(1 for card in cards.values() if card["host"] == cards[rank]["host"])
 
 
 def _decoded(rank: int, data: bytes) -> Card:
-    """Return the card of `rank`; whoever writes into the store could have written anything."""
+    """Return the card of `rank`, checked: whoever can write to the store could have written anything."""
     try:
         card = msgpack.unpackb(data)
         tcp = card["tcp"] or ("", 0)
@@ -65,17 +66,17 @@ def _decoded(rank: int, data: bytes) -> Card:
             return dict(card)
     except (ValueError, TypeError, KeyError):
         pass
-    raise RendezvousError(f"what rank {rank} published in the store is no address of a rank: {data[:64]!r}")
+    raise RendezvousError(f"rank {rank} published an invalid card in the store: {data[:64]!r}")
 
 
-async def call_off(place: Store, world_size: int, reason: str) -> None:
-    """Let the ranks that meet in `place` find the reason why they cannot, however far they, and others, have come."""
+async def call_off(store: Store, world_size: int, reason: str) -> None:
+    """Publish the reason why the ranks cannot meet under every key that a rank may be waiting for."""
     keys = ["job", *(f"{what}/{rank}" for what in ("card", "tcp") for rank in range(world_size))]
-    await place.multi_set(keys, [CALLED_OFF + reason.encode()] * len(keys))
+    await store.multi_set(keys, [CALLED_OFF + reason.encode()] * len(keys))
 
 
 def raise_if_called_off(data: bytes) -> None:
-    """Give up if a rank has put the reason there."""
+    """Raise if a rank has published there why the ranks cannot meet."""
     if data.startswith(CALLED_OFF):
         raise RendezvousError(data.removeprefix(CALLED_OFF).decode(errors="replace"))
 

@@ -1,4 +1,4 @@
-"""Which rank a process is among those that meet in a store, and that no other process is it."""
+"""Claiming a rank in a store, so that no other process is the same rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["call_off_all", "claim"]
 
 
 async def claim(store: Store, rank: int, world_size: int) -> int:
-    """Take the place of a rank; return how many times the ranks have met on this store, this time included.
+    """Claim a rank; return how many times the ranks have met on this store, this time included.
 
     Raises:
         RendezvousError: others were started with another world size, or another process is that rank.
@@ -34,8 +34,8 @@ async def claim(store: Store, rank: int, world_size: int) -> int:
 
 
 async def call_off_all(store: Store, world_size: int, reason: str) -> None:
-    """Put the reason where the others wait for what they will not get."""
+    """Publish the reason under the key that the others wait for first."""
     times = max([await store.add(f"aiocoll/rank/{rank}", 0) for rank in range(world_size)])
-    place = PrefixStore(f"aiocoll/{times}", store)
+    meeting_store = PrefixStore(f"aiocoll/{times}", store)
     for key in ("job", *(f"card/{rank}" for rank in range(world_size))):
-        await place.compare_set(key, b"", CALLED_OFF + reason.encode())
+        await meeting_store.compare_set(key, b"", CALLED_OFF + reason.encode())

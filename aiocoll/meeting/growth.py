@@ -1,8 +1,9 @@
-"""How newcomers find a group that grows: tickets and seats in the store.
+"""How newcomers find a group that grows: tickets and assignments in the store.
 
-A newcomer takes a ticket, queues with it, and waits for the seat of that number. Rank 0 of the group takes tickets from
-the queue until it has enough, then hands out the seats: where all ranks, old and new, meet as a world of their own. A
-newcomer that gives up takes its own seat away, so exactly one of the two has it.
+A newcomer takes a ticket number, puts it into the queue, and waits for the assignment of that number. Rank 0 of the
+group takes tickets from the queue until it has enough, then stores an assignment for each: a rank in a new world, in
+which all ranks, old and new, meet. A newcomer that gives up stores a mark instead of its assignment; both use
+`compare_set`, so exactly one of the two succeeds.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from aiocoll.errors import RendezvousError, StoreError, StoreTimeoutError
 from aiocoll.runtime import Runtime
 from aiocoll.store import Store
 
-__all__ = ["Assignment", "invite", "take_seat"]
+__all__ = ["Assignment", "await_assignment", "invite"]
 
-#: Keys and queues of those who wait to be taken in; none belongs to a world, whose keys begin with a number.
+#: Keys and queues of newcomers that wait; the keys of a world begin with a number, so none of them is one of these.
 WAITING = "aiocoll/grow/waiting"
 TICKETS = "aiocoll/grow/tickets"
 EPOCHS = "aiocoll/grow/epochs"
-#: Seconds for the tickets to get back into the queue: who grows in vain hears so at once, also if the store is gone.
+#: Seconds to put tickets back into the queue: `grow` that fails shall raise soon, even if the store is gone.
 GIVE_BACK = 1.0
-#: What stands in the seat of a newcomer that has given up.
+#: Stored instead of the assignment of a newcomer that has given up.
 WITHDRAWN = b"withdrawn"
 
 
@@ -33,10 +34,10 @@ class Assignment(NamedTuple):
     """A rank in a world that is about to meet.
 
     Attributes:
-        prefix: of that world's keys in the store.
-        rank: its own.
+        prefix: prefix of that world's keys in the store.
+        rank: the assigned rank.
         world_size: number of ranks, old and new.
-        name: of the group.
+        name: name of the group.
     """
 
     prefix: str
@@ -45,36 +46,36 @@ class Assignment(NamedTuple):
     name: str
 
 
-async def take_seat(store: Store, timeout: float) -> Assignment:
-    """Wait to be taken in by a group that grows.
+async def await_assignment(store: Store, timeout: float) -> Assignment:
+    """Wait until a group that grows assigns this process a rank.
 
     Raises:
         RendezvousError: no group has grown within `timeout` seconds.
     """
     ticket = await store.add(TICKETS, 1)
-    seat = _seat(ticket)
+    key = _key(ticket)
     try:
         await store.queue_push(WAITING, str(ticket).encode())
-        told = await store.get(seat, timeout=timeout)
+        answer = await store.get(key, timeout=timeout)
     except StoreTimeoutError:
-        told = await store.compare_set(seat, b"", WITHDRAWN)
-        if told == WITHDRAWN:
+        answer = await store.compare_set(key, b"", WITHDRAWN)
+        if answer == WITHDRAWN:
             raise RendezvousError(
-                f"no group has taken this process in within {timeout:g} s: join=True waits for all ranks of a group "
-                "to call grow(n), at the same address"
+                f"no group has grown within {timeout:g} s: join=True waits until all ranks of a group call grow(n), "
+                "at the same address"
             ) from None
     except asyncio.CancelledError:
         with contextlib.suppress(StoreError):
-            await store.compare_set(seat, b"", WITHDRAWN)
+            await store.compare_set(key, b"", WITHDRAWN)
         raise
-    return Assignment(*msgpack.unpackb(told))
+    return Assignment(*msgpack.unpackb(answer))
 
 
 async def invite(store: Store, n: int, size: int, name: str, timeout: float) -> Assignment:
-    """Wait for `n` newcomers and give them the ranks from `size` on; return the seat of rank 0.
+    """Wait for `n` newcomers and assign them the ranks from `size` on; return the assignment of rank 0.
 
     Raises:
-        RendezvousError: fewer came within `timeout` seconds; those keep waiting for a later call.
+        RendezvousError: fewer came within `timeout` seconds; these keep waiting for a later call.
     """
     runtime = Runtime.of(asyncio.get_running_loop())
     deadline = runtime.time() + timeout
@@ -82,13 +83,13 @@ async def invite(store: Store, n: int, size: int, name: str, timeout: float) -> 
     try:
         while len(tickets) < n:
             ticket = int(await store.queue_pop(WAITING, timeout=max(0.0, deadline - runtime.time())))
-            if not await store.check([_seat(ticket)]):
+            if not await store.check([_key(ticket)]):
                 tickets.append(ticket)
         epoch = await store.add(EPOCHS, 1)
         head = Assignment(f"aiocoll/grown/{epoch}", 0, size + n, name)
         while tickets:
-            seat = msgpack.packb(head._replace(rank=size + n - len(tickets)))
-            if await store.compare_set(_seat(tickets[0]), b"", seat) == WITHDRAWN:
+            packed = msgpack.packb(head._replace(rank=size + n - len(tickets)))
+            if await store.compare_set(_key(tickets[0]), b"", packed) == WITHDRAWN:
                 tickets[0] = int(await store.queue_pop(WAITING, timeout=max(0.0, deadline - runtime.time())))
             else:
                 tickets.pop(0)
@@ -106,5 +107,5 @@ async def invite(store: Store, n: int, size: int, name: str, timeout: float) -> 
     return head
 
 
-def _seat(ticket: int) -> str:
+def _key(ticket: int) -> str:
     return f"aiocoll/grow/seat/{ticket}"

@@ -1,8 +1,8 @@
 """How groups that have never met find each other: tickets in a store that all of them can reach.
 
-The first rank of each group takes a ticket and puts up what the group is. Everybody reads these cards in the order of
-the tickets until the ranks are as many as there shall be, so all find the same groups, and number them alike. A later
-merger in the same store begins at the next card.
+The first rank of each group takes a ticket number and stores a card of the group under it. Each group reads the cards
+in the order of the tickets until their ranks add up to the requested size, so all find the same groups and number them
+alike. A later merger in the same store begins at the next card.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aiocoll.meeting.growth import WITHDRAWN, Assignment
 from aiocoll.runtime import Runtime
 from aiocoll.store import PrefixStore, Store
 
-__all__ = ["Party", "find_seats"]
+__all__ = ["Party", "find_assignment"]
 
 
 class Party(NamedTuple):
@@ -27,10 +27,10 @@ class Party(NamedTuple):
 
     Attributes:
         lowest: its lowest rank in its job.
-        name: of the group.
-        ticket: that it has taken.
-        ranks: how many it has.
-        size: how many the new group shall have.
+        name: its name.
+        ticket: its ticket number.
+        ranks: number of its ranks.
+        size: requested number of ranks of the new group.
     """
 
     lowest: int
@@ -40,13 +40,13 @@ class Party(NamedTuple):
     size: int
 
 
-async def find_seats(store: Store, party: Party, name: str, timeout: float) -> Assignment:
-    """Wait until enough groups have come; return the seat of this one's first rank.
+async def find_assignment(store: Store, party: Party, name: str, timeout: float) -> Assignment:
+    """Wait until enough groups have come; return the assignment of this one's first rank.
 
     Args:
         store: where the groups meet.
-        party: this rank's group, still without a ticket.
-        name: of the new group; who gives another one is not met.
+        party: this rank's group, its ticket not yet set.
+        name: name of the new group; only groups that give the same name meet.
         timeout: seconds to wait.
 
     Raises:
@@ -54,14 +54,14 @@ async def find_seats(store: Store, party: Party, name: str, timeout: float) -> A
     """
     runtime = Runtime.of(asyncio.get_running_loop())
     deadline = runtime.time() + timeout
-    place = PrefixStore(f"aiocoll/merge/{name}", store)
-    party = party._replace(ticket=await place.add("tickets", 1))
+    scope = PrefixStore(f"aiocoll/merge/{name}", store)
+    party = party._replace(ticket=await scope.add("tickets", 1))
     card = msgpack.packb(party)
     found: list[Party] = []
     try:
-        await place.set(str(party.ticket), card)
+        await scope.set(str(party.ticket), card)
         for number in count(1):
-            told = await place.get(str(number), timeout=max(0.0, deadline - runtime.time()))
+            told = await scope.get(str(number), timeout=max(0.0, deadline - runtime.time()))
             if told == WITHDRAWN:
                 continue
             found.append(Party(*msgpack.unpackb(told)))
@@ -71,7 +71,7 @@ async def find_seats(store: Store, party: Party, name: str, timeout: float) -> A
                 found = []
     except BaseException as error:
         with contextlib.suppress(StoreError):
-            await place.compare_set(str(party.ticket), card, WITHDRAWN)
+            await scope.compare_set(str(party.ticket), card, WITHDRAWN)
         if isinstance(error, StoreTimeoutError):
             raise RendezvousError(
                 f"{_ranks(found)} of {party.size} ranks came within {timeout:g} s, those of {_named(found)}: all "

@@ -1,6 +1,8 @@
-"""From an init method to a group: the only place that joins store, transport and engine.
+"""From an init method to a group: the only package that combines store, transport and engine.
 
 new_group    init method -> store, rank, world size
-home         what the groups of one rank in one job share: store, key, endpoint
-fake         the home of a rank whose peers are not there
+job          what the groups of one rank in one job share: store, key, endpoint
+same_host    which ranks can reach each other's unix sockets
+unmet        why ranks have not met, in words
+dry_run      the job of a rank without peers (backend "fake")
 """

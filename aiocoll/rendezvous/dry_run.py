@@ -2,11 +2,11 @@
 
     pg = await aiocoll.new_group("fake", rank=3, world_size=1024)
 
-Calls check their arguments, take their numbers and return a `Work` as always, and it has ended well already: nothing
-was sent, and arrays hold what they held before (those that the call allocates, anything). Of objects a rank knows only
-its own:
+Calls check their arguments, take their sequence numbers and return a `Work` as always, and it has completed already:
+nothing was sent, and arrays are unchanged (arrays that the call allocates have undefined contents). A rank knows only
+its own objects:
 
-    call                what comes of it
+    call                result
     broadcast_object    `obj` at the root, else None
     allgather_object    `obj` from every rank
     gather_object       `obj` from every rank at the root, else None
@@ -15,9 +15,9 @@ its own:
     recv_object         None
     recv, recv_anysource, recv_object    from the rank asked for, else from the lowest other one
 
-`incoming` waits until the group is closed, `shrink` and `grow` find everybody willing.
+`incoming` waits until the group is closed; `shrink` and `grow` succeed as if all ranks called them.
 
-Cost: a group of 100,000 ranks takes about 0.05 s and 25 MB; a call as long as its arguments take to check.
+Cost: a group of 100,000 ranks takes about 0.05 s and 25 MB; a call takes the time of checking its arguments.
 """
 
 from __future__ import annotations
@@ -92,13 +92,13 @@ class World:
         return Assignment("", self._endpoint.rank, size + n, name)
 
     async def meet_anew(
-        self, seat: Assignment, limit: float, spec: GroupSpec, store: Store | None = None
+        self, assignment: Assignment, limit: float, spec: GroupSpec, store: Store | None = None
     ) -> ProcessGroup:
         """Make a group with others."""
-        return World(seat.rank, seat.world_size, spec.options).group(spec)
+        return World(assignment.rank, assignment.world_size, spec.options).group(spec)
 
-    async def call_off(self, seat: Assignment, reason: str, store: Store | None = None) -> None:
-        """Nobody waits."""
+    async def call_off(self, assignment: Assignment, reason: str, store: Store | None = None) -> None:
+        """Do nothing: there are no newcomers."""
 
     async def release(self) -> None:
         """A group is closed."""
@@ -113,7 +113,7 @@ def _tuning(options: GroupOptions) -> Tuning:
 
 
 class _Nowhere(Endpoint):
-    """An endpoint that reaches nobody, and has one channel for all of them."""
+    """An endpoint without peers, with one channel for all ranks."""
 
     def __init__(self, runtime: Runtime, rank: int, world_size: int) -> None:
         super().__init__(runtime, MemoryTransport(Hub(runtime), rank), rank, world_size, 0.0, False)
@@ -149,14 +149,14 @@ class _One(Channels):
 
 
 class _Unanimous(Agreements):
-    """Decisions in which everybody agrees with this rank."""
+    """Decisions in which all ranks agree with this rank."""
 
     def voter(self, identity: int, number: int, ranks: Sequence[int]) -> Voter:
         return self.voters.setdefault((identity, number), _Willing(self.parts, identity, number, ranks))
 
 
 class _Silent(ControlPlane):
-    """A control plane without links: all it would say is lost."""
+    """A control plane without links: what it would send is dropped."""
 
     def tell(self, rank: int, message: ControlMessage) -> None:
         pass
@@ -166,7 +166,7 @@ class _Silent(ControlPlane):
 
 
 class _Willing(Voter):
-    """Everybody agrees with this rank."""
+    """A voter whose peers agree with this rank."""
 
     async def shrink(self, exclude: Iterable[int], assume_dead: Iterable[int], completed: dict[str, Any]) -> Outcome:
         self.go_on()

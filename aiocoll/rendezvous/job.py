@@ -1,4 +1,4 @@
-"""The home of one rank in one job: its store and its endpoint, made by the first group and shared by all of them."""
+"""`Job`: one rank in one job, with its store and endpoint, made by the first group and shared by all groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, S
 from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.log import logger
-from aiocoll.meeting.cards import CALLED_OFF, CardCache, beside, call_off, cores, raise_if_called_off
+from aiocoll.meeting.cards import CALLED_OFF, CardCache, call_off, cores, raise_if_called_off, ranks_on_host
 from aiocoll.meeting.claim import call_off_all, claim
 from aiocoll.meeting.growth import Assignment, invite
 from aiocoll.meeting.store_handle import StoreHandle
@@ -36,12 +36,12 @@ from aiocoll.tuning import from_wire, load, to_wire
 __all__ = ["Job", "shared"]
 
 
-#: Seconds before a lost store is looked for again: long enough not to load the host, short beside any timeout.
+#: Seconds before reconnecting to a lost store: long enough not to load the host, short compared to any timeout.
 PAUSE = 0.05
-#: Seconds for the question who is missing, when the time to meet is over, and for the word that nobody will come.
+#: Seconds to ask the store which ranks are missing after a timeout, and to publish that the ranks cannot meet.
 LAST_LOOK = 1.0
 
-#: Homes by (loop, rendezvous, rank) and hubs by (loop, job): a second group finds what the first one made.
+#: Jobs by (loop, rendezvous, rank) and hubs by (loop, job): a second group finds what the first one made.
 shared: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
 
 
@@ -49,9 +49,9 @@ class Job:
     """One rank in one job on one loop.
 
     Args:
-        identity: its place in `shared`, which it gives up with its last group.
-        place: the store where the ranks meet.
-        prefix: of this world's keys in it; None for the first world of the store.
+        identity: its key in `shared`, removed with its last group.
+        store_handle: the store where the ranks meet.
+        prefix: prefix of this world's keys in it; None for the first world of the store.
         rank: this rank.
         world_size: number of ranks.
         options: resolved options of the first group.
@@ -59,13 +59,13 @@ class Job:
         timeout: seconds the ranks have to meet.
     """
 
-    #: The other ranks are there.
+    #: Not a dry run: the other ranks exist.
     dry = False
 
     def __init__(
         self,
         identity: tuple[Any, ...],
-        place: StoreHandle,
+        store_handle: StoreHandle,
         prefix: str | None,
         rank: int,
         world_size: int,
@@ -77,7 +77,7 @@ class Job:
         self.world_size = world_size
         self.endpoint: Endpoint | None = None
         self._identity = identity
-        self._place = place
+        self._store_handle = store_handle
         self._prefix = prefix
         self._options = options
         self._key = key
@@ -87,18 +87,18 @@ class Job:
         self._hub: Hub | None = None
         self._tuning = Tuning()
         self._opening = asyncio.Lock()
-        self._book: CardCache | None = None
-        # How far it has come: where it waits for which keys, in the order of the ranks that publish them; then links.
+        self._cards: CardCache | None = None
+        # What meeting waits for: keys in a store, in the order of the ranks that publish them; then links.
         self._awaited: tuple[Store, list[str]] | None = None
         self._stream: StreamTransport | None = None
         self._joining: Endpoint | None = None
         self._members = 0
-        place.hold()
+        store_handle.hold()
         self._made = 0
         self._names: dict[str, int] = {}
 
     async def group(self, spec: GroupSpec) -> ProcessGroup:
-        """Make a group of all ranks; the first one opens the home."""
+        """Make a group of all ranks; the first one meets the other ranks."""
         self._members += 1
         try:
             async with self._opening:
@@ -114,7 +114,7 @@ class Job:
         name = f"world:{self._made - 1}" if spec.name is None else spec.name
         if any(group.name == name for group in endpoint.groups.values()):
             raise ValueError(f"name={name!r} is the name of an open group; give every group its own")
-        # A name may come back after its group was closed: frames of the old one must not reach the new one.
+        # A name may be used again after its group was closed: frames of the old one must not reach the new one.
         again = self._names[name] = self._names.get(name, -1) + 1
         identity = endpoint.hash62(f"{name}\0{again}") & 0xFFFFFFFF
         return self._form(endpoint, identity, range(self.world_size), spec._replace(name=name))
@@ -138,7 +138,7 @@ class Job:
         return group
 
     async def release(self) -> None:
-        """A group of this home is closed; the last one closes the home."""
+        """A group was closed; the last one closes endpoint and store."""
         self._members -= 1
         if self._members:
             return
@@ -149,43 +149,45 @@ class Job:
                 endpoint, self.endpoint = self.endpoint, None
                 await endpoint.aclose()
         finally:
-            await self._place.drop()
+            await self._store_handle.drop()
 
     # -- growing
 
     async def invite(self, n: int, size: int, name: str, timeout: float) -> Assignment:
-        """Give `n` newcomers the ranks from `size` on; return this rank's seat among them."""
-        return await invite(self._place.store, n, size, name, timeout)
+        """Assign `n` newcomers the ranks from `size` on; return this rank's assignment."""
+        return await invite(self._store_handle.store, n, size, name, timeout)
 
     async def meet_anew(
-        self, seat: Assignment, limit: float, spec: GroupSpec, store: Store | None = None
+        self, assignment: Assignment, limit: float, spec: GroupSpec, store: Store | None = None
     ) -> ProcessGroup:
-        """Meet newcomers in a world of its own, in which nothing of an older one is heard."""
-        place = self._place if store is None else StoreHandle(store, lambda: store, False)
-        home = Job(
-            (*self._identity, seat.prefix),
-            place,
-            seat.prefix,
-            seat.rank,
-            seat.world_size,
+        """Meet newcomers in a new world, which receives nothing from older ones."""
+        handle = self._store_handle if store is None else StoreHandle(store, lambda: store, False)
+        job = Job(
+            (*self._identity, assignment.prefix),
+            handle,
+            assignment.prefix,
+            assignment.rank,
+            assignment.world_size,
             self._options,
             self._key,
             limit,
         )
-        return await home.group(spec)
+        return await job.group(spec)
 
-    async def call_off(self, seat: Assignment, reason: str, store: Store | None = None) -> None:
-        """Tell newcomers that have a seat beside this one why nobody will meet them; a store that is gone cannot."""
-        place = PrefixStore(f"{seat.prefix}/aiocoll/1", self._place.store if store is None else store)
+    async def call_off(self, assignment: Assignment, reason: str, store: Store | None = None) -> None:
+        """Publish to newcomers of the same world why the ranks cannot meet, if the store is still there."""
+        meeting_store = PrefixStore(
+            f"{assignment.prefix}/aiocoll/1", self._store_handle.store if store is None else store
+        )
         with contextlib.suppress(StoreError, TimeoutError):
             async with asyncio.timeout(LAST_LOOK):
-                await call_off(place, seat.world_size, reason)
+                await call_off(meeting_store, assignment.world_size, reason)
 
     # -- meeting
 
     @property
     def _store(self) -> Store:
-        store = self._place.store
+        store = self._store_handle.store
         return store if self._prefix is None else PrefixStore(self._prefix, store)
 
     async def _open(self) -> Endpoint:
@@ -204,14 +206,14 @@ class Job:
             await asyncio.wait([warning])
 
     async def _warn(self) -> None:
-        """Say once whom this rank waits for."""
+        """Log once which ranks this rank waits for."""
         after = self._options.warn_after
         if after != float("inf"):
             await self._runtime.sleep(after)
             logger.warning("%s; waiting on", await self._unmet(after), extra={"rank": self.rank})
 
     async def _unmet(self, seconds: float) -> str:
-        """Say why the ranks have not met in so many seconds."""
+        """Return why the ranks have not met in so many seconds."""
         trouble = self._store.trouble
         if missing := await self._missing():
             return f"rank {self.rank} waited {seconds:g} s for {not_come(missing, self.world_size, trouble)}"
@@ -219,13 +221,13 @@ class Job:
         return f"rank {self.rank} of {self.world_size} did not meet the others within {seconds:g} s: {why}"
 
     async def _missing(self) -> list[int]:
-        """Return the ranks that have not published what this one waits for; [] if the store does not tell."""
+        """Return the ranks that have not published what this one waits for; [] if the store does not answer."""
         if self._awaited is None:
             return []
-        place, keys = self._awaited
+        store, keys = self._awaited
         try:
             async with asyncio.timeout(LAST_LOOK):
-                return [rank for rank, key in enumerate(keys) if not await place.check([key])]
+                return [rank for rank, key in enumerate(keys) if not await store.check([key])]
         except (StoreError, TimeoutError):
             return []
 
@@ -234,36 +236,40 @@ class Job:
             try:
                 return await self._meet_once()
             except StoreUnavailableError as error:
-                # The ranks may have met before on a store whose last user closes it just now: there is a new one soon.
-                if self._prefix is not None or not self._place.replaceable or isinstance(error, AuthenticationError):
+                # The ranks may have met before on a store that its last user is closing: there is a new one soon.
+                if (
+                    self._prefix is not None
+                    or not self._store_handle.replaceable
+                    or isinstance(error, AuthenticationError)
+                ):
                     raise
                 logger.debug(
-                    "rank %d lost the store and looks for a new one: %s", self.rank, error, extra={"rank": self.rank}
+                    "rank %d lost the store and connects again: %s", self.rank, error, extra={"rank": self.rank}
                 )
-                await self._place.store.aclose()
+                await self._store_handle.store.aclose()
                 await self._runtime.sleep(PAUSE)
-                self._place.reopen()
+                self._store_handle.reopen()
 
     async def _meet_once(self) -> Endpoint:
         generation = await claim(self._store, self.rank, self.world_size)
         tuning = await self._tune() if self.rank == 0 else None
-        place = PrefixStore(f"aiocoll/{generation}", self._store)
-        self._awaited = place, ["job"]
-        job = await self._job(place)
-        self._book = shared.setdefault((id(self._loop), "cards", job), CardCache())
+        store = PrefixStore(f"aiocoll/{generation}", self._store)
+        self._awaited = store, ["job"]
+        job = await self._job(store)
+        self._cards = shared.setdefault((id(self._loop), "cards", job), CardCache())
         stream, card = await self._listen(job)
         self._stream = stream
         if self.rank == 0:
             card |= {"medium": self._medium, "tuning": None if tuning is None else to_wire(tuning, cores())}
         transport: Transport = stream
-        # A peer that is ahead of us may connect before there is an endpoint to take its link.
+        # A peer may connect before this rank has an endpoint to accept its link.
         early: list[Link] = []
         transport.accepted = early.append
         try:
-            card |= await self._tell_hosts_apart(place, stream)
-            cards = await self._exchange(place, "card", card)
-            told = from_wire(cards[0].get("tuning"), cards[0].get("medium"), beside(0, cards))
-            transport, cards = await self._settle(place, stream, job, cards)
+            card |= await self._tell_hosts_apart(store, stream)
+            cards = await self._exchange(store, "card", card)
+            told = from_wire(cards[0].get("tuning"), cards[0].get("medium"), ranks_on_host(0, cards))
+            transport, cards = await self._settle(store, stream, job, cards)
             self._tuning = told.over("tcp") if cards[0]["tcp"] else told
             endpoint = Endpoint(
                 self._runtime, transport, self.rank, self.world_size, self._spin(cards), self._crowded(cards)
@@ -278,16 +284,16 @@ class Job:
                 link.close()
             await transport.aclose()
             raise
-        await place.set(f"member/{self.rank}", b"in")
+        await store.set(f"member/{self.rank}", b"in")
         return endpoint
 
     @property
     def _medium(self) -> Medium:
-        """What carries most messages if all ranks are on one host; a link that cannot be had so is only slower."""
+        """The medium of most messages if all ranks are on one host; links that cannot use it are only slower."""
         return "shm" if self._options.transport in ("auto", "shm") else "unix"
 
     async def _tune(self) -> Tuning | None:
-        """Read what was measured, if anything; a run on a virtual clock must not depend on the machine."""
+        """Read the tuning file, if any; a run on a virtual clock must not depend on the machine."""
         if self._options.tuning is None and not self._runtime.may_listen:
             return None
         try:
@@ -296,11 +302,11 @@ class Job:
             await call_off_all(self._store, self.world_size, f"rank 0 could not join: {error}")
             raise
 
-    async def _job(self, place: Store) -> str:
-        """Agree on a name no other job has, so that a stale rank cannot connect."""
+    async def _job(self, store: Store) -> str:
+        """Agree on a name that no other job has, so that a rank of an older job cannot connect."""
         if self.rank == 0:
-            await place.set("job", self._runtime.random_bytes(16).hex().encode())
-        job = await place.get("job", timeout=self._timeout)
+            await store.set("job", self._runtime.random_bytes(16).hex().encode())
+        job = await store.get("job", timeout=self._timeout)
         raise_if_called_off(job)
         return job.decode(errors="replace")
 
@@ -319,17 +325,17 @@ class Job:
         card = await transport.listen() if self._runtime.may_listen else transport.card
         return transport, {**card, "loop": f"{os.getpid()}/{id(self._loop)}", "store": self._store.reached}
 
-    async def _tell_hosts_apart(self, place: Store, stream: StreamTransport) -> Card:
+    async def _tell_hosts_apart(self, store: Store, stream: StreamTransport) -> Card:
         try:
-            return await tell_hosts_apart(place, stream, trusted=self._key is not None)
+            return await tell_hosts_apart(store, stream, trusted=self._key is not None)
         except AuthenticationError as error:
             await call_off_all(self._store, self.world_size, str(error))
             raise
 
     async def _settle(
-        self, place: Store, stream: StreamTransport, job: str, cards: Mapping[int, Card]
+        self, store: Store, stream: StreamTransport, job: str, cards: Mapping[int, Card]
     ) -> tuple[Transport, Mapping[int, Card]]:
-        """Choose the transport from what all ranks have published, alike on all of them."""
+        """Choose the transport from the cards, so that all ranks choose the same."""
         options = self._options
         if options.transport == "auto" and len({card.get("loop") for card in cards.values()}) == 1:
             await stream.aclose()
@@ -347,30 +353,30 @@ class Job:
             )
         if options.transport == "tcp" or hosts > 1:
             stores = {rank: card["store"] for rank, card in cards.items()}
-            cards = await self._exchange(place, "tcp", await self._listen_tcp(place, stream, stores, hosts == 1))
+            cards = await self._exchange(store, "tcp", await self._listen_tcp(store, stream, stores, hosts == 1))
         return stream, cards
 
-    async def _listen_tcp(self, place: Store, stream: StreamTransport, stores: Mapping[int, str], alone: bool) -> Card:
+    async def _listen_tcp(self, store: Store, stream: StreamTransport, stores: Mapping[int, str], alone: bool) -> Card:
         options = self._options
         try:
             host, told = find_route(self.rank, stores, options.interface, options.bind, together=alone)
             return await stream.listen_tcp(host, told)
         except (AiocollError, ValueError) as error:
-            await place.set(f"tcp/{self.rank}", CALLED_OFF + f"rank {self.rank} could not join: {error}".encode())
+            await store.set(f"tcp/{self.rank}", CALLED_OFF + f"rank {self.rank} could not join: {error}".encode())
             raise
 
-    async def _exchange(self, place: Store, what: str, card: Card) -> Mapping[int, Card]:
-        """Publish `card`; return everybody's."""
-        assert self._book is not None
+    async def _exchange(self, store: Store, what: str, card: Card) -> Mapping[int, Card]:
+        """Publish `card`; return the cards of all ranks."""
+        assert self._cards is not None
         keys = [f"{what}/{rank}" for rank in range(self.world_size)]
-        self._awaited = place, keys
-        await place.set(keys[self.rank], msgpack.packb(card))
-        return self._book.read(await place.multi_get(keys, timeout=self._timeout))
+        self._awaited = store, keys
+        await store.set(keys[self.rank], msgpack.packb(card))
+        return self._cards.read(await store.multi_get(keys, timeout=self._timeout))
 
     def _spin(self, cards: Mapping[int, Card]) -> float:
-        """Polling is in vain for what another rank of this process has to do."""
+        """Return the seconds to poll: 0 if a peer is in this process, since polling would keep it from running."""
         alone = all(rank == self.rank or card["process"] != cards[self.rank]["process"] for rank, card in cards.items())
         return self._options.spin_us / 1e6 if alone else 0.0
 
     def _crowded(self, cards: Mapping[int, Card]) -> bool:
-        return beside(self.rank, cards) > cores()
+        return ranks_on_host(self.rank, cards) > cores()

@@ -16,7 +16,7 @@ from aiocoll.errors import GroupError, RendezvousError
 from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.group.reconfigurer import ADOPTED
-from aiocoll.meeting.growth import take_seat
+from aiocoll.meeting.growth import await_assignment
 from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.numerals import parse_int
 from aiocoll.options import GroupOptions, job_key, seconds
@@ -27,7 +27,7 @@ from aiocoll.transport.stream.addresses import parse_endpoint
 
 __all__ = ["new_group"]
 
-#: Keys found in the environment, by job: they are removed from it when found, and later groups need them too.
+#: Keys found in the environment, by job: they are removed there when found, and later groups need them too.
 _keys: dict[str, bytes] = {}
 
 
@@ -44,7 +44,7 @@ class new_group:
         timeout: seconds the ranks have to meet, and that an operation may take by default.
         device: a kind of device that the backend serves, or None.
         name: name of the group, the same on all ranks; by default numbered in the order of the calls.
-        join: become a rank of a group that is there, whose ranks call `ProcessGroup.grow`; it gives the rank.
+        join: become a rank of an existing group whose ranks call `ProcessGroup.grow`; the group assigns the rank.
         options: see `GroupOptions`.
 
     Returns:
@@ -52,8 +52,8 @@ class new_group:
 
     Raises:
         ValueError, TypeError: an argument or a variable is missing or wrong.
-        RendezvousError: the ranks did not meet; names those that are missing.
-        AuthenticationError: another process is not of this job, or addresses off this host are used without a key.
+        RendezvousError: the ranks did not meet; the message names the missing ranks.
+        AuthenticationError: another process is not of this job, or a rank on another host needs a job key.
 
     Cost: for the first group of a job a few round trips to the store and one connection per rank; two ranks connect
         when they first need it. Later groups of the same ranks share connections.
@@ -95,7 +95,7 @@ class new_group:
         self._join = join
         if join:
             if (rank, world_size, name) != (None, None, None) or self._backend != Backend.AIO:
-                raise ValueError("join=True: leave out rank, world_size, name and backend, which the group gives")
+                raise ValueError("join=True: leave out rank, world_size, name and backend, which the group assigns")
             self._where = _where(init_method, store, 0, 1, os.environ)._replace(world_size=0, hosted=True)
         elif self._backend == Backend.FAKE:
             self._where = _nowhere(rank, world_size, os.environ)
@@ -124,44 +124,46 @@ class new_group:
         if self._backend == Backend.FAKE:
             return self._make_fake(options)
         identity = (id(loop), where.identity, where.rank)
-        home = shared.get(identity)
-        if home is None:
-            home = shared[identity] = self._home(identity, options)
-        elif home.world_size != where.world_size:
-            raise ValueError(f"world_size={where.world_size}, but the groups of this job have {home.world_size} ranks")
-        return await home.group(GroupSpec(self._name, self._timeout, options, self._devices))
+        job = shared.get(identity)
+        if job is None:
+            job = shared[identity] = self._job(identity, options)
+        elif job.world_size != where.world_size:
+            raise ValueError(f"world_size={where.world_size}, but the groups of this job have {job.world_size} ranks")
+        return await job.group(GroupSpec(self._name, self._timeout, options, self._devices))
 
     async def _join_group(self, options: GroupOptions) -> ProcessGroup:
-        place, timeout = self._place(options), self._timeout
-        place.hold()
+        store_handle, timeout = self._open_store_handle(options), self._timeout
+        store_handle.hold()
         try:
-            seat = await take_seat(place.store, timeout)
-            identity = (id(place), seat.prefix, seat.rank)
+            assignment = await await_assignment(store_handle.store, timeout)
+            identity = (id(store_handle), assignment.prefix, assignment.rank)
             key = _key(options, self._where.job)
-            home = Job(identity, place, seat.prefix, seat.rank, seat.world_size, options, key, timeout)
-            group = await home.group(GroupSpec(seat.name, timeout, options))
+            job = Job(
+                identity, store_handle, assignment.prefix, assignment.rank, assignment.world_size, options, key, timeout
+            )
+            group = await job.group(GroupSpec(assignment.name, timeout, options))
             try:
                 await group.broadcast_object(None, 0, key=ADOPTED)
             except BaseException as error:
                 await group.shutdown()
                 if isinstance(error, GroupError):
                     raise RendezvousError(
-                        f"the group that was to take this process in has not grown: {error}"
+                        f"the group that assigned this process a rank failed to grow: {error}"
                     ) from error
                 raise
             return group
         finally:
-            await place.drop()
+            await store_handle.drop()
 
-    def _place(self, options: GroupOptions) -> StoreHandle:
+    def _open_store_handle(self, options: GroupOptions) -> StoreHandle:
         where, key = self._where, _key(options, self._where.job)
         return StoreHandle(where.store, lambda: where.open(self._timeout, key, options.bind), where.hosts)
 
-    def _home(self, identity: tuple[Any, ...], options: GroupOptions) -> Job:
+    def _job(self, identity: tuple[Any, ...], options: GroupOptions) -> Job:
         where = self._where
         key = _key(options, where.job)
-        place = self._place(options)
-        return Job(identity, place, None, where.rank, where.world_size, options, key, self._timeout)
+        store_handle = self._open_store_handle(options)
+        return Job(identity, store_handle, None, where.rank, where.world_size, options, key, self._timeout)
 
     async def _make_by(self, factory: Callable[..., Any], options: GroupOptions) -> ProcessGroup:
         where = self._where
@@ -191,7 +193,7 @@ def _key(options: GroupOptions, job: str) -> bytes | None:
 
 
 class _Where(NamedTuple):
-    """Where and as whom this rank meets the others; a newcomer learns its numbers there, and has 0 for both."""
+    """Where this rank meets the others, and its rank and world size (0 for a newcomer, which is assigned them)."""
 
     identity: Any
     rank: int
@@ -209,7 +211,7 @@ class _Where(NamedTuple):
         return self.scheme == "tcp" and self.rank == 0 and not self.hosted
 
     def open(self, timeout: float, key: bytes | None, bind: str | None) -> Store:
-        """Return the store of an init method."""
+        """Open the store of the init method."""
         if self.scheme == "file":
             return FileStore(self.host, self.world_size or None)
         return TCPStore(
@@ -229,28 +231,28 @@ def _where(
     init_method: str | None, store: Store | None, rank: int | None, world_size: int | None, env: Mapping[str, str]
 ) -> _Where:
     if store is not None:
-        place = _numbers(rank, world_size, {}, "with store=")
-        return _Where(("store", id(store)), *place, store, "store", "", 0, True, "")
+        numbers = _numbers(rank, world_size, {}, "with store=")
+        return _Where(("store", id(store)), *numbers, store, "store", "", 0, True, "")
     method = "env://" if init_method is None else init_method
     parts = urlsplit(method)
     job = env.get("AIOCOLL_JOB_ID", "")
     if parts.scheme == "env":
-        place = _numbers(rank, world_size, env, "with init_method='env://'")
+        numbers = _numbers(rank, world_size, env, "with init_method='env://'")
         host, port, hosted = _from_environment(env)
-        return _Where((method, host, port, job), *place, None, "tcp", host, port, hosted, job)
-    place = _numbers(rank, world_size, {}, f"with init_method={method!r}")
+        return _Where((method, host, port, job), *numbers, None, "tcp", host, port, hosted, job)
+    numbers = _numbers(rank, world_size, {}, f"with init_method={method!r}")
     if parts.scheme == "tcp":
         host, port = parse_endpoint(parts.netloc)
-        return _Where((method, job), *place, None, "tcp", host, port, False, job)
+        return _Where((method, job), *numbers, None, "tcp", host, port, False, job)
     if parts.scheme == "file" and parts.path and not parts.netloc:
-        return _Where((method, job), *place, None, "file", parts.path, 0, False, job)
+        return _Where((method, job), *numbers, None, "file", parts.path, 0, False, job)
     raise ValueError(f"init_method={method!r} must be env://, tcp://host:port or file:///path")
 
 
 def _nowhere(rank: int | None, world_size: int | None, env: Mapping[str, str]) -> _Where:
-    """Return where the ranks of a dry run meet, which need not meet."""
-    place = _numbers(rank, world_size, env, "with backend='fake'")
-    return _Where(None, *place, None, "", "", 0, True, "")
+    """Return rank and world size of a dry run, which needs no store."""
+    numbers = _numbers(rank, world_size, env, "with backend='fake'")
+    return _Where(None, *numbers, None, "", "", 0, True, "")
 
 
 def _numbers(rank: int | None, world_size: int | None, env: Mapping[str, str], when: str) -> tuple[int, int]:
@@ -265,7 +267,7 @@ def _numbers(rank: int | None, world_size: int | None, env: Mapping[str, str], w
 
 
 def _number(name: str, value: int | None, env: Mapping[str, str], when: str) -> tuple[str, int]:
-    """Return an argument, or the variable that stands for it, and what to call it in errors."""
+    """Return an argument, or else its variable, and its name for error messages."""
     variable = name.upper()
     if value is not None:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -282,9 +284,9 @@ def _number(name: str, value: int | None, env: Mapping[str, str], when: str) -> 
 
 
 def _from_environment(env: Mapping[str, str]) -> tuple[str, int, bool]:
-    """Return host and port of the store, and whether somebody else hosts it."""
+    """Return host and port of the store, and whether a launcher hosts it."""
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "AIOCOLL_PORT" not in env:
-        # The port belongs to the agent of torchrun, which speaks another protocol.
+        # The port is that of torchrun's agent, which uses another protocol.
         if env.get("LOCAL_WORLD_SIZE") != env.get("WORLD_SIZE"):
             raise RendezvousError(
                 "under torchrun on several hosts set AIOCOLL_PORT to a port that is free on the master"

@@ -1,7 +1,7 @@
-"""Which ranks share a host, tried out: two that say so may still not reach each other's unix sockets.
+"""Which ranks share a host, tested by connecting: two with the same host name may not reach each other's unix sockets.
 
-They may run as different users, or on virtual machines copied from one snapshot, which believe to be one. Then they are
-on two hosts for all that follows: they reach each other by TCP, and prove the job key there.
+They may run as different users, or on virtual machines copied from one snapshot, which have the same identity. Then
+they count as two hosts: they connect by TCP, and prove the job key there.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from aiocoll.transport.stream.transport import StreamTransport
 __all__ = ["tell_hosts_apart"]
 
 
-async def tell_hosts_apart(place: Store, stream: StreamTransport, *, trusted: bool) -> Card:
-    """Find the ranks of this host; return what this rank's card says of it.
+async def tell_hosts_apart(store: Store, stream: StreamTransport, *, trusted: bool) -> Card:
+    """Find the ranks of this host; return the fields of this rank's card that describe the host.
 
-    The first rank of a host puts its unix socket into the store, and the others try it. Those that cannot reach it have
-    a first rank of their own, and so on, so that ranks which do reach each other stay together.
+    The first rank of a host publishes its unix socket in the store, and the others connect to it. Those that cannot
+    reach it repeat this with another first rank, and so on, so that ranks that reach each other stay on one host.
 
     Args:
-        place: where the ranks meet.
-        stream: listens; its card names the host it believes to be on.
-        trusted: there is a job key, so that TCP may connect what the kernel keeps apart.
+        store: where the ranks meet.
+        stream: the listening transport; its card has the host name.
+        trusted: there is a job key, so that TCP may connect ranks whose unix sockets cannot.
 
     Raises:
-        AuthenticationError: without a key, another user's ranks stay out.
+        AuthenticationError: ranks of another user, and there is no key.
     """
     claimed, own = stream.card["host"], stream.card["unix"]
     troubles: list[str] = []
     for number in count() if own else ():
-        first = (await place.compare_set(f"unix/{claimed}/{number}", b"", own.encode())).decode(errors="replace")
+        first = (await store.compare_set(f"unix/{claimed}/{number}", b"", own.encode())).decode(errors="replace")
         try:
             trouble = None if first == own else await stream.try_unix(first)
         except AuthenticationError as error:

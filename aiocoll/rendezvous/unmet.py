@@ -1,4 +1,4 @@
-"""Why ranks have not met: in words, for errors and warnings."""
+"""Why ranks have not met, in words for errors and warnings."""
 
 from __future__ import annotations
 
@@ -12,30 +12,28 @@ __all__ = ["not_come", "not_connected"]
 
 
 def not_come(missing: Sequence[int], world_size: int, drawback: str | None) -> str:
-    """Name the ranks of which nothing is in the store; `drawback` is why some may not reach it."""
+    """Name the ranks that have published nothing in the store; `drawback` is why some may not reach it."""
     who = ", ".join(map(str, missing))
     because = f" ({drawback})" if drawback else ""
-    return (
-        f"rank(s) {who} of {world_size}, which have not come: are they running, with the same master address?{because}"
-    )
+    return f"rank(s) {who} of {world_size}: are they running with the same master address?{because}"
 
 
 def not_connected(endpoint: Endpoint | None, transport: StreamTransport | None) -> str:
-    """Say which connection is missing, when all ranks have come: between whom, where, and what is known of it."""
+    """Return which connection is missing when all ranks have published their cards: between whom, where, and why."""
     if transport is not None and (trouble := transport.trouble):
         return trouble
     if endpoint is None:
-        return "all have come, but not all have said where they can be reached"
+        return "all ranks have come, but not all have published their addresses"
     hub, rank = endpoint.control.hub, endpoint.rank
     if rank != hub:
-        return f"rank {hub} has not heard from all others: see what it says"
-    absent = ", ".join(f"{each} (at {_place(endpoint.cards, each)})" for each in endpoint.control.absent())
+        return f"rank {hub} has not connected to all others: see its message"
+    absent = ", ".join(f"{each} (at {_address(endpoint.cards, each)})" for each in endpoint.control.absent())
     return (
-        f"rank(s) {absent} have not connected to rank {rank} at {_place(endpoint.cards, rank)}: do they run, and do "
+        f"rank(s) {absent} have not connected to rank {rank} at {_address(endpoint.cards, rank)}: do they run, and do "
         "firewalls let them?"
     )
 
 
-def _place(cards: Mapping[int, Card], rank: int) -> str:
+def _address(cards: Mapping[int, Card], rank: int) -> str:
     card = cards[rank]
     return f"{card['tcp'][0]} port {card['tcp'][1]}" if card["tcp"] else f"unix socket {card['unix']}"

@@ -67,10 +67,10 @@ def test_what_is_short_is_read_at_once() -> None:
 def test_every_truncation_and_extension_is_refused_in_steps_too() -> None:
     data = dumps([b"x" * STEP, SAMPLE])
     for length in range(STEP, len(data)):
-        with pytest.raises(SerializationError, match=f"{length} bytes are no object"):
+        with pytest.raises(SerializationError, match=f"{length} bytes are not a valid object"):
             steps_of(data[:length])
     for more in (b"\xc0", bytes(STEP), bytes(3 * STEP)):
-        with pytest.raises(SerializationError, match=f"{len(data) + len(more)} bytes are no object"):
+        with pytest.raises(SerializationError, match=f"{len(data) + len(more)} bytes are not a valid object"):
             steps_of(data + more)
     with pytest.raises(SerializationError, match=f"takes {len(data)} bytes, max_bytes is 100"):
         steps_of(data, max_bytes=100)
@@ -96,7 +96,7 @@ def test_pickles_need_both_sides_in_steps_too() -> None:
     obj = [b"x" * STEP, Ellipsis]
     data = dumps(obj, allow_pickle=True)
     assert steps_of(data, allow_pickle=True)[1] == obj
-    with pytest.raises(SerializationError, match="allow_pickle=True on all of them"):
+    with pytest.raises(SerializationError, match="allow_pickle=True on every rank"):
         steps_of(data)
 
 

@@ -198,7 +198,7 @@ def nested(depth: int, wrap: Any) -> Any:
 def test_nesting_is_bounded(wrap: Any) -> None:
     deepest = nested(MAX_DEPTH, wrap)
     assert same(loads(dumps([[deepest]][0][0])), deepest)
-    with pytest.raises(SerializationError, match="more than 256 containers inside each other"):
+    with pytest.raises(SerializationError, match="containers are nested deeper than 256"):
         dumps(wrap(deepest))
 
 
@@ -245,7 +245,7 @@ def test_pickle_needs_both_sides() -> None:
     obj = {"a": [Picklable(7), Colour.RED, Point(1, 2), (1, 2)]}
     data = dumps(obj, allow_pickle=True)
     assert same(loads(data, allow_pickle=True), obj)
-    with pytest.raises(SerializationError, match="allow_pickle=True on all of them"):
+    with pytest.raises(SerializationError, match="allow_pickle=True on every rank"):
         loads(data)
     with pytest.raises(SerializationError, match=r"obj\[0\]: pickle refuses .*Local"):
         dumps([type("Local", (), {"__reduce__": lambda self: 1 / 0})()], allow_pickle=True)

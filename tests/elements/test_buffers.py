@@ -238,7 +238,7 @@ def test_dlpack_that_numpy_cannot_take() -> None:
         def __dlpack__(self, **options: Any) -> object:
             raise BufferError("bfloat16 is not for you")
 
-    with pytest.raises(TypeError, match="x: NumPy cannot take this Odd through DLPack: bfloat16 is not for you"):
+    with pytest.raises(TypeError, match="x: NumPy cannot import this Odd by DLPack: bfloat16 is not for you"):
         view(Odd(np.ones(1)), name="x")
 
 
@@ -287,7 +287,7 @@ def test_big_ints(value: int) -> None:
 @pytest.mark.parametrize("value", [None, "3", [3], np.ones(1)])
 def test_what_is_not_a_number(value: Any) -> None:
     assert not is_scalar(value)
-    with pytest.raises(TypeError, match=f"a number is expected, not {type(value).__name__}"):
+    with pytest.raises(TypeError, match=f"expected a number, not {type(value).__name__}"):
         scalar(value)
 
 

@@ -92,5 +92,5 @@ def test_an_array_that_does_not_convert_itself() -> None:
         def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
             raise TypeError("it was traced by jit")
 
-    with pytest.raises(TypeError, match="x: NumPy cannot take this Traced: it was traced by jit"):
+    with pytest.raises(TypeError, match="x: NumPy cannot convert this Traced: it was traced by jit"):
         view(Traced(np.ones(3, "bfloat16")), name="x")

@@ -11,7 +11,7 @@ import pytest
 
 from aiocoll.elements.buffers import clash, overlaps, view
 from aiocoll.elements.device import DeviceArray
-from aiocoll.elements.device_views import _Stream
+from aiocoll.elements.device_views import _ForeignStream
 from aiocoll.elements.dtypes import by_code
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
@@ -54,4 +54,4 @@ def test_parts_are_shared(cupy: Any) -> None:
 
 
 def test_cupy_takes_our_streams(cupy: Any) -> None:
-    assert cupy.cuda.Stream.from_external(_Stream(0x70)).ptr == 0x70
+    assert cupy.cuda.Stream.from_external(_ForeignStream(0x70)).ptr == 0x70

@@ -346,7 +346,7 @@ def test_custom_on_bfloat16_without_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -
         raise BackendUnavailableError(f"arrays of {dtype.name} need ml_dtypes: pip install ml_dtypes")
 
     monkeypatch.setattr(kernels, "array_dtype", refuse)
-    with pytest.raises(TypeError, match=r"op 'f': custom functions see bfloat16 through ml_dtypes: .*pip install"):
+    with pytest.raises(TypeError, match=r"op 'f': a custom function on bfloat16 needs ml_dtypes: .*pip install"):
         kernel(ReduceOp.custom(subtract_from_twice, name="f"), by_name("bfloat16"), 2)
 
 

@@ -111,12 +111,14 @@ def test_defined_pairs(name: str, dtype: str) -> None:
     if dtype in ALLOWED[name]:
         assert isinstance(kernel(make(name), by_name(dtype), 3), Kernel)
     else:
-        with pytest.raises(TypeError, match=f"op {name} is not defined on {dtype}; it takes "):
+        with pytest.raises(TypeError, match=f"op {name} is not defined on {dtype}; it accepts "):
             kernel(make(name), by_name(dtype), 3)
 
 
 def test_refusal_lists_what_is_allowed() -> None:
-    with pytest.raises(TypeError, match="op BAND is not defined on float16; it takes bool, signed integers, unsigned"):
+    with pytest.raises(
+        TypeError, match="op BAND is not defined on float16; it accepts bool, signed integers, unsigned"
+    ):
         kernel(ReduceOp.BAND, by_name("float16"), 2)
 
 

@@ -543,7 +543,7 @@ def test_a_rank_dies_while_the_group_meets_newcomers() -> None:
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
-        where = {"store": pg._reconfigurer._origin._place.store}  # type: ignore[attr-defined]
+        where = {"store": pg._reconfigurer._origin._store_handle.store}  # type: ignore[attr-defined]
         newcomers = []
 
         def another() -> None:

@@ -48,7 +48,7 @@ objects = st.recursive(
 
 
 def sent(obj: Any) -> bytes:
-    """Return an object as bytes; those of None if it cannot travel."""
+    """Return an object as bytes; those of None if it cannot be sent."""
     try:
         return dumps(obj)
     except SerializationError:

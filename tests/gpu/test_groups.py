@@ -312,7 +312,7 @@ async def test_streams_of_any_library_will_do(way: str) -> None:
             await pg.allreduce(gpu.tensor(np.ones(3), 0)).on_stream(stream)
         work = pg.allreduce(gpu.tensor(np.ones(3), 0))
         for wrong in ("a", 1.0, True, Stream("ptr", None)):
-            with pytest.raises(TypeError, match="stream must be a CUDA stream, or the address of one"):
+            with pytest.raises(TypeError, match="stream must be a CUDA stream or the address of one"):
                 await work.on_stream(wrong)
         await work
 

@@ -54,7 +54,7 @@ async def test_all_arrays_of_a_call_are_in_one_place(call: str, monkeypatch: pyt
 
     async def rank(pg: ProcessGroup) -> None:
         for a, a_place, b, b_place in PLACES:
-            message = f"^{second} is {b_place}, {first} is {a_place}: all arrays of a call must be in one place$"
+            message = f"^{second} is {b_place}, {first} is {a_place}: all arrays of a call must be on one device$"
             if pg.rank() == 0:
                 with pytest.raises(TypeError, match=message):
                     make(pg, a, b)

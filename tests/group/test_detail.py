@@ -416,7 +416,7 @@ def test_a_failure_nobody_looks_at_is_logged(caplog: pytest.LogCaptureFixture) -
         run_virtual(2, rank, options=DETAIL)
     assert len(caplog.records) == 2
     for record in caplog.records:
-        assert "nobody looked at the failure of BROADCAST (sequence 1) called at" in record.getMessage()
+        assert "exception of BROADCAST (sequence 1) called at" in record.getMessage()
         assert "test_detail.py" in record.getMessage()
 
 

@@ -19,7 +19,7 @@ from aiocoll import (
     TCPStore,
     new_group,
 )
-from aiocoll.meeting.growth import take_seat
+from aiocoll.meeting.growth import await_assignment
 from aiocoll.store import Store, StoreServer
 
 from ..ranks import TRANSPORTS, options, until
@@ -145,7 +145,7 @@ async def test_a_group_that_fails_while_its_seats_are_given_out() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> Any:
-        seat = asyncio.ensure_future(take_seat(store, 30))
+        seat = asyncio.ensure_future(await_assignment(store, 30))
         seat.add_done_callback(lambda _: pg.abort("on purpose"))
         failure = await growth(pg, 1)
         assert (await store.get(f"{(await seat).prefix}/aiocoll/1/job")).startswith(b"off:")

@@ -110,7 +110,7 @@ async def test_what_is_no_object_in_the_end(call: str, monkeypatch: pytest.Monke
         await pg.barrier()
         hurry(pg)
         if pg.rank() or call == "allgather_object":
-            with pytest.raises(SerializationError, match="bytes are no object that aiocoll sends"):
+            with pytest.raises(SerializationError, match="bytes are not a valid object"):
                 await CALLS[call][0](pg)
         else:
             await CALLS[call][0](pg)

@@ -329,7 +329,7 @@ async def test_a_newcomer_that_gives_up_gets_no_seat() -> None:
     where = {"store": store}
 
     async def rank(pg: ProcessGroup) -> Any:
-        with pytest.raises(RendezvousError, match=r"no group has taken this process in within 0\.05 s"):
+        with pytest.raises(RendezvousError, match=r"no group has grown within 0\.05 s"):
             await new_group(join=True, timeout=0.05, **where)
         joining = asyncio.ensure_future(new_group(join=True, **where)._make())
         await until(lambda: store._waits)

@@ -191,7 +191,7 @@ async def test_more_places_than_32_bits_number() -> None:
         assert array.coords[1].tolist() == [0, 1, 2_999_999]
         assert array.data.tolist() == [2.0, 2.0, 2.0]
         huge = scipy.sparse.coo_array((1 << 40, 1 << 40))
-        with pytest.raises(ValueError, match="more than 64 bits can number"):
+        with pytest.raises(ValueError, match="do not fit in 64-bit indices"):
             pg.allreduce(huge)
 
     await run_ranks(2, one)
@@ -245,7 +245,7 @@ async def test_what_is_refused_at_the_call() -> None:
                 pg.allreduce(array.asformat(form))
         with pytest.raises(TypeError, match=r"tensor: dtype .* is not supported"):
             pg.allreduce(array.astype(np.longdouble))
-        with pytest.raises(TypeError, match="tensor must be a dense array, not a csr_array: only allreduce takes"):
+        with pytest.raises(TypeError, match="tensor must be a dense array, not a csr_array: only allreduce accepts"):
             pg.broadcast(array, 0)
         with pytest.raises(TypeError, match=r"outputs\[0\] must be a dense array"):
             pg.allgather([array] * 2, np.ones(3))
@@ -255,7 +255,7 @@ async def test_what_is_refused_at_the_call() -> None:
             pg.allreduce(array, timeout=-1)
         wrong = scipy.sparse.coo_array(np.eye(3))
         wrong.coords = (np.array([0, 1, 3]), np.array([0, 1, 2]))
-        with pytest.raises(ValueError, match="tensor has indices in dimension 0 that are not below its length, 3"):
+        with pytest.raises(ValueError, match="tensor has indices in dimension 0 outside of 0 to 2"):
             pg.allreduce(wrong)
         work = pg.allreduce(array)  # no number was taken by any of these
         assert work.seq == 1

@@ -87,7 +87,9 @@ async def test_ops_on_sparse_arrays(op: ReduceOp, remedy: str) -> None:
 
 async def test_an_object_that_is_too_long() -> None:
     async def rank(pg: ProcessGroup) -> None:
-        with pytest.raises(SerializationError, match="max_bytes is 16777216: send large arrays by calls on arrays"):
+        with pytest.raises(
+            SerializationError, match="max_bytes is 16777216: send large arrays by the collectives on arrays"
+        ):
             pg.broadcast_object({"weights": np.zeros(1 << 22)}, pg.rank())
 
     await run_ranks(2, rank)

@@ -145,10 +145,14 @@ WRONG: list[Row] = [
     (
         lambda pg: pg.allreduce(ones(2, "complex64"), ReduceOp.MAX),
         TypeError,
-        "op MAX is not defined on complex64; it t",
+        "op MAX is not defined on complex64; it accepts",
     ),
-    (lambda pg: pg.allreduce(ones(2, bool), ReduceOp.AVG), TypeError, "op AVG is not defined on bool; it takes signed"),
-    (lambda pg: pg.reduce(ones(), 1, ReduceOp.BXOR), TypeError, "op BXOR is not defined on float64; it takes bool"),
+    (
+        lambda pg: pg.allreduce(ones(2, bool), ReduceOp.AVG),
+        TypeError,
+        "op AVG is not defined on bool; it accepts signed",
+    ),
+    (lambda pg: pg.reduce(ones(), 1, ReduceOp.BXOR), TypeError, "op BXOR is not defined on float64; it accepts bool"),
     (lambda pg: pg.scan(ones(), "SUM"), TypeError, "op must be a ReduceOp, such as ReduceOp.SUM, not str"),
     (lambda pg: pg.exscan(ones(), ReduceOp.AVG), ValueError, "op=ReduceOp.AVG is not defined for exscan: use SUM and"),
     (lambda pg: pg.allreduce(ReduceOp.SUM), TypeError, "tensor must be a NumPy array, .*, not ReduceOp"),

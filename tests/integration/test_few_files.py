@@ -23,6 +23,6 @@ def test_calls_without_a_descriptor_left(given: list[str]) -> None:
     for call, error in told.items():
         what = later[call[:-2]]
         assert error.startswith(
-            f"BackendUnavailableError: cannot load what {what} take: [Errno 24] Too many open files"
+            f"BackendUnavailableError: cannot load the modules that {what} need: [Errno 24] Too many open files"
         )
         assert error.endswith("if too many files are open, raise ulimit -n")

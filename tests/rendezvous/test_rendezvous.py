@@ -211,7 +211,7 @@ async def test_the_missing_are_named() -> None:
     store = HashStore()
 
     async def rank(rank: int) -> None:
-        message = rf"rank {rank} waited 0.2 s for rank\(s\) 1, 3 of 4, which have not come"
+        message = rf"rank {rank} waited 0.2 s for rank\(s\) 1, 3 of 4"
         with pytest.raises(RendezvousError, match=message):
             await new_group(store=store, rank=rank, world_size=4, timeout=0.2)
 
@@ -221,7 +221,7 @@ async def test_the_missing_are_named() -> None:
 
 async def test_a_missing_rank_0_is_no_mystery() -> None:
     store = HashStore()
-    with pytest.raises(RendezvousError, match=r"rank 1 waited 0.1 s for rank\(s\) 0 of 2, which have not come"):
+    with pytest.raises(RendezvousError, match=r"rank 1 waited 0.1 s for rank\(s\) 0 of 2"):
         await new_group(store=store, rank=1, world_size=2, timeout=0.1)
     await store.aclose()
 
@@ -263,10 +263,7 @@ async def test_waiting_for_a_rank_is_warned_of(caplog: pytest.LogCaptureFixture)
     options = GroupOptions(warn_after=0.05)
     with pytest.raises(RendezvousError, match=r"rank 0 waited 0\.2 s"):
         await new_group(store=store, rank=0, world_size=2, timeout=0.2, options=options)
-    expected = (
-        "rank 0 waited 0.05 s for rank(s) 1 of 2, which have not come: are they running, with the same master address?"
-        "; waiting on"
-    )
+    expected = "rank 0 waited 0.05 s for rank(s) 1 of 2: are they running with the same master address?; waiting on"
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [expected]
     await store.aclose()
 

@@ -56,7 +56,7 @@ class Dispatcher:
         rank, size: of the group.
         planner: makes the plans of calls.
         interceptor: takes all calls of the group that no block takes; set by `intercept`.
-        failures: of works that nobody has looked at.
+        failures: of works, not retrieved yet.
         closed: this rank has closed the group.
         device_state: what the group has on a CUDA device, from the first call on arrays there.
     """

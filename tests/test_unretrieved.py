@@ -29,7 +29,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[logging
 
     def records() -> list[logging.LogRecord]:
         gc.collect()
-        return [record for record in caplog.records if "nobody looked" in record.getMessage()]
+        return [record for record in caplog.records if "was never retrieved" in record.getMessage()]
 
     return records
 
@@ -43,7 +43,7 @@ async def test_it_is_told_once_with_the_call(told: Callable[[], list[logging.Log
         if pg.rank() == 0:
             work = failing(pg)
             await until(work.done)
-            assert not told(), "somebody may still look"
+            assert not told(), "it can still be retrieved"
             del work
             assert len(told()) == 1
         await pg.barrier()
@@ -53,13 +53,13 @@ async def test_it_is_told_once_with_the_call(told: Callable[[], list[logging.Log
     (record,) = told()
     line = inspect.getsourcelines(failing)[1] + 1
     assert record.getMessage() == (
-        f"group {name!r}, rank 0: nobody looked at the failure of RECV called at {__file__}:{line}: "
+        f"group {name!r}, rank 0: exception of RECV called at {__file__}:{line} was never retrieved: "
         f"CollectiveTimeoutError: rank 0 of group {name!r} received no message with tag 3 from rank 1 within 0.01 s"
     )
     assert (record.levelname, record.group, record.rank) == ("ERROR", name, 0)  # type: ignore[attr-defined]
 
 
-async def looked(work: Work[Any], how: str) -> None:
+async def retrieve(work: Work[Any], how: str) -> None:
     """Learn of the failure in one way."""
     match how:
         case "await":
@@ -108,7 +108,7 @@ WAYS = ["await", "late await", "join", "gather", "future", "late future", "callb
 @pytest.mark.parametrize("how", [*WAYS, "exception", "wait", "drain"])
 async def test_who_looks_hears_it_there_only(how: str, told: Callable[[], list[logging.LogRecord]]) -> None:
     async def rank(pg: ProcessGroup) -> None:
-        await looked(failing(pg), how)
+        await retrieve(failing(pg), how)
         await pg.barrier()
 
     await run_ranks(2, rank)
@@ -127,7 +127,7 @@ async def test_drain_looks_at_all_it_waits_for(told: Callable[[], list[logging.L
     assert not told()
 
 
-async def test_an_await_that_is_cancelled_has_not_looked(told: Callable[[], list[logging.LogRecord]]) -> None:
+async def test_an_await_that_is_cancelled_does_not_retrieve(told: Callable[[], list[logging.LogRecord]]) -> None:
     async def rank(pg: ProcessGroup) -> None:
         tensor = np.ones(2)
         if pg.rank() == 0:
@@ -145,7 +145,7 @@ async def test_an_await_that_is_cancelled_has_not_looked(told: Callable[[], list
 
     await run_ranks(2, rank)
     (record,) = told()
-    assert "failure of ALLREDUCE (sequence 1) called at " in record.getMessage()
+    assert "exception of ALLREDUCE (sequence 1) called at " in record.getMessage()
     assert "GroupError: group " in record.getMessage()
 
 
@@ -177,9 +177,9 @@ async def test_one_line_counts_what_one_cause_has_failed(
     (record,) = told()
     message = record.getMessage()
     assert message.startswith("group ")
-    assert ", rank 1: nobody looked at the failure of ALLREDUCE (sequence 1) called at " in message
+    assert ", rank 1: exception of ALLREDUCE (sequence 1) called at " in message
     assert ", ALLREDUCE (sequence 3) called at " in message
-    assert " and 19 more: GroupError: group " in message
+    assert " and 19 more was never retrieved: GroupError: group " in message
 
 
 async def test_the_end_of_the_group_tells_of_works_still_held(told: Callable[[], list[logging.LogRecord]]) -> None:
