@@ -133,7 +133,7 @@ class Work(Generic[T_co]):
         """Set which ranks a message is between."""
         self._ends = ends
 
-    def _order_by(self, order: Callable[[int | None], Coroutine[Any, Any, T]] | None) -> None:
+    def _order_by(self, order: Callable[[int | None], Coroutine[Any, Any, T_co]] | None) -> None:
         """Let `order` have streams wait for a call on a device; None once that is over."""
         self._ordered = order
 
