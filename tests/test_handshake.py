@@ -144,7 +144,7 @@ def test_recorded_messages_are_worthless_with_other_nonces():
         other.confirm(verdict)
     third, new = server(), client()
     third.verdict(new.prove(third.challenge(new.hello())), accept)
-    with pytest.raises(UnprovenError, match="rank 1 sent something else than the end of its handshake"):
+    with pytest.raises(UnprovenError, match="rank 1 did not send a valid CONFIRM"):
         third.accept(confirm)
 
 
@@ -173,9 +173,9 @@ def test_truncated_and_overlong_messages_are_refused(message):
 
 
 def test_other_protocols_are_named():
-    with pytest.raises(UnprovenError, match=r"client does not speak aiocoll's protocol: it sent b'GET / HT'"):
+    with pytest.raises(UnprovenError, match=r"client does not use aiocoll's protocol: it sent b'GET / HT'"):
         server().challenge(b"GET / HTTP/1.1\r\n".ljust(HELLO_SIZE))
-    with pytest.raises(UnprovenError, match=r"other end does not speak aiocoll's protocol: it sent b'SSH-2.0-'"):
+    with pytest.raises(UnprovenError, match=r"other end does not use aiocoll's protocol: it sent b'SSH-2.0-'"):
         client().prove(b"SSH-2.0-OpenSSH".ljust(CHALLENGE_SIZE))
 
 
@@ -215,7 +215,7 @@ def test_another_wire_version_names_both():
     hello[4] = 9
     s = server()
     answered = bytearray(s.challenge(bytes(hello)))
-    message = f"other end speaks wire version 9, this process speaks {WIRE_VERSION}: use one aiocoll everywhere"
+    message = f"other end uses wire version 9, this process {WIRE_VERSION}: use the same aiocoll on all ranks"
     with pytest.raises(UnprovenError, match=message):
         s.accept(bytes(CONFIRM_SIZE))
     assert answered[4] == WIRE_VERSION, "so the client can say the same"

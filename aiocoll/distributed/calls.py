@@ -261,7 +261,7 @@ def _listed(tensors: Any, name: str, pg: ProcessGroup) -> list[Any]:
     if not isinstance(tensors, list):
         raise TypeError(f"{name} must be a list, not {type(tensors).__name__}")
     if len(tensors) != pg.size():
-        raise ValueError(f"{name} must hold one entry per rank, {pg.size()} in all, not {len(tensors)}")
+        raise ValueError(f"{name} needs exactly one entry per rank: {pg.size()}, not {len(tensors)}")
     return tensors
 
 

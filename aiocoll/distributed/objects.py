@@ -208,7 +208,7 @@ def _check_list(given: Any, name: str, length: int | None = None) -> None:
     if not isinstance(given, list):
         raise TypeError(f"{name} must be a list, not {type(given).__name__}")
     if length is not None and len(given) != length:
-        raise ValueError(f"{name} must hold one entry per rank, {length} in all, not {len(given)}")
+        raise ValueError(f"{name} needs exactly one entry per rank: {length}, not {len(given)}")
 
 
 def _filling(into: list[Any], whose: str) -> Callable[[Any], list[Any]]:

@@ -116,8 +116,7 @@ class Endpoint:
         """Take part in `group`; what its other ranks have said so far is heard now."""
         if group.id in self.groups or self.registry.early.is_over(group.id):
             raise ValueError(
-                f"group {group.name!r} would have the id of another group of this rank, by a rare chance: "
-                "make it again under another name"
+                f"the id of group {group.name!r} collides with another group's, by a rare chance; choose another name"
             )
         self.groups[group.id] = group
         early = self.registry.early.take(group.id)

@@ -1,12 +1,13 @@
-"""Collectives on CUDA arrays: by NCCL, or staged through the host. Nothing of it is loaded before such an array comes.
+"""CUDA devices and NCCL for collectives on CUDA arrays. Loaded by the first call on such an array.
 
-api          what is needed of CUDA and of NCCL, as two protocols of plain integers
+api          the functions of CUDA and NCCL that are used, as two protocols of plain integers
 cupy_api     both of them by CuPy: the only module that imports it
 driver       some calls of CUDA without CuPy
-provider     which of them there are: those by CuPy, or what a test provides
-device       a device as a loop uses it: calls are made in the loop, done on the device, and told to the loop
+provider     where CUDA and NCCL come from: CuPy, or a test
+device       a device as a loop uses it: calls from the loop run on the device, and the loop is told when they end
 launcher     the one thread of a device that starts work there
-waiter       the thread that waits for what is on one stream
-events       events of one device, used again and again
-staging      page-locked memory of the host, used again and again
+waiter       the thread that waits for the calls on one stream
+events       a pool of events of one device
+staging      a pool of page-locked host memory
+turns        calls on a device that several ranks take part in, one at a time
 """

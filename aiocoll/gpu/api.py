@@ -1,4 +1,4 @@
-"""What is needed of CUDA and of NCCL: two protocols of plain integers.
+"""The functions of CUDA and NCCL that are used: two protocols of plain integers.
 
 Devices are ordinals, streams, events and memory are addresses. `aiocoll.gpu.cupy_api` has both by CuPy; a fake device
 can stand in. Whoever calls must know: no call but `event_synchronize`, `NcclCommunicator.abort` and those of NCCL may
@@ -21,8 +21,7 @@ class DeviceError(Exception):
 
     Attributes:
         call: the function that failed.
-        fatal: nothing can be done on the device, or with the communicator, any more; false of an argument that was
-            refused.
+        fatal: the device, or the communicator, cannot be used any more; False for a refused argument.
     """
 
     def __init__(self, call: str, message: str, *, fatal: bool = True) -> None:
@@ -41,19 +40,19 @@ class Cuda(Protocol):
         """Return how many devices this process may use; 0 without a driver."""
 
     def bus_id(self, device: int) -> str:
-        """Return what tells the device from all others of this host."""
+        """Return the PCI bus id, unique among the devices of this host."""
 
     def capability(self, device: int) -> tuple[int, int]:
-        """Return the compute capability of the device, such as (9, 0): what its generation can do."""
+        """Return the compute capability of the device, such as (9, 0)."""
 
     def use(self, device: int) -> None:
-        """Make `device` the one that calls of this thread are for."""
+        """Make `device` the current device of this thread."""
 
     def current(self) -> int:
-        """Return the device that calls of this thread are for; the streams 0, 1 and 2 are those of this device."""
+        """Return the current device of this thread; the streams 0, 1 and 2 are those of this device."""
 
     def has_context(self, device: int) -> bool:
-        """Whether anything has been done on the device in this process: to `use` it makes a context there, if not."""
+        """Whether this process has a context on the device; if not, `use` makes one."""
 
     def device_of(self, address: int) -> int:
         """Return the device whose memory lies at `address`."""
@@ -62,28 +61,28 @@ class Cuda(Protocol):
         """Return a new stream of the thread's device that does not wait for the default stream."""
 
     def stream_destroy(self, stream: int) -> None:
-        """Give a stream back; what is on it still ends."""
+        """Destroy a stream; enqueued work still completes."""
 
     def is_capturing(self, stream: int) -> bool:
         """Whether work for `stream` is being captured into a graph."""
 
     def event_create(self) -> int:
-        """Return a new event of the thread's device; who waits for it sleeps."""
+        """Return a new event of the thread's device; waiting for it sleeps instead of spinning."""
 
     def event_destroy(self, event: int) -> None:
-        """Give an event back."""
+        """Destroy an event."""
 
     def event_record(self, event: int, stream: int) -> None:
-        """Let `event` be done when all that is on `stream` now is done."""
+        """Record `event` on `stream`: it is done when the work enqueued so far is."""
 
     def event_done(self, event: int) -> bool:
-        """Whether what was before the event is done; raises if it has failed."""
+        """Whether the event is done; raises if work before it has failed."""
 
     def event_synchronize(self, event: int) -> None:
-        """Block this thread, without the GIL, until the event is done; raises if what was before it has failed."""
+        """Block this thread, without the GIL, until the event is done; raises if work before it has failed."""
 
     def stream_wait(self, stream: int, event: int) -> None:
-        """Let what comes on `stream` wait for `event`."""
+        """Make later work on `stream` wait for `event`."""
 
     def pinned(self, nbytes: int) -> NDArray[Any]:
         """Return `nbytes` of page-locked host memory as uint8, which is freed with the last reference."""
@@ -98,7 +97,7 @@ class Cuda(Protocol):
         """Copy on the device, in the order of `stream`."""
 
     def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
-        """Write the products of `count` elements and `factor`, in the order of `stream`; in place if both are one.
+        """Write the products of `count` elements and `factor`, in the order of `stream`; source may be target.
 
         `dtype` is a float of 16 bits or more, or complex; of any other it raises a `DeviceError` that is not fatal.
         """
@@ -108,7 +107,7 @@ class NcclCommunicator(Protocol):
     """One rank's end of a communicator. Dtypes and ops are NCCL's numbers; `stream` as in `Cuda`."""
 
     def all_reduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        """Reduce over all ranks into every rank's `target`; in place if both are one."""
+        """Reduce over all ranks into every rank's `target`; source may be target."""
 
     def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
         """Reduce over all ranks into the root's `target`."""
@@ -117,10 +116,10 @@ class NcclCommunicator(Protocol):
         """Copy the root's `source` to every rank's `target`."""
 
     def all_gather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None:
-        """Write every rank's `count` elements behind each other into every rank's `target`."""
+        """Concatenate every rank's `count` elements in every rank's `target`."""
 
     def reduce_scatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        """Reduce, and leave part r, of `count` elements, in rank r's `target`."""
+        """Reduce over all ranks; part r, of `count` elements, goes to rank r's `target`."""
 
     def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None:
         """Send to `peer`, whose `recv` it waits for."""
@@ -129,13 +128,13 @@ class NcclCommunicator(Protocol):
         """Receive from `peer`."""
 
     def async_error(self) -> str | None:
-        """Return what has failed on the way, and None if all is well."""
+        """Return the asynchronous error of the communicator, or None."""
 
     def abort(self) -> None:
-        """Give up all that is in flight: it counts as done, with undefined results; may be called from any thread."""
+        """Abort calls in flight: they count as done, with undefined results; from any thread."""
 
     def destroy(self) -> None:
-        """End the communicator; all ranks of a host have to, and nothing may be in flight."""
+        """Destroy the communicator; all ranks of a host have to call it, and no call may be in flight."""
 
 
 class Nccl(Protocol):
@@ -145,13 +144,13 @@ class Nccl(Protocol):
         """Return its version, such as 22809."""
 
     def unique_id(self) -> bytes:
-        """Return the name of a new communicator, 128 bytes; one rank calls it and tells the others."""
+        """Return the id of a new communicator, 128 bytes; one rank calls it and tells the others."""
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> NcclCommunicator:
         """Return this rank's end, on the thread's device; blocks until all ranks have called it."""
 
     def group_start(self) -> None:
-        """Calls of this thread up to `group_end` are one: none waits for another."""
+        """Begin a group: calls of this thread up to `group_end` are launched together, none waits for another."""
 
     def group_end(self) -> None:
-        """Start what was called since `group_start`; raises what any of it raised."""
+        """Launch the calls since `group_start`; raises what any of them raised."""

@@ -1,7 +1,7 @@
-"""CUDA and NCCL by CuPy: the only module that imports it, and does nothing but that and to name what fails.
+"""CUDA and NCCL by CuPy: the only module that imports CuPy. It only forwards calls and names what fails.
 
-CuPy has its ways: importing its NCCL without the library warns and leaves an empty module; an NCCL status that it does
-not know is a KeyError; a communicator that is garbage-collected is destroyed, for which NCCL waits for other ranks; and
+Peculiarities of CuPy: importing its NCCL without the library warns and leaves an empty module; an NCCL status that it
+does not know is a KeyError; garbage-collecting a communicator destroys it, for which NCCL waits for other ranks; and
 some calls hold the GIL while they wait for the driver, so `aiocoll.gpu.driver` makes those.
 """
 
@@ -31,7 +31,7 @@ _INVALID_ARGUMENT = 4
 #: The attributes of a device that are its compute capability, for which CuPy has no names.
 _CAPABILITY = (75, 76)
 _IN_PROGRESS = 7
-#: What NCCL says that CuPy has no words for.
+#: NCCL statuses for which CuPy has no text.
 _UNKNOWN = {_IN_PROGRESS: "in progress: NCCL_COMM_BLOCKING=0 is not for CuPy", 8: "it took too long"}
 #: Lines of CUDA that multiply the floats that NumPy's arithmetic on a device would round otherwise or does not have.
 _SCALE = {
@@ -63,7 +63,7 @@ class _Named:
         if isinstance(error, runtime.CUDARuntimeError):
             fatal = self._fatal or error.status not in HARMLESS
         elif isinstance(error, KeyError):
-            # Of an NCCL status that CuPy does not know, raising fails.
+            # CuPy fails to raise for an NCCL status that it does not know.
             status = error.args[0]
             raise DeviceError(self._call, _UNKNOWN.get(status, f"status {status}")) from error
         elif isinstance(error, RuntimeError):
@@ -73,8 +73,8 @@ class _Named:
         raise DeviceError(self._call, str(error), fatal=fatal) from error
 
 
-class _Stream:
-    """A stream for CuPy, by the CUDA stream protocol."""
+class _StreamAddress:
+    """The address of a stream as an object for CuPy, by the CUDA stream protocol."""
 
     def __init__(self, address: int) -> None:
         self._address = address
@@ -84,7 +84,7 @@ class _Stream:
 
 
 class _Cuda:
-    """`Cuda` by `cupy.cuda.runtime`, and by the driver what must not hold the GIL, or make a context."""
+    """`Cuda` by `cupy.cuda.runtime`; calls that must not hold the GIL or make a context go to the driver."""
 
     def __init__(self, driver: Driver) -> None:
         self.use = driver.use
@@ -151,7 +151,7 @@ class _Cuda:
         with _Named("cudaHostAlloc"):
             if not nbytes:
                 return np.empty(0, np.uint8)
-            # The pointer owns the memory, and the array the pointer. CuPy's pool would keep it for ever.
+            # The pointer owns the memory, and the array the pointer. CuPy's pool would never free it.
             pointer = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(nbytes), 0)
             return np.frombuffer(pointer, np.uint8, nbytes)
 
@@ -171,14 +171,14 @@ class _Cuda:
         if dtype not in _SCALE and dtype not in _SCALED:
             raise DeviceError("scale", f"{dtype} cannot be multiplied on a device", fatal=False)
         try:
-            with cupy.cuda.Stream.from_external(_Stream(stream)):
+            with cupy.cuda.Stream.from_external(_StreamAddress(stream)):
                 _scaled(target, source, count, dtype, factor)
-        except Exception as error:  # compiling raises what it likes, such as ImportError without NVRTC
+        except Exception as error:  # compiling may raise anything, such as ImportError without NVRTC
             raise DeviceError("scale", str(error), fatal=False) from error
 
 
 class _Communicator:
-    """`NcclCommunicator` by CuPy, of whose object this has taken a reference that `_end` drops."""
+    """`NcclCommunicator` by CuPy; it holds an extra reference to CuPy's object, which `_end` drops."""
 
     def __init__(self, made: Any) -> None:
         self._made = made
@@ -230,7 +230,7 @@ class _Communicator:
         self._end(self._made.destroy, "ncclCommDestroy")
 
     def _end(self, end: Any, call: str) -> None:
-        """Call `end`, if neither this nor the other has been called: CuPy knows that only once they are through."""
+        """Call `end` (abort or destroy) unless one was called before: CuPy only notices after they have returned."""
         with self._ending:
             if self._ended:
                 return
@@ -256,11 +256,11 @@ class _Nccl:
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> _Communicator:
         if os.environ.get("NCCL_COMM_BLOCKING") == "0":
-            raise DeviceError("ncclCommInitRank", "NCCL_COMM_BLOCKING=0 is set, which CuPy cannot do: unset it")
+            raise DeviceError("ncclCommInitRank", "NCCL_COMM_BLOCKING=0 is set, which CuPy does not support: unset it")
         kind = self._library.NcclCommunicator
         made = kind.__new__(kind)
-        # Freeing it would destroy it, and that may wait for ever, in whatever thread: it lives until it is ended, and
-        # else to the end. So does one that could not be made, of which NCCL leaves a part.
+        # Freeing the object would destroy the communicator, which may block its thread for ever: it is kept until
+        # `_end`, else for the life of the process. So is one that failed to initialise, of which NCCL keeps a part.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
         with _Named("ncclCommInitRank", fatal=True):
             made.__init__(world_size, unique_id, rank)

@@ -1,4 +1,4 @@
-"""A CUDA device as a loop uses it: calls are made in the loop, done on the device, and told to the loop."""
+"""A CUDA device as a loop uses it: calls from the loop run on the device, and the loop is told when they end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Device", "close_devices"]
 
 T = TypeVar("T")
 
-#: Those of this process, by runtime and ordinal. The lock is a new one in a forked child.
+#: The devices of this process, by runtime and ordinal. A forked child gets a new lock.
 _devices: dict[tuple[int, int], Device] = {}
 _lock = threading.Lock()
 
@@ -30,13 +30,13 @@ _lock = threading.Lock()
 class Device:
     """One device of this process, which all groups and loops share; get it by `Device.of`.
 
-    It has one thread that launches, and one for each stream that waits.
+    It has one launcher thread, and a completion thread for each stream.
 
     Attributes:
         cuda: the runtime.
-        ordinal: of the device.
+        ordinal: number of the device.
         staging: its page-locked blocks.
-        turns: who may make a communicator on it.
+        turns: the order in which communicators are made on it.
     """
 
     def __init__(self, cuda: Cuda, ordinal: int) -> None:
@@ -44,16 +44,16 @@ class Device:
         self.ordinal = ordinal
         self.forked = False
         self._events = Events(cuda, ordinal)
-        # By stream; and of those that are closed and have not ended yet.
+        # Completion threads by stream; and those of closed streams that have not ended yet.
         self._waiters: dict[int, CompletionThread] = {}
-        self._leaving: dict[int, CompletionThread] = {}
+        self._closing: dict[int, CompletionThread] = {}
         self._launcher = LaunchThread(cuda, ordinal)
         self.staging = Staging(cuda, self._launcher.put)
         self.turns = Turns()
 
     @staticmethod
     def of(cuda: Cuda, ordinal: int) -> Device:
-        """Return the one for a device; cheap but the first time.
+        """Return the object for a device; cheap after the first call.
 
         Raises:
             RuntimeError: this process was forked from one that uses CUDA.
@@ -71,15 +71,15 @@ class Device:
     def _check(self) -> None:
         if self.forked:
             raise RuntimeError(
-                "this process was forked from one that uses CUDA, which does not survive that: start it with "
+                "this process was forked from one that uses CUDA, which does not survive a fork: start it with "
                 "multiprocessing.get_context('spawn')"
             )
 
     def stream(self) -> int:
         """Return a new stream, and start the thread that waits for it.
 
-        The first thing that a process does on a device takes CUDA long, since it makes a context there. Where there
-        are arrays on the device, whatever made them has had that done; without, call it by `run`.
+        The first call of a process on a device takes CUDA long, since it makes a context. If there are arrays on the
+        device, the context exists; if not, call this by `run`.
 
         Raises:
             DeviceError: CUDA refuses.
@@ -87,7 +87,7 @@ class Device:
         self._check()
         waiter = CompletionThread(self.cuda, self.ordinal, self._launcher.is_wanted)
         try:
-            stream = self._events.there(self.cuda.stream_create)
+            stream = self._events.on_device(self.cuda.stream_create)
         except BaseException:
             waiter.stop(_nothing)
             raise
@@ -101,16 +101,16 @@ class Device:
         keep: object,
         done: Callable[[DeviceError | None], None],
     ) -> Launched:
-        """Do something on a stream; in a running loop, which is not held up.
+        """Launch a call on a stream without blocking the running loop.
 
-        What several threads launch on one device goes through one launcher, in the order of the calls.
+        The calls of all threads on one device go through one launcher, in order.
 
         Args:
             stream: one of `stream`.
-            call: puts work on the stream, after what it has to come after (see `mark`); in the launcher's thread,
-                where it may block.
-            keep: what has to live until the work is done.
-            done: called in this loop when it is, with what went wrong; not if the loop is closed by then.
+            call: enqueues work on the stream, after the marks it depends on (see `mark`); runs in the launcher's
+                thread, where it may block.
+            keep: objects that must live until the work is done.
+            done: called in this loop when the work is done, with its error or None; not if the loop is closed by then.
 
         Raises:
             RuntimeError: no loop runs in this thread; or after a fork.
@@ -119,24 +119,24 @@ class Device:
         self._check()
         waiter = self._waiters.get(stream)
         if waiter is None:
-            raise ValueError(f"stream {stream:#x} of CUDA device {self.ordinal} is closed, or was not made by it")
+            raise ValueError(f"stream {stream:#x} is closed, or is not one of CUDA device {self.ordinal}")
         loop = asyncio.get_running_loop()
         launched = Launched(self._events, waiter, stream, call, keep, done, loop)
         self._launcher.put(launched.launch)
         return launched
 
     def mark(self, stream: int) -> int:
-        """Return an event that is done when all that is on the caller's `stream` now is; for `after` or `unmark`.
+        """Return an event that is done when the work on the caller's `stream` so far is; for `after` or `unmark`.
 
         Raises:
             DeviceError: the stream cannot be waited for.
             RuntimeError: it is being captured into a graph; or after a fork.
         """
         self._check()
-        return self._events.there(partial(self._mark, stream))
+        return self._events.on_device(partial(self._mark, stream))
 
     def after(self, marks: Sequence[int], *streams: int) -> None:
-        """Let what comes on streams come after `marks`, which are not to be used again; in the launcher."""
+        """Make later work on `streams` wait for `marks`, which must not be used again; in the launcher."""
         try:
             for mark in marks:
                 for stream in streams:
@@ -146,7 +146,7 @@ class Device:
                 self._events.give(mark)
 
     def unmark(self, mark: int) -> None:
-        """Give back a mark that is not needed."""
+        """Release a mark that is not needed."""
         self._events.give(mark)
 
     def check_capture(self, stream: int) -> None:
@@ -155,7 +155,7 @@ class Device:
         Raises:
             RuntimeError: it is.
         """
-        self._events.there(partial(self._check_capture, stream))
+        self._events.on_device(partial(self._check_capture, stream))
 
     def _mark(self, before: int) -> int:
         self._check_capture(before)
@@ -169,39 +169,38 @@ class Device:
             )
 
     def run(self, call: Callable[[], T], late: Callable[[T], object] | None = None) -> asyncio.Future[T]:
-        """Let the launcher call `call`, which may block, in its turn; return its result in a future of this loop.
+        """Call `call`, which may block, in the launcher, after earlier calls; return a future of its result.
 
         Args:
-            call: what to do.
-            late: called with a result that nobody waits for any more, the future being cancelled or the loop closed;
-                in a thread.
+            call: the function.
+            late: called in a thread with the result if the future was cancelled or the loop closed.
         """
         self._check()
         return _carry(self._launcher.put, call, late)
 
-    def aside(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        """Do as `run` does, in a thread of its own, at once: what must not wait for a launcher that may be stuck."""
+    def run_in_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        """Do what `run` does in a new thread: for calls that must not wait for a launcher that may be stuck."""
         self._check()
-        return _carry(self._start_aside, call, None)
+        return _carry(self._start_thread, call, None)
 
-    def _start_aside(self, carry: Callable[[], None]) -> None:
+    def _start_thread(self, carry: Callable[[], None]) -> None:
         def there() -> None:
-            with suppress(DeviceError):  # what is called will say it
+            with suppress(DeviceError):  # `call` will raise it
                 self.cuda.use(self.ordinal)
             carry()
 
-        threading.Thread(target=there, name=f"aiocoll-aside-{self.ordinal}", daemon=True).start()
+        threading.Thread(target=there, name=f"aiocoll-call-{self.ordinal}", daemon=True).start()
 
     async def close_stream(self, stream: int, seconds: float) -> bool:
-        """Give a stream back when all that was launched on it has ended.
+        """Destroy a stream when all calls launched on it have ended.
 
         Returns:
-            False if it has not within `seconds`: it is said in the log. A thread and what those calls keep then stay
-            until they end, if ever.
+            False, with an error in the log, if they have not within `seconds`: a thread and the objects that the calls
+            keep then stay until the calls end, if ever.
         """
         self._check()
         loop = asyncio.get_running_loop()
-        waiter = self._leaving[stream] = self._waiters.pop(stream)
+        waiter = self._closing[stream] = self._waiters.pop(stream)
         ended = loop.create_future()
         self._launcher.put(partial(waiter.stop, partial(_tell, loop, _settle, ended, None, None, None)))
         try:
@@ -215,31 +214,31 @@ class Device:
                 seconds,
             )
             return False
-        if self._leaving.pop(stream, None) is not None:  # `close` may have come first
+        if self._closing.pop(stream, None) is not None:  # `close` may have come first
             with suppress(DeviceError):
-                self._events.there(partial(self.cuda.stream_destroy, stream))
+                self._events.on_device(partial(self.cuda.stream_destroy, stream))
         return True
 
     def close(self, seconds: float) -> bool:
-        """End all threads, after what they have to do, and give everything back; for the end of a test.
+        """End all threads after their pending calls, and release everything; for the end of a test.
 
         Returns:
             False if they have not ended within `seconds` each.
         """
         for waiter in self._waiters.values():
             self._launcher.put(partial(waiter.stop, _nothing))
-        self._leaving |= self._waiters
+        self._closing |= self._waiters
         self._waiters = {}
         self.staging.clear()
-        if not self._launcher.stop(seconds) or not all(w.join(seconds) for w in self._leaving.values()):
+        if not self._launcher.stop(seconds) or not all(w.join(seconds) for w in self._closing.values()):
             return False
         with suppress(DeviceError):
-            self._events.there(self._give_back)
+            self._events.on_device(self._give_back)
         return True
 
     def _give_back(self) -> None:
-        while self._leaving:
-            self.cuda.stream_destroy(self._leaving.popitem()[0])
+        while self._closing:
+            self.cuda.stream_destroy(self._closing.popitem()[0])
         self._events.destroy()
 
 
@@ -253,7 +252,7 @@ def close_devices(seconds: float = 10.0) -> bool:
 
 
 def _nothing() -> None:
-    """Be called at the end of a thread that nobody waits for."""
+    """Do nothing at the end of a thread that is not waited for."""
 
 
 def _carry(
@@ -290,7 +289,7 @@ def _undo(late: Callable[[T], object] | None, result: T) -> None:
         try:
             late(result)
         except Exception as exc:
-            logger.warning("a result came from CUDA that nobody waited for, and undoing it has failed: %r", exc)
+            logger.warning("the result of a CUDA call came after its cancellation, and undoing it failed: %r", exc)
 
 
 def _settle(

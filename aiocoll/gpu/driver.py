@@ -1,7 +1,7 @@
-"""Calls of libcuda by ctypes, which lets go of the GIL: those that CuPy makes with it, or that would make a context.
+"""Calls of libcuda by ctypes, which releases the GIL: CuPy makes them with the GIL held, or would make a context.
 
-The driver may hold a call up for as long as a kernel runs. Who is held up with the GIL holds up all threads, also the
-one that would end the kernel. And the runtime makes a context on the thread's device for nearly all it does.
+The driver may block a call for as long as a kernel runs. A call that blocks with the GIL held blocks all threads, also
+the one that would end the kernel. And nearly every call of the runtime makes a context on the thread's device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from aiocoll.gpu.api import DeviceError
 
 __all__ = ["HARMLESS", "Driver", "load"]
 
-#: What CUDA refuses without harm: arguments, too little memory, a device or a handle that is none, a capture. The
+#: Errors after which CUDA can still be used: arguments, too little memory, an invalid device or handle, a capture. The
 #: driver and the runtime have the same numbers.
 HARMLESS = frozenset({1, 2, 101, 400, *range(900, 909)})
 _SUCCESS, _NOT_READY = 0, 600
@@ -47,12 +47,12 @@ class Driver:
         for name, call in self._calls.items():
             call.argtypes, call.restype = _SIGNATURES[name], ctypes.c_int
         self._query = self._calls["cuEventQuery"]
-        #: Those that have been asked for. They are never given back, as the runtime does not give them back.
+        #: The primary contexts in use. They are never released, as the runtime does not release them.
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._call("cuInit", 0)
 
     def use(self, device: int) -> None:
-        """Make `device` the one that calls of this thread are for, those of the runtime, too: it shares the context."""
+        """Make `device` the current device of this thread, for the runtime too: it shares the context."""
         context = self._contexts.get(device)
         if context is None:
             context = ctypes.c_void_p()
@@ -61,7 +61,7 @@ class Driver:
         self._call("cuCtxSetCurrent", context)
 
     def event_done(self, event: int) -> bool:
-        """Whether what was before the event is done; an event of the runtime is one of the driver's."""
+        """Whether the event is done; an event of the runtime is one of the driver."""
         status = self._query(event)
         if status in (_SUCCESS, _NOT_READY):
             return bool(status == _SUCCESS)

@@ -1,4 +1,4 @@
-"""Events of one device, used again and again, and calls that need the thread to use this device."""
+"""A pool of events of one device, and calls with this device as the thread's current one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Events:
-    """The events of one device that nobody uses now. Any thread may take and give.
+    """The free events of one device. Any thread may take and give.
 
     Args:
         cuda: the runtime.
@@ -25,11 +25,11 @@ class Events:
         self._ordinal = ordinal
         self._free: list[int] = []
 
-    def there(self, call: Callable[[], T]) -> T:
-        """Return what `call` returns with the thread on this device; afterwards it is on its own one again.
+    def on_device(self, call: Callable[[], T]) -> T:
+        """Call `call` with this device as the thread's current one, then restore the previous one; return the result.
 
-        The streams 0, 1 and 2 are those of the thread's device, and what is made is made there. A thread whose own
-        device nobody has used yet stays on this one: to go back would make a context there.
+        The streams 0, 1 and 2 are those of the thread's device, and streams and events are made there. If the
+        thread's previous device has no context yet, this one stays current: going back would make a context there.
         """
         cuda = self.cuda
         before = cuda.current()
@@ -43,7 +43,7 @@ class Events:
                 cuda.use(before)
 
     def record(self, stream: int) -> int:
-        """Return an event that is done when all that is on `stream` now is; the thread must be on this device.
+        """Return an event that is done when the work on `stream` so far is; this must be the current device.
 
         Raises:
             DeviceError: it cannot be recorded.
@@ -60,10 +60,10 @@ class Events:
         return event
 
     def give(self, event: int) -> None:
-        """Take an event back: whoever waits for it on the device goes on waiting for what it stood for."""
+        """Return an event to the pool: streams that wait for it keep waiting for the recorded work."""
         self._free.append(event)
 
     def destroy(self) -> None:
-        """Give all that are free back to CUDA."""
+        """Destroy all free events."""
         while self._free:
             self.cuda.event_destroy(self._free.pop())

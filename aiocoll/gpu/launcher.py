@@ -1,6 +1,6 @@
 """The one thread of a device that starts work there, and `Launched`, a call that goes through it.
 
-NCCL may block whoever calls it, and lets only one thread of a process call it for a device: so the loop never does.
+NCCL may block its caller, and lets only one thread of a process call it for a device: so the loop never calls it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["LaunchThread", "Launched", "Waiter"]
 
 
 class Waiter(Protocol):
-    """Who finds out that a call on a stream has ended."""
+    """Notices when a call on a stream has ended."""
 
     def put(self, launched: Launched) -> None:
-        """Tell the loop of `launched` when it has ended; called in the launcher, as soon as it is on the stream."""
+        """Notify the loop of `launched` when it has ended; called in the launcher, once it is on the stream."""
 
 
 class LaunchThread:
-    """A thread that does one call after the other, on its device; it never keeps the process from ending.
+    """A thread that makes one call after the other, on its device; it never keeps the process alive.
 
     Args:
         cuda: the runtime.
@@ -44,37 +44,36 @@ class LaunchThread:
         self._thread.start()
 
     def put(self, call: Callable[[], None]) -> None:
-        """Let the thread call `call`, which must not raise, after all that came before; from any thread."""
+        """Queue `call`, which must not raise; from any thread."""
         self._queue.put(call)
 
     def is_wanted(self) -> bool:
-        """Whether anything waits to be called."""
+        """Whether a call is queued."""
         return not self._queue.empty()
 
     def stop(self, seconds: float) -> bool:
-        """Let the thread end after all that came before; return whether it has within `seconds`."""
+        """End the thread after the queued calls; return whether it has ended within `seconds`."""
         self._queue.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        with suppress(DeviceError):  # the calls will say it
+        with suppress(DeviceError):  # the calls will raise it
             self._cuda.use(self._ordinal)
         while (call := self._queue.get()) is not None:
             call()
-            del call  # nothing is kept while there is nothing to do
+            del call  # keep no references while idle
 
 
 class Launched:
-    """A call on its way: to the launcher, to the device, and back to the loop that made it.
+    """A call in flight: in the launcher, on the device, or on the way back to its loop.
 
-    Its references live until the loop has learned that the device is done with them, and end there, whoever waits or
-    no longer waits for it.
+    Buffers live until the loop observes device completion, awaited or not.
 
     Attributes:
         enqueued: the launcher has put it on its stream, or failed to.
-        error: what went wrong; set before `enqueued`, or at the end.
-        event: done when all that it put on its stream is; 0 before and after.
+        error: its error or None; set before `enqueued`, or at the end.
+        event: done when all of its work on the stream is; 0 before and after.
     """
 
     __slots__ = (
@@ -122,7 +121,7 @@ class Launched:
         except BaseException as exc:
             self.failed(exc)
         try:
-            # After an error too: what was on the stream before it, a half of the call perhaps, is not done yet.
+            # After an error too: earlier work on the stream, perhaps a part of this call, is not done yet.
             self.event = self._events.record(self._stream)
         except BaseException as exc:
             self.failed(exc)
@@ -134,43 +133,43 @@ class Launched:
         self._waiter.put(self)
 
     def failed(self, error: BaseException) -> None:
-        """Take note of what went wrong, unless something has before: no error may end the thread it comes up in."""
+        """Keep the first error: no error may end the thread in which it occurs."""
         if self.error is None and isinstance(error, DeviceError):
-            self.error = error.with_traceback(None)  # its frames would keep what they have seen
+            self.error = error.with_traceback(None)  # its frames would keep their variables alive
         elif self.error is None:
             self.error = DeviceError("launch", repr(error), fatal=False)
             self.error.__cause__ = error
 
     async def on_stream(self, stream: int) -> None:
-        """Let what comes on `stream`, one of this thread and device, wait for the end; return once that is told.
+        """Make later work on `stream`, of this thread and device, wait for this call; return once that is enqueued.
 
-        The host does not wait for the device. In the loop.
+        The host does not wait for the device. Called in the loop.
 
         Raises:
-            DeviceError: it was not launched, or has failed, or whoever waits was released before.
+            DeviceError: it was not launched, or has failed, or was released before.
         """
         if not self.enqueued:
             waiting = self.loop.create_future()
             self._wanted.append(waiting)
-            if self.enqueued:  # meanwhile; the launcher may have looked before
+            if self.enqueued:  # meanwhile; the launcher may have checked for waiters before
                 self.release()
             await waiting
         if self.error is not None:
             raise self.error
         if not self.enqueued:
-            raise DeviceError("launch", "nobody waits for it any more", fatal=False)
-        if self.event:  # given back in this thread only
+            raise DeviceError("launch", "it was released before it was launched", fatal=False)
+        if self.event:  # returned to the pool in this thread only
             event = self.event
-            self._events.there(lambda: self._events.cuda.stream_wait(stream, event))
+            self._events.on_device(lambda: self._events.cuda.stream_wait(stream, event))
 
     def release(self) -> None:
-        """Let those go on who wait in `on_stream`: it is on the stream, or will not be of use there; in the loop."""
+        """Resume the waiters in `on_stream`: the call is on the stream, or will not be; in the loop."""
         for waiting in self._wanted:
             if not waiting.done():
                 waiting.set_result(None)
 
     def end(self) -> None:
-        """Say that it is done, and let go of what it kept; in the loop."""
+        """Report the end and drop the references; in the loop."""
         done, error = self._done, self.error
         assert done is not None
         try:
@@ -183,13 +182,13 @@ class Launched:
             self.drop()
 
     def drop(self) -> None:
-        """Let go of what it kept; where the loop is closed, nobody learns of the end."""
+        """Drop the references; the loop is closed, so the end is not reported."""
         self._call = self._done = self._keep = None
         if self.event:
             self._events.give(self.event)
             self.event = 0
 
     def __del__(self) -> None:
-        # Of what was handed to a loop that was closed before its turn came.
+        # The loop was closed before it ran the callback.
         if self.event:
             self._events.give(self.event)

@@ -20,7 +20,7 @@ _NOT_PROVIDED = "it was left out"
 
 @contextlib.contextmanager
 def provide(cuda: Cuda, nccl: Nccl | None = None, missing: str = _NOT_PROVIDED) -> Iterator[None]:
-    """Let `runtime` return these in this block, in all threads; `missing` says why there is no NCCL."""
+    """Make `runtime` return these in this block, in all threads; `missing` says why there is no NCCL."""
     global _provided
     before, _provided = _provided, (cuda, nccl, missing)
     try:
@@ -33,7 +33,7 @@ def runtime() -> tuple[Cuda, Nccl | None]:
     """Return CUDA, and NCCL if it is there; the same objects at each call.
 
     Raises:
-        BackendUnavailableError: there is no CUDA to be used from here; the message says what to install.
+        BackendUnavailableError: CUDA cannot be used from here; the message says what to install.
 
     Cost: the first call loads CuPy, which takes 0.2 s and more.
     """
@@ -47,7 +47,7 @@ def runtime() -> tuple[Cuda, Nccl | None]:
 
 
 def why_no_nccl() -> str | None:
-    """Return why `runtime` has no NCCL; None if it has. To be asked after `runtime`."""
+    """Return why `runtime` has no NCCL; None if it has. Call `runtime` first."""
     if _provided is not None:
         return _provided[2] if _provided[1] is None else None
     from aiocoll.gpu.cupy_api import nccl
@@ -59,10 +59,10 @@ def needed() -> str:
     """Return what to install for the CUDA of this machine."""
     found = _cuda_major()
     if found is None:
-        return "pip install aiocoll[cuda12] (or aiocoll[cuda13]; which CUDA there is could not be found)"
+        return "pip install aiocoll[cuda12] (or aiocoll[cuda13]; the CUDA version could not be determined)"
     if found < _OLDEST:
         return f"pip install aiocoll[cuda{_OLDEST}], and a newer driver than that of CUDA {found}, which is too old"
-    return f"pip install aiocoll[cuda{min(found, _NEWEST)}]"  # what was made for an older CUDA runs on a newer driver
+    return f"pip install aiocoll[cuda{min(found, _NEWEST)}]"  # builds for an older CUDA run on a newer driver
 
 
 def _cuda_major() -> int | None:

@@ -1,4 +1,4 @@
-"""Page-locked memory of the host, used again and again: to get some takes CUDA milliseconds, and stops the device."""
+"""A pool of page-locked host memory: allocating it takes CUDA milliseconds, and stops the device."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from aiocoll.gpu.api import Cuda
 
 __all__ = ["Staging"]
 
-#: A block is no smaller, in bytes: CUDA locks whole pages.
+#: The smallest block, in bytes: CUDA locks whole pages.
 SMALLEST = 4096
-#: Bytes that are kept though nobody uses them; beyond, what has not been used for longest is freed.
+#: Bytes of free blocks that are kept; beyond, the least recently used ones are freed.
 KEPT = 1 << 30
 
 
 class Staging:
-    """Blocks of page-locked memory; any thread may take and give, but the loop should not take.
+    """A pool of page-locked blocks; any thread may take and give, but the loop should not take.
 
     Args:
         cuda: the runtime.
-        elsewhere: lets a thread that may be held up call what it is given: freeing a block waits for the device.
+        elsewhere: calls a function in a thread that may block: freeing a block waits for the device.
     """
 
     def __init__(self, cuda: Cuda, elsewhere: Callable[[Callable[[], None]], object]) -> None:
         self._cuda = cuda
         self._elsewhere = elsewhere
         self._lock = threading.Lock()
-        # By size, the one that came back last at the end; of each size, what came back last, and is in the caches, goes
-        # out first.
+        # By size, in the order of their return; of each size, the block returned last, which is in the caches, is
+        # taken first.
         self._free: dict[int, list[NDArray[Any]]] = {}
         self._kept = 0
 
     @property
     def kept(self) -> int:
-        """Bytes that nobody uses."""
+        """Bytes of free blocks."""
         return self._kept
 
     def take(self, nbytes: int) -> NDArray[Any]:
         """Return a block of uint8, of `nbytes` or a little more: at most a quarter, or one page.
 
         Raises:
-            DeviceError: there is no memory left that could be locked.
+            DeviceError: no memory is left that could be locked.
         """
         step = max(SMALLEST, 1 << (nbytes - 1).bit_length() >> 3)
         size = max(-(-nbytes // step), 1) * step
@@ -55,7 +55,7 @@ class Staging:
         return self._cuda.pinned(size)
 
     def give(self, block: NDArray[Any]) -> None:
-        """Take back a block that `take` has returned, which neither host nor device uses any more."""
+        """Return a block to the pool; neither host nor device may use it any more."""
         freed: list[NDArray[Any]] = []
         with self._lock:
             size = block.nbytes
@@ -73,7 +73,7 @@ class Staging:
             self._elsewhere(freed.clear)
 
     def clear(self) -> None:
-        """Free what nobody uses."""
+        """Free the free blocks."""
         with self._lock:
             freed, self._free = self._free, {}
             self._kept = 0

@@ -1,4 +1,4 @@
-"""One after the other: what may only be done once at a time on a device, and takes several ranks."""
+"""Calls on a device that several ranks take part in, and that must be made one at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Turn", "Turns"]
 
 
 class Turns:
-    """Those of one device; groups of several loops and threads may take them."""
+    """The turns of one device; groups of several loops and threads may take them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -19,11 +19,11 @@ class Turns:
         self._row: deque[Turn] = deque()
 
     def take(self, call: Callable[[], None]) -> Turn:
-        """Call `call` in this loop when all turns taken before have ended; not if this one has, too."""
+        """Call `call` in this loop when all earlier turns have ended, unless this one has ended by then."""
         turn = Turn(self, call)
         with self._lock:
             had_it = self._row[0] if self._row else None
-            # Whose loop was closed, as one that was interrupted, will not end it.
+            # A turn whose loop was closed would never end.
             self._row = deque(each for each in (*self._row, turn) if not each.is_lost())
             first = self._row[0]
         if first is not had_it:
@@ -31,7 +31,7 @@ class Turns:
         return turn
 
     def end(self, turn: Turn) -> None:
-        """Let the next one begin if it was its turn."""
+        """End a turn; if it had begun, the next one begins."""
         with self._lock:
             if turn not in self._row:
                 return
@@ -51,18 +51,18 @@ class Turn:
         self._loop = asyncio.get_running_loop()
 
     def begin(self) -> None:
-        """Let its owner know."""
+        """Call the owner's function in its loop."""
         try:
             self._loop.call_soon_threadsafe(self._begun)
         except RuntimeError:  # the loop is closed, and its groups with it
             self.end()
 
     def is_lost(self) -> bool:
-        """Whether nobody is left to end it."""
+        """Whether its loop is closed, so that it would never end."""
         return self._loop.is_closed()
 
     def end(self) -> None:
-        """Let the next one begin; idempotent."""
+        """End it; idempotent."""
         self._call = None
         self._turns.end(self)
 

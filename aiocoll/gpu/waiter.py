@@ -1,14 +1,14 @@
-"""Who finds out that what is on one stream has ended, and tells the loop: the launcher, or else a thread.
+"""`CompletionThread`: notices that calls on a stream have ended, in the launcher or else a thread, and tells the loop.
 
-To wake a thread takes tens of microseconds, as long as a short collective. So the launcher, which is awake, looks for
-so long whether a call has ended, if it has nothing else to do. What has not ended is left to the thread.
+Waking a thread takes tens of microseconds, as long as a short collective. So the launcher, which is awake, checks for
+that long whether a call has ended, if no other call is queued. Calls that have not ended are left to the thread.
 
     launcher    puts it on the stream; has it ended?  yes: wakes the loop  no: wakes the thread
     thread                                                                     sleeps until it has ended, wakes the loop
 
-The loop itself never asks CUDA for that: the driver may be held up by a kernel that waits for a rank which is gone, and
-it is the loop that hears of that, and has the kernel aborted. There is a thread for each stream: waiting for one
-collective, which waits for other ranks, must not hide the end of something else that those ranks may be waiting for.
+The loop itself never asks CUDA: the driver may be blocked by a kernel that waits for a lost rank, and the loop has to
+abort that kernel. There is a thread for each stream: waiting for one collective, which waits for other ranks, must not
+hide the end of another call that those ranks may be waiting for.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from aiocoll.gpu.launcher import Launched
 
 __all__ = ["CompletionThread"]
 
-#: Ends that one callback in a loop tells: of some microseconds each, so that others have their turn.
+#: Ended calls that one callback in a loop reports: some microseconds each, so that other callbacks run in between.
 AT_ONCE = 16
-#: How often the launcher looks whether a call has ended. A look takes a microsecond or two, so all of them take about
-#: as long as it takes to wake a thread for that.
+#: How often the launcher checks whether a call has ended. A check takes a microsecond or two, so all of them take about
+#: as long as waking a thread.
 LOOKS = 32
 
 
 class CompletionThread:
-    """The calls of one stream that have not ended, in their order, and a thread that never keeps the process.
+    """The calls of one stream that have not ended, in order, and a thread that never keeps the process alive.
 
     Args:
         cuda: the runtime.
@@ -73,7 +73,7 @@ class CompletionThread:
             self._wake.notify()
 
     def stop(self, ended: Callable[[], object]) -> None:
-        """End after all that came before, and call `ended` then, in the thread; in the launcher."""
+        """End the thread after the earlier calls, and call `ended` in it; called in the launcher."""
         with self._lock:
             self._ended = ended
             self._is_awake = True
@@ -85,7 +85,7 @@ class CompletionThread:
         return not self._thread.is_alive()
 
     def _ends_soon(self, launched: Launched) -> bool:
-        """Look for a while whether a call has ended; in the launcher."""
+        """Check repeatedly for a short time whether a call has ended; in the launcher."""
         for _ in range(LOOKS):
             if self._is_done(launched):
                 return True
@@ -96,7 +96,7 @@ class CompletionThread:
     # -- in the loop
 
     def _end(self, loop: asyncio.AbstractEventLoop, batch: deque[Launched]) -> None:
-        """Tell of a batch, behind what is left of those before it."""
+        """Report a batch, after the rest of earlier ones."""
         earlier = self._left.get(id(loop))
         if earlier is None:
             self._go_on(loop, batch)
@@ -117,19 +117,19 @@ class CompletionThread:
     # -- the thread
 
     def _run(self) -> None:
-        with suppress(DeviceError):  # the waiting will say it
+        with suppress(DeviceError):  # the waiting will raise it
             self._cuda.use(self._ordinal)
         while self._sleep():
             first = self._calls[0]
             if not self._is_done(first):
                 self._wait(first)
-            del first  # nothing is kept while it sleeps
+            del first  # keep no references while it sleeps
             self._deliver(self._drain())
         assert self._ended is not None
         self._ended()
 
     def _sleep(self) -> bool:
-        """Sleep until there is something to wait for; return False if that was all."""
+        """Sleep until there is a call to wait for; return False if there will be none."""
         with self._lock:
             while not (self._is_awake and self._calls):
                 if self._ended is not None:
@@ -145,7 +145,7 @@ class CompletionThread:
             launched.failed(exc)
 
     def _drain(self) -> deque[Launched]:
-        """Take the first, and what has ended as well."""
+        """Take the first call and all others that have ended."""
         batch = deque([self._calls.popleft()])
         while self._calls and self._is_done(self._calls[0]):
             batch.append(self._calls.popleft())
@@ -159,7 +159,7 @@ class CompletionThread:
             return True
 
     def _deliver(self, batch: deque[Launched]) -> None:
-        """Tell each loop of the calls it has made that have ended, once."""
+        """Report the ended calls to the loops that made them, one callback per loop."""
         while batch:
             loop = batch[0].loop
             mine = deque(launched for launched in batch if launched.loop is loop)

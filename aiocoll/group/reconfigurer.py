@@ -64,7 +64,7 @@ class Reconfigurer:
         agreement = comm.endpoint.agreements.voter(comm.id, comm.growths, comm.ranks)
         if agreement.taken:
             raise GroupError(
-                f"group {comm.name!r} was shrunk before on rank {d.rank}: shrink the group that came of it",
+                f"group {comm.name!r}: shrink() was already called on rank {d.rank}; use the group it returned",
                 group=comm.name,
             )
         comm.revoke(
@@ -289,7 +289,7 @@ class Reconfigurer:
 
     @contextlib.asynccontextmanager
     async def _calling_off(self, assignment: Assignment, store: Store | None = None) -> AsyncIterator[None]:
-        """If this group fails in the block, newcomers that have a assignment shall not wait for it."""
+        """If this group fails in the block, tell newcomers that have an assignment not to wait for it."""
         try:
             yield
         except BaseException:

@@ -1,1 +1,1 @@
-"""Who may take part in a job: its key, the handshake, and connections that have not proven it."""
+"""Authentication of the peers of a job: its key, the handshake, and connections that have not proven the key."""

@@ -3,8 +3,8 @@
     client                                              server
       HELLO      nonce                    ------>
                  <------   CHALLENGE      nonce
-      PROOF      who I am, mac "C"        ------>
-                 <------   VERDICT        status, who I am, mac "S"
+      PROOF      identity, mac "C"        ------>
+                 <------   VERDICT        status, identity, mac "S"
       CONFIRM    mac "D"                  ------>
 
     offset  size  HELLO and CHALLENGE, in every version of the wire (big endian)
@@ -16,24 +16,25 @@
     offset  size  PROOF and VERDICT
          0     1  PROOF: ConnKind; VERDICT: Status
          1     1  reserved, zero
-         2     2  connections of this kind that the speaker has had with the other and that are over, modulo 65536
+         2     2  ended connections of this kind between the two, as counted by the sender, modulo 65536
          4    16  job id
         20     8  epoch
-        28     4  rank, -1 where the speaker has none (a store)
+        28     4  rank, -1 where the sender has none (a store)
         32     4  world size, 0 where it is not known
         36    32  mac
 
-CONFIRM is a mac and nothing else. A mac is HMAC-SHA256(K, its label | all messages so far, its own up to the mac), and
-K is HKDF-SHA256 (RFC 5869) of the job key, salted by HELLO and CHALLENGE. So the labels stop reflection, the two nonces
-stop replay, and all that either side claims is under the macs of both.
+CONFIRM is only a mac. A mac is HMAC-SHA256(K, its label | all messages so far, its own up to the mac), and K is
+HKDF-SHA256 (RFC 5869) of the job key, salted by HELLO and CHALLENGE. So the labels prevent reflection, the two nonces
+prevent replay, and all claims of both sides are covered by both macs.
 
-- Nothing counts that has not been proven. The server reads a client's claims, and asks `decide`, only if the mac of
-  PROOF is right; the client reads the server's answer only if the mac of VERDICT is right.
-- A stranger learns nothing. Who connects without the key gets a nonce, and for a wrong PROOF a VERDICT of zeros: no
-  job, no rank, and no mac on which to try a guess of the key. The client proves itself first because anybody can call
-  a server, while a client calls only where its job tells it to; who listens there in place of a rank hears who calls.
-- The client sends the last message. The server has a connection once CONFIRM has come, so a client that gives up
-  before leaves no end with a link that the other has not.
+- Unproven claims have no effect. The server reads a client's claims, and asks `decide`, only if the mac of PROOF is
+  right; the client reads the server's answer only if the mac of VERDICT is right.
+- A client without the key learns nothing. It gets a nonce, and for a wrong PROOF a VERDICT of zeros: no job, no rank,
+  and no mac to test guesses of the key on. The client proves itself first because anyone can connect to a server,
+  while a client connects only to addresses from its job; a process that listens there instead of a rank learns the
+  client's identity.
+- The client sends the last message. The server accepts the connection once CONFIRM has come, so a client that gives up
+  earlier leaves no end with a link that the other does not have.
 
 Nothing here does I/O or reads a clock: the caller moves the bytes, reads exactly the sizes below, and gives the whole
 exchange `HANDSHAKE_TIMEOUT` seconds.
@@ -110,9 +111,9 @@ class Status(IntEnum):
 
 
 class Identity(NamedTuple):
-    """Who one end of a connection is: 16-byte job id, epoch, rank (-1: none), world size (0: not known) and purpose.
+    """The identity of one end of a connection: 16-byte job id, epoch, rank (-1: none), world size (0: not known), kind.
 
-    `ended` counts the connections of that kind that it has had with the other end and that are over, modulo 65536.
+    `ended` counts its ended connections of that kind with the other end, modulo 65536.
     """
 
     job_id: bytes
@@ -124,17 +125,17 @@ class Identity(NamedTuple):
 
 
 class Peer(Identity):
-    """Who the other end is, and has proven to be."""
+    """The proven identity of the other end."""
 
     __slots__ = ()
 
 
 class UnprovenError(AuthenticationError):
-    """The other end has not proven that it holds the key, so that nothing follows from what it said."""
+    """The other end has not proven that it holds the key, so what it sent has no effect."""
 
 
 class HandshakeRefusedError(AuthenticationError):
-    """One end declined the other, which both hold the key; `status` says why."""
+    """One end refused the other, though both hold the key; `status` says why."""
 
     def __init__(self, message: str, status: Status) -> None:
         super().__init__(message)
@@ -142,12 +143,12 @@ class HandshakeRefusedError(AuthenticationError):
 
 
 def job_id(name: str) -> bytes:
-    """Return the 16 bytes that stand for the job `name` on the wire."""
+    """Return the 16-byte id of the job `name` on the wire."""
     return hashlib.sha256(name.encode()).digest()[:16]
 
 
 def may_be_ours(said: bytes) -> bool:
-    """Say whether a handshake message may begin with the few bytes `said` (or none)."""
+    """Return whether a handshake message may begin with the bytes `said` (possibly none)."""
     return said[: len(MAGIC)] == MAGIC[: len(said)]
 
 
@@ -155,7 +156,7 @@ class ClientHandshake:
     """The side that dials: send `hello()`, answer CHALLENGE by `prove()` and VERDICT by `confirm()`.
 
     Args:
-        identity: who this end is.
+        identity: the identity of this end.
         key: the job key, None for the null key of loopback.
         random_bytes: source of the nonce, normally `Runtime.random_bytes`.
 
@@ -178,7 +179,7 @@ class ClientHandshake:
         """Return PROOF, the answer to `CHALLENGE_SIZE` bytes.
 
         Raises:
-            UnprovenError: the other end is no aiocoll process, or one of another version.
+            UnprovenError: the other end is not an aiocoll process, or one of another version.
         """
         version = _version(challenge, "the other end")
         if version != WIRE_VERSION:
@@ -194,7 +195,7 @@ class ClientHandshake:
         """Return CONFIRM, the answer to `VERDICT_SIZE` bytes; to send it is to accept the connection.
 
         Raises:
-            HandshakeRefusedError: the server, which holds the key, declined; `status` says why.
+            HandshakeRefusedError: the server, which holds the key, refused; `status` says why.
             UnprovenError: the other end does not hold the key.
         """
         claim = _proven(self._secret, b"S", self._transcript, verdict, "the other end")
@@ -211,12 +212,12 @@ class ServerHandshake:
     """The side that accepts: answer HELLO by `challenge()` and PROOF by `verdict()`, then `accept()` CONFIRM.
 
     Args:
-        identity: who this end is. With kind STORE it accepts only STORE connections, with another kind only the others.
+        identity: the identity of this end. Kind STORE accepts only STORE connections, another kind only the others.
         key: the job key, None for the null key of loopback.
         random_bytes: source of the nonce, normally `Runtime.random_bytes`.
 
     Attributes:
-        refusal: the error of a client that was declined. Send the answer, which tells it what it may know, and close.
+        refusal: the error of a client that was refused. Send the answer, which tells it what it may know, and close.
     """
 
     def __init__(self, identity: Identity, key: bytes | None, random_bytes: Callable[[int], bytes]) -> None:
@@ -231,7 +232,7 @@ class ServerHandshake:
         """Return CHALLENGE, the answer to `HELLO_SIZE` bytes.
 
         Raises:
-            UnprovenError: this is no HELLO; close without a reply.
+            UnprovenError: this is not a HELLO; close without a reply.
         """
         version = _version(hello, "the client")
         if version != WIRE_VERSION:
@@ -247,8 +248,8 @@ class ServerHandshake:
 
         Args:
             proof: what the client sent.
-            decide: asked about a client that has proven the key and whose identity agrees with this end's.
-            ended: says how many connections with such a client are over.
+            decide: called with a client that has proven the key and whose identity agrees with this end's.
+            ended: returns how many connections with such a client have ended.
         """
         try:
             status = self._judge(_proven(self._secret, b"C", self._transcript, proof, "the client"), decide)
@@ -263,7 +264,7 @@ class ServerHandshake:
         return verdict
 
     def accept(self, confirm: bytes) -> Peer:
-        """Check the client's last message, `CONFIRM_SIZE` bytes, and return who it is.
+        """Check the client's last message, `CONFIRM_SIZE` bytes, and return its identity.
 
         Raises:
             AuthenticationError: the client was declined, or this is not its last message.
@@ -272,7 +273,7 @@ class ServerHandshake:
             raise self.refusal
         assert self._peer is not None  # verdict() has come first
         if not hmac.compare_digest(confirm, _mac(self._secret, b"D", self._transcript)):
-            raise UnprovenError(f"{_name(self._peer.rank)} sent something else than the end of its handshake")
+            raise UnprovenError(f"{_name(self._peer.rank)} did not send a valid CONFIRM")
         return self._peer
 
     def _judge(self, claim: bytes, decide: Callable[[Peer], Status]) -> Status:
@@ -296,14 +297,14 @@ def _opening(random_bytes: Callable[[int], bytes]) -> bytes:
 def _version(message: bytes, who: str) -> int:
     """Return the wire version of a HELLO or a CHALLENGE."""
     if message[: len(MAGIC)] != MAGIC or len(message) != _OPENING.size:
-        raise UnprovenError(f"{who} does not speak aiocoll's protocol: it sent {bytes(message[:8])!r}")
+        raise UnprovenError(f"{who} does not use aiocoll's protocol: it sent {bytes(message[:8])!r}")
     return message[len(MAGIC)]
 
 
 def _derive(key: bytes | None, opening: bytes) -> bytes:
     """Return K by HKDF-SHA256: extract, then the first block of expand.
 
-    What a connection is bound to is in the salt: a certificate that secures its bytes would have its place there.
+    The salt binds the connection: a certificate that secures its bytes would belong there.
     """
     extracted = hmac.digest(opening, key or b"", "sha256")
     return hmac.digest(extracted, b"aiocoll/2\x01", "sha256")
@@ -351,15 +352,15 @@ def _name(rank: int) -> str:
 
 def _wrong_version(version: int) -> UnprovenError:
     return UnprovenError(
-        f"the other end speaks wire version {version}, this process speaks {WIRE_VERSION}: use one aiocoll everywhere"
+        f"the other end uses wire version {version}, this process {WIRE_VERSION}: use the same aiocoll on all ranks"
     )
 
 
 def _refusal(what: str, status: Status, mine: Identity, peer: Peer) -> HandshakeRefusedError:
-    """Name the two values that differ."""
+    """Return the error that names the two values that differ."""
     reasons = {
-        Status.CROSSED: "both ends dialled at once, and another connection is further",
-        Status.DUPLICATE: f"rank {mine.rank} and rank {peer.rank} have a live connection of kind {peer.kind.name}",
+        Status.CROSSED: "both ends dialled at once, and the other connection is further ahead",
+        Status.DUPLICATE: f"rank {mine.rank} and rank {peer.rank} have an open connection of kind {peer.kind.name}",
         Status.REFUSED: f"rank {mine.rank} and rank {peer.rank} of {mine.world_size} cannot be peers",
         Status.WRONG_JOB: f"it belongs to job {peer.job_id.hex()}, this process to job {mine.job_id.hex()}",
         Status.WRONG_EPOCH: f"it is in epoch {peer.epoch}, this process in epoch {mine.epoch}",

@@ -1,4 +1,4 @@
-"""Where a job key is needed, and what one has to be."""
+"""When a job key is needed, and what a valid one is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HOW_TO_GET_A_KEY = (
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether `host` (an address, or "localhost") cannot be reached from another machine; other names are not."""
+    """Return whether `host` is a loopback address or "localhost"; False for all other names."""
     if host == "localhost":
         return True
     try:
@@ -32,7 +32,7 @@ def require_key(host: str, key: bytes | None) -> None:
     """Refuse an address that other machines can reach when there is no job key, and any key that is too short.
 
     Raises:
-        AuthenticationError: says how to make a key.
+        AuthenticationError: the message says how to make a key.
     """
     if key is not None and len(key) < MIN_KEY_SIZE:
         raise AuthenticationError(
@@ -40,5 +40,5 @@ def require_key(host: str, key: bytes | None) -> None:
         )
     if key is None and not is_loopback(host):
         raise AuthenticationError(
-            f"{host} can be reached from other machines, and no job key keeps strangers out: {_HOW_TO_GET_A_KEY}"
+            f"{host} can be reached from other machines, and there is no job key: {_HOW_TO_GET_A_KEY}"
         )

@@ -1,8 +1,8 @@
-"""Places for the connections that have not proven the job key, at a rank or a store.
+"""A bounded table of the connections that have not proven the job key, at a rank or a store.
 
-Who has no key can take a place, and nothing else: when all are taken, the oldest connection is turned away for the
-newest. An honest one needs its place for one round trip, and dials again should it be turned away. No address has a
-limit of its own: all ranks of a host, or behind one router, come from the same.
+A client without the key can take an entry of the table, and nothing else: when the table is full, the oldest connection
+is closed for the newest. An honest client needs its entry for one round trip, and dials again if it was closed. There
+is no limit per address: all ranks of a host, or behind one router, have the same.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Generic, TypeVar
 
 __all__ = ["MIN_PLACES", "Unproven"]
 
-#: Places however small the world is: under 200 connections a second each is kept for over half a second, several round
-#: trips between continents; and they are few beside the 1024 files that a process may usually have open.
+#: The smallest size of the table: at 200 connections a second each is kept for over half a second, several round trips
+#: between continents; and few compared to the 1024 files that a process may usually have open.
 MIN_PLACES = 128
 
 T = TypeVar("T")
 
 
 class Unproven(Generic[T]):
-    """The connections of one listener that have yet to prove themselves.
+    """The connections of one listener that have not proven the key yet.
 
     Args:
-        world_size: ranks that may come at the same time; 0 if that is not known.
-        turn_away: told of a connection that has lost its place.
+        world_size: ranks that may connect at the same time; 0 if not known.
+        turn_away: called with a connection that was removed for a newer one.
     """
 
     def __init__(self, world_size: int, turn_away: Callable[[T], object]) -> None:
@@ -39,7 +39,7 @@ class Unproven(Generic[T]):
         return connection in self._oldest_first
 
     def admit(self, connection: T) -> None:
-        """Give a new connection a place."""
+        """Add a new connection."""
         if len(self._oldest_first) >= self._most:
             oldest = next(iter(self._oldest_first))
             del self._oldest_first[oldest]
@@ -47,5 +47,5 @@ class Unproven(Generic[T]):
         self._oldest_first[connection] = None
 
     def release(self, connection: T) -> None:
-        """The connection has proven itself, or has ended, if it still had its place."""
+        """Remove a connection that has proven the key or ended; does nothing if it was removed before."""
         self._oldest_first.pop(connection, None)

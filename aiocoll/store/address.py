@@ -18,10 +18,10 @@ from aiocoll.sockets import retry_soon
 __all__ = ["StoreEndpoint", "check_peer", "describe", "is_unix", "listen", "literal", "resolve"]
 
 _UNIX = "unix:"
-#: Connections the kernel keeps for us until we accept them: all ranks of a large job at once.
+#: Connections that the kernel queues until they are accepted: all ranks of a large job at once.
 _BACKLOG = 1024
-#: Seconds of an outage after which a connection is given up, about as by the default pauses of Linux: waits at a store
-#: have limits of their own.
+#: Seconds of an outage after which a connection is closed, about as long as with the defaults of Linux: waits at a
+#: store have their own timeouts.
 _MAX_OUTAGE = 900.0
 
 
@@ -32,7 +32,7 @@ class StoreEndpoint(NamedTuple):
     sockaddr: Any
 
     def require_key(self, key: bytes | None) -> None:
-        """Raise `AuthenticationError` if strangers could get at this endpoint and there is no key; see `handshake`."""
+        """Raise `AuthenticationError` if other machines can reach this endpoint and there is no key."""
         require_key("localhost" if isinstance(self.sockaddr, str) else self.sockaddr[0], key)
 
     def socket(self) -> socket.socket:
@@ -45,7 +45,7 @@ class StoreEndpoint(NamedTuple):
 
 
 def is_unix(host: str) -> bool:
-    """Say whether `host` names a unix socket."""
+    """Return whether `host` is a unix socket."""
     return host.startswith(_UNIX)
 
 
@@ -71,11 +71,11 @@ async def resolve(host: str, port: int) -> list[StoreEndpoint]:
 
 
 def listen(host: str, port: int, key: bytes | None) -> socket.socket:
-    """Bind and listen on `host`, an address of this machine; `port` 0 takes a free one.
+    """Bind and listen on `host`, an address of this machine; `port` 0 means a free one.
 
     Raises:
         AuthenticationError: other machines can reach the address and there is no key.
-        StoreUnavailableError: the address cannot be had.
+        StoreUnavailableError: the address is not available.
     """
     where = describe(host, port)
     try:
@@ -92,7 +92,7 @@ def listen(host: str, port: int, key: bytes | None) -> socket.socket:
         raise
     except OSError as exc:
         hint = {
-            errno.EADDRINUSE: "another program has it, choose another port or 0",
+            errno.EADDRINUSE: "another program uses it, choose another port or 0",
             errno.EADDRNOTAVAIL: "it is not an address of this machine",
             errno.EMFILE: "raise ulimit -n",
         }.get(exc.errno or 0, "give an address of this machine")
@@ -145,14 +145,14 @@ def _bind(sock: socket.socket, endpoint: StoreEndpoint) -> None:
         sock.bind(path)
     else:
         _remove_stale(path)
-        # Linux gives the socket file this mode at bind, so that there is no moment at which others may connect.
+        # Linux gives the socket file this mode at bind, so other users can never connect.
         os.fchmod(sock.fileno(), 0o600)
         sock.bind(path)
         os.chmod(path, 0o600)
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket file of a server that died; leave alone one that answers, and any other file."""
+    """Remove the socket file of a server that died; keep one that answers, and any other file."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             return

@@ -1,9 +1,9 @@
-"""What every store offers.
+"""`Store`: the interface of every store.
 
 A store is a small dictionary that the ranks of a job share: str keys, bytes values, plus first-in-first-out queues with
-names of their own. It is how ranks meet; arrays travel through groups. The public methods of `Store` check arguments
-and pass them on as commands (`aiocoll.store.commands`): `_call` carries out those that are answered at once, `_wait`
-those that wait for keys. `KeyValueStore` does both with three methods that a new store has to write.
+names of their own. Ranks meet through it; arrays are sent by groups. The public methods of `Store` check arguments and
+pass them on as commands (`aiocoll.store.commands`): `_call` carries out those that are answered at once, `_wait` those
+that wait for keys. `KeyValueStore` implements both by three methods that a new store has to write.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Store(ABC):
 
     Every method raises `TypeError` or `ValueError` for a wrong argument, `StoreError` for one over a limit (keys 1 KiB,
     values 8 MiB; 65,536 keys and queued items, 256 MiB in all), and `StoreUnavailableError` once the store is closed or
-    out of reach. Cancelling a wait leaves nothing behind, and a queue keeps its item.
+    unreachable. Cancelling a wait leaves nothing behind, and a queue keeps its item.
 
     Cost of a call: with a `HashStore` a few microseconds, with a `FileStore` a lock and at most one write, with a
-    `TCPStore` one round trip. A wait is told by the store when it ends; only a file is looked at, every 20 ms.
+    `TCPStore` one round trip. The store notifies a wait when it ends; only a file is polled, every 20 ms.
     """
 
     def __init__(self, timeout: float | timedelta = 300.0) -> None:
@@ -37,12 +37,12 @@ class Store(ABC):
 
     @property
     def trouble(self) -> str | None:
-        """Where the store should be and why it cannot be reached, while it is still being tried."""
+        """Address of the store and why it cannot be reached, while connecting is still being tried."""
         return None
 
     @property
     def reached(self) -> str:
-        """The numeric address at which this process has found the store, "" if it is at none."""
+        """The numeric address by which this process has reached the store, "" if it has none."""
         return ""
 
     @property
@@ -55,7 +55,7 @@ class Store(ABC):
         self._timeout = seconds(timeout)
 
     async def set(self, key: str, value: bytes) -> None:
-        """Store `value` under `key`, whatever was there.
+        """Store `value` under `key`, replacing any value.
 
         Args:
             key: at most 1 KiB in UTF-8.
@@ -93,7 +93,7 @@ class Store(ABC):
             The sum, which is stored.
 
         Raises:
-            StoreError: the value is no decimal number, or the sum does not fit 64 bits; nothing was changed.
+            StoreError: the value is not a decimal number, or the sum does not fit 64 bits; nothing was changed.
         """
         total: int = await self._checked("add", key, amount)
         return total
@@ -101,12 +101,12 @@ class Store(ABC):
     async def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Store `desired` if the value is `expected`, or if `key` is absent and `expected` is empty.
 
-        The result does not tell apart who has stored `desired` from who found it there: to find a winner, let each
-        client propose another value.
+        The result is the same for the client that stored `desired` and one that found it there: to find a winner, let
+        each client propose a different value.
 
         Args:
             key: its name.
-            expected: value that must be there.
+            expected: current value for which `desired` is stored.
             desired: value to store.
 
         Returns:
@@ -119,7 +119,7 @@ class Store(ABC):
         return value
 
     async def check(self, keys: Iterable[str]) -> bool:
-        """Ask whether keys exist, without waiting.
+        """Return whether keys exist, without waiting.
 
         Args:
             keys: their names.
@@ -168,7 +168,7 @@ class Store(ABC):
 
         Args:
             key: its name.
-            value: what comes behind the value that is there; both together are at most 8 MiB.
+            value: appended to the current value; both together are at most 8 MiB.
 
         Raises:
             StoreError: a limit; nothing was changed.
@@ -176,7 +176,7 @@ class Store(ABC):
         await self._checked("append", key, value)
 
     async def multi_get(self, keys: Iterable[str], timeout: float | timedelta | None = None) -> list[bytes]:
-        """Wait until all `keys` exist and read them at one instant.
+        """Wait until all `keys` exist and read them atomically.
 
         Args:
             keys: their names.
@@ -213,7 +213,7 @@ class Store(ABC):
         return keys
 
     async def queue_push(self, key: str, value: bytes) -> None:
-        """Append an item to a queue; a queue and a key of one name have nothing to do with each other.
+        """Append an item to a queue; a queue and a key of the same name are unrelated.
 
         Args:
             key: name of the queue, at most 1 KiB in UTF-8.
@@ -225,7 +225,7 @@ class Store(ABC):
         await self._checked("queue_push", key, value)
 
     async def queue_pop(self, key: str, block: bool = True, timeout: float | timedelta | None = None) -> bytes:
-        """Remove the first item of a queue; those who wait are served in their order.
+        """Remove the first item of a queue; waiting calls are served in order.
 
         Args:
             key: name of the queue.
@@ -255,7 +255,7 @@ class Store(ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Release what this object holds; idempotent. Pending and later calls raise `StoreUnavailableError`."""
+        """Close the store; idempotent. Pending and later calls raise `StoreUnavailableError`."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -293,7 +293,7 @@ def seconds(timeout: float | timedelta) -> float:
 async def settled(future: asyncio.Future[Any], timeout: float) -> bool:
     """Wait until `future` is done; False when `timeout` seconds passed first.
 
-    The future itself is never cancelled: what arrives together with a timeout or a cancellation is still in it.
+    The future itself is never cancelled: a result that arrives together with a timeout or a cancellation is kept in it.
     """
     await asyncio.wait([future], timeout=None if timeout == math.inf else timeout)
     return future.done()

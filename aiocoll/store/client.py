@@ -26,18 +26,18 @@ __all__ = ["ClientLink", "StoreAuthenticationError", "connect"]
 #: Seconds between attempts to connect: ranks start at about the same time, so the first retries come soon.
 _FIRST_RETRY = 0.005
 _LAST_RETRY = 0.25
-#: Seconds that a server gets to confirm the end of a wait; it is behind with answering when it needs them.
+#: Seconds that a server gets to confirm the end of a wait; it needs them only when it is overloaded.
 _CANCEL_TIMEOUT = 1.0
-#: Seconds for the bytes that are left when the link is closed.
+#: Seconds to send the remaining bytes when the link is closed.
 _CLOSE_TIMEOUT = 1.0
 
 
 class StoreAuthenticationError(StoreUnavailableError, AuthenticationError):
-    """The store cannot be reached because one end does not accept the other."""
+    """The store cannot be reached because one end refused the other."""
 
 
 class _Request(NamedTuple):
-    """A command that was sent; `answer` is cancelled with the connection, as nobody may be left to look at an error."""
+    """A command that was sent; `answer` is cancelled with the connection, since an exception might not be retrieved."""
 
     command: str
     arguments: tuple[Any, ...]
@@ -45,10 +45,10 @@ class _Request(NamedTuple):
 
 
 class ClientLink(FrameProtocol):
-    """Sends requests, many at a time, and matches the answers to them.
+    """Sends requests, many concurrently, and matches the answers to them.
 
     Attributes:
-        ready: what ended the handshake; None when it succeeded.
+        ready: done at the end of the handshake, with its error or None.
     """
 
     def __init__(self, handshake: ClientHandshake, where: str) -> None:
@@ -75,7 +75,7 @@ class ClientLink(FrameProtocol):
         return result
 
     async def wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
-        """Carry out a command that waits; when the time is up, or on cancellation, the server forgets it."""
+        """Carry out a command that waits; at the timeout, or on cancellation, the server drops it."""
         outcome, payload = await self._wait(command, arguments, timeout)
         if outcome is ReplyStatus.MISSING:
             raise timed_out(f"store {self._where}", command, payload, timeout)
@@ -105,10 +105,10 @@ class ClientLink(FrameProtocol):
         self.transport.write(self._handshake.hello())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Release everybody who waits for an answer."""
+        """Fail all pending requests."""
         if not self.ready.done():
             hung_up = ConnectionResetError(
-                "something listens there but hangs up: no aiocoll store, or one that is ending"
+                "something listens there but closes the connection: not an aiocoll store, or one that is ending"
             )
             self.ready.set_result(self.foreign_answer() or hung_up)
         for request in self._requests.values():
@@ -117,20 +117,20 @@ class ClientLink(FrameProtocol):
         self._closed.set_result(None)
 
     def broken(self, exc: Exception) -> None:
-        """Tell those who wait what was wrong."""
+        """Keep the reason for the pending requests."""
         self._failure = f"store {self._where}: {exc}"
         if not self.ready.done():
             self.ready.set_result(exc)
 
     def foreign_answer(self) -> AuthenticationError | None:
-        """Return an error if the other end has begun the handshake with something that no store says."""
+        """Return an error if the other end has sent something that is not the handshake of a store."""
         said = self.received_so_far()
         if self._challenged or may_be_ours(said):
             return None
-        return AuthenticationError(f"it is no aiocoll store: it said {said[:32]!r}")
+        return AuthenticationError(f"it is not an aiocoll store: it sent {said[:32]!r}")
 
     def message_received(self, number: int, word: Any, payload: Any) -> None:
-        """Hand an answer to who asked; nobody waits any more for one that was abandoned."""
+        """Complete the request of an answer; the answer to an abandoned request is dropped."""
         request = self._requests.get(number)
         if request is not None:
             answer = check_reply(request.command, request.arguments, word, payload)
@@ -159,7 +159,7 @@ class ClientLink(FrameProtocol):
             if not future.done():
                 self._cancel(number)
             if command == "queue_pop":
-                # Runs at once if the item is here already, later if it crosses the cancellation on its way.
+                # Runs now if the item has arrived, later if the item and the cancellation cross.
                 future.add_done_callback(lambda popped: self._give_back(number, arguments[0], popped))
             raise
         if not future.done():
@@ -206,13 +206,13 @@ async def connect(
     timeout: float,
     trouble: Callable[[str], None],
 ) -> ClientLink:
-    """Connect and authenticate; until `timeout` seconds have passed, try again whatever a later start could heal.
+    """Connect and authenticate; errors that a later start of the server could resolve are retried until `timeout`.
 
-    Why an attempt failed is told to `trouble` at once: this call may be cancelled before it can raise.
+    The reason of each failed attempt is passed to `trouble` at once: this call may be cancelled before it can raise.
 
     Raises:
-        StoreUnavailableError: says where, why not, and how long it tried.
-        StoreAuthenticationError: one end does not accept the other, or the other end is no store.
+        StoreUnavailableError: the message says where, why, and for how long it was tried.
+        StoreAuthenticationError: one end refused the other, or the other end is not a store.
     """
     where = describe(host, port)
     began = runtime.time()
@@ -243,7 +243,7 @@ async def connect(
 
 
 class _UnresolvedError(Exception):
-    """The host name means nothing, yet."""
+    """The host name cannot be resolved (yet)."""
 
 
 async def _resolve(host: str, port: int) -> list[StoreEndpoint]:
@@ -276,7 +276,7 @@ async def _attempt(link: ClientLink, endpoint: StoreEndpoint, timeout: float) ->
             raise
         link.transport.abort()
         if isinstance(exc, TimeoutError):
-            silent = TimeoutError("something listens there but is silent: no aiocoll store, or a stopped one")
+            silent = TimeoutError("something listens there but does not answer: not an aiocoll store, or a stopped one")
             raise link.foreign_answer() or silent from None
         raise
     return link

@@ -1,7 +1,7 @@
 """The commands every store understands, and the checks of their arguments.
 
-A command is a name and a tuple of arguments. The same pair is what `StoreCore` applies, what `FileStore` logs and what
-`TCPStore` sends, so the arguments are described once, here, by one letter each.
+A command is a name and a tuple of arguments. `StoreCore` applies it, `FileStore` logs it and `TCPStore` sends it, so
+the arguments are described once, here, by one letter each.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = [
 
 #: Bytes of a key in UTF-8; keys are names, and they are repeated in every error message.
 MAX_KEY_BYTES: Final = 1024
-#: Bytes of one value: a store is for meeting, arrays travel through a group.
+#: Bytes of one value: a store is for meeting, arrays are sent by a group.
 MAX_VALUE_BYTES: Final = 8 << 20
 #: Keys and queued items together.
 MAX_ENTRIES: Final = 1 << 16
-#: Bytes of all values together, so that a broken rank cannot use up the memory of the store's host.
+#: Bytes of all values together, so that a faulty rank cannot use up the memory of the store's host.
 MAX_TOTAL_BYTES: Final = 256 << 20
 #: Counters are 64-bit, as msgpack's integers are.
 MAX_INTEGER: Final = (1 << 63) - 1
@@ -57,7 +57,7 @@ COMMANDS: Final = MappingProxyType(
 #: Answered once the keys exist (`queue_pop`: once the queue has an item).
 WAITS: Final = MappingProxyType({"get": "k", "multi_get": "K", "wait": "K", "queue_pop": "k"})
 
-#: For a server only. c: number of clients. To wait for that many, and to end the wait of the same number.
+#: For a server only. c: number of clients. They wait for that many clients, and cancel a request.
 OF_CONNECTIONS: Final = MappingProxyType({"join": "c", "cancel": ""})
 
 
@@ -72,7 +72,7 @@ def check_arguments(command: str, arguments: tuple[Any, ...]) -> None:
 
 
 def check_request(command: str, arguments: tuple[Any, ...]) -> None:
-    """Refuse what a client asks its server if that could not be carried out; raises as `check_arguments` does."""
+    """Refuse a request that a server cannot carry out; raises as `check_arguments` does."""
     if command in OF_CONNECTIONS:
         _check(OF_CONNECTIONS[command], command, arguments)
     else:
@@ -113,7 +113,7 @@ def prefixed(prefix: str, command: str, arguments: tuple[Any, ...]) -> tuple[Any
 
 def _check_key(key: object) -> None:
     if type(key) is str and len(key) <= MAX_KEY_BYTES and key.isascii():
-        return  # a thousand ranks that meet name a million keys
+        return  # fast path: a thousand ranks that meet send a million keys
     if not isinstance(key, str):
         raise TypeError(f"key must be str, got {type(key).__name__}")
     nbytes = len(key.encode())
@@ -140,7 +140,7 @@ def _check_integer(amount: object) -> None:
 
 def _check_count(count: object) -> None:
     if type(count) is not int or not 0 < count <= MAX_ENTRIES:
-        raise ValueError(f"world size {count!r} is not one from 1 to {MAX_ENTRIES}")
+        raise ValueError(f"world size {count!r} must be from 1 to {MAX_ENTRIES}")
 
 
 def _check_list(kind: str, items: object) -> None:

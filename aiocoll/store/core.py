@@ -1,6 +1,6 @@
-"""`StoreCore`: the contents of a store and those who wait for them, in one plain synchronous object.
+"""`StoreCore`: the contents of a store and the pending waits, in one plain synchronous object.
 
-`HashStore` and the TCP server hold one and are told by it when a wait ends; `FileStore` replays its log into one.
+`HashStore` and the TCP server hold one, which calls back when a wait ends; `FileStore` replays its log into one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Waiter:
         self.command = command
         self.keys = keys
         self.deliver = deliver
-        # Ranks mostly come in order: the last key first, and a thousand that wait for each other are woken once.
+        # Ranks mostly come in order: with the last key watched first, a thousand that wait for each other wake once.
         self.watched = max(0, len(keys) - 1)
 
 
@@ -62,7 +62,7 @@ class StoreCore:
         """Begin one of `WAITS`: `deliver(result)` is called now, or by the command that ends the wait.
 
         Returns:
-            What `drop` takes, or None if the result has been delivered.
+            The argument for `drop`, or None if the result has been delivered.
         """
         keys = keys_of(arguments)
         waiter = Waiter(command, keys, deliver)
@@ -76,7 +76,7 @@ class StoreCore:
         return waiter
 
     def drop(self, waiter: Waiter) -> None:
-        """Forget a wait that has not been delivered."""
+        """Remove a wait that has not been delivered."""
         waiting: dict[str, Any] = self._poppers if waiter.command == "queue_pop" else self._watchers
         key = waiter.keys[waiter.watched]
         waiting[key].remove(waiter)
@@ -84,7 +84,7 @@ class StoreCore:
             del waiting[key]
 
     def missing(self, command: str, arguments: tuple[Any, ...]) -> list[str]:
-        """Return the keys (or the queue) that a wait still lacks."""
+        """Return the keys (or the queue) that a wait is still missing."""
         present: Mapping[str, Any] = self._queues if command == "queue_pop" else self._values
         return [key for key in keys_of(arguments) if key not in present]
 

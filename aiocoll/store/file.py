@@ -1,8 +1,8 @@
 """`FileStore`: a store in a file, for processes of one machine.
 
-The file is a log of the commands that changed something; every process replays it into a `StoreCore` of its own, so all
-see one history. Commands run under the file's lock, hence one at a time across all processes. The lock is taken without
-blocking the loop, and held for microseconds and never across an await. A file cannot wake anybody: waiting polls.
+The file is a log of the commands that changed something; every process replays it into its own `StoreCore`, so all see
+the same history. Commands run under the file's lock, hence one at a time across all processes. The lock is taken
+without blocking the loop, and held for microseconds and never across an await. A file cannot notify: waiting polls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FileStore"]
 
-#: Bytes of history replayed in one go without the lock, about 1 ms; then the loop gets a turn.
+#: Bytes of history replayed at once without the lock, about 1 ms; then the loop runs other callbacks.
 _SLICE = 1 << 13
 
 #: Record that a member has closed; not a command, so `list_keys` never sees it.
@@ -39,9 +39,9 @@ class FileStore(Store):
     """A store that processes of one machine (or of a file system with working `flock`) reach by a path.
 
     Args:
-        path: the file; created with mode 0600 by whoever comes first. A symlink, a file of another user or one that
+        path: the file; the first member creates it with mode 0600. A symlink, a file of another user or one that
             others may open is refused.
-        world_size: how many members will call `aclose`; the last one removes the file. None: nobody does.
+        world_size: how many members will call `aclose`; the last one removes the file. None: it is never removed.
         timeout: seconds that calls wait when they are given no timeout.
         job: name of the job; a file left behind by another job is refused instead of joined.
         runtime: clock to use; None is the running loop's.
@@ -120,7 +120,7 @@ class FileStore(Store):
         return self._runtime or Runtime(running_loop())
 
     async def _replay(self) -> None:
-        """Catch up without the lock, leaving the loop its turns."""
+        """Catch up without the lock, in steps between which the loop runs."""
         while self._catch_up(self._opened(), _SLICE):  # noqa: ASYNC110, this polls nothing: it shares the loop
             await asyncio.sleep(0)
 
@@ -136,7 +136,7 @@ class FileStore(Store):
         return self._log
 
     def _catch_up(self, log: LogFile, *nbytes: int) -> bool:
-        """Apply what others appended, `nbytes` of it at least; say whether there may be more."""
+        """Apply commands of other members, at least `nbytes` of them; return whether there may be more."""
         try:
             return log.read(self._carry_out, *nbytes)
         except BaseException:
@@ -149,7 +149,7 @@ class FileStore(Store):
             self._left += 1
             return
         if command not in COMMANDS:
-            raise StoreError("nothing that this version of aiocoll writes")
+            raise StoreError("not a command of this version of aiocoll")
         check_arguments(command, tuple(arguments))
         self._core.apply(command, tuple(arguments))
 
@@ -165,7 +165,7 @@ class FileStore(Store):
         return result
 
     def _start_over(self, log: LogFile) -> None:
-        """Forget what may be ahead of the file, or half of a record: the file is what all members see."""
+        """Discard the state, which may be ahead of the file or contain half a record, and replay the file."""
         self._core = StoreCore()
         self._left = 0
         log.rewind()

@@ -1,10 +1,10 @@
-"""What both ends of a store connection share: reads of exact sizes, and messages in frames.
+"""Framing of store connections, for both ends: reads of exact sizes, and messages in frames.
 
     frame    length u32 (big endian, 1 to 16 MiB), then one msgpack value
     request  [id, command, arguments]; "cancel" ends the wait of the same id, which is then answered with MISSING
     reply    [id, ReplyStatus, payload]: the result; a text; or, for a cancelled wait, the missing keys
 
-Requests carry an id, so a wait does not hold up the requests behind it.
+Requests have an id, so a wait does not block later requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aiocoll.store.commands import MAX_ENTRIES, MAX_VALUE_BYTES
 
 __all__ = ["FrameProtocol", "pack"]
 
-#: Bytes of a frame: two of the largest values. Decoded, it cannot take more than about 70 times that.
+#: Bytes of a frame: two of the largest values. Decoded, it takes at most about 70 times that.
 MAX_FRAME = 16 << 20
 #: Bytes of memory for a frame whose body has not begun to arrive; doubled whenever they are full.
 _FIRST_BLOCK = 64 << 10
@@ -40,7 +40,7 @@ def pack(message: list[Any]) -> bytes:
 
 
 class FrameProtocol(asyncio.BufferedProtocol):
-    """A connection that reads exactly what it expects next, and takes memory for what comes, not what is announced."""
+    """A connection that reads exactly the expected bytes, and allocates memory as they arrive, not as announced."""
 
     transport: asyncio.Transport
 
@@ -60,13 +60,13 @@ class FrameProtocol(asyncio.BufferedProtocol):
         return memoryview(self._block)[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Handle the block once it is complete; whatever is wrong with it ends this connection only."""
+        """Handle the block once it is complete; an invalid block ends this connection only."""
         self._filled += nbytes
         if self._filled < len(self._block):
             return
         try:
             if self._filled < self._nbytes:
-                # A new one, since asyncio still looks at the old.
+                # A new buffer, since asyncio still holds a view of the old one.
                 larger = bytearray(min(2 * self._filled, self._nbytes))
                 larger[: self._filled] = self._block
                 self._block = larger
@@ -76,7 +76,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
             self.broken(exc)
             self.transport.abort()
         except Exception as exc:
-            self.broken(ProtocolError(f"what came could not be taken: {exc!r}"))
+            self.broken(ProtocolError(f"handling the received bytes failed: {exc!r}"))
             self.transport.abort()
 
     def received_so_far(self) -> bytes:
@@ -121,4 +121,4 @@ class FrameProtocol(asyncio.BufferedProtocol):
 
     @abstractmethod
     def broken(self, exc: Exception) -> None:
-        """Learn why the connection is about to be aborted."""
+        """Called with the reason before the connection is aborted."""

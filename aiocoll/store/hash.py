@@ -24,7 +24,7 @@ class HashStore(Store):
         self._closed = False
 
     async def aclose(self) -> None:
-        """Close the store for everybody who shares it."""
+        """Close the store for all who share it."""
         self._closed = True
         for future, waiter in self._waits.items():
             if not future.done():

@@ -25,31 +25,31 @@ _QUEUE: Final = "aiocoll:queue:"
 
 
 class KeyValueStore(Store):
-    """Base of a store of your own: write `read`, `compare_and_swap`, `names` and `aclose`, and the rest is there.
+    """Base of a user's store: implement `read`, `compare_and_swap`, `names` and `aclose`; the rest is built on them.
 
     The three methods work on entries: a name (str, at most 1,038 bytes in UTF-8) and a value (bytes, at most 8 MiB).
     Each key is an entry of that name. A queue is one entry, which exists while the queue has items; its name begins
     with ``aiocoll:queue:``, and `ValueError` refuses such a key. Arguments have been checked when the three are called.
 
-    A server that does not answer should not be waited for longer than `timeout` seconds. The three raise
+    The three should wait at most `timeout` seconds for a server that does not answer. They raise
     `StoreUnavailableError` then, and once the store is closed; `StoreError` if the server refuses an entry.
 
-    What is built on them is atomic for one key or queue, among any number of clients, with these limits:
+    The other calls are atomic for one key or queue, among any number of clients, with these limits:
 
-    - A change is one `read` and one `compare_and_swap`, tried again at once while other clients change the same entry.
-      Some client succeeds at every try, but none is promised to be the next.
-    - Waiting calls look every 20 ms (at first every 1 ms), at one missing key at a time. A key that exists only between
-      two looks is not seen. Clients that wait at a queue are served in no particular order.
+    - A change is one `read` and one `compare_and_swap`, retried at once while other clients change the same entry. Some
+      client succeeds at every try, but fairness is not guaranteed.
+    - Waiting calls poll every 20 ms (at first every 1 ms), one missing key at a time. A key that exists only between
+      two polls is not seen. Clients that wait at a queue are served in no particular order.
     - `multi_set` stores one key after the other: others may see the first ones, and an error leaves them stored.
     - `multi_get` reads until two readings in a row are equal, so it takes two per key at least; `check` reads once, one
       key after the other.
     - A queue holds 8 MiB in all, and each push and pop sends all of it. A cancelled `queue_pop` ends once its request
       has been answered; an item that it had taken is put back to the front, and another client may have popped the
-      next. A client that dies just then takes the item along.
-    - How many entries there may be, and the order of `list_keys`, are those of the server.
+      next. If the client dies at that moment, the item is lost.
+    - The maximal number of entries and the order of `list_keys` are those of the server.
 
-    Override what the server does better (a `multi_get` in one request, a `get` that is told). An override takes the
-    arguments of the caller, unchecked; the three methods of queues are overridden together or not at all.
+    Override calls that the server does better (a `multi_get` in one request, a `get` that is notified). An override
+    gets the arguments of the caller, unchecked; the three methods of queues are overridden together or not at all.
     """
 
     def __init__(self, timeout: float | timedelta = 300.0) -> None:
@@ -60,7 +60,7 @@ class KeyValueStore(Store):
     async def read(self, name: str) -> bytes | None:
         """Return the value of an entry; None if there is no such entry.
 
-        What this client or another has stored before the call is seen.
+        It must see all changes made before the call, by any client.
         """
 
     @abstractmethod
@@ -73,7 +73,7 @@ class KeyValueStore(Store):
             new: value to store; None removes the entry.
 
         Returns:
-            Whether that was done. False if it may be tried again after another reading, and nothing was changed.
+            Whether it was stored. False means that nothing was changed; the caller reads again and retries.
         """
 
     @abstractmethod
@@ -148,7 +148,7 @@ class KeyValueStore(Store):
                 in_time = await poll.pause()
 
     async def _take(self, key: str) -> bytes | None:
-        """Remove the first item of a queue, if there is one; what a cancelled caller does not get is put back."""
+        """Remove the first item of a queue, if there is one; if the caller is cancelled, the item is put back."""
         taking = asyncio.ensure_future(self._update_queue(_queue_take, key))
         try:
             await asyncio.wait([taking])
@@ -162,7 +162,7 @@ class KeyValueStore(Store):
         return item
 
     async def _give_back(self, key: str, taking: asyncio.Future[Any]) -> None:
-        with suppress(StoreError):  # nothing was taken; or the store is gone, and all of the queue with it
+        with suppress(StoreError):  # nothing was taken, or the store is gone with the queue
             item = await taking
             if item is not None:
                 await self._update_queue(_queue_return, key, item)

@@ -1,4 +1,4 @@
-"""Where the process that serves a store listens, when it was told where others look for it."""
+"""The address on which the process that serves a store listens, given the address that its clients use."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from aiocoll.store.address import StoreEndpoint, is_unix, literal, resolve
 
 __all__ = ["find_address", "local_address"]
 
-#: Seconds between two questions for a name that nobody knows yet: name servers remember that they did not know one.
+#: Seconds between two look-ups of an unknown name: name servers cache that they do not know it.
 _RETRY = 0.5
-#: All addresses; those of IPv6 are all of IPv4, too.
+#: All addresses; the IPv6 wildcard includes IPv4.
 _ANY = ("::", "0.0.0.0")
 
 
@@ -28,18 +28,18 @@ async def find_address(
     timeout: float,
     trouble: Callable[[str], None],
 ) -> tuple[str, str | None]:
-    """Return the address to listen on, that of `host` if it is one of this machine; and why some may not reach it.
+    """Return the address to listen on, that of `host` if it is one of this machine; and why ranks may not reach it.
 
-    A name may become known only while this waits. One that is this machine's own may mean its loopback here (Debian
-    writes 127.0.1.1 into /etc/hosts) and another address elsewhere: then it is all addresses, if there is a key.
+    A name may become resolvable only while this waits. The machine's own name may resolve to loopback here (Debian
+    writes 127.0.1.1 into /etc/hosts) and to another address elsewhere: then it listens on all addresses, given a key.
 
     Args:
-        host: name or address at which others look for the store.
+        host: name or address that clients use.
         bind: an address of this machine to listen on where `host` is none or only its loopback; or "any".
-        key: the job key, without which nothing listens where other machines can reach it.
+        key: the job key; without one, the store does not listen where other machines can reach it.
         runtime: clock.
-        timeout: seconds in which the name must become known.
-        trouble: told why this has to wait.
+        timeout: seconds in which the name must become resolvable.
+        trouble: called with the reason why this waits.
 
     Raises:
         StoreUnavailableError: `host` cannot be resolved, or is not of this machine.
@@ -68,13 +68,13 @@ async def find_address(
     if key is not None:
         return _wildcard(), None
     return own[0], (
-        f"the store listens on {own[0]} only, since {host!r} means that here (in /etc/hosts?), so ranks on other hosts "
-        "cannot reach it: give its real address, and a job key"
+        f"the store listens on {own[0]} only, since {host!r} resolves to it here (/etc/hosts?), so ranks on other "
+        "hosts cannot reach it: give its real address, and a job key"
     )
 
 
 def local_address(host: str) -> str:
-    """Return where this process itself finds a store that listens on `host`."""
+    """Return the address by which this process reaches its own store on `host`."""
     return "127.0.0.1" if host in _ANY else host
 
 
@@ -100,7 +100,7 @@ def _wildcard() -> str:
 
 
 def _is_own(endpoint: StoreEndpoint) -> bool:
-    """Whether this machine has the address; one that another program uses is its own, too."""
+    """Whether this machine has the address, even if another program uses the port."""
     try:
         with socket.socket(endpoint.family, socket.SOCK_DGRAM) as probe:
             probe.bind((endpoint.sockaddr[0], 0, *endpoint.sockaddr[2:]))
@@ -110,5 +110,5 @@ def _is_own(endpoint: StoreEndpoint) -> bool:
 
 
 def _means_loopback(name: str) -> bool:
-    """Whether a name is meant for this machine alone."""
+    """Whether a name always means loopback."""
     return name.split(".")[0].lower() in ("localhost", "ip6-localhost", "ip6-loopback", "localhost4", "localhost6")

@@ -1,13 +1,13 @@
 r"""`LogFile`: an append-only file of messages that several processes share.
 
 Only the holder of the `flock` appends, each record with one write; the kernel drops the lock of a process that dies.
-What such a death leaves is a last record with fewer bytes than it says, a *torn tail*: readers stop before it, and the
-next writer cuts it off. Anything else that is no record is damage, and an error: to cut it would give this process
-another history than the others have. That is a wrong checksum, a tail of zeros (which a crash of the host leaves, in
-place of records that others had read), and a file that has become shorter.
+Such a death leaves a last record with fewer bytes than its length says, a *torn tail*: readers stop before it, and the
+next writer cuts it off. Any other invalid record is damage, and an error: cutting it off would give this process
+another history than the others have. Damage is a wrong checksum, a tail of zeros (which a crash of the host leaves, in
+place of records that others had read), or a file that has become shorter.
 
 Readers need no lock, since bytes before the tail never change. But while a writer replaces a torn tail a reader may see
-some of the old bytes and some of the new: what looks like damage is read again under the lock before it is believed.
+some of the old bytes and some of the new: apparent damage is read again under the lock before it is reported.
 Nothing is synced to disk: the file outlives processes, not the host.
 """
 
@@ -49,7 +49,7 @@ _EVERYTHING = 1 << 62
 
 
 class LogFile:
-    """One open log. Opening is what checks that the file is ours to trust, and a store of this job.
+    """One open log. Opening checks that the file can be trusted and is a store of this job.
 
     Attributes:
         position: bytes read so far, up to the end of a record; 0 before the header.
@@ -84,7 +84,7 @@ class LogFile:
         return True
 
     def unlock(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._locked = False
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
@@ -96,14 +96,14 @@ class LogFile:
         """Apply the complete records that were appended since the last call, `nbytes` of them at least.
 
         Args:
-            apply: carries out one; what it raises (DamagedError, StoreError, TypeError, ValueError) is damage.
+            apply: carries out one; an error that it raises (DamagedError, StoreError, TypeError, ValueError) is damage.
             nbytes: stop after that many.
 
         Returns:
             Whether there may be more.
 
         Raises:
-            StoreError: the file is no store, belongs to another job, or is damaged, and stays as it is.
+            StoreError: the file is not a store, belongs to another job, or is damaged; it is not changed.
             StoreUnavailableError: it was removed.
         """
         try:
@@ -111,7 +111,7 @@ class LogFile:
         except DamagedError as exc:
             if self._locked:
                 raise self._damaged(str(exc)) from exc
-        # Perhaps a writer was at work; with the lock there is none, and without it the next look tells.
+        # A writer may have been active; under the lock there is none, and without it the next read tells.
         if self.try_lock():
             try:
                 return self.read(apply, nbytes)
@@ -152,7 +152,7 @@ class LogFile:
             if written < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as exc:
-            with suppress(OSError):  # what stays then is a torn tail
+            with suppress(OSError):  # a torn tail stays then
                 os.ftruncate(self._fd, self.position)
             raise StoreError(f"cannot write {self.path}: {exc.strerror}; nothing was changed") from exc
         self.position += len(data)
@@ -186,7 +186,7 @@ class LogFile:
         return False
 
     def _read_header(self) -> bool:
-        """Say whether the header is there; one cut short is a torn tail too."""
+        """Return whether the header is complete; a partial one is a torn tail too."""
         header = self._system_call(os.pread, len(self._header), 0)
         if header == self._header:
             self.position, self._chain = len(header), zlib.crc32(header)
@@ -225,7 +225,7 @@ def _carry_out(apply: Callable[[list[Any]], None], payload: bytes) -> None:
 
 
 def _open(path: str) -> int:
-    """Open or create the file, and refuse one that somebody else could have prepared or could read."""
+    """Open or create the file, and refuse one that another user could have prepared or could read."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as exc:

@@ -8,13 +8,13 @@ from aiocoll.runtime import Runtime
 
 __all__ = ["Poll"]
 
-#: Seconds between two looks: short at first, for ranks that start together, then long enough to cost little.
+#: Seconds between two polls: short at first, for ranks that start together, then long enough to cost little.
 _FIRST_PAUSE: Final = 0.001
 _LAST_PAUSE: Final = 0.02
 
 
 class Poll:
-    """The pauses of one wait: ever longer until the deadline, and a last look at the deadline itself."""
+    """The pauses of one wait: growing until the deadline, with a last poll at the deadline itself."""
 
     def __init__(self, runtime: Runtime, timeout: float) -> None:
         self._runtime = runtime

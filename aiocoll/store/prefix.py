@@ -14,7 +14,7 @@ __all__ = ["PrefixStore"]
 class PrefixStore(Store):
     """A view of `store` in which every key and queue is called ``prefix/key``; may be nested.
 
-    It has no timeout of its own, and closing it does nothing: whoever made the store closes it.
+    It has no timeout of its own, and closing it does nothing: the owner of the store closes that.
     """
 
     def __init__(self, prefix: str, store: Store) -> None:
@@ -27,17 +27,17 @@ class PrefixStore(Store):
 
     @property
     def trouble(self) -> str | None:
-        """Why the store below cannot be reached, while it is still being tried."""
+        """`trouble` of the store below."""
         return self._store.trouble
 
     @property
     def reached(self) -> str:
-        """Where the store below has been found."""
+        """`reached` of the store below."""
         return self._store.reached
 
     @property
     def timeout(self) -> float:
-        """Seconds of the store below."""
+        """`timeout` of the store below."""
         return self._store.timeout
 
     @timeout.setter

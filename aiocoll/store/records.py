@@ -4,8 +4,8 @@ r"""The bytes of a store's log, without the file: `LogFile` reads and writes the
     record   length u32, chain u32, chain u32 (little endian), payload in msgpack; length is never 0
 
 A *chain* is the CRC-32 of header, lengths and payloads from the beginning of the file: the first one of a record ends
-with its length, the second with its payload. So a record is valid in one place of one history only, and a length that
-reaches beyond the end of the file is either true, and the record cut short, or known to be wrong.
+with its length, the second with its payload. So a record is valid at one position of one history only, and a length
+that reaches beyond the end of the file is either right, and the record incomplete, or known to be wrong.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ PREFIX_SIZE: Final = _PREFIX.size
 
 
 class DamagedError(Exception):
-    """Bytes that no writer of this log has written, not even one that was killed meanwhile."""
+    """Bytes that no writer of this log has written, not even one that was killed while writing."""
 
 
 def seal(payload: bytes, chain: int) -> tuple[bytes, int]:
-    """Return `payload` as a record behind a history with that `chain`, and the chain after it."""
+    """Return `payload` as a record after a history with that `chain`, and the chain after it."""
     sized = zlib.crc32(len(payload).to_bytes(4, "little"), chain)
     after = zlib.crc32(payload, sized)
     return _PREFIX.pack(len(payload), sized, after) + payload, after
@@ -59,7 +59,7 @@ def check_payload(data: bytes, start: int, payload: bytes) -> int:
 
 
 def decode(payload: bytes) -> list[Any]:
-    """Return the message in a payload: a word, and what belongs to it."""
+    """Return the message in a payload: a command and its arguments."""
     try:
         message = msgpack.unpackb(
             payload, max_bin_len=MAX_VALUE_BYTES, max_array_len=MAX_ENTRIES, max_map_len=0, max_ext_len=0
@@ -67,5 +67,5 @@ def decode(payload: bytes) -> list[Any]:
     except ValueError as exc:
         raise DamagedError("a record that cannot be decoded") from exc
     if not isinstance(message, list) or not message or not isinstance(message[0], str):
-        raise DamagedError("a record that is no command")
+        raise DamagedError("a record that is not a command")
     return message

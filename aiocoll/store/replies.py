@@ -1,4 +1,4 @@
-"""What a server may answer to each request; a client checks it before use."""
+"""The valid answers to each request; a client checks answers before use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_reply(command: str, arguments: tuple[Any, ...], outcome: Any, payload:
     """Return outcome and payload of the reply to a request.
 
     Raises:
-        ProtocolError: no server answers that.
+        ProtocolError: it is not a valid answer to this request.
     """
     if type(outcome) is not int or outcome not in _OUTCOMES:
         raise ProtocolError(f"unknown outcome {outcome!r:.40} in the answer to {command}")
@@ -35,7 +35,7 @@ def check_reply(command: str, arguments: tuple[Any, ...], outcome: Any, payload:
     else:
         fits = _RESULTS[command](payload) and (command != "multi_get" or len(payload) == len(arguments[0]))
     if not fits:
-        raise ProtocolError(f"{ReplyStatus(outcome).name} {payload!r:.40} is no answer to {command}")
+        raise ProtocolError(f"{ReplyStatus(outcome).name} {payload!r:.40} is not a valid answer to {command}")
     return ReplyStatus(outcome), payload
 
 

@@ -1,8 +1,8 @@
-"""`StoreServer`: serves one `StoreCore` to TCP stores, from a thread and an event loop of its own.
+"""`StoreServer`: serves one `StoreCore` to TCP stores, from its own thread and event loop.
 
-It has its own thread so that a rank whose loop is busy does not hold up the others. The accept loop is ours:
-connections are taken as they come, those that have not proven the key have a place among few (`unproven`) and
-`HANDSHAKE_TIMEOUT` seconds, and nothing else here depends on them, so strangers cannot keep a rank out.
+It has its own thread so that a rank whose loop is busy does not delay the others. It accepts all connections at once;
+those that have not proven the key are in a bounded table (`unproven`) for at most `HANDSHAKE_TIMEOUT` seconds, and
+nothing else depends on them, so clients without the key cannot keep a rank out.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _WARN_EVERY = 10.0
 
 
 class StoreServer:
-    """The process-wide end of `TCPStore`, usable on its own by a launcher.
+    """The server of `TCPStore`, usable on its own by a launcher.
 
     Args:
         host: address of this machine, or ``unix:PATH``, ``unix:@NAME``. One that other machines can reach needs a key.
-        port: 0 takes a free one.
+        port: 0 means a free one.
         key: the job key; None is the null key, for loopback and unix sockets only.
         job: name of the job; clients of another job are refused.
         world_size: expected number of clients, to size the handshake queue; None if not known.
@@ -81,7 +81,7 @@ class StoreServer:
 
         Raises:
             AuthenticationError: other machines can reach the address and there is no key.
-            StoreUnavailableError: the address cannot be had.
+            StoreUnavailableError: the address is not available.
         """
         if self._thread is not None:
             raise RuntimeError("this StoreServer was started before: make a new one")
@@ -119,19 +119,19 @@ class StoreServer:
             self._thread.join()
 
     def session_opened(self, session: Session) -> None:
-        """Count a connection that has yet to prove itself."""
+        """Add a connection that has not proven the key yet."""
         self._unproven.admit(session)
         self._sessions.add(session)
 
     def session_proven(self, session: Session) -> None:
-        """Stop counting it among the unproven ones."""
+        """Remove a connection from the unproven ones."""
         self._unproven.release(session)
 
     def session_closed(self, session: Session, reason: Exception | None) -> None:
-        """Forget a connection."""
+        """Remove a connection that has ended."""
         if session in self._unproven:
             logger.debug(
-                "store on %s turned a connection away: %s", describe(self.host, self.port), reason or "it was silent"
+                "store on %s refused a connection: %s", describe(self.host, self.port), reason or "it sent nothing"
             )
             self._unproven.release(session)
         self._sessions.discard(session)
@@ -143,7 +143,7 @@ class StoreServer:
         return self._members
 
     def _request_stop(self) -> bool:
-        """Say whether there is a thread to wait for."""
+        """Return whether there is a thread to wait for."""
         with self._lock:
             if self._thread is None:
                 return False
@@ -178,7 +178,7 @@ class StoreServer:
         while self._sessions:
             self._changed.clear()
             await self._changed.wait()
-        # connection_lost was the last but one thing each transport did; it closes its socket in the same turn.
+        # After connection_lost each transport closes its socket in the same iteration of the loop.
         await asyncio.sleep(0)
 
     async def _accept(self, sock: socket.socket) -> None:
@@ -195,7 +195,7 @@ class StoreServer:
             try:
                 await self._start_session(connection)
             except (AuthenticationError, OSError) as exc:
-                logger.debug("store on %s turned a connection away: %s", describe(self.host, self.port), exc)
+                logger.debug("store on %s refused a connection: %s", describe(self.host, self.port), exc)
                 connection.close()
             except asyncio.CancelledError:
                 connection.close()
@@ -240,7 +240,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     """Return a loop that can watch sockets, on Windows too, whatever the program's own loop is.
 
     Raises:
-        OSError: there are too few descriptors; a loop that met that itself would complain on stderr when collected.
+        OSError: there are too few descriptors; a loop that fails by itself would complain on stderr.
     """
     with ExitStack() as stack:
         for _ in range(_LOOP_FDS):

@@ -17,8 +17,8 @@ __all__ = ["Session", "SessionOwner"]
 
 #: Waits of one connection at a time.
 _MAX_WAITS = 1024
-#: Bytes of answers kept for a client that does not read them; with more it is disconnected. Its requests are no longer
-#: read long before.
+#: Bytes of answers buffered for a client that does not read them; with more it is disconnected. Reading its requests
+#: stops long before.
 _MAX_UNSENT = 4 * MAX_FRAME
 
 
@@ -29,20 +29,20 @@ class SessionOwner(Protocol):
     runtime: Runtime
 
     def session_opened(self, session: Session) -> None:
-        """Count a connection that has yet to prove itself."""
+        """Add a connection that has not proven the key yet."""
 
     def session_proven(self, session: Session) -> None:
-        """Stop counting it: it has proven that it has the key."""
+        """Remove a connection from the unproven ones."""
 
     def session_closed(self, session: Session, reason: Exception | None) -> None:
-        """Forget a connection that has ended, and why."""
+        """Remove a connection that has ended, with the reason."""
 
     def joined(self) -> StoreCore:
         """Count a client that opens its store; return the keys "1", "2", ... of those that have."""
 
 
 class Session(FrameProtocol):
-    """Handshake, then requests. Any misbehaviour ends this connection and touches nothing else."""
+    """Handshake, then requests. Any error of the client ends this connection and affects nothing else."""
 
     def __init__(self, owner: SessionOwner, handshake: ServerHandshake) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Session(FrameProtocol):
         self._owner.session_opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Drop everything the client waited for."""
+        """Drop the client's waits."""
         self._deadline.cancel()
         for core, waiter, _ in self._waits.values():
             core.drop(waiter)
@@ -72,7 +72,7 @@ class Session(FrameProtocol):
         self._owner.session_closed(self, self._reason or exc)
 
     def pause_writing(self) -> None:
-        """Read no more requests from a client that does not read its answers."""
+        """Stop reading requests of a client that does not read its answers."""
         self.transport.pause_reading()
 
     def resume_writing(self) -> None:
@@ -103,7 +103,7 @@ class Session(FrameProtocol):
             self._reply(number, ReplyStatus.ERROR, str(exc))
 
     def _carry_out(self, number: int, word: str, arguments: tuple[Any, ...]) -> None:
-        """Do what a request says, which has been found to make sense."""
+        """Carry out a request whose arguments were checked."""
         if word == "cancel":
             self._cancel(number)
         elif word == "join":
@@ -155,14 +155,14 @@ class Session(FrameProtocol):
                 core.apply("queue_return", (key, result))
             try:
                 self._reply(number, ReplyStatus.RESULT, result)
-            except Exception as exc:  # of this client's end, and none of the client's whose command it was
+            except Exception as exc:  # it concerns this client, not the client whose command ended the wait
                 self.broken(exc)
                 self.abort()
 
         return deliver
 
     def _cancel(self, number: int) -> None:
-        """Drop a wait and answer it; when it has ended already, its answer is on the way."""
+        """Drop a wait and answer it; if it has ended already, its answer was sent."""
         wait = self._waits.pop(number, None)
         if wait is not None:
             core, waiter, wanted = wait

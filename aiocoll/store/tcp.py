@@ -1,4 +1,4 @@
-"""`TCPStore`: a store that a server process holds and all ranks reach over TCP or a unix socket."""
+"""`TCPStore`: a store in a server process, which all ranks reach over TCP or a unix socket."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["TCPStore"]
 class TCPStore(Store):
     """A client of a `StoreServer`, and with `is_master` the owner of one.
 
-    The first call, `await store` or `async with store` opens it: the master starts its server, everybody connects
-    (trying again until `timeout`), and with `wait_for_workers` waits for the others. Requests of many tasks are in
-    flight at a time; waits are pushed by the server. When it is gone, every call raises `StoreUnavailableError`.
+    The first call, `await store` or `async with store` opens it: the master starts its server, every client connects
+    (retrying until `timeout`), and with `wait_for_workers` waits for the others. Requests of many tasks are in flight
+    concurrently; the server pushes the ends of waits. When it is gone, every call raises `StoreUnavailableError`.
 
     Args:
         host: the server's address; ``unix:PATH`` or ``unix:@NAME`` (Linux, no file) for a unix socket.
-        port: the server's port; 0 lets the master take a free one, which `port` tells once the store is open.
+        port: the server's port; 0 lets the master take a free one, which is `port` once the store is open.
         world_size: number of clients, the master's own included.
         is_master: run the server, on a thread of its own; it ends with this store.
-        timeout: seconds for opening and for every call that is given no timeout.
+        timeout: seconds for opening and for every call without a timeout.
         wait_for_workers: opening waits until `world_size` clients have opened.
         key: the job key, needed where other machines can reach the address.
         job: name of the job; a server of another job is refused.
@@ -59,7 +59,7 @@ class TCPStore(Store):
         if not 0 <= port <= 65535:
             raise ValueError(f"port must be between 0 and 65535, got {port}")
         if port == 0 and not is_master and not is_unix(host):
-            raise ValueError("port 0 means a free one, which only the master can take: give its real port")
+            raise ValueError("port=0 means a free port, which only the master can choose: give its real port")
         self.host = host
         self.port = port
         self._world_size = world_size
@@ -92,8 +92,8 @@ class TCPStore(Store):
         """Connect now instead of at the first call; idempotent.
 
         Raises:
-            StoreUnavailableError: no store answers there; says why and how long it tried.
-            AuthenticationError: one end does not accept the other, or a key is needed.
+            StoreUnavailableError: no store answers there; the message says why and for how long it was tried.
+            AuthenticationError: one end refused the other, or a key is needed.
             StoreTimeoutError: fewer than `world_size` clients connected in time.
         """
         await self._opened()
@@ -164,7 +164,7 @@ class TCPStore(Store):
         self._trouble = trouble
 
     async def _serve(self, runtime: Runtime) -> str:
-        """Start the server; return where this process finds it."""
+        """Start the server; return the address by which this process reaches it."""
         host, self._local_only = await find_address(
             self.host,
             self._bind,

@@ -1,4 +1,4 @@
-"""What commands make of the value of one key, the same in every store."""
+"""How commands change the value of one key, the same in every store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _add(key: str, old: bytes | None, amount: int) -> Update:
     try:
         total = int(number) + amount
     except ValueError:
-        raise StoreError(f"add: key {key!r} holds {number[:40]!r}, which is no decimal number") from None
+        raise StoreError(f"add: key {key!r} holds {number[:40]!r}, which is not a decimal number") from None
     if abs(total) > MAX_INTEGER:
         raise StoreError(f"add: the sum under key {key!r} does not fit 64 bits")
     return True, b"%d" % total, total

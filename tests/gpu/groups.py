@@ -52,7 +52,7 @@ class Gpus:
 
     def stream(self, device: int) -> int:
         """Make a new stream current on a device, and return it."""
-        stream = Events(self.cuda, device).there(self.cuda.stream_create)
+        stream = Events(self.cuda, device).on_device(self.cuda.stream_create)
         self.torch._streams[device] = stream
         return stream
 
@@ -100,7 +100,7 @@ def gpus(devices: int, way: str = "nccl") -> Iterator[Gpus]:
 def join_threads() -> None:
     """Wait for threads of devices that a test has left stuck, and that have been let go."""
     for thread in threading.enumerate():
-        if thread.name.startswith(("aiocoll-launch", "aiocoll-wait", "aiocoll-aside")):
+        if thread.name.startswith(("aiocoll-launch", "aiocoll-wait", "aiocoll-call")):
             thread.join(10.0)
 
 

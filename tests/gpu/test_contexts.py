@@ -79,9 +79,9 @@ async def test_threads_of_their_own_use_the_device() -> None:
     with faked(2) as cuda:
         device = Device.of(cuda, 1)
         nccl = FakeNccl(cuda)
-        assert await device.aside(cuda.current) == 1
+        assert await device.run_in_thread(cuda.current) == 1
         end = await device.run(lambda: nccl.init(1, nccl.unique_id(), 0))
-        await device.aside(end.abort)
+        await device.run_in_thread(end.abort)
         undone: list[int] = []
         busy = threading.Event()
         late = device.run(lambda: busy.wait(10), lambda result: undone.append(cuda.current()))
@@ -97,7 +97,7 @@ async def test_a_device_that_nobody_may_use_is_told_by_what_is_called() -> None:
         device = Device.of(cuda, 0)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cuda, "use", lambda ordinal: cuda._device(7, "use"))
-            assert await device.aside(lambda: 5) == 5
+            assert await device.run_in_thread(lambda: 5) == 5
 
 
 def elsewhere(cuda: FakeCuda, call: Any) -> Any:

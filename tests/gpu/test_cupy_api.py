@@ -300,7 +300,7 @@ def test_a_communicator_that_could_not_be_made_is_not_freed(api: Any, log: Log) 
 
 def test_communicators_that_do_not_block_are_refused(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
-    with pytest.raises(DeviceError, match="NCCL_COMM_BLOCKING=0 is set, which CuPy cannot do: unset it"):
+    with pytest.raises(DeviceError, match="NCCL_COMM_BLOCKING=0 is set, which CuPy does not support: unset it"):
         api.nccl()[0].init(1, bytes(128), 0)
 
 

@@ -271,7 +271,7 @@ async def test_the_launcher_calls_in_its_turn_and_aside_at_once(cuda: FakeCuda, 
     busy = threading.Event()
     first = device.run(lambda: busy.wait(10))
     second = device.run(cuda.current)
-    assert await device.aside(threading.get_ident) != threading.get_ident()
+    assert await device.run_in_thread(threading.get_ident) != threading.get_ident()
     assert not second.done()
     busy.set()
     assert await first
@@ -307,7 +307,7 @@ async def test_a_result_that_nobody_waits_for_is_undone(device: Device, caplog: 
     busy.set()
     await until(lambda: caplog.records)
     assert undone == [(7, True)]
-    assert "undoing it has failed: DeviceError('abort: no')" in caplog.text
+    assert "undoing it failed: DeviceError('abort: no')" in caplog.text
 
 
 def test_a_result_for_a_closed_loop_is_undone(device: Device) -> None:
@@ -406,7 +406,7 @@ async def test_an_abort_that_hangs_holds_nothing_up(cuda: FakeCuda, device: Devi
     array, stream = FakeArray(cuda, np.ones(4, np.float32)), device.stream()
     _, ended = begin(device, stream, lambda: end.all_reduce(array.ptr, array.ptr, 4, FLOAT32, SUM, stream), keep=array)
     nccl.abort_hangs = True
-    aborting = device.aside(end.abort)
+    aborting = device.run_in_thread(end.abort)
     assert not await device.close_stream(stream, 0.02)
     assert not aborting.done()
     assert not ended.done()

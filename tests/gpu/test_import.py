@@ -75,7 +75,11 @@ def no_library(name: str) -> Any:
         (None, 13010, r"pip install aiocoll\[cuda13\]"),
         (None, 15000, r"pip install aiocoll\[cuda13\]"),
         (None, 11080, r"pip install aiocoll\[cuda12\], and a newer driver than that of CUDA 11, which is too old"),
-        (None, None, r"pip install aiocoll\[cuda12\] \(or aiocoll\[cuda13\]; which CUDA there is could not be found\)"),
+        (
+            None,
+            None,
+            r"pip install aiocoll\[cuda12\] \(or aiocoll\[cuda13\]; the CUDA version could not be determined\)",
+        ),
     ],
 )
 def test_what_to_install(torch: str | None, driver: int | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,11 +238,15 @@ def ones(count: int = 4) -> Any:
         (
             lambda pg: pg.allgather([ones()], ones()),
             ValueError,
-            "outputs must hold one array per rank, 2 in all, not 1",
+            "outputs needs exactly one array per rank: 2, not 1",
         ),
         (lambda pg: pg.allgather([ones(3), ones()], ones()), ValueError, r"outputs\[0\] has 3 elements, tensor has 4"),
         (lambda pg: pg.allgather([ones(), ones().astype(int)], ones()), TypeError, r"outputs\[1\] has dtype int64"),
-        (lambda pg: pg.allgather(iter([]), ones()), ValueError, "outputs must hold one array per rank.*list_iterator"),
+        (
+            lambda pg: pg.allgather(iter([]), ones()),
+            ValueError,
+            "outputs needs exactly one array per rank.*list_iterator",
+        ),
         (lambda pg: pg.allgather_into_tensor(ones(7), ones()), ValueError, "output has 7 elements, expected 8"),
         (lambda pg: pg.allgather_into_tensor(8, ones()), TypeError, "output must be .*, not int"),
         (
@@ -253,24 +257,24 @@ def ones(count: int = 4) -> Any:
         (
             lambda pg: pg.gather([ones()], ones(), 0),
             ValueError,
-            "outputs must hold one array per rank, 2 in all, not 1",
+            "outputs needs exactly one array per rank: 2, not 1",
         ),
-        (lambda pg: pg.scatter(ones(), None, 0), ValueError, "inputs must hold one array per rank, 2 in all, not None"),
+        (lambda pg: pg.scatter(ones(), None, 0), ValueError, "inputs needs exactly one array per rank: 2, not None"),
         (lambda pg: pg.scatter(ones(), [ones()] * 2, 1), ValueError, r"inputs must be None or \[\] on rank 0"),
         (lambda pg: pg.scatter(ones(3), [ones()] * 2, 0), ValueError, r"inputs\[0\] has 4 elements, output has 3"),
-        (lambda pg: pg.reduce_scatter(ones(), None), ValueError, "inputs must hold one array per rank"),
+        (lambda pg: pg.reduce_scatter(ones(), None), ValueError, "inputs needs exactly one array per rank"),
         (lambda pg: pg.reduce_scatter(ones(3), [ones()] * 2), ValueError, r"inputs\[0\] has 4 elements, output has 3"),
         (lambda pg: pg.reduce_scatter_tensor(ones(), ones(9)), ValueError, "input has 9 elements, expected 8"),
         (
             lambda pg: pg.alltoall([ones()] * 2, None),
             ValueError,
-            "inputs must hold one array per rank, 2 in all, not None",
+            "inputs needs exactly one array per rank: 2, not None",
         ),
-        (lambda pg: pg.alltoall([ones()], [ones()] * 2), ValueError, "outputs must hold one array per rank"),
+        (lambda pg: pg.alltoall([ones()], [ones()] * 2), ValueError, "outputs needs exactly one array per rank"),
         (
             lambda pg: pg.alltoall(None, [ones()] * 2),
             ValueError,
-            "outputs must hold one array per rank, 2 in all, not None",
+            "outputs needs exactly one array per rank: 2, not None",
         ),
         (
             lambda pg: pg.alltoall_base(ones(), ones().astype(int)),

@@ -229,7 +229,7 @@ def test_a_wrong_number_of_arrays_is_heard_by_all(kind: str, more: int) -> None:
         text = str(error)
         assert text.startswith("Collectives differ in the following: number of ranks. Group"), text
         assert f"rank 0 called {kind.upper()}(shape=[" in text
-        assert f"one {'object' if 'object' in kind else 'array'} per rank, 3 in all, not {3 + more}; " in text
+        assert f"one {'object' if 'object' in kind else 'array'} per rank: 3, not {3 + more}; " in text
         assert f"; ranks 1, 2 called {kind.upper()}(" in text
         assert text.count("SequenceNumber=1") == 2
         assert isinstance(error.__cause__, ValueError) == (pg.rank() == 0)
@@ -254,7 +254,7 @@ def test_a_mistake_that_all_make_is_told_once() -> None:
 @pytest.mark.parametrize("kind", MISCOUNTED)
 def test_alone_it_is_a_wrong_argument(kind: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
-        with pytest.raises(ValueError, match="per rank, 1 in all, not 2"):
+        with pytest.raises(ValueError, match="per rank: 1, not 2"):
             MISCOUNTED[kind](pg, 2)
 
     run_virtual(1, rank, options=DETAIL)

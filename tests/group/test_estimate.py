@@ -311,7 +311,7 @@ async def test_what_is_estimated_is_not_compared() -> None:
             with pg.time_estimator() as estimate:
                 await pg.allreduce(np.ones(3))
                 await pg.allgather_object(1)
-                with pytest.raises(ValueError, match="objs must hold one object per rank"):
+                with pytest.raises(ValueError, match="objs needs exactly one object per rank"):
                     pg.scatter_object([1], 0)
             assert len(estimate.calls) == 2
         assert await pg.allreduce(1) == 2

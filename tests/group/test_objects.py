@@ -64,9 +64,9 @@ async def test_keyed_objects_meet_in_any_order() -> None:
     [
         (lambda pg: pg.broadcast_object(1, 2), ValueError, "root=2 is not a rank"),
         (lambda pg: pg.gather_object(1, "0"), TypeError, "root must be a rank"),
-        (lambda pg: pg.scatter_object([1], 0), ValueError, "objs must hold one object per rank, 2 in all, not 1"),
-        (lambda pg: pg.scatter_object(None, 0), ValueError, "objs must hold one object per rank, 2 in all, not None"),
-        (lambda pg: pg.alltoall_object([1, 2, 3]), ValueError, "objs must hold one object per rank, 2 in all, not 3"),
+        (lambda pg: pg.scatter_object([1], 0), ValueError, "objs needs exactly one object per rank: 2, not 1"),
+        (lambda pg: pg.scatter_object(None, 0), ValueError, "objs needs exactly one object per rank: 2, not None"),
+        (lambda pg: pg.alltoall_object([1, 2, 3]), ValueError, "objs needs exactly one object per rank: 2, not 3"),
         (lambda pg: pg.allgather_object({"a": [object()]}), SerializationError, r"cannot send obj\['a'\]\[0\]: object"),
         (lambda pg: pg.allgather_object(1, timeout="soon"), TypeError, "timeout must be seconds"),
         (lambda pg: pg.allgather_object(1, key=5), TypeError, "key must be a str or None, not int"),

@@ -80,7 +80,7 @@ WRONG: list[Row] = [
     (
         lambda pg: pg.alltoall([ones()], [ones()] * 2),
         ValueError,
-        "outputs must hold one array per rank, 2 in all, not 1",
+        "outputs needs exactly one array per rank: 2, not 1",
     ),
     (lambda pg: pg.alltoall_base(ones(5), ones()), ValueError, "output has 5 rows.*give output_split_sizes"),
     (lambda pg: pg.alltoall_base(ones(), ones(), [1.5, 2.5]), TypeError, "output_split_sizes must be a list of ints"),
@@ -88,14 +88,22 @@ WRONG: list[Row] = [
     (lambda pg: pg.alltoall_base(ones(), ones(), None, [5, -1]), ValueError, r"input_split_sizes=\[5, -1\] must be 2"),
     (lambda pg: pg.allgather([ones(), ones(4, int)], ones()), TypeError, r"outputs\[1\] has dtype int64, expected fl"),
     # lists that are none
-    (lambda pg: pg.allgather(7, ones()), ValueError, "outputs must hold one array per rank, 2 in all, not int"),
-    (lambda pg: pg.allgather({0: ones(), 1: ones()}, ones()), ValueError, "outputs must hold one array .*, not dict"),
-    (lambda pg: pg.alltoall([ones()] * 2, iter([])), ValueError, "inputs must hold one array .*, not list_iterator"),
-    (lambda pg: pg.alltoall([ones()] * 2, 7), ValueError, "inputs must hold one array per rank, 2 in all, not int"),
+    (lambda pg: pg.allgather(7, ones()), ValueError, "outputs needs exactly one array per rank: 2, not int"),
+    (
+        lambda pg: pg.allgather({0: ones(), 1: ones()}, ones()),
+        ValueError,
+        "outputs needs exactly one array .*, not dict",
+    ),
+    (
+        lambda pg: pg.alltoall([ones()] * 2, iter([])),
+        ValueError,
+        "inputs needs exactly one array .*, not list_iterator",
+    ),
+    (lambda pg: pg.alltoall([ones()] * 2, 7), ValueError, "inputs needs exactly one array per rank: 2, not int"),
     (lambda pg: pg.gather(ones(8).reshape(2, 4), ones(), 1), ValueError, r"outputs must be None or \[\] on rank 0: on"),
     (lambda pg: pg.scatter(ones(), ones(8), 1), ValueError, r"inputs must be None or \[\] on rank 0: only .* rank 1"),
-    (lambda pg: pg.scatter_object({5, 6}, 0), ValueError, "objs must hold one object per rank, 2 in all, not set"),
-    (lambda pg: pg.alltoall_object(7), ValueError, "objs must hold one object per rank, 2 in all, not int"),
+    (lambda pg: pg.scatter_object({5, 6}, 0), ValueError, "objs needs exactly one object per rank: 2, not set"),
+    (lambda pg: pg.alltoall_object(7), ValueError, "objs needs exactly one object per rank: 2, not int"),
     (lambda pg: pg.batch(None), TypeError, "operations must be a list of Send and Recv, not NoneType"),
     (lambda pg: pg.batch(Send(ones(), 1)), TypeError, "operations must be a list of Send and Recv, not Send"),
     (lambda pg: pg.batch([Send(ones(), 1), ones()]), TypeError, r"operations\[1\] must be a Send or a Recv, not ndarr"),
@@ -430,7 +438,9 @@ async def test_a_master_that_says_nothing(environment: pytest.MonkeyPatch) -> No
 
 async def test_an_address_of_another_host_without_a_key(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("MASTER_ADDR", "192.0.2.1")
-    with pytest.raises(ConnectionError, match=r"192\.0\.2\.1 can be reached from other machines, and no job key"):
+    with pytest.raises(
+        ConnectionError, match=r"192\.0\.2\.1 can be reached from other machines, and there is no job key"
+    ):
         await new_group(timeout=5)
 
 

@@ -49,7 +49,7 @@ async def test_add_counts_across_handles(store, other):
 
 async def test_add_refuses_what_is_no_number_or_does_not_fit(store):
     await store.set("text", b"abc")
-    with pytest.raises(StoreError, match=r"key '.*text' holds b'abc', which is no decimal number"):
+    with pytest.raises(StoreError, match=r"key '.*text' holds b'abc', which is not a decimal number"):
         await store.add("text", 1)
     await store.add("big", (1 << 63) - 1)
     with pytest.raises(StoreError, match="does not fit 64 bits"):

@@ -91,8 +91,8 @@ async def test_a_name_that_means_the_loopback_here(monkeypatch: pytest.MonkeyPat
 async def test_without_a_key_it_stays_there_and_says_what_that_means(monkeypatch: pytest.MonkeyPatch) -> None:
     assert await found(monkeypatch, "myhost", Names("127.0.1.1"), key=None) == (
         "127.0.1.1",
-        "the store listens on 127.0.1.1 only, since 'myhost' means that here (in /etc/hosts?), so ranks on other hosts "
-        "cannot reach it: give its real address, and a job key",
+        "the store listens on 127.0.1.1 only, since 'myhost' resolves to it here (/etc/hosts?), so ranks on other "
+        "hosts cannot reach it: give its real address, and a job key",
     )
 
 
@@ -124,4 +124,4 @@ async def test_why_others_may_not_reach_it_is_told_after_all(monkeypatch: pytest
     monkeypatch.setattr(listening, "resolve", Names("127.0.0.1").resolve)
     async with TCPStore("myhost", 0, is_master=True) as store:
         assert store.trouble is not None
-        assert "the store listens on 127.0.0.1 only, since 'myhost' means that here" in store.trouble
+        assert "the store listens on 127.0.0.1 only, since 'myhost' resolves to it here" in store.trouble

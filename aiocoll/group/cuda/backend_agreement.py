@@ -108,7 +108,7 @@ class BackendAgreement:
         if "decision" in note and self._settled is not None:
             decision = read_decision(note["decision"])
             if decision.native:
-                self._device.aside(lambda: self._make_and_abort(decision.unique_id))
+                self._device.run_in_thread(lambda: self._make_and_abort(decision.unique_id))
 
     def _make_and_abort(self, unique_id: bytes) -> None:
         assert self._nccl is not None

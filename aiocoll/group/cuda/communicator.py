@@ -159,7 +159,7 @@ class DeviceCommunicator:
         """Give up all that is in flight, without waiting for it."""
         if not self._over:
             self._stop()
-            aborted = self._device.aside(self._give_up)
+            aborted = self._device.run_in_thread(self._give_up)
             timer = self._group.endpoint.runtime.call_later(ABORTING, self._tell_stuck)
             aborted.add_done_callback(lambda _: timer.cancel())
 
@@ -177,7 +177,7 @@ class DeviceCommunicator:
             with contextlib.suppress(TimeoutError, DeviceError):
                 async with asyncio.timeout(PARTING):
                     # Not in the launcher: it waits for other ranks, whose launchers may be ending another group.
-                    await self._device.aside(end.destroy)
+                    await self._device.run_in_thread(end.destroy)
 
     async def _parted(self) -> bool:
         """Wait until all ranks are about to end it; whether they are."""

@@ -290,7 +290,7 @@ class Dispatcher:
 
         Args:
             interceptor: who.
-            tell_wrong: takes calls whose lists have not one entry per rank; by default, these raise here.
+            tell_wrong: gets calls whose lists do not have exactly one entry per rank; by default, these raise here.
         """
         self.interceptor = interceptor
         self._tell_wrong = tell_wrong
@@ -381,7 +381,7 @@ class Dispatcher:
             given = str(len(values))
         else:
             return None
-        return ValueError(f"{name} must hold one {what} per rank, {self.size} in all, not {given}")
+        return ValueError(f"{name} needs exactly one {what} per rank: {self.size}, not {given}")
 
     # -- CUDA arrays
 

@@ -115,6 +115,9 @@ async def works(pg: ProcessGroup, t: torch.Tensor) -> None:
     reveal_type(await work.on_stream())  # Tensor
     reveal_type(await asyncio.create_task(work.join()))  # Tensor
     work.add_done_callback(lambda done: print(done.result()))
+    reveal_type(work.op)  # str
+    reveal_type(work.seq)  # int | None
+    reveal_type(work.key)  # str | None
     reveal_type(await pg.barrier())  # None
     reveal_type(await pg.monitored_barrier())  # None
     several: list[Work[object]] = [work, pg.barrier(), pg.allreduce(3)]
@@ -122,6 +125,12 @@ async def works(pg: ProcessGroup, t: torch.Tensor) -> None:
 
 
 async def groups(pg: ProcessGroup, store: aiocoll.Store) -> None:
+    reveal_type(pg.group_name)  # str
+    reveal_type(pg.group_desc)  # str
+    reveal_type(pg.timeout)  # float
+    reveal_type(pg.global_ranks)  # tuple[int, ...]
+    reveal_type(pg.pending())  # list[Work[Any]]
+    reveal_type(pg.rank() + pg.size())  # int
     reveal_type(await pg.split_group([0, 1]))  # ProcessGroup | None
     reveal_type(await pg.shrink(assume_dead=[2]))  # ProcessGroup
     reveal_type(await pg.grow(2))  # ProcessGroup

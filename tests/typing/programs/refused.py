@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 import aiocoll
 import aiocoll.distributed as dist
-from aiocoll import ProcessGroup, Recv, Send
+from aiocoll import ProcessGroup, Recv, ReduceOp, Send
 from aiocoll.testing import run_ranks
 
 
@@ -44,6 +44,7 @@ async def other_arguments(pg: ProcessGroup, x: NDArray[np.float64]) -> None:
     await pg.reduce(x)  # refused
     await pg.broadcast(x, None)  # refused
     await pg.allreduce(x, "sum")  # refused
+    ReduceOp.PREMUL_SUM("2")  # refused
     await pg.allreduce(x, timeout="3")  # refused
     await pg.allreduce(x, key=3)  # refused
     await pg.recv(x, None)  # refused
