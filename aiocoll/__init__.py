@@ -1,10 +1,21 @@
-"""Collectives you can await: the ranks of an asyncio program exchange and reduce arrays.
+"""Collectives you can await: the ranks of a program exchange and reduce arrays with `await pg.allreduce(x)`.
 
-    async with aiocoll.new_group() as pg:  # meets the other ranks
-        x = np.full(3, pg.rank() + 1.0)
-        await pg.allreduce(x)  # x is the sum over all ranks, on every rank
+    import asyncio
+    import numpy as np
+    import aiocoll
 
-``aiocoll run -n 4 program.py`` starts four ranks of a program that does so, and so does torchrun.
+
+    async def main():
+        async with aiocoll.new_group() as pg:  # meets the other ranks
+            x = np.full(3, pg.rank() + 1.0)
+            work = pg.allreduce(x)  # starts at the call
+            names = await pg.allgather_object(f"rank {pg.rank()}")
+            print(await work, names)  # x itself, now the sum
+
+
+    asyncio.run(main())
+
+``aiocoll run -n 2 hello.py`` starts two ranks of it, and so does torchrun.
 
     new_group             form a group with the other ranks; `GroupOptions` says how it communicates
     ProcessGroup          its calls: allreduce, broadcast, allgather, send, recv, allgather_object, shrink, ...
@@ -14,19 +25,22 @@
     process_group         make a group the current one of a context; `current_process_group` returns it
     Store                 where ranks meet: `TCPStore`, `FileStore`, `HashStore`, `PrefixStore`
     errors                every exception; all of them are here, too
+    hooks                 functions of your own, called when operations start and end: `hooks.add_hook`
     register_backend      groups of another kind: `Backend`, `BackendConfig`
 
-`aiocoll.distributed` has the names of torch.distributed, and `aiocoll.testing` runs ranks in tests.
+Modules beside: `aiocoll.distributed` has the names of torch.distributed, `aiocoll.testing` runs ranks in tests,
+`aiocoll.typing` has the types of what calls take.
 """
 
 # The layers are in docs/architecture.md: a module imports only from layers below its own, or from its own folder.
 
-from aiocoll import errors
+from aiocoll import errors, hooks
 from aiocoll.backends import Backend, BackendConfig, register_backend
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.errors import *  # noqa: F403 - errors.__all__ is the list of them
+from aiocoll.group.current import current_process_group, process_group
 from aiocoll.group.messages import Recv, Send
-from aiocoll.group.process_group import ProcessGroup, current_process_group, process_group
+from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.new_group import new_group
 from aiocoll.store import FileStore, HashStore, PrefixStore, Store, TCPStore
@@ -49,6 +63,7 @@ __all__ = [
     "TCPStore",
     "Work",
     "current_process_group",
+    "hooks",
     "new_group",
     "process_group",
     "register_backend",

@@ -136,6 +136,13 @@ class GroupOptions:
 
         `job_key` is the exception: the function of that name reads it from the environment, and removes it there.
 
+        Args:
+            explicit: what the program gives, or None.
+            environ: the environment, as `os.environ`.
+
+        Returns:
+            New options.
+
         Raises:
             ValueError: a variable is unknown or its value unusable; the message names both and what is allowed.
             BackendUnavailableError: a variable needs something that is not installed or not built.

@@ -20,7 +20,7 @@ from aiocoll.unretrieved import CallSite, Unretrieved
 
 __all__ = ["Progress", "Work"]
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 #: Files that start with this are ours: no call site of the user's.
 _HERE = str(Path(__file__).parent) + os.sep
@@ -46,20 +46,20 @@ class Progress(Protocol):
         """Whether the loop has been held long enough that an await must yield."""
 
 
-class Work(Generic[T]):
-    """One started operation.
+class Work(Generic[T_co]):
+    """One started operation: await it for its result, any number of times, from any task of the group's loop.
+
+    Cancelling an await stops the waiting, never the operation; `abort` ends that. A receive that no message has matched
+    is the exception: it is withdrawn when its last awaiter is cancelled.
+
+    A failure that nobody looks at, by an await, `result`, `exception`, a callback, a future or `ProcessGroup.drain`,
+    is logged with the line of the call, when the work is collected or its group is closed.
 
     Attributes:
         op: name of the operation in capitals.
         seq: its number in the group, or the count of its key; None for point-to-point.
         key: the key of a keyed collective.
         group: the `ProcessGroup` (None for works of the library's own).
-
-    Cancelling an await stops the waiting, never the operation; `abort` is the way out of that. A receive that no
-    message has matched is the exception: it is withdrawn when its last awaiter is cancelled.
-
-    A failure that nobody looks at, by an await, `result`, `exception`, a callback, a future or `ProcessGroup.drain`,
-    is logged with the line of the call, when the work is collected or its group is closed.
     """
 
     __slots__ = (
@@ -93,7 +93,7 @@ class Work(Generic[T]):
     _timeout: float
     _value: Any
     #: Of a call on a device: lets a stream wait for it. Others do not have it, so that it costs them nothing.
-    _ordered: Callable[[int | None], Coroutine[Any, Any, T]] | None
+    _ordered: Callable[[int | None], Coroutine[Any, Any, T_co]] | None
     #: Of a message alone: "src" or "dst", the other rank (None: any), and the tag.
     _ends: tuple[str, int | None, int]
 
@@ -111,7 +111,7 @@ class Work(Generic[T]):
         self._source: int | None = None
         self._waiters: list[asyncio.Future[None]] | None = None
         # Without a context: of somebody who only wants to know when it ends.
-        self._callbacks: list[tuple[Callable[[Work[T]], object], contextvars.Context | None]] | None = None
+        self._callbacks: list[tuple[Callable[[Work[T_co]], object], contextvars.Context | None]] | None = None
         self._withdraw: Callable[[], None] | None = None
         self._unwrap: Callable[[], Any] | None = None
         self._unretrieved: Unretrieved | None = None
@@ -125,13 +125,35 @@ class Work(Generic[T]):
         self._code = code
         self._instruction = frame.f_lasti
 
+    def _expect(self, shape: tuple[int, ...], timeout: float, value: Any) -> None:
+        """Set what is known of the operation that ends the work."""
+        self._shape, self._timeout, self._value = shape, timeout, value
+
+    def _name_ends(self, ends: tuple[str, int | None, int]) -> None:
+        """Set which ranks a message is between."""
+        self._ends = ends
+
+    def _order_by(self, order: Callable[[int | None], Coroutine[Any, Any, T_co]] | None) -> None:
+        """Let `order` have streams wait for a call on a device; None once that is over."""
+        self._ordered = order
+
+    def _be_part_of(self, whole: Work[Any]) -> None:
+        """Set what the work of a part has, in place of `__init__`: where the user called is known of the whole."""
+        self.op, self.seq, self.key, self.group = whole.op, whole.seq, whole.key, None
+        self._progress = whole._progress
+        self._code, self._instruction = whole._code, whole._instruction
+        self._shape, self._timeout, self._value = whole._shape, whole._timeout, whole._value
+        self._done = False
+        self._result = self._exception = self._unwrap = self._withdraw = None
+        self._source = self._waiters = self._callbacks = self._unretrieved = None
+
     def __repr__(self) -> str:
         state = "pending" if not self._done else "done" if self._exception is None else "failed"
         number = "" if self.seq is None else f" seq={self.seq}"
         key = "" if self.key is None else f" key={self.key!r}"
         return f"<Work {self.op}{number}{key}{self._other_end()} {state}>"
 
-    def __await__(self) -> Generator[Any, None, T]:
+    def __await__(self) -> Generator[Any, None, T_co]:
         if not self._done:
             progress = self._progress
             # A loop that runs, in this thread, is the running one: which that is takes Python 3.11 a system call.
@@ -145,52 +167,94 @@ class Work(Generic[T]):
         if self._exception is not None:
             self._look()
             raise self._exception
-        result: T = self._result
+        result: T_co = self._result
         return result
 
     def done(self) -> bool:
-        """Whether the operation has ended, well or not; the buffers are the caller's again."""
+        """Tell whether the operation has ended, well or not.
+
+        Returns:
+            True once its arrays are the caller's again.
+        """
         return self._done
 
     def is_completed(self) -> bool:
-        """The same as `done`."""
+        """Tell whether the operation has ended, as `done` does.
+
+        Returns:
+            What `done` returns.
+        """
         return self._done
 
     def is_success(self) -> bool:
-        """Whether the operation has ended well."""
+        """Tell whether the operation has ended well.
+
+        Returns:
+            False also before the end.
+        """
         return self._done and self._exception is None
 
-    def result(self) -> T:
-        """Return the result or raise the error; before the end, `asyncio.InvalidStateError`."""
+    def result(self) -> T_co:
+        """Return the result of an operation that has ended.
+
+        Returns:
+            What awaiting the work gives.
+
+        Raises:
+            asyncio.InvalidStateError: it has not ended.
+            GroupError: it has failed; or another exception, which a custom op or an object has raised.
+        """
         if self.exception() is not None:
             raise self._exception  # type: ignore[misc]
-        result: T = self._result
+        result: T_co = self._result
         return result
 
     def exception(self) -> BaseException | None:
-        """Return the error or None; before the end, `asyncio.InvalidStateError`."""
+        """Return the error of an operation that has ended.
+
+        Returns:
+            The exception that awaiting the work raises; None if it has ended well.
+
+        Raises:
+            asyncio.InvalidStateError: it has not ended.
+        """
         if not self._done:
             raise asyncio.InvalidStateError(f"{self!r} has not ended; await it")
         self._look()
         return self._exception
 
     def source_rank(self) -> int:
-        """Return the rank whose message a completed receive got."""
+        """Return the rank whose message a completed receive got.
+
+        Returns:
+            The sender's rank in the group.
+
+        Raises:
+            ValueError: this is no receive, or it has not ended.
+        """
         if self._source is None:
             raise ValueError(f"{self!r} has no source rank: only a completed receive has one")
         return self._source
 
-    def add_done_callback(self, fn: Callable[[Work[T]], object]) -> None:
-        """Call `fn(work)` from the loop (`call_soon`) after the end."""
+    def add_done_callback(self, fn: Callable[[Work[T_co]], object]) -> None:
+        """Call `fn(work)` from the loop, by `call_soon`, after the end.
+
+        Args:
+            fn: gets this work; it runs in the context of the caller, and what it returns is ignored.
+        """
         if self._done:
             self._look()
             self._progress.loop.call_soon(fn, self)
         else:
             self._call_back(fn, contextvars.copy_context())
 
-    def get_future(self) -> asyncio.Future[T]:
-        """Return a future with the same outcome, for `asyncio.wait`; cancelling it is like cancelling an await."""
-        future: asyncio.Future[T] = self._progress.loop.create_future()
+    def get_future(self) -> asyncio.Future[T_co]:
+        """Return a future with the same outcome, for `asyncio.wait`.
+
+        Returns:
+            A new future of the group's loop; cancelling it is like cancelling an await.
+        """
+        future: asyncio.Future[T_co] = self._progress.loop.create_future()
         waiter = self._waiter()
 
         def copy(_: asyncio.Future[None]) -> None:
@@ -202,7 +266,7 @@ class Work(Generic[T]):
             else:
                 future.set_result(self._result)
 
-        def dropped(_: asyncio.Future[T]) -> None:
+        def dropped(_: asyncio.Future[T_co]) -> None:
             if not waiter.done():
                 waiter.cancel()
                 self._leave(waiter)
@@ -211,11 +275,18 @@ class Work(Generic[T]):
         future.add_done_callback(dropped)
         return future
 
-    async def join(self) -> T:
-        """Await the work: a coroutine for `asyncio.create_task` and `TaskGroup`."""
+    async def join(self) -> T_co:
+        """Await the work: a coroutine for `asyncio.create_task` and `TaskGroup`.
+
+        Returns:
+            The result.
+
+        Raises:
+            GroupError: the operation fails, see `ProcessGroup`.
+        """
         return await self
 
-    async def on_stream(self, stream: Any = None) -> T:
+    async def on_stream(self, stream: Any = None) -> T_co:
         """Wait only until a CUDA device has all of it: what is put on `stream` after that comes after the operation.
 
         An await of the work itself ends when the device is done, and any stream may use the data then. Of a call on
@@ -226,36 +297,48 @@ class Work(Generic[T]):
                 None is the one that was current at the call.
 
         Returns:
-            The result; its data is there for `stream` only, and a failure from here on is only told by the work.
+            The result; its data is there for `stream` only. A failure after that is raised by an await of the work.
+
+        Raises:
+            TypeError: `stream` is no stream.
+            GroupError: the operation fails, see `ProcessGroup`.
         """
-        ordered: Callable[[int | None], Coroutine[Any, Any, T]] | None = getattr(self, "_ordered", None)
+        ordered: Callable[[int | None], Coroutine[Any, Any, T_co]] | None = getattr(self, "_ordered", None)
         if self._done or ordered is None:
             return await self
         return await ordered(None if stream is None else stream_address(stream))
 
-    def wait(self, timeout: float | timedelta | None = None) -> T:
+    def wait(self, timeout: float | timedelta | None = None) -> T_co:
         """Block *another thread* until the end; any number of threads may.
+
+        A loop that has stopped is waited for, since another thread may run it again.
 
         Args:
             timeout: seconds to wait; None and inf wait as long as it takes.
+
+        Returns:
+            The result.
 
         Raises:
             RuntimeError: on the thread of the loop, which must not be blocked: use ``await``; or the loop was closed
                 before the end; or in a forked child.
             TimeoutError: the work has not ended in time; it goes on.
-
-        A loop that has stopped is waited for, since another thread may run it again.
+            GroupError: the operation fails, see `ProcessGroup`.
         """
         if asyncio._get_running_loop() is self._progress.loop:
             raise RuntimeError("Work.wait() would block the event loop that completes it: use `await work`")
         wait_in_thread(self, self._progress.loop, self._progress.runtime, timeout)
         return self.result()
 
-    def _forget_callback(self, fn: Callable[[Work[T]], object]) -> None:
+    def _forget_callback(self, fn: Callable[[Work[T_co]], object]) -> None:
         self._callbacks = [call for call in self._callbacks or () if call[0] is not fn] or None
 
     def abort(self) -> None:
-        """Revoke the group: this and every other pending work of it fails on all ranks."""
+        """Revoke the group: this and every other pending work of it fails on all ranks.
+
+        Raises:
+            RuntimeError: called in another process, thread or event loop than the group's.
+        """
         if not self._done:
             self.group.abort(f"{self.op} was aborted by rank {self.group.rank()}")
 
@@ -360,8 +443,8 @@ class Work(Generic[T]):
                 self._callbacks.remove(call)
 
     def _call_back(
-        self, fn: Callable[[Work[T]], object], context: contextvars.Context | None
-    ) -> tuple[Callable[[Work[T]], object], contextvars.Context | None]:
+        self, fn: Callable[[Work[T_co]], object], context: contextvars.Context | None
+    ) -> tuple[Callable[[Work[T_co]], object], contextvars.Context | None]:
         call = fn, context
         if self._callbacks is None:
             self._callbacks = [call]

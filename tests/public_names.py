@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, UnionType
 from typing import Any
 
 import aiocoll
@@ -23,7 +23,7 @@ RECORD = Path(__file__).with_suffix(".txt")
 
 #: The modules that programs import. Their `__all__` says what is public.
 MODULES = ("aiocoll", "aiocoll.backends", "aiocoll.distributed", "aiocoll.errors", "aiocoll.options", "aiocoll.store",
-           "aiocoll.testing")  # fmt: skip
+           "aiocoll.testing", "aiocoll.typing")  # fmt: skip
 
 #: Classes of which programs get instances from calls, whose constructors are not for them; found by name, wherever
 #: they are defined.
@@ -87,7 +87,7 @@ def _parameters(found: Any, *, method: bool = False) -> str:
         found = found.__func__
     elif method and not inspect.isfunction(found):
         return ""
-    if not callable(found) or (inspect.isclass(found) and not _has_constructor(found)):
+    if not callable(found) or (inspect.isclass(found) and not _has_constructor(found)) or _is_for_checkers(found):
         return ""
     try:
         signature = inspect.signature(found)
@@ -103,6 +103,11 @@ def _has_constructor(cls: type) -> bool:
     return not issubclass(cls, Enum) and any(
         {"__init__", "__new__"} & vars(base).keys() for base in cls.__mro__ if _is_ours(base)
     )
+
+
+def _is_for_checkers(found: Any) -> bool:
+    """Whether it is a type that nobody makes objects of: a union or a protocol."""
+    return isinstance(found, UnionType) or getattr(found, "_is_protocol", False)
 
 
 def _is_ours(cls: type) -> bool:

@@ -6,9 +6,11 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import io
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -17,8 +19,6 @@ from pathlib import Path
 
 import pytest
 
-from . import unfinished
-
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "aiocoll"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -26,11 +26,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: The layers, lowest first: a module may import rows above its own in this list, and its own folder. A folder stands
 #: for all that is in it.
 LAYERS: list[set[str]] = [
-    {"errors", "log", "numerals", "environment"},
+    {"errors", "log", "numerals", "environment", "typing"},
     {"runtime", "unretrieved"},
     {"threads", "loading"},
     {"elements", "codec"},
-    {"work", "security", "options", "process", "backends", "dump", "sockets"},
+    {"work", "security", "options", "process", "backends", "dump", "sockets", "hooks"},
     {"transport", "store", "gpu"},
     {"algorithms"},
     {"engine"},
@@ -45,7 +45,8 @@ LAYERS: list[set[str]] = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
-MAX_FILE = 400
+#: Lines of code of a file: docstrings and comments may be as long as they need.
+MAX_CODE = 340
 MAX_FUNCTION = 70
 
 #: Loaded on demand or not at all.
@@ -106,12 +107,6 @@ def inner_folder(name: str) -> str:
     return name if MODULES[name].name == "__init__.py" or "." not in name else name.rpartition(".")[0]
 
 
-def only(listed: frozenset[str], found: set[str], what: str) -> None:
-    """Fail if `found` has something that is not listed, or has it no more: the list only gets shorter."""
-    assert not found - listed, f"{what}: {sorted(found - listed)}"
-    assert not listed - found, f"no longer {what}, take them off the list: {sorted(listed - found)}"
-
-
 def functions(name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     yield from (node for node in ast.walk(tree(name)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
@@ -160,26 +155,22 @@ def in_cycles(graph: Mapping[str, set[str]]) -> set[str]:
 def test_no_imports_go_round_in_a_circle() -> None:
     """Those that only a type checker sees included."""
     graph = {name: imports(name) - {name} for name in MODULES}
-    only(unfinished.STILL_IN_A_CYCLE, in_cycles(graph), "in a cycle of imports")
+    assert not in_cycles(graph)
 
 
 def test_no_folders_import_each_other() -> None:
-    """A folder is one node; another one in it is another node. What is at the top stands for itself."""
-    graph: dict[str, set[str]] = {}
+    """What lies side by side in a folder, modules and folders, imports each other one way."""
+    graphs: dict[str, dict[str, set[str]]] = {}
     for name in MODULES:
-        graph.setdefault(inner_folder(name), set()).update(map(inner_folder, imports(name)))
-    graph = {node: others - {node} for node, others in graph.items()}
-    only(unfinished.FOLDERS_IN_A_CYCLE, in_cycles(graph), "folders in a cycle of imports")
-
-
-def test_the_engine_imports_no_concrete_transport() -> None:
-    concrete = ("transport.memory", "transport.shm", "transport.stream")
-    found = {
-        name
-        for name in MODULES
-        if folder(name) == "engine" and any(f"{each}.".startswith(f"{c}.") for each in imports(name) for c in concrete)
-    }
-    only(unfinished.IMPORT_A_TRANSPORT, found, "modules of the engine that import a concrete transport")
+        for other in imports(name):
+            one, two = name.split("."), other.split(".")
+            depth = next((at for at, (mine, its) in enumerate(zip(one, two, strict=False)) if mine != its), None)
+            if depth is not None:
+                graph = graphs.setdefault(".".join(one[:depth]), {})
+                graph.setdefault(one[depth], set()).add(two[depth])
+                graph.setdefault(two[depth], set())
+    assert {"", "engine", "group"} <= graphs.keys()
+    assert not {f"{place}: {found}" for place, graph in graphs.items() if (found := in_cycles(graph))}
 
 
 def test_the_engine_knows_no_transport() -> None:
@@ -193,9 +184,23 @@ def test_no_module_waits_for_itself() -> None:
     TopologicalSorter({name: imports(name, types=False) - {name} for name in MODULES}).prepare()
 
 
+def code_lines(path: Path) -> int:
+    """Return how many lines of a file have code on them."""
+    text = path.read_text()
+    documented: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
+            node
+        ):
+            documented |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in blank]
+    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - documented)
+
+
 def test_files_and_functions_stay_small() -> None:
     for name, path in MODULES.items():
-        assert len(path.read_text().splitlines()) <= MAX_FILE, name
+        assert code_lines(path) <= MAX_CODE, name
         for function in functions(name):
             body = function.body[1:] if ast.get_docstring(function) is not None else function.body
             lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0  # type: ignore[operator]
@@ -229,8 +234,13 @@ def is_protocol(cls: type) -> bool:
 
 
 def test_no_class_has_more_than_two_bases() -> None:
-    found = {name for name, cls in classes().items() if len(ancestors(cls)) > 2}
-    only(unfinished.OF_MANY_BASES, found, "classes with more than two bases of ours, and of theirs")
+    """Nor more than four above them, so that no ladder comes of it; protocols and exceptions do not count."""
+    names = {cls: name for name, cls in classes().items()}
+    direct = {
+        name: [base for base in cls.__bases__ if names.get(base) in ancestors(cls)] for name, cls in classes().items()
+    }
+    assert not {name for name, bases in direct.items() if len(bases) > 2}
+    assert not {name for name, cls in classes().items() if len(ancestors(cls)) > 4}
 
 
 def test_operations_are_made_of_five_arguments_at_most() -> None:
@@ -240,7 +250,7 @@ def test_operations_are_made_of_five_arguments_at_most() -> None:
         for name, cls in classes().items()
         if issubclass(cls, operation) and len(inspect.signature(cls).parameters) > 5
     }
-    only(unfinished.OF_MANY_ARGUMENTS, found, "operations with more than five arguments")
+    assert not found
 
 
 class Attributes:
@@ -249,19 +259,25 @@ class Attributes:
     Attributes:
         declared: at the top of the class.
         bare: of these, without a value.
+        own: declared here, whatever its bases say: also by `__slots__`.
         set: by its methods, on `self`.
     """
 
     def __init__(self, node: ast.ClassDef) -> None:
         self.declared: set[str] = set()
         self.bare: set[str] = set()
+        self.own: set[str] = set()
         for statement in node.body:
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 self.declared.add(statement.target.id)
                 if statement.value is None and "ClassVar" not in ast.unparse(statement.annotation):
                     self.bare.add(statement.target.id)
             elif isinstance(statement, ast.Assign):
-                self.declared |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
+                names = {target.id for target in statement.targets if isinstance(target, ast.Name)}
+                self.declared |= names
+                if names == {"__slots__"}:
+                    self.own |= set(ast.literal_eval(statement.value))
+        self.own |= self.declared
         self.set = {
             each.attr
             for each in ast.walk(node)
@@ -281,7 +297,7 @@ def test_no_attribute_is_declared_in_one_file_and_set_in_another() -> None:
         for base, of_base in ancestors(cls).items():
             if of_base.__module__ != cls.__module__:
                 elsewhere = texts[base].declared | texts[base].set
-                found |= {f"{name}.{attribute}" for attribute in texts[name].set & elsewhere}
+                found |= {f"{name}.{attribute}" for attribute in (texts[name].set - texts[name].own) & elsewhere}
         if not (is_protocol(cls) or dataclasses.is_dataclass(cls) or issubclass(cls, tuple)):
             stored = {
                 node.attr
@@ -290,7 +306,7 @@ def test_no_attribute_is_declared_in_one_file_and_set_in_another() -> None:
             }
             # Public ones may be for others to set.
             found |= {f"{name}.{each}" for each in texts[name].bare - stored if each.startswith("_")}
-    only(unfinished.SET_ELSEWHERE, found, "attributes declared in one file and set in another")
+    assert not found
 
 
 def defined(name: str, *kinds: type[ast.stmt]) -> set[str]:

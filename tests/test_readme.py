@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -76,6 +78,13 @@ def test_the_help_of_the_package_is_for_its_users() -> None:
     listed = set(re.findall(r"\w+", said))
     errors = set(aiocoll.errors.__all__)
     assert set(aiocoll.__all__) - errors - listed == set(), "every public name but the exceptions"
+
+
+def test_the_help_of_the_package_opens_with_the_first_program() -> None:
+    program = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)[0]
+    assert len([line for line in program.splitlines() if line]) <= 12
+    opening = inspect.getdoc(aiocoll) or ""
+    assert opening.split("\n\n", 1)[1].startswith(textwrap.indent(program, "    "))
 
 
 def test_the_guide_has_every_option() -> None:

@@ -18,7 +18,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["SPECS", "Counts", "Native", "Part", "Ranks", "Spec", "spec_of"]
+__all__ = ["SPECS", "Counts", "Native", "Part", "Participants", "Spec", "spec_of"]
 
 #: Elements by buffer, or by rank.
 Counts: TypeAlias = tuple[int, ...]
@@ -35,7 +35,7 @@ class Part(Enum):
     BLOCKS = "a block for each rank"
 
 
-class Ranks(Enum):
+class Participants(Enum):
     """Of which ranks that is."""
 
     ALL = "all"
@@ -45,9 +45,9 @@ class Ranks(Enum):
 
     def include(self, rank: int, root: int | None) -> bool:
         """Whether `rank` is one of them."""
-        if self is Ranks.NOT_FIRST:
+        if self is Participants.NOT_FIRST:
             return rank != 0
-        return self is Ranks.ALL or (rank == root) is (self is Ranks.ROOT)
+        return self is Participants.ALL or (rank == root) is (self is Participants.ROOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class Spec:
     kind: str
     input: Part | None = None
     output: Part | None = None
-    senders: Ranks = Ranks.ALL
-    receivers: Ranks = Ranks.ALL
+    senders: Participants = Participants.ALL
+    receivers: Participants = Participants.ALL
     reduces: bool = False
     private: bool = False
     native: Native | None = None
@@ -75,7 +75,7 @@ class Spec:
     @property
     def rooted(self) -> bool:
         """Whether it has a root."""
-        return Ranks.ROOT in (self.senders, self.receivers)
+        return Participants.ROOT in (self.senders, self.receivers)
 
     @property
     def in_blocks(self) -> bool:
@@ -171,19 +171,24 @@ SPECS: Mapping[str, Spec] = MappingProxyType(
         spec.kind: spec
         for spec in (
             Spec("allreduce", Part.TENSOR, Part.TENSOR, reduces=True, native="all_reduce"),
-            Spec("reduce", Part.TENSOR, Part.TENSOR, receivers=Ranks.ROOT, reduces=True, native="reduce"),
+            Spec("reduce", Part.TENSOR, Part.TENSOR, receivers=Participants.ROOT, reduces=True, native="reduce"),
             Spec("reduce_scatter", Part.BLOCKS, Part.BLOCK, reduces=True, native="reduce_scatter"),
             Spec("allgather", Part.BLOCK, Part.BLOCKS, native="all_gather"),
             Spec(
-                "broadcast", Part.TENSOR, Part.TENSOR, senders=Ranks.ROOT, receivers=Ranks.NOT_ROOT, native="broadcast"
+                "broadcast",
+                Part.TENSOR,
+                Part.TENSOR,
+                senders=Participants.ROOT,
+                receivers=Participants.NOT_ROOT,
+                native="broadcast",
             ),
-            Spec("gather", Part.BLOCK, Part.BLOCKS, receivers=Ranks.ROOT, private=True, native="send_recv"),
-            Spec("scatter", Part.BLOCKS, Part.BLOCK, senders=Ranks.ROOT, private=True, native="send_recv"),
+            Spec("gather", Part.BLOCK, Part.BLOCKS, receivers=Participants.ROOT, private=True, native="send_recv"),
+            Spec("scatter", Part.BLOCKS, Part.BLOCK, senders=Participants.ROOT, private=True, native="send_recv"),
             Spec("alltoall", Part.BLOCKS, Part.BLOCKS, private=True, native="send_recv"),
             Spec("barrier"),
             Spec("monitored_barrier"),
             Spec("scan", Part.TENSOR, Part.TENSOR, reduces=True),
-            Spec("exscan", Part.TENSOR, Part.TENSOR, receivers=Ranks.NOT_FIRST, reduces=True),
+            Spec("exscan", Part.TENSOR, Part.TENSOR, receivers=Participants.NOT_FIRST, reduces=True),
         )
     }
 )

@@ -20,7 +20,9 @@ __all__ = ["call_of", "combine_of"]
 def call_of(pg: ProcessGroup, load: Workload) -> Callable[[], Work[Any]]:
     """Return a function that starts the call of `load`."""
     op = getattr(ReduceOp, load.case.op.upper())
-    x, source, target = load.inplace, load.inputs, load.outputs
+    # Which of them there are depends on the kind.
+    arrays: tuple[Any, Any, Any] = load.inplace, load.inputs, load.outputs
+    x, source, target = arrays
     match load.case.kind:
         case "gather":
             targets = None if target is None or source is None else list(target.reshape(-1, source.size))

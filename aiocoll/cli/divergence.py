@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
 
-from aiocoll.cli.merge import Entry, Group, MergedCall
+from aiocoll.cli.merge import Entry, GroupDumps, MergedCall
 from aiocoll.dump.files import KEYS
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
 from aiocoll.engine.operations.differences import called, mismatch, opposed
@@ -51,7 +51,7 @@ class Lateness:
     calls: int
 
 
-def divergence(group: Group) -> Divergence | None:
+def divergence(group: GroupDumps) -> Divergence | None:
     """Return the first collective that ranks called differently, or that some have not entered; None if there is none.
 
     A collective that a rank has not entered counts if the group has failed, or after the others waited for 250 ms.
@@ -67,7 +67,7 @@ def divergence(group: Group) -> Divergence | None:
     return Divergence(call, words, missing, len(found) - 1)
 
 
-def _apart(group: Group, call: MergedCall) -> Iterator[tuple[str | None, tuple[int, ...]]]:
+def _apart(group: GroupDumps, call: MergedCall) -> Iterator[tuple[str | None, tuple[int, ...]]]:
     """Yield how the calls of the ranks differ and which ranks are missing, if either is the case."""
     words = _differ(group, call)
     missing = tuple(rank for rank in group.ranks if rank not in call.entries and _is_missing(group, call, rank))
@@ -75,7 +75,7 @@ def _apart(group: Group, call: MergedCall) -> Iterator[tuple[str | None, tuple[i
         yield words, missing
 
 
-def _differ(group: Group, call: MergedCall) -> str | None:
+def _differ(group: GroupDumps, call: MergedCall) -> str | None:
     # Calls of debug="detail" are compared by the same rules as all others.
     calls = [{**entry, "debug": None} for _, entry in sorted(call.entries.items())]
     for index, each in enumerate(calls[1:], 1):
@@ -85,7 +85,7 @@ def _differ(group: Group, call: MergedCall) -> str | None:
     return None
 
 
-def _is_missing(group: Group, call: MergedCall, rank: int) -> bool:
+def _is_missing(group: GroupDumps, call: MergedCall, rank: int) -> bool:
     """Whether a rank without an entry of `call` has not entered it; else the entry was overwritten."""
     dump = group.dumps[rank]
     if call.key is None:
@@ -100,7 +100,7 @@ def _is_missing(group: Group, call: MergedCall, rank: int) -> bool:
     return group.cause is not None or group.dumped(rank) - call.first >= REPORT_AFTER
 
 
-def lateness(group: Group) -> Lateness | None:
+def lateness(group: GroupDumps) -> Lateness | None:
     """Return the rank that came last on average; None if there is nothing to compare."""
     shared = [call for call in group.calls if len(call.entered) == len(group.ranks)]
     if len(group.ranks) < 2 or not shared:
@@ -114,7 +114,7 @@ def lateness(group: Group) -> Lateness | None:
 # -- words
 
 
-def report(group: Group) -> tuple[list[str], bool]:
+def report(group: GroupDumps) -> tuple[list[str], bool]:
     """Return the lines of a group's report, and whether no problem was found."""
     ranks = f"{group.world_size} rank{'s' * (group.world_size != 1)}"
     lines = [f"group {group.name!r}: {ranks}, {len(group.calls)} collectives remembered"]
@@ -135,7 +135,7 @@ def report(group: Group) -> tuple[list[str], bool]:
     return lines, cause is None and found is None and not group.silent
 
 
-def _told(group: Group, found: Divergence) -> list[str]:
+def _told(group: GroupDumps, found: Divergence) -> list[str]:
     call = found.call
     lines = [f"  diverged first: {_named(call.entries[min(call.entries)])}"]
     if found.words is not None and (group.cause is None or found.words != group.cause.get("text")):
@@ -156,7 +156,7 @@ def _plans_by_array(call: MergedCall) -> list[tuple[Entry, list[int]]]:
     return list(found.values())
 
 
-def _last(group: Group, rank: int) -> str:
+def _last(group: GroupDumps, rank: int) -> str:
     """Return what a rank did last, and which message it waits for, which may be the reason."""
     collectives = group.entries(rank, "collective")
     words = "in no collective yet"
@@ -171,7 +171,7 @@ def _last(group: Group, rank: int) -> str:
     return words
 
 
-def _unfinished(group: Group) -> list[str]:
+def _unfinished(group: GroupDumps) -> list[str]:
     """Name what is pending and what has failed, the oldest first."""
     lines = []
     for state in ("pending", "failed"):

@@ -26,7 +26,7 @@ from aiocoll.engine.control.shapes import (
     text,
 )
 
-__all__ = ["Group", "MergedCall", "Unusable", "collect"]
+__all__ = ["GroupDumps", "MergedCall", "Unusable", "collect"]
 
 Dump = dict[str, Any]
 Entry = dict[str, Any]
@@ -74,7 +74,7 @@ class MergedCall:
         return min(self.entered.values())
 
 
-class Group:
+class GroupDumps:
     """The dumps of one group.
 
     Args:
@@ -121,7 +121,7 @@ class Group:
         return max(causes, key=lambda cause: texts.count(cause.get("text")), default=None)
 
 
-def collect(paths: Sequence[str]) -> list[Group]:
+def collect(paths: Sequence[str]) -> list[GroupDumps]:
     """Read dumps; return their groups by name.
 
     Raises:
@@ -142,7 +142,7 @@ def collect(paths: Sequence[str]) -> list[Group]:
                     f"{other} and {path} disagree on the ranks of group {dump['group']!r}: they are of two jobs"
                 )
         ranks[rank] = path, dump
-    return [Group([ranks[rank][1] for rank in sorted(ranks)]) for _, ranks in sorted(found.items())]
+    return [GroupDumps([ranks[rank][1] for rank in sorted(ranks)]) for _, ranks in sorted(found.items())]
 
 
 def _load(path: str) -> Dump:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from aiocoll.cli.divergence import Divergence, divergence
-from aiocoll.cli.merge import Entry, Group, Unusable
+from aiocoll.cli.merge import Entry, GroupDumps, Unusable
 from aiocoll.dump.timeline import lanes, named
 
 __all__ = ["draw"]
@@ -33,7 +33,7 @@ BRIGHT = ("#66ccee", "#ccbb44", "#88ccee", PENDING, MESSAGE)
 Window = tuple[float, float]
 
 
-def draw(groups: Sequence[Group], path: str) -> None:
+def draw(groups: Sequence[GroupDumps], path: str) -> None:
     """Draw `groups` below each other into the file `path`.
 
     Raises:
@@ -53,7 +53,7 @@ def draw(groups: Sequence[Group], path: str) -> None:
     figure.savefig(path, format="png", dpi=110)
 
 
-def _pictures(group: Group) -> list[tuple[Group, Divergence | None, str, Window]]:
+def _pictures(group: GroupDumps) -> list[tuple[GroupDumps, Divergence | None, str, Window]]:
     """Return what to draw of a group: all of it, and a part."""
     apart = divergence(group)
     starts = [entry["entered"] + group.shifts[rank] for rank in group.ranks for entry in group.dumps[rank]["entries"]]
@@ -75,7 +75,7 @@ def _pictures(group: Group) -> list[tuple[Group, Divergence | None, str, Window]
     return pictures
 
 
-def _end(group: Group, rank: int, entry: Entry) -> float:
+def _end(group: GroupDumps, rank: int, entry: Entry) -> float:
     finished = entry["finished"]
     return group.dumped(rank) if finished is None else float(finished) + group.shifts[rank]
 
@@ -83,7 +83,7 @@ def _end(group: Group, rank: int, entry: Entry) -> float:
 class _Picture:
     """One part of a group's time on one pair of axes."""
 
-    def __init__(self, ax: Any, group: Group, apart: Divergence | None, window: Window) -> None:
+    def __init__(self, ax: Any, group: GroupDumps, apart: Divergence | None, window: Window) -> None:
         self._ax = ax
         self._group = group
         self._apart = apart

@@ -7,7 +7,7 @@ that it names. On a rank that is not in the group it warns, and the work is done
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from aiocoll.distributed.map_result import changed
 from aiocoll.distributed.ranks import rank_of
@@ -16,6 +16,7 @@ from aiocoll.elements.ops import ReduceOp
 from aiocoll.group.dispatch.dispatcher import Timeout
 from aiocoll.group.messages import all_of
 from aiocoll.group.process_group import ProcessGroup
+from aiocoll.typing import Array, Number, Sparse
 from aiocoll.work import Work
 
 __all__ = [
@@ -38,14 +39,26 @@ __all__ = [
 
 SUM = ReduceOp.SUM
 
+A = TypeVar("A", bound=Array)
+#: Another array than the one that is the result.
+B = TypeVar("B", bound=Array)
+#: What a reduction of one thing takes and gives back.
+N = TypeVar("N", bound=Array | Number)
+#: The same of `all_reduce`, which takes sparse arrays, too.
+S = TypeVar("S", bound=Array | Number | Sparse)
 
-def all_reduce(tensor: Any, op: ReduceOp = SUM, group: Group = None) -> Work[Any]:
+
+def all_reduce(tensor: S, op: ReduceOp = SUM, group: Group = None) -> Work[S]:
     """Reduce `tensor` over all ranks, in place: `ProcessGroup.allreduce`."""
     pg = member_of(group, "all_reduce")
     return absent("ALLREDUCE") if pg is None else pg.allreduce(tensor, op)
 
 
-def all_reduce_coalesced(tensors: Any, op: ReduceOp = SUM, group: Group = None) -> Work[Any]:
+@overload
+def all_reduce_coalesced(tensors: list[A], op: ReduceOp = SUM, group: Group = None) -> Work[list[A]]: ...
+@overload
+def all_reduce_coalesced(tensors: A, op: ReduceOp = SUM, group: Group = None) -> Work[list[A]]: ...
+def all_reduce_coalesced(tensors: Any, op: ReduceOp = SUM, group: Group = None) -> Work[list[Any]]:
     """Reduce a list of tensors, in place, in one operation: `ProcessGroup.allreduce_coalesced`."""
     pg = member_of(group, "all_reduce_coalesced")
     if pg is None:
@@ -54,8 +67,8 @@ def all_reduce_coalesced(tensors: Any, op: ReduceOp = SUM, group: Group = None) 
 
 
 def reduce(
-    tensor: Any, dst: int | None = None, op: ReduceOp = SUM, group: Group = None, group_dst: int | None = None
-) -> Work[Any]:
+    tensor: N, dst: int | None = None, op: ReduceOp = SUM, group: Group = None, group_dst: int | None = None
+) -> Work[N]:
     """Reduce `tensor` over all ranks into that of one rank; the others are not changed: `ProcessGroup.reduce`.
 
     Args:
@@ -69,7 +82,7 @@ def reduce(
     return absent("REDUCE") if pg is None else pg.reduce(tensor, rank_of(pg, "dst", dst, group_dst), op)
 
 
-def broadcast(tensor: Any, src: int | None = None, group: Group = None, group_src: int | None = None) -> Work[Any]:
+def broadcast(tensor: N, src: int | None = None, group: Group = None, group_src: int | None = None) -> Work[N]:
     """Copy the tensor of one rank to all: `ProcessGroup.broadcast`.
 
     Args:
@@ -94,21 +107,21 @@ def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ran
     return absent("MONITORED_BARRIER") if pg is None else pg.monitored_barrier(timeout, wait_all_ranks)
 
 
-def all_gather(tensor_list: list[Any], tensor: Any, group: Group = None) -> Work[Any]:
+def all_gather(tensor_list: list[A], tensor: Array, group: Group = None) -> Work[list[A]]:
     """Gather every rank's tensor, of any count, into a list on every rank: `ProcessGroup.allgather`."""
     pg = member_of(group, "all_gather")
     return absent("ALLGATHER") if pg is None else pg.allgather(_listed(tensor_list, "tensor_list", pg), tensor)
 
 
-def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Group = None) -> Work[Any]:
+def all_gather_into_tensor(output_tensor: A, input_tensor: Array, group: Group = None) -> Work[A]:
     """Gather tensors of one count into one tensor, in rank order: `ProcessGroup.allgather_into_tensor`."""
     pg = member_of(group, "all_gather_into_tensor")
     return absent("ALLGATHER") if pg is None else pg.allgather_into_tensor(output_tensor, input_tensor)
 
 
 def all_gather_coalesced(
-    output_tensor_lists: list[list[Any]], input_tensor_list: list[Any], group: Group = None
-) -> Work[Any]:
+    output_tensor_lists: list[list[A]], input_tensor_list: list[B], group: Group = None
+) -> Work[list[list[A]]]:
     """Gather several tensors of every rank; one `ProcessGroup.allgather` for each, once all of them are checked.
 
     Args:
@@ -135,6 +148,22 @@ def all_gather_coalesced(
     return changed(all_of(whole, works), lambda _: output_tensor_lists)
 
 
+@overload
+def gather(
+    tensor: Array,
+    gather_list: None = None,
+    dst: int | None = None,
+    group: Group = None,
+    group_dst: int | None = None,
+) -> Work[None]: ...
+@overload
+def gather(
+    tensor: Array,
+    gather_list: list[A] | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    group_dst: int | None = None,
+) -> Work[list[A] | None]: ...
 def gather(
     tensor: Any,
     gather_list: list[Any] | None = None,
@@ -159,12 +188,12 @@ def gather(
 
 
 def scatter(
-    tensor: Any,
-    scatter_list: list[Any] | None = None,
+    tensor: A,
+    scatter_list: list[B] | None = None,
     src: int | None = None,
     group: Group = None,
     group_src: int | None = None,
-) -> Work[Any]:
+) -> Work[A]:
     """Send the r-th tensor of one rank's list to rank r: `ProcessGroup.scatter`.
 
     Args:
@@ -181,7 +210,7 @@ def scatter(
     return pg.scatter(tensor, _at_root(scatter_list, "scatter_list", "src", pg, root), root)
 
 
-def reduce_scatter(output: Any, input_list: list[Any], op: ReduceOp = SUM, group: Group = None) -> Work[Any]:
+def reduce_scatter(output: A, input_list: list[B], op: ReduceOp = SUM, group: Group = None) -> Work[A]:
     """Reduce the r-th tensors of all lists into rank r's output: `ProcessGroup.reduce_scatter`."""
     pg = member_of(group, "reduce_scatter")
     if pg is None:
@@ -189,13 +218,13 @@ def reduce_scatter(output: Any, input_list: list[Any], op: ReduceOp = SUM, group
     return pg.reduce_scatter(output, _listed(input_list, "input_list", pg), op)
 
 
-def reduce_scatter_tensor(output: Any, input: Any, op: ReduceOp = SUM, group: Group = None) -> Work[Any]:
+def reduce_scatter_tensor(output: A, input: Array, op: ReduceOp = SUM, group: Group = None) -> Work[A]:
     """Reduce all inputs, leave the r-th part in rank r's output: `ProcessGroup.reduce_scatter_tensor`."""
     pg = member_of(group, "reduce_scatter_tensor")
     return absent("REDUCE_SCATTER") if pg is None else pg.reduce_scatter_tensor(output, input, op)
 
 
-def all_to_all(output_tensor_list: list[Any], input_tensor_list: list[Any], group: Group = None) -> Work[Any]:
+def all_to_all(output_tensor_list: list[A], input_tensor_list: list[B], group: Group = None) -> Work[list[A]]:
     """Send the r-th input to rank r, and receive rank r's into the r-th output: `ProcessGroup.alltoall`."""
     pg = member_of(group, "all_to_all")
     if pg is None:
@@ -205,12 +234,12 @@ def all_to_all(output_tensor_list: list[Any], input_tensor_list: list[Any], grou
 
 
 def all_to_all_single(
-    output: Any,
-    input: Any,
+    output: A,
+    input: Array,
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
     group: Group = None,
-) -> Work[Any]:
+) -> Work[A]:
     """Send part r of `input` to rank r, and concatenate the received parts in `output`: `ProcessGroup.alltoall_base`.
 
     Args:

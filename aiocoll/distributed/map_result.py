@@ -19,7 +19,7 @@ def changed(work: Work[Any], change: Callable[[Any], R]) -> Work[R]:
         work: the operation; the caller must not use it otherwise.
         change: called with the result; if it raises, the returned work fails with that.
     """
-    made: Work[R] = work.group._together(work.op, [work])
+    made: Work[R] = work.group._messages.one_of(work.op, [work])
     made.seq, made.key = work.seq, work.key
     if (ends := getattr(work, "_ends", None)) is not None:
         made._ends = ends

@@ -6,7 +6,7 @@ The arguments `device` and `use_batch` are accepted and not used: objects always
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from aiocoll.distributed.map_result import changed
 from aiocoll.distributed.ranks import rank_of, sender_of
@@ -22,14 +22,32 @@ __all__ = [
     "send_object_list",
 ]
 
+T = TypeVar("T")
 
+
+@overload
+def broadcast_object_list(
+    object_list: list[None],
+    src: int | None = None,
+    group: Group = None,
+    device: object = None,
+    group_src: int | None = None,
+) -> Work[list[Any]]: ...
+@overload
+def broadcast_object_list(
+    object_list: list[T],
+    src: int | None = None,
+    group: Group = None,
+    device: object = None,
+    group_src: int | None = None,
+) -> Work[list[T]]: ...
 def broadcast_object_list(
     object_list: list[Any],
     src: int | None = None,
     group: Group = None,
-    device: Any = None,
+    device: object = None,
     group_src: int | None = None,
-) -> Work[Any]:
+) -> Work[list[Any]]:
     """Copy one rank's list of objects into the lists of all: `ProcessGroup.broadcast_object`.
 
     Args:
@@ -47,7 +65,7 @@ def broadcast_object_list(
     return changed(pg.broadcast_object(object_list, root), _filling(object_list, f"rank {root}"))
 
 
-def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> Work[Any]:
+def all_gather_object(object_list: list[Any], obj: T, group: Group = None) -> Work[list[T]]:
     """Gather every rank's object in a list of as many entries, the result: `ProcessGroup.allgather_object`."""
     pg = member_of(group, "all_gather_object")
     if pg is None:
@@ -57,12 +75,12 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
 
 
 def gather_object(
-    obj: Any,
+    obj: T,
     object_gather_list: list[Any] | None = None,
     dst: int | None = None,
     group: Group = None,
     group_dst: int | None = None,
-) -> Work[Any]:
+) -> Work[list[T] | None]:
     """Gather every rank's object at one rank: `ProcessGroup.gather_object`.
 
     Args:
@@ -85,13 +103,29 @@ def gather_object(
     return pg.gather_object(obj, root)
 
 
+@overload
+def scatter_object_list(
+    scatter_object_output_list: list[None],
+    scatter_object_input_list: list[Any] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    group_src: int | None = None,
+) -> Work[list[Any]]: ...
+@overload
+def scatter_object_list(
+    scatter_object_output_list: list[T],
+    scatter_object_input_list: list[Any] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    group_src: int | None = None,
+) -> Work[list[T]]: ...
 def scatter_object_list(
     scatter_object_output_list: list[Any],
     scatter_object_input_list: list[Any] | None = None,
     src: int | None = None,
     group: Group = None,
     group_src: int | None = None,
-) -> Work[Any]:
+) -> Work[list[Any]]:
     """Store object r of one rank's list in the first entry of rank r's list: `ProcessGroup.scatter_object`.
 
     Args:
@@ -122,7 +156,7 @@ def send_object_list(
     object_list: list[Any],
     dst: int | None = None,
     group: Group = None,
-    device: Any = None,
+    device: object = None,
     group_dst: int | None = None,
     use_batch: bool = False,
 ) -> Work[None]:
@@ -138,7 +172,7 @@ def recv_object_list(
     object_list: list[Any],
     src: int | None = None,
     group: Group = None,
-    device: Any = None,
+    device: object = None,
     group_src: int | None = None,
     use_batch: bool = False,
 ) -> Work[int]:

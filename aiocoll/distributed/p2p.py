@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from aiocoll.distributed.map_result import changed
 from aiocoll.distributed.ranks import global_rank_of, rank_of, sender_of
 from aiocoll.distributed.world import Group, absent, inside, member_of
 from aiocoll.group.messages import Recv, Send, all_of
 from aiocoll.group.process_group import ProcessGroup
+from aiocoll.typing import Array
 from aiocoll.work import Work
 
 __all__ = ["P2POp", "Requests", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 
+A = TypeVar("A", bound=Array)
+A_co = TypeVar("A_co", bound=Array, covariant=True)
+
 
 def isend(
-    tensor: Any, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
-) -> Work[Any]:
+    tensor: A, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
+) -> Work[A]:
     """Send `tensor` to another rank; done when its memory may be reused: `ProcessGroup.send`.
 
     Args:
@@ -35,8 +39,8 @@ send = isend
 
 
 def irecv(
-    tensor: Any, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
-) -> Work[Any]:
+    tensor: A, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
+) -> Work[A]:
     """Receive into `tensor`: `ProcessGroup.recv`, or `recv_anysource` if no source is given.
 
     Args:
@@ -51,7 +55,7 @@ def irecv(
 
 
 def recv(
-    tensor: Any, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
+    tensor: Array, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
 ) -> Work[int]:
     """Receive into `tensor`, as `irecv` does; the result is the sender's global rank, or -1 outside of the group."""
     pg = member_of(group, "recv")
@@ -61,13 +65,13 @@ def recv(
     return changed(work, lambda _: sender_of(pg, work))
 
 
-def _receive(pg: ProcessGroup, tensor: Any, src: int | None, tag: int, group_src: int | None) -> Work[Any]:
+def _receive(pg: ProcessGroup, tensor: A, src: int | None, tag: int, group_src: int | None) -> Work[A]:
     if src is None and group_src is None:
         return pg.recv_anysource(tensor, tag)
     return pg.recv(tensor, rank_of(pg, "src", src, group_src), tag)
 
 
-class P2POp:
+class P2POp(Generic[A_co]):
     """One send or receive of `batch_isend_irecv`.
 
     Args:
@@ -82,7 +86,7 @@ class P2POp:
     def __init__(
         self,
         op: Callable[..., Work[Any]],
-        tensor: Any,
+        tensor: A_co,
         peer: int | None = None,
         group: Group = None,
         tag: int = 0,
@@ -108,15 +112,15 @@ class P2POp:
         )
 
 
-class Requests(list[Work[Any]]):
+class Requests(list[Work[A]]):
     """The works of a batch; awaiting the list awaits them all and gives their tensors."""
 
-    def __await__(self) -> Generator[Any, None, list[Any]]:
+    def __await__(self) -> Generator[Any, None, list[A]]:
         """Wait for all, also if one fails, as for the work of `ProcessGroup.batch`."""
-        return all_of(self[0].group._together("BATCH", self), self).__await__()
+        return all_of(self[0].group._messages.one_of("BATCH", self), self).__await__()
 
 
-def batch_isend_irecv(p2p_op_list: list[P2POp]) -> Requests:
+def batch_isend_irecv(p2p_op_list: list[P2POp[A]]) -> Requests[A]:
     """Start several sends and receives of one group together, once all of them are checked: `ProcessGroup.batch`.
 
     Returns:

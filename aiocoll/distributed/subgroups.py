@@ -43,8 +43,8 @@ def new_group(
     pg_options: Any = None,
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
-    device_id: Any = None,
-) -> Work[Group]:
+    device_id: object = None,
+) -> Work[ProcessGroup | int]:
     """Make a group of some ranks of the default group: `ProcessGroup.split_group`, which is local and sends nothing.
 
     All ranks of the default group call it, in the same order.

@@ -9,8 +9,9 @@ from datetime import timedelta
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+from aiocoll.group.current import CURRENT
 from aiocoll.group.dispatch.dispatcher import Timeout
-from aiocoll.group.process_group import ProcessGroup, _current
+from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.new_group import new_group as meet
 from aiocoll.store import Store
@@ -56,7 +57,7 @@ class _World(type):
 
     @WORLD.setter
     def WORLD(cls, pg: ProcessGroup | None) -> None:
-        _current.set(pg)
+        CURRENT.set(pg)
 
 
 class group(metaclass=_World):
@@ -75,14 +76,19 @@ class GroupMember(metaclass=_World):
 
 def found() -> ProcessGroup | None:
     """Return the default group; None if there is none, or it is closed."""
-    pg = _current.get()
+    pg = CURRENT.get()
     if pg is None:
         loop = asyncio._get_running_loop()
         pg = None if loop is None else _first.get(loop)
-    # A group of a third-party backend may not have an attribute for being closed.
-    while pg is not None and getattr(pg, "_closed", False):
+    while pg is not None and _is_closed(pg, otherwise=False):
         pg = _heirs.get(pg)
     return pg
+
+
+def _is_closed(pg: ProcessGroup | None, *, otherwise: bool) -> bool:
+    """Whether this rank has closed a group; `otherwise` if it does not say, as one of another backend may not."""
+    closed: bool = getattr(getattr(pg, "_dispatcher", None), "closed", otherwise)
+    return closed
 
 
 def default_group() -> ProcessGroup:
@@ -176,7 +182,7 @@ async def init_process_group(
         ValueError: this context has a default group already.
         Exception: see `aiocoll.new_group`.
     """
-    here = _current.get()
+    here = CURRENT.get()
     if here is not None and found() is not None:
         raise ValueError(
             f"there is a default group here already, {here.group_name!r}: call destroy_process_group() before "
@@ -193,11 +199,11 @@ async def init_process_group(
         name=group_name or None,
         options=pg_options,
     )
-    _current.set(pg)
+    CURRENT.set(pg)
     for loop in [loop for loop in _first if loop.is_closed()]:
         del _first[loop]
     loop = asyncio.get_running_loop()
-    if getattr(_first.get(loop), "_closed", True):
+    if _is_closed(_first.get(loop), otherwise=True):
         _first[loop] = pg
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from aiocoll.elements.dtypes import DType, Kind
 from aiocoll.elements.kernels import Kernel, builtin_kernel, custom_kernel
+from aiocoll.typing import Array, Number
 
 __all__ = ["Kernel", "ReduceOp", "kernel"]
 
@@ -51,7 +52,7 @@ class ReduceOp:
     BXOR: ClassVar[ReduceOp]
 
     @staticmethod
-    def PREMUL_SUM(factor: Any) -> ReduceOp:
+    def PREMUL_SUM(factor: Number | Array) -> ReduceOp:
         """Multiply this rank's data by `factor`, then sum.
 
         Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Protocol
 
-from aiocoll.engine.control.messages import Note
+from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.engine.failure.failure_detector import FailureDetector
 from aiocoll.engine.failure.roster import Roster
 from aiocoll.engine.groups import Groups
@@ -92,10 +92,10 @@ class Channels:
         """Return the data links that are open."""
         return [channel.link for channel in self._channels.values() if channel.link is not None]
 
-    def say(self, note: Note) -> None:
+    def say(self, message: ControlMessage) -> None:
         """Send a control message behind all data on each link."""
         for channel in self._channels.values():
-            channel.say(note)
+            channel.say(message)
 
     # -- opening
 

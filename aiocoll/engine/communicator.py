@@ -23,7 +23,7 @@ from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.matching.matching import Matching
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.differences import called, mismatch
-from aiocoll.engine.operations.operation_log import ENDED, ERROR, HISTORY, OperationLog, Record
+from aiocoll.engine.operations.operation_log import ENDED, ENTERED, ERROR, HISTORY, OperationLog, Record
 from aiocoll.engine.operations.signature import KEYED, P2P
 from aiocoll.engine.split_history import Split
 from aiocoll.errors import (
@@ -32,6 +32,7 @@ from aiocoll.errors import (
     GroupRevokedError,
     ProtocolError,
 )
+from aiocoll.hooks import Hooks, OperationInfo
 from aiocoll.log import logger
 from aiocoll.transport.frame import FrameKind, Header
 from aiocoll.transport.shared_memory import SMALL_PER_CHUNK
@@ -98,6 +99,9 @@ class Communicator:
         self.entered = 0
         self.recorder = OperationLog()
         self.cause: GroupError | None = None
+        #: It has failed, or a hook is called: calls look closer.
+        self.barred = False
+        self.hooks = Hooks(name, self.rank)
         #: Collectives that the revocation has failed, by number, or key and count; all others this rank entered were
         #: complete by then. By their works, since a collective may have several operations, one after another.
         self.unfinished: frozenset[int | tuple[str, int]] = frozenset()
@@ -177,6 +181,8 @@ class Communicator:
         if self.left:
             # Later: what they sent before they left may be all that is needed.
             self.call_soon(self._missed, operation)
+        if self.hooks.active and operation.parent is None:
+            self._call_hooks(self.hooks.start, operation, None)
         try:
             operation.enter()
         except Exception as error:
@@ -202,6 +208,38 @@ class Communicator:
                 if len(self._ended) >= HISTORY:
                     del self._ended[next(iter(self._ended))]
                 self._ended[identity] = operation.entry[0]
+        if self.hooks.started:
+            self._call_hooks(self.hooks.end, operation, error)
+
+    def _call_hooks(
+        self,
+        call: Callable[[Operation, Callable[[], OperationInfo]], None],
+        operation: Operation,
+        error: BaseException | None,
+    ) -> None:
+        """Tell hooks of an operation; they may not call this group meanwhile."""
+        self.barred = True
+        try:
+            call(operation, lambda: self._info(operation, error))
+        finally:
+            self.barred = self.cause is not None
+
+    def _info(self, operation: Operation, error: BaseException | None) -> OperationInfo:
+        terms, work, ended = operation.terms, operation.work, operation.entry[ENDED]
+        return OperationInfo(
+            self.name,
+            self.rank,
+            work.op,
+            "message" if operation.id & P2P == P2P else "collective",
+            work.key,
+            work.seq,
+            terms.nbytes(work._shape),
+            terms.dtype,
+            None if ended is None else ended - operation.entry[ENTERED],
+            operation.algorithm(),
+            operation.carriers(),
+            error,
+        )
 
     def forget(self, op: int) -> None:
         """Let the id of an operation that has ended be another one's."""
@@ -292,6 +330,7 @@ class Communicator:
         if self.cause is not None:
             return
         self.cause = cause
+        self.barred = True
         works = [operation.work for operation in self.pending if not operation.id & P2P]
         failed = {work.seq if work.key is None else (work.key, work.seq) for work in works if work.seq is not None}
         self.unfinished = frozenset(failed | self.refused)

@@ -9,7 +9,7 @@ from aiocoll.engine.channels import Channels
 from aiocoll.engine.consensus.agreements import Agreements
 from aiocoll.engine.consensus.parts import Parts
 from aiocoll.engine.control.causes import cause_of, error_from
-from aiocoll.engine.control.messages import PROTOCOL, Facts, Note
+from aiocoll.engine.control.messages import PROTOCOL, ControlMessage, Facts
 from aiocoll.engine.control.peer_links import PeerLinks
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.failure.deadlines import Deadlines
@@ -52,7 +52,7 @@ class Endpoint:
         self.world_size = world_size
         self.cards: Mapping[int, Card] = {}
         self.quiet = context.quiet
-        control = self.control = ControlPlane(context)
+        control = self.control = self._make_control(context)
         registry = self.registry = Groups(context, control)
         self.groups = registry.made
         roster = self.roster = Roster(context, control, self.groups)
@@ -62,12 +62,12 @@ class Endpoint:
         #: Of the same: each is part of every await.
         self.spin = self.polling.spin
         self.turn_is_due = self.polling.turn_is_due
-        self.channels = Channels(context, registry, roster, detector, self.polling)
+        self.channels = self._make_channels(registry, roster, detector)
         refusals = self._refusals = Refusals(context, control, roster, self.channels.cut, registry.ended)
         self.attempt = refusals.attempt
         self.watch = Deadlines(runtime, self.groups, detector.needed)
         parts = Parts(context, roster, self.direct, control.flood, detector.look, self.groups)
-        self.agreements = Agreements(parts, registry.named)
+        self.agreements = self._make_agreements(parts)
         #: Memory of this rank that others read where it lies.
         self.registered_memory = transport.registered_memory
         self.scratch = Scratch()
@@ -82,9 +82,22 @@ class Endpoint:
         transport.look = self.polling.look
         transport.linger = self.polling.linger
 
+    def _make_control(self, context: Context) -> ControlPlane:
+        return ControlPlane(context)
+
+    def _make_channels(self, groups: Groups, roster: Roster, detector: FailureDetector) -> Channels:
+        return Channels(self.context, groups, roster, detector, self.polling)
+
+    def _make_agreements(self, parts: Parts) -> Agreements:
+        return Agreements(parts, self.registry.named)
+
+    def know(self, cards: Mapping[int, Card]) -> None:
+        """Take note of how all ranks can be reached."""
+        self.cards = self.context.cards = cards
+
     async def join(self, cards: Mapping[int, Card]) -> None:
         """Meet all ranks; whoever is linked to this one learns at once if that fails."""
-        self.cards = self.context.cards = cards
+        self.know(cards)
         try:
             await self.control.join()
             self.failure_detector.start()
@@ -109,8 +122,8 @@ class Endpoint:
         early = self.registry.early.take(group.id)
         if early.cause is not None:
             group.revoke(error_from(early.cause), tell=False)
-        for rank, note in early.notes:
-            self.attempt(rank, group.devices.heard, rank, note)
+        for rank, message in early.messages:
+            self.attempt(rank, group.devices.heard, rank, message)
         for rank in early.departed:
             self.attempt(rank, group.departed, rank)
         for channel, header, payload in early.frames:
@@ -126,27 +139,27 @@ class Endpoint:
         """Say goodbye to the ranks of `group`."""
         # Between the others, the goodbye may overtake the revocation: it brings the cause along.
         cause = None if group.cause is None else cause_of(group.cause)
-        note = {"t": "bye", "g": group.id, "cause": cause}
+        message = {"t": "bye", "g": group.id, "cause": cause}
         linked = set()
         for channel in group.channels:
             if channel.link is not None:
                 # That is where to wait for the goodbye: it comes behind all data.
-                channel.say(note)
+                channel.say(message)
                 linked.add(channel.peer)
         if cause is None:
             # Later: if this was the last group, the rank ends, and a thousand ranks that end together say that once.
-            self.runtime.call_soon(self._say_bye, note, group.ranks, linked)
+            self.runtime.call_soon(self._say_bye, message, group.ranks, linked)
         else:
-            self._say_bye(note, group.ranks, linked)
+            self._say_bye(message, group.ranks, linked)
         self.groups.pop(group.id, None)
         self.registry.early.end(group.id)
         group.close()
 
-    def _say_bye(self, note: Note, ranks: Sequence[int], linked: set[int]) -> None:
+    def _say_bye(self, message: ControlMessage, ranks: Sequence[int], linked: set[int]) -> None:
         if not self._closing:
             for rank in ranks:
                 if rank != self.rank:
-                    self.control.tell(rank, {**note, "linked": rank in linked})
+                    self.control.tell(rank, {**message, "linked": rank in linked})
 
     hash62 = staticmethod(hash62)
 

@@ -9,7 +9,7 @@ from aiocoll.engine import polling, split_history
 from aiocoll.engine.consensus import parts
 from aiocoll.engine.control.causes import error_from
 from aiocoll.engine.control.device_inbox import DeviceInbox
-from aiocoll.engine.control.messages import DEVICE, Note
+from aiocoll.engine.control.messages import DEVICE, ControlMessage
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.control.unmade_groups import Early
 from aiocoll.engine.failure import deadlines, roster
@@ -97,18 +97,18 @@ class Groups:
         else:
             self.early.keep_cause(identity, rank, cause)
 
-    def heard(self, peer: int, note: Note) -> None:
-        """Hand a note about a device or an operation to its group."""
-        identity = note["g"]
+    def heard(self, peer: int, message: ControlMessage) -> None:
+        """Hand a message about a device or an operation to its group."""
+        identity = message["g"]
         group = self.made.get(identity)
-        if group is not None and note["t"] == DEVICE:
-            group.devices.heard(peer, note)
+        if group is not None and message["t"] == DEVICE:
+            group.devices.heard(peer, message)
         elif group is not None:
-            group.stalls.heard(group.position[peer], note)
-        elif note["t"] == DEVICE:
-            self.early.keep_note(identity, peer, note)
+            group.stalls.heard(group.position[peer], message)
+        elif message["t"] == DEVICE:
+            self.early.keep_message(identity, peer, message)
         else:
-            last = split_history.stranger(self.made, self.early, self._control, peer, note)
-            if last is not None and note["t"] == "query":
-                answer = {"t": "absent", "g": identity, "op": note["op"], "last": last, "age": None, "asked": True}
+            last = split_history.stranger(self.made, self.early, self._control, peer, message)
+            if last is not None and message["t"] == "query":
+                answer = {"t": "absent", "g": identity, "op": message["op"], "last": last, "age": None, "asked": True}
                 self._control.tell(peer, answer)

@@ -1,8 +1,8 @@
 """Sub-groups that the ranks have split off in different ways: how this is found out, and who hears of it.
 
 A split takes no message: every rank numbers its calls and remembers its list. The id of a sub-group hashes the list
-too, so ranks with different lists cannot talk to each other. A note about an operation that waits in a sub-group says
-how the group came to be; who gets one and is not in that group compares it with what it did itself.
+too, so ranks with different lists cannot talk to each other. A message about an operation that waits in a sub-group
+says how the group came to be; who gets one and is not in that group compares it with what it did itself.
 """
 
 from __future__ import annotations
@@ -63,27 +63,27 @@ class Group(Protocol):
 
 
 def stranger(
-    groups: Mapping[int, Group], early: Early, control: ControlPlane, peer: int, note: dict[str, Any]
+    groups: Mapping[int, Group], early: Early, control: ControlPlane, peer: int, message: dict[str, Any]
 ) -> str | None:
-    """A note of `peer` is about a group that this rank is not in: say why it is not, or tell all why it never will be.
+    """A message of `peer` is about a group that this rank is not in: say why it is not, or tell all why it will not be.
 
     Args:
         groups: of this rank.
         early: the groups it has not made.
         control: tells the others.
-        peer: who sent the note.
-        note: what it says.
+        peer: who sent the message.
+        message: what it says.
 
     Returns:
         What the peer shall be told of this rank, if that can still change.
     """
-    lineage = [Split(parent, number, name, tuple(ranks)) for parent, number, name, ranks in note.get("split", ())]
+    lineage = [Split(parent, number, name, tuple(ranks)) for parent, number, name, ranks in message.get("split", ())]
     for level, theirs in enumerate(lineage):
         parent = groups.get(theirs.parent)
         if parent is None:
             if not early.is_over(theirs.parent):
                 break
-            control.tell(peer, {"t": "bye", "g": note["g"], "cause": None, "linked": False})
+            control.tell(peer, {"t": "bye", "g": message["g"], "cause": None, "linked": False})
             return None
         if theirs.number < len(parent.splits):
             mine = parent.splits[theirs.number]

@@ -9,7 +9,7 @@ from aiocoll.elements.allocate import empty_like, same_place, spare
 from aiocoll.elements.buffers import Buffer, clash, overlaps, view
 from aiocoll.elements.device import DeviceArray
 from aiocoll.elements.ops import ReduceOp
-from aiocoll.engine.operations.monitored_barrier import MonitoredBarrier, MonitoredBarrierOfAll
+from aiocoll.engine.operations.monitored_barrier import MonitoredBarrier
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.group.dispatch.arguments import Arguments, slices
 from aiocoll.group.dispatch.call import Recorder
@@ -62,7 +62,7 @@ class Collectives:
     def monitored_barrier(self, timeout: Timeout, wait_all_ranks: bool) -> Work[None]:
         """Start a monitored barrier."""
         d = self._dispatcher
-        executor = MonitoredBarrierOfAll if wait_all_ranks else MonitoredBarrier
+        executor = MonitoredBarrier.of_all if wait_all_ranks else MonitoredBarrier
         plan = d.planner.plan("monitored_barrier", None, ())
         return d.start(plan, (), None, None, timeout, None, executor=executor)
 

@@ -11,7 +11,6 @@ import os
 import socket
 import threading
 from collections.abc import Iterable
-from math import prod
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -20,7 +19,6 @@ from aiocoll.dump import signals as dump_signal
 from aiocoll.dump.files import FORMAT, KEYS, VERSION, file_name, write_json
 from aiocoll.dump.timeline import chrome_trace
 from aiocoll.dump.words import in_words
-from aiocoll.elements.dtypes import by_name
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.control.causes import cause_of
 from aiocoll.engine.operations.operation_log import Record
@@ -61,10 +59,13 @@ class FlightRecorder:
             self._revoked()
 
     def dump(self) -> dict[str, Any]:
-        """Return all there is as plain data, which JSON can hold; takes some milliseconds.
+        """Return all there is as plain data, which JSON can hold.
 
-        See ``docs/recorder.md`` for the fields. Times are seconds on the clock of the group; ``clock`` tells what that
-        and the wall clock show now.
+        Returns:
+            A dict; for its fields see ``docs/recorder.md``. Times are seconds on the clock of the group; ``clock``
+            tells what that and the wall clock show now.
+
+        Cost: some milliseconds.
         """
         member = self._member
         endpoint = member.endpoint
@@ -90,17 +91,39 @@ class FlightRecorder:
         }
 
     def dump_json(self, path: str | os.PathLike[str]) -> None:
-        """Write `dump` to the file `path`, for ``aiocoll trace``; OSError if that fails."""
+        """Write `dump` to a file, for ``aiocoll trace``.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            OSError: it cannot be written.
+
+        Cost: some milliseconds, and a write.
+        """
         write_json(path, self.dump())
 
     def dump_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write a trace for Perfetto or chrome://tracing to the file `path`; OSError if that fails."""
+        """Write a trace for Perfetto or chrome://tracing to a file.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            OSError: it cannot be written.
+
+        Cost: some milliseconds, and a write.
+        """
         write_json(path, chrome_trace([self.dump()]))
 
     # -- dumping by itself
 
     def signalled(self) -> str:
-        """SIGUSR2 has come: write the file, or tell it in words where there is no directory for one."""
+        """Answer SIGUSR2: write the file, or tell it in words where there is no directory for one.
+
+        Returns:
+            The words; "" where there is a file.
+        """
         if self._pid != os.getpid():
             return ""  # a forked child has no part in the group
         if self._directory is None:
@@ -155,8 +178,8 @@ class FlightRecorder:
             extra=member.log_extra,
         )
 
-    async def settle(self) -> None:
-        """The group is closed: wait for the file, and hear of no signal any more."""
+    async def _settle(self) -> None:
+        """Wait for the file, and answer no signal any more: the group is closed."""
         dump_signal.unlisten(self)
         if self._writer is not None and self._written is not None:
             await asyncio.wait([self._written], timeout=PATIENCE)
@@ -192,7 +215,7 @@ def _entry(member: Communicator, record: Record, places: Places) -> dict[str, An
         "kind": "message" if message else "collective",
         "peer": record.peer,
         "tag": (record.op ^ P2P) >> TAG if message else None,
-        "bytes": _nbytes(record),
+        "bytes": record.terms.nbytes(record.shape),
         "entered": record.entered,
         "started": started,
         "finished": record.ended,
@@ -202,15 +225,3 @@ def _entry(member: Communicator, record: Record, places: Places) -> dict[str, An
         "site": site,
         "function": record.code.co_qualname,
     }
-
-
-def _nbytes(record: Record) -> int | None:
-    """Return the bytes of the caller's main array; None where only the other end knows."""
-    terms = record.terms
-    if terms.dtype is None:
-        return 0
-    try:
-        itemsize = by_name(terms.dtype).itemsize
-    except TypeError:
-        return None
-    return itemsize * (prod(record.shape) if record.shape else sum(terms.counts))

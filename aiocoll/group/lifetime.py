@@ -126,8 +126,9 @@ class Lifetime:
             if self._family.parts:
                 await asyncio.wait([part._lifetime.begin_end() for part in self._family.parts])
             if comm.cause is None:
+                limit = d.group.timeout  # which a program may change
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(None if comm.timeout == float("inf") else comm.timeout):
+                    async with asyncio.timeout(None if limit == float("inf") else limit):
                         await self.settle()
                 if d.device_state is not None:
                     await d.device_state.close()
@@ -146,5 +147,5 @@ class Lifetime:
             if d.device_state is not None:
                 await d.device_state.release()
             await self._origin.release()
-            await self._recorder.settle()
+            await self._recorder._settle()
             d.failures.log()

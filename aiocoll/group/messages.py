@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -22,9 +22,12 @@ from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.group.objects import Objects
 from aiocoll.runtime import BUDGET
+from aiocoll.typing import Array
 from aiocoll.work import Work
 
-__all__ = ["Messages", "Recv", "Send", "all_of"]
+__all__ = ["Message", "Messages", "Recv", "Send", "all_of"]
+
+A_co = TypeVar("A_co", bound=Array, covariant=True)
 
 _ndarray = np.ndarray
 #: Bytes of the longest message: its frames carry its length in 32 bits.
@@ -32,19 +35,24 @@ LONGEST = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """A send of a `batch`."""
+class Message(Generic[A_co]):
+    """One operation of a `ProcessGroup.batch`: a `Send` or a `Recv`."""
 
-    tensor: Any
+    tensor: A_co
+
+
+@dataclass(frozen=True, slots=True)
+class Send(Message[A_co]):
+    """A send of a `batch`, as by `ProcessGroup.send`."""
+
     dst: int
     tag: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Recv:
-    """A receive of a `batch`; `src` None takes a message of any rank."""
+class Recv(Message[A_co]):
+    """A receive of a `batch`, as by `ProcessGroup.recv`; `src` None takes a message of any rank."""
 
-    tensor: Any
     src: int | None
     tag: int = 0
 
@@ -70,12 +78,12 @@ class Messages:
         """Start a receive of rank `src`, which is checked; of any rank if it is None."""
         return self._recv(view(tensor), src, tag, timeout)
 
-    def batch(self, operations: Sequence[Send | Recv], timeout: Timeout) -> Work[list[Any]]:
+    def batch(self, operations: Sequence[Send[Any] | Recv[Any]], timeout: Timeout) -> Work[list[Any]]:
         """Start several sends and receives together."""
         works = self.start_all(operations, timeout)
         return all_of(self.one_of("BATCH", works), works)
 
-    def start_all(self, operations: Sequence[Send | Recv], timeout: Timeout) -> list[Work[Any]]:
+    def start_all(self, operations: Sequence[Send[Any] | Recv[Any]], timeout: Timeout) -> list[Work[Any]]:
         """Check several sends and receives, then start them."""
         d = self._dispatcher
         if not isinstance(operations, Iterable):
@@ -126,7 +134,7 @@ class Messages:
         if not works or not isinstance(works[0], DeferredWork):
             return Work(self._dispatcher.endpoint, op, None, None, group, 3)
         whole = DeferredWork(works[0]._progress, op, None, None, group, 3)
-        works[0]._progress.follow(whole)
+        works[0].follow(whole)
         return whole
 
     def _checked(self, each: Any, name: str) -> Buffer:
@@ -249,7 +257,7 @@ def _check_length(nbytes: int, name: str) -> None:
         raise ValueError(f"{name} has {nbytes} bytes; a message holds at most {LONGEST}: send it in parts")
 
 
-def _check_apart(operations: Sequence[tuple[Send | Recv, Buffer]]) -> None:
+def _check_apart(operations: Sequence[tuple[Send[Any] | Recv[Any], Buffer]]) -> None:
     """Refuse a batch that receives into memory which it also sends, or receives into elsewhere."""
     order = sorted(range(len(operations)), key=lambda index: isinstance(operations[index][0], Send))
     received = sum(isinstance(each, Recv) for each, _ in operations)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from typing import Any, Self
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from typing import Any, Self, TypeVar, overload
 
+import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from aiocoll.elements.ops import ReduceOp
@@ -22,58 +22,66 @@ from aiocoll.group.interceptors.dry_run import DryRun
 from aiocoll.group.interceptors.estimate import Estimate, Estimator
 from aiocoll.group.interceptors.verify import Verifier
 from aiocoll.group.lifetime import Lifetime
-from aiocoll.group.messages import Messages, Recv, Send
+from aiocoll.group.messages import Message, Messages
 from aiocoll.group.objects import Objects
 from aiocoll.group.reconfigurer import Reconfigurer
+from aiocoll.hooks import Hook, HookHandle
 from aiocoll.store import Store
+from aiocoll.typing import Array, Number, Sparse
 from aiocoll.work import Work
 
-__all__ = ["ProcessGroup", "current_process_group", "process_group"]
+__all__ = ["ProcessGroup"]
 
 SUM = ReduceOp.SUM
 
-_current: contextvars.ContextVar[ProcessGroup | None] = contextvars.ContextVar("aiocoll_group", default=None)
+A = TypeVar("A", bound=Array)
+#: What a reduction of one thing takes and gives back.
+N = TypeVar("N", bound=Array | Number)
+#: The same of `allreduce`, which takes sparse arrays, too.
+S = TypeVar("S", bound=Array | Number | Sparse)
+T = TypeVar("T")
+D = TypeVar("D", bound=np.generic)
 
 
 class ProcessGroup:
-    """A group of ranks, seen by one of them; made by `aiocoll.new_group`.
+    """A group of ranks, seen by one of them; `aiocoll.new_group` makes it.
 
-    It belongs to the event loop that made it. A failed collective revokes it on all ranks: what is pending fails with
-    the cause, and later calls raise `GroupRevokedError`.
+    A group belongs to the event loop that made it. ``async with`` closes it at the end of the block; if the block ends
+    with an exception, the group is revoked on all ranks with that exception as the cause.
 
-    **Collectives.** Calls that all ranks of a group make in the same order (or with the same `key`).
+    **Calls.** A call checks its arguments, starts its operation and returns a `Work`, whose await gives the result. A
+    wrong argument raises `TypeError` or `ValueError` at the call, and nothing is sent. Calls also raise
+    `GroupClosedError` once this rank has closed the group, and `GroupRevokedError` once the group has failed.
 
-    Common to all: the call starts at once and returns a `Work`; awaiting it gives the result. `timeout` is in seconds
-    for the whole collective (None: the group's). Arrays are anything `aiocoll.elements.buffers.view` takes; their
-    dtype must be the same on every rank. A wrong argument raises `TypeError` or `ValueError` at the call, and nothing
-    is sent; the await raises `CollectiveMismatchError`, `CollectiveTimeoutError` or `PeerLostError`, and the group is
-    revoked.
+    **Failures.** Where an operation fails, awaiting its work raises a `GroupError`: `CollectiveMismatchError` if the
+    ranks called different things, `CollectiveTimeoutError` if time is up, `PeerLostError` if a rank is gone. The first
+    failure revokes the group on all ranks: what is pending there fails with the same cause. `shrink` makes a group of
+    the ranks that live.
 
-    Arrays on a CUDA device go by NCCL if all ranks have the same version of it and a device each. If not, they are
-    staged: copied to the host, where the collective is carried out, and back. So is what NCCL lacks: scans, bit and
-    custom ops, reductions of 16-bit integers, AVG of integers and float8, PRODUCT of complex, and PREMUL_SUM but of
-    `allreduce`; and all reductions of float8, unless NCCL is 2.24 or later and all devices have compute capability 9.0.
-    What NCCL reduces, it rounds in its own way: floats of 16 bits and less at each step; and of a NaN, MIN and MAX may
-    lose sight. All ranks agree on each call before it begins, in two steps over the host: where they differ,
-    `CollectiveMismatchError` leaves arrays and group as they are. A group is of one device; ranks that share several
-    groups call them in the same order, as NCCL asks of communicators.
+    **Collectives.** All ranks of the group make the same collective calls in the same order, or with the same `key`.
+    `timeout` is in seconds and bounds the whole operation, not only the caller's wait. Arrays are of any kind that
+    `aiocoll.typing.Array` names; their dtype is the same on every rank. In what calls cost, p is the number of ranks
+    and n the bytes of one rank's tensor, or what the call says.
 
-    Below, p is the world size and n the bytes of one rank's tensor.
+    **Objects.** Object collectives take what `aiocoll.codec` can write, and give new objects. Each object is sent
+    straight to its receivers, in one step, and has at most 16 MiB when it is written.
 
-    **Objects.** Called by all ranks in the same order (or with the same `key`); results are new objects.
+    **Messages.** A send on one rank and a receive on another. Messages of one sender with one tag are received in the
+    order sent. A tag is a number from 0 to 2**30 - 1. A receive has the length and dtype of its message.
 
-    An object that cannot travel raises `SerializationError` at the call, which names its type and path. Sizes are
-    capped at 16 MiB per object. Cost: one step; each object is sent straight to its receivers.
-
-    **Messages.** Calls of a sender and a receiver. Messages of one sender with one tag are received in the order sent.
-
-    A tag is a number from 0 to 2**30 - 1. Length and dtype of a message must be those of the receive. Arrays on a CUDA
-    device go by NCCL if the group uses it and the message has more than 256 KiB, else through the host; the other end
-    of a message may be an array of the host.
+    **CUDA arrays.** NCCL carries out collectives on CUDA arrays if all ranks have the same version of it and a device
+    each. If not, they are staged: copied to the host, where the collective is carried out, and back. Staged is also
+    what NCCL lacks: scans, bit and custom ops, reductions of 16-bit integers, AVG of integers and float8, PRODUCT of
+    complex, and PREMUL_SUM except in `allreduce`; and all reductions of float8, unless NCCL is 2.24 or later and all
+    devices have compute capability 9.0. NCCL rounds floats of 16 bits and less at each step, and its MIN and MAX may
+    lose a NaN. All ranks agree on each call before it begins, in two steps over the host: where they differ,
+    `CollectiveMismatchError` leaves arrays and group as they are. A group uses one device; ranks that share several
+    groups call them in the same order, as NCCL demands of communicators. Messages of more than 256 KiB go by NCCL if
+    the group uses it, others through the host; the other end of a message may be an array of the host.
 
     Attributes:
         group_name: the same on all ranks.
-        group_desc: for people.
+        group_desc: a description for people.
         timeout: seconds an operation may take by default.
         global_ranks: rank in the job of each rank of the group.
         recorder: what this rank did last, see `FlightRecorder`.
@@ -123,17 +131,33 @@ class ProcessGroup:
         await self.shutdown()
 
     def rank(self) -> int:
-        """This rank's number in the group."""
+        """Return this rank's number in the group.
+
+        Returns:
+            A number from 0 to `size` - 1.
+        """
         return self._rank
 
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks.
+
+        Returns:
+            At least 1; it never changes.
+        """
         return len(self.global_ranks)
 
     def backend_for(self, device: str) -> str:
-        """Name what carries out collectives on arrays of `device`, a kind such as "cpu".
+        """Name what carries out collectives on arrays of a device.
 
-        Of CUDA arrays "aio" uses NCCL where all ranks can, "nccl" nothing else; see `aiocoll.backends`.
+        Args:
+            device: a kind of device, such as "cpu".
+
+        Returns:
+            Name of the backend. For CUDA arrays "aio" uses NCCL where all ranks can, "nccl" nothing else; see
+            `aiocoll.backends`.
+
+        Raises:
+            ValueError: the group has no backend for that device.
         """
         if device not in self._devices:
             served = ", ".join(map(repr, self._devices))
@@ -142,29 +166,37 @@ class ProcessGroup:
 
     # -- collectives on arrays
 
-    def allreduce(
-        self, tensor: Any, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
-    ) -> Work[Any]:
+    def allreduce(self, tensor: S, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None) -> Work[S]:
         """Reduce `tensor` over all ranks, in place; every rank gets the same bits.
 
             rank 0  [a0 a1]         [a0+b0 a1+b1]
             rank 1  [b0 b1]   ->    [a0+b0 a1+b1]
 
+        Sparse arrays, for SUM only: scipy.sparse COO, CSR and CSC, and torch COO, in place, with or without dense
+        dimensions; of torch CSR a new tensor is the result. Every rank gets the union of all ranks' entries, sorted,
+        one per place: a sum that is zero stays stored. Entries of one place in one array are added up first. A thread
+        reads a large array; what is wrong with its indices is then the work's error, on all ranks.
+
         Args:
-            tensor: an array of the same count on every rank, or a number, whose reduction is the result then.
+            tensor: an array of any shape, of the same number of elements on every rank; or a number.
             op: how to reduce.
             timeout: seconds; None is the group's.
             key: match by this key instead of by order.
 
-        Sparse arrays, for SUM only: scipy.sparse COO, CSR and CSC, and torch COO, in place, with or without dense
-        dimensions; of torch CSR a new tensor is the result. Every rank gets the union of all ranks' entries, sorted,
-        one per place: a sum that is zero stays stored. Entries of one place in one array are added up first. A large
-        array is read by a thread: what is wrong with its indices is then the work's error, on all ranks.
+        Returns:
+            Work that yields `tensor`; for a number, the reduced number of the same type.
+
+        Raises:
+            TypeError: `tensor` is no array or number, or `op` is not defined on its dtype.
+            ValueError: `tensor` is read-only; or it is sparse, and `op` is not SUM.
+            GroupError: the operation fails, see `ProcessGroup`.
 
         Cost: small: 1 step, n (p-1) bytes sent per rank; large: 2 (p-1) steps, 2 n (p-1)/p bytes. Sparse: an allgather
-        of the counts, then one of all entries (4 or 8 bytes each, and the value), or a dense allreduce if that is
-        cheaper; see `aiocoll.group.sparse_reduce`.
-        Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002; Traff, arXiv 2410.14234.
+            of the counts, then one of all entries (4 or 8 bytes each, and the value), or a dense allreduce if that is
+            cheaper; see `aiocoll.group.sparse_reduce`.
+        Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002 (ring); Traeff, arXiv 2410.14234 (circulant);
+            Bruck et al. 1997 (bruck); Rabenseifner 2004 (pairwise); Traeff and Hunold 2020 and Bayatpour et al. 2017
+            (between hosts); Renggli et al. 2019, arXiv 1802.08021 (sparse).
         """
         try:
             return self._one("allreduce", tensor, op, None, True, timeout, key)
@@ -172,33 +204,115 @@ class ProcessGroup:
             return self._collectives.allreduce_sparse(error, tensor, op, timeout, key)
 
     def reduce(
-        self, tensor: Any, root: int, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
-    ) -> Work[Any]:
+        self, tensor: N, root: int, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[N]:
         """Reduce `tensor` over all ranks into `root`'s; the other ranks' tensors stay as they are.
 
+        Args:
+            tensor: an array of any shape, of the same number of elements on every rank; or a number.
+            root: rank that gets the result.
+            op: how to reduce.
+            timeout: seconds; None is the group's.
+            key: match by this key instead of by order.
+
+        Returns:
+            Work that yields `tensor`, which at the root holds the result; for a number, the reduced number at the root.
+
+        Raises:
+            TypeError: `tensor` is no array or number, or `op` is not defined on its dtype.
+            ValueError: `root` is no rank of the group, or its tensor is read-only.
+            GroupError: the operation fails, see `ProcessGroup`.
+
         Cost: small: 1 step at the root or log2(p) steps; large: a pipelined chain, n bytes sent per rank.
+        Source: Thakur, Rabenseifner and Gropp 2005 (binomial tree); Rabenseifner 2004 (pairwise); Karonis et al. 2000
+            (between hosts).
         """
         root = self._check_rank(root, "root")
         return self._one("reduce", tensor, op, root, root == self._rank, timeout, key)
 
-    def broadcast(self, tensor: Any, root: int, *, timeout: Timeout = None, key: str | None = None) -> Work[Any]:
+    def broadcast(self, tensor: N, root: int, *, timeout: Timeout = None, key: str | None = None) -> Work[N]:
         """Copy `root`'s tensor to all ranks.
 
-        Cost: small: up to p-1 sends of the root, or a tree of log(p) levels; large: a pipelined chain, n per rank.
+        Args:
+            tensor: an array of any shape, of the same number of elements on every rank; or a number. It is read at the
+                root and written elsewhere.
+            root: rank whose tensor it is.
+            timeout: seconds; None is the group's.
+            key: match by this key instead of by order.
+
+        Returns:
+            Work that yields `tensor`; for a number, that of the root.
+
+        Raises:
+            TypeError: `tensor` is no array or number.
+            ValueError: `root` is no rank of the group, or another rank's tensor is read-only.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: small: up to p-1 sends of the root, or a tree of log(p) levels; large: a pipelined chain, n bytes sent
+            per rank.
+        Source: Thakur, Rabenseifner and Gropp 2005 (tree); Karonis et al. 2000, Traeff and Hunold 2020 (between hosts).
         """
         root = self._check_rank(root, "root")
         return self._one("broadcast", tensor, None, root, root != self._rank, timeout, key)
 
-    def scan(self, tensor: Any, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None) -> Work[Any]:
-        """Reduce over ranks 0 to this one, in place (inclusive prefix)."""
+    def scan(self, tensor: N, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None) -> Work[N]:
+        """Reduce over ranks 0 to this one, in place (inclusive prefix).
+
+        Args:
+            tensor: an array of any shape, of the same number of elements on every rank; or a number.
+            op: how to reduce, in rank order; not AVG.
+            timeout: seconds; None is the group's.
+            key: match by this key instead of by order.
+
+        Returns:
+            Work that yields `tensor`; for a number, the reduced number.
+
+        Raises:
+            TypeError: `tensor` is no array or number, or `op` is not defined on its dtype.
+            ValueError: `op` is AVG, or `tensor` is read-only.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: small: 1 step, up to n (p-1) bytes sent per rank; large: a pipelined chain, n bytes.
+        """
         return self._collectives.scan("scan", tensor, op, timeout, key)
 
-    def exscan(self, tensor: Any, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None) -> Work[Any]:
-        """Reduce over the ranks below this one, in place (exclusive prefix); rank 0's tensor stays as it is."""
+    def exscan(self, tensor: N, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None) -> Work[N]:
+        """Reduce over the ranks below this one, in place (exclusive prefix); rank 0's tensor stays as it is.
+
+        Args:
+            tensor: an array of any shape, of the same number of elements on every rank; or a number.
+            op: how to reduce, in rank order; not AVG.
+            timeout: seconds; None is the group's.
+            key: match by this key instead of by order.
+
+        Returns:
+            Work that yields `tensor`; for a number, the reduced number.
+
+        Raises:
+            TypeError: `tensor` is no array or number, or `op` is not defined on its dtype.
+            ValueError: `op` is AVG, or `tensor` is read-only.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: small: 1 step, up to n (p-1) bytes sent per rank; large: a pipelined chain, n bytes.
+        """
         return self._collectives.scan("exscan", tensor, op, timeout, key)
 
     def barrier(self, *, timeout: Timeout = None, key: str | None = None) -> Work[None]:
-        """Wait until all ranks have called it. Cost: ceil(log2 p) steps without data."""
+        """Wait until all ranks have called it.
+
+        Args:
+            timeout: seconds; None is the group's.
+            key: match by this key instead of by order.
+
+        Returns:
+            Work that is done once all ranks have called it.
+
+        Raises:
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: ceil(log2 p) steps without data.
+        Source: Hensgen, Finkel and Manber 1988 (dissemination); Karonis et al. 2000 (between hosts).
+        """
         return self._collectives.barrier(timeout, key)
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> Work[None]:
@@ -206,38 +320,94 @@ class ProcessGroup:
 
         Args:
             timeout: seconds; None is the group's.
-            wait_all_ranks: of rank 0: name every rank that is missing, not only the first of them.
+            wait_all_ranks: on rank 0: name every rank that is missing, not only the first of them.
+
+        Returns:
+            Work that is done once all ranks have called it.
 
         Raises:
             CollectiveTimeoutError: on every rank, saying ``Ranks 1, 3 failed to pass monitoredBarrier in ... ms``.
+            GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: 2 steps without data, through rank 0: dearer than `barrier` with many ranks.
+        Cost: 2 steps without data, through rank 0: slower than `barrier` with many ranks.
         """
         return self._collectives.monitored_barrier(timeout, wait_all_ranks)
 
+    @overload
+    def allgather(
+        self, outputs: None, tensor: NDArray[D], *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[list[NDArray[D]]]: ...
+    @overload
+    def allgather(
+        self, outputs: None, tensor: Array, *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[list[Any]]: ...
+    @overload
+    def allgather(
+        self, outputs: Sequence[A], tensor: Array, *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[list[A]]: ...
     def allgather(
         self, outputs: Sequence[Any] | None, tensor: Any, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[list[Any]]:
         """Gather every rank's tensor on every rank.
 
         Args:
-            outputs: one array per rank, as long as that rank's tensor. None, then on all ranks, makes them, with rows
-                like those of `tensor`; on a CUDA device as long as `tensor`.
-            tensor: this rank's array; counts may differ from rank to rank.
+            outputs: one array per rank, with as many elements as that rank's tensor. None, then on all ranks, makes
+                NumPy arrays with rows like those of `tensor`; on a CUDA device, arrays like `tensor`.
+            tensor: this rank's array; the number of elements may differ from rank to rank.
             timeout: seconds; None is the group's.
             key: match by this key instead of by order.
 
+        Returns:
+            Work that yields the list of outputs, in rank order.
+
+        Raises:
+            TypeError: an argument is no array, or dtypes differ.
+            ValueError: `outputs` has not one array per rank, or one is read-only or shares memory with another.
+            GroupError: the operation fails, see `ProcessGroup`.
+
         Cost: n (p-1) bytes sent per rank; 1 step, log2(p) steps or p-1 pipelined steps, by size. Without outputs, one
-        small step before.
+            small step before.
+        Source: Bruck et al. 1997 (circulant); Patarasuk and Yuan 2009 (ring); Karonis et al. 2000, Traeff and Hunold
+            2020 (between hosts).
         """
         return self._collectives.allgather(outputs, tensor, timeout, key)
 
     def allgather_into_tensor(
-        self, output: Any, tensor: Any, *, timeout: Timeout = None, key: str | None = None
-    ) -> Work[Any]:
-        """Gather every rank's tensor, all of the same count, into one array, in rank order."""
+        self, output: A, tensor: Array, *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[A]:
+        """Gather every rank's tensor, all of the same count, into one array, in rank order.
+
+        Args:
+            output: an array of p times the elements of `tensor`.
+            tensor: this rank's array, of the same number of elements on every rank.
+            timeout: seconds; None is the group's.
+            key: match by this key instead of by order.
+
+        Returns:
+            Work that yields `output`.
+
+        Raises:
+            TypeError: an argument is no array, or dtypes differ.
+            ValueError: `output` has another number of elements, or is read-only.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: that of `allgather`.
+        Source: that of `allgather`.
+        """
         return self._collectives.allgather_into_tensor(output, tensor, timeout, key)
 
+    @overload
+    def gather(
+        self, outputs: None, tensor: NDArray[D], root: int, *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[list[NDArray[D]] | None]: ...
+    @overload
+    def gather(
+        self, outputs: None, tensor: Array, root: int, *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[list[Any] | None]: ...
+    @overload
+    def gather(
+        self, outputs: Sequence[A] | None, tensor: Array, root: int, *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[list[A] | None]: ...
     def gather(
         self,
         outputs: Sequence[Any] | None,
@@ -250,65 +420,144 @@ class ProcessGroup:
         """Gather every rank's tensor at `root`.
 
         Args:
-            outputs: at the root one array per rank, or None, which makes them, of at most 4 GiB each, with rows like
-                those of `tensor`; on a CUDA device, or in a block, as long as `tensor`. Elsewhere None or [].
-            tensor: this rank's array; counts may differ from rank to rank.
-            root: who gets them; elsewhere the result is None.
+            outputs: at the root one array per rank, or None, which makes NumPy arrays, of at most 4 GiB each, with
+                rows like those of `tensor`; on a CUDA device, or in a block, arrays like `tensor`. Elsewhere None or
+                [].
+            tensor: this rank's array; the number of elements may differ from rank to rank.
+            root: rank that gets them.
             timeout: seconds; None is the group's.
             key: match by this key instead of by order.
+
+        Returns:
+            Work that yields the list of outputs at the root, None elsewhere.
+
+        Raises:
+            TypeError: an argument is no array, or dtypes differ.
+            ValueError: `root` is no rank of the group, or `outputs` is not as described.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: 1 step; n bytes sent per rank, of all ranks received at the root.
         """
         return self._collectives.gather(outputs, tensor, root, timeout, key)
 
     def scatter(
-        self,
-        output: Any,
-        inputs: Sequence[Any] | None,
-        root: int,
-        *,
-        timeout: Timeout = None,
-        key: str | None = None,
-    ) -> Work[Any]:
-        """Send block r of `root`'s `inputs` to rank r's `output`; elsewhere `inputs` is None or []."""
+        self, output: A, inputs: Sequence[Array] | None, root: int, *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[A]:
+        """Send array r of `root`'s `inputs` to rank r's `output`.
+
+        Args:
+            output: receives this rank's array; the number of elements may differ from rank to rank.
+            inputs: at the root one array per rank; elsewhere None or [].
+            root: rank whose arrays they are.
+            timeout: seconds; None is the group's.
+            key: match by this key instead of by order.
+
+        Returns:
+            Work that yields `output`.
+
+        Raises:
+            TypeError: an argument is no array, or dtypes differ.
+            ValueError: `root` is no rank of the group, `inputs` is not as described, or `output` is read-only or shares
+                memory with another rank's input.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: 1 step; the root sends the arrays of the other ranks.
+        """
         return self._collectives.scatter(output, inputs, root, timeout, key)
 
     def reduce_scatter(
         self,
-        output: Any,
-        inputs: Sequence[Any],
+        output: A,
+        inputs: Sequence[Array],
         op: ReduceOp = SUM,
         *,
         timeout: Timeout = None,
         key: str | None = None,
-    ) -> Work[Any]:
-        """Reduce block r of all ranks' `inputs` into rank r's `output`; counts may differ from block to block.
+    ) -> Work[A]:
+        """Reduce array r of all ranks' `inputs` into rank r's `output`.
 
-        Cost: n (p-1)/p bytes sent per rank, where n are the bytes of all blocks: half of an allreduce.
+        Args:
+            output: as many elements as input r has, on rank r.
+            inputs: one array per rank; array r has the same number of elements on every rank, and different arrays may
+                have different numbers.
+            op: how to reduce.
+            timeout: seconds; None is the group's.
+            key: match by this key instead of by order.
+
+        Returns:
+            Work that yields `output`.
+
+        Raises:
+            TypeError: an argument is no array, dtypes differ, or `op` is not defined on them.
+            ValueError: `inputs` has not one array per rank, or `output` has another number of elements or is read-only.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: n (p-1)/p bytes sent per rank, where n are the bytes of all inputs of a rank: half of an allreduce; 1
+            step, log2(p) steps or p-1 pipelined steps, by size.
+        Source: Rabenseifner 2004 (pairwise); Traeff, arXiv 2410.14234 (circulant); Patarasuk and Yuan 2009 (ring).
         """
         return self._collectives.reduce_scatter(output, inputs, op, timeout, key)
 
     def reduce_scatter_tensor(
-        self, output: Any, input: Any, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
-    ) -> Work[Any]:
-        """Reduce all ranks' `input` and leave the r-th of p equal parts in rank r's `output`."""
+        self, output: A, input: Array, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[A]:
+        """Reduce all ranks' `input` and leave the r-th of p equal parts in rank r's `output`.
+
+        Args:
+            output: a p-th of the elements of `input`.
+            input: an array of the same number of elements on every rank.
+            op: how to reduce.
+            timeout: seconds; None is the group's.
+            key: match by this key instead of by order.
+
+        Returns:
+            Work that yields `output`.
+
+        Raises:
+            TypeError: an argument is no array, dtypes differ, or `op` is not defined on them.
+            ValueError: `input` has not p times the elements of `output`, or `output` is read-only.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: that of `reduce_scatter`.
+        Source: that of `reduce_scatter`.
+        """
         return self._collectives.reduce_scatter_tensor(output, input, op, timeout, key)
 
     def alltoall(
-        self, outputs: Sequence[Any], inputs: Sequence[Any], *, timeout: Timeout = None, key: str | None = None
-    ) -> Work[list[Any]]:
-        """Send `inputs[r]` to rank r and receive what rank r sends into `outputs[r]`; any counts."""
+        self, outputs: Sequence[A], inputs: Sequence[Array], *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[list[A]]:
+        """Send `inputs[r]` to rank r, and receive what rank r sends in `outputs[r]`.
+
+        Args:
+            outputs: one array per rank, with as many elements as that rank sends here.
+            inputs: one array per rank, of any number of elements.
+            timeout: seconds; None is the group's.
+            key: match by this key instead of by order.
+
+        Returns:
+            Work that yields the list of outputs.
+
+        Raises:
+            TypeError: an argument is no array, or dtypes differ.
+            ValueError: a list has not one array per rank, or an output is read-only or shares memory with an input or
+                another output.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: 1 step; n (p-1)/p bytes sent per rank, where n are the bytes of all its inputs.
+        """
         return self._collectives.alltoall(outputs, inputs, timeout, key)
 
     def alltoall_base(
         self,
-        output: Any,
-        input: Any,
+        output: A,
+        input: Array,
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
         *,
         timeout: Timeout = None,
         key: str | None = None,
-    ) -> Work[Any]:
-        """Cut `input` along its first dimension, send part r to rank r, and lay what comes out in `output`.
+    ) -> Work[A]:
+        """Cut `input` along its first dimension, send part r to rank r, and put what arrives into `output`.
 
         Args:
             output: receives part by part, in rank order.
@@ -317,6 +566,16 @@ class ProcessGroup:
             input_split_sizes: rows to each rank; None for equal parts.
             timeout: seconds; None is the group's.
             key: match by this key instead of by order.
+
+        Returns:
+            Work that yields `output`.
+
+        Raises:
+            TypeError: an argument is no array, or dtypes differ.
+            ValueError: the sizes do not add up to the rows of their array, `output` is read-only, or both share memory.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: that of `alltoall`.
         """
         return self._collectives.alltoall_base(output, input, output_split_sizes, input_split_sizes, timeout, key)
 
@@ -329,25 +588,53 @@ class ProcessGroup:
                 for gradient in gradients:
                     pg.allreduce(gradient)
 
-        One operation does what was asked for with the same kind, dtype, op and root. All ranks record the same calls
-        in the same order; they take one number together. Leaving the block sends them, and waits for all; awaiting one
-        of them inside sends what is recorded at the end of this turn of the loop. The order in which the calls of a
-        block are carried out is not defined: none may write where another one reads or writes. Calls on CUDA arrays are
-        one group of NCCL calls; what NCCL cannot do is staged, each call by itself.
+        Calls of the same kind, dtype, op and root become one operation. All ranks record the same calls in the same
+        order; together they take one number. Leaving the block sends them and waits for all; awaiting one of them
+        inside sends what is recorded at the end of this turn of the loop. The order in which the calls of a block are
+        carried out is not defined: none may write where another one reads or writes. Calls on CUDA arrays are one group
+        of NCCL calls; those that NCCL cannot carry out are staged one by one.
 
-        If the block is left by an exception, nothing more is sent, and what was not raises from that exception.
+        If an exception leaves the block, nothing more is sent, and the works that were not sent raise an error with
+        that exception as its cause.
+
+        Returns:
+            What ``async with`` enters, and gives.
 
         Raises:
-            RuntimeError: the block is in another one of the same group.
-            ValueError: (when it is sent) two calls share memory that one of them writes.
-            CollectiveMismatchError: ranks have recorded different calls; it names some that differ.
+            RuntimeError: on entering: the block is inside another one of the same group.
+            ValueError: on sending: two calls share memory that one of them writes.
+            CollectiveMismatchError: on sending: the ranks have recorded different calls; it names some that differ.
+
+        Cost: that of one call on all arrays of a kind, and two copies of each that is small; large ones travel alone.
         """
         return self._coalescer.block()
 
+    @overload
     def allreduce_coalesced(
-        self, tensors: Sequence[Any], op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
+        self, tensors: Sequence[A], op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[list[A]]: ...
+    @overload
+    def allreduce_coalesced(
+        self, tensors: Collection[Array], op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[list[Any]]: ...
+    def allreduce_coalesced(
+        self, tensors: Any, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[list[Any]]:
         """Reduce each of `tensors` over all ranks, in place, as one operation per dtype.
+
+        Args:
+            tensors: a list of dense arrays, alike on every rank.
+            op: how to reduce.
+            timeout: seconds; None is the group's.
+            key: match by this key instead of by order.
+
+        Returns:
+            Work that yields the list of tensors.
+
+        Raises:
+            TypeError: `tensors` is no list of arrays, or `op` is not defined on their dtype.
+            ValueError: a tensor is read-only, or two of them share memory.
+            GroupError: the operation fails, see `ProcessGroup`.
 
         Cost: that of one `allreduce` of all of them, and two copies of each that is small; large ones travel alone.
         """
@@ -356,10 +643,36 @@ class ProcessGroup:
             "ALLREDUCE_COALESCED", lambda: [self.allreduce(each, op, timeout=timeout) for each in tensors], key
         )
 
+    @overload
     def allgather_into_tensor_coalesced(
-        self, outputs: Sequence[Any], inputs: Sequence[Any], *, timeout: Timeout = None, key: str | None = None
+        self, outputs: Sequence[A], inputs: Sequence[Array], *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[list[A]]: ...
+    @overload
+    def allgather_into_tensor_coalesced(
+        self, outputs: Collection[Array], inputs: Sequence[Array], *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[list[Any]]: ...
+    def allgather_into_tensor_coalesced(
+        self, outputs: Any, inputs: Any, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[list[Any]]:
-        """Gather every rank's `inputs[i]` into `outputs[i]`, for all i, as one operation per dtype."""
+        """Gather every rank's `inputs[i]` into `outputs[i]`, for all i, as one operation per dtype.
+
+        Args:
+            outputs: a list of arrays, each of p times the elements of its input.
+            inputs: a list of as many arrays, alike on every rank.
+            timeout: seconds; None is the group's.
+            key: match by this key instead of by order.
+
+        Returns:
+            Work that yields the list of outputs.
+
+        Raises:
+            TypeError: an argument is no list of arrays, or the dtypes of a pair differ.
+            ValueError: the lists differ in length, or an output has a wrong number of elements or is read-only.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: that of one `allgather_into_tensor` of all of them, and two copies of each that is small; large ones
+            travel alone.
+        """
         each = pairs(outputs, inputs)
         return self._coalescer.as_one(
             "ALLGATHER_INTO_TENSOR_COALESCED",
@@ -367,16 +680,49 @@ class ProcessGroup:
             key,
         )
 
+    @overload
     def reduce_scatter_tensor_coalesced(
         self,
-        outputs: Sequence[Any],
-        inputs: Sequence[Any],
+        outputs: Sequence[A],
+        inputs: Sequence[Array],
         op: ReduceOp = SUM,
         *,
         timeout: Timeout = None,
         key: str | None = None,
+    ) -> Work[list[A]]: ...
+    @overload
+    def reduce_scatter_tensor_coalesced(
+        self,
+        outputs: Collection[Array],
+        inputs: Sequence[Array],
+        op: ReduceOp = SUM,
+        *,
+        timeout: Timeout = None,
+        key: str | None = None,
+    ) -> Work[list[Any]]: ...
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Any, inputs: Any, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[list[Any]]:
-        """Reduce all ranks' `inputs[i]` and leave part r in rank r's `outputs[i]`, for all i."""
+        """Reduce all ranks' `inputs[i]` and leave part r in rank r's `outputs[i]`, for all i, as one call.
+
+        Args:
+            outputs: a list of arrays, each of a p-th of the elements of its input.
+            inputs: a list of as many arrays, alike on every rank.
+            op: how to reduce.
+            timeout: seconds; None is the group's.
+            key: match by this key instead of by order.
+
+        Returns:
+            Work that yields the list of outputs.
+
+        Raises:
+            TypeError: an argument is no list of arrays, the dtypes of a pair differ, or `op` is not defined on them.
+            ValueError: the lists differ in length, or an output has a wrong number of elements or is read-only.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: that of one `reduce_scatter_tensor` of all of them, and two copies of each that is small; large ones
+            travel alone.
+        """
         each = pairs(outputs, inputs)
         return self._coalescer.as_one(
             "REDUCE_SCATTER_TENSOR_COALESCED",
@@ -386,88 +732,299 @@ class ProcessGroup:
 
     # -- messages between two ranks
 
-    def send(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[Any]:
-        """Send `tensor` to rank `dst`; done when the memory may be reused, not when it has been received."""
+    def send(self, tensor: A, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[A]:
+        """Send `tensor` to rank `dst`; done when the memory may be reused, not when it has been received.
+
+        Args:
+            tensor: an array of any shape, of less than 4 GiB.
+            dst: another rank of the group.
+            tag: a number from 0 to 2**30 - 1, which the receive gives, too.
+            timeout: seconds; None is the group's.
+
+        Returns:
+            Work that yields `tensor`.
+
+        Raises:
+            TypeError: `tensor` is no array, or `dst` or `tag` no number.
+            ValueError: `dst` is this rank or no rank of the group, `tag` is out of range, or `tensor` is too long.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: one message of n bytes.
+        """
         return self._messages.send(tensor, dst, tag, timeout)
 
-    def recv(self, tensor: Any, src: int, tag: int = 0, *, timeout: Timeout = None) -> Work[Any]:
-        """Receive a message of rank `src` into `tensor`."""
+    def recv(self, tensor: A, src: int, tag: int = 0, *, timeout: Timeout = None) -> Work[A]:
+        """Receive a message of rank `src` in `tensor`.
+
+        Args:
+            tensor: an array of the number of elements and the dtype of the message.
+            src: another rank of the group.
+            tag: that of the send.
+            timeout: seconds; None is the group's.
+
+        Returns:
+            Work that yields `tensor`.
+
+        Raises:
+            TypeError: `tensor` is no array, or `src` or `tag` no number.
+            ValueError: `src` is this rank or no rank of the group, `tag` is out of range, or `tensor` is read-only.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: one message of n bytes.
+        """
         src = self._check_rank(src, "src", other=True)
         return self._messages.recv(tensor, src, tag, timeout)
 
-    def recv_anysource(self, tensor: Any, tag: int = 0, *, timeout: Timeout = None) -> Work[Any]:
-        """Receive the next message of any rank into `tensor`; `work.source_rank()` tells whose it was."""
+    def recv_anysource(self, tensor: A, tag: int = 0, *, timeout: Timeout = None) -> Work[A]:
+        """Receive the next message of any rank in `tensor`; `work.source_rank()` tells whose it was.
+
+        Args:
+            tensor: an array of the number of elements and the dtype of the message.
+            tag: that of the send.
+            timeout: seconds; None is the group's.
+
+        Returns:
+            Work that yields `tensor`.
+
+        Raises:
+            TypeError: `tensor` is no array, or `tag` no number.
+            ValueError: `tag` is out of range, or `tensor` is read-only.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: one message of n bytes.
+        """
         return self._messages.recv(tensor, None, tag, timeout)
 
-    def batch(self, operations: Sequence[Send | Recv], *, timeout: Timeout = None) -> Work[list[Any]]:
-        """Start several sends and receives together; the result is their tensors, in the order given.
+    @overload
+    def batch(self, operations: Sequence[Message[A]], *, timeout: Timeout = None) -> Work[list[A]]: ...
+    @overload
+    def batch(self, operations: Collection[Message[Array]], *, timeout: Timeout = None) -> Work[list[Any]]: ...
+    def batch(self, operations: Any, *, timeout: Timeout = None) -> Work[list[Any]]:
+        """Start several sends and receives together.
 
         All arguments are checked before anything starts.
+
+        Args:
+            operations: a list of `Send` and `Recv`.
+            timeout: seconds for each; None is the group's.
+
+        Returns:
+            Work that yields the list of their tensors, in the order given.
+
+        Raises:
+            TypeError, ValueError: an operation is wrong, as for `send` and `recv`; or the array of a receive shares
+                memory with that of another operation.
+            GroupError: an operation fails, see `ProcessGroup`.
+
+        Cost: a message each.
         """
         return self._messages.batch(operations, timeout)
 
-    def send_object(self, obj: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[None]:
-        """Send an object, by msgpack; see `aiocoll.codec` for what travels."""
+    def send_object(self, obj: object, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[None]:
+        """Send an object to rank `dst`.
+
+        Args:
+            obj: what `aiocoll.codec` can write, of 16 MiB at most.
+            dst: another rank of the group.
+            tag: a number from 0 to 2**30 - 1, which the receive gives, too.
+            timeout: seconds; None is the group's.
+
+        Returns:
+            Work that yields None.
+
+        Raises:
+            SerializationError: `obj` cannot travel; names its type and its path.
+            TypeError, ValueError: `dst` or `tag` is wrong.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: one message.
+        """
         return self._messages.send_object(obj, dst, tag, timeout)
 
     def recv_object(self, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work[Any]:
-        """Receive an object of rank `src`, or of any rank."""
+        """Receive an object of rank `src`, or of any rank.
+
+        Args:
+            src: another rank of the group; None takes the next object of any rank.
+            tag: that of the send.
+            timeout: seconds; None is the group's.
+
+        Returns:
+            Work that yields the object.
+
+        Raises:
+            TypeError, ValueError: `src` or `tag` is wrong.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: one message.
+        """
         return self._messages.recv_object(src, tag, timeout)
 
     def incoming(self, tag: int = 0) -> AsyncIterator[tuple[int, Any]]:
-        """Yield `(source, message)` for every message with `tag` that no receive has asked for, in order of arrival.
+        """Iterate over the messages with `tag` that no receive has asked for, in order of arrival.
 
-        A message is a 1-D array, or the object that was sent. A message is taken only when it is yielded, so
-        cancelling a step loses none, and the iterator can go on; several tasks may share it. It ends when the group is
-        closed by this rank.
+        A message is taken only when it is yielded, so cancelling a step loses none, and the iterator can go on; several
+        tasks may share it. It ends when this rank closes the group.
+
+        Args:
+            tag: that of the sends.
+
+        Returns:
+            An iterator over pairs ``(source, message)``: a rank, and a 1-D array or the object that was sent.
+
+        Raises:
+            TypeError, ValueError: `tag` is wrong.
+            GroupError: the group is closed or fails, see `ProcessGroup`.
+
+        Cost: one message each.
         """
         return self._messages.incoming(tag)
 
     # -- objects
 
+    @overload
     def broadcast_object(
-        self, obj: Any = None, root: int = 0, *, timeout: Timeout = None, key: str | None = None
+        self, obj: None = None, root: int = 0, *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[Any]: ...
+    @overload
+    def broadcast_object(
+        self, obj: T, root: int = 0, *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[T]: ...
+    def broadcast_object(
+        self, obj: object = None, root: int = 0, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[Any]:
-        """Return `root`'s object on every rank; `obj` is ignored on the others."""
+        """Send `root`'s object to all ranks.
+
+        Args:
+            obj: at the root what `aiocoll.codec` can write, of 16 MiB at most; ignored elsewhere.
+            root: rank whose object it is.
+            timeout: seconds; None is the group's.
+            key: match by this key instead of by order.
+
+        Returns:
+            Work that yields the root's object: `obj` itself there, a new one elsewhere.
+
+        Raises:
+            SerializationError: `obj` cannot travel; names its type and its path.
+            TypeError, ValueError: `root` is no rank of the group.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: 1 step: p-1 messages of the root.
+        """
         return self._objects.broadcast(obj, root, timeout, key)
 
-    def allgather_object(self, obj: Any, *, timeout: Timeout = None, key: str | None = None) -> Work[list[Any]]:
-        """Return every rank's object, in rank order, on every rank."""
+    def allgather_object(self, obj: T, *, timeout: Timeout = None, key: str | None = None) -> Work[list[T]]:
+        """Gather every rank's object on every rank.
+
+        Args:
+            obj: what `aiocoll.codec` can write, of 16 MiB at most.
+            timeout: seconds; None is the group's.
+            key: match by this key instead of by order.
+
+        Returns:
+            Work that yields the list of objects, in rank order.
+
+        Raises:
+            SerializationError: `obj` cannot travel; names its type and its path.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: 1 step: p-1 messages of every rank.
+        """
         return self._objects.allgather(obj, timeout, key)
 
     def gather_object(
-        self, obj: Any, root: int = 0, *, timeout: Timeout = None, key: str | None = None
-    ) -> Work[list[Any] | None]:
-        """Return every rank's object, in rank order, at `root`; None elsewhere."""
+        self, obj: T, root: int = 0, *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[list[T] | None]:
+        """Gather every rank's object at `root`.
+
+        Args:
+            obj: what `aiocoll.codec` can write, of 16 MiB at most.
+            root: rank that gets them.
+            timeout: seconds; None is the group's.
+            key: match by this key instead of by order.
+
+        Returns:
+            Work that yields the list of objects, in rank order, at the root, None elsewhere.
+
+        Raises:
+            SerializationError: `obj` cannot travel; names its type and its path.
+            TypeError, ValueError: `root` is no rank of the group.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: 1 step: a message of every other rank.
+        """
         return self._objects.gather(obj, root, timeout, key)
 
+    @overload
+    def scatter_object(
+        self, objs: None, root: int = 0, *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[Any]: ...
+    @overload
+    def scatter_object(
+        self, objs: Sequence[T] | None, root: int = 0, *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[T]: ...
     def scatter_object(
         self, objs: Sequence[Any] | None, root: int = 0, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[Any]:
-        """Return the r-th of `root`'s objects on rank r; `objs` is ignored on the others."""
+        """Send the r-th of `root`'s objects to rank r.
+
+        Args:
+            objs: at the root one object per rank, each of 16 MiB at most; ignored elsewhere.
+            root: rank whose objects they are.
+            timeout: seconds; None is the group's.
+            key: match by this key instead of by order.
+
+        Returns:
+            Work that yields this rank's object.
+
+        Raises:
+            SerializationError: an object cannot travel; names its type and its path.
+            TypeError, ValueError: `root` is no rank of the group, or `objs` has not one object per rank.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: 1 step: p-1 messages of the root.
+        """
         return self._objects.scatter(objs, root, timeout, key)
 
-    def alltoall_object(
-        self, objs: Sequence[Any], *, timeout: Timeout = None, key: str | None = None
-    ) -> Work[list[Any]]:
-        """Send the r-th object to rank r; return what every rank sent here, in rank order."""
+    def alltoall_object(self, objs: Sequence[T], *, timeout: Timeout = None, key: str | None = None) -> Work[list[T]]:
+        """Send the r-th object to rank r.
+
+        Args:
+            objs: one object per rank, each of 16 MiB at most.
+            timeout: seconds; None is the group's.
+            key: match by this key instead of by order.
+
+        Returns:
+            Work that yields the list of what every rank has sent here, in rank order.
+
+        Raises:
+            SerializationError: an object cannot travel; names its type and its path.
+            ValueError: `objs` has not one object per rank.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: 1 step: p-1 messages of every rank.
+        """
         return self._objects.alltoall(objs, timeout, key)
 
     # -- arrays and estimates
 
+    @overload
+    async def empty(self, shape: int | Sequence[int], dtype: type[D] | np.dtype[D]) -> NDArray[D]: ...
+    @overload
+    async def empty(self, shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]: ...
     async def empty(self, shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
-        """Return a new array, of any content, in memory that the other ranks of this host can read.
+        """Make an array, of any content, in memory that the other ranks of this host can read.
 
             ordinary array       rank 0 copies a piece into shared memory; rank 1 reduces it from there
             array of `empty`     rank 1 reduces it from where it lies
 
-        An `allreduce` of more than 64 KiB then copies nothing that it does not have to, where all ranks of the group
-        are on one host and share memory, and the op is applied in pieces (of float16 and narrower, sums are not). It
-        gives the same bits as on other arrays, which other ranks may use. All other calls treat it as any other array.
+        An `allreduce` of more than 64 KiB on such arrays copies nothing that it does not have to, where all ranks of
+        the group are on one host and share memory, and the op is applied in pieces (of float16 and narrower, sums are
+        not). It gives the same bits as on other arrays, which other ranks may use. A slice of it, another shape of it
+        or a tensor that shares its memory is as good. All other calls treat it as any other array.
 
-        Any array inside it is as good: a slice or another shape of it, or a tensor that shares its memory. It belongs
-        to this rank alone, is no call that others have to make too, and ends like any other array, with its last view.
-        It also serves the groups that `shrink` and `new_group` make of the same ranks.
+        The call is local: other ranks need not make it. The memory is released with the last view of the array. It also
+        serves the groups that `shrink` and `new_group` make of the same ranks.
 
         Args:
             shape: a number of elements, or a tuple.
@@ -485,7 +1042,7 @@ class ProcessGroup:
             GroupRevokedError: the group has failed.
 
         Cost: 0.3 ms per MiB, in many turns of the loop; 1 file descriptor here, before Python 3.13 2 here and 1 at
-        the right neighbour, so make few large arrays and slice them. The first call on each also passes it on.
+            the right neighbour, so make few large arrays and slice them. The first call on each also passes it on.
         """
         return await empty(self._dispatcher, shape, dtype)
 
@@ -499,18 +1056,25 @@ class ProcessGroup:
             print(estimate.seconds, estimate.calls)
 
         The calls check their arguments, send nothing, take no number and leave arrays as they are; their works have
-        ended, and yield what they are given (objects: None). It is local: other ranks need not do the same. Tasks
-        started in the block predict too; other groups, and other tasks, go on as always.
+        ended, and yield what they are given (objects: None). The block is local: other ranks need not enter one. Tasks
+        started in the block predict, too; other groups, and other tasks, go on as always.
 
-        What is predicted is a call that all ranks enter together, on a machine that does nothing else: the formulas of
+        The prediction is for calls that all ranks make together, on a machine that does nothing else: the formulas of
         `aiocoll.algorithms.cost` with the numbers of the machine, which are defaults unless `aiocoll bench --tune` has
         measured them. Calls count one after the other, also where they would overlap. Of objects only the bytes that
         this rank sends are known; of gather and scatter, off the root, those of equal shares. Sparse arrays count as if
-        all ranks' were of the same size and sent as they are. Of ranks on several hosts each is taken to be as far from
-        any other as the hosts are. What ``debug="detail"`` adds is left out.
+        all ranks' had the same size and were sent as they are. All hosts count as equally far from each other. What
+        ``debug="detail"`` adds is left out.
 
-        Accuracy, as ``bench/estimate.py`` finds it: good for comparing calls, and for the order of magnitude of one.
-        See the table in ``docs/estimates.md``.
+        It is accurate enough to compare calls, and to know the order of magnitude of one; see the table in
+        ``docs/estimates.md``, which ``bench/estimate.py`` measures.
+
+        Returns:
+            What ``with`` enters; it gives the `Estimate`, which is complete at the end of the block.
+
+        Raises:
+            TypeError: from a call in the block on CUDA arrays, of which nothing has been measured.
+            GroupError: the group is closed or revoked.
         """
         self._dispatcher.check()
         estimate = Estimate()
@@ -528,54 +1092,66 @@ class ProcessGroup:
         """Make a group of some of the ranks, or several that have no rank in common.
 
         Every rank of this group calls it, in the same order and with the same lists; it is local and sends nothing.
-        Whatever order they are named in, the ranks of the new group are numbered as they follow each other in this
-        one. It shares all connections with this group, can be split again, and is closed by itself or with this one.
-        It fails on its own: a failure of this group, other than the death of a common rank, does not concern it.
+        The ranks of the new group are numbered in the order they have in this one, whatever the order of the list. It
+        shares all connections with this group, can be split again, and is closed by itself or with this one. It fails
+        on its own: a failure of this group, other than the death of a common rank, does not concern it.
 
         Ranks that have named different lists cannot talk to each other in the groups that come of it. The first
         collective there tells them so within half a second.
 
         Args:
             ranks: of this group; or a list of such lists.
-            timeout: seconds an operation of the new group may take by default; this group's by default.
+            timeout: seconds an operation of the new group may take by default; None is this group's.
             group_name: of the new group, or of each of them, not that of another open one.
 
         Returns:
-            A completed work. Its result is the group this rank is in, or None.
+            Work that is done, and yields the group this rank is in, or None.
 
         Raises:
             TypeError, ValueError: the lists are empty, name a rank twice, or one that is none; or the name is taken.
+            GroupError: the group is closed or revoked.
+
+        Cost: nothing is sent.
         """
         return self._reconfigurer.split(ranks, timeout, group_name, self._lifetime.is_ending)
 
     async def shrink(self, exclude: Iterable[int] | None = None, *, assume_dead: Iterable[int] | None = None) -> Self:
         """Make a new group of the ranks that are alive and call this, numbered anew in the same order.
 
-        On a failed group it keeps everybody who lives; on a healthy one, which it revokes, all but `exclude`: what is
-        pending on this rank fails, so await it before. The new group works at once, and its `completed_everywhere` and
-        `completed_somewhere` tell where to resume. The old one is of no more use: close it at any time.
+        On a failed group it keeps all ranks that live. On a healthy one it keeps all but `exclude`, and revokes the old
+        group: what is pending on this rank fails, so await it before. The new group works at once, and its
+        `completed_everywhere` and `completed_somewhere` tell where to resume. The old one is of no more use: close it
+        at any time.
 
-        Lost ranks that are not proven dead are tried again first, for 2.5 s at most: a connection that was reset costs
-        nobody the place. A death is proven by a process of the same host that sees it, or by who started the process.
+        Lost ranks that are not proven dead are tried again first, for 2.5 s at most: a reset connection does not cost a
+        rank its place. A death is proven by a process of the same host that sees it, or by the process that started the
+        rank.
 
-        Once all living ranks have called it, it takes a few messages. Those that do not call it within 6 s are left
-        out, if the others are enough to be sure that no other part of the group goes on: all ranks that are not proven
-        dead have to answer, or more than half of all ranks of the group, or half of them with the lowest.
+        Ranks that do not call it within 6 s are left out, if the others are enough to be sure that no other part of the
+        group goes on: all ranks that are not proven dead have to answer, or more than half of all ranks of the group,
+        or half of them with the lowest.
 
-        Cancelling it does not take this rank's word back: it may be counted as a member. Call it again, then, or close
+        Cancelling it does not take this rank's vote back: it may be counted as a member. Call it again then, or close
         the group.
 
         Args:
             exclude: ranks of this group to go on without; give the same on all ranks. Where they differ, a rank is
                 out if any that takes part excludes it.
-            assume_dead: ranks of this group that are dead by the word of the program, where nobody can prove it: their
-                host has lost power, say. **If one of them lives and goes on as well, there are two groups**, each of
-                which takes itself for the only one: whatever they write, they write twice.
+            assume_dead: ranks of this group that the program knows to be dead where nobody can prove it: their host has
+                lost power, say. **If one of them lives and goes on as well, there are two groups**, each of which takes
+                itself for the only one: whatever they write, they write twice.
+
+        Returns:
+            The new group.
 
         Raises:
+            ValueError: an argument names this rank, or one that is none.
             PeerLostError: too few ranks could be reached to be sure that the others do not go on by themselves; its
                 message and `ranks` name the others.
-            GroupError: this rank is out, since it was excluded, was taken for dead, or called too late.
+            GroupError: this rank is out: it was excluded, was taken for dead, or called too late. Or the group was
+                shrunk before, or is closed.
+
+        Cost: a few small messages once all living ranks have called it.
         """
         group: Self = await self._reconfigurer.shrink(exclude, assume_dead)
         return group
@@ -584,20 +1160,26 @@ class ProcessGroup:
         """Make a new group of the ranks of this one, which keep their numbers, and `n` newcomers after them.
 
         All ranks call it; newcomers call ``new_group(join=True)`` with the same ``init_method`` or store, before or
-        after. The new group is a world of its own, with its own connections: nothing of an older one is heard in it.
-        This one stays as it is: close it when it is no longer needed. A process that takes the place of a lost one
-        comes in like this, too: `shrink`, then `grow`.
+        after. The new group has connections of its own: nothing of an older one is heard in it. This one stays as it
+        is: close it when it is no longer needed. A process that takes the place of a lost one comes in like this, too:
+        `shrink`, then `grow`.
 
         Args:
-            n: number of newcomers.
-            timeout: seconds to wait for them, and then for all to meet; the group's by default.
+            n: number of newcomers, the same on all ranks.
+            timeout: seconds to wait for them, and then for all to meet; None is the group's.
+
+        Returns:
+            The new group.
 
         Raises:
+            TypeError, ValueError: `n` is no positive number, or differs between ranks.
             RendezvousError: too few came, or not all could meet; this group is as before. Newcomers that came keep
                 waiting.
             StoreUnavailableError: the store where the ranks met is gone, so nobody can be found there.
             GroupError: this group has failed, before or meanwhile, as all ranks hear at once: `shrink` it, and let what
                 comes of it grow. Newcomers assigned by then raise `RendezvousError`, the others keep waiting.
+
+        Cost: that of `new_group`, after an `allgather_object`.
         """
         group: Self = await self._reconfigurer.grow(n, timeout)
         return group
@@ -607,72 +1189,95 @@ class ProcessGroup:
     ) -> Self:
         """Make a group of all ranks of this one and of others that it has never met.
 
-        All ranks of all these groups call it. The new group is a world of its own, with its own connections; the old
-        ones stay as they are. Ranks are numbered group by group, and in a group in their order. Groups follow each
-        other by their lowest rank in their job, then by their names, then as they have come.
-
-        Groups with a job key need the same one.
+        All ranks of all these groups call it. The new group has connections of its own; the old ones stay as they are.
+        Ranks are numbered group by group, and in a group in their order. Groups follow each other by their lowest rank
+        in their job, then by their names, then in the order of their coming. Groups with a job key need the same one.
 
         Args:
             store: that all these ranks share; it stays open.
             size: number of ranks of the new group.
             timeout: seconds the others have to come, and then all to meet; and that an operation of the new group may
-                take by default. This group's by default.
+                take by default. None is this group's.
             group_name: of the new group, the same on all ranks; several mergers at once in one store need different
-                ones. "merged" by default.
+                ones. None is "merged".
+
+        Returns:
+            The new group.
 
         Raises:
             RendezvousError: too few ranks came, or too many, or they want different sizes, or could not meet; this
                 group is as before.
             StoreUnavailableError: the store is gone.
             GroupError: this group has failed.
+
+        Cost: that of `new_group`.
         """
         group: Self = await self._reconfigurer.merge(store, size, timeout, group_name)
         return group
 
     # -- life
 
+    def add_hook(self, hook: Hook) -> HookHandle:
+        """Call `hook` when operations of this group start and end; see `aiocoll.hooks`.
+
+        Args:
+            hook: an object with `on_start(info)`, `on_end(info)`, or both.
+
+        Returns:
+            What removes it again.
+
+        Raises:
+            TypeError: it has neither method.
+        """
+        return self._comm.hooks.add(hook)
+
     def pending(self) -> list[Work[Any]]:
-        """The works that have not ended, oldest first."""
+        """List the works that have not ended.
+
+        Returns:
+            The works, oldest first; those that a block has recorded come last.
+        """
         return self._lifetime.pending()
 
     async def drain(self) -> None:
-        """Wait until all works pending now have ended; raise the error of the first that failed."""
+        """Wait until all works pending now have ended.
+
+        Raises:
+            GroupError: a work failed; it is the error of the first that did, of whatever type.
+        """
         await self._lifetime.drain()
 
     async def wait_revoked(self) -> GroupError:
-        """Wait until the group is revoked; return the cause.
+        """Wait until the group is revoked.
+
+        Returns:
+            The cause.
 
         Raises:
-            GroupClosedError: this rank has closed the group, or does so before anybody revokes it.
+            GroupClosedError: this rank has closed the group, or does so before any rank revokes it.
         """
         return await self._lifetime.wait_revoked()
 
     def abort(self, reason: object = "aborted by the program") -> None:
-        """Revoke the group at once, on all ranks: every pending work fails."""
+        """Revoke the group at once, on all ranks: every pending work fails.
+
+        Args:
+            reason: what the error says on all ranks.
+
+        Raises:
+            RuntimeError: called in another process, thread or event loop than the group's.
+        """
         self._lifetime.abort(reason)
 
     async def shutdown(self) -> None:
-        """Wait for started works (at most `timeout`), say goodbye, release everything. Idempotent.
+        """Close the group: wait for works that have started (at most `timeout`), say goodbye, release everything.
 
-        A peer whose operation needs this rank gets `PeerLostError` with ``how="left"``; nothing else is disturbed.
-        Groups that were split off from this one and are open are closed first.
+        Idempotent. A peer whose operation needs this rank gets `PeerLostError` with ``how="left"``; no other operation
+        is disturbed. Groups that were split off from this one and are open are closed first.
+
+        Raises:
+            RuntimeError: called in another process, thread or event loop than the group's.
         """
         await self._lifetime.shutdown()
 
     aclose = shutdown
-
-
-def current_process_group() -> ProcessGroup | None:
-    """Return the group of this context (task), or None."""
-    return _current.get()
-
-
-@contextlib.contextmanager
-def process_group(pg: ProcessGroup | None) -> Iterator[ProcessGroup | None]:
-    """Make `pg` the current group inside the block, for this task and those it starts."""
-    token = _current.set(pg)
-    try:
-        yield pg
-    finally:
-        _current.reset(token)

@@ -66,14 +66,14 @@ def allreduce_sparse(dispatcher: Dispatcher, tensor: Any, op: ReduceOp, timeout:
     plan = dispatcher.planner.counting_plan(terms)
 
     def make(identity: int, work: Work[Any]) -> Operation:
-        return _Sum(dispatcher.comm, identity, plan, _Given(array, entries, dispatcher.planner), work)
+        return _Sum(dispatcher.comm, identity, plan, _SparseInput(array, entries, dispatcher.planner), work)
 
     # What all others are sent, if they are few: each entry with its place.
     nbytes = array.effort * (array.dtype.itemsize + _INT64.itemsize // max(array.width, 1)) * (dispatcher.size - 1)
     return dispatcher.begin(Call(terms.op, make, limit, terms, key, array.shape, tensor, None, nbytes))
 
 
-class _Given(NamedTuple):
+class _SparseInput(NamedTuple):
     """What this rank gives, read already if that is quickly done."""
 
     array: SparseArray
@@ -98,7 +98,7 @@ class _Sum(Stepped):
         "_sizes",
     )
 
-    def __init__(self, comm: Communicator, identity: int, plan: Plan, given: _Given, work: Work[Any]) -> None:
+    def __init__(self, comm: Communicator, identity: int, plan: Plan, given: _SparseInput, work: Work[Any]) -> None:
         super().__init__(comm, identity, plan, work)
         self._array, self._given, self._planner = given
         self._machine = comm.tuning.machine

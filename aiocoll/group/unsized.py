@@ -33,7 +33,7 @@ def allgather_unsized(dispatcher: Dispatcher, source: Buffer, timeout: Timeout, 
     plan = dispatcher.planner.counting_plan(terms)
 
     def make(identity: int, work: Work[Any]) -> Operation:
-        return _Allgather(dispatcher.comm, identity, plan, _Given(source, dtype, dispatcher.planner), work)
+        return _Allgather(dispatcher.comm, identity, plan, _AllgatherInput(source, dtype, dispatcher.planner), work)
 
     nbytes = source.nbytes * (dispatcher.size - 1)
     return dispatcher.begin(Call(terms.op, make, limit, terms, key, source.shape, nbytes=nbytes, arrays=[source.array]))
@@ -56,7 +56,7 @@ def gather_unsized(
     return dispatcher.begin(Call(terms.op, make, limit, terms, key, source.shape))
 
 
-class _Given(NamedTuple):
+class _AllgatherInput(NamedTuple):
     source: Buffer
     dtype: np.dtype[Any]
     planner: Planner
@@ -67,7 +67,7 @@ class _Allgather(Stepped):
 
     __slots__ = ("_given", "_outputs")
 
-    def __init__(self, comm: Communicator, identity: int, plan: Plan, given: _Given, work: Work[Any]) -> None:
+    def __init__(self, comm: Communicator, identity: int, plan: Plan, given: _AllgatherInput, work: Work[Any]) -> None:
         super().__init__(comm, identity, plan, work)
         self._given = given
         self._outputs: list[Any]

@@ -31,11 +31,15 @@ from aiocoll.algorithms.machine import Tuning
 from aiocoll.engine.channels import Channels
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.consensus.agreements import Agreements
+from aiocoll.engine.consensus.parts import Parts
 from aiocoll.engine.consensus.voter import Outcome, Voter
-from aiocoll.engine.control.messages import Note
+from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.endpoint import Endpoint
-from aiocoll.engine.groups import Group
+from aiocoll.engine.failure.failure_detector import FailureDetector
+from aiocoll.engine.failure.roster import Roster
+from aiocoll.engine.groups import Group, Groups
+from aiocoll.engine.job.context import Context
 from aiocoll.engine.links.channel import Channel
 from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.process_group import ProcessGroup
@@ -113,10 +117,16 @@ class _Nowhere(Endpoint):
 
     def __init__(self, runtime: Runtime, rank: int, world_size: int) -> None:
         super().__init__(runtime, MemoryTransport(Hub(runtime), rank), rank, world_size, 0.0, False)
-        self.control = _Silent(self.context)
-        self.cards = _Alike({"host": "", "loop": "", "process": (0, 0, 0), "piece": 0})
-        self.channels = _One(self.context, self.registry, self.roster, self.failure_detector, self.polling)
-        self.agreements = _Unanimous(self.agreements.parts, self.registry.named)
+        self.know(_Alike({"host": "", "loop": "", "process": (0, 0, 0), "piece": 0}))
+
+    def _make_control(self, context: Context) -> ControlPlane:
+        return _Silent(context)
+
+    def _make_channels(self, groups: Groups, roster: Roster, detector: FailureDetector) -> Channels:
+        return _One(self.context, groups, roster, detector, self.polling)
+
+    def _make_agreements(self, parts: Parts) -> Agreements:
+        return _Unanimous(parts, self.registry.named)
 
     def add(self, group: Group) -> None:
         self.groups[group.id] = group
@@ -148,10 +158,10 @@ class _Unanimous(Agreements):
 class _Silent(ControlPlane):
     """A control plane without links: what it would send is dropped."""
 
-    def tell(self, rank: int, note: Note) -> None:
+    def tell(self, rank: int, message: ControlMessage) -> None:
         pass
 
-    def flood(self, note: Note, ranks: Sequence[int]) -> None:
+    def flood(self, message: ControlMessage, ranks: Sequence[int]) -> None:
         pass
 
 
@@ -159,7 +169,7 @@ class _Willing(Voter):
     """A voter whose peers agree with this rank."""
 
     async def shrink(self, exclude: Iterable[int], assume_dead: Iterable[int], completed: dict[str, Any]) -> Outcome:
-        self.taken = True
+        self.go_on()
         members = sorted(set(self.ranks).difference(exclude, assume_dead))
         return {"members": members, "everywhere": completed, "somewhere": completed}
 

@@ -47,10 +47,16 @@ class new_group:
         join: become a rank of an existing group whose ranks call `ProcessGroup.grow`; the group assigns the rank.
         options: see `GroupOptions`.
 
+    Returns:
+        What is awaited or entered, and gives the `ProcessGroup`.
+
     Raises:
         ValueError, TypeError: an argument or a variable is missing or wrong.
         RendezvousError: the ranks did not meet; the message names the missing ranks.
         AuthenticationError: another process is not of this job, or a rank on another host needs a job key.
+
+    Cost: for the first group of a job a few round trips to the store and one connection per rank; two ranks connect
+        when they first need it. Later groups of the same ranks share connections.
     """
 
     def __init__(

@@ -14,10 +14,10 @@ from aiocoll.errors import StoreError
 from aiocoll.store.commands import MAX_ENTRIES, MAX_TOTAL_BYTES, keys_of
 from aiocoll.store.values import UPDATES, Update
 
-__all__ = ["StoreCore", "Waiter"]
+__all__ = ["PendingWait", "StoreCore"]
 
 
-class Waiter:
+class PendingWait:
     """One wait in progress. It watches a single missing key at a time, so a wait for n keys costs O(n) in all."""
 
     __slots__ = ("command", "deliver", "keys", "watched")
@@ -38,8 +38,8 @@ class StoreCore:
         self.changes = 0
         self._values: dict[str, bytes] = {}
         self._queues: dict[str, deque[bytes]] = {}
-        self._watchers: dict[str, list[Waiter]] = {}
-        self._poppers: dict[str, deque[Waiter]] = {}
+        self._watchers: dict[str, list[PendingWait]] = {}
+        self._poppers: dict[str, deque[PendingWait]] = {}
         self._queued = 0
         self._nbytes = 0
         self._handlers: dict[str, Callable[..., Any]] = {
@@ -58,14 +58,14 @@ class StoreCore:
         """Carry out one of `COMMANDS`; raises `StoreError`, having changed nothing, at a limit."""
         return self._handlers[command](*arguments)
 
-    def start(self, command: str, arguments: tuple[Any, ...], deliver: Callable[[Any], None]) -> Waiter | None:
+    def start(self, command: str, arguments: tuple[Any, ...], deliver: Callable[[Any], None]) -> PendingWait | None:
         """Begin one of `WAITS`: `deliver(result)` is called now, or by the command that ends the wait.
 
         Returns:
             The argument for `drop`, or None if the result has been delivered.
         """
         keys = keys_of(arguments)
-        waiter = Waiter(command, keys, deliver)
+        waiter = PendingWait(command, keys, deliver)
         if command != "queue_pop":
             return waiter if self._watch(waiter) else None
         item = self._queue_take(keys[0])
@@ -75,7 +75,7 @@ class StoreCore:
         self._poppers.setdefault(keys[0], deque()).append(waiter)
         return waiter
 
-    def drop(self, waiter: Waiter) -> None:
+    def drop(self, waiter: PendingWait) -> None:
         """Remove a wait that has not been delivered."""
         waiting: dict[str, Any] = self._poppers if waiter.command == "queue_pop" else self._watchers
         key = waiter.keys[waiter.watched]
@@ -94,7 +94,7 @@ class StoreCore:
             return self._values[keys[0]]
         return [self._values[key] for key in keys] if command == "multi_get" else None
 
-    def _watch(self, waiter: Waiter) -> bool:
+    def _watch(self, waiter: PendingWait) -> bool:
         """Deliver if every key exists, else watch the next missing one; keys passed before may be deleted by now."""
         count = len(waiter.keys)
         for i in range(waiter.watched, waiter.watched + count):

@@ -9,7 +9,7 @@ from typing import Any
 from aiocoll.errors import StoreUnavailableError
 from aiocoll.runtime import running_loop
 from aiocoll.store.base import Store, settled, timed_out
-from aiocoll.store.core import StoreCore, Waiter
+from aiocoll.store.core import PendingWait, StoreCore
 
 __all__ = ["HashStore"]
 
@@ -20,7 +20,7 @@ class HashStore(Store):
     def __init__(self, timeout: float | timedelta = 300.0) -> None:
         super().__init__(timeout)
         self._core = StoreCore()
-        self._waits: dict[asyncio.Future[Any], Waiter] = {}
+        self._waits: dict[asyncio.Future[Any], PendingWait] = {}
         self._closed = False
 
     async def aclose(self) -> None:

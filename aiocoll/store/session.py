@@ -9,7 +9,7 @@ from aiocoll.errors import ProtocolError, StoreError
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import CONFIRM_SIZE, HANDSHAKE_TIMEOUT, HELLO_SIZE, PROOF_SIZE, ServerHandshake, Status
 from aiocoll.store.commands import COMMANDS, OF_CONNECTIONS, WAITS, check_request
-from aiocoll.store.core import StoreCore, Waiter
+from aiocoll.store.core import PendingWait, StoreCore
 from aiocoll.store.frames import MAX_FRAME, FrameProtocol, pack
 from aiocoll.store.replies import ReplyStatus
 
@@ -48,7 +48,7 @@ class Session(FrameProtocol):
         super().__init__()
         self._owner = owner
         self._handshake = handshake
-        self._waits: dict[int, tuple[StoreCore, Waiter, tuple[Any, ...]]] = {}
+        self._waits: dict[int, tuple[StoreCore, PendingWait, tuple[Any, ...]]] = {}
         self._joined = False
         self._reason: Exception | None = None
         self._deadline = owner.runtime.call_later(HANDSHAKE_TIMEOUT, self.abort)

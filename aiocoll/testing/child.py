@@ -20,7 +20,8 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from aiocoll.group.process_group import ProcessGroup, process_group
+from aiocoll.group.current import process_group
+from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.new_group import new_group
 from aiocoll.testing.ranks import loop_factory

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, TypeVarTuple
 
+from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions, seconds
 from aiocoll.testing.ranks import check_call
 from aiocoll.testing.team import Team, pickled
@@ -13,12 +14,13 @@ from aiocoll.testing.team import Team, pickled
 __all__ = ["run_processes", "run_test_processes"]
 
 R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 
 
 async def run_processes(
     world_size: int,
-    fn: Callable[..., Awaitable[R]],
-    *args: Any,
+    fn: Callable[[ProcessGroup, *Ts], Awaitable[R]],
+    *args: *Ts,
     options: GroupOptions | None = None,
     timeout: float | timedelta | None = 120.0,
     loop: Literal["asyncio", "uvloop"] = "asyncio",

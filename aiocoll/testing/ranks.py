@@ -7,9 +7,10 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
-from aiocoll.group.process_group import ProcessGroup, process_group
+from aiocoll.group.current import process_group
+from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions, seconds
 from aiocoll.rendezvous.new_group import new_group
 from aiocoll.store import HashStore, Store
@@ -18,6 +19,7 @@ from aiocoll.testing.report import listed, pending, stack, verdict
 __all__ = ["check_call", "loop_factory", "run_ranks"]
 
 R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 
 #: Seconds that ranks get to end by themselves when another has failed: its abort releases the ranks that wait for it,
 #: and their errors belong in the report. Ranks that wait for something else are cancelled afterwards.
@@ -26,8 +28,8 @@ GRACE = 1.0
 
 async def run_ranks(
     world_size: int,
-    fn: Callable[..., Awaitable[R]],
-    *args: Any,
+    fn: Callable[[ProcessGroup, *Ts], Awaitable[R]],
+    *args: *Ts,
     options: GroupOptions | None = None,
     timeout: float | timedelta | None = 60.0,
     store: Store | None = None,

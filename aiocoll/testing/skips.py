@@ -17,7 +17,7 @@ import unittest
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from aiocoll.group.process_group import current_process_group
+from aiocoll.group.current import current_process_group
 
 __all__ = [
     "requires_gpu",

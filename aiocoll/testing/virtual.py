@@ -12,8 +12,9 @@ import random
 import selectors
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
+from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.runtime import Runtime
 from aiocoll.testing.ranks import run_ranks
@@ -21,6 +22,7 @@ from aiocoll.testing.ranks import run_ranks
 __all__ = ["VirtualLoop", "VirtualRuntime", "run_virtual"]
 
 R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 
 #: Seconds that one reading of `Runtime.ticks` takes: work is bounded by counting, in some dozens of readings per
 #: callback, so pauses and yields are part of what is tested.
@@ -29,8 +31,8 @@ TICK = 10e-6
 
 def run_virtual(
     world_size: int,
-    fn: Callable[..., Awaitable[R]],
-    *args: Any,
+    fn: Callable[[ProcessGroup, *Ts], Awaitable[R]],
+    *args: *Ts,
     seed: int = 0,
     latency: tuple[float, float] | None = None,
     options: GroupOptions | None = None,

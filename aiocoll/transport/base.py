@@ -57,6 +57,10 @@ class Link(Protocol):
     """May be replaced before the first frame is read."""
 
     @property
+    def carrier(self) -> str:
+        """What carries the bytes: "memory", "unix", "tcp" or "shm"."""
+
+    @property
     def writable(self) -> bool:
         """Whether nothing waits to be handed over."""
 

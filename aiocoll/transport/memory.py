@@ -75,6 +75,7 @@ class MemoryLink:
     sink: Sink
     other: MemoryLink
     shared = None
+    carrier = "memory"
 
     def __init__(self, hub: Hub, rank: int, peer: int, kind: ConnKind) -> None:
         self.peer = peer

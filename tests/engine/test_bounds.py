@@ -105,12 +105,12 @@ FLOODS: dict[str, tuple[Flood, int | tuple[int, int], str]] = {
     ),
     "notes about devices of a group that there is not": (
         lambda link, pg, number: device(link, UNMADE),
-        early.DEVICE_NOTES,
+        early.DEVICE_MESSAGES,
         "more than 16 control messages about devices",
     ),
     "notes about devices that are not in use": (
         lambda link, pg, number: device(link, pg._comm.id),
-        early.DEVICE_NOTES,
+        early.DEVICE_MESSAGES,
         "more than 16 control messages about devices",
     ),
 }

@@ -201,7 +201,7 @@ async def test_an_exception_while_a_frame_is_handled_ends_its_groups_by_name(
     waiting: list[int] = []
 
     def deliver(matching: Matching, channel: Channel, peer: int, *args: Any) -> bool:
-        if matching._comm.rank == 0 and peer == 2:
+        if matching.group.rank == 0 and peer == 2:
             raise error(12, "no memory")
         return original(matching, channel, peer, *args)
 

@@ -33,6 +33,7 @@ terms = st.builds(
     per_rank,
     per_rank,
     st.sampled_from([None, "detail"]),
+    st.none(),
 )
 flushes = st.builds(
     lambda whole, members: whole._replace(op="FLUSH", members=Manifest(members)), terms, st.lists(terms, max_size=4)

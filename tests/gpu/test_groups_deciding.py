@@ -154,7 +154,7 @@ async def test_a_rank_may_make_its_group_after_others_have_called(late: int) -> 
         await part.allreduce(tensor)
         assert host(tensor).tolist() == [part.size()] * 3
         assert is_native(part)
-        assert not any(group.notes for group in pg._comm.endpoint.registry.early._unmade.values())
+        assert not any(group.messages for group in pg._comm.endpoint.registry.early._unmade.values())
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
@@ -408,7 +408,7 @@ async def test_a_rank_that_said_something_of_a_group_it_is_not_in_is_refused_as_
         if pg.rank() == 0:
             await until(lambda: len(made) == 2)
             identity = Split(pg._comm.id, 0, None, (0, 1)).identity()
-            endpoint.registry.early.keep_note(identity, 2, {"t": "device", "g": identity, "ready": True})
+            endpoint.registry.early.keep_message(identity, 2, {"t": "device", "g": identity, "ready": True})
         part = await pg.split_group([[0, 1], [2]])
         assert part is not None
         made.append(pg.rank())

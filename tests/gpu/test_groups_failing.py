@@ -20,7 +20,7 @@ from aiocoll import (
     Recv,
     ReduceOp,
 )
-from aiocoll.engine.operations import verify as compared
+from aiocoll.engine.operations.verify import Compared
 from aiocoll.gpu.api import DeviceError
 from aiocoll.group.cuda import communicator
 from aiocoll.group.cuda import device_state as side_module
@@ -486,7 +486,7 @@ async def test_a_stream_that_cannot_be_made() -> None:
 
 
 async def test_a_description_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compared, "LIMIT", 8)
+    monkeypatch.setattr(Compared, "LIMIT", 8)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await fails(pg, called(pg, gpu), "ALLREDUCE was not compared: rank 1 sent an object of .* bytes")

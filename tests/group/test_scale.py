@@ -100,12 +100,14 @@ async def test_in_a_large_group_channels_are_made_when_they_are_needed() -> None
 
 async def test_many_ranks_end_in_few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    send = control.send_note
+    send = control.send_message
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         if pg.rank() == 0:
-            monkeypatch.setattr(control, "send_note", lambda link, note: (said.append(note["t"]), send(link, note))[1])
+            monkeypatch.setattr(
+                control, "send_message", lambda link, note: (said.append(note["t"]), send(link, note))[1]
+            )
         await pg.barrier()
 
     await run_ranks(32, rank)

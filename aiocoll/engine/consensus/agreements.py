@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from aiocoll.engine.consensus.coordinator import Coordinator
 from aiocoll.engine.consensus.parts import Parts
 from aiocoll.engine.consensus.voter import Voter
-from aiocoll.engine.control.messages import Note
+from aiocoll.engine.control.messages import ControlMessage
 
 __all__ = ["Agreements"]
 
@@ -43,12 +43,12 @@ class Agreements:
             found.connect(Coordinator(found))
         return found
 
-    def heard(self, peer: int, note: Note) -> None:
-        """Take a note of `peer`."""
-        identity, number = note["g"], note["n"]
+    def heard(self, peer: int, message: ControlMessage) -> None:
+        """Take a message of `peer`."""
+        identity, number = message["g"], message["n"]
         if (identity, number) not in self.voters:
             self._named(identity, peer)
-        self.voter(identity, number, note["ranks"]).heard(peer, note)
+        self.voter(identity, number, message["ranks"]).heard(peer, message)
 
     def finished(self, rank: int, moved: Iterable[int]) -> None:
         """A rank has ended, which went on elsewhere from the groups `moved`."""

@@ -9,7 +9,7 @@ from aiocoll.engine.consensus.completed import combine
 from aiocoll.engine.consensus.quorum import connected, decides, is_majority
 from aiocoll.engine.consensus.voter import Outcome, Voter
 from aiocoll.engine.control.causes import cause_of
-from aiocoll.engine.control.messages import PROTOCOL, Note
+from aiocoll.engine.control.messages import PROTOCOL, ControlMessage
 from aiocoll.errors import GroupError, PeerLostError
 
 __all__ = ["Coordinator"]
@@ -33,7 +33,7 @@ class Coordinator:
     def __init__(self, agreement: Voter) -> None:
         self._agreement = agreement
         self._ballot = -1
-        self._votes: dict[int, Note] = {}
+        self._votes: dict[int, ControlMessage] = {}
         self._proposal: Outcome | None = None
         self._acks: set[int] = set()
         self._retried = self._expired = False
@@ -45,9 +45,9 @@ class Coordinator:
             timer.cancel()
         self._timers.clear()
 
-    def voted(self, peer: int, note: Note) -> None:
+    def voted(self, peer: int, message: ControlMessage) -> None:
         """Take a vote, or take it again."""
-        agreement, ballot = self._agreement, note["ballot"]
+        agreement, ballot = self._agreement, message["ballot"]
         agreement.parts.ranks.restored(peer)
         if agreement.outcome is not None:
             agreement.say_decided(peer)
@@ -58,7 +58,7 @@ class Coordinator:
             self._ask([peer])
             return
         first = not self._votes
-        self._votes[peer] = note
+        self._votes[peer] = message
         if first:
             self._begin(peer)
         self.consider()
@@ -179,8 +179,8 @@ class Coordinator:
         """Return who has voted to go on, and may."""
         return self._those_that("exclude") - self._excluded() - self._agreement.away
 
-    def _candidacy(self, rank: int) -> Note:
-        candidacy: Note = self._votes[rank]["candidacy"]
+    def _candidacy(self, rank: int) -> ControlMessage:
+        candidacy: ControlMessage = self._votes[rank]["candidacy"]
         return candidacy
 
     def _wanted(self) -> set[int]:
@@ -203,9 +203,9 @@ class Coordinator:
         self._await_bounds()
         self._say_proposal(self._agreement.ranks)
 
-    def accepted(self, peer: int, note: Note) -> None:
+    def accepted(self, peer: int, message: ControlMessage) -> None:
         """Take an acceptance of the proposal."""
-        if note["ballot"] == self._ballot:
+        if message["ballot"] == self._ballot:
             self._acks.add(peer)
             self.consider()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from aiocoll.engine.control.messages import Note
+from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.engine.job.context import Context
 from aiocoll.errors import GroupError
 
@@ -61,8 +61,8 @@ class Ranks(Protocol):
 class Links(Protocol):
     """Links between this rank and another one, be that lost."""
 
-    def send(self, rank: int, note: Note) -> None:
-        """Send a note to a rank."""
+    def send(self, rank: int, message: ControlMessage) -> None:
+        """Send a message to a rank."""
 
     def reach(self, rank: int) -> None:
         """Find out whether a lost rank can be reached again."""
@@ -74,8 +74,8 @@ class Parts(NamedTuple):
     Attributes:
         context: of the endpoint.
         ranks: the others.
-        links: carry the notes.
-        flood: sends a note to some ranks that may be linked to this one or not.
+        links: carry the messages.
+        flood: sends a message to some ranks that may be linked to this one or not.
         look: looks whether the process of a rank is gone.
         groups: of the endpoint.
     """
@@ -83,6 +83,6 @@ class Parts(NamedTuple):
     context: Context
     ranks: Ranks
     links: Links
-    flood: Callable[[Note, Sequence[int]], None]
+    flood: Callable[[ControlMessage, Sequence[int]], None]
     look: Callable[[int], None]
     groups: Mapping[int, Group]

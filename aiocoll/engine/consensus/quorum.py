@@ -23,11 +23,11 @@ ballot contains a rank of the quorum Q that has accepted the lower one. Take any
 
 - P and Q by (b): two such sets of ranks of one fixed group always have a rank in common.
 - P by (a): if none of Q is in P, all of Q is away, and so is the lower ballot's coordinator, which promises and accepts
-  what it proposes. Nobody who lives knows what Q decided, except by a note that is still on its way; and notes of ranks
-  that are away are not heard. Whoever hears such a note before it learns of the death accepts no other proposal, and
-  without it neither (a) nor (b) is met: two sets by (b) again have a rank in common, which would be in P.
+  what it proposes. Nobody who lives knows what Q decided, except by a message that is still on its way; and messages of
+  ranks that are away are not heard. Whoever hears such a message before it learns of the death accepts no other
+  proposal, and without it neither (a) nor (b) is met: two sets by (b) again have a rank in common, which would be in P.
 - Q by (a), P by (b): if none of P is in Q, all of P was away when Q decided. The higher ballot's coordinator promises
-  it first of all, so it was away, too, and everybody in Q has learnt this with the proposal: its notes are not heard.
+  it first of all, so it was away, too, and everybody in Q has learnt this with the proposal: what it says is not heard.
 
 A rank that ends after it has gone on elsewhere says so, and is not counted as away. `shrink(assume_dead=...)` makes
 ranks away by the program's word. If that is wrong, and those ranks go on as well, there are two groups.

@@ -13,8 +13,8 @@ acceptances decides. A coordinator that takes over proposes again what a voter h
 have returned with it. `aiocoll.engine.consensus.quorum` says what a quorum is, and why no two decisions differ.
 
 A rank whose connection broke, or that was silent, is dialled again first: it votes if it can be reached. Votes are said
-again when something changes and from time to time, and answered by whatever the coordinator has come to, so a note lost
-with a connection does no harm.
+again when something changes and from time to time, and answered by whatever the coordinator has come to, so a message
+lost with a connection does no harm.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from aiocoll.engine.consensus.parts import Parts
 from aiocoll.engine.control.causes import error_from
-from aiocoll.engine.control.messages import Note
+from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.engine.job.ids import hash62
 from aiocoll.errors import GroupError
 
@@ -41,10 +41,10 @@ PROMPT = 2.0
 class Coordinating(Protocol):
     """The part of a coordinator that this rank may have to play."""
 
-    def voted(self, peer: int, note: Note) -> None:
+    def voted(self, peer: int, message: ControlMessage) -> None:
         """Take a vote, or take it again."""
 
-    def accepted(self, peer: int, note: Note) -> None:
+    def accepted(self, peer: int, message: ControlMessage) -> None:
         """Take an acceptance of the proposal."""
 
     def consider(self) -> None:
@@ -88,7 +88,7 @@ class Voter:
         self.promised = -1
         self.assumed: set[int] = set()
         self.moved: set[int] = set()
-        self._candidacy: Note | None = None
+        self._candidacy: ControlMessage | None = None
         self._waiter: asyncio.Future[Outcome] | None = None
         self._answered = False
         self._silent: set[int] = set()
@@ -125,7 +125,7 @@ class Voter:
         candidacy = {"exclude": sorted({*exclude, *self.assumed}), "completed": completed}
         outcome = await self._decision(candidacy)
         self._check_membership(outcome)
-        self.taken = True
+        self.go_on()
         return outcome
 
     async def grow(self, successor: str) -> None:
@@ -138,6 +138,10 @@ class Voter:
         if outcome["grown"] != successor:
             others = self.named(outcome["members"])
             raise GroupError(f"the group did not grow: {others} went on without the newcomers; call shrink()")
+        self.go_on()
+
+    def go_on(self) -> None:
+        """This rank makes the group that goes on."""
         self.taken = True
 
     def decline(self, successor: str, reason: str) -> None:
@@ -147,7 +151,7 @@ class Voter:
             self._choose()
             self._say_vote()
 
-    async def _decision(self, candidacy: Note) -> Outcome:
+    async def _decision(self, candidacy: ControlMessage) -> Outcome:
         """Vote, and return what is decided."""
         if self._waiter is not None:
             raise RuntimeError("shrink() of this group is under way already: await that call")
@@ -169,8 +173,8 @@ class Voter:
         """Return the id of the group that goes on: no other decision, not even a wrong one, gives the same."""
         return hash62(f"{self.group}\0{self.number}\0{list(members)}") & 0xFFFFFFFF
 
-    def heard(self, peer: int, note: Note) -> None:
-        """Take a note of `peer`."""
+    def heard(self, peer: int, message: ControlMessage) -> None:
+        """Take a message of `peer`."""
         if peer in self.away:
             if self.outcome is not None:
                 self.parts.links.send(peer, self._signed({"what": "decided", "outcome": self.outcome}))
@@ -182,14 +186,14 @@ class Voter:
             "accept": self._coordinator.accepted,
             "decided": self._decided,
             "refuse": self._refused,
-        }[note["what"]]
-        for rank, why in note["dead"]:
+        }[message["what"]]
+        for rank, why in message["dead"]:
             self.parts.ranks.died(rank, why, tell=False)
-        self.assumed.update(note["assumed"])
-        handler(peer, note)
+        self.assumed.update(message["assumed"])
+        handler(peer, message)
 
     def changed(self) -> None:
-        """A rank was lost, has ended, or is reached again: it may be the coordinator, or have lost a note."""
+        """A rank was lost, has ended, or is reached again: it may be the coordinator, or have lost a message."""
         if self.outcome is None:
             if self._waiter is not None:
                 self._cast()
@@ -218,8 +222,8 @@ class Voter:
         self._coordinator.stop()
         outcome = self.outcome or (self.accepted and self.accepted[1])
         if outcome and not self.taken and not outcome["grown"] and self.rank in outcome["members"]:
-            note = {"t": "bye", "g": self.identity(outcome["members"]), "cause": None, "linked": False}
-            self.parts.flood(note, outcome["members"])
+            message = {"t": "bye", "g": self.identity(outcome["members"]), "cause": None, "linked": False}
+            self.parts.flood(message, outcome["members"])
 
     def promise(self, ballot: int) -> bool:
         """As coordinator of `ballot`, promise it first of all; False if a higher one is promised already."""
@@ -271,51 +275,51 @@ class Voter:
         self._reach_lost()
         self._cast()
 
-    def _asked(self, peer: int, note: Note) -> None:
+    def _asked(self, peer: int, message: ControlMessage) -> None:
         """A coordinator lets us know its ballot, or that it has our vote."""
         if self.outcome is not None:
             self.say_decided(peer)
-        elif note["ballot"] == self.promised:
+        elif message["ballot"] == self.promised:
             self._answered = True
             if self._waiter is None:
                 self._say_vote()
-        elif note["ballot"] > self.promised:
-            self.promised = note["ballot"]
+        elif message["ballot"] > self.promised:
+            self.promised = message["ballot"]
             self._silent.discard(peer)
             self.cast()
 
-    def _proposed(self, peer: int, note: Note) -> None:
+    def _proposed(self, peer: int, message: ControlMessage) -> None:
         if self.outcome is not None:
             self.say_decided(peer)
-        elif note["ballot"] >= self.promised:
-            self.promised = note["ballot"]
-            self.accepted = note["ballot"], note["outcome"]
+        elif message["ballot"] >= self.promised:
+            self.promised = message["ballot"]
+            self.accepted = message["ballot"], message["outcome"]
             self._answered = True
-            self.say(peer, {"what": "accept", "ballot": note["ballot"]})
+            self.say(peer, {"what": "accept", "ballot": message["ballot"]})
 
-    def _decided(self, peer: int, note: Note) -> None:
+    def _decided(self, peer: int, message: ControlMessage) -> None:
         if self.outcome is not None:
             return
-        self.outcome = note["outcome"]
+        self.outcome = message["outcome"]
         self._stop()
         self._coordinator.stop()
-        members = note["outcome"]["members"]
+        members = message["outcome"]["members"]
         group = self.parts.groups.get(self.group)
-        if note["outcome"]["grown"]:
+        if message["outcome"]["grown"]:
             if group is not None:
                 group.growths = self.number + 1
         elif group is not None:
             text = f"{self.named(members)} of group {group.name!r} went on as a new group"
             group.revoke(GroupError(text, group=group.name), tell=False)
-        if self.rank in members and not note["outcome"]["grown"]:
+        if self.rank in members and not message["outcome"]["grown"]:
             for rank in members:
                 self.parts.ranks.restored(rank)
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(note["outcome"])
+            self._waiter.set_result(message["outcome"])
 
-    def _refused(self, peer: int, note: Note) -> None:
-        if note["ballot"] == self.promised and self._waiter is not None and not self._waiter.done():
-            self._waiter.set_exception(error_from(note["cause"]))
+    def _refused(self, peer: int, message: ControlMessage) -> None:
+        if message["ballot"] == self.promised and self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(error_from(message["cause"]))
 
     def _check_membership(self, outcome: Outcome) -> None:
         me = self.rank
@@ -341,31 +345,31 @@ class Voter:
 
     # -- saying
 
-    def tell_all(self, note: Note) -> None:
-        """Say `note` to all ranks, the lost ones too if they can be reached: they learn that they are out."""
+    def tell_all(self, message: ControlMessage) -> None:
+        """Say `message` to all ranks, the lost ones too if they can be reached: they learn that they are out."""
         for rank in self.ranks:
-            self.say(rank, note)
+            self.say(rank, message)
 
     def say_decided(self, rank: int) -> None:
         """Tell `rank` what has been decided."""
         self.say(rank, {"what": "decided", "outcome": self.outcome})
 
-    def say(self, rank: int, note: Note) -> None:
-        """Say `note` to `rank`, be it this one."""
-        note = self._signed(note)
+    def say(self, rank: int, message: ControlMessage) -> None:
+        """Say `message` to `rank`, be it this one."""
+        message = self._signed(message)
         if rank == self.rank:
-            self.heard(rank, note)
+            self.heard(rank, message)
         elif rank not in self.away:
-            self.parts.links.send(rank, note)
+            self.parts.links.send(rank, message)
 
-    def _signed(self, note: Note) -> Note:
-        """Add to `note` what every one of them tells: the group, and who is away by proof or by a program's word."""
+    def _signed(self, message: ControlMessage) -> ControlMessage:
+        """Add to `message` what every one of them tells: the group, and who is away by proof or by a program's word."""
         dead = [
             (rank, why) for rank, (how, why) in self.parts.ranks.dead.items() if how == "killed" and rank in self.ranks
         ]
         assumed = sorted(self.assumed)
         about = {"t": "shrink", "g": self.group, "n": self.number, "ranks": list(self.ranks)}
-        return {**about, "dead": dead, "assumed": assumed, **note}
+        return {**about, "dead": dead, "assumed": assumed, **message}
 
     def position(self, rank: int) -> int:
         """Return the number of `rank` in the group, which is what error messages use."""

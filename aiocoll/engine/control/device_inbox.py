@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from aiocoll.engine.control.messages import Note
-from aiocoll.engine.control.unmade_groups import keep_note
+from aiocoll.engine.control.messages import ControlMessage
+from aiocoll.engine.control.unmade_groups import keep_message
 
 __all__ = ["DeviceInbox"]
 
@@ -24,20 +24,20 @@ class DeviceInbox:
         self._ranks = ranks
         self._position = position
         self._attempt = attempt
-        self._kept: list[tuple[int, Note]] = []
-        self._hear: Callable[[int, Note], None] | None = None
+        self._kept: list[tuple[int, ControlMessage]] = []
+        self._hear: Callable[[int, ControlMessage], None] | None = None
 
-    def connect(self, hear: Callable[[int, Note], None]) -> None:
+    def connect(self, hear: Callable[[int, ControlMessage], None]) -> None:
         """Let `hear` take messages, and whose they are, numbered as in the group; those that have come first."""
         self._hear = hear
         kept, self._kept = self._kept, []
-        for peer, note in kept:
-            self._attempt(self._ranks[peer], hear, peer, note)
+        for peer, message in kept:
+            self._attempt(self._ranks[peer], hear, peer, message)
 
-    def heard(self, rank: int, note: Note) -> None:
+    def heard(self, rank: int, message: ControlMessage) -> None:
         """Take a message of a rank, numbered as in the job."""
         peer = self._position[rank]
         if self._hear is None:
-            keep_note(self._kept, peer, note)
+            keep_message(self._kept, peer, message)
         else:
-            self._hear(peer, note)
+            self._hear(peer, message)

@@ -1,8 +1,8 @@
-"""What ranks may say to each other: every note has a declared shape, and is held against it before it has any effect.
+"""What ranks may say to each other: each message has a declared shape, and is held against it before it has any effect.
 
-A note is a msgpack map. `SHAPES` says which kinds there are, on which ways each may come, and what its fields are: to
-add a field is to add it there. What depends on who says it to whom is in `_RULES`. All is checked in `read`, and
-nothing looks at a note that has not passed it.
+A message is a msgpack map. `SHAPES` says which kinds there are, on which ways each may come, and what its fields are:
+to add a field is to add it there. What depends on who says it to whom is in `_RULES`. All is checked in `read`, and
+nothing looks at a message that has not passed it.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ __all__ = [
     "PROTOCOL",
     "RELAYED",
     "SHAPES",
+    "ControlMessage",
     "Facts",
-    "Note",
     "read",
 ]
 
-Note = dict[str, Any]
+ControlMessage = dict[str, Any]
 
-#: The ways on which notes come: a control link, a data link, behind all data, and another rank that passes them on.
+#: The ways on which messages come: a control link, a data link, behind all data, and another rank that passes them on.
 CONTROL, DATA, RELAYED = "a control link", "a data link", "another rank's behalf"
-#: The kind of notes about CUDA devices.
+#: The kind of messages about CUDA devices.
 DEVICE = "device"
 #: How a rank is lost that has sent what another one could not take.
 PROTOCOL = "protocol"
 
-#: Levels of groups that were split off each other; each is in every note about an operation of the last.
+#: Levels of groups that were split off each other; each is in every message about an operation of the last.
 LEVELS = 256
 #: Members of a flush: many times what anybody records in one block.
 MEMBERS = 1 << 20
@@ -83,37 +83,37 @@ class Facts(NamedTuple):
     ranks_of: Callable[[int], Sequence[int] | None]
 
 
-def read(payload: bytes | memoryview, peer: int, way: str, facts: Facts) -> Note:
-    """Return the note that a rank has sent on a way.
+def read(payload: bytes | memoryview, peer: int, way: str, facts: Facts) -> ControlMessage:
+    """Return the message that a rank has sent on a way.
 
     Raises:
         ProtocolError: it is none that this rank could have sent there; says in what.
     """
     try:
-        note = msgpack.unpackb(payload)
-        _check(note, peer, way, facts)
+        message = msgpack.unpackb(payload)
+        _check(message, peer, way, facts)
     except ValueError as error:
         why = str(error) if isinstance(error, Misfit) else repr(error)
         raise ProtocolError(f"rank {peer} sent on {way} a control message that does not fit: {why}") from error
-    found: Note = note
+    found: ControlMessage = message
     return found
 
 
-def _check(note: Any, peer: int, way: str, facts: Facts) -> None:
-    kind = note.get("t") if type(note) is dict else None
+def _check(message: Any, peer: int, way: str, facts: Facts) -> None:
+    kind = message.get("t") if type(message) is dict else None
     shape = SHAPES.get(kind) if type(kind) is str else None
     if shape is None:
         raise Misfit(f"there is no kind {shown(kind)}")
     if way not in shape.ways:
         raise Misfit(f"{kind!r} does not come on {way}")
-    identity = note.get("g")
+    identity = message.get("g")
     ranks = facts.ranks_of(identity) if type(identity) is int else None
     try:
-        shape.check(note, Scope(facts.world_size, None if ranks is None else len(ranks)))
+        shape.check(message, Scope(facts.world_size, None if ranks is None else len(ranks)))
         if ranks is not None and peer not in ranks:
             raise Misfit(f"rank {peer} is not in the group {identity} that it speaks of")
         for rule in _RULES.get(str(kind), ()):
-            rule(note, peer, way, facts)
+            rule(message, peer, way, facts)
     except Misfit as error:
         raise Misfit(f"{kind!r}: {error}") from None
 
@@ -209,7 +209,7 @@ def _of_device(**required: Check) -> Check:
     return fields(t=_TEXT, g=_GROUP, **required)
 
 
-#: Notes of a shrinking group, by `what`; see `aiocoll.engine.consensus.voter`.
+#: Messages of a shrinking group, by `what`; see `aiocoll.engine.consensus.voter`.
 _SHRINK: dict[str, Check] = {
     "vote": _of_shrink(
         ballot=_BALLOT,
@@ -223,7 +223,7 @@ _SHRINK: dict[str, Check] = {
     "refuse": _of_shrink(ballot=_BALLOT, cause=_CAUSE),
 }
 _MATCH = row(group_rank, group_rank, integer(_U64))
-#: Notes about CUDA devices, by a field that no other has; see `aiocoll.group.cuda`.
+#: Messages about CUDA devices, by a field that no other has; see `aiocoll.group.cuda`.
 _DEVICE: dict[str, Check] = {
     "card": _of_device(card=fields(nccl=integer(_U32), why=_TEXT, bus=text(256), unfinished=_BOOL)),
     "turn": _of_device(turn=_TRUE),
@@ -250,7 +250,7 @@ def _device(value: Any, scope: Scope) -> None:
 
 
 class _Shape(NamedTuple):
-    """Of one kind of notes: what they consist of, and on which ways they come."""
+    """Of one kind of messages: what they consist of, and on which ways they come."""
 
     check: Check
     ways: frozenset[str]
@@ -261,7 +261,7 @@ def _note(check: Check, *ways: str) -> _Shape:
 
 
 def _passed(value: Any, scope: Scope) -> None:
-    """What is passed on is checked as a note of its own, by a rule: it is known by then who has said it."""
+    """What is passed on is checked as a message of its own, by a rule: it is known by then who has said it."""
     if type(value) is not dict:
         refuse(value, "a note")
 
@@ -302,73 +302,73 @@ SHAPES: dict[str, _Shape] = {
 
 # -- what depends on who says it to whom
 
-Rule = Callable[[Note, int, str, Facts], None]
+Rule = Callable[[ControlMessage, int, str, Facts], None]
 
 
-def _relay(note: Note, peer: int, way: str, facts: Facts) -> None:
-    to = note["to"]
+def _relay(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+    to = message["to"]
     if to in (facts.rank, peer):
         raise Misfit(f"to: nothing is passed on from rank {peer} to rank {to}")
     # Here, so that who passes it on answers only for who has said it.
-    _check(note["note"], peer, RELAYED, facts._replace(rank=to))
+    _check(message["note"], peer, RELAYED, facts._replace(rank=to))
 
 
-def _relayed(note: Note, peer: int, way: str, facts: Facts) -> None:
-    origin = note["from"]
+def _relayed(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+    origin = message["from"]
     if origin in (facts.rank, peer):
         raise Misfit(f"from: nothing is passed on from rank {origin} by rank {peer}")
-    _check(note["note"], origin, RELAYED, facts)
+    _check(message["note"], origin, RELAYED, facts)
 
 
-def _formed(note: Note, peer: int, way: str, facts: Facts) -> None:
+def _formed(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
     if peer:
         raise Misfit("only rank 0 says so")
 
 
-def _says_where(note: Note, peer: int, way: str, facts: Facts) -> None:
+def _says_where(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
     """Only what comes behind all data need not say where else that is heard."""
-    if (way == DATA) == ("linked" in note):
+    if (way == DATA) == ("linked" in message):
         raise Misfit(f"linked: it does not belong on {way}" if way == DATA else "linked is missing")
 
 
-def _ended(note: Note, peer: int, way: str, facts: Facts) -> None:
-    ranks = [rank for rank, _, _ in note["ranks"]]
+def _ended(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+    ranks = [rank for rank, _, _ in message["ranks"]]
     if facts.rank in ranks or len(set(ranks)) < len(ranks):
         raise Misfit(f"ranks: {ranks} are not others, each once")
 
 
-def _own_call(note: Note, peer: int, way: str, facts: Facts) -> None:
+def _own_call(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
     """A rank describes what it has called itself."""
-    ranks = facts.ranks_of(note["g"])
-    call = note["mine"] if "mine" in note else note["theirs"]
+    ranks = facts.ranks_of(message["g"])
+    call = message["mine"] if "mine" in message else message["theirs"]
     if ranks is not None and ranks[call["rank"]] != peer:
         raise Misfit(f"rank: it speaks for rank {call['rank']} of the group, which it is not")
 
 
-def _splits(note: Note, peer: int, way: str, facts: Facts) -> None:
-    for _, _, _, ranks in note.get("split", ()):
+def _splits(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+    for _, _, _, ranks in message.get("split", ()):
         if peer not in ranks or facts.rank not in ranks:
             raise Misfit(f"split: ranks {peer} and {facts.rank} are not both in a group of {ranks}")
 
 
-def _agreement(note: Note, peer: int, way: str, facts: Facts) -> None:
-    ranks, known = note["ranks"], facts.ranks_of(note["g"])
+def _agreement(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+    ranks, known = message["ranks"], facts.ranks_of(message["g"])
     if peer not in ranks or facts.rank not in ranks or (known is not None and list(known) != ranks):
         raise Misfit(f"ranks: {ranks} are not those of the group")
     # A ballot is a number whose remainder by the world size is its coordinator; who asks may name another's.
-    if note["what"] not in ("ask", "decided"):
-        coordinator = facts.rank if note["what"] in ("vote", "accept") else peer
-        if note["ballot"] % facts.world_size != coordinator:
-            raise Misfit(f"ballot: {note['ballot']} is not one of rank {coordinator}")
-    told = [note.get("outcome"), (note.get("accepted") or (0, None))[1]]
+    if message["what"] not in ("ask", "decided"):
+        coordinator = facts.rank if message["what"] in ("vote", "accept") else peer
+        if message["ballot"] % facts.world_size != coordinator:
+            raise Misfit(f"ballot: {message['ballot']} is not one of rank {coordinator}")
+    told = [message.get("outcome"), (message.get("accepted") or (0, None))[1]]
     for outcome in filter(None, told):
         if not outcome["members"] or not set(ranks).issuperset(outcome["members"] + outcome["excluded"]):
             raise Misfit(f"members: {outcome['members']} are not some of the group")
         if not outcome["grown"] and None in (outcome["everywhere"], outcome["somewhere"]):
             raise Misfit("outcome: a group that shrinks tells what it has completed")
-    candidacy = note.get("candidacy") or {}
+    candidacy = message.get("candidacy") or {}
     named = {*candidacy.get("exclude", ()), *candidacy["lost"]} if candidacy else set()
-    if not set(ranks).issuperset(named.union(note["assumed"], (rank for rank, _ in note["dead"]))):
+    if not set(ranks).issuperset(named.union(message["assumed"], (rank for rank, _ in message["dead"]))):
         raise Misfit("exclude, lost, assumed or dead: not all of them are in the group")
 
 

@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from aiocoll.engine.control.messages import Note
-from aiocoll.engine.control.sending import send_note
+from aiocoll.engine.control.messages import ControlMessage
+from aiocoll.engine.control.sending import send_message
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.job.context import Context
 from aiocoll.errors import AiocollError
@@ -47,24 +47,24 @@ class PeerLinks:
         self._control = control
         self._ranks = ranks
         self._missed = missed
-        self._held: dict[int, list[Note]] = {}
+        self._held: dict[int, list[ControlMessage]] = {}
         self._dialling: set[int] = set()
 
-    def tell(self, rank: int, note: Note) -> None:
-        """Send `note` to `rank` on a link between this rank and that one."""
+    def tell(self, rank: int, message: ControlMessage) -> None:
+        """Send `message` to `rank` on a link between this rank and that one."""
         context, control = self._context, self._control
         if context.closed or control.hub in (rank, context.rank) or control.linked(rank):
-            control.tell(rank, note)
+            control.tell(rank, message)
             return
-        self.send(rank, note)
+        self.send(rank, message)
 
-    def send(self, rank: int, note: Note) -> None:
-        """Send `note` to `rank` on a link of their own, whichever rank is the hub and even if `rank` is lost."""
+    def send(self, rank: int, message: ControlMessage) -> None:
+        """Send `message` to `rank` on a link of their own, whichever rank is the hub and even if `rank` is lost."""
         link = self._control.link(rank)
         if link is not None:
-            send_note(link, note)
+            send_message(link, message)
         elif not self._context.closed:
-            self._held.setdefault(rank, []).append(note)
+            self._held.setdefault(rank, []).append(message)
             self._connect(rank)
 
     def reach(self, rank: int) -> None:
@@ -82,8 +82,8 @@ class PeerLinks:
 
     def attached(self, link: Link) -> None:
         """There is a control link now, whoever opened it."""
-        for note in self._held.pop(link.peer, ()):
-            send_note(link, note)
+        for message in self._held.pop(link.peer, ()):
+            send_message(link, message)
 
     async def _dial(self, rank: int) -> None:
         context = self._context

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import msgpack
 
-from aiocoll.engine.control.messages import Note
+from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import HEADER, FrameKind
 
-__all__ = ["frame_of", "send_note"]
+__all__ = ["frame_of", "send_message"]
 
 
-def send_note(link: Link, note: Note) -> None:
+def send_message(link: Link, message: ControlMessage) -> None:
     """Send a control message on any link."""
-    link.write(*frame_of(note))
+    link.write(*frame_of(message))
 
 
-def frame_of(note: Note) -> tuple[bytes, memoryview]:
+def frame_of(message: ControlMessage) -> tuple[bytes, memoryview]:
     """Return header and payload of a control message."""
-    body: bytes = msgpack.packb(note)
+    body: bytes = msgpack.packb(message)
     return HEADER.pack(FrameKind.CONTROL, 0, 0, 0, 0, 0, 0, len(body), len(body)), memoryview(body)

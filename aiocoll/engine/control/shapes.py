@@ -45,7 +45,7 @@ LIST = 1 << 16
 
 
 class Scope(NamedTuple):
-    """How many ranks there are: in the job, and in the group of the note; None if this rank is not in that."""
+    """How many ranks there are: in the job, and in the group of the message; None if this rank is not in that."""
 
     world: int
     group: int | None
@@ -201,7 +201,7 @@ def fields(optional: Mapping[str, Check] | None = None, /, **required: Check) ->
 
 
 def fitting(words: str) -> str:
-    """Return a text as a note can carry it: cut to `TEXT` characters, each of which is one."""
+    """Return a text as a message can carry it: cut to `TEXT` characters, each of which is one."""
     return words[:TEXT].encode("utf-8", "replace").decode()
 
 

@@ -12,8 +12,8 @@ import asyncio
 from collections.abc import Container, Iterable, Sequence
 from typing import Protocol
 
-from aiocoll.engine.control.messages import CONTROL, Note
-from aiocoll.engine.control.sending import send_note
+from aiocoll.engine.control.messages import CONTROL, ControlMessage
+from aiocoll.engine.control.sending import send_message
 from aiocoll.engine.job.context import Context
 from aiocoll.errors import AiocollError, ProtocolError, RendezvousError
 from aiocoll.security.handshake import ConnKind
@@ -45,7 +45,7 @@ class Ranks(Protocol):
         """A rank that was lost is heard again."""
 
     def changed(self) -> None:
-        """Ranks are lost or have ended: those that decide with them take note."""
+        """Ranks are lost or have ended: those that decide with them vote again."""
 
 
 class Detector(Protocol):
@@ -83,7 +83,7 @@ class Receiver(Protocol):
     def refuse(self, peer: int, error: Exception | None, link: Link) -> bool:
         """Be done with `peer` if `error` says that what it sent cannot be taken; whether it does."""
 
-    def parting(self) -> Note:
+    def parting(self) -> ControlMessage:
         """Say which groups this rank has gone on from, and who finds the end behind the data on a link of its own."""
 
 
@@ -107,7 +107,7 @@ class ControlPlane:
         # As the hub: who has ended in this turn of the loop, is linked to whom, and has gone on from which groups.
         self._ended: list[tuple[int, list[int], list[int]]] = []
         self._dialling: set[int] = set()
-        self._backlog: list[tuple[int, Note]] = []
+        self._backlog: list[tuple[int, ControlMessage]] = []
         self._formed: asyncio.Future[None] = context.loop.create_future()
         self._lost_early: RendezvousError | None = None
         self._parting: asyncio.Future[None] | None = None
@@ -190,10 +190,10 @@ class ControlPlane:
         if enough and not self._formed.done() and self._context.rank == self.hub and not self.absent():
             self._formed.set_result(None)
             for each in self.links:
-                send_note(each, {"t": "formed"})
+                send_message(each, {"t": "formed"})
         backlog, self._backlog = self._backlog, []
-        for rank, note in backlog:
-            self.tell(rank, note)
+        for rank, message in backlog:
+            self.tell(rank, message)
         self._detector.linked(link)
         self._ranks.restored(link.peer)
         self._beside.attached(link)
@@ -201,23 +201,23 @@ class ControlPlane:
 
     # -- saying
 
-    def tell(self, rank: int, note: Note) -> None:
-        """Send `note` to one rank, by the hub if there is no link."""
+    def tell(self, rank: int, message: ControlMessage) -> None:
+        """Send `message` to one rank, by the hub if there is no link."""
         link = self._links.get(rank)
         if link is not None:
-            send_note(link, note)
+            send_message(link, message)
         elif rank not in self._gone:
             hub = self.hub
             if hub in self._links:
-                send_note(self._links[hub], {"t": "relay", "to": rank, "note": note})
+                send_message(self._links[hub], {"t": "relay", "to": rank, "note": message})
             else:
-                self._backlog.append((rank, note))
+                self._backlog.append((rank, message))
 
-    def flood(self, note: Note, ranks: Sequence[int]) -> None:
-        """Send `note` to all other `ranks`."""
+    def flood(self, message: ControlMessage, ranks: Sequence[int]) -> None:
+        """Send `message` to all other `ranks`."""
         for rank in ranks:
             if rank != self._context.rank:
-                self.tell(rank, note)
+                self.tell(rank, message)
 
     async def part(self) -> None:
         """Let all other ranks know that this one ends, or will be told by `goodbye`; give up after a while."""
@@ -235,9 +235,9 @@ class ControlPlane:
         """Tell every peer with a link that this rank ends its side in order."""
         for link in self.links:
             if link.peer != self._told:
-                send_note(link, self._end())
+                send_message(link, self._end())
 
-    def _end(self) -> Note:
+    def _end(self) -> ControlMessage:
         """Say who finds the end behind the data on a link of its own."""
         return {"t": "end", **self._receiver.parting()}
 
@@ -316,7 +316,7 @@ class ControlPlane:
                 self.flood({"t": "ended", "ranks": others}, [rank])
         for rank, _, _ in ended:
             if rank in self._links:
-                send_note(self._links[rank], {"t": "known"})
+                send_message(self._links[rank], {"t": "known"})
 
     def _part(self) -> None:
         """Take the next step to the end, if this rank is on its way there."""
@@ -331,7 +331,7 @@ class ControlPlane:
                 self.parted()
         elif hub in self._links and self._told != hub:
             self._told = hub
-            send_note(self._links[hub], self._end())
+            send_message(self._links[hub], self._end())
 
     def _lose_patience(self) -> None:
         self._patient = False

@@ -11,17 +11,17 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from aiocoll.engine.control.messages import Note
+from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.frame import Header
 
-__all__ = ["Early", "Kept", "Source", "Unmade", "keep_note"]
+__all__ = ["Early", "Kept", "Source", "Unmade", "keep_message"]
 
 #: Groups that one peer may speak of before this rank has made them: it would have to be thousands of calls of
 #: `split_group` ahead, each of which made a group that it has used, left or revoked by now.
 GROUPS = 4096
-#: Notes about CUDA devices of one peer for one group: before all have said what they have, each says that once.
-DEVICE_NOTES = 16
+#: Messages about CUDA devices of one peer for one group: before all have said what they have, each says that once.
+DEVICE_MESSAGES = 16
 
 
 class Source(Protocol):
@@ -52,7 +52,7 @@ class Unmade:
 
     Attributes:
         frames: for it, in the order in which they have come.
-        notes: about CUDA devices, and whose they are.
+        messages: about CUDA devices, and whose they are.
         cause: why it was revoked, if it was.
         departed: ranks that have left it.
         peers: that have spoken of it.
@@ -60,7 +60,7 @@ class Unmade:
 
     def __init__(self) -> None:
         self.frames: list[Kept] = []
-        self.notes: list[tuple[int, Note]] = []
+        self.messages: list[tuple[int, ControlMessage]] = []
         self.cause: dict[str, Any] | None = None
         self.departed: set[int] = set()
         self.peers: set[int] = set()
@@ -103,10 +103,10 @@ class Early:
         self.unmade(identity, channel.peer).frames.append((channel, header, b"" if payload is None else bytes(payload)))
         return False
 
-    def keep_note(self, identity: int, peer: int, note: Note) -> None:
-        """Keep a note about CUDA devices."""
+    def keep_message(self, identity: int, peer: int, message: ControlMessage) -> None:
+        """Keep a message about CUDA devices."""
         if identity not in self._over:
-            keep_note(self.unmade(identity, peer).notes, peer, note)
+            keep_message(self.unmade(identity, peer).messages, peer, message)
 
     def keep_cause(self, identity: int, peer: int, cause: dict[str, Any]) -> None:
         """Keep why a group was revoked; the first cause stays."""
@@ -141,12 +141,14 @@ class Early:
             channel.release(header)
 
 
-def keep_note(notes: list[tuple[int, Note]], peer: int, note: Note) -> None:
-    """Keep a note about CUDA devices among others, until something hears them.
+def keep_message(messages: list[tuple[int, ControlMessage]], peer: int, message: ControlMessage) -> None:
+    """Keep a message about CUDA devices among others, until something hears them.
 
     Raises:
         ProtocolError: there are too many of that rank.
     """
-    if sum(each == peer for each, _ in notes) >= DEVICE_NOTES:
-        raise ProtocolError(f"rank {peer} sent more than {DEVICE_NOTES} control messages about devices not in use yet")
-    notes.append((peer, note))
+    if sum(each == peer for each, _ in messages) >= DEVICE_MESSAGES:
+        raise ProtocolError(
+            f"rank {peer} sent more than {DEVICE_MESSAGES} control messages about devices not in use yet"
+        )
+    messages.append((peer, message))

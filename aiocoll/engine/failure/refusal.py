@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeGuard
 
 from aiocoll.engine.control.messages import PROTOCOL
-from aiocoll.engine.control.sending import send_note
+from aiocoll.engine.control.sending import send_message
 from aiocoll.engine.control.shapes import fitting
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.failure.roster import Roster
@@ -65,7 +65,7 @@ class Refusals:
             self._roster.died(peer, detail, how=PROTOCOL)
         self._control.gone(peer)
         for each in links:
-            send_note(each, {"t": "died", "rank": peer, "detail": detail, "how": PROTOCOL})
+            send_message(each, {"t": "died", "rank": peer, "detail": detail, "how": PROTOCOL})
             each.sink = Ignored(self._lost)
             self._links[each] = self._context.runtime.call_later(LINGER, self._close, each)
             each.finish()

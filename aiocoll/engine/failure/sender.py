@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from aiocoll.engine.control.messages import Note
+from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.engine.control.peer_links import PeerLinks
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.transport.base import Link
@@ -22,7 +22,7 @@ class Channel(Protocol):
 
     link: Link | None
 
-    def say(self, note: Note) -> None:
+    def say(self, message: ControlMessage) -> None:
         """Send a control message behind all data."""
 
 
@@ -56,13 +56,13 @@ class Sender:
         """Tell from now on where this group has come from: of which one, and by which call."""
         self._lineage = (*parent._lineage, split)
 
-    def tell(self, rank: int, message: Note) -> None:
+    def tell(self, rank: int, message: ControlMessage) -> None:
         """Send a message on a link between this rank and `rank`."""
         if self._lineage:
             message = {**message, "split": self._lineage}
         self._links.tell(self._ranks[rank], {**message, "g": self._group})
 
-    def say(self, rank: int, message: Note) -> None:
+    def say(self, rank: int, message: ControlMessage) -> None:
         """Send a message on the data link to `rank`, if there is one: it depends on nobody else."""
         message = {**message, "g": self._group}
         if self._channels[rank].link is not None:

@@ -104,7 +104,7 @@ class StallInspector:
         self._findings: dict[int, Finding] = {}
         self._asked: dict[int, tuple[int, float]] = {}
         self._slow: set[int] = set()
-        # As the coordinator: notes by operation. As both: since when a rank has owed an answer.
+        # As the coordinator: messages by operation. As both: since when a rank has owed an answer.
         self._inquiries: dict[int, StallReport] = {}
         self._silent: dict[int, float] = {}
         #: Operations somebody asked about before this rank has entered them, and who did.

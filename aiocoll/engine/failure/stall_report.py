@@ -78,7 +78,7 @@ class Finding(NamedTuple):
 
 
 class StallReport:
-    """The coordinator's notes on one operation.
+    """What the coordinator knows of one operation.
 
     Attributes:
         called: what each rank that has entered has called.

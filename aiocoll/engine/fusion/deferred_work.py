@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from numpy.typing import NDArray
 
@@ -41,7 +41,6 @@ class DeferredWork(Work[Any]):
 
     __slots__ = ("arrays", "call", "looked", "plan")
 
-    _progress: Progressive
     arrays: list[NDArray[Any]]
     call: Any
     looked: bool
@@ -49,13 +48,22 @@ class DeferredWork(Work[Any]):
 
     def get_future(self) -> asyncio.Future[Any]:
         """Return a future with the same outcome; see `Work.get_future`."""
-        self._progress.want()
+        self._block.want()
         return super().get_future()
 
     def wait(self, timeout: float | timedelta | None = None) -> Any:
         """Block another thread until the end; see `Work.wait`."""
-        self._progress.loop.call_soon_threadsafe(self._progress.want)
+        self._progress.loop.call_soon_threadsafe(self._block.want)
         return super().wait(timeout)
+
+    @property
+    def _block(self) -> Progressive:
+        """The block that has recorded it."""
+        return cast(Progressive, self._progress)
+
+    def follow(self, work: Work[Any]) -> None:
+        """Let its block wait for `work`, too."""
+        self._block.follow(work)
 
     def visible(self) -> Work[Any]:
         """Return the work that the user holds."""
@@ -66,7 +74,7 @@ class DeferredWork(Work[Any]):
         super()._look()
 
     def _failed(self, error: BaseException) -> None:
-        self._progress.failed(self)
+        self._block.failed(self)
         super()._failed(error)
 
 

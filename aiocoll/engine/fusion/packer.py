@@ -216,6 +216,10 @@ class Flush(Operation):
         """Start packing."""
         self._packer.advance()
 
+    def algorithm(self) -> str | None:
+        """Return what carries out the bucket that was started last."""
+        return self.children.algorithm
+
     def needs(self, peer: int) -> bool:
         """Buckets report the peers they need."""
         return False

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Container, Mapping
 from typing import Protocol
 
-from aiocoll.engine.control.messages import DATA, Note
-from aiocoll.engine.control.sending import frame_of, send_note
+from aiocoll.engine.control.messages import DATA, ControlMessage
+from aiocoll.engine.control.sending import frame_of, send_message
 from aiocoll.engine.job.context import Context
 from aiocoll.engine.links.flow_control import ALIGN, ASK_WINDOW, LEAST, LINK_WINDOW, WINDOW_LOT, Waiting
 from aiocoll.engine.operations.base import Message, Operation
@@ -166,14 +166,14 @@ class Channel:
         """Send a frame without payload, ahead of the queue."""
         self._write(_pack(kind, 0, 0, group, op, 0, amount, 0, 0))
 
-    def say(self, note: Note) -> None:
+    def say(self, message: ControlMessage) -> None:
         """Send a control message behind all data, if there is a link: without one there is no data to be behind."""
         if self.link is not None:
-            send_note(self.link, note)
+            send_message(self.link, message)
 
-    def note(self, note: Note) -> None:
+    def send_control(self, message: ControlMessage) -> None:
         """Send a control message behind all data, on a link that is opened for it if there is none."""
-        self._write(*frame_of(note))
+        self._write(*frame_of(message))
 
     def _write(self, header: bytes, payload: memoryview | None = None) -> None:
         """Send a frame ahead of the queue."""

@@ -13,7 +13,7 @@ from aiocoll.engine.operations.signature import KEYED
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 
-__all__ = ["TAG_LIMIT", "InboundMessage"]
+__all__ = ["TAG_LIMIT", "InboundMessage", "Receive", "Source"]
 
 #: Tags are smaller than this: the operation id has 30 bits for them.
 TAG_LIMIT = 1 << 30
@@ -47,7 +47,7 @@ class Receive(Operation):
 
     view: memoryview | None
 
-    __slots__ = ("view",)
+    __slots__ = ()
 
     def complete(self) -> None:
         """All bytes are here."""

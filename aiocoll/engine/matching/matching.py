@@ -19,7 +19,7 @@ from aiocoll.engine.operations.signature import P2P
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.frame import FrameKind, Header
 
-__all__ = ["Matching"]
+__all__ = ["Group", "Matching", "Turns"]
 
 K = TypeVar("K")
 

@@ -14,7 +14,7 @@ from aiocoll.engine.operations.operation_log import STARTED
 from aiocoll.engine.operations.signature import P2P, Signature
 from aiocoll.work import Work
 
-__all__ = ["OBJECT", "Content", "OutboundMessage", "begun", "message_terms"]
+__all__ = ["OBJECT", "Content", "OutboundMessage", "Sends", "begun", "message_terms"]
 
 #: The dtype code of a message that is a serialised object.
 OBJECT = 255

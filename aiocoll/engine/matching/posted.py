@@ -15,7 +15,7 @@ from aiocoll.engine.operations.signature import P2P, description
 from aiocoll.errors import CollectiveTimeoutError, SerializationError
 from aiocoll.work import Work
 
-__all__ = ["PostedReceive"]
+__all__ = ["PostedReceive", "Receives"]
 
 
 class Receives(Protocol):
@@ -45,7 +45,7 @@ class PostedReceive(Receive):
         content: where it goes, and what it must be.
     """
 
-    __slots__ = ("_read", "_receives", "_steps", "arrival", "code", "peer", "tag")
+    __slots__ = ("_read", "_receives", "_steps", "arrival", "code", "peer", "tag", "view")
 
     def __init__(self, receives: Receives, peer: int | None, tag: int, content: Content, work: Work[Any]) -> None:
         code, view, self._read = content
@@ -83,10 +83,18 @@ class PostedReceive(Receive):
         others = set(range(len(self.comm.ranks))) - {self.comm.rank} - self.comm.left
         return self.peer == peer if self.peer is not None else not others
 
-    def match(self, arrival: InboundMessage) -> None:
-        """Become the receiver of `arrival`."""
+    def claim(self, arrival: InboundMessage) -> None:
+        """Receive `arrival`, and no other message."""
         self.work._withdraw = None
         self.arrival = arrival
+
+    def put_in(self, view: memoryview) -> None:
+        """Receive the message into this memory."""
+        self.view = view
+
+    def match(self, arrival: InboundMessage) -> None:
+        """Become the receiver of `arrival`."""
+        self.claim(arrival)
         arrival.posted = self
         if self.view is None and arrival.code == OBJECT:
             if arrival.total > MAX_BYTES:

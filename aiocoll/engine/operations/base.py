@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from aiocoll.engine.operations.group import Group
@@ -131,6 +132,10 @@ class Operation:
     def advance(self) -> None:
         """Go on with local work that was put off to keep a callback short."""
 
+    def silence(self) -> None:
+        """Have it neither warned of nor reported: another one is, or nobody is to blame for it."""
+        self.warned, self.reported = True, inf
+
     def put_off(self) -> None:
         """Call `advance` again in the next turn of the loop."""
         if not self._put_off:
@@ -185,6 +190,16 @@ class Operation:
     def standing(self) -> str | None:
         """Say what a message waits for; None of a collective, of which the ranks are asked."""
         return None if self.peer is None else f"rank {self.peer} has not taken all of it"
+
+    def algorithm(self) -> str | None:
+        """Return the name of what carries it out; None where there is only one way, or that is not known yet."""
+        return None
+
+    def carriers(self) -> str:
+        """Return what carries its bytes, as far as there are links: "shm", "tcp", or several with "+" between."""
+        channels = self.comm.channels
+        used = channels if self.peer is None else [channels[self.peer]]
+        return "+".join(sorted({channel.link.carrier for channel in used if channel.link is not None}))
 
     def hangs_here(self) -> bool:
         """Whether it waits for nothing but a device of this rank."""

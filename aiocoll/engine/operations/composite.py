@@ -7,7 +7,6 @@ reports and hooks refer to the parent, which ends when its children have, and fa
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 from typing import Any
 
 from aiocoll.engine.job.ids import hash62
@@ -15,7 +14,7 @@ from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.signature import KEYED
 from aiocoll.work import Work
 
-__all__ = ["Children", "Ended", "Make"]
+__all__ = ["ChildWork", "Children", "Ended", "Make"]
 
 #: Makes an operation, given its id and its work.
 Make = Callable[[int, Work[Any]], Operation]
@@ -29,19 +28,15 @@ class ChildWork(Work[Any]):
     __slots__ = ("_report",)
 
     def __init__(self, parent: Work[Any], report: Ended) -> None:
-        # Not by `Work`: the place of the call is the parent's.
-        self.op, self.seq, self.key, self.group = parent.op, parent.seq, parent.key, None
-        self._progress = parent._progress
-        self._code, self._instruction = parent._code, parent._instruction
-        self._shape, self._timeout, self._value = parent._shape, parent._timeout, parent._value
-        self._done = False
-        self._result = self._exception = self._unwrap = self._withdraw = None
-        self._source = self._waiters = self._callbacks = self._unretrieved = None
+        self._be_part_of(parent)
         self._report = report
 
     def _finish(self, result: Any, exception: BaseException | None = None) -> None:
-        self._done = True
+        super()._finish(result, exception)
         self._report(result, exception)
+
+    def _failed(self, error: BaseException) -> None:
+        """The parent tells."""
 
 
 class Children:
@@ -51,11 +46,13 @@ class Children:
         parent: it calls `fail` when it fails.
     """
 
-    __slots__ = ("_parent", "_running")
+    __slots__ = ("_parent", "_running", "algorithm")
 
     def __init__(self, parent: Operation) -> None:
         self._parent = parent
         self._running: dict[Operation, None] = {}
+        #: What carries out the child that was started last.
+        self.algorithm: str | None = None
 
     def start(self, name: str, make: Make, ended: Ended, *, reported: bool = False) -> None:
         """Start a child.
@@ -76,9 +73,10 @@ class Children:
 
         child = make(KEYED | hash62(name), ChildWork(parent.work, report))
         child.parent = parent
+        self.algorithm = child.algorithm()
         speaker, silent = (child, parent) if reported else (parent, child)
         speaker.warned = parent.warned
-        silent.warned, silent.reported = True, inf
+        silent.silence()
         self._running[child] = None
         parent.comm.enter(child)
         if reported:

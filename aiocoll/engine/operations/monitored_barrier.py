@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.group import Group
+from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
 from aiocoll.errors import CollectiveTimeoutError
+from aiocoll.work import Work
 
-__all__ = ["MonitoredBarrier", "MonitoredBarrierOfAll"]
+__all__ = ["MonitoredBarrier"]
 
 
 class MonitoredBarrier(ProgramExecutor):
@@ -14,7 +19,18 @@ class MonitoredBarrier(ProgramExecutor):
 
     OP = "MONITORED_BARRIER"
 
-    __slots__ = ()
+    __slots__ = ("_named",)
+
+    def __init__(self, comm: Group, identity: int, plan: Plan, arrays: list[Any], work: Work[Any]) -> None:
+        super().__init__(comm, identity, plan, arrays, work)
+        self._named: int | None = 1
+
+    @classmethod
+    def of_all(cls, comm: Group, identity: int, plan: Plan, arrays: list[Any], work: Work[Any]) -> MonitoredBarrier:
+        """Make one that names all ranks that are missing."""
+        barrier = cls(comm, identity, plan, arrays, work)
+        barrier._named = None
+        return barrier
 
     def expire(self) -> None:
         """The timeout has passed."""
@@ -26,7 +42,8 @@ class MonitoredBarrier(ProgramExecutor):
         Elsewhere it is known as far as rank 0 has told.
         """
         comm = self.comm
-        missing = self._named(operation.awaited() if comm.rank == 0 else comm.stalls.missing(operation)[0])
+        missing = operation.awaited() if comm.rank == 0 else comm.stalls.missing(operation)[0]
+        missing = missing[: self._named]
         within = f"in {self.timeout * 1000:g} ms"
         if missing:
             text = f"Ranks {', '.join(map(str, missing))} failed to pass monitoredBarrier {within}"
@@ -43,15 +60,3 @@ class MonitoredBarrier(ProgramExecutor):
                 ranks=missing or [0],
             )
         )
-
-    def _named(self, missing: list[int]) -> list[int]:
-        return missing[:1]
-
-
-class MonitoredBarrierOfAll(MonitoredBarrier):
-    """One that names all missing ranks."""
-
-    __slots__ = ()
-
-    def _named(self, missing: list[int]) -> list[int]:
-        return missing

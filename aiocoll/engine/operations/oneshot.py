@@ -153,6 +153,10 @@ class OneShot(Operation):
             self._unsent = [peer for peer in self._unsent if peer != message.index]
             self.look()
 
+    def algorithm(self) -> str:
+        """Return the name of the plan's."""
+        return self._plan.algorithm
+
     def needs(self, peer: int) -> bool:
         """Whether the tensor of `peer` is still to come: what is on the board outlives the one who put it there."""
         self.look()

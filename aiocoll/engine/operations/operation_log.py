@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from aiocoll.engine.operations.signature import Signature, description
 
-__all__ = ["ENDED", "ERROR", "HISTORY", "MESSAGES", "NBYTES", "PEER", "STARTED", "OperationLog", "Record"]
+__all__ = ["ENDED", "ENTERED", "ERROR", "HISTORY", "MESSAGES", "NBYTES", "PEER", "STARTED", "OperationLog", "Record"]
 
 #: Collectives remembered after their end, and messages.
 HISTORY = 1024
@@ -27,8 +27,8 @@ MESSAGES = 256
 #: and a shape of four dimensions take that much.
 NBYTES = (HISTORY + MESSAGES) * 640
 
-#: Places in an entry that are filled in later; the others are those of `Record`.
-ENDED, ERROR, PEER, STARTED = 8, 9, 10, 11
+#: Places in an entry: when it was entered, and those that are filled in later; all are those of `Record`.
+ENTERED, ENDED, ERROR, PEER, STARTED = 1, 8, 9, 10, 11
 
 
 class Record(NamedTuple):

@@ -101,6 +101,10 @@ class ProgramExecutor(Operation):
             assert array is not None
             self.comm.scratch.give(array)
 
+    def algorithm(self) -> str:
+        """Return the name of the plan's."""
+        return self._plan.algorithm
+
     def needs(self, peer: int) -> bool:
         """Whether something to or from `peer` is missing."""
         return any(action.peer == peer and not self._is_here(index) for index, action in enumerate(self._plan.program))

@@ -277,6 +277,10 @@ class ShmRing(Operation):
 
     # -- the end
 
+    def algorithm(self) -> str:
+        """Return the name of the plan's."""
+        return self._plan.algorithm
+
     def needs(self, peer: int) -> bool:
         """Whether something to or from `peer` is missing."""
         self.look()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import zlib
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["KEYED", "P2P", "Signature", "description"]
+from aiocoll.elements.dtypes import by_name
+
+__all__ = ["KEYED", "P2P", "Members", "Signature", "description"]
 
 #: The two top bits of an operation id say how it was named; ordered operations carry their number itself.
 KEYED = 1 << 62
@@ -39,6 +42,16 @@ class Signature(NamedTuple):
     debug: str | None = None
     members: Members | None = None
     device: str = "cpu"
+
+    def nbytes(self, shape: tuple[int, ...]) -> int | None:
+        """Return the bytes of the caller's main array, of this shape; None where only the other end knows."""
+        if self.dtype is None:
+            return 0
+        try:
+            itemsize = by_name(self.dtype).itemsize
+        except TypeError:
+            return None
+        return itemsize * (prod(shape) if shape else sum(self.counts))
 
     def fingerprint(self) -> int:
         """Hash what is the same on all ranks to 32 bits, the same on every machine."""

@@ -71,6 +71,10 @@ class Compared(Post):
         self._outcome = result, error
         self._settle()
 
+    def algorithm(self) -> str | None:
+        """Return what carries out the operation proper, once it has started."""
+        return self._children.algorithm
+
     def awaited(self) -> list[int]:
         """Return the ranks from which something has not arrived."""
         return self._children.awaited() if self._children else sorted(self._missing)
@@ -93,6 +97,11 @@ class Compared(Post):
     def _says(self) -> bytes:
         """Return what rank 0 is told."""
         return packed(self.describe(), None)
+
+    def _agree(self) -> None:
+        """Compare nothing: all ranks have agreed on it in another way."""
+        self._missing.clear()
+        self._settled = True
 
     def _settle(self) -> None:
         if self.done:

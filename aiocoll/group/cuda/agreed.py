@@ -63,7 +63,17 @@ class Agreed(Compared):
     MARK = "device"
     FINGERPRINT = Signature("AGREED", None, (), None, None, device="cuda").fingerprint()
 
-    __slots__ = ("_arrays", "_called", "_device_state", "_enqueued", "_flying", "_marks", "_plan", "_staged")
+    __slots__ = (
+        "_arrays",
+        "_by_nccl",
+        "_called",
+        "_device_state",
+        "_enqueued",
+        "_flying",
+        "_marks",
+        "_plan",
+        "_staged",
+    )
 
     def __init__(self, side: DeviceState, identity: int, call: DeviceCall, work: Work[Any]) -> None:
         super().__init__(side.member, identity, call.terms, None, work)
@@ -73,6 +83,7 @@ class Agreed(Compared):
         self._staged: Staged | None = None
         #: The device has something of it.
         self._flying = False
+        self._by_nccl = False
         self._enqueued = Enqueued(work, call.arrays)
 
     # -- the agreement
@@ -94,6 +105,10 @@ class Agreed(Compared):
         described = side.described(self._plan, self._called, work._shape)
         told: bytes = msgpack.packb((described, work.seq, work.key, (way,)))
         return told
+
+    def carriers(self) -> str:
+        """Return what carries its bytes: NCCL, or the links of the host where it is staged."""
+        return "nccl" if self._by_nccl else super().carriers()
 
     def is_private(self) -> bool:
         """Whether only the ends of its messages know their lengths."""
@@ -123,6 +138,16 @@ class Agreed(Compared):
         self._device_state.decided(self, numbers[0], ways)
 
     # -- carrying it out
+
+    def taken_marks(self) -> tuple[int, ...]:
+        """Return where the caller's streams were at the call, for what begins after that."""
+        marks, self._marks = self._marks, ()
+        return marks
+
+    def agreed(self, marks: tuple[int, ...]) -> None:
+        """Begin after `marks`, and without an agreement of its own."""
+        self._marks = marks
+        self._agree()
 
     def begin(self, ways: Sequence[int]) -> None:
         """Go on, each call of it on its way: all calls before it have begun."""
@@ -170,6 +195,7 @@ class Agreed(Compared):
 
         communicator = self._device_state.communicator
         assert communicator is not None
+        self._by_nccl = True
         self._flies(communicator.launch(self._marks, put, calls, self._ended, others), last=True)
 
     def _stage(self) -> None:

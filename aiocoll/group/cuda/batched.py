@@ -106,7 +106,7 @@ class BatchedCalls(Agreed):
 
     def _begin_part(self, number: int, member: Member) -> None:
         """Stage a call; the first brings the stream of all of them behind the caller's."""
-        marks, self._marks = self._marks, ()
+        marks = self.taken_marks()
 
         def make(identity: int, work: Work[Any]) -> _Part:
             work.op, work._shape = member.op, member.shape
@@ -124,9 +124,7 @@ class _Part(Agreed):
         self, side: DeviceState, identity: int, call: DeviceCall, marks: tuple[int, ...], work: Work[Any]
     ) -> None:
         super().__init__(side, identity, call, work)
-        self._marks = marks
-        self._missing.clear()
-        self._settled = True
+        self.agreed(marks)
 
     def enter(self) -> None:
         """Begin."""

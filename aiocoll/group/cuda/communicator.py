@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from math import inf
 
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.job.ids import hash62
@@ -184,7 +183,7 @@ class DeviceCommunicator:
         """Wait until all ranks are about to end it; whether they are."""
         comm = self._group
         work: Work[None] = _Quiet(comm.endpoint, _Parting.OP, None, None, None)
-        work._shape, work._timeout, work._value = (), min(PARTING, comm.timeout), None
+        work._expect((), min(PARTING, comm.timeout), None)
         comm.enter(_Parting(comm, work))
         await work._ended()
         return work.is_success()
@@ -248,7 +247,7 @@ class _Parting(Post):
         super().__init__(comm, KEYED | hash62("parting"), self.TERMS, comm.others, work)
         self._member = comm
         # Who does not come is not waited for long, and nobody's fault.
-        self.warned, self.reported = True, inf
+        self.silence()
 
     def enter(self) -> None:
         """Tell the others."""

@@ -29,7 +29,7 @@ class Enqueued:
         self._arrays = arrays
         self._launched: Launched | None = None
         self._waiting: list[asyncio.Future[None]] = []
-        work._ordered = self.order
+        work._order_by(self.order)
 
     async def order(self, stream: int | None) -> Any:
         """Let `stream` wait for the end, once that is on the device."""
@@ -54,7 +54,7 @@ class Enqueued:
 
     def over(self) -> None:
         """The call has ended; perhaps it has failed while a launcher that is stuck has not come to it."""
-        self._work._ordered = None
+        self._work._order_by(None)
         self._wake()
         if self._launched is not None:
             self._launched.release()

@@ -240,16 +240,14 @@ class DeviceRecv(PostedReceive, _OneEnd):
         """Become the receiver of `arrival`."""
         offer = arrival.offer if arrival.code == self.code and arrival.total == self.array.nbytes else None
         if self._open and offer is not None and self._device_state.messages.carries(arrival.total):
-            self.work._withdraw = None
-            self.arrival = arrival
+            self.claim(arrival)
             arrival.posted = self
             self._open = False
             self._device_state.messages.matched(self, arrival.peer, arrival.op, offer)
         elif self._is_there:
             super().match(arrival)
         else:
-            self.work._withdraw = None
-            self.arrival = arrival
+            self.claim(arrival)
             if self._open:
                 self._close()
                 self.stage()
@@ -291,7 +289,7 @@ class DeviceRecv(PostedReceive, _OneEnd):
         elif error is not None:
             self._device_state.broken(error, self)
         else:
-            self.view = self._staged.bytes_of(0)
+            self.put_in(self._staged.bytes_of(0))
             if self.arrival is not None:
                 super().match(self.arrival)
 

@@ -163,7 +163,7 @@ class NativeMessages:
         if member.rank == 0:
             self._take(match, batches)
         else:
-            member.channels[0].note({"t": DEVICE, "g": member.id, "match": match, "batches": batches})
+            member.channels[0].send_control({"t": DEVICE, "g": member.id, "match": match, "batches": batches})
 
     def heard(self, peer: int, note: dict[str, Any]) -> None:
         """Take a note of a rank.
@@ -214,7 +214,7 @@ class NativeMessages:
             if rank == 0:
                 self.heard(0, note)
             else:
-                member.channels[rank].note(note)
+                member.channels[rank].send_control(note)
 
     # -- carrying them out
 

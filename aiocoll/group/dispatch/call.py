@@ -57,10 +57,10 @@ class Call(NamedTuple):
 
     def expect(self, work: Work[Any]) -> None:
         """Let `work` end as the call does."""
-        work._shape, work._timeout, work._value = self.shape, self.timeout, self.result
+        work._expect(self.shape, self.timeout, self.result)
         work._unwrap = self.unwrap
         if self.ends is not None:
-            work._ends = self.ends
+            work._name_ends(self.ends)
 
 
 class Interceptor(Protocol):

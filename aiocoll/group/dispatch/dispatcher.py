@@ -94,7 +94,7 @@ class Dispatcher:
     def check(self) -> None:
         """Refuse a call that this group cannot take, before it takes a number."""
         # A loop that runs, in this thread, is the running one: which that is takes Python 3.11 a system call.
-        if _thread() != self.runtime.thread or not self._is_running() or self.closed:
+        if _thread() != self.runtime.thread or not self._is_running() or self.closed or self.comm.barred:
             self.check_owner()
         if self.comm.cause is not None:
             self.comm.raise_if_revoked()
@@ -121,6 +121,10 @@ class Dispatcher:
                 f"group {self.comm.name!r} belongs to another event loop (or there is none running here): from "
                 "another thread let that loop make the call, `async def call(): return await pg.allreduce(x)`, by "
                 "`asyncio.run_coroutine_threadsafe(call(), loop).result()`"
+            )
+        if method := self.comm.hooks.calling:
+            raise RuntimeError(
+                f"{method} called group {self.comm.name!r}, which has called this hook: let a task of its own do that"
             )
         self.runtime.thread = _thread()
 
@@ -214,7 +218,7 @@ class Dispatcher:
         comm = self.comm
         limit = comm.timeout if timeout is None else seconds(timeout, "timeout")
         # As in `check`, without the call.
-        if _thread() != self.runtime.thread or not self._is_running() or self.closed or comm.cause is not None:
+        if _thread() != self.runtime.thread or not self._is_running() or self.closed or comm.barred:
             self.check()
         if self._diverts:
             scope = scope_here()

@@ -20,7 +20,7 @@ __all__ = ["Batch", "Coalescer", "check_list", "pairs"]
 
 
 class Batch(Recorder):
-    """A block whose calls travel together; made by `ProcessGroup.coalescing`.
+    """A block of ``async with`` whose calls travel together; `ProcessGroup.coalescing` makes it and says what it does.
 
     Attributes:
         seq: the number that the last flush has taken, to look up in `completed_everywhere`; None before the first.

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from aiocoll.algorithms.cost import predict
 from aiocoll.algorithms.load import Load, seconds_of
-from aiocoll.algorithms.spec import Ranks, spec_of
+from aiocoll.algorithms.spec import Participants, spec_of
 from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.signature import Signature
@@ -80,8 +80,8 @@ def _prediction(member: Communicator, call: Call) -> Predicted:
     else:
         # Of objects, sparse arrays or counts yet unknown: messages go as those of the collective named first.
         spec = spec_of(call.op.lower().partition("_")[0])
-        sends = 0 if spec.receivers is Ranks.ROOT else size - 1
-        receives = 0 if spec.senders is Ranks.ROOT else size - 1
+        sends = 0 if spec.receivers is Participants.ROOT else size - 1
+        receives = 0 if spec.senders is Participants.ROOT else size - 1
         load = Load(min(size - 1, 1), sends, receives, call.nbytes, 0, 0)
         return Predicted(call.op, call.nbytes, None, seconds_of(load, machine))
     kind, seconds = terms.op.lower(), 0.0

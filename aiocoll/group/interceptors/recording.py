@@ -205,7 +205,7 @@ class Flusher:
         packer = Packer(self._comm, layout, members, start, outer is not None)
         work = FlushWork(d.endpoint, layout.terms.op, d.group, packer.pending, ended)
         work.seq, work.key = seq, key
-        work._shape, work._timeout, work._value = (), limit, None
+        work._expect((), limit, None)
         if outer is None:
             d.enter(make(identity, work) if wrapper is None else wrapper.wrap(identity, layout.terms, make, work))
         else:

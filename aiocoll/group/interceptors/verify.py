@@ -56,6 +56,6 @@ class Verifier(Wrapper):
         limit = d.limit(timeout)
         identity, seq = d.numbered(key)
         work: Work[Any] = Work(d.endpoint, terms.op, seq, key, d.group)
-        work._shape, work._timeout, work._value = shape, limit, None
+        work._expect(shape, limit, None)
         d.enter(WrongCall(d.comm, identity, terms, wrong, work))
         return work

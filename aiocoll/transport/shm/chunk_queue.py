@@ -27,7 +27,7 @@ __all__ = ["ChunkQueueReader", "ChunkQueueWriter"]
 _VOID = (1 << 64) - 1
 
 
-class _End:
+class _QueueEnd:
     """What both ends know: where the chunks are."""
 
     __slots__ = ("_full", "_lines", "_memory", "_order", "_places", "_taken", "_words", "_writer_waiting")
@@ -42,7 +42,7 @@ class _End:
         self._places = [direction.chunks + number * direction.chunk_nbytes for number in range(CHUNKS)]
 
 
-class ChunkQueueWriter(_End):
+class ChunkQueueWriter(_QueueEnd):
     """The writer's end.
 
     Attributes:
@@ -135,7 +135,7 @@ class ChunkQueueWriter(_End):
         words[line] = self._number
 
 
-class ChunkQueueReader(_End):
+class ChunkQueueReader(_QueueEnd):
     """The reader's end."""
 
     __slots__ = ("_next", "_over")

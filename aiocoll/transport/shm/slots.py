@@ -41,7 +41,7 @@ def _places(direction: Direction) -> tuple[list[int], list[int]]:
     return [first + number * LINE // 8 for number in range(SLOTS)], slots
 
 
-class _End:
+class _SlotEnd:
     """What both ends know: where the slots are."""
 
     __slots__ = ("_freed", "_lines", "_memory", "_order", "_posts", "_starts", "_views", "_words")
@@ -68,7 +68,7 @@ class _End:
         return view
 
 
-class SlotWriter(_End):
+class SlotWriter(_SlotEnd):
     """The writer's end."""
 
     __slots__ = ("_direction", "_posted", "_ready", "_region", "_total")
@@ -114,7 +114,7 @@ class SlotWriter(_End):
         return self._ready[slot]
 
 
-class SlotReader(_End):
+class SlotReader(_SlotEnd):
     """The reader's end: what `view` returns may be read after `look` and until `free`."""
 
     __slots__ = ("_heard", "_over")

@@ -1,0 +1,88 @@
+"""What `help` says of a call is told in the same sections everywhere."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import aiocoll
+from aiocoll import GroupOptions, ProcessGroup, Work
+from aiocoll.group.flight_recorder import FlightRecorder
+
+#: In this order, each at most once.
+SECTIONS = ("Attributes", "Args", "Returns", "Raises", "Cost", "Source")
+
+#: Calls of a group that send nothing, so that they cost next to nothing, and how long they take is for others to say.
+FREE = {"abort", "add_hook", "aclose", "backend_for", "drain", "pending", "rank", "shutdown", "size", "time_estimator",
+        "wait_revoked"}  # fmt: skip
+#: Calls that cannot fail.
+SAFE = {"pending", "rank", "size", "add_done_callback", "done", "dump", "get_future", "is_completed", "is_success",
+        "signalled", "process_group", "current_process_group"}  # fmt: skip
+
+
+def calls() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield what is documented by sections, by name."""
+    for cls in (ProcessGroup, Work, FlightRecorder):
+        for name, found in vars(cls).items():
+            if inspect.isfunction(found) and not name.startswith("_"):
+                yield f"{cls.__name__}.{name}", found
+    yield "GroupOptions.resolve", GroupOptions.resolve
+    for function in (aiocoll.new_group, aiocoll.process_group, aiocoll.current_process_group):
+        yield function.__name__, function
+
+
+CALLS = dict(calls())
+every_call = pytest.mark.parametrize("name", CALLS)
+
+
+def sections(found: object) -> dict[str, str]:
+    """Return the sections of a docstring, in the order they have there."""
+    text = inspect.getdoc(found) or ""
+    parts = re.split(rf"^({'|'.join(SECTIONS)}):", text, flags=re.MULTILINE)
+    assert len(parts[1::2]) == len(set(parts[1::2])), "a section twice"
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@every_call
+def test_it_begins_with_one_line(name: str) -> None:
+    first, *rest = (inspect.getdoc(CALLS[name]) or "").splitlines()
+    assert first.endswith(".")
+    assert not rest or rest[0] == ""
+
+
+@every_call
+def test_the_sections_are_in_order(name: str) -> None:
+    found = list(sections(CALLS[name]))
+    assert found == sorted(found, key=SECTIONS.index)
+
+
+@every_call
+def test_all_arguments_are_told_and_no_others(name: str) -> None:
+    parameters = [each for each in inspect.signature(CALLS[name]).parameters if each not in ("self", "cls")]
+    told = re.findall(r"^    (\w+):", sections(CALLS[name]).get("Args", ""), re.MULTILINE)
+    assert told == parameters
+
+
+@every_call
+def test_results_errors_and_costs_are_told(name: str) -> None:
+    call, found, last = CALLS[name], sections(CALLS[name]), name.rpartition(".")[2]
+    returns = inspect.isclass(call) or inspect.signature(call).return_annotation != "None"
+    assert ("Returns" in found) is returns
+    assert "Raises" in found or last in SAFE
+    if name.startswith("ProcessGroup."):
+        assert ("Cost" in found) is (last not in FREE)
+
+
+def test_options_are_told_one_by_one() -> None:
+    told = re.findall(r"^    (\w+):", sections(GroupOptions)["Attributes"], re.MULTILINE)
+    assert told == list(GroupOptions.__dataclass_fields__)
+    assert "Raises" in sections(GroupOptions)
+
+
+def test_the_help_of_a_call_needs_no_other_page() -> None:
+    said = inspect.getdoc(ProcessGroup.shrink) or ""
+    assert said.startswith("Make a new group of the ranks that are alive")

@@ -1,0 +1,300 @@
+"""Hooks: every start has one end, whatever becomes of the operation, and a hook that misbehaves harms nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aiocoll
+from aiocoll import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupError,
+    GroupOptions,
+    ProcessGroup,
+    Recv,
+    Send,
+    hooks,
+)
+from aiocoll.hooks import OperationInfo
+from aiocoll.testing import run_ranks
+
+SIZES = (1, 2, 3, 4, 7)
+
+
+class Heard:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.starts: list[OperationInfo] = []
+        self.ends: list[OperationInfo] = []
+
+    def on_start(self, info: OperationInfo) -> None:
+        self.starts.append(info)
+
+    def on_end(self, info: OperationInfo) -> None:
+        self.ends.append(info)
+
+    def ops(self) -> list[str]:
+        return [info.op for info in self.starts]
+
+
+@pytest.fixture
+def everywhere() -> Iterator[Heard]:
+    heard = Heard()
+    handle = hooks.add_hook(heard)
+    yield heard
+    handle.remove()
+
+
+async def every_call(pg: ProcessGroup) -> list[str]:
+    """Make calls of every kind; return the names of the operations."""
+    size, rank = pg.size(), pg.rank()
+    x = np.ones(3)
+    await pg.allreduce(x)
+    await pg.allreduce(2.5, key="loss")
+    await pg.barrier()
+    await pg.broadcast(x, 0)
+    await pg.allgather(None, np.ones(rank + 1))
+    await pg.allgather_object(rank)
+    async with pg.coalescing():
+        pg.allreduce(np.ones(2))
+        pg.allreduce(np.ones(4))
+    ops = ["ALLREDUCE", "ALLREDUCE", "BARRIER", "BROADCAST"]
+    ops += ["ALLGATHER" if size == 1 else "ALLGATHER_ALLOCATED", "ALLGATHER_OBJECT", "COALESCED"]
+    if size > 1:
+        right, left = (rank + 1) % size, (rank - 1) % size
+        await pg.batch([Send(np.ones(1), right), Recv(np.zeros(1), left)])
+        ops += ["SEND", "RECV"]
+    return ops
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("debug", ["off", "detail"])
+async def test_every_call_starts_and_ends_once(size: int, debug: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        heard = Heard()
+        pg.add_hook(heard)
+        ops = await every_call(pg)
+        assert heard.ops() == ops
+        assert sorted(info.op for info in heard.ends) == sorted(ops)
+        for start, end in zip(sorted(heard.starts, key=str), sorted(heard.ends, key=str), strict=True):
+            assert start.seconds is None
+            assert end.seconds is not None
+            assert end.seconds >= 0
+            assert start.error is end.error is None
+            assert (start.group, start.rank) == (end.group, end.rank) == (pg.group_name, pg.rank())
+
+    await run_ranks(size, rank, options=GroupOptions(debug=debug))
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix", "tcp", "shm"])
+async def test_what_is_told(transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        heard = Heard()
+        await pg.allreduce(np.ones(1))  # opens the links
+        pg.add_hook(heard)
+        await pg.allreduce(np.ones((2, 3), np.float32), key="grad")
+        if pg.rank() == 0:
+            await pg.send(np.ones(5, np.int16), 1)
+        else:
+            await pg.recv(np.ones(5, np.int16), 0)
+        reduced, message = heard.ends
+        assert (reduced.kind, reduced.key, reduced.seq) == ("collective", "grad", 1)
+        assert (reduced.nbytes, reduced.dtype, reduced.transport) == (24, "float32", transport)
+        assert reduced.algorithm == ("oneshot" if transport == "shm" else "exchange")
+        assert (message.kind, message.key, message.seq) == ("message", None, None)
+        assert (message.nbytes, message.dtype, message.transport) == (10, "int16", transport)
+        assert message.op == ("RECV" if pg.rank() else "SEND")
+
+    await run_ranks(2, rank, options=GroupOptions(transport="auto" if transport == "memory" else transport))
+
+
+async def test_hooks_of_all_groups(everywhere: Heard) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        part = await pg.split_group([0, 1])
+        assert part is not None
+        await pg.barrier()
+        await part.barrier()
+
+    await run_ranks(2, rank)
+    assert len(everywhere.starts) == len(everywhere.ends) == 4
+    assert len({info.group for info in everywhere.ends}) == 2
+
+
+async def test_what_is_removed_hears_no_more() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        heard, other = Heard(), Heard()
+        handle = pg.add_hook(heard)
+        work = pg.barrier() if pg.rank() else None
+        started = len(heard.starts)
+        handle.remove()
+        handle.remove()
+        pg.add_hook(other)
+        await (work or pg.barrier())
+        assert (len(heard.starts), len(heard.ends)) == (started, 0)
+        # Who comes after the start hears of neither.
+        assert len(other.starts) == len(other.ends) == (0 if pg.rank() else 1)
+
+    await run_ranks(2, rank)
+
+
+async def test_failures_are_told() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        heard = Heard()
+        pg.add_hook(heard)
+        with pytest.raises((CollectiveMismatchError, GroupError)) as caught:
+            await pg.allreduce(np.ones(1 + pg.rank()))
+        (end,) = heard.ends
+        assert isinstance(end.error, type(caught.value))
+        assert len(heard.starts) == 1
+
+    await run_ranks(2, rank)
+
+
+async def test_timeouts_and_withdrawn_receives_are_told() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        heard = Heard()
+        pg.add_hook(heard)
+        receive = asyncio.ensure_future(pg.recv(np.ones(1), 1 - pg.rank()).join())
+        await asyncio.sleep(0)
+        receive.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await receive
+        assert [info.op for info in heard.ends] == ["RECV"]
+        if pg.rank() == 0:
+            with pytest.raises(CollectiveTimeoutError):
+                await pg.barrier(timeout=0.05)
+            assert isinstance(heard.ends[-1].error, CollectiveTimeoutError)
+        else:
+            await pg.wait_revoked()
+        assert len(heard.starts) == len(heard.ends)
+
+    await run_ranks(2, rank)
+
+
+async def test_what_a_closed_group_had_pending_ends() -> None:
+    heard = Heard()
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            pg.add_hook(heard)
+            pg.recv(np.ones(1), 1, timeout=float("inf"))
+            pg.abort("the end")
+
+    await run_ranks(2, rank)
+    assert len(heard.starts) == len(heard.ends) == 1
+
+
+async def test_a_hook_that_raises_is_removed(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Heard):
+        def on_start(self, info: OperationInfo) -> None:
+            super().on_start(info)
+            raise ArithmeticError("wrong")
+
+    async def rank(pg: ProcessGroup) -> None:
+        broken, sound = Broken(), Heard()
+        pg.add_hook(broken)
+        pg.add_hook(sound)
+        for _ in range(3):
+            await pg.barrier()
+        assert (len(broken.starts), len(broken.ends)) == (1, 0)
+        assert len(sound.starts) == len(sound.ends) == 3
+
+    with caplog.at_level(logging.ERROR, "aiocoll"):
+        await run_ranks(2, rank)
+    told = [record for record in caplog.records if "the hook is removed" in record.getMessage()]
+    assert len(told) == 2  # once per rank
+    assert all("Broken.on_start raised" in record.getMessage() for record in told)
+    assert all(record.exc_info is not None for record in told)
+
+
+CALLS: dict[str, Any] = {
+    "allreduce": lambda pg: pg.allreduce(np.ones(1)),
+    "send": lambda pg: pg.send(np.ones(1), 1 - pg.rank()),
+    "barrier": lambda pg: pg.barrier(),
+    "objects": lambda pg: pg.allgather_object(1),
+    "abort": lambda pg: pg.abort(),
+    "split_group": lambda pg: pg.split_group([0, 1]),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("when", ["on_start", "on_end"])
+async def test_a_hook_cannot_call_its_group(call: str, when: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        class Caller:
+            raised: list[str]
+
+            def on_end(self, info: OperationInfo) -> None:
+                if when == "on_end":
+                    self.call()
+
+            def on_start(self, info: OperationInfo) -> None:
+                if when == "on_start":
+                    self.call()
+
+            def call(self) -> None:
+                for _ in range(2):
+                    with pytest.raises(RuntimeError, match=f"Caller.{when} called group '{pg.group_name}'"):
+                        CALLS[call](pg)
+
+        pg.add_hook(Caller())
+        assert await pg.allreduce(1) == 2
+        assert await pg.allreduce(1) == 2
+
+    await run_ranks(2, rank)
+    assert "the hook is removed" not in caplog.text
+
+
+async def test_a_hook_may_use_another_group() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        part = await pg.split_group([0, 1])
+        assert part is not None
+        works = []
+
+        class Forwarder:
+            def on_end(self, info: OperationInfo) -> None:
+                works.append(part.allreduce(1))
+
+        pg.add_hook(Forwarder())
+        await pg.barrier()
+        assert await works[0] == 2
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("wrong", [None, print, "on_start"])
+async def test_what_is_no_hook(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"hook must have on_start\(info\) or on_end\(info\), not "):
+        hooks.add_hook(wrong)
+
+    async def rank(pg: ProcessGroup) -> None:
+        with pytest.raises(TypeError, match="hook must have"):
+            pg.add_hook(wrong)
+
+    await run_ranks(1, rank)
+
+
+async def test_nothing_is_made_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(aiocoll.engine.communicator, "OperationInfo", lambda *fields: made.append(fields))
+
+    class Ends:
+        def on_end(self, info: object) -> None:
+            pass
+
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        assert made == []
+        pg.add_hook(Ends())
+        before = len(made)
+        await pg.allreduce(1)
+        assert len(made) == before + 1
+
+    await run_ranks(1, rank)
