@@ -28,7 +28,7 @@
     hooks                 functions of your own, called when operations start and end: `hooks.add_hook`
     register_backend      groups of another kind: `Backend`, `BackendConfig`
 
-Modules beside: `aiocoll.distributed` has the names of torch.distributed, `aiocoll.testing` runs ranks in tests,
+Modules: `aiocoll.distributed` has the names of torch.distributed, `aiocoll.testing` runs ranks in tests,
 `aiocoll.typing` has the types of what calls take.
 """
 

@@ -52,7 +52,7 @@ class Work(Generic[T_co]):
     Cancelling an await stops the waiting, never the operation; `abort` ends that. A receive that no message has matched
     is the exception: it is withdrawn when its last awaiter is cancelled.
 
-    A failure that nobody looks at, by an await, `result`, `exception`, a callback, a future or `ProcessGroup.drain`,
+    A failure that is never retrieved, by an await, `result`, `exception`, a callback, a future or `ProcessGroup.drain`,
     is logged with the line of the call, when the work is collected or its group is closed.
 
     Attributes:

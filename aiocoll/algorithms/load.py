@@ -113,7 +113,7 @@ def exscan_fold(nbytes: int, world_size: int) -> Load:
 
 
 def bruck(nbytes: int, world_size: int) -> Load:
-    """In rounds, twice as many tensors in each; then everybody folds them."""
+    """In rounds, twice as many tensors in each; then all ranks fold them."""
     steps, moved = log2(world_size), nbytes * (world_size - 1)
     return Load(steps, steps, steps, moved, moved, moved + nbytes)
 
@@ -137,7 +137,7 @@ def pairwise_allreduce(nbytes: int, world_size: int) -> Load:
 
 
 def oneshot(nbytes: int, world_size: int) -> Load:
-    """Each rank copies its tensor to everybody, and reduces all there are."""
+    """Each rank copies its tensor to all ranks, and reduces all there are."""
     others = world_size - 1
     return Load(1, others, others, 0, 0, nbytes * (2 * others + 1))
 
@@ -194,7 +194,7 @@ def knomial(nbytes: int, world_size: int) -> Load:
 
 
 def linear_broadcast(nbytes: int, world_size: int) -> Load:
-    """The root sends its tensor to everybody."""
+    """The root sends its tensor to all ranks."""
     return Load(1, world_size - 1, 0, nbytes * (world_size - 1), nbytes, 0)
 
 

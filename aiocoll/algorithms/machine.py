@@ -56,7 +56,7 @@ class Tuning(NamedTuple):
     more than under MPI, hence limits ten to thirty times those in its literature.
 
     Attributes:
-        tcp, unix, shm: the numbers of each medium. Those of "tcp" are of the loopback interface unless somebody has
+        tcp, unix, shm: the numbers of each medium. Those of "tcp" are of the loopback interface unless a user has
             measured a network.
         medium: what the group's messages go over.
         crowd: ranks per core, if more than one: processor time is multiplied by it.

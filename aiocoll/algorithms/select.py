@@ -1,7 +1,7 @@
 """Which algorithm a collective runs: one table, read from the top, and the functions behind the names.
 
 The table asks only for what all ranks know alike: the collective, the bytes of the whole vector, the number of ranks,
-what the reduce op needs, and the numbers of the machine that rank 0 has told everybody. So all ranks choose the same.
+what the reduce op needs, and the numbers of the machine that rank 0 has told all ranks. So all ranks choose the same.
 
 The limits are multiples of what the machine does in the time of a message (`algorithms.machine`), so one table is for
 every machine and medium; a test holds it against the predictions of `algorithms.cost`.
@@ -36,7 +36,7 @@ class Rule:
         min_world, max_world: number of ranks.
         max_nbytes: bytes of the whole vector, in n_half.
         max_chunk: bytes of a p-th of the vector, in n_half.
-        max_volume: bytes of the whole vector times (p-1), sent by a rank that sends all of it to everybody; in n_half.
+        max_volume: bytes of the whole vector times (p-1), sent by a rank that sends all of it to all ranks; in n_half.
         max_gaps: bytes of the whole vector, in what a link carries during the overhead of one message.
         max_stages: bytes of a p-th of the vector, in what a link carries until a rank of a line passes on a piece.
         max_fan: time for the p-2 messages of a rank besides the first, in that of the steps that a tree has besides

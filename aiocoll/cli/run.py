@@ -6,7 +6,7 @@ variables (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK`,
     NODE_RANK              this host among the hosts, the same as GROUP_RANK
     AIOCOLL_JOB_ID         what tells this job's connections from another's
     AIOCOLL_STORE          "launcher": the store at MASTER_ADDR:MASTER_PORT is there, rank 0 must not start one
-    AIOCOLL_JOB_KEY_FD     a pipe that holds the job key; nobody else can read it, as they could argv or environment
+    AIOCOLL_JOB_KEY_FD     a pipe that holds the job key; other processes cannot read it, unlike argv or environment
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 #: What is between the interpreter and the program.
 _ON_THE_WAY = (os.path.abspath(__file__), __file__, "<frozen runpy>", "<frozen importlib._bootstrap")
-#: Errors of the library by which a rank hears that something has happened elsewhere.
+#: Errors of the library that report a failure of another rank.
 _NEWS = ("GroupError", "RendezvousError", "StoreTimeoutError", "StoreUnavailableError")
 #: Characters of an exception's message in one line: some messages hold a whole array.
 _LONGEST = 400
@@ -185,7 +185,7 @@ def _degree(error: BaseException) -> int:
     chain = [error]
     while (before := _before(chain[-1])) is not None and all(before is not each for each in chain):
         if _is_news(chain[-1]) and isinstance(before, OSError | EOFError):
-            break  # the system's word of a lost connection
+            break  # an OSError of a lost connection
         chain.append(before)
     if _is_news(chain[-1]):
         return 2

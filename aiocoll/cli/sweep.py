@@ -48,7 +48,7 @@ async def sweep(pg: ProcessGroup, cases: Sequence[Case], effort: Effort) -> list
 def _print(line: str) -> None:
     try:
         print(line, flush=True)
-    except BrokenPipeError:  # as in `aiocoll bench | head`: nobody reads on, and the other ranks do not wait in vain
+    except BrokenPipeError:  # as in `aiocoll bench | head`: go on, since the other ranks wait for this one
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)

@@ -180,7 +180,7 @@ class _Pair:
         return perf_counter() - start
 
     async def _many(self, count: int) -> float:
-        """Send `count` short messages at once, and hear that they are there."""
+        """Send `count` short messages at once, and wait for the acknowledgement."""
         start = perf_counter()
         if self._first:
             works = [self._pg.send(message, self._peer) for message in self._burst[:count]]

@@ -73,7 +73,7 @@ def words(outcomes: Mapping[int, RankOutcome], to_blame: RankOutcome, stopped: f
         yield f"aiocoll run: rank {rank} {_end(to_blame, inf)}"
         return
     first = (
-        "failed first" if to_blame.degree < 2 else "was the first to hear of a failure, and none here failed by itself"
+        "failed first" if to_blame.degree < 2 else "was the first to report a failure, and none here failed by itself"
     )
     yield f"aiocoll run: rank {rank} {first}; exit code {to_blame.status}:"
     yield from tracebacks({rank: to_blame})

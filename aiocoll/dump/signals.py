@@ -57,7 +57,7 @@ def listen(listener: Listener, *, asked: bool) -> None:
     if not _listeners:  # the last one may have been garbage-collected without `unlisten`
         _installed = before is _handle
     _listeners.add(listener)
-    # Once: a handler that somebody has put since then may call this one.
+    # Only once: a handler that was installed since then may call this one.
     if _installed and not _would_end_us(before):
         return
     # None: one that is not Python's, which could neither be called nor put back.

@@ -151,7 +151,7 @@ class StoreCore:
             self._queues.setdefault(key, deque()).append(value)
 
     def _queue_return(self, key: str, value: bytes) -> None:
-        """Put back what was popped for somebody who no longer wants it: to the front, past the limits if need be."""
+        """Put back an item that was popped for a cancelled call: to the front, even beyond the limits."""
         if not self._hand_over(key, value):
             self._queued += 1
             self._nbytes += len(value)

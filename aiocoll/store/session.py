@@ -138,8 +138,8 @@ class Session(FrameProtocol):
         if self._joined:
             raise ProtocolError("a client that joins twice")
         self._joined = True
-        everybody = [str(i) for i in range(1, world_size + 1)]
-        self._start_wait(self._owner.joined(), number, "wait", (everybody,))
+        clients = [str(i) for i in range(1, world_size + 1)]
+        self._start_wait(self._owner.joined(), number, "wait", (clients,))
 
     def _start_wait(self, core: StoreCore, number: int, command: str, arguments: tuple[Any, ...]) -> None:
         if number in self._waits or len(self._waits) >= _MAX_WAITS:

@@ -106,7 +106,7 @@ class TCPStore(Store):
         return await self.open()
 
     async def aclose(self) -> None:
-        """Disconnect; the master's server ends too, for everybody."""
+        """Disconnect; the master also ends the server, for all clients."""
         self._closed = True
         try:
             if self._link is not None:

@@ -1,4 +1,4 @@
-"""The processes of all ranks, and who of them fails first: what `run_processes` and continuous test cases share.
+"""The processes of all ranks, and which fails first: shared by `run_processes` and continuous test cases.
 
 The ranks of a `run_processes` carry out one job and end. Standing ranks are asked again and again: they keep their
 group from call to call, and make a new one after a call that failed or left something pending.
@@ -146,7 +146,7 @@ class Team:
             await asyncio.wait(tasks)
         for task in tasks:
             if not task.cancelled():
-                task.exception()  # it has been seen: no word of it in the log
+                task.exception()  # retrieved, so that it is not logged
 
 
 async def _noted(rank: int, asked: Coroutine[Any, Any, Any], failures: dict[int, BaseException]) -> Any:

@@ -162,7 +162,7 @@ def test_when_nobody_failed_by_itself_the_first_to_hear_comes_last(launch: Launc
     assert done.returncode == 1
     *others, last = blocks(done.stderr)
     assert re.match(
-        r"aiocoll run: rank [02] was the first to hear of a failure, and none here failed by itself; exit code 1:",
+        r"aiocoll run: rank [02] was the first to report a failure, and none here failed by itself; exit code 1:",
         last[0],
     )
     assert "rank 1" in last[-1]
@@ -179,7 +179,7 @@ def test_another_hosts_launcher_names_what_it_knows(launch: Launch, tmp_path: Pa
     done = launch("-n", 1, *where, script=script.replace("== 1", "== 0")).finish()
     assert done.stderr.splitlines()[-1] == "[0] ValueError: no data"
     (last,) = blocks(other.finish().stderr)
-    assert last[0].startswith("aiocoll run: rank 1 was the first to hear of a failure")
+    assert last[0].startswith("aiocoll run: rank 1 was the first to report a failure")
     assert re.match(r"\[1\] aiocoll\.errors\..*rank 0.*no data", last[-1])
 
 
@@ -267,7 +267,7 @@ asyncio.run(main())
     done = launch("-n", 2, script=script).finish()
     *others, last = blocks(done.stderr)
     assert others[-1] == ["aiocoll run: rank 1 exited with code 5"]
-    assert last[0].startswith("aiocoll run: rank 0 was the first to hear of a failure, and none here failed by itself")
+    assert last[0].startswith("aiocoll run: rank 0 was the first to report a failure, and none here failed by itself")
     assert "CollectiveTimeoutError" in last[-1]
     assert done.returncode == 1
 

@@ -261,7 +261,7 @@ def good(**changes: Any) -> dict[str, Any]:
         (b'{"a": 1}', "is not a dump of pg.recorder"),
         (b'{"traceEvents": []}', "is a trace for Perfetto; give the dumps it was made of"),
         (good(version=2), "has version 2 of the format, and this aiocoll reads version 1"),
-        (good(rank=2), "is damaged: rank: it is not a rank of the group's"),
+        (good(rank=2), "is damaged: rank: it is not a rank of the group"),
         (good(rank=True), "is damaged: rank: True is not a number"),
         (good(clock={}), "is damaged: clock: host is missing"),
         (good(entries=[1]), "is damaged: entries: one is not a map"),

@@ -1,4 +1,4 @@
-"""Chain: one line of ranks; everybody passes on what arrives while it still arrives.
+"""Chain: one line of ranks; each rank passes on what arrives while it still arrives.
 
 Each rank receives and sends the tensor once, which is the least possible, all links work at the same time, and the
 line is as fast as one link once it is filled: the way for large tensors. (A reduce-scatter with a gather to the root

@@ -13,7 +13,7 @@ Cost in (steps, most bytes sent by one rank), n = bytes of the whole vector, L =
     allreduce       "circulant"      (2L, 2n(p-1)/p)
     reduce_scatter  "circulant"      (L, n(p-1)/p)     scratch n
     allgather       "circulant"      (L, n(p-1)/p)     scratch n; Bruck's algorithm
-    allreduce       "bruck"          (L, n(p-1))       scratch n*p; allgather, then everybody folds in rank order
+    allreduce       "bruck"          (L, n(p-1))       scratch n*p; allgather, then all ranks fold in rank order
     barrier         "dissemination"  (L, 0)
 
 Traeff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms" (arXiv 2410.14234); Bruck et al., "Efficient

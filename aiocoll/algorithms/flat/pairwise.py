@@ -11,7 +11,7 @@ Cost in (steps, most bytes sent by one rank), n = bytes of the whole vector (all
     reduce_scatter  "pairwise"  (1, n(p-1)/p)     scratch n(p-1)/p
     alltoall        "pairwise"  (1, n(p-1)/p)
 
-Peers are taken in rotation (rank+1, rank+2, ...), so that no rank is everybody's first. Rabenseifner, "Optimization of
+Peers are taken in rotation (rank+1, rank+2, ...), so that first peers differ. Rabenseifner, "Optimization of
 Collective Reduction Operations" (ICCS 2004), compares it with halving and ring.
 """
 
@@ -26,7 +26,7 @@ __all__ = ["allreduce", "alltoall", "reduce", "reduce_scatter"]
 
 
 def allreduce(rank: int, world_size: int, count: int) -> Program:
-    """Fold the own chunk of all tensors (buffer 0), then send the result to everybody."""
+    """Fold the own chunk of all tensors (buffer 0), then send the result to all ranks."""
     build = Builder(1)
     parts = chunks(count, world_size)
     mine = parts[rank]

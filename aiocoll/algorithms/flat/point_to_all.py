@@ -5,14 +5,14 @@ gather and scatter, where no relay could save the root anything.
 
 Cost in (steps, most bytes sent by one rank), n = bytes of the whole vector, p = ranks:
 
-    allreduce  "oneround"  (1, n(p-1))      everybody gets everything and reduces it in rank order
+    allreduce  "oneround"  (1, n(p-1))      every rank gets everything and reduces it in rank order
     allreduce  "exchange"  (1, n)           the same for two ranks, reducing on arrival instead of from scratch
     reduce     "linear"    (1, n)           the root reduces in rank order
     broadcast  "linear"    (1, n(p-1))
     allgather  "direct"    (1, n(p-1)/p)
     gather     "linear"    (1, n/p)
     scatter    "linear"    (1, n(p-1)/p)
-    barrier    "linear"    (2, 0)           everybody reports to rank 0, which then knows who is missing
+    barrier    "linear"    (2, 0)           every rank reports to rank 0, which then knows who is missing
 
 Two ranks, oneround:
 
@@ -32,7 +32,7 @@ __all__ = ["allgather", "allreduce", "barrier", "broadcast", "exchange", "gather
 
 
 def allreduce(rank: int, world_size: int, count: int) -> Program:
-    """Send the tensor (buffer 0) to everybody and fold all tensors in rank order; scratch (p-1) tensors."""
+    """Send the tensor (buffer 0) to all ranks and fold all tensors in rank order; scratch (p-1) tensors."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     scratch = build.scratch((world_size - 1) * count) if world_size > 1 else 0
@@ -91,7 +91,7 @@ def broadcast(rank: int, world_size: int, root: int, count: int) -> Program:
 
 
 def allgather(rank: int, world_size: int, counts: Sequence[int]) -> Program:
-    """Send the input (buffer p) to everybody; outputs are buffers 0 to p-1."""
+    """Send the input (buffer p) to all ranks; outputs are buffers 0 to p-1."""
     build = Builder(world_size + 1)
     mine = Region(world_size, 0, counts[rank])
     build.copy(Region(rank, 0, counts[rank]), mine)

@@ -1,4 +1,4 @@
-"""Ring: chunks travel from rank to rank and are reduced on the way; everybody sends and receives all the time.
+"""Ring: chunks travel from rank to rank and are reduced on the way; all ranks send and receive all the time.
 
 Chunk c starts at rank c+1, is reduced at each rank it passes and is complete at rank c; in an allgather it then goes
 round once more. A chunk is forwarded while it still arrives (`follow`), so segments stream through and every link is
@@ -70,7 +70,7 @@ def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Program
 
 
 def allgather(rank: int, world_size: int, counts: Sequence[int]) -> Program:
-    """Pass inputs (buffer p) round until everybody has all in the outputs (buffers 0 to p-1)."""
+    """Pass inputs (buffer p) round until all ranks have all in the outputs (buffers 0 to p-1)."""
     build = Builder(world_size + 1)
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     block = Region(world_size, 0, counts[rank])

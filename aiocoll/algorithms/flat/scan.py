@@ -5,7 +5,7 @@ exclusive form rank 0's tensor stays as it is and rank 1 gets rank 0's.
 
 Cost in (steps, most bytes sent by one rank), n = bytes of the tensor:
 
-    scan, exscan  "fold"   (1, n(p-1))    scratch n*rank; everybody sends to all higher ranks, which fold
+    scan, exscan  "fold"   (1, n(p-1))    scratch n*rank; each rank sends to all higher ranks, which fold
     scan          "chain"  (p-1, n)       each rank adds its own and passes on, while it arrives
     exscan        "chain"  (p-1, n)       scratch 2n at inner ranks
 

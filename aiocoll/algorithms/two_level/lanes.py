@@ -91,9 +91,9 @@ def spread(
 
     Args:
         build: of the program of `rank`.
-        hosts: who is where.
+        hosts: the teams.
         rank: whose program.
-        root: who has it; need not be a gate.
+        root: the rank that has it; need not be a gate.
         gates: the gate on each host.
         region: where it lies, or will lie, at `rank`.
         ready: what writes it at the root.

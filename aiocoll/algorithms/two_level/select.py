@@ -6,7 +6,7 @@ split will do, 3+1 as well as 2+2, and rank numbers may alternate between the ho
 inputs in rank order: teams would be reduced before others' lower ranks.
 
 Not built, since it would save nothing between hosts: gather, scatter and alltoall (every byte has one sender and one
-receiver; only messages could be fewer, at the price of another copy), monitored_barrier (its rank 0 must hear of every
+receiver; only messages could be fewer, at the price of another copy), monitored_barrier (rank 0 must hear from every
 rank itself) and the scans (their order is the ranks').
 """
 
