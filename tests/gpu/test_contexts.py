@@ -114,7 +114,7 @@ def test_a_thread_goes_back_to_its_device_where_that_has_been_used() -> None:
         events = Events(cuda, 2)
 
         def there() -> tuple[int, int]:
-            return events.there(cuda.current), cuda.current()
+            return events.on_device(cuda.current), cuda.current()
 
         assert elsewhere(cuda, there) == (2, 2)
         assert sorted(cuda.contexts) == [2]

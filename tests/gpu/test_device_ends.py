@@ -283,7 +283,7 @@ async def test_what_the_launcher_calls_may_fail(device: Device, error: BaseExcep
     def fail() -> None:
         raise error
 
-    for run in (device.run, device.aside):
+    for run in (device.run, device.run_in_thread):
         future = run(fail)
         await asyncio.wait([future])
         assert future.exception() is error
@@ -334,7 +334,7 @@ async def test_a_stream_is_closed_behind_what_is_on_it(cuda: FakeCuda, device: D
     closing = asyncio.create_task(device.close_stream(stream, 10))
     await until(lambda: hasattr(held, "gate"))
     assert not closing.done()
-    with pytest.raises(ValueError, match=f"stream {stream:#x} of CUDA device 0 is closed"):
+    with pytest.raises(ValueError, match=f"stream {stream:#x} is closed, or is not one of CUDA device 0"):
         begin(device, stream)
     held.open()
     assert await closing
@@ -394,7 +394,7 @@ async def test_abort_frees_who_waits(cuda: FakeCuda) -> None:
     )
     await launched.on_stream(0)
     assert not ended.done()
-    await devices[0].aside(ends[0].abort)
+    await devices[0].run_in_thread(ends[0].abort)
     await ended
     assert await devices[0].close_stream(stream, 10)
 

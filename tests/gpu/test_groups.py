@@ -147,7 +147,7 @@ async def test_a_group_is_of_one_device() -> None:
         await allreduced(pg, gpu)
         with pytest.raises(ValueError, match=r"works on CUDA device 0, where .* these are on device 1"):
             pg.allreduce(gpu.tensor(np.ones(3), 1))
-        with pytest.raises(TypeError, match="one place"):
+        with pytest.raises(TypeError, match="on one device"):
             pg.alltoall([gpu.tensor(np.ones(1), 1)], [gpu.tensor(np.ones(1), 0)])
         await allreduced(pg, gpu)
 

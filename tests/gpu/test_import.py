@@ -94,7 +94,7 @@ def test_what_to_install(torch: str | None, driver: int | None, message: str, mo
 def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(0, 3))
-    assert "could not be found" in needed()
+    assert "could not be determined" in needed()
 
 
 # -- what there is
