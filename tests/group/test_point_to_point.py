@@ -18,7 +18,7 @@ from aiocoll import (
     Work,
 )
 from aiocoll.engine.links.channel import Channel
-from aiocoll.engine.matching import matching as module
+from aiocoll.engine.matching import posted as module
 from aiocoll.engine.operations.signature import P2P
 from aiocoll.transport.frame import EAGER, FrameKind
 
