@@ -348,7 +348,7 @@ def refusals(pg: ProcessGroup) -> dict[str, tuple[type[Exception], str, Callable
         "empty batch": (ValueError, "is empty", lambda: dist.batch_isend_irecv([])),
         "no batch": (ValueError, "list of P2POp", lambda: dist.batch_isend_irecv([dist.isend])),
         "objects": (TypeError, "object_list must be a list", lambda: dist.broadcast_object_list("foo", 0)),
-        "object list": (ValueError, "object_list needs exactly one entry per rank", lambda: dist.all_gather_object([None], 1)),
+        "object list": (ValueError, "object_list needs exactly one entry", lambda: dist.all_gather_object([None], 1)),
         "no object list": (TypeError, "object_gather_list must", lambda: dist.gather_object(1, None, pg.rank())),
         "gather list": (ValueError, "object_gather_list must", lambda: dist.gather_object(1, [0, 0], other)),
         "scatter out": (ValueError, "scatter_object_output_list is empty", lambda: dist.scatter_object_list([])),
