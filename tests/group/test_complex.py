@@ -165,7 +165,7 @@ async def test_an_order_and_bits_are_not_defined_on_them(kind: str) -> None:
     async def one(pg: ProcessGroup) -> None:
         for name, dtype in product(("MIN", "MAX", "BAND", "BOR", "BXOR"), DTYPES):
             tensor = np.full(4, 1j, dtype)
-            with pytest.raises(TypeError, match=f"op {name} is not defined on {dtype}; it takes"):
+            with pytest.raises(TypeError, match=f"op {name} is not defined on {dtype}; it accepts"):
                 CALLS[kind](pg, tensor, getattr(ReduceOp, name))
             assert (tensor == 1j).all()
         with pytest.raises(TypeError, match="op MAX is not defined on complex128"):
