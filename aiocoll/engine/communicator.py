@@ -164,13 +164,13 @@ class Communicator:
             self.operations[identity] = operation
             # The fields of a `Record`, written out: a call per operation would cost more than all else in here.
             code, instruction = work._code, work._instruction
-            entry = [identity, now, operation.terms, work._shape, work.key, work.seq, code, instruction, None, None]
+            entry = [identity, now, operation.signature, work._shape, work.key, work.seq, code, instruction, None, None]
             self._collectives.append(entry)
             operation.entry = entry
         else:
             code, instruction = work._code, work._instruction
-            terms, peer = operation.terms, operation.peer
-            entry = [identity, now, terms, work._shape, None, None, code, instruction, None, None, peer, None]
+            signature, peer = operation.signature, operation.peer
+            entry = [identity, now, signature, work._shape, None, None, code, instruction, None, None, peer, None]
             self._messages.append(entry)
             operation.entry = entry
         watch = self._watch
@@ -225,7 +225,7 @@ class Communicator:
             self.barred = self.cause is not None
 
     def _info(self, operation: Operation, error: BaseException | None) -> OperationInfo:
-        terms, work, ended = operation.terms, operation.work, operation.entry[ENDED]
+        signature, work, ended = operation.signature, operation.work, operation.entry[ENDED]
         return OperationInfo(
             self.name,
             self.rank,
@@ -233,8 +233,8 @@ class Communicator:
             "message" if operation.id & P2P == P2P else "collective",
             work.key,
             work.seq,
-            terms.nbytes(work._shape),
-            terms.dtype,
+            signature.nbytes(work._shape),
+            signature.dtype,
             None if ended is None else ended - operation.entry[ENTERED],
             operation.algorithm(),
             operation.carriers(),

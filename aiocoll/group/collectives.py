@@ -229,7 +229,7 @@ class Collectives:
         op: ReduceOp | None = None,
     ) -> Work[Any]:
         """Raise what is wrong with a call's list, or let all ranks hear of it."""
-        terms = Signature(
+        signature = Signature(
             kind.upper(),
             None if main is None else main.dtype.name,
             (),
@@ -237,7 +237,7 @@ class Collectives:
             None if op is None else op.wire_name,
             device="cuda" if main is not None and isinstance(main.array, DeviceArray) else "cpu",
         )
-        return self._dispatcher.refuse(wrong, terms, () if main is None else main.shape, timeout, key)
+        return self._dispatcher.refuse(wrong, signature, () if main is None else main.shape, timeout, key)
 
     def _gathering(
         self,

@@ -190,7 +190,7 @@ def _entry(member: Communicator, record: Record, places: Places) -> dict[str, An
         "kind": "message" if message else "collective",
         "peer": record.peer,
         "tag": (record.op ^ P2P) >> TAG if message else None,
-        "bytes": record.terms.nbytes(record.shape),
+        "bytes": record.signature.nbytes(record.shape),
         "entered": record.entered,
         "started": started,
         "finished": record.ended,

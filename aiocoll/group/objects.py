@@ -93,17 +93,17 @@ class Objects:
     ) -> Work[Any]:
         """Start a call; where there are no other ranks, all of them give `mine` back, if they were sent nothing."""
         comm = self._dispatcher.comm
-        terms = Signature(op, "object", (), root, None)
+        signature = Signature(op, "object", (), root, None)
 
         def make(identity: int, work: Work[Any]) -> ObjectExchange:
-            return ObjectExchange(comm, identity, terms, parcels, work)
+            return ObjectExchange(comm, identity, signature, parcels, work)
 
         nbytes = sum(map(len, parcels.outgoing.values()))
         limit, result = self._dispatcher.limit(timeout), None
         if self._dispatcher.dry:
             own, sent = self.dump(mine), parcels.outgoing
             result = at_once(parcels.unpack({rank: memoryview(sent.get(rank, own)) for rank in range(self._size)}))
-        return self._dispatcher.begin(Call(op, make, limit, terms, key, result=result, nbytes=nbytes))
+        return self._dispatcher.begin(Call(op, make, limit, signature, key, result=result, nbytes=nbytes))
 
     def _refuse(self, wrong: ValueError, op: str, root: int | None, timeout: Timeout, key: str | None) -> Work[Any]:
         return self._dispatcher.refuse(wrong, Signature(op, "object", (), root, None), (), timeout, key)

@@ -61,16 +61,16 @@ def allreduce_sparse(dispatcher: Dispatcher, tensor: Any, op: ReduceOp, timeout:
     limit = dispatcher.limit(timeout)
     entries = array.read() if array.effort <= INLINE else None
     dims = f"SUM over {array.sparse_dim} sparse and {len(array.shape) - array.sparse_dim} dense dimensions"
-    terms = Signature("ALLREDUCE_SPARSE", array.dtype.name, array.shape, None, dims)
+    signature = Signature("ALLREDUCE_SPARSE", array.dtype.name, array.shape, None, dims)
 
-    plan = dispatcher.planner.counting_plan(terms)
+    plan = dispatcher.planner.counting_plan(signature)
 
     def make(identity: int, work: Work[Any]) -> Operation:
         return _Sum(dispatcher.comm, identity, plan, _Given(array, entries, dispatcher.planner), work)
 
     # What all others are sent, if they are few: each entry with its place.
     nbytes = array.effort * (array.dtype.itemsize + _INT64.itemsize // max(array.width, 1)) * (dispatcher.size - 1)
-    return dispatcher.begin(Call(terms.op, make, limit, terms, key, array.shape, tensor, None, nbytes))
+    return dispatcher.begin(Call(signature.op, make, limit, signature, key, array.shape, tensor, None, nbytes))
 
 
 class _Given(NamedTuple):

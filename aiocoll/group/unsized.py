@@ -28,15 +28,17 @@ __all__ = ["allgather_unsized", "gather_unsized"]
 def allgather_unsized(dispatcher: Dispatcher, source: Buffer, timeout: Timeout, key: str | None) -> Work[list[Any]]:
     """Start an allgather in which no rank gives outputs: first all learn how long they have to be."""
     limit = dispatcher.limit(timeout)
-    terms = Signature("ALLGATHER_ALLOCATED", source.dtype.name, (), None, None)
+    signature = Signature("ALLGATHER_ALLOCATED", source.dtype.name, (), None, None)
     dtype = array_dtype(source.dtype)
-    plan = dispatcher.planner.counting_plan(terms)
+    plan = dispatcher.planner.counting_plan(signature)
 
     def make(identity: int, work: Work[Any]) -> Operation:
         return _Allgather(dispatcher.comm, identity, plan, _Given(source, dtype, dispatcher.planner), work)
 
     nbytes = source.nbytes * (dispatcher.size - 1)
-    return dispatcher.begin(Call(terms.op, make, limit, terms, key, source.shape, nbytes=nbytes, arrays=[source.array]))
+    return dispatcher.begin(
+        Call(signature.op, make, limit, signature, key, source.shape, nbytes=nbytes, arrays=[source.array])
+    )
 
 
 def gather_unsized(
@@ -44,16 +46,16 @@ def gather_unsized(
 ) -> Work[list[Any] | None]:
     """Start the root's part of a gather; the other ranks do what they always do."""
     limit = dispatcher.limit(timeout)
-    terms = Signature("GATHER", source.dtype.name, (), root, None)
+    signature = Signature("GATHER", source.dtype.name, (), root, None)
     dtype = array_dtype(source.dtype)
 
     def pack(parts: list[NDArray[Any]]) -> list[Any]:
         return [part.view(dtype).reshape(_shape(source, part.size)) for part in parts]
 
     def make(identity: int, work: Work[Any]) -> Operation:
-        return Gathered(dispatcher.comm, identity, terms, Given(source.array, pack), work)
+        return Gathered(dispatcher.comm, identity, signature, Given(source.array, pack), work)
 
-    return dispatcher.begin(Call(terms.op, make, limit, terms, key, source.shape))
+    return dispatcher.begin(Call(signature.op, make, limit, signature, key, source.shape))
 
 
 class _Given(NamedTuple):

@@ -383,11 +383,11 @@ async def test_more_than_a_message_is_refused(transport: str, what: str) -> None
             await until(lambda: waiting)
             work = pg.recv(np.zeros(1), 0)
             pg.broadcast(np.zeros(100), 1, key="alike").add_done_callback(lambda _: None)
-            terms = pg._comm.recorder.last().terms  # type: ignore[union-attr]
+            signature = pg._comm.recorder.last().signature  # type: ignore[union-attr]
             at = 0
             for length in lengths:
                 header = HEADER.pack(
-                    FrameKind.DATA, EAGER, 0, pg._comm.id, waiting[0], terms.fingerprint(), at, length, 800
+                    FrameKind.DATA, EAGER, 0, pg._comm.id, waiting[0], signature.fingerprint(), at, length, 800
                 )
                 data_link(pg, 0).write(header, memoryview(bytes(length)) if length else None)
                 at += length

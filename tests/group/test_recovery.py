@@ -71,8 +71,8 @@ async def test_frames_of_an_older_group_do_not_reach_a_newer_one_of_the_same_nam
                     assert await again.recv_object(0) == "sent"
                 await again.broadcast(x, 0)
                 assert (x == 1).all()
-                op, _, terms, *_ = again._comm.recorder.collectives[-1]
-                older.append(HEADER.pack(FrameKind.DATA, 0, 0, again._comm.id, op, terms.fingerprint(), 0, 24, 24))
+                op, _, signature, *_ = again._comm.recorder.collectives[-1]
+                older.append(HEADER.pack(FrameKind.DATA, 0, 0, again._comm.id, op, signature.fingerprint(), 0, 24, 24))
                 await again.shutdown()
                 await pg.barrier()
             assert len(set(older)) == 3

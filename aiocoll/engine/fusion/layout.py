@@ -27,12 +27,12 @@ class Layout:
     """How a list of members is carried out; made once for lists alike.
 
     Attributes:
-        terms: of the flush.
+        signature: of the flush.
         fingerprint: of the whole list.
         buckets: in the order of their first members.
     """
 
-    terms: Signature
+    signature: Signature
     fingerprint: int
     buckets: tuple[Bucket, ...]
 

@@ -14,7 +14,7 @@ from aiocoll.engine.operations.operation_log import STARTED
 from aiocoll.engine.operations.signature import P2P, Signature
 from aiocoll.work import Work
 
-__all__ = ["OBJECT", "Content", "OutboundMessage", "Sends", "begun", "message_terms"]
+__all__ = ["OBJECT", "Content", "OutboundMessage", "Sends", "begun", "message_signature"]
 
 #: The dtype code of a message that is a serialised object.
 OBJECT = 255
@@ -68,10 +68,10 @@ class OutboundMessage(Operation):
     def __init__(self, sends: Sends, peer: int, tag: int, content: Content, work: Work[Any]) -> None:
         code, view, _ = content
         assert view is not None
-        terms = message_terms("SEND", code, view.nbytes)
+        signature = message_signature("SEND", code, view.nbytes)
         # As its receiver names it, who knows no more than the count.
-        work._shape = terms.counts
-        super().__init__(sends.group, sends.next_id(tag), terms, code, work)
+        work._shape = signature.counts
+        super().__init__(sends.group, sends.next_id(tag), signature, code, work)
         self._sends = sends
         self.peer = peer
         self._view = view
@@ -117,7 +117,7 @@ def begun(operation: Operation) -> None:
 
 
 @lru_cache(maxsize=256)  # of messages that are alike, which most are; making them costs 5 times as much
-def message_terms(op: str, code: int, nbytes: int) -> Signature:
+def message_signature(op: str, code: int, nbytes: int) -> Signature:
     """Return what a message is called, and its count; its code is that of its dtype."""
     if code == OBJECT:
         return Signature(op, "object", (), None, None)

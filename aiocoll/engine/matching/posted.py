@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from aiocoll.codec.limits import MAX_BYTES
 from aiocoll.engine.matching.inbound import InboundMessage, Receive
-from aiocoll.engine.matching.outbound import OBJECT, Content, begun, message_terms
+from aiocoll.engine.matching.outbound import OBJECT, Content, begun, message_signature
 from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.incremental import Steps, carry_on
 from aiocoll.engine.operations.operation_log import PEER
@@ -49,8 +49,8 @@ class PostedReceive(Receive):
 
     def __init__(self, receives: Receives, peer: int | None, tag: int, content: Content, work: Work[Any]) -> None:
         code, view, self._read = content
-        terms = message_terms("RECV", code, 0 if view is None else view.nbytes)
-        super().__init__(receives.group, P2P | tag << 32, terms, code, work)
+        signature = message_signature("RECV", code, 0 if view is None else view.nbytes)
+        super().__init__(receives.group, P2P | tag << 32, signature, code, work)
         self._receives = receives
         self.peer = peer
         self.tag = tag
@@ -104,8 +104,8 @@ class PostedReceive(Receive):
         elif self.view is None or arrival.code != self.code or arrival.total != self.view.nbytes:
             arrival.discard = True
             number = arrival.op & 0xFFFFFFFF
-            terms = message_terms("SEND", arrival.code, arrival.total)
-            theirs = description(arrival.peer, terms, terms.counts, None, number)
+            signature = message_signature("SEND", arrival.code, arrival.total)
+            theirs = description(arrival.peer, signature, signature.counts, None, number)
             theirs.update(tag=self.tag, dst=self.comm.rank)
             self.comm.mismatches.differ({**self.describe(), "seq": number}, theirs)
             return

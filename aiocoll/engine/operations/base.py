@@ -65,12 +65,12 @@ class Operation:
     Args:
         comm: this rank's part in the group.
         identity: 64 bits that name it on the wire; see `aiocoll.transport.frame`.
-        terms: what the ranks must agree on.
+        signature: what the ranks must agree on.
         fingerprint: hash of that.
         work: the caller's handle, or the parent's of a child; with the timeout.
 
     Attributes:
-        comm, id, terms, fingerprint, work: as given.
+        comm, id, signature, fingerprint, work: as given.
         parent: the operation that it is a part of; None of one that a call has started.
         entered: when it was entered, on the runtime's clock.
         entry: what is recorded of it from then on; see `aiocoll.engine.operations.operation_log`.
@@ -96,7 +96,7 @@ class Operation:
         "parent",
         "promised",
         "reported",
-        "terms",
+        "signature",
         "timeout",
         "warned",
         "work",
@@ -106,13 +106,13 @@ class Operation:
         self,
         comm: Group,
         identity: int,
-        terms: Signature,
+        signature: Signature,
         fingerprint: int,
         work: Work[Any],
     ) -> None:
         self.comm = comm
         self.id = identity
-        self.terms = terms
+        self.signature = signature
         self.fingerprint = fingerprint
         self.work = work
         self.parent: Operation | None = None
@@ -180,7 +180,7 @@ class Operation:
 
     def describe(self) -> dict[str, Any]:
         """Say in plain data what this rank called, for error messages."""
-        return description(self.comm.rank, self.terms, self.work._shape, self.work.key, self.work.seq)
+        return description(self.comm.rank, self.signature, self.work._shape, self.work.key, self.work.seq)
 
     def title(self) -> str:
         """Return its op, and its key or number if it has one."""

@@ -1,4 +1,4 @@
-"""What ranks have called, as plain data: in which terms two calls differ, and how they are named in messages."""
+"""What ranks have called, as plain data: in what two calls differ, and how they are named in messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Description = dict[str, Any]
 
 
 def differences(one: Description, two: Description) -> list[str]:
-    """Return the terms in which two ranks' calls of one operation differ; [] if they belong together."""
+    """Return in what two ranks' calls of one operation differ; [] if they belong together."""
     marks = {one.get("debug"), two.get("debug")}
     if len(marks) > 1 and "detail" in marks:
         return ["debug"]

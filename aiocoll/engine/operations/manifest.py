@@ -37,15 +37,15 @@ class Manifest:
         """Return it in plain data: the size, runs of equal members, how many these are, and a hash of the others."""
         if self._told is None:
             told, count, room = [], 0, ROOM
-            for terms, equal in groupby(self._members):
-                run = _run(terms, sum(1 for _ in equal))
+            for signature, equal in groupby(self._members):
+                run = _run(signature, sum(1 for _ in equal))
                 room -= len(repr(run))
                 if room < 0:
                     break
                 told.append(run)
                 count += run["count"]
             # What is private need not be equal, and only its ranks could tell.
-            rest = crc32(repr([(*terms[:5], terms.device) for terms in self._members[count:]]).encode())
+            rest = crc32(repr([(*signature[:5], signature.device) for signature in self._members[count:]]).encode())
             self._told = {"size": len(self._members), "runs": told, "told": count, "rest": rest}
         return self._told
 
@@ -96,17 +96,17 @@ def _contradicts(sender: Description, receiver: Description) -> bool:
     return sends != [] != receives and sends[receiver["rank"]] != receives[sender["rank"]]
 
 
-def _run(terms: Signature, count: int) -> Description:
+def _run(signature: Signature, count: int) -> Description:
     return {
-        **({} if terms.device == "cpu" else {"device": terms.device}),
+        **({} if signature.device == "cpu" else {"device": signature.device}),
         "count": count,
-        "op": terms.op,
-        "dtype": terms.dtype,
-        "counts": list(terms.counts) or None,
-        "root": terms.root,
-        "reduce": terms.reduce,
-        "sends": list(terms.sends) or None,
-        "receives": list(terms.receives) or None,
+        "op": signature.op,
+        "dtype": signature.dtype,
+        "counts": list(signature.counts) or None,
+        "root": signature.root,
+        "reduce": signature.reduce,
+        "sends": list(signature.sends) or None,
+        "receives": list(signature.receives) or None,
     }
 
 

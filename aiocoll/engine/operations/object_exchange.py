@@ -41,11 +41,11 @@ class Post(Operation):
         self,
         comm: Group,
         identity: int,
-        terms: Signature,
+        signature: Signature,
         sources: Iterable[int],
         work: Work[Any],
     ) -> None:
-        super().__init__(comm, identity, terms, self.FINGERPRINT or terms.fingerprint(), work)
+        super().__init__(comm, identity, signature, self.FINGERPRINT or signature.fingerprint(), work)
         self._unsent: dict[int, int] = {}
         self._missing = set(sources)
         self._incoming: dict[int, memoryview] = {}
@@ -138,11 +138,11 @@ class ObjectExchange(Post):
         self,
         comm: Group,
         identity: int,
-        terms: Signature,
+        signature: Signature,
         parcels: Parcels,
         work: Work[Any],
     ) -> None:
-        super().__init__(comm, identity, terms, parcels.sources, work)
+        super().__init__(comm, identity, signature, parcels.sources, work)
         self._parcels = parcels
         self._steps: Steps | None = None
 

@@ -27,9 +27,9 @@ class Offload(Operation):
     __slots__ = ("_task",)
 
     def __init__(
-        self, comm: Group, identity: int, terms: Signature, task: Callable[[], object], work: Work[Any]
+        self, comm: Group, identity: int, signature: Signature, task: Callable[[], object], work: Work[Any]
     ) -> None:
-        super().__init__(comm, identity, terms, terms.fingerprint(), work)
+        super().__init__(comm, identity, signature, signature.fingerprint(), work)
         self._task = task
 
     def enter(self) -> None:

@@ -41,7 +41,7 @@ class OneShot(Operation):
         work: Work[Any],
     ) -> None:
         # Not through super(), which costs 70 ns more.
-        Operation.__init__(self, comm, identity, plan.terms, plan.fingerprint, work)
+        Operation.__init__(self, comm, identity, plan.signature, plan.fingerprint, work)
         self._plan = plan
         self._array = arrays[0] if arrays else _NOTHING  # of a barrier
         self._tag = comm.id << 32 | plan.fingerprint

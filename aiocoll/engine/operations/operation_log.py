@@ -23,8 +23,8 @@ __all__ = ["ENDED", "ENTERED", "ERROR", "HISTORY", "MESSAGES", "NBYTES", "PEER",
 #: Collectives remembered after their end, and messages.
 HISTORY = 1024
 MESSAGES = 256
-#: Bytes of full rings on a 64-bit machine, if no two entries share their terms, as equal calls do: list, numbers, terms
-#: and a shape of four dimensions take that much.
+#: Bytes of full rings on a 64-bit machine, if no two entries share a signature, as equal calls do: list, numbers,
+#: signature and a shape of four dimensions take that much.
 NBYTES = (HISTORY + MESSAGES) * 640
 
 #: Places in an entry: when it was entered, and those that are filled in later; all are those of `Record`.
@@ -37,7 +37,7 @@ class Record(NamedTuple):
     Attributes:
         op: its id; of a receive only the tag in it counts.
         entered: when, on `Runtime.stamp`.
-        terms: what the ranks must agree on.
+        signature: what the ranks must agree on.
         shape: of the caller's main array.
         key: of a keyed collective.
         seq: its number, or the count of its key; None of a message.
@@ -52,7 +52,7 @@ class Record(NamedTuple):
 
     op: int
     entered: float
-    terms: Signature
+    signature: Signature
     shape: tuple[int, ...]
     key: str | None
     seq: int | None
@@ -65,7 +65,7 @@ class Record(NamedTuple):
 
     def describe(self, rank: int) -> dict[str, Any]:
         """Say what `rank`, this one, called."""
-        return description(rank, self.terms, self.shape, self.key, self.seq)
+        return description(rank, self.signature, self.shape, self.key, self.seq)
 
 
 class OperationLog:

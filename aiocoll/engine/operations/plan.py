@@ -54,18 +54,18 @@ class Plan:
         "op",
         "program",
         "scratch",
+        "signature",
         "sources",
         "start",
         "storage",
-        "terms",
         "totals",
         "verbs",
     )
 
     def __init__(
-        self, terms: Signature, program: Program, dtype: DType | None, kernel: Kernel | None, executor: Executor
+        self, signature: Signature, program: Program, dtype: DType | None, kernel: Kernel | None, executor: Executor
     ) -> None:
-        self.terms = terms
+        self.signature = signature
         self.executor = executor
         self.op: ReduceOp | None = None
         self.program = program.actions
@@ -73,9 +73,9 @@ class Plan:
         self.kernel = kernel
         self.itemsize = dtype.itemsize if dtype is not None else 1
         self.storage: np.dtype[Any] = dtype.storage if dtype is not None else np.dtype(np.uint8)
-        self.count = terms.counts[0] if terms.counts else 0
+        self.count = signature.counts[0] if signature.counts else 0
         self.nbytes = self.count * self.itemsize
-        self.fingerprint = terms.fingerprint()
+        self.fingerprint = signature.fingerprint()
         self.scratch = program.scratch
         actions = program.actions
         self.verbs = tuple(action.verb for action in actions)

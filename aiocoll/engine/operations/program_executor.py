@@ -61,7 +61,7 @@ class ProgramExecutor(Operation):
         work: Work[Any],
     ) -> None:
         # By name: `super()` takes 70 ns more, 3 % of a small call (Python 3.11).
-        Operation.__init__(self, comm, identity, plan.terms, plan.fingerprint, work)
+        Operation.__init__(self, comm, identity, plan.signature, plan.fingerprint, work)
         self._plan = plan
         if plan.scratch:
             scratch = comm.scratch

@@ -91,7 +91,7 @@ class ShmRing(Operation):
         arrays: list[NDArray[Any]],
         work: Work[Any],
     ) -> None:
-        super().__init__(comm, identity, plan.terms, plan.fingerprint, work)
+        super().__init__(comm, identity, plan.signature, plan.fingerprint, work)
         self._plan = plan
         self._array = arrays[0]
         self._bytes = byte_view(self._array)

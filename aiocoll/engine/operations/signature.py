@@ -60,22 +60,22 @@ class Signature(NamedTuple):
 
 
 def description(
-    rank: int, terms: Signature, shape: tuple[int, ...], key: str | None, seq: int | None
+    rank: int, signature: Signature, shape: tuple[int, ...], key: str | None, seq: int | None
 ) -> dict[str, Any]:
     """Say in plain data what `rank` called."""
     return {
         "rank": rank,
-        "op": terms.op,
+        "op": signature.op,
         "shape": list(shape),
-        "dtype": terms.dtype,
-        "device": terms.device,
-        "counts": list(terms.counts),
-        "sends": list(terms.sends) or None,
-        "receives": list(terms.receives) or None,
-        "members": None if terms.members is None else terms.members.told(),
-        "root": terms.root,
-        "reduce": terms.reduce,
+        "dtype": signature.dtype,
+        "device": signature.device,
+        "counts": list(signature.counts),
+        "sends": list(signature.sends) or None,
+        "receives": list(signature.receives) or None,
+        "members": None if signature.members is None else signature.members.told(),
+        "root": signature.root,
+        "reduce": signature.reduce,
         "seq": seq,
         "key": key,
-        "debug": terms.debug,
+        "debug": signature.debug,
     }

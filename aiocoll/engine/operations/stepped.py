@@ -94,12 +94,12 @@ class Stepped(ProgramExecutor):
 
     def _calculate(self, step: str, task: Callable[[], None], then: Callable[[], None]) -> None:
         """Go on with arithmetic in a thread."""
-        self._next(step, lambda identity, work: Offload(self.comm, identity, self.terms, task, work), then)
+        self._next(step, lambda identity, work: Offload(self.comm, identity, self.signature, task, work), then)
 
     def _next(self, step: str, make: Make, then: Callable[[], None]) -> None:
         def named(identity: int, work: Work[Any]) -> Operation:
             operation = make(identity, work)
-            operation.terms = self.terms  # messages are about the call
+            operation.signature = self.signature  # messages are about the call
             return operation
 
         def ended(_: Any, error: BaseException | None) -> None:

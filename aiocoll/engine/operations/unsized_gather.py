@@ -37,7 +37,7 @@ class Gathered(Post):
     """Takes a message of any length from every other rank, each of which carries out the plan of a gather.
 
     Args:
-        terms: of that plan, without what only the two ends of a message know.
+        signature: of that plan, without what only the two ends of a message know.
         given: what the root has.
     """
 
@@ -49,11 +49,11 @@ class Gathered(Post):
         self,
         comm: Group,
         identity: int,
-        terms: Signature,
+        signature: Signature,
         given: Given,
         work: Work[Any],
     ) -> None:
-        super().__init__(comm, identity, terms, comm.others, work)
+        super().__init__(comm, identity, signature, comm.others, work)
         self._source, self._pack = given
         self._own = np.empty_like(given.source)
         self._copied = 0

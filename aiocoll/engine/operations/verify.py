@@ -28,7 +28,7 @@ class Compared(Post):
     """One rank's part in one collective that is compared first.
 
     Args:
-        terms: what the ranks must agree on.
+        signature: what the ranks must agree on.
         make: makes the operation proper.
     """
 
@@ -43,15 +43,15 @@ class Compared(Post):
         self,
         comm: Group,
         identity: int,
-        terms: Signature,
+        signature: Signature,
         make: Make | None,
         work: Work[Any],
     ) -> None:
         sources = comm.others if comm.rank == 0 else (0,)
         # Marked: reports of it are not compared, and who does not compare is found out.
-        if terms.debug != self.MARK:
-            terms = terms._replace(debug=self.MARK)
-        super().__init__(comm, identity, terms, sources, work)
+        if signature.debug != self.MARK:
+            signature = signature._replace(debug=self.MARK)
+        super().__init__(comm, identity, signature, sources, work)
         self._make = make
         self._children = Children(self)
         self._settled = False
@@ -82,7 +82,7 @@ class Compared(Post):
     def expire(self) -> None:
         """The timeout has passed; of a monitored barrier its own words tell who has not come."""
         proper = self._children.first()
-        if proper is None and self._make is not None and self.terms.op == MonitoredBarrier.OP:
+        if proper is None and self._make is not None and self.signature.op == MonitoredBarrier.OP:
             proper = self._make(self.id, self.work)
         if isinstance(proper, MonitoredBarrier):
             proper.blame(self)
@@ -164,8 +164,8 @@ class WrongCall(Compared):
 
     __slots__ = ("_wrong",)
 
-    def __init__(self, comm: Group, identity: int, terms: Signature, wrong: ValueError, work: Work[Any]) -> None:
-        super().__init__(comm, identity, terms, None, work)
+    def __init__(self, comm: Group, identity: int, signature: Signature, wrong: ValueError, work: Work[Any]) -> None:
+        super().__init__(comm, identity, signature, None, work)
         self._wrong = wrong
 
     def ended(self, result: Any, error: BaseException | None) -> None:

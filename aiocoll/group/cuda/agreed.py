@@ -42,12 +42,12 @@ class DeviceCall(NamedTuple):
     """A call on CUDA arrays.
 
     Attributes:
-        terms: those of the plan, marked.
+        signature: that of the plan, marked.
         plan: what to do.
         arrays: on the device, numbered as the plan's buffers; None where this rank has none.
     """
 
-    terms: Signature
+    signature: Signature
     plan: Plan
     arrays: Sequence[DeviceArray | None]
 
@@ -76,7 +76,7 @@ class Agreed(Compared):
     )
 
     def __init__(self, side: DeviceState, identity: int, call: DeviceCall, work: Work[Any]) -> None:
-        super().__init__(side.member, identity, call.terms, None, work)
+        super().__init__(side.member, identity, call.signature, None, work)
         self._device_state = side
         self._called, self._plan, self._arrays = call
         self._marks: tuple[int, ...] = ()
@@ -101,7 +101,7 @@ class Agreed(Compared):
         """Say what this rank calls, and which way it can go."""
         side, work = self._device_state, self.work
         way = way_of(self._plan, self._arrays, self.comm.rank, side.float8)
-        # Of a member of a block: its own terms, not those of the block.
+        # Of a member of a block: its own signature, not that of the block.
         described = side.described(self._plan, self._called, work._shape)
         told: bytes = msgpack.packb((described, work.seq, work.key, (way,)))
         return told
@@ -254,12 +254,12 @@ class Agreed(Compared):
 
     def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return which arrays are inputs, and which are outputs."""
-        terms, place = self._plan.terms, (self.comm.rank, len(self.comm.ranks), self._plan.terms.root)
-        spec = spec_of(terms.op.lower())
+        signature, place = self._plan.signature, (self.comm.rank, len(self.comm.ranks), self._plan.signature.root)
+        spec = spec_of(signature.op.lower())
         return spec.inputs(*place), spec.outputs(*place)
 
 
 def is_empty(plan: Plan) -> bool:
     """Whether no rank has any elements."""
-    counts = plan.terms.counts
+    counts = plan.signature.counts
     return bool(counts) and not any(counts)

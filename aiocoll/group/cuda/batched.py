@@ -59,7 +59,7 @@ class BatchedCalls(Agreed):
 
     def is_private(self) -> bool:
         """Whether only the ends of its messages know their lengths."""
-        return any(member.call.plan.terms.sends or member.call.plan.terms.receives for member in self._members)
+        return any(member.call.plan.signature.sends or member.call.plan.signature.receives for member in self._members)
 
     def begin(self, ways: Sequence[int]) -> None:
         """Launch what NCCL can do, and stage the rest."""
@@ -95,7 +95,7 @@ class BatchedCalls(Agreed):
         """Say what this rank calls, and which way each of it can go."""
         side, work = self._device_state, self.work
         ways = [member.way(self.comm.rank, side.float8) for member in self._members]
-        described = side.described(self.terms, self.terms, ())
+        described = side.described(self.signature, self.signature, ())
         told: bytes = msgpack.packb((described, work.seq, work.key, ways))
         return told
 

@@ -31,7 +31,7 @@ __all__ = ["DeviceState"]
 
 #: NCCL's setting of the network interfaces it may use between hosts.
 INTERFACE = "NCCL_SOCKET_IFNAME"
-#: Kinds of calls of which terms and descriptions are kept.
+#: Kinds of calls whose signatures and descriptions are kept.
 KEPT = 256
 #: Seconds that the device has to end what was on it when the group ended.
 RELEASE = 5.0
@@ -84,7 +84,7 @@ class DeviceState:
         self.decision: Decision | None = None
         self.communicator: DeviceCommunicator | None = None
         self._forced = forced
-        self._terms: dict[Plan, Signature] = {}
+        self._signatures: dict[Plan, Signature] = {}
         self._described: dict[tuple[Plan | Signature, tuple[int, ...]], bytes] = {}
         self.messages = NativeMessages(self)
         #: As rank 0: calls that are complete and have no number yet; the last number of each rank.
@@ -99,13 +99,13 @@ class DeviceState:
         self._deciding.start()
         member.devices.connect(self._heard)
 
-    def terms(self, plan: Plan) -> Signature:
-        """Return the terms of a call on CUDA arrays."""
-        found = self._terms.get(plan)
+    def signature(self, plan: Plan) -> Signature:
+        """Return the signature of a call on CUDA arrays."""
+        found = self._signatures.get(plan)
         if found is None:
-            if len(self._terms) >= KEPT:
-                self._terms.clear()
-            found = self._terms[plan] = plan.terms._replace(debug="device", device="cuda")
+            if len(self._signatures) >= KEPT:
+                self._signatures.clear()
+            found = self._signatures[plan] = plan.signature._replace(debug="device", device="cuda")
         return found
 
     def mark(self, arrays: Iterable[DeviceArray | None]) -> tuple[int, ...]:
@@ -120,13 +120,13 @@ class DeviceState:
 
     # -- the agreement
 
-    def described(self, call: Plan | Signature, terms: Signature, shape: tuple[int, ...]) -> bytes:
+    def described(self, call: Plan | Signature, signature: Signature, shape: tuple[int, ...]) -> bytes:
         """Return what a call is; calls alike are the same bytes, made once."""
         found = self._described.get((call, shape))
         if found is None:
             if len(self._described) >= KEPT:
                 self._described.clear()
-            found = packed(description(self.member.rank, terms, shape, None, None), None)
+            found = packed(description(self.member.rank, signature, shape, None, None), None)
             self._described[call, shape] = found
         return found
 

@@ -101,10 +101,10 @@ def way_of(plan: Plan, arrays: Sequence[DeviceArray | None], rank: int, float8: 
         rank: this one.
         float8: NCCL and the device of this rank can reduce float8.
     """
-    terms, spec = plan.terms, spec_of(plan.terms.op.lower())
+    signature, spec = plan.signature, spec_of(plan.signature.op.lower())
     if spec.native is None:
         return STAGED
-    if spec.reduces and (_reduction(plan) is None or (terms.dtype in _FLOAT8 and not float8)):
+    if spec.reduces and (_reduction(plan) is None or (signature.dtype in _FLOAT8 and not float8)):
         return STAGED
     if spec.native not in ("all_gather", "reduce_scatter"):
         return PACKED
@@ -112,7 +112,7 @@ def way_of(plan: Plan, arrays: Sequence[DeviceArray | None], rank: int, float8: 
     if any(own.overlaps(block) and (r != rank or own.ptr != block.ptr) for r, block in enumerate(blocks)):
         return STAGED
     step = blocks[0].nbytes
-    packed = len(set(terms.counts)) == 1 and all(
+    packed = len(set(signature.counts)) == 1 and all(
         block.ptr == blocks[0].ptr + r * step for r, block in enumerate(blocks)
     )
     # With equal parts side by side, NCCL takes an array for a part of them only where that part belongs.
@@ -136,7 +136,7 @@ def carry_out(calls: Sequence[Native], tools: Tools) -> None:
 
 
 def _carry_out(plan: Plan, arrays: Sequence[DeviceArray | None], way: int, tools: Tools) -> None:
-    spec, root, stream, end = spec_of(plan.terms.op.lower()), plan.terms.root or 0, tools.stream, tools.end
+    spec, root, stream, end = spec_of(plan.signature.op.lower()), plan.signature.root or 0, tools.stream, tools.end
     given = [each for each in arrays if each is not None]
     match spec.native:
         case "all_reduce":
@@ -151,18 +151,18 @@ def _carry_out(plan: Plan, arrays: Sequence[DeviceArray | None], way: int, tools
         case "reduce_scatter":
             _reduce_scatter(plan, given[:-1], given[-1], way, tools)
         case "send_recv":
-            _send_recv(spec, plan.terms, arrays, tools)
+            _send_recv(spec, plan.signature, arrays, tools)
         case None:
             raise ValueError(f"NCCL has nothing that carries out {spec.kind}: stage it")
 
 
 def _reduction(plan: Plan) -> int | None:
     """Return NCCL's number of the op of a plan; None if it has none."""
-    terms = plan.terms
-    dtype, reduce = terms.dtype or "", terms.reduce or ""
+    signature = plan.signature
+    dtype, reduce = signature.dtype or "", signature.reduce or ""
     if dtype not in _TYPES:
         return None
-    if reduce == "PREMUL_SUM" and spec_of(terms.op.lower()).native != "all_reduce":
+    if reduce == "PREMUL_SUM" and spec_of(signature.op.lower()).native != "all_reduce":
         return None  # the factor would have to be applied to what is not an output
     if dtype.startswith("complex"):
         return _COMPLEX.get(reduce)
@@ -171,7 +171,7 @@ def _reduction(plan: Plan) -> int | None:
 
 def _counted(plan: Plan, array: DeviceArray) -> tuple[int, int, int]:
     """Return count, dtype and op of a reduction, as NCCL numbers them."""
-    dtype = plan.terms.dtype or ""
+    dtype = plan.signature.dtype or ""
     number = _reduction(plan)
     assert number is not None
     return array.size * (2 if dtype.startswith("complex") else 1), _TYPES[dtype], number
@@ -208,8 +208,8 @@ def _reduce_scatter(plan: Plan, blocks: Sequence[DeviceArray], target: DeviceArr
                 tools.end.reduce(block.ptr, into.ptr, count, dtype, number, rank, tools.stream)
 
 
-def _send_recv(spec: Spec, terms: Signature, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
-    place = tools.rank, len(terms.sends or terms.receives), terms.root
+def _send_recv(spec: Spec, signature: Signature, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
+    place = tools.rank, len(signature.sends or signature.receives), signature.root
 
     def by_peer(buffers: Sequence[int]) -> dict[int, DeviceArray]:
         given = ((buffer, arrays[buffer]) for buffer in buffers)

@@ -54,18 +54,18 @@ class DeviceExecutor:
     """The executor of a plan on CUDA arrays.
 
     Attributes:
-        terms: those of the call.
+        signature: that of the call.
     """
 
-    __slots__ = ("_state", "terms")
+    __slots__ = ("_state", "signature")
 
     def __init__(self, state: DeviceState, plan: Plan) -> None:
         self._state = state
-        self.terms: Signature = state.terms(plan)
+        self.signature: Signature = state.signature(plan)
 
     def __call__(self, comm: Communicator, identity: int, plan: Plan, arrays: list[Any], work: Work[Any]) -> Operation:
         """Make the operation; for the arguments, see `aiocoll.engine.operations.plan.Executor`."""
-        return Agreed(self._state, identity, DeviceCall(self.terms, plan, arrays), work)
+        return Agreed(self._state, identity, DeviceCall(self.signature, plan, arrays), work)
 
 
 def device_state_of(

@@ -29,7 +29,7 @@ class Call(NamedTuple):
         op: what the work is called.
         make: makes the operation, given its id and the work.
         timeout: seconds the operation may take.
-        terms: what the ranks must agree on; None of a message between two ranks, which takes no number either.
+        signature: what the ranks must agree on; None of a message between two ranks, which takes no number either.
         key: of a keyed collective.
         shape: of the caller's main array.
         result: what the work yields.
@@ -44,7 +44,7 @@ class Call(NamedTuple):
     op: str
     make: Make
     timeout: float
-    terms: Signature | None = None
+    signature: Signature | None = None
     key: str | None = None
     shape: tuple[int, ...] = ()
     result: Any = None
@@ -100,7 +100,7 @@ class Wrapper(ABC):
         """As in `Interceptor`."""
 
     @abstractmethod
-    def wrap(self, identity: int, terms: Signature, make: Make, work: Work[Any]) -> Operation:
+    def wrap(self, identity: int, signature: Signature, make: Make, work: Work[Any]) -> Operation:
         """Return what is entered in place of the operation that `make` makes."""
 
 

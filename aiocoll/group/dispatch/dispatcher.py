@@ -234,7 +234,7 @@ class Dispatcher:
             identity = seq = comm.entered = comm.entered + 1
         else:
             identity, seq = self.keyed_id(key)
-        work: Work[Any] = Work(self.endpoint, plan.terms.op, seq, key, self.group, 4)
+        work: Work[Any] = Work(self.endpoint, plan.signature.op, seq, key, self.group, 4)
         work._shape, work._timeout, work._value = shape, limit, result
         if unwrap is not None:
             work._unwrap = unwrap
@@ -260,9 +260,11 @@ class Dispatcher:
             return make(self.comm, identity, plan, arrays, work)
 
         known = plan if executor is None else None
-        terms = plan.terms if isinstance(executor, type) else getattr(executor, "terms", plan.terms)
-        on_device = None if terms.device == "cpu" else plan
-        return Call(plan.terms.op, operation, limit, terms, key, shape, result, unwrap, 0, known, arrays, on_device)
+        signature = plan.signature if isinstance(executor, type) else getattr(executor, "signature", plan.signature)
+        on_device = None if signature.device == "cpu" else plan
+        return Call(
+            plan.signature.op, operation, limit, signature, key, shape, result, unwrap, 0, known, arrays, on_device
+        )
 
     # -- any other call
 
@@ -272,7 +274,7 @@ class Dispatcher:
         if self._diverts and (interceptor := self.interceptor_here()) is not None:
             return interceptor.take(call)
         # Of a message: its operation has an id of its own.
-        identity, seq = (P2P, None) if call.terms is None else self.numbered(call.key)
+        identity, seq = (P2P, None) if call.signature is None else self.numbered(call.key)
         # The user's call is four frames away, or more: the call of the group and what it goes through.
         work: Work[Any] = Work(self.endpoint, call.op, seq, call.key, self.group, 4)
         call.expect(work)
@@ -297,12 +299,12 @@ class Dispatcher:
         self._diverts = True
 
     def refuse(
-        self, wrong: ValueError, terms: Signature, shape: tuple[int, ...], timeout: Timeout, key: str | None
+        self, wrong: ValueError, signature: Signature, shape: tuple[int, ...], timeout: Timeout, key: str | None
     ) -> Work[Any]:
         """Raise what is wrong with a call, or let all ranks hear of it."""
         if self._tell_wrong is None or self.block_here() is not None:
             raise wrong
-        return self._tell_wrong(wrong, terms, shape, timeout, key)
+        return self._tell_wrong(wrong, signature, shape, timeout, key)
 
     @contextlib.contextmanager
     def scoped(self, interceptor: Interceptor) -> Iterator[None]:
@@ -406,9 +408,9 @@ class Dispatcher:
 
         assert self.device_state is not None
         members = [
-            Member(call.op, call.shape, call.result, DeviceCall(call.terms, call.on_device, call.arrays or ()))
+            Member(call.op, call.shape, call.result, DeviceCall(call.signature, call.on_device, call.arrays or ()))
             for call in calls
-            if call.terms is not None and call.on_device is not None
+            if call.signature is not None and call.on_device is not None
         ]
         return DeviceCalls(self.device_state).batched(members)
 

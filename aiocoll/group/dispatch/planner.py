@@ -93,7 +93,7 @@ class Planner:
     ) -> Plan:
         """Make a plan; `made` and `reduce` are how it reduces, and the name of that on the wire."""
         counts = _flat(sizes)
-        terms = Signature(
+        signature = Signature(
             kind.upper(),
             None if dtype is None else dtype.name,
             counts if agreed is None else agreed,
@@ -106,7 +106,7 @@ class Planner:
         )
         if kind == "allreduce" and self._size == 1 and made is not None and made.prescale is None:
             # What a rank alone gives is what it gets; folding it into itself took as long as the rest of the call.
-            return Plan(terms, Program((), (), "alone"), dtype, made, ProgramExecutor)
+            return Plan(signature, Program((), (), "alone"), dtype, made, ProgramExecutor)
         algorithm = choose(
             kind,
             nbytes,
@@ -117,20 +117,20 @@ class Planner:
             hosts=self._comm.hosts,
         )
         if kind == "barrier" and 1 < self._size <= FLAT and self._comm.piece_nbytes:
-            return Plan(terms, Program((), (), "oneshot"), dtype, made, OneShot)
+            return Plan(signature, Program((), (), "oneshot"), dtype, made, OneShot)
         if kind == "allreduce" and made is not None and nbytes and made.prescale is None:
             executor = self._shares(algorithm, nbytes, made)
             if executor is not None:
-                return Plan(terms, Program((), (), _NAMES[executor]), dtype, made, executor)
+                return Plan(signature, Program((), (), _NAMES[executor]), dtype, made, executor)
         program = self._program(kind, algorithm, sizes, root, made)
-        return Plan(terms, program, dtype, made, ProgramExecutor)
+        return Plan(signature, program, dtype, made, ProgramExecutor)
 
-    def counting_plan(self, terms: Signature) -> Plan:
-        """Return the plan of the step in which all ranks learn a number of each, of a call with these terms."""
-        if (found := self._plans.get((terms,))) is None:
+    def counting_plan(self, signature: Signature) -> Plan:
+        """Return the plan of the step in which all ranks learn a number of each, of a call with this signature."""
+        if (found := self._plans.get((signature,))) is None:
             plan = self.plan("allgather", _INT64, ((1,) * self._size,))
             program = Program(plan.program, plan.scratch, plan.algorithm)
-            found = keep(self._plans, (terms,), (Plan(terms, program, _INT64, None, ProgramExecutor), None))
+            found = keep(self._plans, (signature,), (Plan(signature, program, _INT64, None, ProgramExecutor), None))
         return found[0]
 
     def _program(

@@ -91,7 +91,7 @@ class Batch(Recorder):
             return self.take(self._dispatcher.call(plan, arrays, shape, result, timeout, key, unwrap, executor))
         recording = self.recording
         # The user's call is five frames away: the call of the group and what it goes through.
-        work = DeferredWork(recording, plan.terms.op, None, None, self._dispatcher.group, 5)
+        work = DeferredWork(recording, plan.signature.op, None, None, self._dispatcher.group, 5)
         work.plan = plan
         work.arrays = arrays
         work._shape, work._timeout, work._value = shape, timeout, result
@@ -229,7 +229,7 @@ class _Collector(Recorder):
     ) -> Work[Any]:
         """Record a call on arrays."""
         recording = self._recording
-        work = MemberWork(recording, plan.terms.op, None, None, self._dispatcher.group, 0)
+        work = MemberWork(recording, plan.signature.op, None, None, self._dispatcher.group, 0)
         if executor is None:
             work.plan = plan
         else:  # on a device

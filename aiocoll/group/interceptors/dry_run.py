@@ -26,14 +26,14 @@ class DryRun:
     def take(self, call: Call) -> Work[Any]:
         """Number a call, as always, and end it; what other ranks would give, this rank gives itself."""
         d = self._dispatcher
-        identity, seq = (P2P, None) if call.terms is None else d.numbered(call.key)
+        identity, seq = (P2P, None) if call.signature is None else d.numbered(call.key)
         work: Work[Any] = Work(d.endpoint, call.op, seq, call.key, d.group, 4)
         call.expect(work)
         if call.ends is not None and call.ends[0] == "src":
             src = call.ends[1]
             work._source = int(d.rank == 0 < d.size - 1) if src is None else src
-        terms = Signature(call.op, None, (), None, None) if call.terms is None else call.terms
-        d.enter(_Instant(d.comm, identity, terms, 0, work))
+        signature = Signature(call.op, None, (), None, None) if call.signature is None else call.signature
+        d.enter(_Instant(d.comm, identity, signature, 0, work))
         return work
 
 

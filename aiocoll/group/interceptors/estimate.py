@@ -59,7 +59,7 @@ class Estimator:
 
     def take(self, call: Call) -> Work[Any]:
         """Note what the call would take."""
-        if call.terms is not None and call.terms.device != "cpu":
+        if call.signature is not None and call.signature.device != "cpu":
             raise TypeError(f"{call.op} is on CUDA arrays, of which nothing has been measured: pass host arrays")
         comm, group = self._dispatcher.comm, self._dispatcher.group
         self._estimate.calls.append(_prediction(comm, call))
@@ -70,11 +70,11 @@ class Estimator:
 
 
 def _prediction(member: Communicator, call: Call) -> Predicted:
-    terms, machine, size = call.terms, member.tuning.machine, len(member.ranks)
-    if terms is None:
+    signature, machine, size = call.signature, member.tuning.machine, len(member.ranks)
+    if signature is None:
         return Predicted(call.op, call.nbytes, None, seconds_of(Load(1, 1, 1, call.nbytes, call.nbytes, 0), machine))
     if call.plan is not None:
-        nbytes, algorithm = _whole(terms, member) * call.plan.itemsize, call.plan.algorithm
+        nbytes, algorithm = _whole(signature, member) * call.plan.itemsize, call.plan.algorithm
     elif call.op == "MONITORED_BARRIER":
         nbytes, algorithm = 0, "linear"
     else:
@@ -84,7 +84,7 @@ def _prediction(member: Communicator, call: Call) -> Predicted:
         receives = 0 if spec.senders is Ranks.ROOT else size - 1
         load = Load(min(size - 1, 1), sends, receives, call.nbytes, 0, 0)
         return Predicted(call.op, call.nbytes, None, seconds_of(load, machine))
-    kind, seconds = terms.op.lower(), 0.0
+    kind, seconds = signature.op.lower(), 0.0
     if (kind, algorithm) in two_level.ALGORITHMS:
         seconds = two_level.predict(algorithm, kind, nbytes, member.hosts, machine)
     elif size > 1:
@@ -92,9 +92,9 @@ def _prediction(member: Communicator, call: Call) -> Predicted:
     return Predicted(call.op, nbytes, algorithm, seconds)
 
 
-def _whole(terms: Signature, member: Communicator) -> int:
+def _whole(signature: Signature, member: Communicator) -> int:
     """Return the elements of the whole vector."""
-    if terms.counts:
-        return sum(terms.counts)
-    known = max(sum(terms.sends), sum(terms.receives))
-    return known if terms.root in (None, member.rank) else known * len(member.ranks)
+    if signature.counts:
+        return sum(signature.counts)
+    known = max(sum(signature.sends), sum(signature.receives))
+    return known if signature.root in (None, member.rank) else known * len(member.ranks)

@@ -37,7 +37,7 @@ LAYOUTS = 16
 #: Bytes of a stamp.
 STAMP = 8
 
-#: What was called: a plan, or the terms of what has none.
+#: What was called: a plan, or the signature of what has none.
 Called = Plan | Signature
 
 
@@ -69,7 +69,7 @@ class Fuser:
     def _lay_out(self, calls: tuple[Called, ...], together: bool) -> Layout:
         names = _Names()
         entries = [names.entry(call) for call in calls]
-        roll = Manifest([entry.terms for entry in entries])
+        roll = Manifest([entry.signature for entry in entries])
         fingerprint = crc32(b"".join(entry.hash for entry in entries), crc32(b"coalesced"))
         members: dict[Any, list[int]] = {}
         for position, (call, entry) in enumerate(zip(calls, entries, strict=True)):
@@ -79,29 +79,29 @@ class Fuser:
                 if together and call.device != "cpu":
                     bucket = call.device
             elif not _is_large(call):
-                bucket = entry.terms[:2] + entry.terms[3:5]
+                bucket = entry.signature[:2] + entry.signature[3:5]
             members.setdefault(bucket, []).append(position)
         buckets = [self._bucket(calls, positions) for positions in members.values()]
         for plan in (bucket.plan for bucket in buckets):
             if plan is not None:
-                plan.terms, plan.fingerprint = plan.terms._replace(members=roll), fingerprint
+                plan.signature, plan.fingerprint = plan.signature._replace(members=roll), fingerprint
         return Layout(Signature("COALESCED", None, (), None, None, members=roll), fingerprint, tuple(buckets))
 
     def _bucket(self, calls: Sequence[Called], positions: Sequence[int]) -> Bucket:
         plans = [call for call in (calls[position] for position in positions) if isinstance(call, Plan)]
         if not plans:
             return Bucket(tuple(positions), None)
-        terms, spec = plans[0].terms, _spec(plans[0].terms)
-        reads = spec.inputs(self._rank, self._size, terms.root)
-        writes = spec.outputs(self._rank, self._size, terms.root)
+        signature, spec = plans[0].signature, _spec(plans[0].signature)
+        reads = spec.inputs(self._rank, self._size, signature.root)
+        writes = spec.outputs(self._rank, self._size, signature.root)
         if len(positions) == 1:
             return Bucket(tuple(positions), copy.copy(plans[0]), reads=reads, writes=writes)
-        counts = _columns([self._counts(spec, plan.terms) for plan in plans])
+        counts = _columns([self._counts(spec, plan.signature) for plan in plans])
         stamps = sources = None
         if spec.private:
             size = -(-STAMP // plans[0].itemsize)
             stamps = {at: _stamp(each, size, plans[0].storage) for at, each in enumerate(counts) if each is not None}
-            sources = {buffer: spec.peer(buffer, self._size, terms.root) for buffer in writes}
+            sources = {buffer: spec.peer(buffer, self._size, signature.root) for buffer in writes}
         bucket = Bucket(
             tuple(positions),
             None,
@@ -119,20 +119,20 @@ class Fuser:
 
     def _fused(self, like: Plan, sizes: Sequence[int | None]) -> Plan:
         """Make the plan of calls like `like` together; a factor has been applied before."""
-        terms, spec, kernel = like.terms, _spec(like.terms), like.kernel
+        signature, spec, kernel = like.signature, _spec(like.signature), like.kernel
         if kernel is not None and kernel.prescale is not None:
             kernel = replace(kernel, prescale=None)
-        dtype = None if terms.dtype is None else by_name(terms.dtype)
+        dtype = None if signature.dtype is None else by_name(signature.dtype)
         agreed = () if spec.private else None
         given = spec.sizes(sizes, self._rank)
-        return self._planner.compiled(spec.kind, dtype, given, kernel, terms.reduce, terms.root, agreed)
+        return self._planner.compiled(spec.kind, dtype, given, kernel, signature.reduce, signature.root, agreed)
 
-    def _counts(self, spec: Spec, terms: Signature) -> tuple[int | None, ...]:
-        return spec.counts(terms.counts, terms.sends, terms.receives, self._rank, terms.root)
+    def _counts(self, spec: Spec, signature: Signature) -> tuple[int | None, ...]:
+        return spec.counts(signature.counts, signature.sends, signature.receives, self._rank, signature.root)
 
 
 class _Entry(NamedTuple):
-    terms: Signature
+    signature: Signature
     hash: bytes
 
 
@@ -146,27 +146,27 @@ class _Names:
     def entry(self, call: Called) -> _Entry:
         known = self._known.get(id(call))
         if known is None:
-            terms = call if isinstance(call, Signature) else self._named(call)
-            known = self._known[id(call)] = _Entry(terms, terms.fingerprint().to_bytes(4, "little"))
+            signature = call if isinstance(call, Signature) else self._named(call)
+            known = self._known[id(call)] = _Entry(signature, signature.fingerprint().to_bytes(4, "little"))
         return known
 
     def _named(self, plan: Plan) -> Signature:
-        terms, op = plan.terms, plan.op
+        signature, op = plan.signature, plan.op
         if op is None or op.function is None:
-            return terms
+            return signature
         functions = self._functions.setdefault(op.wire_name, [])
         number = next((at for at, each in enumerate(functions) if each is op.function), len(functions))
         if number == len(functions):
             functions.append(op.function)
-        return terms if not number else terms._replace(reduce=f"{terms.reduce}#{number + 1}")
+        return signature if not number else signature._replace(reduce=f"{signature.reduce}#{number + 1}")
 
 
 def _is_large(plan: Plan) -> bool:
-    return not _spec(plan.terms).private and sum(plan.terms.counts) * plan.itemsize >= LARGE
+    return not _spec(plan.signature).private and sum(plan.signature.counts) * plan.itemsize >= LARGE
 
 
-def _spec(terms: Signature) -> Spec:
-    return spec_of(terms.op.lower())
+def _spec(signature: Signature) -> Spec:
+    return spec_of(signature.op.lower())
 
 
 def _columns(rows: Iterable[tuple[int | None, ...]]) -> tuple[tuple[int, ...] | None, ...]:

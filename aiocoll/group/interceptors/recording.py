@@ -84,7 +84,7 @@ class Recording:
         """Record a call that is not fused; a user's call is as far away as from `Batch.take`, and one frame."""
         work = DeferredWork(self, call.op, None, call.key, self._dispatcher.group, 6)
         call.expect(work)
-        if call.terms is not None and call.key is None:
+        if call.signature is not None and call.key is None:
             work.plan = None
             work.call = call
             self.limit = min(self.limit, call.timeout)
@@ -163,7 +163,7 @@ class Flusher:
         members = recording.members
         try:
             d.check()
-            calls = tuple([member.plan or member.call.terms for member in members])
+            calls = tuple([member.plan or member.call.signature for member in members])
             layout = self._fuser.layout(calls, outer is None)
             check_apart(layout, members)
             if d.device_state is not None:
@@ -203,11 +203,11 @@ class Flusher:
             recording.settle(error)
 
         packer = Packer(self._comm, layout, members, start, outer is not None)
-        work = FlushWork(d.endpoint, layout.terms.op, d.group, packer.pending, ended)
+        work = FlushWork(d.endpoint, layout.signature.op, d.group, packer.pending, ended)
         work.seq, work.key = seq, key
         work._expect((), limit, None)
         if outer is None:
-            d.enter(make(identity, work) if wrapper is None else wrapper.wrap(identity, layout.terms, make, work))
+            d.enter(make(identity, work) if wrapper is None else wrapper.wrap(identity, layout.signature, make, work))
         else:
             self.intercepted[work] = None
             packer.ended = lambda: work._finish(None)
@@ -228,14 +228,14 @@ class Flusher:
         own: list[Call] = [members[position].call for position in bucket.members]
         if len(own) == 1:
             return own[0]
-        return Call(layout.terms.op, self._dispatcher.as_one(own), limit, layout.terms)  # on a device
+        return Call(layout.signature.op, self._dispatcher.as_one(own), limit, layout.signature)  # on a device
 
     def _start_all_loose(
         self, calls: Sequence[tuple[DeferredWork, Call]], outer: Interceptor | None, wrapper: Wrapper | None
     ) -> None:
         """Start messages, and collectives with a key; what cannot start fails by itself."""
         d = self._dispatcher
-        with d.batched(array for _, call in calls if call.terms is None for array in call.arrays or ()):
+        with d.batched(array for _, call in calls if call.signature is None for array in call.arrays or ()):
             for work, call in calls:
                 if outer is not None:
                     work._unwrap = None
@@ -249,10 +249,10 @@ class Flusher:
 
     def _loose(self, work: DeferredWork, call: Call, wrapper: Wrapper | None) -> Operation:
         """Return the operation of a message, or of a collective with a key."""
-        if call.terms is None:
+        if call.signature is None:
             return call.make(P2P, work)
         identity, work.seq = self._dispatcher.keyed_id(call.key)
-        return call.make(identity, work) if wrapper is None else wrapper.wrap(identity, call.terms, call.make, work)
+        return call.make(identity, work) if wrapper is None else wrapper.wrap(identity, call.signature, call.make, work)
 
 
 def _in_flush(call: Call, layout: Layout, limit: float) -> Make:
@@ -263,7 +263,7 @@ def _in_flush(call: Call, layout: Layout, limit: float) -> Make:
         # Of a monitored barrier its own: only that one knows better than the flush why it expires.
         work._timeout = call.timeout if call.op == MonitoredBarrier.OP else limit
         operation = call.make(identity, work)
-        operation.terms, operation.fingerprint = layout.terms, layout.fingerprint
+        operation.signature, operation.fingerprint = layout.signature, layout.fingerprint
         return operation
 
     return make
@@ -274,8 +274,8 @@ def _device_spans(members: Sequence[DeferredWork], rank: int, size: int) -> Iter
     for position, member in enumerate(members):
         call = None if member.plan is not None else member.call
         if call is not None and call.on_device is not None:
-            terms = call.on_device.terms
-            writes = spec_of(terms.op.lower()).outputs(rank, size, terms.root)
+            signature = call.on_device.signature
+            writes = spec_of(signature.op.lower()).outputs(rank, size, signature.root)
             for buffer, array in enumerate(call.arrays):
                 if array is not None and array.size:
                     yield array.ptr, array.ptr + array.nbytes, position, buffer in writes

@@ -37,25 +37,29 @@ class Verifier(Wrapper):
     def take(self, call: Call) -> Work[Any]:
         """Start a call: a message between two ranks at once, a collective when it has been compared."""
         d = self._dispatcher
-        identity, seq = (P2P, None) if call.terms is None else d.numbered(call.key)
+        identity, seq = (P2P, None) if call.signature is None else d.numbered(call.key)
         work: Work[Any] = Work(d.endpoint, call.op, seq, call.key, d.group)
         call.expect(work)
-        d.enter(call.make(identity, work) if call.terms is None else self.wrap(identity, call.terms, call.make, work))
+        d.enter(
+            call.make(identity, work)
+            if call.signature is None
+            else self.wrap(identity, call.signature, call.make, work)
+        )
         return work
 
-    def wrap(self, identity: int, terms: Signature, make: Make, work: Work[Any]) -> Operation:
+    def wrap(self, identity: int, signature: Signature, make: Make, work: Work[Any]) -> Operation:
         """Return the comparison of a call, which is carried out as its child."""
-        return Compared(self._dispatcher.comm, identity, terms, make, work)
+        return Compared(self._dispatcher.comm, identity, signature, make, work)
 
     def tell_wrong(
-        self, wrong: ValueError, terms: Signature, shape: tuple[int, ...], timeout: Timeout, key: str | None
+        self, wrong: ValueError, signature: Signature, shape: tuple[int, ...], timeout: Timeout, key: str | None
     ) -> Work[Any]:
         """Take part in a collective with a call that cannot be carried out."""
         d = self._dispatcher
         d.check()
         limit = d.limit(timeout)
         identity, seq = d.numbered(key)
-        work: Work[Any] = Work(d.endpoint, terms.op, seq, key, d.group)
+        work: Work[Any] = Work(d.endpoint, signature.op, seq, key, d.group)
         work._expect(shape, limit, None)
-        d.enter(WrongCall(d.comm, identity, terms, wrong, work))
+        d.enter(WrongCall(d.comm, identity, signature, wrong, work))
         return work
