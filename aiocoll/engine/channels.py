@@ -29,7 +29,7 @@ FEW = 64
 class Receiver(Protocol):
     """What takes control messages, and ends links."""
 
-    def hear(self, peer: int, payload: memoryview | None, way: str, /) -> None:
+    def receive(self, peer: int, payload: memoryview | None, way: str, /) -> None:
         """Take a control message."""
 
     def refuse(self, peer: int, error: Exception | None, link: Link) -> bool:
@@ -48,7 +48,7 @@ class Channels:
     """
 
     #: Takes control messages.
-    hear: Callable[[int, memoryview | None, str], None]
+    receive: Callable[[int, memoryview | None, str], None]
     _receiver: Receiver
 
     def __init__(
@@ -71,7 +71,7 @@ class Channels:
     def connect(self, receiver: Receiver) -> None:
         """Hand what is for no group to `receiver`."""
         self._receiver = receiver
-        self.hear = receiver.hear
+        self.receive = receiver.receive
 
     def to(self, rank: int) -> Channel:
         """Return what connects this rank to `rank`."""

@@ -57,7 +57,7 @@ class Communicator:
         identity: the group on the wire: hash of its name.
         name: the group's name.
         ranks: rank in the job of each rank of the group.
-        piece_nbytes: of the blocks in memory that all ranks share, where they do; else 0.
+        chunk_nbytes: of the blocks in memory that all ranks share, where they do; else 0.
         timeout: seconds an operation may take unless its call says otherwise.
         warn_after: seconds after which an operation that waits is reported in the log.
         tuning: what the machine and the medium of the group's messages can do, the same on all ranks.
@@ -69,7 +69,7 @@ class Communicator:
         identity: int,
         name: str,
         ranks: Sequence[int],
-        piece_nbytes: int,
+        chunk_nbytes: int,
         timeout: float,
         warn_after: float,
         tuning: Tuning,
@@ -78,8 +78,8 @@ class Communicator:
         self.id = identity
         self.name = name
         self.ranks = tuple(ranks)
-        self.piece_nbytes = piece_nbytes
-        self.small_nbytes = piece_nbytes // SMALL_PER_CHUNK
+        self.chunk_nbytes = chunk_nbytes
+        self.small_nbytes = chunk_nbytes // SMALL_PER_CHUNK
         self.timeout = timeout
         #: The timeout of operations that expire in the order of entry, and that the watch need not be told of.
         self.default_timeout = timeout if timeout >= REPORT_AFTER else nan
@@ -97,7 +97,7 @@ class Communicator:
         self.pending: dict[Operation, None] = {}
         #: The number of the last ordered operation; who makes one takes the next.
         self.entered = 0
-        self.recorder = OperationLog()
+        self.operation_log = OperationLog()
         self.cause: GroupError | None = None
         #: It has failed, or a hook is called: calls look closer.
         self.barred = False
@@ -122,15 +122,15 @@ class Communicator:
         self.sender = Sender(identity, self.ranks, self.channels, endpoint.control, endpoint.direct)
         self.mismatches = MismatchReports(self, self.sender)
         self.stalls = StallInspector(
-            self, self.recorder, self.mismatches, self.sender, endpoint.runtime, endpoint.failure_detector
+            self, self.operation_log, self.mismatches, self.sender, endpoint.runtime, endpoint.failure_detector
         )
         self.runtime = endpoint.runtime
         self.scratch = endpoint.scratch
         self.polling = endpoint.polling
         self.registered_memory = endpoint.registered_memory
         self.stamp = endpoint.runtime.stamp
-        self._collectives = self.recorder.collectives
-        self._messages = self.recorder.messages
+        self._collectives = self.operation_log.collectives
+        self._messages = self.operation_log.messages
         self._watch = endpoint.watch
         self._early: dict[int, list[Kept]] = {}
         # Keyed operations and parts that have ended, and the call each was; of ordered ones the number tells.
@@ -159,7 +159,7 @@ class Communicator:
         work = operation.work
         if operation.parent is not None:
             self.operations[identity] = operation
-            operation.entry = self.recorder.started(operation.parent.entry, now)
+            operation.entry = self.operation_log.started(operation.parent.entry, now)
         elif identity < P2P:
             self.operations[identity] = operation
             # The fields of a `Record`, written out: a call per operation would cost more than all else in here.
@@ -189,7 +189,7 @@ class Communicator:
             self.crashed(error)
         if self._early and (frames := self._early.pop(identity, None)):
             for channel, header, payload in frames:
-                self.endpoint.attempt(channel.peer, channel.hear_again, self.deliver, header, payload)
+                self.endpoint.attempt(channel.peer, channel.redeliver, self.deliver, header, payload)
 
     def ended(self, operation: Operation, error: BaseException | None) -> None:
         """An operation has ended; every one does so once, here."""
@@ -248,7 +248,7 @@ class Communicator:
     def record(self, op: int) -> Record | None:
         """Return what is remembered of a collective: of a part of one, the whole."""
         operation = self.operations.get(op)
-        return self.recorder.find(self._ended.get(op, op)) if operation is None else Record(*operation.entry)
+        return self.operation_log.find(self._ended.get(op, op)) if operation is None else Record(*operation.entry)
 
     # -- frames
 
@@ -339,7 +339,7 @@ class Communicator:
             self.name,
             self.rank,
             cause,
-            self.recorder.hint,
+            self.operation_log.hint,
             extra=self.log_extra,
         )
         if tell:

@@ -124,11 +124,11 @@ class Endpoint:
         if early.cause is not None:
             group.revoke(error_from(early.cause), tell=False)
         for rank, message in early.messages:
-            self.attempt(rank, group.devices.heard, rank, message)
+            self.attempt(rank, group.devices.handle, rank, message)
         for rank in early.departed:
             self.attempt(rank, group.departed, rank)
         for channel, header, payload in early.frames:
-            self.attempt(channel.peer, channel.hear_again, group.deliver, header, payload)
+            self.attempt(channel.peer, channel.redeliver, group.deliver, header, payload)
         for rank in group.ranks:
             if rank in self.roster.dead:
                 how, detail = self.roster.dead[rank]

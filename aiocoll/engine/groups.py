@@ -97,14 +97,14 @@ class Groups:
         else:
             self.early.keep_cause(identity, rank, cause)
 
-    def heard(self, peer: int, message: ControlMessage) -> None:
+    def handle(self, peer: int, message: ControlMessage) -> None:
         """Hand a message about a device or an operation to its group."""
         identity = message["g"]
         group = self.made.get(identity)
         if group is not None and message["t"] == DEVICE:
-            group.devices.heard(peer, message)
+            group.devices.handle(peer, message)
         elif group is not None:
-            group.stalls.heard(group.position[peer], message)
+            group.stalls.handle(group.position[peer], message)
         elif message["t"] == DEVICE:
             self.early.keep_message(identity, peer, message)
         else:

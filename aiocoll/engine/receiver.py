@@ -31,7 +31,7 @@ class Receiver:
     groups: Groups
     refusals: Refusals
 
-    def hear(self, peer: int, payload: memoryview | None, way: str) -> None:
+    def receive(self, peer: int, payload: memoryview | None, way: str) -> None:
         """Take a message of `peer` that has come on this way.
 
         Raises:
@@ -68,7 +68,7 @@ class Receiver:
         if kind == "relay":
             self.control.tell(message["to"], {"t": "relayed", "from": peer, "note": message["note"]})
         elif kind == "relayed":
-            self._heard_passed_on(message["from"], message["note"])
+            self._handle_relayed(message["from"], message["note"])
         elif kind == "formed":
             self.control.formed()
         elif kind == "end":
@@ -90,7 +90,7 @@ class Receiver:
             if direct or not message["linked"]:
                 self.groups.departed(peer, message["g"])
         elif kind == "died":
-            self._heard_died(peer, message)
+            self._handle_died(peer, message)
         elif kind == "probe":
             self.control.tell(peer, {"t": "alive"})
         elif kind == "alive":
@@ -100,23 +100,23 @@ class Receiver:
         elif kind == "revoke":
             self.groups.revoked(peer, message["g"], message["cause"])
         elif kind == "shrink":
-            self.agreements.heard(peer, message)
+            self.agreements.handle(peer, message)
         else:
-            self.groups.heard(peer, message)
+            self.groups.handle(peer, message)
 
     def _finished(self, rank: int, moved: list[int]) -> None:
         """A rank has ended in order; it went on elsewhere from the groups `moved`."""
         self.roster.finished(rank)
         self.agreements.finished(rank, moved)
 
-    def _heard_passed_on(self, origin: int, message: ControlMessage) -> None:
+    def _handle_relayed(self, origin: int, message: ControlMessage) -> None:
         """Take what another rank has said; if it cannot be taken, that is not the fault of the one between."""
         try:
             self._carry_out(origin, message, direct=False)
         except ProtocolError as error:
             self.refusals.refuse(origin, error)
 
-    def _heard_died(self, peer: int, message: ControlMessage) -> None:
+    def _handle_died(self, peer: int, message: ControlMessage) -> None:
         rank, how = message["rank"], message["how"]
         if rank != self.facts.rank:
             self.roster.died(rank, message["detail"], tell=False, how=how)

@@ -77,8 +77,8 @@ def stranger(
     Returns:
         What the peer shall be told of this rank, if that can still change.
     """
-    lineage = [Split(parent, number, name, tuple(ranks)) for parent, number, name, ranks in message.get("split", ())]
-    for level, theirs in enumerate(lineage):
+    history = [Split(parent, number, name, tuple(ranks)) for parent, number, name, ranks in message.get("split", ())]
+    for level, theirs in enumerate(history):
         parent = groups.get(theirs.parent)
         if parent is None:
             if not early.is_over(theirs.parent):
@@ -96,14 +96,14 @@ def stranger(
             error = parent.cause
         else:
             return f"which has split group {parent.name!r} {len(parent.splits)} times only"
-        _refuse(early, control, peer, lineage[level:], error)
+        _refuse(early, control, peer, history[level:], error)
         return None
     return "which is not in the group now"
 
 
-def _refuse(early: Early, control: ControlPlane, peer: int, lineage: Sequence[Split], error: GroupError) -> None:
+def _refuse(early: Early, control: ControlPlane, peer: int, history: Sequence[Split], error: GroupError) -> None:
     """Revoke groups that this rank will never be in."""
-    for split in lineage:
+    for split in history:
         identity = split.identity()
         early.disown(identity, peer)
         control.flood({"t": "revoke", "g": identity, "cause": cause_of(error)}, split.ranks)

@@ -81,7 +81,7 @@ class Messages:
         if not isinstance(operations, Iterable):
             raise TypeError(f"operations must be a list of Send and Recv, not {type(operations).__name__}")
         ready = [(each, self._checked(each, f"operations[{index}]")) for index, each in enumerate(operations)]
-        _check_apart(ready)
+        _check_no_overlap(ready)
         d.limit(timeout)
         d.check()
         on_device = [buffer.array for _, buffer in ready if type(buffer.array) is not _ndarray]
@@ -249,7 +249,7 @@ def _check_length(nbytes: int, name: str) -> None:
         raise ValueError(f"{name} has {nbytes} bytes; a message holds at most {LONGEST}: send it in parts")
 
 
-def _check_apart(operations: Sequence[tuple[Send | Recv, Buffer]]) -> None:
+def _check_no_overlap(operations: Sequence[tuple[Send | Recv, Buffer]]) -> None:
     """Refuse a batch that receives into memory which it also sends, or receives into elsewhere."""
     order = sorted(range(len(operations)), key=lambda index: isinstance(operations[index][0], Send))
     received = sum(isinstance(each, Recv) for each, _ in operations)

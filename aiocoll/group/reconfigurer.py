@@ -103,10 +103,10 @@ class Reconfigurer:
             raise ValueError(f"n={n}: give the number of newcomers, at least 1")
         limit = self._dispatcher.limit(timeout)
         self._dispatcher.check()
-        seat = await self._unless_revoked(self._seats(n, limit))
-        return await self._grown(seat, limit)
+        assignment = await self._unless_revoked(self._assign(n, limit))
+        return await self._grown(assignment, limit)
 
-    async def _seats(self, n: int, limit: float) -> Assignment:
+    async def _assign(self, n: int, limit: float) -> Assignment:
         comm, name = self._comm, _following(self._comm.name)
         asked = await self._objects.allgather(n, limit, None)
         if len(set(asked)) > 1:
@@ -115,17 +115,17 @@ class Reconfigurer:
             return (await self._origin.invite(n, len(asked), name, limit))._replace(rank=comm.rank)
         return await (self._invite(n, limit) if comm.rank == 0 else self._invited())
 
-    async def _grown(self, seat: Assignment, limit: float) -> Any:
+    async def _grown(self, assignment: Assignment, limit: float) -> Any:
         """Meet the newcomers, and go on with them only if all ranks of this group do."""
         comm = self._comm
         agreement = comm.endpoint.agreements.voter(comm.id, comm.growths, comm.ranks)
         try:
-            group = await self._unless_revoked(self._meet_anew(seat, limit, comm.timeout))
+            group = await self._unless_revoked(self._meet_anew(assignment, limit, comm.timeout))
         except BaseException as error:
-            agreement.decline(seat.prefix, str(error) or "a rank was cancelled")
+            agreement.decline(assignment.prefix, str(error) or "a rank was cancelled")
             raise
         try:
-            await agreement.grow(seat.prefix)
+            await agreement.grow(assignment.prefix)
         except BaseException:
             await group.shutdown()
             raise
@@ -139,7 +139,7 @@ class Reconfigurer:
         """As rank 0, wait for the newcomers, and tell the others what has come of it."""
         comm = self._comm
         try:
-            seat = await self._origin.invite(n, len(comm.ranks), _following(comm.name), limit)
+            assignment = await self._origin.invite(n, len(comm.ranks), _following(comm.name), limit)
         except StoreUnavailableError as error:
             await self._dispatcher.runtime.sleep(NEWS)
             text = (
@@ -153,7 +153,7 @@ class Reconfigurer:
         except BaseException as error:
             self._tell(f"group {comm.name!r} did not grow: {str(error) or 'rank 0 was cancelled'}")
             raise
-        return await self._pass_on(seat)
+        return await self._pass_on(assignment)
 
     # -- some
 
@@ -228,34 +228,34 @@ class Reconfigurer:
         if any(each != asked[0] for each in asked):
             raise ValueError(f"the ranks of group {comm.name!r} called merge_remote_group() with [size, name]={asked}")
         if self._origin.dry:
-            seat = Assignment("", comm.rank, party.size, name)
+            assignment = Assignment("", comm.rank, party.size, name)
         elif comm.rank != 0:
-            seat = await self._invited()
+            assignment = await self._invited()
         else:
-            seat = await self._find_seats(store, party, name, limit)
-        return await self._meet_anew(seat, limit, limit, store)
+            assignment = await self._find_assignment(store, party, name, limit)
+        return await self._meet_anew(assignment, limit, limit, store)
 
-    async def _find_seats(self, store: Store, party: Party, name: str, limit: float) -> Assignment:
+    async def _find_assignment(self, store: Store, party: Party, name: str, limit: float) -> Assignment:
         """As rank 0, find the other groups, and tell the ranks of this one what has come of it."""
         try:
-            seat = await find_seats(store, party, name, limit)
+            assignment = await find_seats(store, party, name, limit)
         except BaseException as error:
             gone = isinstance(error, StoreUnavailableError)
             if gone:
                 await self._dispatcher.runtime.sleep(NEWS)
             self._tell(f"group {party.name!r} was not merged: {str(error) or 'rank 0 was cancelled'}", gone=gone)
             raise
-        return await self._pass_on(seat, store)
+        return await self._pass_on(assignment, store)
 
     # -- meeting others
 
-    async def _meet_anew(self, seat: Assignment, limit: float, timeout: float, store: Store | None = None) -> Any:
+    async def _meet_anew(self, assignment: Assignment, limit: float, timeout: float, store: Store | None = None) -> Any:
         """Meet the newcomers."""
-        async with self._calling_off(seat, store):
+        async with self._calling_off(assignment, store):
             self._dispatcher.check()
-            spec = self._spec._replace(name=seat.name, timeout=timeout, completed=(None, None))
+            spec = self._spec._replace(name=assignment.name, timeout=timeout, completed=(None, None))
             try:
-                return await self._origin.meet_anew(seat, limit, spec, store)
+                return await self._origin.meet_anew(assignment, limit, spec, store)
             except AiocollError as error:
                 if not isinstance(error.__cause__, TimeoutError):
                     await self._dispatcher.runtime.sleep(NEWS)
@@ -288,20 +288,20 @@ class Reconfigurer:
         raise failure_by(comm.cause)
 
     @contextlib.asynccontextmanager
-    async def _calling_off(self, seat: Assignment, store: Store | None = None) -> AsyncIterator[None]:
+    async def _calling_off(self, assignment: Assignment, store: Store | None = None) -> AsyncIterator[None]:
         """If this group fails in the block, newcomers that have a seat shall not wait for it."""
         try:
             yield
         except BaseException:
             if (cause := self._comm.cause) is not None:
-                await self._origin.call_off(seat, f"the group that was to meet them has failed: {cause}", store)
+                await self._origin.call_off(assignment, f"the group that was to meet them has failed: {cause}", store)
             raise
 
-    async def _pass_on(self, seat: Assignment, store: Store | None = None) -> Assignment:
+    async def _pass_on(self, assignment: Assignment, store: Store | None = None) -> Assignment:
         """As rank 0, tell the others their seats."""
-        async with self._calling_off(seat, store):
-            await self._objects.broadcast({"seat": list(seat)}, 0, None, None)
-        return seat
+        async with self._calling_off(assignment, store):
+            await self._objects.broadcast({"seat": list(assignment)}, 0, None, None)
+        return assignment
 
     def _tell(self, text: str, gone: bool = False) -> None:
         """Let the other ranks raise it, too, unless the group has failed: then they know."""
@@ -313,8 +313,8 @@ class Reconfigurer:
         told = await self._objects.broadcast(None, 0, float("inf"), None)
         if "error" in told:
             raise (StoreUnavailableError if told["gone"] else RendezvousError)(told["error"])
-        seat = Assignment(*told["seat"])
-        return seat._replace(rank=seat.rank + self._comm.rank)
+        assignment = Assignment(*told["seat"])
+        return assignment._replace(rank=assignment.rank + self._comm.rank)
 
 
 def _following(name: str) -> str:

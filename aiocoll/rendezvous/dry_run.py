@@ -92,12 +92,12 @@ class World:
         return Assignment("", self._endpoint.rank, size + n, name)
 
     async def meet_anew(
-        self, seat: Assignment, limit: float, spec: GroupSpec, store: Store | None = None
+        self, assignment: Assignment, limit: float, spec: GroupSpec, store: Store | None = None
     ) -> ProcessGroup:
         """Make a group with others."""
-        return World(seat.rank, seat.world_size, spec.options).group(spec)
+        return World(assignment.rank, assignment.world_size, spec.options).group(spec)
 
-    async def call_off(self, seat: Assignment, reason: str, store: Store | None = None) -> None:
+    async def call_off(self, assignment: Assignment, reason: str, store: Store | None = None) -> None:
         """Nobody waits."""
 
     async def release(self) -> None:

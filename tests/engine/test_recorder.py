@@ -20,7 +20,7 @@ from tests.ranks import TRANSPORTS, run_ranks
 
 
 def recorder(pg: ProcessGroup) -> OperationLog:
-    return pg._comm.recorder
+    return pg._comm.operation_log
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

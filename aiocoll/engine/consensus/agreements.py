@@ -43,12 +43,12 @@ class Agreements:
             found.connect(Coordinator(found))
         return found
 
-    def heard(self, peer: int, message: ControlMessage) -> None:
+    def handle(self, peer: int, message: ControlMessage) -> None:
         """Take a message of `peer`."""
         identity, number = message["g"], message["n"]
         if (identity, number) not in self.voters:
             self._named(identity, peer)
-        self.voter(identity, number, message["ranks"]).heard(peer, message)
+        self.voter(identity, number, message["ranks"]).handle(peer, message)
 
     def finished(self, rank: int, moved: Iterable[int]) -> None:
         """A rank has ended, which went on elsewhere from the groups `moved`."""

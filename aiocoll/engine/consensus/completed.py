@@ -52,9 +52,9 @@ class Completed:
         keyed = frozenset((key, count) for key, count in told["keyed"])
         return cls(told["upto"], frozenset(told["missing"]), keyed)
 
-    def told(self) -> Report:
+    def as_data(self) -> Report:
         """Write a report."""
-        return _told(self.upto, self.missing, sorted(self.keyed))
+        return _as_data(self.upto, self.missing, sorted(self.keyed))
 
 
 class Revoked(Protocol):
@@ -63,12 +63,12 @@ class Revoked(Protocol):
     Attributes:
         entered: the number of the last ordered operation.
         unfinished: collectives that have failed, by number, or key and count.
-        recorder: what this rank has called.
+        operation_log: what this rank has called.
     """
 
     entered: int
     unfinished: frozenset[int | tuple[str, int]]
-    recorder: OperationLog
+    operation_log: OperationLog
 
 
 def report(group: Revoked) -> Report:
@@ -77,12 +77,12 @@ def report(group: Revoked) -> Report:
     unfinished = group.unfinished
     entered = [
         (key, count)
-        for _, _, _, _, key, count, *_ in reversed(group.recorder.collectives)
+        for _, _, _, _, key, count, *_ in reversed(group.operation_log.collectives)
         if key is not None and count is not None
     ]
     # Each once, though some have had several operations.
     keyed = [each for each in dict.fromkeys(entered) if each not in unfinished]
-    return _told(upto, [number for number in unfinished if isinstance(number, int)], keyed)
+    return _as_data(upto, [number for number in unfinished if isinstance(number, int)], keyed)
 
 
 def combine(reports: Sequence[Report]) -> tuple[Completed, Completed]:
@@ -100,7 +100,7 @@ def combine(reports: Sequence[Report]) -> tuple[Completed, Completed]:
     return everywhere, Completed(furthest.upto, nowhere, frozenset.union(*(one.keyed for one in each)))
 
 
-def _told(upto: int, missing: Iterable[int], keyed: Sequence[tuple[str, int]]) -> Report:
+def _as_data(upto: int, missing: Iterable[int], keyed: Sequence[tuple[str, int]]) -> Report:
     listed = sorted(missing)
     if len(listed) > LISTED:
         upto = listed[LISTED] - 1

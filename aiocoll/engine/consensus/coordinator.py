@@ -161,7 +161,7 @@ class Coordinator:
             self._give_up(members)
             return
         everywhere, somewhere = combine([self._candidacy(rank)["completed"] for rank in members])
-        told = {"everywhere": everywhere.told(), "somewhere": somewhere.told()}
+        told = {"everywhere": everywhere.as_data(), "somewhere": somewhere.as_data()}
         self._propose({**EMPTY, "members": members, "excluded": sorted(self._excluded()), **told})
 
     def _those_that(self, what: str) -> set[int]:

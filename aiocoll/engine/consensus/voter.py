@@ -173,7 +173,7 @@ class Voter:
         """Return the id of the group that goes on: no other decision, not even a wrong one, gives the same."""
         return hash62(f"{self.group}\0{self.number}\0{list(members)}") & 0xFFFFFFFF
 
-    def heard(self, peer: int, message: ControlMessage) -> None:
+    def handle(self, peer: int, message: ControlMessage) -> None:
         """Take a message of `peer`."""
         if peer in self.away:
             if self.outcome is not None:
@@ -358,7 +358,7 @@ class Voter:
         """Say `message` to `rank`, be it this one."""
         message = self._signed(message)
         if rank == self.rank:
-            self.heard(rank, message)
+            self.handle(rank, message)
         elif rank not in self.away:
             self.parts.links.send(rank, message)
 

@@ -27,14 +27,14 @@ class DeviceInbox:
         self._kept: list[tuple[int, ControlMessage]] = []
         self._hear: Callable[[int, ControlMessage], None] | None = None
 
-    def connect(self, hear: Callable[[int, ControlMessage], None]) -> None:
-        """Let `hear` take messages, and whose they are, numbered as in the group; those that have come first."""
-        self._hear = hear
+    def connect(self, receive: Callable[[int, ControlMessage], None]) -> None:
+        """Let `receive` take messages, and whose they are, numbered as in the group; those that have come first."""
+        self._hear = receive
         kept, self._kept = self._kept, []
         for peer, message in kept:
-            self._attempt(self._ranks[peer], hear, peer, message)
+            self._attempt(self._ranks[peer], receive, peer, message)
 
-    def heard(self, rank: int, message: ControlMessage) -> None:
+    def handle(self, rank: int, message: ControlMessage) -> None:
         """Take a message of a rank, numbered as in the job."""
         peer = self._position[rank]
         if self._hear is None:

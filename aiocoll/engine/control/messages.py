@@ -256,7 +256,7 @@ class _Shape(NamedTuple):
     ways: frozenset[str]
 
 
-def _note(check: Check, *ways: str) -> _Shape:
+def _shape(check: Check, *ways: str) -> _Shape:
     return _Shape(check, frozenset(ways))
 
 
@@ -268,26 +268,26 @@ def _passed(value: Any, scope: Scope) -> None:
 
 SHAPES: dict[str, _Shape] = {
     # Of the star, see `aiocoll.engine.control.star`.
-    "relay": _note(fields(t=_TEXT, to=job_rank, note=_passed), CONTROL),
-    "relayed": _note(fields(t=_TEXT, note=_passed, **{"from": job_rank}), CONTROL),
-    "formed": _note(fields(t=_TEXT), CONTROL),
-    "known": _note(fields(t=_TEXT), CONTROL),
-    "waits": _note(fields(t=_TEXT), CONTROL),
-    "probe": _note(fields(t=_TEXT), CONTROL),
-    "alive": _note(fields(t=_TEXT), CONTROL),
-    "end": _note(fields({"linked": rank_list}, t=_TEXT, moved=listed(_GROUP)), CONTROL, DATA),
-    "ended": _note(fields(t=_TEXT, ranks=listed(row(job_rank, rank_list, listed(_GROUP)))), CONTROL, RELAYED),
-    "died": _note(fields(t=_TEXT, rank=job_rank, detail=_TEXT, how=_HOW), CONTROL, DATA, RELAYED),
+    "relay": _shape(fields(t=_TEXT, to=job_rank, note=_passed), CONTROL),
+    "relayed": _shape(fields(t=_TEXT, note=_passed, **{"from": job_rank}), CONTROL),
+    "formed": _shape(fields(t=_TEXT), CONTROL),
+    "known": _shape(fields(t=_TEXT), CONTROL),
+    "waits": _shape(fields(t=_TEXT), CONTROL),
+    "probe": _shape(fields(t=_TEXT), CONTROL),
+    "alive": _shape(fields(t=_TEXT), CONTROL),
+    "end": _shape(fields({"linked": rank_list}, t=_TEXT, moved=listed(_GROUP)), CONTROL, DATA),
+    "ended": _shape(fields(t=_TEXT, ranks=listed(row(job_rank, rank_list, listed(_GROUP)))), CONTROL, RELAYED),
+    "died": _shape(fields(t=_TEXT, rank=job_rank, detail=_TEXT, how=_HOW), CONTROL, DATA, RELAYED),
     # Of groups, this rank's or not yet.
-    "bye": _note(fields({"linked": _BOOL}, t=_TEXT, g=_GROUP, cause=maybe(_CAUSE)), CONTROL, DATA, RELAYED),
-    "revoke": _note(fields(t=_TEXT, g=_GROUP, cause=_CAUSE), CONTROL, RELAYED),
-    "shrink": _note(_shrink, CONTROL, RELAYED),
-    DEVICE: _note(_device, CONTROL, DATA, RELAYED),
+    "bye": _shape(fields({"linked": _BOOL}, t=_TEXT, g=_GROUP, cause=maybe(_CAUSE)), CONTROL, DATA, RELAYED),
+    "revoke": _shape(fields(t=_TEXT, g=_GROUP, cause=_CAUSE), CONTROL, RELAYED),
+    "shrink": _shape(_shrink, CONTROL, RELAYED),
+    DEVICE: _shape(_device, CONTROL, DATA, RELAYED),
     # Of operations, see `aiocoll.engine.failure.stall_inspector` and `mismatch`.
-    "report": _note(_of_group({"asked": _TRUE}, op=_OPERATION, mine=_DESCRIPTION), CONTROL, RELAYED),
-    "query": _note(_of_group(op=_OPERATION), CONTROL, RELAYED),
-    "absent": _note(_of_group(op=_OPERATION, last=_TEXT, age=maybe(seconds), asked=_TRUE), CONTROL, RELAYED),
-    "status": _note(
+    "report": _shape(_of_group({"asked": _TRUE}, op=_OPERATION, mine=_DESCRIPTION), CONTROL, RELAYED),
+    "query": _shape(_of_group(op=_OPERATION), CONTROL, RELAYED),
+    "absent": _shape(_of_group(op=_OPERATION, last=_TEXT, age=maybe(seconds), asked=_TRUE), CONTROL, RELAYED),
+    "status": _shape(
         _of_group(
             op=_OPERATION,
             missing=listed(group_rank),
@@ -296,8 +296,8 @@ SHAPES: dict[str, _Shape] = {
         CONTROL,
         RELAYED,
     ),
-    "disagree": _note(fields(t=_TEXT, g=_GROUP, op=_OPERATION, theirs=_DESCRIPTION), CONTROL, DATA, RELAYED),
-    "differ": _note(fields(t=_TEXT, g=_GROUP, one=_DESCRIPTION, two=_DESCRIPTION), CONTROL, DATA, RELAYED),
+    "disagree": _shape(fields(t=_TEXT, g=_GROUP, op=_OPERATION, theirs=_DESCRIPTION), CONTROL, DATA, RELAYED),
+    "differ": _shape(fields(t=_TEXT, g=_GROUP, one=_DESCRIPTION, two=_DESCRIPTION), CONTROL, DATA, RELAYED),
 }
 
 # -- what depends on who says it to whom

@@ -20,7 +20,7 @@ from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import FrameKind, Header
 
-__all__ = ["Beside", "ControlPlane", "Detector", "Ranks", "Receiver"]
+__all__ = ["ControlPlane", "Detector", "DirectLinks", "Ranks", "Receiver"]
 
 #: Seconds for which the hub lets others end before it does: ranks that end together are spared a row of new hubs.
 PATIENCE = 0.05
@@ -64,7 +64,7 @@ class Detector(Protocol):
         """Another rank may be the hub."""
 
 
-class Beside(Protocol):
+class DirectLinks(Protocol):
     """What opens control links beside the star."""
 
     def dials(self, rank: int) -> bool:
@@ -77,7 +77,7 @@ class Beside(Protocol):
 class Receiver(Protocol):
     """What carries out control messages."""
 
-    def hear(self, peer: int, payload: memoryview | None, way: str) -> None:
+    def receive(self, peer: int, payload: memoryview | None, way: str) -> None:
         """Take a message of `peer` that has come on this way."""
 
     def refuse(self, peer: int, error: Exception | None, link: Link) -> bool:
@@ -96,7 +96,7 @@ class ControlPlane:
 
     _ranks: Ranks
     _detector: Detector
-    _beside: Beside
+    _direct_links: DirectLinks
     _receiver: Receiver
 
     def __init__(self, context: Context) -> None:
@@ -112,11 +112,11 @@ class ControlPlane:
         self._lost_early: RendezvousError | None = None
         self._parting: asyncio.Future[None] | None = None
         self._patient = True
-        self._told: int | None = None
+        self._notified: int | None = None
 
-    def connect(self, ranks: Ranks, detector: Detector, beside: Beside, receiver: Receiver) -> None:
+    def connect(self, ranks: Ranks, detector: Detector, direct_links: DirectLinks, receiver: Receiver) -> None:
         """Have others told what happens to the links, and what is said on them."""
-        self._ranks, self._detector, self._beside, self._receiver = ranks, detector, beside, receiver
+        self._ranks, self._detector, self._direct_links, self._receiver = ranks, detector, direct_links, receiver
 
     @property
     def links(self) -> list[Link]:
@@ -196,7 +196,7 @@ class ControlPlane:
             self.tell(rank, message)
         self._detector.linked(link)
         self._ranks.restored(link.peer)
-        self._beside.attached(link)
+        self._direct_links.attached(link)
         self._part()
 
     # -- saying
@@ -223,7 +223,7 @@ class ControlPlane:
         """Let all other ranks know that this one ends, or will be told by `goodbye`; give up after a while."""
         self._parting = self._context.loop.create_future()
         call_later = self._context.runtime.call_later
-        timers = call_later(PATIENCE, self._lose_patience), call_later(PARTING, self.parted)
+        timers = call_later(PATIENCE, self._stop_waiting), call_later(PARTING, self.parted)
         self._part()
         try:
             await self._parting
@@ -234,7 +234,7 @@ class ControlPlane:
     def goodbye(self) -> None:
         """Tell every peer with a link that this rank ends its side in order."""
         for link in self.links:
-            if link.peer != self._told:
+            if link.peer != self._notified:
                 send_message(link, self._end())
 
     def _end(self) -> ControlMessage:
@@ -251,7 +251,7 @@ class ControlPlane:
         """Take a control frame."""
         if header[0] != FrameKind.CONTROL:
             raise ProtocolError(f"rank {link.peer} sent a frame of kind {header[0]} on a control link")
-        self._receiver.hear(link.peer, payload, CONTROL)
+        self._receiver.receive(link.peer, payload, CONTROL)
 
     def drained(self, link: Link) -> None:
         """Nothing waits for this."""
@@ -329,11 +329,11 @@ class ControlPlane:
             away = self._gone | {rank}
             if not self._patient and all(each in self._links for each in range(size) if each not in away):
                 self.parted()
-        elif hub in self._links and self._told != hub:
-            self._told = hub
+        elif hub in self._links and self._notified != hub:
+            self._notified = hub
             send_message(self._links[hub], self._end())
 
-    def _lose_patience(self) -> None:
+    def _stop_waiting(self) -> None:
         self._patient = False
         self._part()
 
@@ -346,7 +346,7 @@ class ControlPlane:
         """There is another hub than before: see that there is a link to it."""
         context, hub = self._context, self.hub
         if not context.closed and hub != context.rank:
-            if not self.linked(hub) and not self._beside.dials(hub):
+            if not self.linked(hub) and not self._direct_links.dials(hub):
                 self._dialling.add(hub)
                 context.spawn(self._redial(hub), "aiocoll control")
             self._detector.follow_hub()

@@ -39,7 +39,7 @@ class Source(Protocol):
     def release(self, header: Header) -> None:
         """A frame that has waited does so no more."""
 
-    def hear_again(self, deliver: Callable[..., bool], header: Header, payload: bytes) -> None:
+    def redeliver(self, deliver: Callable[..., bool], header: Header, payload: bytes) -> None:
         """Hand on a frame that has waited."""
 
 

@@ -67,7 +67,7 @@ class Deadlines:
         """Keep an eye on `operation` of `group`; while there is a timer, usual timeouts need no word."""
         if operation.timeout != group.default_timeout:
             self._hurried[operation] = group
-            self._arm(_patience(operation))
+            self._arm(_report_delay(operation))
         elif self.timer is None:
             self._arm(REPORT_AFTER)
 
@@ -141,11 +141,11 @@ class Deadlines:
             stalls.warn(operation, age)
 
 
-def _patience(operation: Operation) -> float:
+def _report_delay(operation: Operation) -> float:
     """Seconds until the first report: in half the time of a short timeout there is time for an answer."""
     return min(REPORT_AFTER, operation.timeout / 2)
 
 
 def _due(operation: Operation) -> float:
     """Return when `operation` is to be reported."""
-    return operation.reported or operation.entered + _patience(operation)
+    return operation.reported or operation.entered + _report_delay(operation)

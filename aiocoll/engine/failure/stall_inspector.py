@@ -105,7 +105,7 @@ class StallInspector:
         self._asked: dict[int, tuple[int, float]] = {}
         self._slow: set[int] = set()
         # As the coordinator: messages by operation. As both: since when a rank has owed an answer.
-        self._inquiries: dict[int, StallReport] = {}
+        self._reports: dict[int, StallReport] = {}
         self._silent: dict[int, float] = {}
         #: Operations somebody asked about before this rank has entered them, and who did.
         self.asked_early: dict[int, set[int]] = {}
@@ -119,8 +119,8 @@ class StallInspector:
         now = self._now()
         silent = self._asked.get(operation.id)
         finding = self._findings.get(operation.id)
-        if silent is None and finding is not None and now < finding.told + ROUND:
-            return finding.told + REPORT_AGAIN
+        if silent is None and finding is not None and now < finding.received + ROUND:
+            return finding.received + REPORT_AGAIN
         rank = self._coordinator(None if silent is None else silent[0])
         _bounded(self._asked)[operation.id] = rank, now
         if rank != self._group.rank:
@@ -209,7 +209,7 @@ class StallInspector:
 
     # -- hearing
 
-    def heard(self, peer: int, message: dict[str, Any]) -> None:
+    def handle(self, peer: int, message: dict[str, Any]) -> None:
         """Take a message of `peer` (a rank of the group) about an operation."""
         if "asked" in message or message["t"] == "status":
             self._silent.pop(peer, None)
@@ -238,41 +238,41 @@ class StallInspector:
 
     def _reported(self, peer: int, message: dict[str, Any]) -> None:
         op, theirs = message["op"], message["mine"]
-        inquiry = self._inquiry(op)
-        inquiry.called[peer] = theirs
-        inquiry.absent.pop(peer, None)
+        report = self._report_on(op)
+        report.called[peer] = theirs
+        report.absent.pop(peer, None)
         if "asked" in message:
-            inquiry.asked.discard(peer)
-        other = opposed(theirs, inquiry.called.values())
+            report.asked.discard(peer)
+        other = opposed(theirs, report.called.values())
         if other is not None:
             self._mismatches.settle(other, theirs)
             return
         if "asked" in message:
-            self._soon(op, inquiry)
+            self._soon(op, report)
         else:
-            self._ask(op, inquiry, peer)
-            self._answer(op, inquiry, [peer])
+            self._ask(op, report, peer)
+            self._answer(op, report, [peer])
 
     def _absent(self, peer: int, message: dict[str, Any]) -> None:
-        inquiry = self._inquiry(message["op"])
-        inquiry.asked.discard(peer)
-        if peer not in inquiry.called:
-            inquiry.absent[peer] = message["last"], message["age"], self._now()
-            self._soon(message["op"], inquiry)
+        report = self._report_on(message["op"])
+        report.asked.discard(peer)
+        if peer not in report.called:
+            report.absent[peer] = message["last"], message["age"], self._now()
+            self._soon(message["op"], report)
 
-    def _inquiry(self, op: int) -> StallReport:
-        inquiry = self._inquiries.get(op)
-        if inquiry is None:
-            inquiry = _bounded(self._inquiries)[op] = StallReport()
+    def _report_on(self, op: int) -> StallReport:
+        report = self._reports.get(op)
+        if report is None:
+            report = _bounded(self._reports)[op] = StallReport()
         rank = self._group.rank
-        if rank not in inquiry.called:
+        if rank not in report.called:
             if (record := self._group.record(op)) is not None:
-                inquiry.called[rank] = record.describe(rank)
+                report.called[rank] = record.describe(rank)
             else:
                 last = self._last()
                 self._ask_early(op, rank)
-                inquiry.absent[rank] = last["last"], last["age"], self._now()
-        return inquiry
+                report.absent[rank] = last["last"], last["age"], self._now()
+        return report
 
     def _ask_early(self, op: int, peer: int) -> None:
         """Remember to answer `peer`, or this rank itself, when this rank enters the operation."""
@@ -280,22 +280,22 @@ class StallInspector:
             _bounded(self.asked_early)[op] = set()
         self.asked_early[op].add(peer)
 
-    def _ask(self, op: int, inquiry: StallReport, reporter: int) -> None:
+    def _ask(self, op: int, report: StallReport, reporter: int) -> None:
         """Ask every rank but the reporter that has no such question to answer yet, in rounds: all may report."""
         group = self._group
         now = self._now()
-        if now < inquiry.again:
+        if now < report.again:
             return
-        inquiry.again = now + ROUND
-        before = len(inquiry.asked)
+        report.again = now + ROUND
+        before = len(report.asked)
         for rank in range(len(group.ranks)):
             if rank in group.left:
-                inquiry.absent.setdefault(rank, ("which has left", None, now))
-            elif rank not in (group.rank, reporter) and rank not in inquiry.asked:
-                inquiry.asked.add(rank)
+                report.absent.setdefault(rank, ("which has left", None, now))
+            elif rank not in (group.rank, reporter) and rank not in report.asked:
+                report.asked.add(rank)
                 self._silent.setdefault(rank, now)
                 self._tell(rank, {"t": "query", "op": op})
-        if len(inquiry.asked) > before:
+        if len(report.asked) > before:
             self._expect(op)
 
     def _expect(self, op: int) -> None:
@@ -308,27 +308,27 @@ class StallInspector:
 
     def _overdue(self, op: int) -> None:
         """A rank has been silent for long: those who wait shall know."""
-        inquiry = self._inquiries.get(op)
-        if inquiry is not None and self._silent and self._group.stands():
-            self._answer(op, inquiry, list(inquiry.called))
+        report = self._reports.get(op)
+        if report is not None and self._silent and self._group.stands():
+            self._answer(op, report, list(report.called))
             self._expect(op)
 
-    def _soon(self, op: int, inquiry: StallReport) -> None:
+    def _soon(self, op: int, report: StallReport) -> None:
         """Tell all who wait, when answers have had the time to gather."""
-        if not inquiry.due:
-            inquiry.due = True
-            self._group.call_later(GATHER, self._gathered, op, inquiry)
+        if not report.due:
+            report.due = True
+            self._group.call_later(GATHER, self._gathered, op, report)
 
-    def _gathered(self, op: int, inquiry: StallReport) -> None:
-        inquiry.due = False
+    def _gathered(self, op: int, report: StallReport) -> None:
+        report.due = False
         if self._group.stands():
-            self._answer(op, inquiry, list(inquiry.called))
+            self._answer(op, report, list(report.called))
 
-    def _answer(self, op: int, inquiry: StallReport, ranks: list[int]) -> None:
+    def _answer(self, op: int, report: StallReport, ranks: list[int]) -> None:
         """Tell `ranks` who is missing."""
         group = self._group
-        missing = inquiry.missing(len(group.ranks))
-        known = inquiry.absences(missing, self._silent, lambda rank: self._state(group.ranks[rank]), self._now())
+        missing = report.missing(len(group.ranks))
+        known = report.absences(missing, self._silent, lambda rank: self._state(group.ranks[rank]), self._now())
         for rank in ranks:
             self._tell(rank, {"t": "status", "op": op, "missing": missing, "known": known})
 
@@ -346,7 +346,7 @@ class StallInspector:
 
     def _tell(self, rank: int, message: dict[str, Any]) -> None:
         if rank == self._group.rank:
-            self.heard(rank, message)
+            self.handle(rank, message)
         else:
             self._sender.tell(rank, message)
 

@@ -54,18 +54,18 @@ class Finding(NamedTuple):
 
     missing: tuple[int, ...]
     known: tuple[Absence, ...]
-    told: float
+    received: float
 
     def ranks(self, now: float) -> list[int]:
         """Return the ranks to blame: those that have not entered; if there are none, those that do not answer."""
-        doubtful = {each.rank for each in self.known if each.last is None and each.silent + now - self.told < DOUBT}
+        doubtful = {each.rank for each in self.known if each.last is None and each.silent + now - self.received < DOUBT}
         return [rank for rank in self.missing if rank not in doubtful] or [
             each.rank for each in self.known if each.entered
         ]
 
     def words(self, now: float) -> str:
         """Say what the operation waits for."""
-        since = now - self.told
+        since = now - self.received
         absent = [each.describe(since) for each in self.known if not each.entered]
         silent = [each.describe(since) for each in self.known if each.entered]
         if not self.missing:

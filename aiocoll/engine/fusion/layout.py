@@ -14,10 +14,10 @@ from aiocoll.engine.fusion.deferred_work import DeferredWork
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature
 
-__all__ = ["PIECE", "Bucket", "Layout"]
+__all__ = ["CHUNK", "Bucket", "Layout"]
 
 #: Bytes copied in one go: a callback looks at the clock after each.
-PIECE = 128 * 1024
+CHUNK = 128 * 1024
 
 Array = NDArray[Any]
 
@@ -54,7 +54,7 @@ class Bucket:
         stamps: by buffer, what it begins with: a hash of its members' counts, where only the two ends of a message
             know these.
         sources: by output, which rank's stamp it must begin with.
-        cuts: positions in `members` between which there is about a `PIECE`.
+        cuts: positions in `members` between which there is about a `CHUNK`.
         alike: all members are of the same plan.
         scales: members multiply a rank's own data before anything else, each by a factor of its own.
     """
@@ -97,7 +97,7 @@ class Bucket:
             assert target is not None
             if self.stamps:
                 target[:start] = self.stamps[buffer]
-            for first, last, sizes in self._pieces(buffer):
+            for first, last, sizes in self._chunks(buffer):
                 stop = start + sum(sizes)
                 sources = [member.arrays[buffer] for member in members[first:last]]
                 if self.scales:
@@ -133,7 +133,7 @@ class Bucket:
                 member._finish(member._value)
             yield
 
-    def _pieces(self, buffer: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    def _chunks(self, buffer: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         counts = self.counts[buffer]
         assert counts is not None
         for first, last in zip(self.cuts, self.cuts[1:], strict=False):
@@ -141,7 +141,7 @@ class Bucket:
 
 
 def _copied(source: Array, target: Array) -> Iterator[None]:
-    step = PIECE // target.itemsize
+    step = CHUNK // target.itemsize
     for start in range(0, source.size, step):
         target[start : start + step] = source[start : start + step]
         yield
@@ -149,7 +149,7 @@ def _copied(source: Array, target: Array) -> Iterator[None]:
 
 def _scaled(members: Sequence[DeferredWork], sources: Sequence[Array], target: Array) -> Iterator[None]:
     """Multiply each member by its own factor on the way."""
-    step, place = PIECE // target.itemsize, 0
+    step, place = CHUNK // target.itemsize, 0
     for member, source in zip(members, sources, strict=True):
         assert member.plan is not None
         assert member.plan.kernel is not None

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from aiocoll.engine.fusion.deferred_work import DeferredWork
 from aiocoll.engine.fusion.layout import Layout
 
-__all__ = ["Span", "check_apart", "check_spans"]
+__all__ = ["Span", "check_no_overlap", "check_spans"]
 
 #: Of one array: where its memory begins and ends, the position of its member, and whether that writes.
 Span = tuple[int, int, int, bool]
 
 
-def check_apart(layout: Layout, members: Sequence[DeferredWork]) -> None:
+def check_no_overlap(layout: Layout, members: Sequence[DeferredWork]) -> None:
     """Refuse members that share memory of which at least one is written.
 
     Raises:
@@ -30,7 +30,7 @@ def check_apart(layout: Layout, members: Sequence[DeferredWork]) -> None:
 
 
 def check_spans(spans: Iterable[Span], members: Sequence[DeferredWork]) -> None:
-    """Refuse as `check_apart` does members with these arrays, none of which is empty. Time: n log n."""
+    """Refuse as `check_no_overlap` does members with these arrays, none of which is empty. Time: n log n."""
     reading, writing = _Reach(), _Reach()
     for start, end, member, writes in sorted(spans):
         other = writing.beyond(start, member)

@@ -54,7 +54,7 @@ class Owner(Protocol):
     def lost(self, peer: int, error: Exception | None, link: Link) -> None:
         """The link to `peer` is gone, or what has come on it cannot be taken."""
 
-    def hear(self, peer: int, payload: memoryview | None, way: str, /) -> None:
+    def receive(self, peer: int, payload: memoryview | None, way: str, /) -> None:
         """Take a control message."""
 
     def keep_frame(self, channel: Channel, header: Header, payload: memoryview | None, /) -> bool:
@@ -329,7 +329,7 @@ class Channel:
         """Take a frame that is not about one operation; whether it was one."""
         kind = header[0]
         if kind == _CONTROL:
-            self._owner.hear(self.peer, payload, DATA)
+            self._owner.receive(self.peer, payload, DATA)
             return True
         if header[7]:
             raise ProtocolError(f"rank {self.peer} sent {header[7]} bytes with a {FrameKind(kind).name} frame")
@@ -354,7 +354,7 @@ class Channel:
         """Count a frame that has to wait here; `ProtocolError` if no peer that keeps to the windows sends it."""
         self._waiting.add(header, self._consumed)
 
-    def hear_again(
+    def redeliver(
         self, take: Callable[[Channel, Header, memoryview | None], bool], header: Header, payload: bytes
     ) -> None:
         """Hand a frame that has waited here to `take`, which may let it wait again."""

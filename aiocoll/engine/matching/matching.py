@@ -104,7 +104,7 @@ class Matching:
             arrival = self._active[peer, op] = InboundMessage(channel, peer, header)
             self._meet(arrival)
             if kind == FrameKind.READY:
-                return self._is_heard(arrival, header)
+                return self._is_delivered(arrival, header)
         if arrival.received + length > arrival.total:
             raise ProtocolError(f"rank {peer} sent more than the {arrival.total} bytes of its message")
         if kind == FrameKind.READY:
@@ -113,7 +113,7 @@ class Matching:
                 arrival.ask(self.group.id)
             else:
                 self._announce(arrival.tag)
-            return self._is_heard(arrival, header)
+            return self._is_delivered(arrival, header)
         arrival.empty = False
         if arrival.posted is not None:
             self._feed(arrival, payload, length)
@@ -126,7 +126,7 @@ class Matching:
             self._announce(arrival.tag)
         return False
 
-    def _is_heard(self, arrival: InboundMessage, header: Header) -> bool:
+    def _is_delivered(self, arrival: InboundMessage, header: Header) -> bool:
         """Whether the news that a message waits has reached a receive; else it waits, too."""
         if arrival.posted is None:
             arrival.hold(header)

@@ -96,7 +96,7 @@ class Group(Protocol):
         others: all ranks but this one.
         left: ranks that have left.
         timeout: seconds an operation may take unless its call says otherwise.
-        piece_nbytes: of the blocks in memory that all ranks share, where they do; else 0.
+        chunk_nbytes: of the blocks in memory that all ranks share, where they do; else 0.
         small_nbytes: of a small slot in that memory.
         runtime: clock and timers.
         scratch: memory for partial results.
@@ -110,7 +110,7 @@ class Group(Protocol):
     others: list[int]
     left: set[int]
     timeout: float
-    piece_nbytes: int
+    chunk_nbytes: int
     small_nbytes: int
     runtime: Runtime
     scratch: Scratch

@@ -33,7 +33,7 @@ class Manifest:
         self._members = tuple(members)
         self._told: Description | None = None
 
-    def told(self) -> Description:
+    def as_data(self) -> Description:
         """Return it in plain data: the size, runs of equal members, how many these are, and a hash of the others."""
         if self._told is None:
             told, count, room = [], 0, ROOM

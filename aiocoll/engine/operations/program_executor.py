@@ -277,7 +277,7 @@ class ProgramExecutor(Operation):
         deadline = ticks() + BUDGET
         while local and not self.done:
             index = local.popleft()
-            if self._piece(index):
+            if self._run_chunk(index):
                 local.appendleft(index)
             if local and ticks() > deadline:
                 self.put_off()
@@ -290,7 +290,7 @@ class ProgramExecutor(Operation):
         if index not in self._local:
             self._local.append(index)
 
-    def _piece(self, index: int) -> bool:
+    def _run_chunk(self, index: int) -> bool:
         """Do the next piece of a local action; True if there is more to do now."""
         plan = self._plan
         action = plan.program[index]

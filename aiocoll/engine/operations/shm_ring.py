@@ -47,16 +47,16 @@ MOST_PIECES = 1 << 16
 
 
 @functools.lru_cache(maxsize=64)
-def order(steps: int, pieces: int) -> tuple[tuple[int, int, int], ...]:
+def order(steps: int, chunks: int) -> tuple[tuple[int, int, int], ...]:
     """Return step, piece and the number of the piece that has to come before, or -1, in the order they travel."""
     found: list[tuple[int, int, int]] = []
     place: dict[tuple[int, int], int] = {}
-    for column in range(pieces + LAG * (steps - 1)):
+    for column in range(chunks + LAG * (steps - 1)):
         for step in range(min(steps - 1, column // LAG), -1, -1):
-            piece = column - LAG * step
-            if piece < pieces:
-                place[step, piece] = len(found)
-                found.append((step, piece, place.get((step - 1, piece), -1)))
+            chunk = column - LAG * step
+            if chunk < chunks:
+                place[step, chunk] = len(found)
+                found.append((step, chunk, place.get((step - 1, chunk), -1)))
     return tuple(found)
 
 
@@ -98,7 +98,7 @@ class ShmRing(Operation):
         size, rank = len(comm.ranks), comm.rank
         self._right, self._left = (rank + 1) % size, (rank - 1) % size
         self._parts = [(plan.count * part // size, plan.count * (part + 1) // size) for part in range(size)]
-        self._length = comm.piece_nbytes // plan.itemsize
+        self._length = comm.chunk_nbytes // plan.itemsize
         longest = max(stop - start for start, stop in self._parts)
         self._order = order(2 * (size - 1), -(-longest // self._length))
         self._tag = comm.id << 32 | self.fingerprint
@@ -128,17 +128,17 @@ class ShmRing(Operation):
 
     def look(self) -> bool:
         """Put pieces while there are free blocks, take what has come; whether anything moved."""
-        pieces = self._order
+        chunks = self._order
         ticks = self.comm.runtime.ticks
         deadline = ticks() + BUDGET
         moved = False
         while not self.done:
             going = self._put_next()
-            if self._taken < len(pieces) and self._take_next():
+            if self._taken < len(chunks) and self._take_next():
                 going = True
             if self.done:
                 return True
-            if self._put == self._taken == len(pieces) and not self._unsent and self._is_read():
+            if self._put == self._taken == len(chunks) and not self._unsent and self._is_read():
                 self._end()
                 self.succeed(self.work._value)
                 return True
@@ -159,18 +159,18 @@ class ShmRing(Operation):
     def _put_next(self) -> bool:
         if self._put == len(self._order):
             return False
-        step, piece, before = self._order[self._put]
+        step, chunk, before = self._order[self._put]
         if before >= self._taken:
             return False
         rank, size = self.comm.rank, len(self._parts)
-        start, stop = self._piece((rank - step - 1) % size, piece)
+        start, stop = self._bounds((rank - step - 1) % size, chunk)
         itemsize = self._plan.itemsize
         view = self._bytes[start * itemsize : stop * itemsize]
         channel = self.comm.channels[self._right]
         if self._holds:
             link = channel.shared
             assert link is not None
-            if not self._put_in_lane(link, start * itemsize, view):
+            if not self._put_in_queue(link, start * itemsize, view):
                 return False
             if link is channel.link:
                 link.announce()
@@ -181,16 +181,16 @@ class ShmRing(Operation):
             self._unsent += 1
             channel.kick(Message(self, number, number, view, view.nbytes))
         if self._put == len(self._order):
-            self._leave_lane(failed=False)
+            self._leave_queue(failed=False)
         return True
 
-    def _put_in_lane(self, link: SharedMemoryLink, start: int, view: memoryview) -> bool:
-        lane = link.chunks_out
+    def _put_in_queue(self, link: SharedMemoryLink, start: int, view: memoryview) -> bool:
+        queue = link.chunks_out
         if self._segment is None or not link.can_map(self._segment):
-            return lane.put(self.id, self._tag, view)
-        if not lane.point(self.id, self._tag, self._segment.number, self._offset + start):
+            return queue.put(self.id, self._tag, view)
+        if not queue.point(self.id, self._tag, self._segment.number, self._offset + start):
             return False
-        self._pointed = lane.number
+        self._pointed = queue.number
         return True
 
     def _is_read(self) -> bool:
@@ -209,8 +209,8 @@ class ShmRing(Operation):
     # -- from the left
 
     def _take_next(self) -> bool:
-        step, piece, _ = self._order[self._taken]
-        start, stop = self._piece((self.comm.rank - step - 2) % len(self._parts), piece)
+        step, chunk, _ = self._order[self._taken]
+        start, stop = self._bounds((self.comm.rank - step - 2) % len(self._parts), chunk)
         count = stop - start
         framed = None if self._framed is None else self._framed.get(self._taken)
         link = self.comm.channels[self._left].shared
@@ -265,8 +265,8 @@ class ShmRing(Operation):
         if self._framed is None:
             self._framed = {}
         framed = self._framed.setdefault(step, bytearray())
-        ring_step, piece, _ = self._order[step]
-        start, stop = self._piece((self.comm.rank - ring_step - 2) % len(self._parts), piece)
+        ring_step, chunk, _ = self._order[step]
+        start, stop = self._bounds((self.comm.rank - ring_step - 2) % len(self._parts), chunk)
         if step < self._taken or len(framed) + length > (stop - start) * self._plan.itemsize:
             raise ProtocolError(f"rank {peer} sent more than piece {step} of its message")
         if (link := self.comm.channels[peer].shared) is not None:
@@ -299,7 +299,7 @@ class ShmRing(Operation):
     def fail(self, error: BaseException) -> None:
         """End with `error`."""
         if not self.done:
-            self._leave_lane(failed=True)
+            self._leave_queue(failed=True)
             if self._pointed and (link := self.comm.channels[self._right].shared) is not None:
                 link.chunks_out.void(self.id, self._tag)
             self._end()
@@ -308,13 +308,13 @@ class ShmRing(Operation):
     def _end(self) -> None:
         self.comm.polling.lookers.pop(self, None)
 
-    def _leave_lane(self, *, failed: bool) -> None:
+    def _leave_queue(self, *, failed: bool) -> None:
         if self._holds:
             self._holds = False
             link = self.comm.channels[self._right].shared
             if link is not None:
                 link.chunks_out.leave(failed=failed)
 
-    def _piece(self, part: int, piece: int) -> tuple[int, int]:
+    def _bounds(self, part: int, chunk: int) -> tuple[int, int]:
         start, stop = self._parts[part]
-        return min(start + piece * self._length, stop), min(start + (piece + 1) * self._length, stop)
+        return min(start + chunk * self._length, stop), min(start + (chunk + 1) * self._length, stop)

@@ -18,7 +18,7 @@ P2P = 2 << 62
 class Members(Protocol):
     """The calls that a flush stands for."""
 
-    def told(self) -> dict[str, Any]:
+    def as_data(self) -> dict[str, Any]:
         """Return them in plain data."""
 
 
@@ -72,7 +72,7 @@ def description(
         "counts": list(signature.counts),
         "sends": list(signature.sends) or None,
         "receives": list(signature.receives) or None,
-        "members": None if signature.members is None else signature.members.told(),
+        "members": None if signature.members is None else signature.members.as_data(),
         "root": signature.root,
         "reduce": signature.reduce,
         "seq": seq,

@@ -56,7 +56,7 @@ class Agreed(Compared):
     """One rank's part in one collective on CUDA arrays.
 
     Args:
-        side: what the group has on the device.
+        state: what the group has on the device.
         call: what this rank calls.
     """
 
@@ -75,9 +75,9 @@ class Agreed(Compared):
         "_staged",
     )
 
-    def __init__(self, side: DeviceState, identity: int, call: DeviceCall, work: Work[Any]) -> None:
-        super().__init__(side.member, identity, call.signature, None, work)
-        self._device_state = side
+    def __init__(self, state: DeviceState, identity: int, call: DeviceCall, work: Work[Any]) -> None:
+        super().__init__(state.comm, identity, call.signature, None, work)
+        self._device_state = state
         self._called, self._plan, self._arrays = call
         self._marks: tuple[int, ...] = ()
         self._staged: Staged | None = None
@@ -99,10 +99,10 @@ class Agreed(Compared):
 
     def _says(self) -> bytes:
         """Say what this rank calls, and which way it can go."""
-        side, work = self._device_state, self.work
-        way = way_of(self._plan, self._arrays, self.comm.rank, side.float8)
+        state, work = self._device_state, self.work
+        way = way_of(self._plan, self._arrays, self.comm.rank, state.float8)
         # Of a member of a block: its own signature, not that of the block.
-        described = side.described(self._plan, self._called, work._shape)
+        described = state.described(self._plan, self._called, work._shape)
         told: bytes = msgpack.packb((described, work.seq, work.key, (way,)))
         return told
 
@@ -200,8 +200,8 @@ class Agreed(Compared):
 
     def _stage(self) -> None:
         """Copy the inputs to the host."""
-        side = self._device_state
-        self._staged = Staged(side.device, side.stream, self._arrays, self._plan.storage)
+        state = self._device_state
+        self._staged = Staged(state.device, state.stream, self._arrays, self._plan.storage)
         self._flies(self._staged.copy_in(self._marks, self._ends()[0], self._copied))
 
     def _copied(self, error: DeviceError | None) -> None:

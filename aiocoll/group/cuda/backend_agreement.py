@@ -38,7 +38,7 @@ class BackendAgreement:
     """One rank's part in it.
 
     Args:
-        member: this rank's membership.
+        comm: this rank's membership.
         device: where its arrays are.
         nccl: the library; None if there is none.
         number: as rank 0, gives the decision its numbers.
@@ -47,13 +47,13 @@ class BackendAgreement:
 
     def __init__(
         self,
-        member: Communicator,
+        comm: Communicator,
         device: Device,
         nccl: Nccl | None,
         number: Callable[[], dict[int, int]],
         follow: Callable[[int, Decision], None],
     ) -> None:
-        self._member = member
+        self._comm = comm
         self._device = device
         self._nccl = nccl
         self._number = number
@@ -75,45 +75,45 @@ class BackendAgreement:
         """Say what this rank has."""
         self._tell(0, {"card": self._card})
 
-    def heard(self, peer: int, note: dict[str, Any]) -> None:
+    def handle(self, peer: int, message: dict[str, Any]) -> None:
         """Take a note of a rank.
 
         Raises:
             ValueError: it cannot be one of this rank's, or for this rank; as do TypeError and KeyError.
         """
-        if self._member.rank if "card" in note or "ready" in note else peer:
+        if self._comm.rank if "card" in message or "ready" in message else peer:
             raise ValueError("only rank 0 decides")
-        if "card" in note:
-            self._cards[peer] = read_card(note["card"])
-            if len(self._cards) == len(self._member.ranks):
+        if "card" in message:
+            self._cards[peer] = read_card(message["card"])
+            if len(self._cards) == len(self._comm.ranks):
                 self._decide()
-        elif "turn" in note:
+        elif "turn" in message:
             if not self._is_decided:
                 self._turn = self._device.turns.take(self._begun)
-        elif "ready" in note:
+        elif "ready" in message:
             if not self._is_decided and peer == self._asked:
                 self._go_on()
         else:
-            number, decision = index(note["number"]), read_decision(note["decision"])
+            number, decision = index(message["number"]), read_decision(message["decision"])
             self._settle()
             if not decision.native:
                 self.made()
             self._follow(number, decision)
 
-    def missed(self, note: dict[str, Any]) -> None:
+    def missed(self, message: dict[str, Any]) -> None:
         """Take a note after the group has failed here: others may make the communicator already, counting on this rank.
 
         They would never come back from it; so it is made here, too, and aborted.
         """
-        if "decision" in note and self._settled is not None:
-            decision = read_decision(note["decision"])
+        if "decision" in message and self._settled is not None:
+            decision = read_decision(message["decision"])
             if decision.native:
                 self._device.aside(lambda: self._make_and_abort(decision.unique_id))
 
     def _make_and_abort(self, unique_id: bytes) -> None:
         assert self._nccl is not None
         with contextlib.suppress(DeviceError):
-            self._nccl.init(len(self._member.ranks), unique_id, self._member.rank).abort()
+            self._nccl.init(len(self._comm.ranks), unique_id, self._comm.rank).abort()
 
     def departed(self, rank: int) -> None:
         """A rank has left, perhaps before it was decided."""
@@ -126,7 +126,7 @@ class BackendAgreement:
 
     async def settle(self) -> None:
         """Wait until it is decided, if the others count on this rank; without rank 0 it is not."""
-        if self._settled is not None and self._member.rank:
+        if self._settled is not None and self._comm.rank:
             await asyncio.wait([self._settled], timeout=PARTING)
 
     def made(self) -> None:
@@ -150,20 +150,20 @@ class BackendAgreement:
         if self._settled is not None and not self._settled.done():
             self._settled.set_result(None)
 
-    def _tell(self, rank: int, note: dict[str, Any]) -> None:
-        member = self._member
-        if rank == member.rank:
-            self.heard(rank, note)
+    def _tell(self, rank: int, message: dict[str, Any]) -> None:
+        comm = self._comm
+        if rank == comm.rank:
+            self.handle(rank, message)
         else:
-            member.endpoint.control.tell(member.ranks[rank], {"t": DEVICE, "g": member.id, **note})
+            comm.endpoint.control.tell(comm.ranks[rank], {"t": DEVICE, "g": comm.id, **message})
 
     # -- as rank 0
 
     def _decide(self) -> None:
         """All have said what they have."""
-        self._decision = decide([self._cards[rank] for rank in range(len(self._cards))], self._member.hosts)
-        if self._decision.native and self._member.left:
-            self._conclude(_without(min(self._member.left)))
+        self._decision = decide([self._cards[rank] for rank in range(len(self._cards))], self._comm.hosts)
+        if self._decision.native and self._comm.left:
+            self._conclude(_without(min(self._comm.left)))
         elif self._decision.native:
             assert self._nccl is not None
             self._turns = sorted(self._cards, key=self._place, reverse=True)
@@ -173,8 +173,8 @@ class BackendAgreement:
 
     def _place(self, rank: int) -> tuple[str, str]:
         """Return where the device of a rank is."""
-        member = self._member
-        return member.endpoint.cards[member.ranks[rank]]["host"], self._cards[rank]["bus"]
+        comm = self._comm
+        return comm.endpoint.cards[comm.ranks[rank]]["host"], self._cards[rank]["bus"]
 
     def _named(self, named: asyncio.Future[bytes]) -> None:
         if self._is_decided or named.cancelled():

@@ -42,16 +42,16 @@ class BatchedCalls(Agreed):
     """One rank's part in several collectives on CUDA arrays, which share no memory that is written.
 
     Args:
-        side: what the group has on the device.
+        state: what the group has on the device.
         members: in the order that they have on all ranks.
     """
 
     __slots__ = ("_left", "_members")
 
-    def __init__(self, side: DeviceState, identity: int, members: Sequence[Member], work: Work[Any]) -> None:
+    def __init__(self, state: DeviceState, identity: int, members: Sequence[Member], work: Work[Any]) -> None:
         first = members[0].call
         arrays = [array for member in members for array in member.call.arrays]
-        super().__init__(side, identity, first._replace(arrays=arrays), work)
+        super().__init__(state, identity, first._replace(arrays=arrays), work)
         work._value = [member.result for member in members]
         self._members = members
         #: How much has not ended.
@@ -93,9 +93,9 @@ class BatchedCalls(Agreed):
 
     def _says(self) -> bytes:
         """Say what this rank calls, and which way each of it can go."""
-        side, work = self._device_state, self.work
-        ways = [member.way(self.comm.rank, side.float8) for member in self._members]
-        described = side.described(self.signature, self.signature, ())
+        state, work = self._device_state, self.work
+        ways = [member.way(self.comm.rank, state.float8) for member in self._members]
+        described = state.described(self.signature, self.signature, ())
         told: bytes = msgpack.packb((described, work.seq, work.key, ways))
         return told
 
@@ -121,9 +121,9 @@ class _Part(Agreed):
     __slots__ = ()
 
     def __init__(
-        self, side: DeviceState, identity: int, call: DeviceCall, marks: tuple[int, ...], work: Work[Any]
+        self, state: DeviceState, identity: int, call: DeviceCall, marks: tuple[int, ...], work: Work[Any]
     ) -> None:
-        super().__init__(side, identity, call, work)
+        super().__init__(state, identity, call, work)
         self.agreed(marks)
 
     def enter(self) -> None:

@@ -241,11 +241,11 @@ class _Parting(Post):
     TERMS = Signature(OP, None, (), None, None, device="cuda")
     LIMIT = 0
 
-    __slots__ = ("_member",)
+    __slots__ = ("_communicator",)
 
     def __init__(self, comm: Communicator, work: Work[None]) -> None:
         super().__init__(comm, KEYED | hash62("parting"), self.TERMS, comm.others, work)
-        self._member = comm
+        self._communicator = comm
         # Who does not come is not waited for long, and nobody's fault.
         self.silence()
 
@@ -264,7 +264,7 @@ class _Parting(Post):
         """Somebody does not come."""
         self.fail(GroupError(f"ranks of group {self.comm.name!r} do not end it together", group=self.comm.name))
         # What comes late is not of another operation.
-        self._member.forget(self.id)
+        self._communicator.forget(self.id)
 
     def _settle(self) -> None:
         if not self.done and not self._missing and not self._unsent:

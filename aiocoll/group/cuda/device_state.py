@@ -57,7 +57,7 @@ class DeviceState:
     """One per group that has been called with CUDA arrays.
 
     Args:
-        member: this rank's membership.
+        comm: this rank's membership.
         device: where its arrays are.
         nccl: the library; None if there is none.
         forced: fail rather than do without NCCL.
@@ -71,13 +71,13 @@ class DeviceState:
         messages: those between two ranks that go by NCCL.
     """
 
-    def __init__(self, member: Communicator, device: Device, nccl: Nccl | None, forced: bool) -> None:
-        self.member = member
+    def __init__(self, comm: Communicator, device: Device, nccl: Nccl | None, forced: bool) -> None:
+        self.comm = comm
         self.device = device
         self.nccl = nccl
         self.float8 = reduces_float8(device.cuda, nccl, device.ordinal)
-        everyone = range(len(member.ranks))
-        self._deciding = BackendAgreement(member, device, nccl, lambda: self.number(everyone), self._decided)
+        everyone = range(len(comm.ranks))
+        self._agreement = BackendAgreement(comm, device, nccl, lambda: self.number(everyone), self._decided)
         # In the loop, though it is CUDA's: the arrays of the call are on the device, so its context is there already.
         # After all else that may fail: it has to be given back.
         self.stream = device.stream()
@@ -89,15 +89,15 @@ class DeviceState:
         self.messages = NativeMessages(self)
         #: As rank 0: calls that are complete and have no number yet; the last number of each rank.
         self._complete: list[tuple[Collective, Sequence[int]]] = []
-        self._numbered = [0] * len(member.ranks)
+        self._numbered = [0] * len(comm.ranks)
         #: What begins those that have a number, and the next number.
         self._held: dict[int, Callable[[], None]] = {}
         self._next = 1
-        member.on_revoked.append(self.end)
-        member.on_departed.append(self._departed)
+        comm.on_revoked.append(self.end)
+        comm.on_departed.append(self._departed)
         self._is_over = False
-        self._deciding.start()
-        member.devices.connect(self._heard)
+        self._agreement.start()
+        comm.devices.connect(self._handle_message)
 
     def signature(self, plan: Plan) -> Signature:
         """Return the signature of a call on CUDA arrays."""
@@ -126,7 +126,7 @@ class DeviceState:
         if found is None:
             if len(self._described) >= KEPT:
                 self._described.clear()
-            found = packed(description(self.member.rank, signature, shape, None, None), None)
+            found = packed(description(self.comm.rank, signature, shape, None, None), None)
             self._described[call, shape] = found
         return found
 
@@ -137,7 +137,7 @@ class DeviceState:
         told = [msgpack.unpackb(said[0])] * len(said) if alike else [msgpack.unpackb(each) for each in said]
         found = None
         if not alike or operation.is_private():
-            found = compare(self.member.name, [_whole(*each[:3]) for each in told])
+            found = compare(self.comm.name, [_whole(*each[:3]) for each in told])
         if found is None:
             self._complete.append((operation, [min(ways) for ways in zip(*(each[3] for each in told), strict=True)]))
             self._begin_complete()
@@ -149,7 +149,7 @@ class DeviceState:
             return
         complete, self._complete = self._complete, []
         for operation, ways in complete:
-            operation.pronounce(self.number(range(len(self.member.ranks))), ways)
+            operation.pronounce(self.number(range(len(self.comm.ranks))), ways)
 
     def number(self, ranks: Iterable[int]) -> dict[int, int]:
         """As rank 0, give the next number on each of some ranks to what begins there."""
@@ -171,23 +171,23 @@ class DeviceState:
     def _begin(self, operation: Collective, ways: Sequence[int]) -> None:
         decision = self.decision
         assert decision is not None
-        if (refusal := decision.refusal(self.member.name, self._forced)) is not None:
+        if (refusal := decision.refusal(self.comm.name, self._forced)) is not None:
             operation.give_up(BackendUnavailableError(refusal))
         else:
             operation.begin(ways if decision.native else [STAGED] * len(ways))
 
-    def _heard(self, peer: int, note: dict[str, Any]) -> None:
+    def _handle_message(self, peer: int, message: dict[str, Any]) -> None:
         """Take a note of another rank's device."""
         if self._is_over:
-            self._deciding.missed(note)
-        elif "match" in note or "begin" in note:
-            self.messages.heard(peer, note)
+            self._agreement.missed(message)
+        elif "match" in message or "begin" in message:
+            self.messages.handle(peer, message)
         else:
-            self._deciding.heard(peer, note)
+            self._agreement.handle(peer, message)
 
     def _departed(self, rank: int) -> None:
         """A rank has left."""
-        self._deciding.departed(rank)
+        self._agreement.departed(rank)
         self.messages.departed(rank)
 
     def _decided(self, number: int, decision: Decision) -> None:
@@ -199,17 +199,17 @@ class DeviceState:
         self.decision = decision
         logger.info(
             "group %r, rank %d: CUDA arrays %s: %s",
-            self.member.name,
-            self.member.rank,
+            self.comm.name,
+            self.comm.rank,
             decision.way,
             decision.why,
-            extra=self.member.log_extra,
+            extra=self.comm.log_extra,
         )
         if decision.native:
             assert self.nccl is not None
             try:
                 self.communicator = DeviceCommunicator(
-                    self.member, self.device, self.nccl, decision.unique_id, self._deciding.made, self.broken
+                    self.comm, self.device, self.nccl, decision.unique_id, self._agreement.made, self.broken
                 )
             except DeviceError as error:
                 self.broken(error)
@@ -220,14 +220,14 @@ class DeviceState:
 
     def hung(self, operation: Operation, others: str = "") -> None:
         """The device has not done `operation` in time; what is known of `others`."""
-        member, work = self.member, operation.work
-        member.revoke(
+        comm, work = self.comm, operation.work
+        comm.revoke(
             CollectiveTimeoutError(
-                f"{operation.title()} of group {member.name!r} did not complete within {operation.timeout:g} s on rank "
-                f"{member.rank}, which called {called(operation.describe())}: {others}{self._what_hangs()}",
+                f"{operation.title()} of group {comm.name!r} did not complete within {operation.timeout:g} s on rank "
+                f"{comm.rank}, which called {called(operation.describe())}: {others}{self._what_hangs()}",
                 op=work.op,
                 seq=work.key or work.seq,
-                group=member.name,
+                group=comm.name,
             )
         )
 
@@ -237,7 +237,7 @@ class DeviceState:
         return f"device {self.device.ordinal} is not done with it, or with what was on the caller's stream before"
 
     def _why_not_made(self) -> str:
-        hosts = len(set(self.member.hosts))
+        hosts = len(set(self.comm.hosts))
         if hosts == 1:
             return "restart the process"
         chosen = os.environ.get(INTERFACE)
@@ -249,24 +249,24 @@ class DeviceState:
 
     def broken(self, error: BaseException, operation: Operation | None = None) -> None:
         """The device, or the communicator, has failed, in `operation` perhaps: so does the group."""
-        member = self.member
+        comm = self.comm
         work = None if operation is None else operation.work
         name = None if work is None else work.key or work.seq
         what = "" if operation is None else f"{operation.title()} of "
         cause = GroupError(
-            f"{what}group {member.name!r} failed on rank {member.rank}, device {self.device.ordinal}: {error}",
+            f"{what}group {comm.name!r} failed on rank {comm.rank}, device {self.device.ordinal}: {error}",
             op=None if work is None else work.op,
             seq=name,
-            group=member.name,
-            ranks=[member.rank],
+            group=comm.name,
+            ranks=[comm.rank],
         )
         cause.__cause__ = error
-        member.revoke(cause)
+        comm.revoke(cause)
 
     def end(self) -> None:
         """The group has failed, or was closed."""
         self._is_over = True
-        self._deciding.end()
+        self._agreement.end()
         self._held.clear()
         self._complete.clear()
         self.messages.end()
@@ -275,7 +275,7 @@ class DeviceState:
 
     async def close(self) -> None:
         """End the communicator in order, if the other ranks do so too; else it is aborted when the group ends."""
-        await self._deciding.settle()
+        await self._agreement.settle()
         if self.communicator is not None:
             await self.communicator.close()
 

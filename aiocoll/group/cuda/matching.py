@@ -75,7 +75,7 @@ class BatchMatching:
         unit = self._joined([batch for batch in batches if batch.size > 1])
         unit.matches.append(match)
         if unit.timer is None and unit.left:
-            unit.timer = self._call_later(PATIENCE, lambda: self._lose_patience(unit))
+            unit.timer = self._call_later(PATIENCE, lambda: self._stop_waiting(unit))
         self._settle(unit)
 
     def without(self, batch: MessageBatch) -> None:
@@ -115,7 +115,7 @@ class BatchMatching:
             if unit.matches:
                 self._begin(unit.matches)
 
-    def _lose_patience(self, unit: _Unit) -> None:
+    def _stop_waiting(self, unit: _Unit) -> None:
         unit.timer = None
         matches, unit.matches = unit.matches, []
         self._begin(matches)

@@ -59,11 +59,11 @@ class _OneEnd(Operation):
     _device_state: DeviceState
     _staged: Staged
 
-    def _prepare(self, side: DeviceState, array: DeviceArray) -> None:
+    def _prepare(self, state: DeviceState, array: DeviceArray) -> None:
         self.array = array
-        self.batch = side.messages.batch
-        self._device_state = side
-        self._staged = Staged(side.device, side.stream, [array], _BYTES)
+        self.batch = state.messages.batch
+        self._device_state = state
+        self._staged = Staged(state.device, state.stream, [array], _BYTES)
         self._flying = self._by_nccl = self._open = False
         self._marks = ()
         self._enqueued = Enqueued(self.work, [array])
@@ -152,15 +152,15 @@ class DeviceSend(OutboundMessage, _OneEnd):
 
     def __init__(
         self,
-        side: DeviceState,
+        state: DeviceState,
         peer: int,
         tag: int,
         content: DeviceContent,
         work: Work[Any],
     ) -> None:
         code, array = content
-        super().__init__(side.member.matching, peer, tag, Content(code, _to_come(array.nbytes)), work)
-        self._prepare(side, array)
+        super().__init__(state.comm.matching, peer, tag, Content(code, _to_come(array.nbytes)), work)
+        self._prepare(state, array)
 
     def enter(self) -> None:
         """Announce it, and copy it to the host unless it may go by NCCL."""
@@ -210,15 +210,15 @@ class DeviceRecv(PostedReceive, _OneEnd):
 
     def __init__(
         self,
-        side: DeviceState,
+        state: DeviceState,
         peer: int | None,
         tag: int,
         content: DeviceContent,
         work: Work[Any],
     ) -> None:
         code, array = content
-        super().__init__(side.member.matching, peer, tag, Content(code, _to_come(array.nbytes)), work)
-        self._prepare(side, array)
+        super().__init__(state.comm.matching, peer, tag, Content(code, _to_come(array.nbytes)), work)
+        self._prepare(state, array)
         #: The page-locked memory.
         self._is_there = False
 

@@ -39,10 +39,10 @@ class Turns(Protocol):
     """What gives calls their turns on the device.
 
     Attributes:
-        member: this rank's part in the group.
+        comm: this rank's part in the group.
     """
 
-    member: Communicator
+    comm: Communicator
 
     @property
     def communicator(self) -> DeviceCommunicator | None:
@@ -99,19 +99,19 @@ class NativeMessages:
     """Those of one group.
 
     Args:
-        side: what the group has on the device.
+        state: what the group has on the device.
 
     Attributes:
         batch: what is called now is part of it: its number and size.
     """
 
-    def __init__(self, side: Turns) -> None:
+    def __init__(self, state: Turns) -> None:
         self.batch = (0, 1)
-        self._device_state = side
+        self._device_state = state
         self._batches = 0
         #: Receives that are matched and have not begun.
         self._matched: dict[tuple[int, int], ReceiveEnd] = {}
-        self._matching = BatchMatching(self._number, side.member.call_later)
+        self._matching = BatchMatching(self._number, state.comm.call_later)
 
     @contextlib.contextmanager
     def together(self, arrays: Iterable[DeviceArray]) -> Iterator[None]:
@@ -128,12 +128,12 @@ class NativeMessages:
     def carries(self, nbytes: int) -> bool:
         """Whether this rank can send or receive so many bytes by NCCL: not once a rank has left, and ended its part."""
         return (
-            nbytes > EAGER_WINDOW and self._device_state.communicator is not None and not self._device_state.member.left
+            nbytes > EAGER_WINDOW and self._device_state.communicator is not None and not self._device_state.comm.left
         )
 
     def matched(self, receive: ReceiveEnd, src: int, number: int, theirs: tuple[int, int]) -> None:
         """A receive has met a message that can go by NCCL, of a batch at its sender."""
-        rank = self._device_state.member.rank
+        rank = self._device_state.comm.rank
         self._matched[src, number] = receive
         self._tell(Match(src, rank, number), [MessageBatch(src, *theirs), MessageBatch(rank, *receive.batch)])
 
@@ -144,13 +144,13 @@ class NativeMessages:
     def departed(self, rank: int) -> None:
         """A rank has left: if it is rank 0, receive what waits for it from the host."""
         if rank == 0:
-            self._give_back([Match(src, self._device_state.member.rank, number) for src, number in self._matched])
+            self._give_back([Match(src, self._device_state.comm.rank, number) for src, number in self._matched])
 
     def without(self, batch: tuple[int, int]) -> None:
         """A message that is part of a batch here goes another way; of a group that has failed, none goes any."""
-        member = self._device_state.member
-        if batch[1] > 1 and not member.left and member.cause is None:
-            self._tell(None, [MessageBatch(member.rank, *batch)])
+        comm = self._device_state.comm
+        if batch[1] > 1 and not comm.left and comm.cause is None:
+            self._tell(None, [MessageBatch(comm.rank, *batch)])
 
     def end(self) -> None:
         """The group has ended."""
@@ -159,27 +159,27 @@ class NativeMessages:
 
     def _tell(self, match: Match | None, batches: Sequence[MessageBatch]) -> None:
         """Let rank 0 know."""
-        member = self._device_state.member
-        if member.rank == 0:
+        comm = self._device_state.comm
+        if comm.rank == 0:
             self._take(match, batches)
         else:
-            member.channels[0].send_control({"t": DEVICE, "g": member.id, "match": match, "batches": batches})
+            comm.channels[0].send_control({"t": DEVICE, "g": comm.id, "match": match, "batches": batches})
 
-    def heard(self, peer: int, note: dict[str, Any]) -> None:
+    def handle(self, peer: int, message: dict[str, Any]) -> None:
         """Take a note of a rank.
 
         Raises:
             ValueError: it cannot be one of this rank's, or for this rank; as do TypeError and KeyError.
         """
-        if "begin" not in note:
-            match = note["match"]
+        if "begin" not in message:
+            match = message["match"]
             self._take(
-                None if match is None else self._read(match), [MessageBatch(*map(index, b)) for b in note["batches"]]
+                None if match is None else self._read(match), [MessageBatch(*map(index, b)) for b in message["batches"]]
             )
             return
         if peer:
             raise ValueError("only rank 0 lets messages begin")
-        number, begin = index(note["number"]), [self._read(match) for match in note["begin"]]
+        number, begin = index(message["number"]), [self._read(match) for match in message["begin"]]
         if number:
             self._device_state.hold(number, lambda: self._begin(begin))
         else:
@@ -187,14 +187,14 @@ class NativeMessages:
 
     def _read(self, given: Iterable[Any]) -> Match:
         match = Match(*map(index, given))
-        if not all(0 <= rank < len(self._device_state.member.ranks) for rank in match[:2]):
+        if not all(0 <= rank < len(self._device_state.comm.ranks) for rank in match[:2]):
             raise ValueError(f"there is no message {match}")
         return match
 
     # -- as rank 0
 
     def _take(self, match: Match | None, batches: Sequence[MessageBatch]) -> None:
-        if self._device_state.member.rank:
+        if self._device_state.comm.rank:
             raise ValueError("it is rank 0 that lets messages begin")
         if match is None:
             self._matching.without(*batches)
@@ -203,18 +203,18 @@ class NativeMessages:
 
     def _number(self, matches: Sequence[Match]) -> None:
         """Let messages begin, as one, on both ends of each; or staged, by their receivers, if a rank has left."""
-        side, member = self._device_state, self._device_state.member
+        state, comm = self._device_state, self._device_state.comm
         own: dict[int, list[Match]] = {}
         for match in matches:
-            for rank in match[1:2] if member.left else match[:2]:
+            for rank in match[1:2] if comm.left else match[:2]:
                 own.setdefault(rank, []).append(match)
-        numbers = dict.fromkeys(own, 0) if member.left else side.number(own)
+        numbers = dict.fromkeys(own, 0) if comm.left else state.number(own)
         for rank, begin in own.items():
-            note = {"t": DEVICE, "g": member.id, "number": numbers[rank], "begin": begin}
+            message = {"t": DEVICE, "g": comm.id, "number": numbers[rank], "begin": begin}
             if rank == 0:
-                self.heard(0, note)
+                self.handle(0, message)
             else:
-                member.channels[rank].send_control(note)
+                comm.channels[rank].send_control(message)
 
     # -- carrying them out
 
@@ -225,13 +225,13 @@ class NativeMessages:
 
     def _begin(self, matches: Sequence[Match]) -> None:
         """Put messages on the device; their other ends do so, too."""
-        side, member = self._device_state, self._device_state.member
-        rank = member.rank
+        state, comm = self._device_state, self._device_state.comm
+        rank = comm.rank
         sends: list[SendEnd] = []
         receives: list[ReceiveEnd] = []
         for src, dst, number in matches:
             if src == rank:
-                if (send := member.matching.outgoing.get((dst, number))) is not None:
+                if (send := comm.matching.outgoing.get((dst, number))) is not None:
                     sends.append(send)  # type: ignore[arg-type]
             elif (receive := self._matched.pop((src, number), None)) is not None and not receive.done:
                 receives.append(receive)
@@ -250,7 +250,7 @@ class NativeMessages:
             for each in operations:
                 each.landed(error)
 
-        assert side.communicator is not None
-        launched = side.communicator.launch(marks, put, operations, done)
+        assert state.communicator is not None
+        launched = state.communicator.launch(marks, put, operations, done)
         for each in operations:
             each.launched(launched)

@@ -48,10 +48,10 @@ class Origin(Protocol):
     async def invite(self, n: int, size: int, name: str, timeout: float) -> Assignment:
         """Give `n` newcomers the ranks from `size` on; return this rank's assignment among them."""
 
-    async def meet_anew(self, seat: Assignment, limit: float, spec: GroupSpec, store: Store | None = None) -> Any:
+    async def meet_anew(self, assignment: Assignment, limit: float, spec: GroupSpec, store: Store | None = None) -> Any:
         """Meet newcomers, within `limit` seconds, in a world of its own; in `store` if it is not where all met."""
 
-    async def call_off(self, seat: Assignment, reason: str, store: Store | None = None) -> None:
+    async def call_off(self, assignment: Assignment, reason: str, store: Store | None = None) -> None:
         """Tell newcomers that have an assignment beside this one why nobody will meet them."""
 
     async def release(self) -> None:

@@ -116,7 +116,7 @@ class Planner:
             tuning=self._comm.tuning,
             hosts=self._comm.hosts,
         )
-        if kind == "barrier" and 1 < self._size <= FLAT and self._comm.piece_nbytes:
+        if kind == "barrier" and 1 < self._size <= FLAT and self._comm.chunk_nbytes:
             return Plan(signature, Program((), (), "oneshot"), dtype, made, OneShot)
         if kind == "allreduce" and made is not None and nbytes and made.prescale is None:
             executor = self._shares(algorithm, nbytes, made)
@@ -144,7 +144,7 @@ class Planner:
 
     def _shares(self, algorithm: str, nbytes: int, made: Kernel) -> type[OneShot] | type[ShmRing] | None:
         """Return the executor through shared memory that suits an allreduce, if there is one."""
-        piece = self._comm.piece_nbytes
+        piece = self._comm.chunk_nbytes
         if not piece or self._size == 1:
             return None
         if made.portable and nbytes * (self._size - 1) <= piece and nbytes <= piece // 4:

@@ -69,12 +69,12 @@ class Estimator:
         return work
 
 
-def _prediction(member: Communicator, call: Call) -> Predicted:
-    signature, machine, size = call.signature, member.tuning.machine, len(member.ranks)
+def _prediction(comm: Communicator, call: Call) -> Predicted:
+    signature, machine, size = call.signature, comm.tuning.machine, len(comm.ranks)
     if signature is None:
         return Predicted(call.op, call.nbytes, None, seconds_of(Load(1, 1, 1, call.nbytes, call.nbytes, 0), machine))
     if call.plan is not None:
-        nbytes, algorithm = _whole(signature, member) * call.plan.itemsize, call.plan.algorithm
+        nbytes, algorithm = _whole(signature, comm) * call.plan.itemsize, call.plan.algorithm
     elif call.op == "MONITORED_BARRIER":
         nbytes, algorithm = 0, "linear"
     else:
@@ -86,15 +86,15 @@ def _prediction(member: Communicator, call: Call) -> Predicted:
         return Predicted(call.op, call.nbytes, None, seconds_of(load, machine))
     kind, seconds = signature.op.lower(), 0.0
     if (kind, algorithm) in two_level.ALGORITHMS:
-        seconds = two_level.predict(algorithm, kind, nbytes, member.hosts, machine)
+        seconds = two_level.predict(algorithm, kind, nbytes, comm.hosts, machine)
     elif size > 1:
         seconds = predict(algorithm, kind, nbytes, size, machine)
     return Predicted(call.op, nbytes, algorithm, seconds)
 
 
-def _whole(signature: Signature, member: Communicator) -> int:
+def _whole(signature: Signature, comm: Communicator) -> int:
     """Return the elements of the whole vector."""
     if signature.counts:
         return sum(signature.counts)
     known = max(sum(signature.sends), sum(signature.receives))
-    return known if signature.root in (None, member.rank) else known * len(member.ranks)
+    return known if signature.root in (None, comm.rank) else known * len(comm.ranks)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from aiocoll.algorithms.spec import Spec, spec_of
 from aiocoll.elements.dtypes import by_name
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.fusion.layout import PIECE, Bucket, Layout
+from aiocoll.engine.fusion.layout import CHUNK, Bucket, Layout
 from aiocoll.engine.operations.manifest import Manifest
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature
@@ -69,7 +69,7 @@ class Fuser:
     def _lay_out(self, calls: tuple[Called, ...], together: bool) -> Layout:
         names = _Names()
         entries = [names.entry(call) for call in calls]
-        roll = Manifest([entry.signature for entry in entries])
+        manifest = Manifest([entry.signature for entry in entries])
         fingerprint = crc32(b"".join(entry.hash for entry in entries), crc32(b"coalesced"))
         members: dict[Any, list[int]] = {}
         for position, (call, entry) in enumerate(zip(calls, entries, strict=True)):
@@ -84,8 +84,8 @@ class Fuser:
         buckets = [self._bucket(calls, positions) for positions in members.values()]
         for plan in (bucket.plan for bucket in buckets):
             if plan is not None:
-                plan.signature, plan.fingerprint = plan.signature._replace(members=roll), fingerprint
-        return Layout(Signature("COALESCED", None, (), None, None, members=roll), fingerprint, tuple(buckets))
+                plan.signature, plan.fingerprint = plan.signature._replace(members=manifest), fingerprint
+        return Layout(Signature("COALESCED", None, (), None, None, members=manifest), fingerprint, tuple(buckets))
 
     def _bucket(self, calls: Sequence[Called], positions: Sequence[int]) -> Bucket:
         plans = [call for call in (calls[position] for position in positions) if isinstance(call, Plan)]
@@ -175,12 +175,12 @@ def _columns(rows: Iterable[tuple[int | None, ...]]) -> tuple[tuple[int, ...] | 
 
 
 def _cuts(counts: Sequence[tuple[int, ...] | None], itemsize: int) -> Iterable[int]:
-    """Cut a list of calls so that a piece has `PIECE` bytes and `MOST` calls, or is one call."""
+    """Cut a list of calls so that a piece has `CHUNK` bytes and `MOST` calls, or is one call."""
     yield 0
     start = nbytes = 0
     sizes = [sum(each) * itemsize for each in zip(*(column for column in counts if column is not None), strict=True)]
     for position, size in enumerate(sizes):
-        if position > start and (nbytes + size > PIECE or position == start + MOST):
+        if position > start and (nbytes + size > CHUNK or position == start + MOST):
             yield position
             start, nbytes = position, 0
         nbytes += size

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from aiocoll.algorithms.spec import spec_of
 from aiocoll.engine.fusion.deferred_work import DeferredWork, FlushWork
 from aiocoll.engine.fusion.layout import Bucket, Layout
-from aiocoll.engine.fusion.overlap import Span, check_apart, check_spans
+from aiocoll.engine.fusion.overlap import Span, check_no_overlap, check_spans
 from aiocoll.engine.fusion.packer import Flush, Packer, fail
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Ended, Make
@@ -165,7 +165,7 @@ class Flusher:
             d.check()
             calls = tuple([member.plan or member.call.signature for member in members])
             layout = self._fuser.layout(calls, outer is None)
-            check_apart(layout, members)
+            check_no_overlap(layout, members)
             if d.device_state is not None:
                 check_spans(_device_spans(members, d.rank, d.size), members)
             if recording.loose:

@@ -58,7 +58,7 @@ class Sharing:
             self.trouble = "this machine orders memory weakly, and libatomic is not installed"
 
     @property
-    def piece_nbytes(self) -> int:
+    def chunk_nbytes(self) -> int:
         """Bytes of the largest chunk; the largest slot holds a quarter of it. 0 if there is no shared memory."""
         return 0 if self.trouble is not None else self._layout.directions[0].chunk_nbytes
 

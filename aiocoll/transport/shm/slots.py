@@ -117,19 +117,19 @@ class SlotWriter(_End):
 class SlotReader(_End):
     """The reader's end: what `view` returns may be read after `look` and until `free`."""
 
-    __slots__ = ("_heard", "_over")
+    __slots__ = ("_over", "_seen")
 
     def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
         super().__init__(memory, direction, fences)
-        self._heard = 0
+        self._seen = 0
         self._over: set[int] = set()
 
     def has_news(self) -> bool:
         """Whether anything was posted since the last time this was asked."""
         posts = self._words[self._posts]
-        if posts == self._heard:
+        if posts == self._seen:
             return False
-        self._heard = posts
+        self._seen = posts
         return True
 
     def look(self, slot: int, identity: int) -> int:

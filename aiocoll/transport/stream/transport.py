@@ -128,7 +128,7 @@ class StreamTransport:
             "unix": self._unix,
             "tcp": tcp,
             "process": list(self._process),
-            "piece": self._links.sharing.piece_nbytes,
+            "piece": self._links.sharing.chunk_nbytes,
         }
 
     async def listen(self) -> Card:
