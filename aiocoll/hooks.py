@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from aiocoll.log import logger
 
-__all__ = ["Hook", "HookHandle", "OperationInfo", "add_hook"]
+__all__ = ["Hook", "HookHandle", "Hooks", "OperationInfo", "add_hook"]
 
 #: An object with `on_start(info)`, `on_end(info)`, or both.
 Hook = Any

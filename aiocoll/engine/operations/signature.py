@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from aiocoll.elements.dtypes import by_name
 
-__all__ = ["KEYED", "P2P", "Signature", "description"]
+__all__ = ["KEYED", "P2P", "Members", "Signature", "description"]
 
 #: The two top bits of an operation id say how it was named; ordered operations carry their number itself.
 KEYED = 1 << 62

@@ -27,7 +27,7 @@ from aiocoll.group.cuda.native import STAGED
 from aiocoll.group.cuda.native_messages import NativeMessages
 from aiocoll.log import logger
 
-__all__ = ["DeviceState"]
+__all__ = ["Collective", "DeviceState"]
 
 #: NCCL's setting of the network interfaces it may use between hosts.
 INTERFACE = "NCCL_SOCKET_IFNAME"

@@ -29,7 +29,7 @@ from aiocoll.group.cuda.matching import BatchMatching, Match, MessageBatch
 from aiocoll.group.cuda.native import Tools, exchange
 from aiocoll.group.cuda.staged import put_back
 
-__all__ = ["NativeMessages"]
+__all__ = ["End", "NativeMessages", "ReceiveEnd", "SendEnd", "Turns"]
 
 #: Batches of more than this are as many batches of one: a READY frame has 16 bits for their size.
 LARGEST = 0xFFFF

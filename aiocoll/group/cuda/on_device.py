@@ -20,7 +20,7 @@ from aiocoll.group.cuda.device_state import DeviceState
 from aiocoll.group.cuda.messages import DeviceContent, DeviceRecv, DeviceSend
 from aiocoll.work import Work
 
-__all__ = ["DeviceCalls", "device_state_of"]
+__all__ = ["DeviceCalls", "DeviceExecutor", "device_state_of"]
 
 
 class DeviceCalls:
