@@ -1,4 +1,4 @@
-"""A receive of a point-to-point message."""
+"""A posted receive of a point-to-point message."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class Receives(Protocol):
 
     @property
     def group(self) -> Group:
-        """Whose they are."""
+        """The group of the receives."""
 
     def post(self, posted: PostedReceive) -> None:
         """Match `posted` with the oldest fitting message, or keep it."""
 
     def withdraw(self, posted: PostedReceive) -> None:
-        """Take back a receive that is over."""
+        """Remove a receive that is over."""
 
     def forget(self, arrival: InboundMessage) -> None:
         """The message has been received."""
 
 
 class PostedReceive(Receive):
-    """A receive.
+    """A posted receive.
 
     Args:
         receives: those of the group.
-        peer: rank it takes a message from; None takes the first one with the tag.
+        peer: rank it receives from; None for any rank.
         tag: of the message.
-        content: where it goes, and what it must be.
+        content: its destination, and the expected dtype.
     """
 
     __slots__ = ("_read", "_receives", "_steps", "arrival", "code", "peer", "tag", "view")
@@ -61,15 +61,15 @@ class PostedReceive(Receive):
         work._withdraw = self.withdraw
 
     def enter(self) -> None:
-        """Take a message that is waiting, or wait for one."""
+        """Match a waiting message, or wait for one."""
         self._receives.post(self)
 
     def describe(self) -> dict[str, Any]:
-        """Say what is wanted, and from where."""
+        """Return what is received and from which rank."""
         return {**super().describe(), "tag": self.tag, "src": self.peer}
 
     def standing(self) -> str:
-        """Say what it waits for."""
+        """Return a text about what it waits for."""
         if self.arrival is not None:
             return f"rank {self.arrival.peer} has not sent all of it"
         return f"no message with tag {self.tag} has come from {self._source()}"
@@ -122,7 +122,7 @@ class PostedReceive(Receive):
             arrival.ask(self.comm.id)
 
     def complete(self) -> None:
-        """All bytes are here."""
+        """All bytes have arrived."""
         assert self.arrival is not None
         self.work._source = self.arrival.peer
         if self.peer is None:
@@ -135,12 +135,12 @@ class PostedReceive(Receive):
             carry_on(self, self._steps)
 
     def advance(self) -> None:
-        """Go on reading an object."""
+        """Continue decoding an object."""
         if self._steps is not None:
             carry_on(self, self._steps)
 
     def withdraw(self) -> None:
-        """Nobody waits for it any more and no message has matched: as if it had never been posted."""
+        """Nobody waits for it and no message has matched: remove it as if it had never been posted."""
         self.fail(asyncio.CancelledError())
 
     def expire(self) -> None:
@@ -159,7 +159,7 @@ class PostedReceive(Receive):
         )
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`; the rest of a matched message goes nowhere."""
+        """End with `error`; the rest of a matched message is dropped."""
         self._receives.withdraw(self)
         super().fail(error)
 
