@@ -64,7 +64,7 @@ class Reconfigurer:
         agreement = comm.endpoint.agreements.voter(comm.id, comm.growths, comm.ranks)
         if agreement.taken:
             raise GroupError(
-                f"group {comm.name!r} was shrunk before on rank {d.rank}: shrink the group that came of it",
+                f"group {comm.name!r}, rank {d.rank}: shrink() was already called; use the group it returned",
                 group=comm.name,
             )
         comm.revoke(

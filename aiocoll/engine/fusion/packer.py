@@ -221,7 +221,7 @@ class Flush(Operation):
         return self.children.algorithm
 
     def needs(self, peer: int) -> bool:
-        """It is for the buckets to say."""
+        """Buckets report the peers they need."""
         return False
 
     def expire(self) -> None:
