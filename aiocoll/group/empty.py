@@ -1,4 +1,4 @@
-"""`empty`: arrays that peers can read where they lie."""
+"""`empty`: arrays that peers can read in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiocoll.log import logger
 
 __all__ = ["empty"]
 
-#: A rank contributes this part of a lane's block, or less, by showing it all: there is nothing to be saved.
+#: A rank contributes this part of a chunk, or less, by posting all of it: nothing would be saved.
 _SMALL_PART = 4
 
 

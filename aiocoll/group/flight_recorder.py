@@ -1,4 +1,4 @@
-"""`ProcessGroup.recorder`: what this rank did last in the group, to look at and to write to files.
+"""`ProcessGroup.recorder`: the last operations of this rank in the group, as data, files and traces.
 
 It costs some 50 to 100 ns per call and is always on; see `aiocoll.engine.operations.operation_log` for what is kept.
 """
@@ -59,7 +59,7 @@ class FlightRecorder:
             self._revoked()
 
     def dump(self) -> dict[str, Any]:
-        """Return all there is as plain data, which JSON can hold; takes some milliseconds.
+        """Return all records as plain data that JSON can hold; takes some milliseconds.
 
         See ``docs/recorder.md`` for the fields. Times are seconds on the clock of the group; ``clock`` tells what that
         and the wall clock show now.
@@ -95,19 +95,19 @@ class FlightRecorder:
         """Write a trace for Perfetto or chrome://tracing to the file `path`; OSError if that fails."""
         write_json(path, chrome_trace([self.dump()]))
 
-    # -- dumping by itself
+    # -- automatic dumps
 
     def signalled(self) -> str:
-        """SIGUSR2 has come: write the file, or tell it in words where there is no directory for one."""
+        """SIGUSR2 was received: write the file, or return a text if there is no directory for it."""
         if self._pid != os.getpid():
-            return ""  # a forked child has no part in the group
+            return ""  # a forked child is not in the group
         if self._directory is None:
             return in_words(self.dump())
         self._save()
         return ""
 
     def _revoked(self) -> None:
-        """Write in a thread, as a disk may be slow; where time is virtual there are none."""
+        """Write the file in a thread, as a disk may be slow; where time is virtual there are no threads."""
         if self._comm.cause is None or self._saved:
             return  # the group was only closed
         self._saved = True
@@ -116,7 +116,7 @@ class FlightRecorder:
             self._save()
             return
         self._written = endpoint.loop.create_future()
-        # No daemon: a program that ends because of the failure ends with the file written.
+        # Not a daemon: a program that ends because of the failure ends after the file is written.
         self._writer = threading.Thread(target=self._save_and_tell, name=f"aiocoll dump of {self._comm.name}")
         try:
             self._writer.start()
@@ -132,9 +132,9 @@ class FlightRecorder:
             loop.call_soon_threadsafe(_set, written)
 
     def _save(self) -> None:
-        """Write the file; a failure is logged, since what else goes on matters more."""
+        """Write the file; a failure is only logged."""
         if self._pid != os.getpid():
-            return  # a forked child has no part in the group
+            return  # a forked child is not in the group
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self.dump_json(self._path)
@@ -154,12 +154,12 @@ class FlightRecorder:
         )
 
     async def _settle(self) -> None:
-        """The group is closed: wait for the file, and hear of no signal any more."""
+        """The group is closed: wait for the file, and handle signals no more."""
         dump_signal.unlisten(self)
         if self._writer is not None and self._written is not None:
             await asyncio.wait([self._written], timeout=PATIENCE)
             if self._written.done():
-                self._writer.join()  # which it is about to do
+                self._writer.join()  # which is about to end
 
 
 def _set(future: asyncio.Future[None]) -> None:

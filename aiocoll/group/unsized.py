@@ -1,4 +1,4 @@
-"""Allgather and gather without outputs: arrays as long as what the ranks give, which may differ, are the result."""
+"""Allgather and gather without outputs: the result is new arrays, as long as what each rank gives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["allgather_unsized", "gather_unsized"]
 
 
 def allgather_unsized(dispatcher: Dispatcher, source: Buffer, timeout: Timeout, key: str | None) -> Work[list[Any]]:
-    """Start an allgather in which no rank gives outputs: first all learn how long they have to be."""
+    """Start an allgather without outputs: first all ranks exchange the lengths."""
     limit = dispatcher.limit(timeout)
     signature = Signature("ALLGATHER_ALLOCATED", source.dtype.name, (), None, None)
     dtype = array_dtype(source.dtype)
@@ -44,7 +44,7 @@ def allgather_unsized(dispatcher: Dispatcher, source: Buffer, timeout: Timeout, 
 def gather_unsized(
     dispatcher: Dispatcher, source: Buffer, root: int, timeout: Timeout, key: str | None
 ) -> Work[list[Any] | None]:
-    """Start the root's part of a gather; the other ranks do what they always do."""
+    """Start the root's part of a gather without outputs; the other ranks take part as usual."""
     limit = dispatcher.limit(timeout)
     signature = Signature("GATHER", source.dtype.name, (), root, None)
     dtype = array_dtype(source.dtype)
@@ -65,7 +65,7 @@ class _Given(NamedTuple):
 
 
 class _Allgather(Stepped):
-    """One call on one rank, in which all ranks first learn how many elements each gives."""
+    """One rank's part, in which all ranks first exchange their numbers of elements."""
 
     __slots__ = ("_given", "_outputs")
 
@@ -87,7 +87,7 @@ class _Allgather(Stepped):
 
 
 def _shape(like: Buffer, count: int) -> Sequence[int]:
-    """Return the shape of an array of `count` elements: that of `like`, or as many rows of it; else it is flat."""
+    """Return the shape of an array of `count` elements: that of `like`, or as many rows of it; otherwise flat."""
     if count == like.count:
         return like.shape
     row = prod(like.shape[1:])

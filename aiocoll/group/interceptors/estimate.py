@@ -1,4 +1,4 @@
-"""How long calls would take: predicted from what was measured of this machine, with nothing sent."""
+"""Estimates of how long calls would take, from measurements of this machine; nothing is sent."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["Estimate", "Estimator", "Predicted"]
 
 
 class Predicted(NamedTuple):
-    """What one call would take.
+    """The estimate of one call.
 
     Attributes:
         op: name of the operation in capitals.
         nbytes: bytes of the whole vector of a collective, as `aiocoll.algorithms.choose` takes them; of a message its
-            own.
-        algorithm: name of what would carry it out; None for what has only one way.
-        seconds: from the call to the end.
+            own bytes.
+        algorithm: name of the algorithm that would be used; None if there is only one.
+        seconds: from the call to its end.
     """
 
     op: str
@@ -35,7 +35,7 @@ class Predicted(NamedTuple):
 
 
 class Estimate:
-    """What the calls in a block of `ProcessGroup.time_estimator` would take.
+    """The estimates of the calls in a block of `ProcessGroup.time_estimator`.
 
     Attributes:
         calls: each of them, in order.
@@ -46,19 +46,19 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of all of them, one after the other."""
+        """The total time of the calls, one after the other."""
         return sum(call.seconds for call in self.calls)
 
 
 class Estimator:
-    """Takes the calls of one block, and notes what they would take."""
+    """Takes the calls of one block, and adds their estimates."""
 
     def __init__(self, dispatcher: Dispatcher, estimate: Estimate) -> None:
         self._dispatcher = dispatcher
         self._estimate = estimate
 
     def take(self, call: Call) -> Work[Any]:
-        """Note what the call would take."""
+        """Add the estimate of a call."""
         if call.signature is not None and call.signature.device != "cpu":
             raise TypeError(f"{call.op} is on CUDA arrays, of which nothing has been measured: pass host arrays")
         comm, group = self._dispatcher.comm, self._dispatcher.group

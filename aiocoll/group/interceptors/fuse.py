@@ -1,6 +1,6 @@
-"""Which recorded calls become one operation, and its plan: worked out once for lists of calls alike.
+"""Which recorded calls are fused into one operation, and its plan; calculated once for equal lists of calls.
 
-What all ranks must find alike, they find out of what they must have called alike; for the rest, see `Bucket.stamps`.
+Decisions that must be equal on all ranks depend only on the equal parts of their calls; else see `Bucket.stamps`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["LARGE", "Fuser"]
 #: It is the same on all ranks, or they would fuse different calls. Counts that only the ends of a message know do not
 #: tell: calls that have such are always fused.
 LARGE = 128 * 1024
-#: Calls of which arrays are copied in one go.
+#: Most calls whose arrays are copied in one chunk.
 MOST = 128
 #: Lists of calls whose layouts are kept.
 LAYOUTS = 16
@@ -42,7 +42,7 @@ Called = Plan | Signature
 
 
 class Fuser:
-    """Finds out how a list of calls is carried out.
+    """Decides how a list of calls is carried out.
 
     Args:
         comm: this rank's part in the group.
@@ -56,7 +56,7 @@ class Fuser:
         self._layouts: dict[tuple[Called | None, ...], Layout] = {}
 
     def layout(self, calls: tuple[Called, ...], together: bool = True) -> Layout:
-        """Return the layout of a list of calls, those on a device `together` or each by itself."""
+        """Return the layout of a list of calls; those on a device are one bucket if `together`, else one each."""
         layouts = self._layouts
         key = calls if together else (None, *calls)
         found = layouts.get(key)
@@ -73,7 +73,7 @@ class Fuser:
         fingerprint = crc32(b"".join(entry.hash for entry in entries), crc32(b"coalesced"))
         members: dict[Any, list[int]] = {}
         for position, (call, entry) in enumerate(zip(calls, entries, strict=True)):
-            # Those that stay alone have a bucket of their own.
+            # Calls that are not fused have a bucket of their own.
             bucket: object = position
             if isinstance(call, Signature):
                 if together and call.device != "cpu":
@@ -118,7 +118,7 @@ class Fuser:
         return replace(bucket, plan=self._fused(plans[0], sizes))
 
     def _fused(self, like: Plan, sizes: Sequence[int | None]) -> Plan:
-        """Make the plan of calls like `like` together; a factor has been applied before."""
+        """Make the plan of calls like `like`, fused; a prescaling factor has been applied already."""
         signature, spec, kernel = like.signature, _spec(like.signature), like.kernel
         if kernel is not None and kernel.prescale is not None:
             kernel = replace(kernel, prescale=None)
@@ -137,7 +137,7 @@ class _Entry(NamedTuple):
 
 
 class _Names:
-    """What calls of a list are to all ranks; functions of one name are told apart by the order in which they come."""
+    """The signatures of a list's calls on all ranks; user functions of one name are numbered in order."""
 
     def __init__(self) -> None:
         self._functions: dict[str, list[Any]] = {}
@@ -175,7 +175,7 @@ def _columns(rows: Iterable[tuple[int | None, ...]]) -> tuple[tuple[int, ...] | 
 
 
 def _cuts(counts: Sequence[tuple[int, ...] | None], itemsize: int) -> Iterable[int]:
-    """Cut a list of calls so that a piece has `CHUNK` bytes and `MOST` calls, or is one call."""
+    """Cut a list of calls so that a part has `CHUNK` bytes and `MOST` calls, or is one call."""
     yield 0
     start = nbytes = 0
     sizes = [sum(each) * itemsize for each in zip(*(column for column in counts if column is not None), strict=True)]

@@ -1,4 +1,4 @@
-"""What is recorded, and how it starts: one number, one operation for what can be fused, one for each other call."""
+"""Recorded calls and how they are started: one number for all; one operation for fused calls, one for each other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Flusher", "Recording"]
 
 
 class Recording:
-    """Calls that are started together, and what their works need of the engine.
+    """Calls that are started together, and the progress that their works need.
 
     Args:
         dispatcher: of the group.
@@ -36,9 +36,9 @@ class Recording:
 
     Attributes:
         members: collectives without a key: they take one number.
-        loose: messages between two ranks, and collectives with a key, and their calls.
-        lists: works of calls on lists, and the members these are.
-        limit: least timeout of the members, in seconds.
+        loose: messages between two ranks, and collectives with a key, with their calls.
+        lists: works of calls on lists, with their members.
+        limit: smallest timeout of the members, in seconds.
         followed: works that end after some of these.
         flushed: they have been started.
     """
@@ -71,17 +71,17 @@ class Recording:
             self.want()
 
     def want(self) -> None:
-        """Start what is recorded at the end of this turn of the loop."""
+        """Start the recorded calls at the end of this turn of the loop."""
         if not self._wanted and not self.flushed:
             self._wanted = True
             self.runtime.call_soon(self._flush)
 
     def follow(self, work: Work[Any]) -> None:
-        """Let the block wait for `work`, too."""
+        """Let the block also wait for `work`."""
         self.followed.append(work)
 
     def keep(self, call: Call) -> DeferredWork:
-        """Record a call that is not fused; a user's call is as far away as from `Batch.take`, and one frame."""
+        """Record a call that is not fused; the user's call is one frame farther away than from `Batch.take`."""
         work = DeferredWork(self, call.op, None, call.key, self._dispatcher.group, 6)
         call.expect(work)
         if call.signature is not None and call.key is None:
@@ -96,7 +96,7 @@ class Recording:
         return work
 
     def works(self) -> list[Work[Any]]:
-        """Return the works of the user's."""
+        """Return the user's works."""
         lists = (work for work, _ in self.lists)
         each = (*(member.visible() for member in self.members), *lists, *(work for work, _ in self.loose))
         return list(dict.fromkeys(each))
@@ -106,7 +106,7 @@ class Recording:
         return not (self.members or self.loose or self.lists)
 
     def fail(self, error: BaseException) -> None:
-        """Start nothing: all works end with `error`."""
+        """Start nothing: end all works with `error`."""
         self.flushed = True
         fail([*self.members, *(work for work, _ in self.loose)], error)
         self.settle(error)
@@ -123,19 +123,19 @@ class Recording:
                     fail([work], wrong)
 
     def _withdraw(self, work: DeferredWork) -> None:
-        """Nobody waits for a receive any more that has not started."""
+        """Nobody waits any more for a receive that has not started."""
         self.loose = [(each, call) for each, call in self.loose if each is not work]
         work._finish(None, asyncio.CancelledError())
 
 
 class Flusher:
-    """Starts what is recorded on one group.
+    """Starts the recorded calls of one group.
 
     Args:
         dispatcher: of the group.
 
     Attributes:
-        intercepted: flushes that the engine does not know of, since an interceptor has them.
+        intercepted: flushes that the engine does not know, since an interceptor holds them.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
@@ -145,11 +145,11 @@ class Flusher:
         self._fuser = Fuser(dispatcher.comm, dispatcher.planner)
 
     def flush(self, recording: Recording, outer: Interceptor | None, key: str | None = None) -> FlushWork | None:
-        """Start what is recorded.
+        """Start recorded calls.
 
         Args:
-            recording: what.
-            outer: who takes the calls in place of the engine.
+            recording: the calls.
+            outer: takes them in place of the engine.
             key: match the flush by this key instead of by a number.
 
         Returns:
@@ -170,7 +170,7 @@ class Flusher:
                 check_spans(_device_spans(members, d.rank, d.size), members)
             if recording.loose:
                 self._start_all_loose(recording.loose, outer, wrapper)
-                # One of them may have been what ends the group.
+                # One of them may have revoked the group.
                 self._comm.raise_if_revoked()
         except Exception as error:
             d.failures.expect(error)
@@ -233,7 +233,7 @@ class Flusher:
     def _start_all_loose(
         self, calls: Sequence[tuple[DeferredWork, Call]], outer: Interceptor | None, wrapper: Wrapper | None
     ) -> None:
-        """Start messages, and collectives with a key; what cannot start fails by itself."""
+        """Start messages, and collectives with a key; a call that cannot start fails alone."""
         d = self._dispatcher
         with d.batched(array for _, call in calls if call.signature is None for array in call.arrays or ()):
             for work, call in calls:

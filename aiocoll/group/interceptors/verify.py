@@ -1,4 +1,4 @@
-"""Groups with ``debug="detail"``: every collective is compared on all ranks before its data moves."""
+"""Groups with ``debug="detail"``: the calls of all ranks are compared before a collective moves data."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["Verifier"]
 
 
 class Verifier(Wrapper):
-    """Lets all ranks of a group compare every collective before its data moves.
+    """Lets all ranks of a group compare their calls before a collective moves data.
 
     If op, shape, dtype, device, counts, root or reduce op differ, the await raises `CollectiveMismatchError` on every
-    rank, with all kinds of calls that were made; arrays are as they were, and the group goes on. So it does for a list
-    that has not one array or object per rank, where other groups raise `ValueError` at the call of this rank alone.
-    What else is wrong with the arguments of one rank raises at the call as ever.
+    rank, with all kinds of calls that were made; arrays are unchanged, and the group stays usable. The same holds for a
+    list that has not exactly one entry per rank, for which other groups raise `ValueError` on this rank alone.
+    Other errors in the arguments of one rank raise at the call as usual.
 
-    Every collective completes only when all ranks have called it. Messages between two ranks are as ever.
+    Every collective completes only when all ranks have called it. Messages between two ranks are not compared.
 
-    Cost: two steps more per collective, through rank 0.
+    Cost: two more steps per collective, through rank 0.
 
     Args:
         dispatcher: of the group.
