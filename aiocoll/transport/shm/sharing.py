@@ -113,7 +113,7 @@ class Sharing:
     def _fail(self, error: Exception) -> None:
         """Try no more, and log that once."""
         if self.trouble is None:
-            # Not the error itself, which would keep the memory alive that it was raised beside.
+            # Not the error itself, whose traceback would keep memory alive.
             self.trouble = why = str(error)
             logger.warning(
                 "rank %d uses unix sockets instead of shared memory: %s", self._rank, why, extra={"rank": self._rank}
