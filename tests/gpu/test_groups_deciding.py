@@ -412,7 +412,7 @@ async def test_a_rank_that_said_something_of_a_group_it_is_not_in_is_refused_as_
         part = await pg.split_group([[0, 1], [2]])
         assert part is not None
         made.append(pg.rank())
-        with pytest.raises(PeerProtocolError, match="about rank 2 in a group of ranks"):
+        with pytest.raises(PeerProtocolError, match="names rank 2 in a group of ranks"):
             raise await pg.wait_revoked()
         if pg.rank() < 2:
             assert (await part.allreduce(1.0)) == 2.0
