@@ -1,6 +1,6 @@
-"""The channels of one rank, and the data links they run on: opened when first needed, renewed for a rank that is back.
+"""The channels of one rank, and the data links under them: opened on first use, renewed for a rank that is back.
 
-A group has its channels by rank: all at once in a small group, each when it is first needed in a large one.
+A small group gets its channels, one per rank, when it is made; a large one gets each on first use.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ FEW = 64
 
 
 class Receiver(Protocol):
-    """What takes control messages, and ends links."""
+    """Handles control messages, and ends the links of a peer that sent something unacceptable."""
 
-    def hear(self, peer: int, payload: memoryview | None, way: str, /) -> None:
-        """Take a control message."""
+    def receive(self, peer: int, payload: memoryview | None, way: str, /) -> None:
+        """Handle a control message."""
 
     def refuse(self, peer: int, error: Exception | None, link: Link) -> bool:
-        """Be done with `peer` if `error` says that what it sent cannot be taken; whether it does."""
+        """End all contact with `peer` if `error` means that its message was unacceptable; return whether it does."""
 
 
 class Channels:
@@ -43,12 +43,12 @@ class Channels:
         context: of the endpoint.
         groups: of the endpoint.
         roster: which ranks are lost or have ended.
-        failure_detector: looks at ranks whose connection broke.
+        failure_detector: examines ranks whose connection broke.
         polling: polls the links.
     """
 
-    #: Takes control messages.
-    hear: Callable[[int, memoryview | None, str], None]
+    #: Handles control messages.
+    receive: Callable[[int, memoryview | None, str], None]
     _receiver: Receiver
 
     def __init__(
@@ -69,38 +69,38 @@ class Channels:
         self._channels: dict[int, Channel] = {}
 
     def connect(self, receiver: Receiver) -> None:
-        """Hand what is for no group to `receiver`."""
+        """Pass control messages, and frames for no group, to `receiver`."""
         self._receiver = receiver
-        self.hear = receiver.hear
+        self.receive = receiver.receive
 
     def to(self, rank: int) -> Channel:
-        """Return what connects this rank to `rank`."""
+        """Return the channel to `rank`."""
         channel = self._channels.get(rank)
         if channel is None:
             channel = self._channels[rank] = Channel(self._context, rank, self._groups.made, self)
         return channel
 
     def of_group(self, ranks: Sequence[int]) -> list[Channel]:
-        """Return the channels to `ranks`, in their order; iterating over many gives those that there are."""
+        """Return the channels to `ranks`, in order; iterating over those of a large group gives only existing ones."""
         return [self.to(rank) for rank in ranks] if len(ranks) <= FEW else _Lazy(self, self._context.rank, ranks)
 
     def made(self, ranks: Sequence[int]) -> Iterator[Channel]:
-        """Return the channels to `ranks` that there are, in their order."""
+        """Return the existing channels to `ranks`, in order."""
         return (channel for rank in ranks if (channel := self._channels.get(rank)) is not None)
 
     def links(self) -> list[Link]:
-        """Return the data links that are open."""
+        """Return the open data links."""
         return [channel.link for channel in self._channels.values() if channel.link is not None]
 
     def say(self, message: ControlMessage) -> None:
-        """Send a control message behind all data on each link."""
+        """Send a control message on each data link, behind all queued data."""
         for channel in self._channels.values():
             channel.say(message)
 
     # -- opening
 
     def dial(self, channel: Channel) -> None:
-        """Open the link of `channel`, unless that is under way."""
+        """Open the link of `channel`, unless it is being opened."""
         if not channel.dialling:
             channel.dialling = True
             self._context.spawn(self._dial(channel), f"aiocoll dial {channel.peer}")
@@ -117,10 +117,10 @@ class Channels:
             self._context.quiet.run(self.attach, link)
 
     def attach(self, link: Link) -> None:
-        """Use a link that was opened by us or by a peer."""
+        """Use a link that this rank or a peer has opened."""
         channel = self.to(link.peer)
         if (broken := channel.link) is not None:
-            # The peer has none any more, and has not been heard saying so.
+            # The peer has lost the old link; this rank has not seen its end yet.
             broken.close()
             channel.lost(broken, None)
             channel = self._made_anew(link.peer)
@@ -130,7 +130,7 @@ class Channels:
     # -- ending
 
     def lost(self, peer: int, error: Exception | None, link: Link) -> None:
-        """The data link to `peer` is gone, or what it sent cannot be taken."""
+        """The data link to `peer` is closed, or `peer` sent something unacceptable."""
         self._count_links()
         if self._receiver.refuse(peer, error, link):
             pass
@@ -142,21 +142,21 @@ class Channels:
             shared.unmap()
 
     def cut(self, rank: int) -> list[Link]:
-        """Use no data link to `rank` any more; return the one there is."""
+        """Stop using the data link to `rank`; return it, if there is one."""
         channel = self._channels.get(rank)
         found = [] if channel is None else channel.cut()
         self._count_links()
         return found
 
     def renew(self, rank: int) -> None:
-        """Begin anew with a rank that is back: what was under way belongs to groups that have failed."""
+        """Reset the channel to a rank that is back: its pending messages belong to groups that have failed."""
         channel = self._channels.get(rank)
         if channel is not None and channel.link is None and not channel.dialling:
             self._made_anew(rank)
             self._count_links()
 
     def close(self) -> None:
-        """Need no more what peers have left in memory; all links are closed."""
+        """Release the shared memory of all peers; all links are closed."""
         for channel in self._channels.values():
             channel.give_back()
         self._polling.slot_readers = ()
@@ -187,5 +187,5 @@ class _Lazy(list[Channel]):
         return found
 
     def __iter__(self) -> Iterator[Channel]:
-        # Those that others have opened, too: what is in their hands has to be taken back as well.
+        # Channels that peers have opened count, too: they may hold buffers of this group.
         return self._channels.made(self._ranks)

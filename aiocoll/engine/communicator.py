@@ -1,4 +1,4 @@
-"""One rank's membership of one group: what is in flight, what came early, and whether the group still stands."""
+"""One rank's part in one group: operations in flight, frames that came early, and whether the group has failed."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ _DATA = int(FrameKind.DATA)
 
 
 class _Positions(dict[int, int]):
-    """Number in a group by rank in the job; who speaks of a group it is not in breaks the protocol."""
+    """Rank in the group by rank in the job; a message about any other rank breaks the protocol."""
 
     def __missing__(self, rank: int) -> int:
-        raise ProtocolError(f"what is said is about rank {rank} in a group of ranks {sorted(self)}")
+        raise ProtocolError(f"a message names rank {rank} in a group of ranks {sorted(self)}")
 
 
 class Communicator:
-    """This rank in a group.
+    """One rank's part in one group, below `ProcessGroup`.
 
     Args:
-        endpoint: what the groups of this rank share.
-        identity: the group on the wire: hash of its name.
+        endpoint: what all groups of this rank share.
+        identity: id of the group on the wire: a hash of its name.
         name: the group's name.
         ranks: rank in the job of each rank of the group.
-        piece_nbytes: of the blocks in memory that all ranks share, where they do; else 0.
-        timeout: seconds an operation may take unless its call says otherwise.
-        warn_after: seconds after which an operation that waits is reported in the log.
-        tuning: what the machine and the medium of the group's messages can do, the same on all ranks.
+        chunk_nbytes: size of a chunk in shared memory if all ranks share memory; else 0.
+        timeout: default timeout of an operation, in seconds.
+        warn_after: seconds after which a pending operation is logged.
+        tuning: measured speed of the machine and of the group's transport, the same on all ranks.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Communicator:
         identity: int,
         name: str,
         ranks: Sequence[int],
-        piece_nbytes: int,
+        chunk_nbytes: int,
         timeout: float,
         warn_after: float,
         tuning: Tuning,
@@ -78,34 +78,34 @@ class Communicator:
         self.id = identity
         self.name = name
         self.ranks = tuple(ranks)
-        self.piece_nbytes = piece_nbytes
-        self.small_nbytes = piece_nbytes // SMALL_PER_CHUNK
+        self.chunk_nbytes = chunk_nbytes
+        self.small_nbytes = chunk_nbytes // SMALL_PER_CHUNK
         self.timeout = timeout
-        #: The timeout of operations that expire in the order of entry, and that the watch need not be told of.
+        #: Timeout of operations that expire in order of entry, and that need not be registered with the deadlines.
         self.default_timeout = timeout if timeout >= REPORT_AFTER else nan
         self.warn_after = warn_after
         self.tuning = tuning
         self.rank = self.ranks.index(endpoint.rank)
-        #: Says in the log whose a record is.
+        #: Identifies the group and rank in log records.
         self.log_extra = {"group": name, "rank": self.rank}
-        #: Host number of each rank, alike on all ranks: the cards are.
+        #: Host number of each rank, the same on all ranks since their cards are.
         self.hosts = host_numbers(endpoint.cards[rank]["host"] for rank in self.ranks)
         self.position = _Positions((rank, index) for index, rank in enumerate(self.ranks))
         self.channels = endpoint.channels.of_group(self.ranks)
         self.others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
         self.operations: dict[int, Operation] = {}
         self.pending: dict[Operation, None] = {}
-        #: The number of the last ordered operation; who makes one takes the next.
+        #: Number of the last ordered operation; a new one takes the next number.
         self.entered = 0
-        self.recorder = OperationLog()
+        self.operation_log = OperationLog()
         self.cause: GroupError | None = None
-        #: It has failed, or a hook is called: calls look closer.
+        #: The group has failed, or a hook is running: calls take the slow checks.
         self.barred = False
         self.hooks = Hooks(name, self.rank)
-        #: Collectives that the revocation has failed, by number, or key and count; all others this rank entered were
-        #: complete by then. By their works, since a collective may have several operations, one after another.
+        #: Collectives that failed with the revocation, by number, or by key and count; all others this rank entered had
+        #: completed by then. Collected from the works, since one collective may run as several operations in turn.
         self.unfinished: frozenset[int | tuple[str, int]] = frozenset()
-        #: Collectives that have failed without revoking the group, since the ranks' calls differed; named alike.
+        #: Collectives that failed without revoking the group, because the ranks' calls differed; named the same way.
         self.refused: set[int | tuple[str, int]] = set()
         #: This rank's calls that split this group.
         self.splits: list[Split] = []
@@ -113,27 +113,27 @@ class Communicator:
         #: Called with each rank that leaves.
         self.on_departed: list[Callable[[int], None]] = []
         self.left: set[int] = set()
-        #: How often the group has grown.
+        #: How many times the group has grown.
         self.growths = 0
-        #: What ranks say of their CUDA devices.
+        #: Messages about the CUDA devices of the ranks.
         self.devices = DeviceInbox(self.ranks, self.position, endpoint.attempt)
         self.matching = Matching(self)
-        #: Sends what is about operations.
+        #: Sends messages about operations.
         self.sender = Sender(identity, self.ranks, self.channels, endpoint.control, endpoint.direct)
         self.mismatches = MismatchReports(self, self.sender)
         self.stalls = StallInspector(
-            self, self.recorder, self.mismatches, self.sender, endpoint.runtime, endpoint.failure_detector
+            self, self.operation_log, self.mismatches, self.sender, endpoint.runtime, endpoint.failure_detector
         )
         self.runtime = endpoint.runtime
         self.scratch = endpoint.scratch
         self.polling = endpoint.polling
         self.registered_memory = endpoint.registered_memory
         self.stamp = endpoint.runtime.stamp
-        self._collectives = self.recorder.collectives
-        self._messages = self.recorder.messages
+        self._collectives = self.operation_log.collectives
+        self._messages = self.operation_log.messages
         self._watch = endpoint.watch
         self._early: dict[int, list[Kept]] = {}
-        # Keyed operations and parts that have ended, and the call each was; of ordered ones the number tells.
+        # Keyed operations and children that have ended, with the call each belonged to; ordered ones need no entry.
         self._ended: dict[int, int] = {}
         self._counts: dict[str, int] = {}
 
@@ -152,25 +152,25 @@ class Communicator:
         return {key: counts[key] for key in list(counts)[-limit:]}
 
     def enter(self, operation: Operation) -> None:
-        """Put an operation in flight: from here on its id and fingerprint answer every frame and question."""
+        """Put an operation in flight: from now on its id and fingerprint are matched against frames and questions."""
         operation.entered = now = self.stamp()
         self.pending[operation] = None
         identity = operation.id
         work = operation.work
         if operation.parent is not None:
             self.operations[identity] = operation
-            operation.entry = self.recorder.started(operation.parent.entry, now)
+            operation.entry = self.operation_log.started(operation.parent.entry, now)
         elif identity < P2P:
             self.operations[identity] = operation
-            # The fields of a `Record`, written out: a call per operation would cost more than all else in here.
+            # The fields of a `Record`, written out: a call per operation would cost more than everything else here.
             code, instruction = work._code, work._instruction
-            entry = [identity, now, operation.terms, work._shape, work.key, work.seq, code, instruction, None, None]
+            entry = [identity, now, operation.signature, work._shape, work.key, work.seq, code, instruction, None, None]
             self._collectives.append(entry)
             operation.entry = entry
         else:
             code, instruction = work._code, work._instruction
-            terms, peer = operation.terms, operation.peer
-            entry = [identity, now, terms, work._shape, None, None, code, instruction, None, None, peer, None]
+            signature, peer = operation.signature, operation.peer
+            entry = [identity, now, signature, work._shape, None, None, code, instruction, None, None, peer, None]
             self._messages.append(entry)
             operation.entry = entry
         watch = self._watch
@@ -179,7 +179,7 @@ class Communicator:
         if self.stalls.asked_early:
             self.stalls.entered(operation)
         if self.left:
-            # Later: what they sent before they left may be all that is needed.
+            # Deferred: what they sent before they left may be enough.
             self.call_soon(self._missed, operation)
         if self.hooks.active and operation.parent is None:
             self._call_hooks(self.hooks.start, operation, None)
@@ -189,10 +189,10 @@ class Communicator:
             self.crashed(error)
         if self._early and (frames := self._early.pop(identity, None)):
             for channel, header, payload in frames:
-                self.endpoint.attempt(channel.peer, channel.hear_again, self.deliver, header, payload)
+                self.endpoint.attempt(channel.peer, channel.redeliver, self.deliver, header, payload)
 
     def ended(self, operation: Operation, error: BaseException | None) -> None:
-        """An operation has ended; every one does so once, here."""
+        """An operation has ended; every operation ends exactly once, here."""
         del self.pending[operation]
         if operation.parent is None:
             entry = operation.entry
@@ -217,7 +217,7 @@ class Communicator:
         operation: Operation,
         error: BaseException | None,
     ) -> None:
-        """Tell hooks of an operation; they may not call this group meanwhile."""
+        """Call the hooks for an operation; they may not call this group meanwhile."""
         self.barred = True
         try:
             call(operation, lambda: self._info(operation, error))
@@ -225,7 +225,7 @@ class Communicator:
             self.barred = self.cause is not None
 
     def _info(self, operation: Operation, error: BaseException | None) -> OperationInfo:
-        terms, work, ended = operation.terms, operation.work, operation.entry[ENDED]
+        signature, work, ended = operation.signature, operation.work, operation.entry[ENDED]
         return OperationInfo(
             self.name,
             self.rank,
@@ -233,8 +233,8 @@ class Communicator:
             "message" if operation.id & P2P == P2P else "collective",
             work.key,
             work.seq,
-            terms.nbytes(work._shape),
-            terms.dtype,
+            signature.nbytes(work._shape),
+            signature.dtype,
             None if ended is None else ended - operation.entry[ENTERED],
             operation.algorithm(),
             operation.carriers(),
@@ -242,18 +242,18 @@ class Communicator:
         )
 
     def forget(self, op: int) -> None:
-        """Let the id of an operation that has ended be another one's."""
+        """Allow another operation to use the id of an operation that has ended."""
         self._ended.pop(op, None)
 
     def record(self, op: int) -> Record | None:
-        """Return what is remembered of a collective: of a part of one, the whole."""
+        """Return the record of a collective; for a child operation, the record of its parent."""
         operation = self.operations.get(op)
-        return self.recorder.find(self._ended.get(op, op)) if operation is None else Record(*operation.entry)
+        return self.operation_log.find(self._ended.get(op, op)) if operation is None else Record(*operation.entry)
 
     # -- frames
 
     def route(self, peer: int, header: Header) -> tuple[Operation | None, memoryview | None]:
-        """Find the caller's memory for a payload that is arriving, and whose it is."""
+        """Return the operation and the destination memory of a payload that is arriving."""
         _, _, step, _, op, fingerprint, offset, length, total = header
         if op & P2P:
             return self.matching.route(self.position[peer], header)
@@ -263,7 +263,7 @@ class Communicator:
         return operation, operation.route(self.position[peer], step, offset, total, length)
 
     def deliver(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
-        """Take a frame for this group; False if it has to wait here, and counts against its sender's window."""
+        """Deliver a frame to this group; False if it has to wait here and counts against its sender's window."""
         kind, _, step, _, op, fingerprint, _, length, total = header
         peer = self.position[channel.peer]
         operation = self.operations.get(op)
@@ -287,7 +287,7 @@ class Communicator:
         if op & P2P:
             return self.matching.deliver(channel, peer, header, payload)
         if op <= self.entered or op in self._ended:
-            # An operation that has ended here has had all its messages: the peer means another one.
+            # An operation that has ended has received all its messages, so the peer means a different call.
             if header[0] != FrameKind.GRANT and (record := self.record(op)) is not None:
                 self.mismatches.disagree(peer, op, record.describe(self.rank))
             return True
@@ -296,20 +296,20 @@ class Communicator:
         return False
 
     def _drop_early(self) -> None:
-        """Give its senders back the part of their windows that nobody will ask for any more."""
+        """Return window space to the senders of early frames that will never be used."""
         early, self._early = self._early, {}
         for frames in early.values():
             for channel, header, _ in frames:
                 channel.release(header)
 
     def _purge(self) -> None:
-        """Give back what peers have left for this group in shared memory."""
+        """Free what peers have left for this group in shared memory."""
         for channel in self.channels:
             if channel.shared is not None:
                 channel.shared.purge(self.id)
 
     def stands(self) -> bool:
-        """Whether the group has neither failed nor been left."""
+        """Whether the group is still usable: neither revoked nor closed."""
         return self.cause is None and self.endpoint.groups.get(self.id) is self
 
     # -- failing
@@ -326,7 +326,7 @@ class Communicator:
             ) from self.cause
 
     def revoke(self, cause: GroupError, tell: bool = True) -> None:
-        """Fail everything pending with `cause`, refuse what comes, and tell all ranks; the first cause stays."""
+        """Fail everything pending with `cause`, refuse new calls, and tell all ranks; only the first cause counts."""
         if self.cause is not None:
             return
         self.cause = cause
@@ -339,7 +339,7 @@ class Communicator:
             self.name,
             self.rank,
             cause,
-            self.recorder.hint,
+            self.operation_log.hint,
             extra=self.log_extra,
         )
         if tell:
@@ -353,30 +353,30 @@ class Communicator:
             callback()
 
     def lost(self, rank: int, detail: str, how: str) -> None:
-        """A rank of the group (numbered as in the job) is dead, or as good as that."""
+        """A rank of the group (numbered as in the job) is lost."""
         peer = self.position[rank]
         if peer in self.left:
             return
         self.revoke(lost(self.name, peer, detail, how))
 
     def torn(self, rank: int) -> None:
-        """The connection to a rank of the group (numbered as in the job) broke, and both live."""
+        """The connection to a rank of the group (numbered as in the job) broke, though both processes live."""
         peer = self.position[rank]
         if peer not in self.left:
             self.revoke(torn(self.name, self.rank, peer))
 
     def departed(self, rank: int) -> None:
-        """A rank of the group (numbered as in the job) has left in order: whatever needs it fails."""
+        """A rank of the group (numbered as in the job) has closed it: operations that need that rank fail."""
         peer = self.position[rank]
         self.left.add(peer)
         for callback in self.on_departed:
             callback(peer)
         for operation in list(self.pending):
-            operation.reported = 0.0  # it was the one who collects the reports, perhaps
+            operation.reported = 0.0  # that rank may have been the coordinator of the reports
             self._missed(operation)
 
     def _missed(self, operation: Operation) -> None:
-        """Fail `operation` if it needs a rank that has left."""
+        """Fail `operation` if it needs a rank that has closed the group."""
         peer = next((rank for rank in sorted(self.left) if not operation.done and operation.needs(rank)), None)
         if peer is None:
             return
@@ -387,7 +387,7 @@ class Communicator:
             self.revoke(error)
 
     def timed_out(self, operation: Operation) -> None:
-        """A collective took too long: say who is missing, on every rank."""
+        """A collective timed out: revoke the group on all ranks, naming the missing ones."""
         missing, detail = self.stalls.missing(operation)
         self.revoke(
             CollectiveTimeoutError(
@@ -401,39 +401,39 @@ class Communicator:
         )
 
     def broke(self, operation: Operation, error: BaseException, what: str = "") -> None:
-        """What this rank has to calculate for `operation` has raised `error`."""
+        """A calculation of `operation` on this rank has raised `error`."""
         self.revoke(raised(self.name, self.rank, operation.work, error, what))
 
     def crashed(self, error: Exception) -> None:
-        """Code of the library has raised what it should not, while it ran for this group."""
+        """Code of the library has raised an unexpected error while working for this group."""
         self.revoke(crashed(self.name, self.rank, error))
 
     def attempt(self, callback: Callable[..., object], *args: Any) -> None:
-        """Call something that runs for this group: what it raises ends the group, here and everywhere."""
+        """Call something on behalf of this group: an exception revokes the group on all ranks."""
         try:
             callback(*args)
         except Exception as error:
             self.crashed(error)
 
     def divert(self, operation: Operation) -> None:
-        """The memory of `operation` is the caller's again."""
+        """Stop receiving into the memory of `operation`: it belongs to the caller again."""
         for channel in self.channels:
             channel.drop(operation)
 
     def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
-        """Make an `attempt` in the next turn of the loop."""
+        """Run `attempt` in the next turn of the loop."""
         self.runtime.call_soon(self.attempt, callback, *args)
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> TimerHandle:
-        """Make an `attempt` in `delay` seconds."""
+        """Run `attempt` in `delay` seconds."""
         return self.runtime.call_later(delay, self.attempt, callback, *args)
 
     def disagreement(self, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-        """Two ranks called operations that do not belong together."""
+        """Revoke the group: two ranks called different operations under one id."""
         self.revoke(mismatch(self.name, mine, theirs))
 
     def close(self) -> None:
-        """Leave: nothing arrives any more."""
+        """Leave the group: nothing is received for it any more."""
         self._drop_early()
         self._purge()
         self.matching.clear()

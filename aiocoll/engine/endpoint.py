@@ -1,4 +1,4 @@
-"""One rank's end of a job: links, control plane, clock and timer, shared by all groups of this rank on this loop."""
+"""One rank's end of a job: links, control plane, clock and timers, shared by all groups of this rank on this loop."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ __all__ = ["Endpoint"]
 
 
 class Endpoint:
-    """What this rank has in one job.
+    """Everything this rank shares between its groups in one job.
 
     Args:
         runtime: clock, timers and loop.
-        transport: how peers are reached; listening already.
+        transport: opens links to peers; already listening.
         rank: this rank in the job.
         world_size: number of ranks in the job.
         spin: seconds an await may poll before it suspends; 0 where a peer shares this process.
-        crowded: more ranks on this host than cores: give the core away between polls.
+        crowded: more ranks on this host than cores: yield the core between polls.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Endpoint:
         detector = self.failure_detector = FailureDetector(context, control, roster)
         self.direct = PeerLinks(context, control, roster, detector.examine)
         self.polling = Polling(context, self.groups, spin, crowded)
-        #: Of the same: each is part of every await.
+        #: The same for slots: read by every await.
         self.spin = self.polling.spin
         self.turn_is_due = self.polling.turn_is_due
         self.channels = self._make_channels(registry, roster, detector)
@@ -68,7 +68,7 @@ class Endpoint:
         self.watch = Deadlines(runtime, self.groups, detector.needed)
         parts = Parts(context, roster, self.direct, control.flood, detector.look, self.groups)
         self.agreements = self._make_agreements(parts)
-        #: Memory of this rank that others read where it lies.
+        #: Memory of this rank that peers read in place.
         self.registered_memory = transport.registered_memory
         self.scratch = Scratch()
         self._closing = False
@@ -92,11 +92,11 @@ class Endpoint:
         return Agreements(parts, self.registry.named)
 
     def know(self, cards: Mapping[int, Card]) -> None:
-        """Take note of how all ranks can be reached."""
+        """Store the cards of all ranks: their addresses and properties."""
         self.cards = self.context.cards = cards
 
     async def join(self, cards: Mapping[int, Card]) -> None:
-        """Meet all ranks; whoever is linked to this one learns at once if that fails."""
+        """Connect to all ranks; on failure, tell every rank that is linked to this one."""
         self.know(cards)
         try:
             await self.control.join()
@@ -113,21 +113,19 @@ class Endpoint:
     # -- groups
 
     def add(self, group: Group) -> None:
-        """Take part in `group`; what its other ranks have said so far is heard now."""
+        """Add `group`, and deliver what its other ranks have sent so far."""
         if group.id in self.groups or self.registry.early.is_over(group.id):
-            raise ValueError(
-                f"the id of group {group.name!r} collides with another group's, by a rare chance; choose another name"
-            )
+            raise ValueError(f"group id of {group.name!r} collides with another group's; choose another name")
         self.groups[group.id] = group
         early = self.registry.early.take(group.id)
         if early.cause is not None:
             group.revoke(error_from(early.cause), tell=False)
         for rank, message in early.messages:
-            self.attempt(rank, group.devices.heard, rank, message)
+            self.attempt(rank, group.devices.handle, rank, message)
         for rank in early.departed:
             self.attempt(rank, group.departed, rank)
         for channel, header, payload in early.frames:
-            self.attempt(channel.peer, channel.hear_again, group.deliver, header, payload)
+            self.attempt(channel.peer, channel.redeliver, group.deliver, header, payload)
         for rank in group.ranks:
             if rank in self.roster.dead:
                 how, detail = self.roster.dead[rank]
@@ -136,18 +134,19 @@ class Endpoint:
                 group.departed(rank)
 
     def leave(self, group: Group) -> None:
-        """Say goodbye to the ranks of `group`."""
-        # Between the others, the goodbye may overtake the revocation: it brings the cause along.
+        """Send a goodbye to the ranks of `group`."""
+        # On separate paths, the goodbye may overtake the revocation: so it carries the cause along.
         cause = None if group.cause is None else cause_of(group.cause)
         message = {"t": "bye", "g": group.id, "cause": cause}
         linked = set()
         for channel in group.channels:
             if channel.link is not None:
-                # That is where to wait for the goodbye: it comes behind all data.
+                # These peers must wait for the goodbye there: it comes behind all data.
                 channel.say(message)
                 linked.add(channel.peer)
         if cause is None:
-            # Later: if this was the last group, the rank ends, and a thousand ranks that end together say that once.
+            # Deferred: if this was the last group, the rank ends, and a thousand ranks that end together send only
+            # that.
             self.runtime.call_soon(self._say_bye, message, group.ranks, linked)
         else:
             self._say_bye(message, group.ranks, linked)
@@ -166,7 +165,7 @@ class Endpoint:
     # -- links
 
     def accept(self, link: Link) -> None:
-        """Use a link that a peer has opened; not one of a peer that was refused."""
+        """Use a link that a peer has opened, unless the peer was refused."""
         if self.roster.dead.get(link.peer, ("", ""))[0] == PROTOCOL:
             link.close()
         elif link.kind is ConnKind.CONTROL:
@@ -183,12 +182,12 @@ class Endpoint:
     # -- ending
 
     async def aclose(self) -> None:
-        """Hand over what is queued, say goodbye, wait for the peers to end too, for at most `LINGER` seconds."""
+        """Send what is queued, say goodbye, and wait at most `LINGER` seconds for the peers to end, too."""
         if self._closing:
             return
         self._closing = True
         self.agreements.close()
-        # A program that is interrupted in one of these steps waits no longer, but leaves nothing open either.
+        # A program interrupted in one of these steps waits no longer, but still closes everything.
         try:
             await self.control.part()
         finally:

@@ -1,4 +1,4 @@
-"""The groups of one rank: those that it has made, and what peers have said of others."""
+"""The groups of one rank: those that it has made, and what has arrived for others."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["Group", "Groups"]
 
 
 class Group(channel.Group, deadlines.Group, polling.Group, roster.Group, split_history.Group, parts.Group, Protocol):
-    """A group, as the endpoint knows it: all that its parts need, and what else it is told.
+    """A group, as the endpoint uses it: everything that its parts need, and more.
 
     Attributes:
         id: the group on the wire.
         channels: by rank.
-        devices: takes what ranks say of their CUDA devices.
+        devices: handles messages about CUDA devices.
     """
 
     id: int
@@ -38,7 +38,7 @@ class Group(channel.Group, deadlines.Group, polling.Group, roster.Group, split_h
         """A rank of the group (numbered as in the job) has left in order."""
 
     def close(self) -> None:
-        """Leave: nothing arrives any more."""
+        """Leave: nothing is received any more."""
 
 
 class Groups:
@@ -46,11 +46,11 @@ class Groups:
 
     Args:
         context: of the endpoint.
-        control: answers who speaks of a group that this rank is not in.
+        control: tells ranks that a group does not exist here.
 
     Attributes:
-        made: those that this rank is in, by what names them on the wire.
-        early: what peers have said of groups that this rank has not made.
+        made: groups that this rank is in, by id.
+        early: what has arrived for groups that this rank has not made.
     """
 
     def __init__(self, context: Context, control: ControlPlane) -> None:
@@ -65,12 +65,12 @@ class Groups:
         return None if group is None else group.ranks
 
     def named(self, identity: int, peer: int) -> None:
-        """A rank has spoken of a group, which this rank may not have made."""
+        """A rank has named a group, which this rank may not have made."""
         if identity not in self.made and not self.early.is_over(identity):
             self.early.unmade(identity, peer)
 
     def keep_frame(self, source: Channel, header: Header, payload: memoryview | None) -> bool:
-        """Keep a frame of a group that this rank has not made; True if nobody will ask for it."""
+        """Buffer a frame of a group that this rank has not made; True if it is dropped instead."""
         return self._context.closed or self.early.keep_frame(source, header, payload)
 
     def departed(self, rank: int, identity: int) -> None:
@@ -81,7 +81,7 @@ class Groups:
             self.early.keep_departure(identity, rank)
 
     def ended(self, rank: int, linked: Sequence[int] = ()) -> None:
-        """A rank has ended, which takes it out of every group, unless it says so behind its data."""
+        """A rank has ended, and so has left every group, unless it announces that behind its data."""
         if self._context.rank in linked:
             return
         for group in list(self.made.values()):
@@ -97,14 +97,14 @@ class Groups:
         else:
             self.early.keep_cause(identity, rank, cause)
 
-    def heard(self, peer: int, message: ControlMessage) -> None:
-        """Hand a message about a device or an operation to its group."""
+    def handle(self, peer: int, message: ControlMessage) -> None:
+        """Pass a message about a device or an operation to its group."""
         identity = message["g"]
         group = self.made.get(identity)
         if group is not None and message["t"] == DEVICE:
-            group.devices.heard(peer, message)
+            group.devices.handle(peer, message)
         elif group is not None:
-            group.stalls.heard(group.position[peer], message)
+            group.stalls.handle(group.position[peer], message)
         elif message["t"] == DEVICE:
             self.early.keep_message(identity, peer, message)
         else:

@@ -1,7 +1,7 @@
-"""Waiting awake: how long an await polls before it suspends, and a turn before it lets the rank sleep.
+"""Busy polling: how long an await polls before it suspends, and a turn of the loop before the rank sleeps.
 
-Polling finds what has come within a fraction of a microsecond, a wake-up through the kernel takes twenty. So an await
-polls for `spin_us`, and so does a turn of the loop in which peers were sending; a rank for which nothing comes sleeps.
+Polling finds new data within a fraction of a microsecond, a wake-up through the kernel takes twenty. So an await polls
+for `spin_us`, and so does a turn of the loop in which peers were sending; a rank that receives nothing sleeps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Group", "Looker", "Polling"]
 
 #: An await that completes at once yields a turn of the loop when the last turn is this many seconds ago (contract).
 TURN = 500e-6
-#: Readers that look between two looks at the clock: each takes about half a microsecond, or a small reduction.
+#: Readers called between two readings of the clock: each takes about half a microsecond, or a small reduction.
 SOME = 8
 
 
@@ -33,7 +33,7 @@ class Group(Protocol):
         """The operations."""
 
     def crashed(self, error: Exception) -> None:
-        """Code of the library has raised what it should not, while it ran for this group."""
+        """Code of the library has raised an unexpected error while working for this group."""
 
 
 class Polling:
@@ -42,11 +42,11 @@ class Polling:
     Args:
         context: of the endpoint.
         groups: of the endpoint.
-        spin: seconds of polling in vain; 0 where a peer shares this process.
-        crowded: more ranks on this host than cores: give the core away between polls.
+        spin: seconds to poll without result; 0 where a peer shares this process.
+        crowded: more ranks on this host than cores: yield the core between polls.
 
     Attributes:
-        links: what to poll.
+        links: the links to poll.
         lookers: operations that look into shared memory whenever there is time.
         slot_readers: of the peers on this host.
         readers: operations that look when something was posted to a slot.
@@ -57,7 +57,7 @@ class Polling:
         self.lookers: dict[Looker, None] = {}
         self.slot_readers: tuple[SlotReader, ...] = ()
         self.readers: dict[Looker, None] = {}
-        # Readers that have yet to look after something was posted, the next one last; and whether more was since.
+        # Readers that have not looked since something was posted, the next one last; and whether more was posted since.
         self._scan: list[Looker] = []
         self._news = False
         self._runtime = context.runtime
@@ -66,19 +66,19 @@ class Polling:
         self._spin = spin if context.runtime.may_spin else 0.0
         self._yield = os.sched_yield if crowded and hasattr(os, "sched_yield") else None
         self._spun = False
-        # Whether polling has ended for lack of time, while peers were sending.
+        # Whether polling ended for lack of time while peers were sending.
         self._busy = False
         self._turn = 0.0
 
     def spin(self, work: Work[Any]) -> None:
-        """Poll the links for a moment; in vain at most once per turn of the loop."""
+        """Poll the links for a moment; without result at most once per turn of the loop."""
         if not self._spun and self._spin and self.links:
             self._quiet.run(self._poll, work, 0)
 
     def _poll(self, work: Work[Any] | None, before: int) -> None:
         """Poll until `work` is done, or without one until fewer than `before` operations are in flight.
 
-        What others do with the core that this rank gives away is no polling, so that time does not count; but no
+        Time that other processes use on the core that this rank yields does not count as polling; but no
         callback takes longer than `BUDGET`.
         """
         ticks, give_way, spin = self._runtime.ticks, self._yield, self._spin
@@ -109,10 +109,10 @@ class Polling:
             self._rest()
 
     def linger(self, moved: bool) -> bool:
-        """Poll on at the end of a turn in which something `moved`, as long as more comes and no operation has ended.
+        """Poll on at the end of a turn in which something `moved`, while data arrives and no operation has ended.
 
         Returns:
-            Whether the next turn shall look again, before this rank has itself be woken.
+            Whether the next turn polls again, before this rank has to be woken.
         """
         if not moved and not self._busy:
             return False
@@ -125,7 +125,7 @@ class Polling:
         """Let operations look into shared memory, for about `BUDGET` seconds; whether anything moved, or is left."""
         moved = self._look_on() if self.lookers else False
         if self.readers:
-            # All are asked, or the news of one would come twice.
+            # All are asked: otherwise the same posts would be found twice.
             for slot_reader in self.slot_readers:
                 if slot_reader.has_news():
                     self._news = True
@@ -144,7 +144,7 @@ class Polling:
             except Exception as error:
                 operation.comm.crashed(error)
             if ticks() > deadline:
-                # Who was looked after is the last next time.
+                # The one that has looked is the last next time.
                 if operation in self.lookers:
                     del self.lookers[operation]
                     self.lookers[operation] = None
@@ -152,7 +152,7 @@ class Polling:
         return moved
 
     def _read(self) -> bool:
-        """Go through all readers once after each news, over several calls if need be."""
+        """Call all readers once after each post, over several calls if need be."""
         if not self._scan:
             self._news = False
             self._scan = list(self.readers)
@@ -175,12 +175,12 @@ class Polling:
         return sum([len(group.pending) for group in self._groups.values()])
 
     def _rest(self) -> None:
-        """Poll no more in vain in this turn."""
+        """Stop polling without result in this turn."""
         self._spun = True
         self._runtime.call_soon(self._turned)
 
     def turn_is_due(self) -> bool:
-        """Whether the last turn of the loop that an await has seen is too long ago; what it awaited has left now."""
+        """Whether an await must yield: the last turn of the loop is too long ago."""
         if self._runtime.due:
             self._runtime.settle()
         now = self._runtime.ticks()

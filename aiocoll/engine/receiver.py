@@ -1,4 +1,4 @@
-"""What comes of the control messages of other ranks: each is read, checked, and handed to the part that it concerns."""
+"""Reads, checks and dispatches the control messages of other ranks to the parts of the endpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Receiver"]
 
 @dataclass(slots=True)
 class Receiver:
-    """The part of one endpoint that carries out what other ranks say; the attributes are the other parts."""
+    """Carries out control messages for one endpoint; its attributes are the other parts."""
 
     facts: Facts
     control: ControlPlane
@@ -31,24 +31,24 @@ class Receiver:
     groups: Groups
     refusals: Refusals
 
-    def hear(self, peer: int, payload: memoryview | None, way: str) -> None:
-        """Take a message of `peer` that has come on this way.
+    def receive(self, peer: int, payload: memoryview | None, way: str) -> None:
+        """Handle a message that `peer` sent this way.
 
         Raises:
-            ProtocolError: it does not fit, or an exception was raised by what it says.
+            ProtocolError: it is invalid, or handling it raised an exception.
         """
         message = read(payload or b"", peer, way, self.facts)
         self._carry_out(peer, message, way == DATA)
 
     def refuse(self, peer: int, error: Exception | None, link: Link) -> bool:
-        """Be done with `peer` if `error` says that what it sent cannot be taken; whether it does."""
+        """End all contact with `peer` if `error` means that its message was unacceptable; return whether it does."""
         if not cannot_be_taken(error):
             return False
         self.refusals.refuse(peer, error, link)
         return True
 
     def parting(self) -> ControlMessage:
-        """Say which groups this rank has gone on from, and who finds the end behind the data on a link of its own."""
+        """Return the message that this rank ends: the groups it continued elsewhere, and its data links."""
         linked = sorted(link.peer for link in self.channels.links())
         return {"linked": linked, "moved": self.agreements.moved()}
 
@@ -63,12 +63,12 @@ class Receiver:
             ) from error
 
     def _handle(self, peer: int, message: ControlMessage, direct: bool) -> None:
-        """Do what a message says, which came behind all data if `direct`."""
+        """Carry out a message, which came behind all data if `direct`."""
         kind = message["t"]
         if kind == "relay":
             self.control.tell(message["to"], {"t": "relayed", "from": peer, "note": message["note"]})
         elif kind == "relayed":
-            self._heard_passed_on(message["from"], message["note"])
+            self._handle_relayed(message["from"], message["note"])
         elif kind == "formed":
             self.control.formed()
         elif kind == "end":
@@ -90,7 +90,7 @@ class Receiver:
             if direct or not message["linked"]:
                 self.groups.departed(peer, message["g"])
         elif kind == "died":
-            self._heard_died(peer, message)
+            self._handle_died(peer, message)
         elif kind == "probe":
             self.control.tell(peer, {"t": "alive"})
         elif kind == "alive":
@@ -100,23 +100,23 @@ class Receiver:
         elif kind == "revoke":
             self.groups.revoked(peer, message["g"], message["cause"])
         elif kind == "shrink":
-            self.agreements.heard(peer, message)
+            self.agreements.handle(peer, message)
         else:
-            self.groups.heard(peer, message)
+            self.groups.handle(peer, message)
 
     def _finished(self, rank: int, moved: list[int]) -> None:
-        """A rank has ended in order; it went on elsewhere from the groups `moved`."""
+        """A rank has ended in order; it had continued elsewhere from the groups `moved`."""
         self.roster.finished(rank)
         self.agreements.finished(rank, moved)
 
-    def _heard_passed_on(self, origin: int, message: ControlMessage) -> None:
-        """Take what another rank has said; if it cannot be taken, that is not the fault of the one between."""
+    def _handle_relayed(self, origin: int, message: ControlMessage) -> None:
+        """Handle a relayed message; if it is unacceptable, the relaying rank is not to blame."""
         try:
             self._carry_out(origin, message, direct=False)
         except ProtocolError as error:
             self.refusals.refuse(origin, error)
 
-    def _heard_died(self, peer: int, message: ControlMessage) -> None:
+    def _handle_died(self, peer: int, message: ControlMessage) -> None:
         rank, how = message["rank"], message["how"]
         if rank != self.facts.rank:
             self.roster.died(rank, message["detail"], tell=False, how=how)

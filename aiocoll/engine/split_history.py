@@ -1,8 +1,8 @@
-"""Sub-groups that the ranks have split off in different ways: how this is found out, and who hears of it.
+"""Sub-groups that ranks have split off differently: how this is detected, and which ranks are told.
 
-A split takes no message: every rank numbers its calls and remembers its list. The id of a sub-group hashes the list
-too, so ranks with different lists cannot talk to each other. A message about an operation that waits in a sub-group
-says how the group came to be; who gets one and is not in that group compares it with what it did itself.
+A split takes no message: every rank numbers its calls and stores its list. The id of a sub-group hashes the list, too,
+so ranks with different lists cannot communicate. A message about a pending operation of a sub-group says how the group
+was made; a rank that receives one and is not in that group compares it with its own calls.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Split(NamedTuple):
 
     Attributes:
         parent: id of the group that was split.
-        number: of the call, from 0.
+        number: of the call, counted from 0.
         name: as given, or None.
-        ranks: of the list this rank is in, as in the job, ascending; empty if it is in none.
+        ranks: the list with this rank, as in the job, ascending; empty if there is none.
     """
 
     parent: int
@@ -35,12 +35,12 @@ class Split(NamedTuple):
     ranks: tuple[int, ...]
 
     def identity(self) -> int:
-        """Return the id of the group that comes of it."""
+        """Return the id of the group that results."""
         return hash62(f"{self.parent}\0split\0{tuple(self)}") & 0xFFFFFFFF
 
 
 class Group(Protocol):
-    """A group that this rank has split, or made by that.
+    """A group that this rank has split, or that was split off.
 
     Attributes:
         name: of the group.
@@ -65,7 +65,7 @@ class Group(Protocol):
 def stranger(
     groups: Mapping[int, Group], early: Early, control: ControlPlane, peer: int, message: dict[str, Any]
 ) -> str | None:
-    """A message of `peer` is about a group that this rank is not in: say why it is not, or tell all why it will not be.
+    """Handle a message of `peer` about a group that this rank is not in: explain why, or revoke the group.
 
     Args:
         groups: of this rank.
@@ -75,10 +75,10 @@ def stranger(
         message: what it says.
 
     Returns:
-        What the peer shall be told of this rank, if that can still change.
+        A text for the peer about this rank, if that may still change; None otherwise.
     """
-    lineage = [Split(parent, number, name, tuple(ranks)) for parent, number, name, ranks in message.get("split", ())]
-    for level, theirs in enumerate(lineage):
+    history = [Split(parent, number, name, tuple(ranks)) for parent, number, name, ranks in message.get("split", ())]
+    for level, theirs in enumerate(history):
         parent = groups.get(theirs.parent)
         if parent is None:
             if not early.is_over(theirs.parent):
@@ -96,21 +96,21 @@ def stranger(
             error = parent.cause
         else:
             return f"which has split group {parent.name!r} {len(parent.splits)} times only"
-        _refuse(early, control, peer, lineage[level:], error)
+        _refuse(early, control, peer, history[level:], error)
         return None
     return "which is not in the group now"
 
 
-def _refuse(early: Early, control: ControlPlane, peer: int, lineage: Sequence[Split], error: GroupError) -> None:
+def _refuse(early: Early, control: ControlPlane, peer: int, history: Sequence[Split], error: GroupError) -> None:
     """Revoke groups that this rank will never be in."""
-    for split in lineage:
+    for split in history:
         identity = split.identity()
         early.disown(identity, peer)
         control.flood({"t": "revoke", "g": identity, "cause": cause_of(error)}, split.ranks)
 
 
 def _mismatch(parent: Group, peer: int, theirs: Split, mine: Split) -> CollectiveMismatchError:
-    """Name both lists, that of the lower rank first: who finds out must not matter."""
+    """Name both lists, that of the lower rank first: the text must not depend on which rank detects it."""
     calls = sorted([(parent.position[peer], theirs), (parent.rank, mine)])
     fields = [
         field

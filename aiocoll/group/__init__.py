@@ -1,12 +1,12 @@
-"""`ProcessGroup` and its calls: check the arguments, find the plan, take a number, start.
+"""`ProcessGroup` and the parts it is made of: they check a call's arguments, find its plan, number it and start it.
 
-calls, planning, launch          a checked call, its plan, its way to the engine
-collectives, point_to_point,
-objects, arrays, sparse_reduce   the calls of a group, by what they carry
-coalesce, flushing, fuse         calls of a block that travel together
-estimate, detail                 calls that are predicted, or compared before they start
+process_group                    the class of the user, which delegates to all others
+dispatch                         a checked call, its plan, its way to the engine
+collectives, messages, objects,
+sparse_reduce, unsized, empty    the calls of a group, by what they carry
+interceptors                     calls that are fused, verified, predicted or simulated instead of started directly
 cuda                             calls on CUDA arrays, loaded with the first of them
-recovery, subgroups              other groups made of this one
-recording                        what the group did last
-process_group                    all of it together
+reconfigurer                     other groups made from this one
+lifetime                         pending works, revocation, closing
+flight_recorder                  the log of the group's last operations
 """

@@ -1,4 +1,4 @@
-"""The collectives on arrays: each call checks its arguments, says what it is, and starts."""
+"""The collectives on arrays: each method checks its arguments and starts the call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Collectives"]
 
 
 class Collectives:
-    """The collectives of one group; what they do, and their arguments, is said of the calls of `ProcessGroup`.
+    """The collectives of one group; `ProcessGroup` documents the calls and their arguments.
 
     Args:
         dispatcher: starts them.
@@ -37,7 +37,7 @@ class Collectives:
     def allreduce_sparse(
         self, error: TypeError, tensor: Any, op: ReduceOp, timeout: Timeout, key: str | None
     ) -> Work[Any]:
-        """Start an allreduce of what is no dense array, as `error` says: it may be a sparse one."""
+        """Start an allreduce of something that is no dense array, as `error` says: it may be a sparse one."""
         with loading("sparse arrays"):
             from aiocoll.elements.sparse import is_sparse  # which few programs need
 
@@ -208,14 +208,14 @@ class Collectives:
         out_of = slices(source, self._arguments.splits(source, input_split_sizes, "input"))
         return self._exchanging(target.result, into, out_of, (target,), timeout, key)
 
-    # -- what several calls have in common
+    # -- common to several calls
 
     def _may_differ(self, source: Buffer) -> bool:
-        """Whether outputs are made as long as what the others give, not as what this rank gives."""
+        """Whether outputs are allocated by what the other ranks give, not by what this rank gives."""
         if self._size == 1 or self._dispatcher.dry or isinstance(source.array, DeviceArray):
             return False
         block = self._dispatcher.block_here()
-        # Any other one only predicts what calls would take.
+        # Any other interceptor only predicts the time of calls.
         return block is None or isinstance(block, Recorder)
 
     def _refuse(
@@ -228,8 +228,8 @@ class Collectives:
         root: int | None = None,
         op: ReduceOp | None = None,
     ) -> Work[Any]:
-        """Raise what is wrong with a call's list, or let all ranks hear of it."""
-        terms = Signature(
+        """Raise the error in a call's list, or report it to all ranks."""
+        signature = Signature(
             kind.upper(),
             None if main is None else main.dtype.name,
             (),
@@ -237,7 +237,7 @@ class Collectives:
             None if op is None else op.wire_name,
             device="cuda" if main is not None and isinstance(main.array, DeviceArray) else "cpu",
         )
-        return self._dispatcher.refuse(wrong, terms, () if main is None else main.shape, timeout, key)
+        return self._dispatcher.refuse(wrong, signature, () if main is None else main.shape, timeout, key)
 
     def _gathering(
         self,

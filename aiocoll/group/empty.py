@@ -1,4 +1,4 @@
-"""`empty`: arrays that peers can read where they lie."""
+"""`empty`: arrays that peers can read in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiocoll.log import logger
 
 __all__ = ["empty"]
 
-#: A rank contributes this part of a lane's block, or less, by showing it all: there is nothing to be saved.
+#: A rank contributes this part of a chunk, or less, by posting all of it: nothing would be saved.
 _SMALL_PART = 4
 
 
@@ -34,8 +34,8 @@ async def empty(dispatcher: Dispatcher, shape: int | Sequence[int], dtype: DType
     nbytes = math.prod(sizes) * kind.itemsize
     if nbytes > sys.maxsize:
         raise ValueError(f"shape={shape!r} of {kind} is {nbytes} bytes: there are not so many addresses")
-    registered_memory, piece_nbytes = comm.endpoint.registered_memory, comm.piece_nbytes
-    if registered_memory is None or not piece_nbytes or dispatcher.size == 1 or nbytes <= piece_nbytes // _SMALL_PART:
+    registered_memory, chunk_nbytes = comm.endpoint.registered_memory, comm.chunk_nbytes
+    if registered_memory is None or not chunk_nbytes or dispatcher.size == 1 or nbytes <= chunk_nbytes // _SMALL_PART:
         return np.empty(sizes, kind)
     try:
         memory = await registered_memory.make(nbytes)

@@ -1,4 +1,4 @@
-"""`ProcessGroup.recorder`: what this rank did last in the group, to look at and to write to files.
+"""`ProcessGroup.recorder`: the last operations of this rank in the group, as data, files and traces.
 
 It costs some 50 to 100 ns per call and is always on; see `aiocoll.engine.operations.operation_log` for what is kept.
 """
@@ -42,8 +42,8 @@ class FlightRecorder:
     Any thread may ask, at any time, also after the group was closed or revoked.
     """
 
-    def __init__(self, member: Communicator, directory: str | None) -> None:
-        self._member = member
+    def __init__(self, comm: Communicator, directory: str | None) -> None:
+        self._comm = comm
         self._directory = directory
         self._pid = os.getpid()
         self._writer: threading.Thread | None = None
@@ -52,10 +52,10 @@ class FlightRecorder:
         dump_signal.listen(self, asked=directory is not None)
         if directory is None:
             return
-        self._path = Path(directory, file_name(member.name, member.rank))
-        member.recorder.hint = f"what was called last goes to {self._path}"
-        member.on_revoked.append(self._revoked)
-        if member.cause is not None:
+        self._path = Path(directory, file_name(comm.name, comm.rank))
+        comm.operation_log.hint = f"what was called last goes to {self._path}"
+        comm.on_revoked.append(self._revoked)
+        if comm.cause is not None:
             self._revoked()
 
     def dump(self) -> dict[str, Any]:
@@ -67,27 +67,27 @@ class FlightRecorder:
 
         Cost: some milliseconds.
         """
-        member = self._member
-        endpoint = member.endpoint
+        comm = self._comm
+        endpoint = comm.endpoint
         runtime = endpoint.runtime
-        now, wall = member.stamp(), runtime.wall()
-        closed = endpoint.groups.get(member.id) is not member
+        now, wall = comm.stamp(), runtime.wall()
+        closed = endpoint.groups.get(comm.id) is not comm
         return {
             "format": FORMAT,
             "version": VERSION,
-            "group": member.name,
-            "id": member.id,
-            "rank": member.rank,
-            "world_size": len(member.ranks),
-            "global_ranks": list(member.ranks),
+            "group": comm.name,
+            "id": comm.id,
+            "rank": comm.rank,
+            "world_size": len(comm.ranks),
+            "global_ranks": list(comm.ranks),
             "host": socket.gethostname(),
             "pid": self._pid,
             "clock": {"host": endpoint.cards[endpoint.rank]["host"], "monotonic": now, "wall": wall},
-            "state": "revoked" if member.cause is not None else "closed" if closed else "open",
-            "cause": None if member.cause is None else cause_of(member.cause),
-            "entered": member.entered,
-            "keys": member.counts(KEYS),
-            "entries": _entries(member, member.recorder.snapshot()),
+            "state": "revoked" if comm.cause is not None else "closed" if closed else "open",
+            "cause": None if comm.cause is None else cause_of(comm.cause),
+            "entered": comm.entered,
+            "keys": comm.counts(KEYS),
+            "entries": _entries(comm, comm.operation_log.snapshot()),
         }
 
     def dump_json(self, path: str | os.PathLike[str]) -> None:
@@ -116,7 +116,7 @@ class FlightRecorder:
         """
         write_json(path, chrome_trace([self.dump()]))
 
-    # -- dumping by itself
+    # -- automatic dumps
 
     def signalled(self) -> str:
         """Answer SIGUSR2: write the file, or tell it in words where there is no directory for one.
@@ -125,24 +125,24 @@ class FlightRecorder:
             The words; "" where there is a file.
         """
         if self._pid != os.getpid():
-            return ""  # a forked child has no part in the group
+            return ""  # a forked child is not in the group
         if self._directory is None:
             return in_words(self.dump())
         self._save()
         return ""
 
     def _revoked(self) -> None:
-        """Write in a thread, as a disk may be slow; where time is virtual there are none."""
-        if self._member.cause is None or self._saved:
+        """Write the file in a thread, as a disk may be slow; where time is virtual there are no threads."""
+        if self._comm.cause is None or self._saved:
             return  # the group was only closed
         self._saved = True
-        endpoint = self._member.endpoint
+        endpoint = self._comm.endpoint
         if not endpoint.runtime.may_listen:
             self._save()
             return
         self._written = endpoint.loop.create_future()
-        # No daemon: a program that ends because of the failure ends with the file written.
-        self._writer = threading.Thread(target=self._save_and_tell, name=f"aiocoll dump of {self._member.name}")
+        # Not a daemon: a program that ends because of the failure ends after the file is written.
+        self._writer = threading.Thread(target=self._save_and_tell, name=f"aiocoll dump of {self._comm.name}")
         try:
             self._writer.start()
         except RuntimeError as error:  # there are too many threads
@@ -151,15 +151,15 @@ class FlightRecorder:
 
     def _save_and_tell(self) -> None:
         self._save()
-        loop, written = self._member.endpoint.loop, self._written
+        loop, written = self._comm.endpoint.loop, self._written
         assert written is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             loop.call_soon_threadsafe(_set, written)
 
     def _save(self) -> None:
-        """Write the file; a failure is logged, since what else goes on matters more."""
+        """Write the file; a failure is only logged."""
         if self._pid != os.getpid():
-            return  # a forked child has no part in the group
+            return  # a forked child is not in the group
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self.dump_json(self._path)
@@ -167,15 +167,15 @@ class FlightRecorder:
             self._complain(error)
 
     def _complain(self, error: Exception) -> None:
-        member = self._member
+        comm = self._comm
         logger.warning(
             "group %r, rank %d: the dump %s could not be written: %s: %s",
-            member.name,
-            member.rank,
+            comm.name,
+            comm.rank,
             self._path,
             type(error).__name__,
             error,
-            extra=member.log_extra,
+            extra=comm.log_extra,
         )
 
     async def _settle(self) -> None:
@@ -184,7 +184,7 @@ class FlightRecorder:
         if self._writer is not None and self._written is not None:
             await asyncio.wait([self._written], timeout=PATIENCE)
             if self._written.done():
-                self._writer.join()  # which it is about to do
+                self._writer.join()  # which is about to end
 
 
 def _set(future: asyncio.Future[None]) -> None:
@@ -192,13 +192,13 @@ def _set(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _entries(member: Communicator, records: Iterable[Record]) -> list[dict[str, Any]]:
+def _entries(comm: Communicator, records: Iterable[Record]) -> list[dict[str, Any]]:
     """Write records as plain data."""
     places: Places = {}
-    return [_entry(member, record, places) for record in records]
+    return [_entry(comm, record, places) for record in records]
 
 
-def _entry(member: Communicator, record: Record, places: Places) -> dict[str, Any]:
+def _entry(comm: Communicator, record: Record, places: Places) -> dict[str, Any]:
     call = record.code, record.instruction
     site = places.get(call)
     if site is None:
@@ -209,19 +209,19 @@ def _entry(member: Communicator, record: Record, places: Places) -> dict[str, An
     if message:
         whole = None if pending or record.error is not None else record.ended
         started = whole if record.started is None else record.started  # type: ignore[assignment]
-    finding = None if message or not pending else member.stalls.finding(record.op)
+    finding = None if message or not pending else comm.stalls.finding(record.op)
     return {
-        **record.describe(member.rank),
+        **record.describe(comm.rank),
         "kind": "message" if message else "collective",
         "peer": record.peer,
         "tag": (record.op ^ P2P) >> TAG if message else None,
-        "bytes": record.terms.nbytes(record.shape),
+        "bytes": record.signature.nbytes(record.shape),
         "entered": record.entered,
         "started": started,
         "finished": record.ended,
         "state": "pending" if pending else "finished" if record.error is None else "failed",
         "error": record.error,
-        "missing": None if finding is None else finding.ranks(member.stamp()),
+        "missing": None if finding is None else finding.ranks(comm.stamp()),
         "site": site,
         "function": record.code.co_qualname,
     }

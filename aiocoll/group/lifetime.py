@@ -1,4 +1,4 @@
-"""How a group lives and ends: what is pending, who has revoked it, and saying goodbye."""
+"""The lifetime of a group: pending works, revocation, closing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Lifetime"]
 
 
 class Lifetime:
-    """The life of one group; what the calls do is said of those of `ProcessGroup`.
+    """The lifetime of one group; `ProcessGroup` documents the calls.
 
     Args:
         dispatcher: of the group, as the other parts.
-        blocks: that may hold works back.
-        family: what was split off.
-        recorder: may still be writing.
-        origin: hears of the end.
+        blocks: may hold works that are not sent.
+        family: the groups that were split off.
+        recorder: may still be writing a dump.
+        origin: is told of the end.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Lifetime:
 
     @property
     def is_ending(self) -> bool:
-        """Whether this rank closes the group, or has."""
+        """Whether this rank is closing the group, or has closed it."""
         return self._ending is not None
 
     def pending(self) -> list[Work[Any]]:
@@ -57,7 +57,7 @@ class Lifetime:
             work = operation.work
             if isinstance(work, FlushWork):
                 works += work.stands_for()
-            elif work.group is not None:  # those of no group are parts of others
+            elif work.group is not None:  # works of no group are parts of others
                 works.append(work)
         return works + self._blocks.deferred()
 
@@ -107,13 +107,13 @@ class Lifetime:
         await asyncio.shield(self.begin_end())
 
     def begin_end(self) -> asyncio.Task[None]:
-        """Begin to close the group, once; return what ends with it."""
+        """Begin to close the group, once; return the task that closes it."""
         if self._ending is None:
             self._ending = self._dispatcher.loop.create_task(self._end(), name=f"aiocoll shutdown of {self._comm.name}")
         return self._ending
 
     async def settle(self) -> list[Work[Any]]:
-        """Wait until all works pending now have ended, however they do; return them."""
+        """Wait until all works pending now have ended, successfully or not; return them."""
         works = self.pending()
         for work in works:
             await work._ended()
@@ -133,7 +133,7 @@ class Lifetime:
                 if d.device_state is not None:
                     await d.device_state.close()
         except asyncio.CancelledError:
-            # The program is ending: no time to wait, but the peers shall hear a goodbye all the same.
+            # The program is ending: there is no time to wait, but the peers must get a goodbye.
             d.failures.expect(error)
             raise
         finally:

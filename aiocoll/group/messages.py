@@ -1,4 +1,4 @@
-"""Messages between two ranks: send, receive, and the stream of whatever comes."""
+"""Point-to-point messages: send, receive, and the iterator over unrequested messages."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ class Send(Message[A_co]):
 
 @dataclass(frozen=True, slots=True)
 class Recv(Message[A_co]):
-    """A receive of a `batch`, as by `ProcessGroup.recv`; `src` None takes a message of any rank."""
+    """A receive of a `batch`, as by `ProcessGroup.recv`; `src` None accepts a message from any rank."""
 
     src: int | None
     tag: int = 0
 
 
 class Messages:
-    """The messages of one group; what the calls do is said of those of `ProcessGroup`.
+    """The messages of one group; `ProcessGroup` documents the calls.
 
     Args:
         dispatcher: starts them.
-        objects: writes and reads objects.
+        objects: encodes and decodes objects.
     """
 
     def __init__(self, dispatcher: Dispatcher, objects: Objects) -> None:
@@ -75,7 +75,7 @@ class Messages:
         return self._send_viewed(dst, tag, view(tensor, writable=False), timeout)
 
     def recv(self, tensor: Any, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
-        """Start a receive of rank `src`, which is checked; of any rank if it is None."""
+        """Start a receive from rank `src`, which is checked; from any rank if it is None."""
         return self._recv(view(tensor), src, tag, timeout)
 
     def batch(self, operations: Sequence[Send[Any] | Recv[Any]], timeout: Timeout) -> Work[list[Any]]:
@@ -89,7 +89,7 @@ class Messages:
         if not isinstance(operations, Iterable):
             raise TypeError(f"operations must be a list of Send and Recv, not {type(operations).__name__}")
         ready = [(each, self._checked(each, f"operations[{index}]")) for index, each in enumerate(operations)]
-        _check_apart(ready)
+        _check_no_overlap(ready)
         d.limit(timeout)
         d.check()
         on_device = [buffer.array for _, buffer in ready if type(buffer.array) is not _ndarray]
@@ -123,13 +123,13 @@ class Messages:
         return d.begin(Call("RECV_OBJECT", make, limit, ends=("src", src, tag)))
 
     def incoming(self, tag: int) -> AsyncIterator[tuple[int, Any]]:
-        """Return an iterator over the messages that no receive has asked for."""
+        """Return an iterator over the messages that match no receive."""
         _check_tag(tag)
         self._dispatcher.check()
         return _Incoming(self._dispatcher.comm, tag, self._objects)
 
     def one_of(self, op: str, works: Sequence[Work[Any]]) -> Work[Any]:
-        """Make the work of several, which a block may have recorded."""
+        """Make one work of several, which a block may have recorded."""
         group = self._dispatcher.group
         if not works or not isinstance(works[0], DeferredWork):
             return Work(self._dispatcher.endpoint, op, None, None, group, 3)
@@ -206,7 +206,7 @@ class Messages:
 
 
 class _Incoming(AsyncIterator[tuple[int, Any]]):
-    """No generator: the first cancellation would end that."""
+    """Not a generator, which would end with the first cancellation."""
 
     def __init__(self, comm: Communicator, tag: int, objects: Objects) -> None:
         self._comm = comm
@@ -224,7 +224,7 @@ class _Incoming(AsyncIterator[tuple[int, Any]]):
         return arrival.peer, np.frombuffer(bytearray(data), dtype.storage).view(array_dtype(dtype))
 
     async def _read(self, arrival: InboundMessage, data: bytes) -> Any:
-        """Read an object, leaving the loop its turns; who is cancelled meanwhile leaves the rest to the next one."""
+        """Decode an object, yielding to the loop; if cancelled, the next call continues it."""
         steps = arrival.steps or self._objects.load(memoryview(data))
         ticks = self._comm.endpoint.runtime.ticks
         deadline = ticks() + BUDGET
@@ -257,8 +257,8 @@ def _check_length(nbytes: int, name: str) -> None:
         raise ValueError(f"{name} has {nbytes} bytes; a message holds at most {LONGEST}: send it in parts")
 
 
-def _check_apart(operations: Sequence[tuple[Send[Any] | Recv[Any], Buffer]]) -> None:
-    """Refuse a batch that receives into memory which it also sends, or receives into elsewhere."""
+def _check_no_overlap(operations: Sequence[tuple[Send[Any] | Recv[Any], Buffer]]) -> None:
+    """Refuse a batch that receives into memory which another of its operations uses."""
     order = sorted(range(len(operations)), key=lambda index: isinstance(operations[index][0], Send))
     received = sum(isinstance(each, Recv) for each, _ in operations)
     arrays = [operations[index][1].array for index in order]
@@ -284,7 +284,7 @@ def all_of(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[list[Any]
 
     def finish() -> None:
         failed = [error for work in works if (error := work.exception()) is not None]
-        # A receive that was taken back is the smaller news.
+        # A receive that was withdrawn is the less important outcome.
         failed.sort(key=lambda error: isinstance(error, asyncio.CancelledError))
         whole._finish(None if failed else [work.result() for work in works], failed[0] if failed else None)
 

@@ -19,7 +19,7 @@ Parcel = Mapping[int, memoryview]
 
 
 class Objects:
-    """The object collectives of one group; what they do is said of the calls of `ProcessGroup`.
+    """The object collectives of one group; `ProcessGroup` documents the calls.
 
     Args:
         dispatcher: starts them.
@@ -78,11 +78,11 @@ class Objects:
         return self._start("ALLTOALL_OBJECT", None, parcels, mine, timeout, key)
 
     def dump(self, obj: Any) -> bytes:
-        """Write an object, as the options allow."""
+        """Encode an object, as the options allow."""
         return dumps(obj, allow_pickle=self._allow_pickle)
 
     def load(self, data: memoryview) -> Steps:
-        """Read an object, as the options allow."""
+        """Decode an object, as the options allow."""
         return reading(data, allow_pickle=self._allow_pickle)
 
     def _receive(self, op: str, root: int, timeout: Timeout, key: str | None) -> Work[Any]:
@@ -91,19 +91,19 @@ class Objects:
     def _start(
         self, op: str, root: int | None, parcels: Parcels, mine: Any, timeout: Timeout, key: str | None
     ) -> Work[Any]:
-        """Start a call; where there are no other ranks, all of them give `mine` back, if they were sent nothing."""
+        """Start a call; in a dry run, all other ranks return `mine` unless they were sent something."""
         comm = self._dispatcher.comm
-        terms = Signature(op, "object", (), root, None)
+        signature = Signature(op, "object", (), root, None)
 
         def make(identity: int, work: Work[Any]) -> ObjectExchange:
-            return ObjectExchange(comm, identity, terms, parcels, work)
+            return ObjectExchange(comm, identity, signature, parcels, work)
 
         nbytes = sum(map(len, parcels.outgoing.values()))
         limit, result = self._dispatcher.limit(timeout), None
         if self._dispatcher.dry:
             own, sent = self.dump(mine), parcels.outgoing
             result = at_once(parcels.unpack({rank: memoryview(sent.get(rank, own)) for rank in range(self._size)}))
-        return self._dispatcher.begin(Call(op, make, limit, terms, key, result=result, nbytes=nbytes))
+        return self._dispatcher.begin(Call(op, make, limit, signature, key, result=result, nbytes=nbytes))
 
     def _refuse(self, wrong: ValueError, op: str, root: int | None, timeout: Timeout, key: str | None) -> Work[Any]:
         return self._dispatcher.refuse(wrong, Signature(op, "object", (), root, None), (), timeout, key)
@@ -117,6 +117,6 @@ class Objects:
 
 
 def _known(obj: Any) -> Steps:
-    """Return what needs no reading."""
+    """Return an object that needs no decoding."""
     yield
     return obj

@@ -1,4 +1,4 @@
-"""Groups made of others: by `shrink`, `grow`, `split_group` and `merge_remote_group`."""
+"""Makes groups from others: `shrink`, `grow`, `split_group` and `merge_remote_group`."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ T = TypeVar("T")
 
 #: The key of the first call in a group that has grown.
 ADOPTED = "aiocoll/adopted"
-#: Seconds in which the group learns of a death that the store, or a connection to come, was the first to miss
+#: Seconds in which the group detects a death that the store, or a new connection, noticed first
 #: (contract: 1 s).
 NEWS = 1.0
 
 
 class Reconfigurer:
-    """Makes groups of one group's ranks; what the calls do is said of those of `ProcessGroup`.
+    """Makes groups from the ranks of one group; `ProcessGroup` documents the calls.
 
     Args:
         dispatcher: of the group.
         objects: the object collectives of the group.
-        origin: what has made it.
-        spec: what it was made with.
+        origin: the origin of the group.
+        spec: the properties of the group.
 
     Attributes:
-        parent: of the group that this one was split off from.
-        parts: what was split off from this group and is open, and its reconfigurer.
+        parent: reconfigurer of the group that this one was split off from.
+        parts: open groups split off from this one, with their reconfigurers.
     """
 
     def __init__(self, dispatcher: Dispatcher, objects: Objects, origin: Origin, spec: GroupSpec) -> None:
@@ -53,7 +53,7 @@ class Reconfigurer:
         self._origin = origin
         self._spec = spec
 
-    # -- fewer
+    # -- shrinking
 
     async def shrink(self, exclude: Iterable[int] | None, assume_dead: Iterable[int] | None) -> Any:
         """Make a group of the ranks that are alive."""
@@ -64,7 +64,7 @@ class Reconfigurer:
         agreement = comm.endpoint.agreements.voter(comm.id, comm.growths, comm.ranks)
         if agreement.taken:
             raise GroupError(
-                f"group {comm.name!r}: shrink() was already called on rank {d.rank}; use the group it returned",
+                f"group {comm.name!r}, rank {d.rank}: shrink() was already called; use the group it returned",
                 group=comm.name,
             )
         comm.revoke(
@@ -73,7 +73,7 @@ class Reconfigurer:
                 group=comm.name,
                 ranks=[d.rank],
             ),
-            # The others may still be completing what is complete here; what is not will not be complete there.
+            # The others may still be completing what is complete here; what is incomplete here will not complete there.
             tell=bool(comm.pending),
         )
         outcome = await agreement.shrink(excluded, assumed, report(comm))
@@ -86,14 +86,14 @@ class Reconfigurer:
         return group
 
     def _others(self, ranks: Iterable[int] | None, what: str) -> set[int]:
-        """Check ranks to go on without; return them numbered as in the job."""
+        """Check ranks to continue without; return them numbered as in the job."""
         comm, d = self._comm, self._dispatcher
         found = {comm.ranks[d.check_rank(rank, what)] for rank in ranks or ()}
         if comm.endpoint.rank in found:
             raise ValueError(f"{what} names rank {d.rank}, which is calling: a rank that is to go does not shrink")
         return found
 
-    # -- more
+    # -- growing
 
     async def grow(self, n: int, timeout: Timeout) -> Any:
         """Make a group of this one's ranks and newcomers."""
@@ -103,10 +103,10 @@ class Reconfigurer:
             raise ValueError(f"n={n}: give the number of newcomers, at least 1")
         limit = self._dispatcher.limit(timeout)
         self._dispatcher.check()
-        assignment = await self._unless_revoked(self._assignment(n, limit))
+        assignment = await self._unless_revoked(self._assign(n, limit))
         return await self._grown(assignment, limit)
 
-    async def _assignment(self, n: int, limit: float) -> Assignment:
+    async def _assign(self, n: int, limit: float) -> Assignment:
         comm, name = self._comm, _following(self._comm.name)
         asked = await self._objects.allgather(n, limit, None)
         if len(set(asked)) > 1:
@@ -116,7 +116,7 @@ class Reconfigurer:
         return await (self._invite(n, limit) if comm.rank == 0 else self._invited())
 
     async def _grown(self, assignment: Assignment, limit: float) -> Any:
-        """Meet the newcomers, and go on with them only if all ranks of this group do."""
+        """Meet the newcomers, and continue with them only if all ranks of this group do."""
         comm = self._comm
         agreement = comm.endpoint.agreements.voter(comm.id, comm.growths, comm.ranks)
         try:
@@ -129,14 +129,14 @@ class Reconfigurer:
         except BaseException:
             await group.shutdown()
             raise
-        # The newcomers learn that it is what goes on: one that does not hear it goes nowhere. If the group fails now,
+        # Tell the newcomers that this group continues: one that is not told does not continue. If the group fails now,
         # the next call on it says so.
         with contextlib.suppress(GroupError):
             await group.broadcast_object(True, 0, key=ADOPTED)
         return group
 
     async def _invite(self, n: int, limit: float) -> Assignment:
-        """As rank 0, wait for the newcomers, and tell the others what has come of it."""
+        """As rank 0, wait for the newcomers, and tell the other ranks the outcome."""
         comm = self._comm
         try:
             assignment = await self._origin.invite(n, len(comm.ranks), _following(comm.name), limit)
@@ -155,10 +155,10 @@ class Reconfigurer:
             raise
         return await self._pass_on(assignment)
 
-    # -- some
+    # -- splitting
 
     def split(self, ranks: Any, timeout: Timeout, group_name: str | None, is_ending: bool) -> Work[Any]:
-        """Make a group of some of the ranks, or several that have no rank in common."""
+        """Make a group of some of the ranks, or several disjoint groups."""
         comm, d = self._comm, self._dispatcher
         d.check()
         if is_ending:
@@ -172,7 +172,7 @@ class Reconfigurer:
         split = Split(comm.id, number, group_name, tuple(comm.ranks[rank] for rank in sorted(mine)))
         group = None
         if mine:
-            # Of the groups of one call each has its own lowest rank.
+            # Each group of one call has its own lowest rank.
             name = f"{comm.name}/{number}.{min(mine)}" if group_name is None else group_name
             group = self.derive(split.identity(), split.ranks, name, limit)
             group._comm.sender.split_off(comm.sender, split)
@@ -182,14 +182,14 @@ class Reconfigurer:
         return work
 
     def derive(self, identity: int, ranks: Sequence[int], name: str, timeout: float) -> Any:
-        """Make a group of some ranks, numbered as in the job, that is closed with this one."""
+        """Make a group of some ranks, numbered as in the job, that is closed together with this one."""
         spec = self._spec._replace(name=name, timeout=timeout, completed=(None, None))
         group = self._origin.derive(identity, ranks, spec)
         self._adopt(group)
         return group
 
     def open_groups(self) -> list[Any]:
-        """Return this group and what was split off from it and is open."""
+        """Return this group and the open groups split off from it."""
         return [self._dispatcher.group, *(group for part in self.parts.values() for group in part.open_groups())]
 
     def leave_parent(self) -> None:
@@ -203,7 +203,7 @@ class Reconfigurer:
         family.parent = self
         self.parts[group] = family
 
-    # -- those of several groups
+    # -- merging
 
     async def merge(self, store: Store, size: int, timeout: Timeout, group_name: str | None) -> Any:
         """Make a group of all ranks of this one and of others that it has never met."""
@@ -236,7 +236,7 @@ class Reconfigurer:
         return await self._meet_anew(assignment, limit, limit, store)
 
     async def _find_assignment(self, store: Store, party: Party, name: str, limit: float) -> Assignment:
-        """As rank 0, find the other groups, and tell the ranks of this one what has come of it."""
+        """As rank 0, find the other groups, and tell the ranks of this one the outcome."""
         try:
             assignment = await find_assignment(store, party, name, limit)
         except BaseException as error:
@@ -247,7 +247,7 @@ class Reconfigurer:
             raise
         return await self._pass_on(assignment, store)
 
-    # -- meeting others
+    # -- meeting other ranks
 
     async def _meet_anew(self, assignment: Assignment, limit: float, timeout: float, store: Store | None = None) -> Any:
         """Meet the newcomers."""
@@ -262,7 +262,7 @@ class Reconfigurer:
                 raise
 
     async def _unless_revoked(self, doing: Coroutine[Any, Any, T]) -> T:
-        """Return what `doing` does; should this group fail or be closed meanwhile, end that and raise why."""
+        """Return the result of `doing`; if this group fails or is closed meanwhile, cancel it and raise the reason."""
         comm, d = self._comm, self._dispatcher
         task = d.loop.create_task(doing, name=f"aiocoll growth of {comm.name}")
 
@@ -289,7 +289,7 @@ class Reconfigurer:
 
     @contextlib.asynccontextmanager
     async def _calling_off(self, assignment: Assignment, store: Store | None = None) -> AsyncIterator[None]:
-        """If this group fails in the block, tell newcomers that have an assignment not to wait for it."""
+        """If this group fails in the block, tell the newcomers that have an assignment not to wait for it."""
         try:
             yield
         except BaseException:
@@ -298,18 +298,18 @@ class Reconfigurer:
             raise
 
     async def _pass_on(self, assignment: Assignment, store: Store | None = None) -> Assignment:
-        """As rank 0, tell the others their assignments."""
+        """As rank 0, send the others their assignments."""
         async with self._calling_off(assignment, store):
             await self._objects.broadcast({"seat": list(assignment)}, 0, None, None)
         return assignment
 
     def _tell(self, text: str, gone: bool = False) -> None:
-        """Let the other ranks raise it, too, unless the group has failed: then they know."""
+        """Raise the error on the other ranks, too, unless the group has failed: then they know."""
         with contextlib.suppress(GroupError):
             self._objects.broadcast({"error": text, "gone": gone}, 0, None, None)
 
     async def _invited(self) -> Assignment:
-        # Rank 0 keeps the time, and its death or a failure of the group ends this.
+        # Rank 0 enforces the timeout; its death, or a failure of the group, ends this wait.
         told = await self._objects.broadcast(None, 0, float("inf"), None)
         if "error" in told:
             raise (StoreUnavailableError if told["gone"] else RendezvousError)(told["error"])

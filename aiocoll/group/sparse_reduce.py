@@ -1,13 +1,12 @@
-"""Allreduce of sparse arrays: the union of all ranks' places, with the sums of what they hold there.
+"""Allreduce of sparse arrays: the result stores the union of all ranks' positions, with the sums of the values there.
 
-1. Each rank sorts its entries and adds up those of one place; then all learn how many entries each has.
-2. If they are few: everybody gets everybody's, an allgather of uneven sizes, and adds them up in rank order.
-3. If they are many, a dense array is cheaper: its entries are added up by a dense allreduce, and a bit per place, or-ed
-   over all ranks, tells which ones the result stores.
+1. Each rank sorts its entries and adds up those at one position; then all ranks exchange their numbers of entries.
+2. If there are few: an allgather of uneven sizes gives every rank all entries, and each adds them up in rank order.
+3. If there are many, a dense array is cheaper: the entries are summed by a dense allreduce, and one bit per position,
+   combined by OR over all ranks, tells which ones the result stores.
 
-All ranks decide between 2 and 3 alike, from the counts. Each step is an operation of its own, under an id that follows
-from the call's; the work is handed from one to the next. Arithmetic on more than some thousand numbers is done in a
-thread.
+All ranks choose the same of 2 and 3, from the counts. Each step is an operation of its own, with an id derived
+from the call's. Arithmetic on more than some thousand numbers is done in a thread.
 
 Renggli, Ashkboos, Aghagolzadeh, Alistarh and Hoefler, "SparCML: high-performance sparse communication for machine
 learning" (SC 2019), arXiv:1802.08021: sparse allgather, and when to switch to dense vectors.
@@ -39,7 +38,7 @@ from aiocoll.work import Work
 
 __all__ = ["allreduce_sparse", "dense_pays"]
 
-#: Numbers handled on the loop: at 25 ns each, the dearest of what is done with them, about 200 µs. Waking a thread and
+#: Numbers processed on the loop: at 25 ns each, the slowest processing of them, about 200 µs. Waking a thread and
 #: being woken by it takes about as long.
 INLINE = 8192
 #: Seconds per entry that merging takes more than writing it into a dense array and out again: a search among many, and
@@ -61,20 +60,20 @@ def allreduce_sparse(dispatcher: Dispatcher, tensor: Any, op: ReduceOp, timeout:
     limit = dispatcher.limit(timeout)
     entries = array.read() if array.effort <= INLINE else None
     dims = f"SUM over {array.sparse_dim} sparse and {len(array.shape) - array.sparse_dim} dense dimensions"
-    terms = Signature("ALLREDUCE_SPARSE", array.dtype.name, array.shape, None, dims)
+    signature = Signature("ALLREDUCE_SPARSE", array.dtype.name, array.shape, None, dims)
 
-    plan = dispatcher.planner.counting_plan(terms)
+    plan = dispatcher.planner.counting_plan(signature)
 
     def make(identity: int, work: Work[Any]) -> Operation:
         return _Sum(dispatcher.comm, identity, plan, _SparseInput(array, entries, dispatcher.planner), work)
 
     # What all others are sent, if they are few: each entry with its place.
     nbytes = array.effort * (array.dtype.itemsize + _INT64.itemsize // max(array.width, 1)) * (dispatcher.size - 1)
-    return dispatcher.begin(Call(terms.op, make, limit, terms, key, array.shape, tensor, None, nbytes))
+    return dispatcher.begin(Call(signature.op, make, limit, signature, key, array.shape, tensor, None, nbytes))
 
 
 class _SparseInput(NamedTuple):
-    """What this rank gives, read already if that is quickly done."""
+    """The input of this rank, decoded already if that is fast."""
 
     array: SparseArray
     entries: Entries | None
@@ -125,13 +124,13 @@ class _Sum(Stepped):
 
     def _make_room(self) -> None:
         whole = np.empty(sum(self._sizes), np.uint8)
-        # Memory that is new comes page by page when it is touched, up to a millisecond each: not on the loop.
+        # New memory is mapped page by page when it is written, up to a millisecond each: not on the loop.
         whole[:: mmap.PAGESIZE] = 0
         ends = accumulate(self._sizes)
         self._blocks = [whole[end - size : end] for size, end in zip(self._sizes, ends, strict=True)]
 
     def _gather(self) -> None:
-        # Hardly any call has the same counts as another: the plan is not worth keeping.
+        # Hardly any two calls have the same counts: the plan is not worth keeping.
         plan = self._planner.compiled("allgather", _UINT8, (tuple(self._sizes),), None, None, None)
         self._carry_out("gather", plan, [*self._blocks, self._packed], self._merge_all)
 
@@ -169,7 +168,7 @@ class _Sum(Stepped):
         self.succeed(self._finish())
 
     def _work_on(self, step: str, effort: int, task: Callable[[], None], then: Callable[[], None]) -> None:
-        """Go on with arithmetic, here or in a thread."""
+        """Continue with arithmetic, here or in a thread."""
         if effort > INLINE:
             self._calculate(step, task, then)
         else:
@@ -178,10 +177,10 @@ class _Sum(Stepped):
 
 
 def dense_pays(total: int, entry: int, size: int, row: int, world_size: int, machine: Machine) -> bool:
-    """Whether a dense allreduce takes less time than gathering entries.
+    """Whether a dense allreduce takes less time than gathering the entries.
 
-    A rank receives the entries of the others, or twice the dense array but for its own part, and a bit per place.
-    Entries are merged; a dense array is made and looked through. (In SparCML only bytes count.)
+    A rank receives the entries of the others, or twice the dense array less its own part, and one bit per position.
+    Entries are merged; a dense array is created and scanned. (In SparCML only bytes count.)
 
     Args:
         total: entries of all ranks.

@@ -1,4 +1,4 @@
-"""Allgather and gather without outputs: arrays as long as what the ranks give, which may differ, are the result."""
+"""Allgather and gather without outputs: the result is new arrays, as long as what each rank gives."""
 
 from __future__ import annotations
 
@@ -26,34 +26,36 @@ __all__ = ["allgather_unsized", "gather_unsized"]
 
 
 def allgather_unsized(dispatcher: Dispatcher, source: Buffer, timeout: Timeout, key: str | None) -> Work[list[Any]]:
-    """Start an allgather in which no rank gives outputs: first all learn how long they have to be."""
+    """Start an allgather without outputs: first all ranks exchange the lengths."""
     limit = dispatcher.limit(timeout)
-    terms = Signature("ALLGATHER_ALLOCATED", source.dtype.name, (), None, None)
+    signature = Signature("ALLGATHER_ALLOCATED", source.dtype.name, (), None, None)
     dtype = array_dtype(source.dtype)
-    plan = dispatcher.planner.counting_plan(terms)
+    plan = dispatcher.planner.counting_plan(signature)
 
     def make(identity: int, work: Work[Any]) -> Operation:
         return _Allgather(dispatcher.comm, identity, plan, _AllgatherInput(source, dtype, dispatcher.planner), work)
 
     nbytes = source.nbytes * (dispatcher.size - 1)
-    return dispatcher.begin(Call(terms.op, make, limit, terms, key, source.shape, nbytes=nbytes, arrays=[source.array]))
+    return dispatcher.begin(
+        Call(signature.op, make, limit, signature, key, source.shape, nbytes=nbytes, arrays=[source.array])
+    )
 
 
 def gather_unsized(
     dispatcher: Dispatcher, source: Buffer, root: int, timeout: Timeout, key: str | None
 ) -> Work[list[Any] | None]:
-    """Start the root's part of a gather; the other ranks do what they always do."""
+    """Start the root's part of a gather without outputs; the other ranks take part as usual."""
     limit = dispatcher.limit(timeout)
-    terms = Signature("GATHER", source.dtype.name, (), root, None)
+    signature = Signature("GATHER", source.dtype.name, (), root, None)
     dtype = array_dtype(source.dtype)
 
     def pack(parts: list[NDArray[Any]]) -> list[Any]:
         return [part.view(dtype).reshape(_shape(source, part.size)) for part in parts]
 
     def make(identity: int, work: Work[Any]) -> Operation:
-        return Gathered(dispatcher.comm, identity, terms, Given(source.array, pack), work)
+        return Gathered(dispatcher.comm, identity, signature, Given(source.array, pack), work)
 
-    return dispatcher.begin(Call(terms.op, make, limit, terms, key, source.shape))
+    return dispatcher.begin(Call(signature.op, make, limit, signature, key, source.shape))
 
 
 class _AllgatherInput(NamedTuple):
@@ -63,7 +65,7 @@ class _AllgatherInput(NamedTuple):
 
 
 class _Allgather(Stepped):
-    """One call on one rank, in which all ranks first learn how many elements each gives."""
+    """One rank's part, in which all ranks first exchange their numbers of elements."""
 
     __slots__ = ("_given", "_outputs")
 
@@ -85,7 +87,7 @@ class _Allgather(Stepped):
 
 
 def _shape(like: Buffer, count: int) -> Sequence[int]:
-    """Return the shape of an array of `count` elements: that of `like`, or as many rows of it; else it is flat."""
+    """Return the shape of an array of `count` elements: that of `like`, or as many rows of it; otherwise flat."""
     if count == like.count:
         return like.shape
     row = prod(like.shape[1:])

@@ -122,10 +122,10 @@ class Job:
     def _form(self, endpoint: Endpoint, identity: int, ranks: Sequence[int], spec: GroupSpec) -> ProcessGroup:
         cards = [endpoint.cards[rank] for rank in ranks]
         together = self._hub is None and len({card["host"] for card in cards}) == 1
-        piece_nbytes = min(card["piece"] for card in cards) if together else 0
+        chunk_nbytes = min(card["piece"] for card in cards) if together else 0
         assert spec.name is not None
         comm = Communicator(
-            endpoint, identity, spec.name, ranks, piece_nbytes, spec.timeout, spec.options.warn_after, self._tuning
+            endpoint, identity, spec.name, ranks, chunk_nbytes, spec.timeout, spec.options.warn_after, self._tuning
         )
         endpoint.add(comm)
         return ProcessGroup(comm, spec, self)

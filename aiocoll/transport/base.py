@@ -1,4 +1,4 @@
-"""What the engine asks of a transport, and what a transport asks of the engine.
+"""The interface between the engine and a transport.
 
 A transport offers **links**: ordered, reliable, framed connections to one peer each. Every implementation passes the
 contract suite in `tests/transport`.
@@ -69,7 +69,7 @@ class Link(Protocol):
         """The link itself if it goes through memory that both ends map, else None."""
 
     def peer_process(self) -> PidFd | None:
-        """Return the process at the other end, for the caller to close; None if that cannot be told."""
+        """Return the process at the other end, for the caller to close; None if it is not known."""
 
     def start(self) -> None:
         """Begin to read; `sink` is set by now."""
@@ -91,7 +91,7 @@ class Link(Protocol):
 
 
 class SharedMemoryLink(Link, Protocol):
-    """A link through memory that both ends map, as operations use it beside its frames."""
+    """A link through memory that both ends map; operations use it besides its frames."""
 
     @property
     def slot_writer(self) -> SlotWriter:
@@ -160,7 +160,7 @@ class Transport(Protocol):
         """Open a connection to another process for heartbeats; None as for `connect`."""
 
     def catch_up(self) -> None:
-        """Hand out what peers wrote to their links before what has just come another way.
+        """Deliver what peers wrote to their links before what has just arrived in another way.
 
         Does nothing where everything arrives in one order anyway.
         """

@@ -10,9 +10,9 @@ from aiocoll.transport.frame import HEADER_SIZE, SEGMENT
 
 __all__ = ["BufferPool"]
 
-#: A frame of the largest size between two headers: its own, and the next one's, which is read along with it.
+#: A frame of the largest size between two headers: its own, and the next one's, which is read together with it.
 NBYTES = 2 * HEADER_SIZE + SEGMENT
-#: Buffers kept, 2 MiB: more are in use at once only while large frames of as many peers arrive bit by bit.
+#: Unused buffers kept, 2 MiB: more are in use at once only while large frames of as many peers arrive in small parts.
 MOST = 8
 
 

@@ -1,4 +1,4 @@
-"""The byte stream under a link: what carries its bytes, be it a plain socket or one with encryption on it."""
+"""The byte stream under a link: a plain socket, or one with encryption on it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ByteStream(Protocol):
 
     @property
     def sock(self) -> socket.socket:
-        """The socket beneath, for its options and for what the kernel knows of the other end: no bytes go this way."""
+        """The underlying socket, for its options and for what the kernel knows of the other end; not for bytes."""
 
     @property
     def send(self) -> Callable[[Bytes], int]:
@@ -29,7 +29,7 @@ class ByteStream(Protocol):
 
     @property
     def send_parts(self) -> Callable[[Iterable[Bytes]], int]:
-        """As `send`, of a few buffers behind each other."""
+        """As `send`, for several buffers in order."""
 
     @property
     def receive_into(self) -> Callable[[memoryview], int]:

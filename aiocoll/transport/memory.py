@@ -20,7 +20,7 @@ __all__ = ["Hub", "MemoryLink", "MemoryTransport"]
 
 
 class Hub:
-    """The network in memory: who is there, how long frames take, which links are cut.
+    """The network in memory: its ranks, the latency of frames, and links that are cut.
 
     Args:
         runtime: clock and loop of all ranks.

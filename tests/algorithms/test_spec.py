@@ -165,7 +165,7 @@ def unknown() -> Plan:
     return Plan(Signature("ROTATE", "uint8", (4,), None, None), Program(()), None, None, ProgramExecutor)
 
 
-MEMBER: Any = SimpleNamespace(rank=0, ranks=[0, 1], hosts=(), piece_nbytes=0)
+MEMBER: Any = SimpleNamespace(rank=0, ranks=[0, 1], hosts=(), chunk_nbytes=0)
 TOOLS: Any = SimpleNamespace(rank=0, stream=0, end=None)
 
 READERS: dict[str, Callable[[], object]] = {

@@ -15,7 +15,7 @@ from aiocoll.engine.consensus.voter import PROMPT
 
 GROUP = 7
 #: The report of a rank that has completed no collective.
-NOTHING = Completed(0, frozenset(), frozenset()).told()
+NOTHING = Completed(0, frozenset(), frozenset()).as_data()
 Said = list[tuple[int, dict[str, Any]]]
 
 
@@ -72,7 +72,7 @@ class Alone:
     def hear(self, peer: int, what: str, **more: Any) -> list[tuple[int, str, int]]:
         """Take a note; return what is said then: to whom, what, and of which ballot."""
         self.said.clear()
-        self.agreement.heard(peer, {"what": what, "dead": [], "assumed": [], **more})
+        self.agreement.handle(peer, {"what": what, "dead": [], "assumed": [], **more})
         return self.told()
 
     def told(self) -> list[tuple[int, str, int]]:

@@ -101,7 +101,7 @@ FLOODS: dict[str, tuple[Flood, int | tuple[int, int], str]] = {
     "goodbyes to groups that there are not": (
         lambda link, pg, number: note(link, t="bye", g=number, cause=None),
         FEW,
-        f"spoken of more than {FEW} groups",
+        f"named more than {FEW} groups",
     ),
     "notes about devices of a group that there is not": (
         lambda link, pg, number: device(link, UNMADE),
@@ -282,9 +282,9 @@ async def test_what_is_said_of_groups_that_there_are_not_is_bounded_for_each_pee
         endpoint = pg._comm.endpoint
         for peer in (1, 2):
             for number in range(FEW):
-                endpoint.agreements.heard(peer, accepts(peer * UNMADE * FEW + number))
-            with pytest.raises(ProtocolError, match=f"rank {peer} has spoken of more than {FEW} groups"):
-                endpoint.agreements.heard(peer, accepts(UNMADE))
+                endpoint.agreements.handle(peer, accepts(peer * UNMADE * FEW + number))
+            with pytest.raises(ProtocolError, match=f"rank {peer} has named more than {FEW} groups"):
+                endpoint.agreements.handle(peer, accepts(UNMADE))
 
     await run_ranks(3, rank)
 

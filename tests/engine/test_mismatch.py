@@ -432,7 +432,7 @@ def test_a_rank_that_sends_or_receives_instead_is_named(call: Any, named: str) -
 def test_a_coordinator_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
-            monkeypatch.setattr(pg._comm.stalls, "heard", lambda peer, note: None)
+            monkeypatch.setattr(pg._comm.stalls, "handle", lambda peer, note: None)
             await pg.wait_revoked()
             return
         started = asyncio.get_running_loop().time()

@@ -77,7 +77,7 @@ async def test_the_board_carries_what_fits(world_size: int, count: int) -> None:
     async with jobs(world_size) as (pgs,):
         before = [posts(pg, peer) for pg in pgs for peer in pg._comm.others]
         calls = [call(pg, count) for pg in pgs]
-        fits = count * 8 * (world_size - 1) <= pgs[0]._comm.piece_nbytes
+        fits = count * 8 * (world_size - 1) <= pgs[0]._comm.chunk_nbytes
         assert {type(operation) is OneShot for pg in pgs for operation in pg._comm.pending} <= {fits}
         await check(calls, world_size)
         after = [posts(pg, peer) for pg in pgs for peer in pg._comm.others]

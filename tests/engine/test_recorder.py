@@ -20,7 +20,7 @@ from tests.ranks import TRANSPORTS, run_ranks
 
 
 def recorder(pg: ProcessGroup) -> OperationLog:
-    return pg._comm.recorder
+    return pg._comm.operation_log
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -32,8 +32,8 @@ async def test_an_entry_says_what_was_called_where_and_when_it_ended(world_size:
         line = sys._getframe().f_lineno - 1
         await pg.broadcast(np.zeros(5), 0, key="weights")
         first, second = recorder(pg).snapshot()
-        assert (first.op, first.seq, first.key, first.terms.op, first.shape) == (1, 1, None, "ALLREDUCE", (2, 3))
-        assert (second.seq, second.key, second.terms.dtype) == (1, "weights", "float64")
+        assert (first.op, first.seq, first.key, first.signature.op, first.shape) == (1, 1, None, "ALLREDUCE", (2, 3))
+        assert (second.seq, second.key, second.signature.dtype) == (1, "weights", "float64")
         assert first.ended is not None
         assert second.ended is not None
         assert (
@@ -60,12 +60,12 @@ async def test_messages_have_a_ring_of_their_own(transport: str) -> None:
                 await pg.send(np.zeros(number % 3), other, tag=7)
         work = pg.recv_object(other, tag=9)
         barrier, *messages, pending = recorder(pg).snapshot()
-        assert (barrier.terms.op, len(messages) + 1) == ("BARRIER", MESSAGES)
+        assert (barrier.signature.op, len(messages) + 1) == ("BARRIER", MESSAGES)
         for message in messages:
             assert (message.peer, message.seq, message.op >> 32 & 0xFF) == (other, None, 7)
             assert message.ended is not None
             assert message.entered <= message.ended
-        assert (pending.ended, pending.peer, pending.started, pending.terms.dtype) == (None, other, None, "object")
+        assert (pending.ended, pending.peer, pending.started, pending.signature.dtype) == (None, other, None, "object")
         await pg.barrier()
         await pg.send_object("done", other, tag=9)
         await work
@@ -164,8 +164,8 @@ def nbytes(pg: ProcessGroup) -> int:
     """Return the bytes of all that the rings alone hold, each object once, and the header of those that are tracked."""
     seen: dict[int, int] = {}
     for entry in [*recorder(pg).collectives, *recorder(pg).messages]:
-        _, entered, terms, shape, _, _, _, _, ended, *_ = entry
-        for each in (entry, entry[0], entered, ended, shape, *shape, terms, terms.counts):
+        _, entered, signature, shape, _, _, _, _, ended, *_ = entry
+        for each in (entry, entry[0], entered, ended, shape, *shape, signature, signature.counts):
             seen[id(each)] = sys.getsizeof(each) + 16 * gc.is_tracked(each)
     return sum(seen.values())
 

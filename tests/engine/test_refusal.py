@@ -226,15 +226,15 @@ async def test_an_exception_while_a_note_is_handled_ends_its_groups_by_name(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Be it that it was passed on: whose note it was is named, not who passed it on."""
-    original = StallInspector.heard
+    original = StallInspector.handle
 
-    def heard(stalls: StallInspector, peer: int, what: dict[str, Any]) -> None:
+    def handle(stalls: StallInspector, peer: int, what: dict[str, Any]) -> None:
         if stalls._group.rank == 1 and peer == 2:
             raise MemoryError("no memory")
         original(stalls, peer, what)
 
     async def rank(pg: ProcessGroup) -> None:
-        monkeypatch.setattr(StallInspector, "heard", heard)
+        monkeypatch.setattr(StallInspector, "handle", handle)
         pair = await pg.split_group([0, 1] if pg.rank() < 2 else [2])
         await met(pg)
         work = pg.recv(np.zeros(1), 0 if pg.rank() else 1)
@@ -383,11 +383,11 @@ async def test_more_than_a_message_is_refused(transport: str, what: str) -> None
             await until(lambda: waiting)
             work = pg.recv(np.zeros(1), 0)
             pg.broadcast(np.zeros(100), 1, key="alike").add_done_callback(lambda _: None)
-            terms = pg._comm.recorder.last().terms  # type: ignore[union-attr]
+            signature = pg._comm.operation_log.last().signature  # type: ignore[union-attr]
             at = 0
             for length in lengths:
                 header = HEADER.pack(
-                    FrameKind.DATA, EAGER, 0, pg._comm.id, waiting[0], terms.fingerprint(), at, length, 800
+                    FrameKind.DATA, EAGER, 0, pg._comm.id, waiting[0], signature.fingerprint(), at, length, 800
                 )
                 data_link(pg, 0).write(header, memoryview(bytes(length)) if length else None)
                 at += length

@@ -335,7 +335,7 @@ def test_one_of_two_waits_for_the_other_and_gives_up_and_may_try_again() -> None
 
 
 def test_a_coordinator_that_answers_nothing_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = Voter.heard
+    heard = Voter.handle
 
     def deaf(self: Voter, peer: int, note: dict[str, Any]) -> None:
         if self.rank != 1:
@@ -350,7 +350,7 @@ def test_a_coordinator_that_answers_nothing_is_passed_over(monkeypatch: pytest.M
         assert 8 <= now() - start < 8.5  # two seconds for an answer, six for the vote
         return await works(small)
 
-    monkeypatch.setattr(Voter, "heard", deaf)
+    monkeypatch.setattr(Voter, "handle", deaf)
     assert Job().run(4, body) == [None, None, (2, 3), (2, 3)]
 
 

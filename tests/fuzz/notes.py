@@ -23,7 +23,7 @@ groups = st.sampled_from([ALL, ALL, ALL, PAIR, UNMADE, 0, (1 << 32) - 1])
 operations = st.sampled_from([0, 1, 2, 3, 1000, 1 << 62, (1 << 63) - 1])
 counts = st.lists(st.sampled_from([0, 1, 10, 1 << 40]), max_size=4).map(tuple)
 per_rank = st.one_of(st.just(()), st.tuples(*[st.sampled_from([0, 1, 10])] * WORLD))
-terms = st.builds(
+signatures = st.builds(
     Signature,
     st.sampled_from(["ALLREDUCE", "BARRIER", "SEND", "RECV", "FLUSH"]),
     st.sampled_from([None, "float64", "object"]),
@@ -36,7 +36,9 @@ terms = st.builds(
     st.none(),
 )
 flushes = st.builds(
-    lambda whole, members: whole._replace(op="FLUSH", members=Manifest(members)), terms, st.lists(terms, max_size=4)
+    lambda whole, members: whole._replace(op="FLUSH", members=Manifest(members)),
+    signatures,
+    st.lists(signatures, max_size=4),
 )
 
 
@@ -44,7 +46,7 @@ flushes = st.builds(
 def calls(draw: st.DrawFn, rank: st.SearchStrategy[int]) -> dict[str, Any]:
     return description(
         draw(rank),
-        draw(st.one_of(terms, flushes)),
+        draw(st.one_of(signatures, flushes)),
         draw(counts),
         draw(st.sampled_from([None, "key"])),
         draw(st.sampled_from([None, 1, 2, 1 << 40])),

@@ -66,7 +66,7 @@ async def test_a_rank_that_makes_a_communicator_only_to_abort_it() -> None:
         assert side is not None
         name = await side.device.run(gpu.nccl.unique_id) if pg.rank() == 0 else None
         name = await pg.broadcast_object(name, 0)
-        side._deciding.missed({"decision": Decision(True, "all have it", name)})
+        side._agreement.missed({"decision": Decision(True, "all have it", name)})
         await until(lambda: called.count("abort") == 2)
 
     with gpus(3) as gpu:

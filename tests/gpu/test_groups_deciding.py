@@ -61,7 +61,7 @@ async def test_groups_with_ranks_in_common_do_not_wait_for_each_other(monkeypatc
     decided, firsts = DeviceState._decided, []
 
     def delayed(side: DeviceState, number: int, decision: Decision) -> None:
-        wait = 0.0 if side.member in firsts else 0.05
+        wait = 0.0 if side.comm in firsts else 0.05
         asyncio.get_running_loop().call_later(wait, decided, side, number, decision)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -381,7 +381,7 @@ async def test_a_rank_that_fails_when_others_make_the_communicator_holds_none_of
         await pg.barrier()
         work = first.allreduce(gpu.tensor(np.ones(1), rank))
         if rank == 2:
-            deciding = first._dispatcher.device_state._deciding  # type: ignore[union-attr]
+            deciding = first._dispatcher.device_state._agreement  # type: ignore[union-attr]
             await until(lambda: deciding._settled is not None)
             assert not deciding._is_decided
             first.abort("enough")
@@ -412,7 +412,7 @@ async def test_a_rank_that_said_something_of_a_group_it_is_not_in_is_refused_as_
         part = await pg.split_group([[0, 1], [2]])
         assert part is not None
         made.append(pg.rank())
-        with pytest.raises(PeerProtocolError, match="about rank 2 in a group of ranks"):
+        with pytest.raises(PeerProtocolError, match="names rank 2 in a group of ranks"):
             raise await pg.wait_revoked()
         if pg.rank() < 2:
             assert (await part.allreduce(1.0)) == 2.0

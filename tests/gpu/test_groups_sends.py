@@ -568,7 +568,7 @@ async def test_once_a_rank_has_left_messages_are_staged(monkeypatch: pytest.Monk
             held.set()
             await until(lambda: 3 in pg._comm.left)
             for unit in list(side.messages._matching._units.values()):
-                side.messages._matching._lose_patience(unit)
+                side.messages._matching._stop_waiting(unit)
             assert holds(await pg.recv(full(gpu, 0, -1), 1), 5)
         elif rank == 1:
             work = pg.batch([Send(full(gpu, 1, 3), 2), Send(full(gpu, 1, 4), 3, tag=1), Send(full(gpu, 1, 5), 0)])

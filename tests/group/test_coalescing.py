@@ -794,7 +794,7 @@ class Passing:
     def take(self, call: TakenCall) -> Work[Any]:
         pg = self.pg
         self.ops.append(call.op)
-        identity, seq = (2 << 62, None) if call.terms is None else pg._dispatcher.numbered(call.key)
+        identity, seq = (2 << 62, None) if call.signature is None else pg._dispatcher.numbered(call.key)
         work: Work[Any] = Work(pg._comm.endpoint, call.op, seq, call.key, pg)
         call.expect(work)
         pg._dispatcher.enter(call.make(identity, work))

@@ -194,7 +194,7 @@ async def test_the_fake_backend_predicts(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 async def test_nothing_is_sent_and_nothing_is_touched(world_size: int, transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
-        history = len(pg._comm.recorder.collectives)
+        history = len(pg._comm.operation_log.collectives)
         with pg.time_estimator() as estimate:
             for name, call in ARRAYS.items():
                 x = np.arange(6.0)
@@ -208,7 +208,7 @@ async def test_nothing_is_sent_and_nothing_is_touched(world_size: int, transport
             assert all(work.done() for work in works)
             assert await pg.allreduce(2.5, ReduceOp.MAX) == 2.5
         assert len(estimate.calls) == len(ARRAYS) + len(works) + 1
-        assert (len(pg._comm.recorder.collectives), pg.pending()) == (history, [])
+        assert (len(pg._comm.operation_log.collectives), pg.pending()) == (history, [])
         # No number was taken, not of a key either.
         assert (pg.barrier().seq, pg.allreduce(1, key="a").seq) == (1, 1)
         await pg.drain()

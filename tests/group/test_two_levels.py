@@ -25,7 +25,7 @@ SIZES = {"leaders": 1000, "lanes": 80_000, "lines": 1_000_000}
 def place(pg: ProcessGroup, hosts: tuple[int, ...]) -> None:
     """Pretend that the ranks of `pg` are on these hosts, which therefore share no memory."""
     pg._comm.hosts = hosts
-    pg._comm.piece_nbytes = 0
+    pg._comm.chunk_nbytes = 0
 
 
 @pytest.fixture

@@ -265,10 +265,10 @@ async def test_given_outputs_take_no_step_more() -> None:
     """Their operations are those of before: one each."""
 
     async def rank(pg: ProcessGroup) -> None:
-        before = len(pg._comm.recorder.collectives)
+        before = len(pg._comm.operation_log.collectives)
         await pg.allgather([np.empty(3) for _ in range(3)], given(pg.rank(), 3))
         await pg.gather([np.empty(3) for _ in range(3)] if pg.rank() == 0 else None, given(pg.rank(), 3), 0)
-        assert len(pg._comm.recorder.collectives) == before + 2
+        assert len(pg._comm.operation_log.collectives) == before + 2
 
     await run_ranks(3, rank)
 

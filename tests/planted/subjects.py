@@ -95,7 +95,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ),
         ),
         "session": Subject(("Session.message_received",), (("test_tcp.py", "-k", "cut_off"),)),
-        "control": Subject(("ControlPlane.flood", "Receiver.hear"), (GOODBYE,)),
+        "control": Subject(("ControlPlane.flood", "Receiver.receive"), (GOODBYE,)),
     }
 )
 #: Of the last ones there are faults by hand only.

@@ -1,1 +1,1 @@
-"""How the ranks of a group decide together who goes on after a failure or a growth."""
+"""How the ranks of a group agree on which of them continue after a failure or a growth."""

@@ -1,4 +1,4 @@
-"""The decisions that one rank takes part in: each about what comes after one group."""
+"""The agreements that one rank takes part in: each decides what succeeds one group."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Agreements:
     """The voters of one endpoint.
 
     Args:
-        parts: what they need of the endpoint.
-        named: called with a group of which a rank has spoken, and that rank: this rank may not have made it.
+        parts: what the voters need of the endpoint.
+        named: called with the id of a group that a rank has mentioned, and that rank: the group may be unknown here.
 
     Attributes:
         parts: as given.
-        voters: by group, and how often that has grown before.
+        voters: by group, and how many times that group had grown.
     """
 
     def __init__(self, parts: Parts, named: Callable[[int, int], None]) -> None:
@@ -30,12 +30,12 @@ class Agreements:
         self.voters: dict[tuple[int, int], Voter] = {}
 
     def voter(self, identity: int, number: int, ranks: Sequence[int]) -> Voter:
-        """Return this rank's part in what the ranks of a group decide; it may outlive the group.
+        """Return this rank's voter for a group; it may outlive the group.
 
         Args:
             identity: the group.
-            number: how often it has grown before.
-            ranks: of the group, as in the job.
+            number: how many times it had grown.
+            ranks: of the group, numbered as in the job.
         """
         found = self.voters.get((identity, number))
         if found is None:
@@ -43,29 +43,29 @@ class Agreements:
             found.connect(Coordinator(found))
         return found
 
-    def heard(self, peer: int, message: ControlMessage) -> None:
-        """Take a message of `peer`."""
+    def handle(self, peer: int, message: ControlMessage) -> None:
+        """Handle a message of `peer`."""
         identity, number = message["g"], message["n"]
         if (identity, number) not in self.voters:
             self._named(identity, peer)
-        self.voter(identity, number, message["ranks"]).heard(peer, message)
+        self.voter(identity, number, message["ranks"]).handle(peer, message)
 
     def finished(self, rank: int, moved: Iterable[int]) -> None:
-        """A rank has ended, which went on elsewhere from the groups `moved`."""
+        """A rank has ended; it had continued elsewhere from the groups `moved`."""
         for identity in moved:
             if (group := self.parts.groups.get(identity)) is not None:
                 self.voter(identity, group.growths, group.ranks).moved.add(rank)
 
     def moved(self) -> list[int]:
-        """Return the groups from which this rank has gone on to another."""
+        """Return the groups from which this rank has continued in a successor."""
         return [identity for (identity, _), voter in self.voters.items() if voter.taken]
 
     def changed(self) -> None:
-        """A rank was lost, has ended, or is back."""
+        """A rank was lost, has ended, or is reachable again."""
         for voter in list(self.voters.values()):
             voter.changed()
 
     def close(self) -> None:
-        """This rank ends."""
+        """This rank is ending."""
         for voter in self.voters.values():
             voter.close()

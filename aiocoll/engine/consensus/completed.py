@@ -1,4 +1,4 @@
-"""Which operations of a revoked group were complete: what a rank reports, and what the reports say together."""
+"""Which operations of a revoked group had completed: the report of each rank, and the combination of all reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Completed", "Report", "Revoked", "combine", "report"]
 
 Report = dict[str, Any]
 
-#: Unfinished operations one report lists: twice these, and the keys, fit into one control frame of 256 KiB.
+#: Unfinished operations that one report lists: twice these, and the keys, fit into one control frame of 256 KiB.
 LISTED = 10_000
 #: Bytes of keys in one report, for the same reason.
 KEY_NBYTES = 32 * 1024
@@ -20,16 +20,16 @@ KEY_NBYTES = 32 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """Collectives of a revoked group that were complete, on every rank that goes on or on one at least.
+    """Collectives of a revoked group that had completed, on every rank that continues or on at least one.
 
-    ``7 in completed`` asks for the ordered operation whose `Work.seq` is 7, ``("grad", 3) in completed`` for the third
-    one with ``key="grad"``. Of keyed ones each rank remembers those among its last 1,024 operations (with 32 KiB of
-    keys at most); older ones are not in here although they were complete.
+    ``7 in completed`` asks about the ordered operation whose `Work.seq` is 7, ``("grad", 3) in completed`` about the
+    third with ``key="grad"``. Each rank remembers the keyed ones among its last 1,024 operations (with at most 32 KiB
+    of keys); older ones are not in here although they completed.
 
     Attributes:
-        upto: no ordered operation with a higher number is among them.
-        missing: the numbers up to `upto` that are not.
-        keyed: key and count of the keyed ones.
+        upto: the highest number of an ordered operation that may be in here.
+        missing: the numbers up to `upto` that are not in here.
+        keyed: key and count of the keyed operations in here.
     """
 
     upto: int
@@ -38,7 +38,7 @@ class Completed:
 
     @property
     def through(self) -> int:
-        """The highest number up to which every ordered operation is among them: resume after it."""
+        """The highest number up to which every ordered operation is in here: resume after it."""
         return min(self.missing, default=self.upto + 1) - 1
 
     def __contains__(self, operation: object) -> bool:
@@ -48,45 +48,45 @@ class Completed:
 
     @classmethod
     def of(cls, told: Report) -> Completed:
-        """Read a report."""
+        """Decode a report."""
         keyed = frozenset((key, count) for key, count in told["keyed"])
         return cls(told["upto"], frozenset(told["missing"]), keyed)
 
-    def told(self) -> Report:
-        """Write a report."""
-        return _told(self.upto, self.missing, sorted(self.keyed))
+    def as_data(self) -> Report:
+        """Encode a report."""
+        return _as_data(self.upto, self.missing, sorted(self.keyed))
 
 
 class Revoked(Protocol):
     """A group that was revoked.
 
     Attributes:
-        entered: the number of the last ordered operation.
+        entered: number of the last ordered operation.
         unfinished: collectives that have failed, by number, or key and count.
-        recorder: what this rank has called.
+        operation_log: what this rank has called.
     """
 
     entered: int
     unfinished: frozenset[int | tuple[str, int]]
-    recorder: OperationLog
+    operation_log: OperationLog
 
 
 def report(group: Revoked) -> Report:
-    """Say what this rank has completed in a revoked group."""
+    """Return this rank's report on a revoked group."""
     upto = group.entered
     unfinished = group.unfinished
     entered = [
         (key, count)
-        for _, _, _, _, key, count, *_ in reversed(group.recorder.collectives)
+        for _, _, _, _, key, count, *_ in reversed(group.operation_log.collectives)
         if key is not None and count is not None
     ]
-    # Each once, though some have had several operations.
+    # Each once: some ran as several operations.
     keyed = [each for each in dict.fromkeys(entered) if each not in unfinished]
-    return _told(upto, [number for number in unfinished if isinstance(number, int)], keyed)
+    return _as_data(upto, [number for number in unfinished if isinstance(number, int)], keyed)
 
 
 def combine(reports: Sequence[Report]) -> tuple[Completed, Completed]:
-    """Return what was completed on all, and what on one at least, of the ranks that report."""
+    """Return what had completed on all the ranks that report, and on at least one of them."""
     each = [Completed.of(told) for told in reports]
     least = min(one.upto for one in each)
     furthest = max(each, key=lambda one: one.upto)
@@ -95,12 +95,12 @@ def combine(reports: Sequence[Report]) -> tuple[Completed, Completed]:
         frozenset(op for one in each for op in one.missing if op <= least),
         frozenset.intersection(*(one.keyed for one in each)),
     )
-    # What is complete nowhere is, in particular, not complete where most operations were entered.
+    # What completed nowhere did not complete on the rank that entered the most operations either.
     nowhere = frozenset(op for op in furthest.missing if not any(op in one for one in each))
     return everywhere, Completed(furthest.upto, nowhere, frozenset.union(*(one.keyed for one in each)))
 
 
-def _told(upto: int, missing: Iterable[int], keyed: Sequence[tuple[str, int]]) -> Report:
+def _as_data(upto: int, missing: Iterable[int], keyed: Sequence[tuple[str, int]]) -> Report:
     listed = sorted(missing)
     if len(listed) > LISTED:
         upto = listed[LISTED] - 1
@@ -108,7 +108,7 @@ def _told(upto: int, missing: Iterable[int], keyed: Sequence[tuple[str, int]]) -
 
 
 def _fitting(keyed: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return as many of `keyed`, from the first on, as a report has room for."""
+    """Return the longest prefix of `keyed` that fits into a report."""
     room = KEY_NBYTES
     for number, (key, _) in enumerate(keyed):
         room -= len(key.encode()) + 8

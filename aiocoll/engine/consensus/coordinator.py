@@ -1,4 +1,4 @@
-"""The rank that puts the votes of a shrinking group together; see `aiocoll.engine.consensus.voter`."""
+"""The rank that collects the votes of a shrinking group and proposes; see `aiocoll.engine.consensus.voter`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from aiocoll.errors import GroupError, PeerLostError
 
 __all__ = ["Coordinator"]
 
-#: Seconds a coordinator waits for votes, then for acceptances: as long as a stopped rank may go unnoticed (contract).
+#: Seconds to wait for votes, then for acceptances: as long as a stopped rank may stay undetected (contract).
 BOUND = 6.0
-#: Seconds in which a lost rank is to be reached again: one round trip to anywhere takes less, a lost SYN included, and
-#: so does a rank whose loop is not blocked.
+#: Seconds to reach a lost rank again: more than one round trip to anywhere with a lost SYN, and enough for a rank
+#: whose loop is not blocked.
 RETRY = 2.5
-#: A decision without members, and the larger group in which they go on if they have grown.
+#: A decision without members, and with the name of the larger group in which they continue if they have grown.
 EMPTY: Outcome = {"members": [], "excluded": [], "everywhere": None, "somewhere": None, "grown": ""}
 
 
 class Coordinator:
-    """Coordinates one ballot at a time: the one with the highest number that a voter has chosen.
+    """Coordinates one ballot at a time: the highest-numbered one that a voter has chosen.
 
     Args:
-        agreement: this rank's part as a voter.
+        agreement: this rank's own voter.
     """
 
     def __init__(self, agreement: Voter) -> None:
@@ -40,13 +40,13 @@ class Coordinator:
         self._timers: list[asyncio.TimerHandle] = []
 
     def stop(self) -> None:
-        """Wait for nobody any more."""
+        """Stop waiting for votes and acceptances."""
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
 
     def voted(self, peer: int, message: ControlMessage) -> None:
-        """Take a vote, or take it again."""
+        """Handle a vote, which may be a repeated one."""
         agreement, ballot = self._agreement, message["ballot"]
         agreement.parts.ranks.restored(peer)
         if agreement.outcome is not None:
@@ -66,7 +66,7 @@ class Coordinator:
             self._answer(peer)
 
     def _begin(self, first: int) -> None:
-        """After the first vote, ask the others for theirs, or tell them what was proposed already."""
+        """After the first vote, ask the other ranks for theirs, or repeat what was proposed already."""
         agreement = self._agreement
         me = agreement.rank
         self._await_bounds()
@@ -78,7 +78,7 @@ class Coordinator:
             agreement.cast()
 
     def _answer(self, voter: int) -> None:
-        """Tell a voter what has come of its vote. Who waits for nothing need not know: it would vote again."""
+        """Tell a voter the result so far. One that waits for nothing is not told: it would vote again."""
         if self._proposal is not None:
             self._say_proposal([voter])
         elif voter in self._those_that("exclude") | self._those_that("grown"):
@@ -112,7 +112,7 @@ class Coordinator:
         self.consider()
 
     def consider(self) -> None:
-        """Propose, decide or give up, if it is time."""
+        """Propose, decide or give up, if it is time to."""
         agreement = self._agreement
         if not self._votes or agreement.outcome is not None or agreement.promised != self._ballot:
             return
@@ -132,7 +132,7 @@ class Coordinator:
                 self._consider_shrinking(promised)
 
     def _consider_growth(self) -> None:
-        """Propose the larger group once all ranks have made it, or refuse it."""
+        """Propose the larger group once all ranks have made it, or refuse to grow."""
         agreement = self._agreement
         grown = self._those_that("grown")
         if not grown:
@@ -149,7 +149,7 @@ class Coordinator:
             self._refuse(grown, GroupError(f"the group did not grow: {reason}"))
 
     def _consider_shrinking(self, promised: bool) -> None:
-        """Propose those that go on, unless others may still vote; give up if they are not enough."""
+        """Propose the ranks that continue, unless others may still vote; give up if they are no quorum."""
         agreement = self._agreement
         candidates, wanted, hopeless = self._candidates(), self._wanted(), self._hopeless()
         members = connected(candidates, {rank: self._candidacy(rank)["lost"] for rank in candidates})
@@ -161,22 +161,22 @@ class Coordinator:
             self._give_up(members)
             return
         everywhere, somewhere = combine([self._candidacy(rank)["completed"] for rank in members])
-        told = {"everywhere": everywhere.told(), "somewhere": somewhere.told()}
+        told = {"everywhere": everywhere.as_data(), "somewhere": somewhere.as_data()}
         self._propose({**EMPTY, "members": members, "excluded": sorted(self._excluded()), **told})
 
     def _those_that(self, what: str) -> set[int]:
-        """Return who has voted to "exclude" some ranks and go on, to have "grown", or to have "failed" to grow."""
+        """Return the ranks that voted to "exclude" some ranks and continue, or have "grown", or "failed" to."""
         votes = self._votes.items()
         return {rank for rank, vote in votes if vote["candidacy"] is not None and what in vote["candidacy"]}
 
     def _accepted(self) -> Outcome | None:
-        """Return what a voter has accepted, of the highest ballot: it may have been decided."""
+        """Return what a voter accepted in the highest ballot: it may have been decided."""
         accepted = [vote["accepted"] for vote in self._votes.values() if vote["accepted"] is not None]
         found: Outcome | None = max(accepted, key=lambda one: one[0], default=(-1, None))[1]
         return found
 
     def _candidates(self) -> set[int]:
-        """Return who has voted to go on, and may."""
+        """Return the ranks that voted to continue and are allowed to."""
         return self._those_that("exclude") - self._excluded() - self._agreement.away
 
     def _candidacy(self, rank: int) -> ControlMessage:
@@ -184,14 +184,14 @@ class Coordinator:
         return candidacy
 
     def _wanted(self) -> set[int]:
-        """Return who should vote to go on: all that live, have not closed the group and are not excluded."""
+        """Return the ranks that should vote to continue: alive, not excluded, and still in the group."""
         agreement = self._agreement
         group = agreement.parts.groups.get(agreement.group)
         left = set() if group is None else {group.ranks[rank] for rank in group.left}
         return (set(agreement.ranks) - agreement.away - self._excluded() - left) | self._candidates()
 
     def _hopeless(self) -> set[int]:
-        """Return who is not waited for: stopped and refused ranks, and lost ones that could not be reached again."""
+        """Return the ranks not to wait for: stopped and refused ones, and lost ones that could not be reached again."""
         lost = self._agreement.parts.ranks.dead
         return {rank for rank, (how, _) in lost.items() if self._retried or how in ("stopped", PROTOCOL)}
 
@@ -204,13 +204,13 @@ class Coordinator:
         self._say_proposal(self._agreement.ranks)
 
     def accepted(self, peer: int, message: ControlMessage) -> None:
-        """Take an acceptance of the proposal."""
+        """Handle an acceptance of the proposal."""
         if message["ballot"] == self._ballot:
             self._acks.add(peer)
             self.consider()
 
     def _give_up(self, reached: Collection[int]) -> None:
-        """Tell those that have voted who is missing; they may call again."""
+        """Tell the voters who is missing; they may call again."""
         agreement = self._agreement
         missing = sorted(self._wanted() - set(reached)) or sorted(
             set(agreement.ranks) - agreement.away - self._votes.keys()
@@ -233,7 +233,7 @@ class Coordinator:
         self.stop()
 
     def _refuse(self, voters: Iterable[int], error: GroupError) -> None:
-        """Let `voters` raise `error`; their promises hold, and they may call again."""
+        """Let `voters` raise `error`; their promises stay valid, and they may call again."""
         voters = list(voters)
         for rank in voters:
             self._votes[rank] = {**self._votes[rank], "candidacy": None}

@@ -1,4 +1,4 @@
-"""What a decision about a group needs of the endpoint."""
+"""What an agreement about a group needs of the endpoint."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Group", "Links", "Parts", "Ranks"]
 
 
 class Group(Protocol):
-    """A group that the ranks decide about.
+    """A group whose successor the ranks agree on.
 
     Attributes:
         name: of the group.
         ranks: of the group, numbered as in the job.
-        left: those that have left, numbered as in the group.
-        growths: how often it has grown.
+        left: ranks that have closed it, numbered as in the group.
+        growths: how many times it has grown.
     """
 
     name: str
@@ -31,14 +31,14 @@ class Group(Protocol):
         """Fail with `cause`."""
 
     def crashed(self, error: Exception) -> None:
-        """Fail, since code of the library has raised what it should not."""
+        """Revoke the group, since code of the library raised an unexpected error."""
 
 
 class Ranks(Protocol):
-    """What is known of the other ranks.
+    """The state of the other ranks.
 
     Attributes:
-        dead: how each lost rank was lost, and what tells so.
+        dead: how each lost rank was lost, and the evidence for it.
     """
 
     dead: dict[int, tuple[str, str]]
@@ -49,17 +49,17 @@ class Ranks(Protocol):
 
     @property
     def suspected(self) -> set[int]:
-        """The lost ranks that may still live."""
+        """Lost ranks that may still be alive."""
 
     def died(self, rank: int, detail: str, tell: bool = True, how: str = "killed") -> None:
         """A rank is lost."""
 
     def restored(self, rank: int) -> None:
-        """A rank that was lost is heard again."""
+        """A lost rank is reachable again."""
 
 
 class Links(Protocol):
-    """Links between this rank and another one, be that lost."""
+    """Links between this rank and another one, even a lost one."""
 
     def send(self, rank: int, message: ControlMessage) -> None:
         """Send a message to a rank."""
@@ -75,8 +75,8 @@ class Parts(NamedTuple):
         context: of the endpoint.
         ranks: the others.
         links: carry the messages.
-        flood: sends a message to some ranks that may be linked to this one or not.
-        look: looks whether the process of a rank is gone.
+        flood: sends a message to ranks that may or may not be linked to this one.
+        look: checks whether the process of a rank still exists.
         groups: of the endpoint.
     """
 

@@ -1,20 +1,20 @@
-"""How the ranks of a group agree on what comes after it: a single decision that survives the death of any of them.
+"""How the ranks of a group agree on its successor: a single decision that survives the death of any of them.
 
-A failed group shrinks to some of its ranks. A group that grows goes on in a larger one, where its ranks have met the
-newcomers, on all of them or on none: that is decided in the same way, so no part of it shrinks while another grows. A
-group that has grown may shrink or grow again; every growth begins the next decision.
+A failed group shrinks to some of its ranks. A group that grows continues in a larger one, where its ranks have met the
+newcomers, on all ranks or on none; both are decided the same way, so no part of it shrinks while another grows. A
+group that has grown may shrink or grow again; every growth starts the next decision.
 
-It is Paxos over the control plane, with the ballots handed out by circumstance. Every rank whose program calls
-`shrink` votes at the rank it takes for the coordinator, the lowest one that answers; the vote is the promise not to
-accept from a coordinator with a lower ballot. The coordinator asks all other ranks for their promise, also those whose
-program has not called, or has closed the group: these promise and accept, but are no candidates. When all candidates
-have voted that can (or, after a bound, enough), the coordinator proposes those that reach each other; a quorum of
-acceptances decides. A coordinator that takes over proposes again what a voter has accepted already, since somebody may
-have returned with it. `aiocoll.engine.consensus.quorum` says what a quorum is, and why no two decisions differ.
+The protocol is Paxos over the control plane. Every rank whose program calls `shrink` votes at the rank it considers
+the coordinator, the lowest one that answers; the vote is the promise not to accept from a coordinator with a lower
+ballot. The coordinator asks all other ranks for their promise, including those whose program has not called, or has
+closed the group: these promise and accept, but are no candidates. When all candidates that can vote have voted (or,
+after a bound, enough of them), the coordinator proposes those that can reach each other; a quorum of acceptances
+decides. A coordinator that takes over repeats the proposal that a voter has accepted already, since a rank may
+have returned with it. `aiocoll.engine.consensus.quorum` defines a quorum and shows why no two decisions differ.
 
-A rank whose connection broke, or that was silent, is dialled again first: it votes if it can be reached. Votes are said
-again when something changes and from time to time, and answered by whatever the coordinator has come to, so a message
-lost with a connection does no harm.
+A rank whose connection broke, or that was silent, is dialled again first: it votes if it can be reached. Votes are
+repeated when something changes and from time to time, and are answered with the coordinator's current state, so a
+message lost with a connection does no harm.
 """
 
 from __future__ import annotations
@@ -31,46 +31,46 @@ from aiocoll.errors import GroupError
 
 __all__ = ["Coordinating", "Outcome", "Voter"]
 
-#: What is decided: the members, who was excluded, what was completed, and the larger group if it grew; plain data.
+#: What is decided: members, excluded ranks, completed operations, and the larger group if it grew; plain data.
 Outcome = dict[str, Any]
 
-#: Seconds after which a vote is said again, and a coordinator that has not answered one is passed over.
+#: Seconds after which a vote is repeated, and after which a coordinator that has not answered one is skipped.
 PROMPT = 2.0
 
 
 class Coordinating(Protocol):
-    """The part of a coordinator that this rank may have to play."""
+    """The coordinator's part, which this rank may have to play."""
 
     def voted(self, peer: int, message: ControlMessage) -> None:
-        """Take a vote, or take it again."""
+        """Handle a vote, which may be a repeated one."""
 
     def accepted(self, peer: int, message: ControlMessage) -> None:
-        """Take an acceptance of the proposal."""
+        """Handle an acceptance of the proposal."""
 
     def consider(self) -> None:
-        """Propose, decide or give up, if it is time."""
+        """Propose, decide or give up, if it is time to."""
 
     def stop(self) -> None:
-        """Wait for nobody any more."""
+        """Stop waiting for votes and acceptances."""
 
 
 class Voter:
-    """One rank's part in the decision about one group. It belongs to the endpoint, since it may outlive the group.
+    """One rank's part in the agreement about one group. It belongs to the endpoint, since it may outlive the group.
 
     Args:
         parts: what connects this rank to the others.
         identity: the group.
-        number: how often the group has grown before.
-        ranks: of the group, numbered as in the job, as everywhere in here.
+        number: how many times the group had grown.
+        ranks: of the group, numbered as in the job, as everywhere in this module.
 
     Attributes:
         parts, group, number, ranks: as given.
         outcome: the decision, once this rank knows it.
         accepted: the ballot and the proposal this rank accepted last.
         promised: the highest ballot this rank has promised; -1 before the first.
-        assumed: ranks that are dead by the word of a program.
-        moved: ranks that have ended here after they went on elsewhere.
-        taken: this rank has made the group that goes on.
+        assumed: ranks declared dead by a program.
+        moved: ranks that have ended after they continued in the successor.
+        taken: this rank has made the successor.
     """
 
     _coordinator: Coordinating
@@ -95,12 +95,12 @@ class Voter:
         self._prompt: asyncio.TimerHandle | None = None
 
     def connect(self, coordinator: Coordinating) -> None:
-        """Have `coordinator` coordinate where this rank has to."""
+        """Set the coordinator that acts when this rank has to coordinate."""
         self._coordinator = coordinator
 
     @property
     def away(self) -> set[int]:
-        """The ranks that can take no part any more: proven dead, ended, or dead by a program's word."""
+        """Ranks that can no longer take part: proven dead, ended, or declared dead by a program."""
         ranks = self.parts.ranks
         suspected = ranks.suspected
         return {
@@ -110,15 +110,15 @@ class Voter:
         }
 
     async def shrink(self, exclude: Iterable[int], assume_dead: Iterable[int], completed: dict[str, Any]) -> Outcome:
-        """Agree with the others on who goes on.
+        """Agree with the other ranks on which of them continue.
 
         Args:
-            exclude: ranks to go on without.
-            assume_dead: ranks that are dead by the word of the program.
+            exclude: ranks to continue without.
+            assume_dead: ranks declared dead by the program.
             completed: this rank's report.
 
         Raises:
-            GroupError: this rank is excluded, or the others went on without it.
+            GroupError: this rank is excluded, or the others continued without it.
             PeerLostError: no quorum could be reached.
         """
         self.assumed.update(assume_dead)
@@ -129,7 +129,7 @@ class Voter:
         return outcome
 
     async def grow(self, successor: str) -> None:
-        """Agree with the others that all go on in the larger group `successor`, in which this rank has met them.
+        """Agree with the other ranks to continue in the larger group `successor`, in which this rank has met them.
 
         Raises:
             GroupError: a rank has not met them, the group has failed, or the others have shrunk it.
@@ -141,18 +141,18 @@ class Voter:
         self.go_on()
 
     def go_on(self) -> None:
-        """This rank makes the group that goes on."""
+        """This rank makes the successor."""
         self.taken = True
 
     def decline(self, successor: str, reason: str) -> None:
-        """Let the others know that this rank has not met the newcomers in `successor`."""
+        """Tell the others that this rank has not met the newcomers in `successor`."""
         if self.outcome is None and self._waiter is None:
             self._candidacy = {"failed": reason, "successor": successor}
             self._choose()
             self._say_vote()
 
     async def _decision(self, candidacy: ControlMessage) -> Outcome:
-        """Vote, and return what is decided."""
+        """Vote, and wait for the decision."""
         if self._waiter is not None:
             raise RuntimeError("shrink() of this group is under way already: await that call")
         self._waiter = self.parts.context.loop.create_future()
@@ -170,11 +170,11 @@ class Voter:
             self._stop()
 
     def identity(self, members: Sequence[int]) -> int:
-        """Return the id of the group that goes on: no other decision, not even a wrong one, gives the same."""
+        """Return the id of the successor: unique to this decision, so that not even a wrong one has the same id."""
         return hash62(f"{self.group}\0{self.number}\0{list(members)}") & 0xFFFFFFFF
 
-    def heard(self, peer: int, message: ControlMessage) -> None:
-        """Take a message of `peer`."""
+    def handle(self, peer: int, message: ControlMessage) -> None:
+        """Handle a message of `peer`."""
         if peer in self.away:
             if self.outcome is not None:
                 self.parts.links.send(peer, self._signed({"what": "decided", "outcome": self.outcome}))
@@ -193,21 +193,21 @@ class Voter:
         handler(peer, message)
 
     def changed(self) -> None:
-        """A rank was lost, has ended, or is reached again: it may be the coordinator, or have lost a message."""
+        """A rank was lost, has ended, or is reachable again: it may be the coordinator, or have lost a message."""
         if self.outcome is None:
             if self._waiter is not None:
                 self._cast()
             self._coordinator.consider()
 
     def cast(self) -> None:
-        """Vote where one has promised to, as candidate if the program has called."""
+        """Vote in the promised ballot; as a candidate if the program has called."""
         if self._waiter is not None:
             self._cast()
         else:
             self._say_vote()
 
     def attempt(self, step: Callable[[], None]) -> None:
-        """Take a step of its own accord: what it raises ends the wait for a decision, and the group if it stands."""
+        """Run a step that no message caused: an exception ends the wait for a decision, and revokes a usable group."""
         try:
             step()
         except Exception as error:
@@ -217,7 +217,7 @@ class Voter:
                 self._waiter.set_exception(error)
 
     def close(self) -> None:
-        """This rank ends; if others go on with it, they must not wait for it."""
+        """This rank is ending; if the others continue with it, they must not wait for it."""
         self._stop()
         self._coordinator.stop()
         outcome = self.outcome or (self.accepted and self.accepted[1])
@@ -226,13 +226,13 @@ class Voter:
             self.parts.flood(message, outcome["members"])
 
     def promise(self, ballot: int) -> bool:
-        """As coordinator of `ballot`, promise it first of all; False if a higher one is promised already."""
+        """As coordinator of `ballot`, promise it before anything else; False if a higher one is promised already."""
         if ballot > self.promised:
             self.promised = ballot
         return ballot == self.promised
 
     def _cast(self) -> None:
-        """Vote as candidate: where one has promised to, or at the lowest rank that may answer."""
+        """Vote as a candidate: in the promised ballot, or at the lowest rank that may answer."""
         self._choose()
         self._stop()
         self._prompt = self.parts.context.runtime.call_later(PROMPT, self.attempt, self._remind)
@@ -242,7 +242,7 @@ class Voter:
         """Promise a ballot of a rank that may answer."""
         size = self.parts.context.world_size
         if self.promised < 0 or not self._may_answer(self.promised % size):
-            # Never empty: this rank answers itself.
+            # Never empty: this rank may always answer itself.
             coordinator = next(rank for rank in self.ranks if self._may_answer(rank))
             rounds = (self.promised - coordinator) // size + 1
             self.promised = max(0, rounds) * size + coordinator
@@ -265,7 +265,7 @@ class Voter:
             self.parts.links.reach(rank)
 
     def _remind(self) -> None:
-        """Say the vote again; a coordinator that has not answered the last one is blocked, or cut off."""
+        """Repeat the vote; a coordinator that has not answered the last one is blocked or disconnected."""
         coordinator = self.promised % self.parts.context.world_size
         if not self._answered and coordinator != self.rank:
             self._silent |= {coordinator, *self.parts.ranks.suspected}
@@ -276,7 +276,7 @@ class Voter:
         self._cast()
 
     def _asked(self, peer: int, message: ControlMessage) -> None:
-        """A coordinator lets us know its ballot, or that it has our vote."""
+        """A coordinator announces its ballot, or acknowledges this rank's vote."""
         if self.outcome is not None:
             self.say_decided(peer)
         elif message["ballot"] == self.promised:
@@ -343,27 +343,27 @@ class Voter:
             ranks=[self.position(me)],
         )
 
-    # -- saying
+    # -- sending
 
     def tell_all(self, message: ControlMessage) -> None:
-        """Say `message` to all ranks, the lost ones too if they can be reached: they learn that they are out."""
+        """Send `message` to all ranks; even lost ones, if reachable, so that they learn that they are excluded."""
         for rank in self.ranks:
             self.say(rank, message)
 
     def say_decided(self, rank: int) -> None:
-        """Tell `rank` what has been decided."""
+        """Tell `rank` the decision."""
         self.say(rank, {"what": "decided", "outcome": self.outcome})
 
     def say(self, rank: int, message: ControlMessage) -> None:
-        """Say `message` to `rank`, be it this one."""
+        """Send `message` to `rank`, which may be this rank itself."""
         message = self._signed(message)
         if rank == self.rank:
-            self.heard(rank, message)
+            self.handle(rank, message)
         elif rank not in self.away:
             self.parts.links.send(rank, message)
 
     def _signed(self, message: ControlMessage) -> ControlMessage:
-        """Add to `message` what every one of them tells: the group, and who is away by proof or by a program's word."""
+        """Add to `message` the fields common to all: the group, and which ranks are away by proof or by declaration."""
         dead = [
             (rank, why) for rank, (how, why) in self.parts.ranks.dead.items() if how == "killed" and rank in self.ranks
         ]
@@ -372,11 +372,11 @@ class Voter:
         return {**about, "dead": dead, "assumed": assumed, **message}
 
     def position(self, rank: int) -> int:
-        """Return the number of `rank` in the group, which is what error messages use."""
+        """Return the number of `rank` in the group, as used in error messages."""
         return self.ranks.index(rank)
 
     def named(self, ranks: Iterable[int]) -> str:
-        """Name `ranks` in words."""
+        """Return `ranks` as text."""
         numbers = sorted(map(self.position, ranks))
         return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 

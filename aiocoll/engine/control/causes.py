@@ -1,4 +1,4 @@
-"""Errors as plain data: how the reason why a group has failed travels, and what its works fail with."""
+"""Errors as plain data: how the cause of a group's failure travels, and which errors its works raise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CLASSES: dict[str, type[GroupError]] = {
 
 
 def cause_of(error: GroupError) -> dict[str, Any]:
-    """Turn an error into plain data that travels."""
+    """Encode an error as plain data."""
     return {
         "kind": type(error).__name__,
         "text": fitting(str(error)),
@@ -43,9 +43,9 @@ def cause_of(error: GroupError) -> dict[str, Any]:
 
 
 def failure_by(cause: GroupError) -> GroupError:
-    """Return the error of one of the works that `cause` ends: it says the same, and comes from what that comes from.
+    """Return the error for one of the works that `cause` ends: same text, chained to the same origin.
 
-    On the rank where a function of the user's has raised, that is what it has raised, with its traceback.
+    On the rank where a user's function raised, the origin is that exception, with its traceback.
     """
     error = error_from(cause_of(cause))
     error.__cause__ = cause.__cause__ or cause
@@ -53,7 +53,7 @@ def failure_by(cause: GroupError) -> GroupError:
 
 
 def error_from(cause: dict[str, Any]) -> GroupError:
-    """Turn plain data back into an error of the same class."""
+    """Decode plain data into an error of the same class."""
     kind = _CLASSES.get(cause["kind"], GroupError)
     fields = {"op": cause["op"], "seq": cause["seq"], "group": cause["group"], "ranks": cause["ranks"]}
     if kind is PeerLostError:

@@ -1,4 +1,4 @@
-"""Control messages about the CUDA devices of one group: kept until something here hears them."""
+"""Control messages about the CUDA devices of one group: buffered until the device code is loaded."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["DeviceInbox"]
 
 
 class DeviceInbox:
-    """What the ranks of one group say of their devices.
+    """Messages of the ranks of one group about their devices.
 
     Args:
         ranks: of the group, numbered as in the job.
-        position: number in the group by rank in the job.
-        attempt: calls something with what a rank has said; what it raises ends the links of that rank.
+        position: rank in the group by rank in the job.
+        attempt: calls a handler with a rank's message; an exception ends the links of that rank.
     """
 
     def __init__(self, ranks: Sequence[int], position: Mapping[int, int], attempt: Callable[..., Any]) -> None:
@@ -27,15 +27,15 @@ class DeviceInbox:
         self._kept: list[tuple[int, ControlMessage]] = []
         self._hear: Callable[[int, ControlMessage], None] | None = None
 
-    def connect(self, hear: Callable[[int, ControlMessage], None]) -> None:
-        """Let `hear` take messages, and whose they are, numbered as in the group; those that have come first."""
-        self._hear = hear
+    def connect(self, receive: Callable[[int, ControlMessage], None]) -> None:
+        """Pass messages and their senders (ranks in the group) to a handler, beginning with the buffered ones."""
+        self._hear = receive
         kept, self._kept = self._kept, []
         for peer, message in kept:
-            self._attempt(self._ranks[peer], hear, peer, message)
+            self._attempt(self._ranks[peer], receive, peer, message)
 
-    def heard(self, rank: int, message: ControlMessage) -> None:
-        """Take a message of a rank, numbered as in the job."""
+    def handle(self, rank: int, message: ControlMessage) -> None:
+        """Handle a message of a rank (numbered as in the job)."""
         peer = self._position[rank]
         if self._hear is None:
             keep_message(self._kept, peer, message)

@@ -1,8 +1,8 @@
-"""What ranks may say to each other: each message has a declared shape, and is held against it before it has any effect.
+"""The control messages between ranks: each kind has a declared schema, checked before the message has any effect.
 
-A message is a msgpack map. `SHAPES` says which kinds there are, on which ways each may come, and what its fields are:
-to add a field is to add it there. What depends on who says it to whom is in `_RULES`. All is checked in `read`, and
-nothing looks at a message that has not passed it.
+A message is a msgpack map. `SHAPES` lists the kinds, the ways on which each may arrive, and its fields: to add a field,
+add it there. Rules that depend on sender and receiver are in `_RULES`. `read` checks everything, and nothing uses a
+message that has not passed `read`.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ __all__ = [
 
 ControlMessage = dict[str, Any]
 
-#: The ways on which messages come: a control link, a data link, behind all data, and another rank that passes them on.
+#: Ways on which messages arrive: a control link; a data link, behind all data; relayed by another rank.
 CONTROL, DATA, RELAYED = "a control link", "a data link", "another rank's behalf"
 #: The kind of messages about CUDA devices.
 DEVICE = "device"
-#: How a rank is lost that has sent what another one could not take.
+#: How a rank is lost whose message was unacceptable.
 PROTOCOL = "protocol"
 
-#: Levels of groups that were split off each other; each is in every message about an operation of the last.
+#: Levels of nested splits; every message about an operation of the innermost group lists them all.
 LEVELS = 256
 #: Members of a flush: many times what anybody records in one block.
 MEMBERS = 1 << 20
-#: Bytes of the place of a group that has grown in the store: what `meeting.growth` makes has some 30.
+#: Bytes of a grown group's prefix in the store: what `meeting.growth` makes has some 30.
 MAX_KEY = 256
 #: Bytes of the name of an NCCL communicator: it has 128.
 UNIQUE_ID = 1024
@@ -70,12 +70,12 @@ _U16, _U32, _U63, _U64 = 1 << 16, 1 << 32, 1 << 63, 1 << 64
 
 
 class Facts(NamedTuple):
-    """What the receiver knows.
+    """What the receiver knows about the job.
 
     Attributes:
         rank: this one, in the job.
         world_size: of the job.
-        ranks_of: returns the ranks of a group this rank is in, numbered as in the job; None of any other.
+        ranks_of: returns the ranks of a group that this rank is in, numbered as in the job; None for any other group.
     """
 
     rank: int
@@ -84,10 +84,10 @@ class Facts(NamedTuple):
 
 
 def read(payload: bytes | memoryview, peer: int, way: str, facts: Facts) -> ControlMessage:
-    """Return the message that a rank has sent on a way.
+    """Decode and check a message that a rank has sent on a way.
 
     Raises:
-        ProtocolError: it is none that this rank could have sent there; says in what.
+        ProtocolError: the message is invalid there; the text says why.
     """
     try:
         message = msgpack.unpackb(payload)
@@ -118,7 +118,7 @@ def _check(message: Any, peer: int, way: str, facts: Facts) -> None:
         raise Misfit(f"{kind!r}: {error}") from None
 
 
-# -- what a value may be
+# -- schemas of values
 
 
 def _members(value: Any, scope: Scope) -> None:
@@ -149,8 +149,8 @@ _MEMBERS = fields(
     rest=integer(_U32),
     runs=listed(fields(_CALL, op=_TEXT, count=integer(MEMBERS, 1))),
 )
-#: What a rank has called, see `aiocoll.engine.operations.signature.description`: what is always said of it, and what
-#: else may be.
+#: What a rank has called, see `aiocoll.engine.operations.signature.description`: the required fields, and the
+#: optional ones.
 NAMED: dict[str, Check] = {"rank": group_rank, "op": _TEXT, "seq": maybe(integer(_U64)), "key": maybe(_TEXT)}
 CALLED: dict[str, Check] = {
     **_CALL,
@@ -250,44 +250,44 @@ def _device(value: Any, scope: Scope) -> None:
 
 
 class _Shape(NamedTuple):
-    """Of one kind of messages: what they consist of, and on which ways they come."""
+    """Of one kind of message: its schema, and the ways on which it may arrive."""
 
     check: Check
     ways: frozenset[str]
 
 
-def _note(check: Check, *ways: str) -> _Shape:
+def _shape(check: Check, *ways: str) -> _Shape:
     return _Shape(check, frozenset(ways))
 
 
 def _passed(value: Any, scope: Scope) -> None:
-    """What is passed on is checked as a message of its own, by a rule: it is known by then who has said it."""
+    """A relayed message is checked as a message of its own, by a rule, when its original sender is known."""
     if type(value) is not dict:
         refuse(value, "a note")
 
 
 SHAPES: dict[str, _Shape] = {
     # Of the star, see `aiocoll.engine.control.star`.
-    "relay": _note(fields(t=_TEXT, to=job_rank, note=_passed), CONTROL),
-    "relayed": _note(fields(t=_TEXT, note=_passed, **{"from": job_rank}), CONTROL),
-    "formed": _note(fields(t=_TEXT), CONTROL),
-    "known": _note(fields(t=_TEXT), CONTROL),
-    "waits": _note(fields(t=_TEXT), CONTROL),
-    "probe": _note(fields(t=_TEXT), CONTROL),
-    "alive": _note(fields(t=_TEXT), CONTROL),
-    "end": _note(fields({"linked": rank_list}, t=_TEXT, moved=listed(_GROUP)), CONTROL, DATA),
-    "ended": _note(fields(t=_TEXT, ranks=listed(row(job_rank, rank_list, listed(_GROUP)))), CONTROL, RELAYED),
-    "died": _note(fields(t=_TEXT, rank=job_rank, detail=_TEXT, how=_HOW), CONTROL, DATA, RELAYED),
-    # Of groups, this rank's or not yet.
-    "bye": _note(fields({"linked": _BOOL}, t=_TEXT, g=_GROUP, cause=maybe(_CAUSE)), CONTROL, DATA, RELAYED),
-    "revoke": _note(fields(t=_TEXT, g=_GROUP, cause=_CAUSE), CONTROL, RELAYED),
-    "shrink": _note(_shrink, CONTROL, RELAYED),
-    DEVICE: _note(_device, CONTROL, DATA, RELAYED),
+    "relay": _shape(fields(t=_TEXT, to=job_rank, note=_passed), CONTROL),
+    "relayed": _shape(fields(t=_TEXT, note=_passed, **{"from": job_rank}), CONTROL),
+    "formed": _shape(fields(t=_TEXT), CONTROL),
+    "known": _shape(fields(t=_TEXT), CONTROL),
+    "waits": _shape(fields(t=_TEXT), CONTROL),
+    "probe": _shape(fields(t=_TEXT), CONTROL),
+    "alive": _shape(fields(t=_TEXT), CONTROL),
+    "end": _shape(fields({"linked": rank_list}, t=_TEXT, moved=listed(_GROUP)), CONTROL, DATA),
+    "ended": _shape(fields(t=_TEXT, ranks=listed(row(job_rank, rank_list, listed(_GROUP)))), CONTROL, RELAYED),
+    "died": _shape(fields(t=_TEXT, rank=job_rank, detail=_TEXT, how=_HOW), CONTROL, DATA, RELAYED),
+    # Of groups that this rank has made or not.
+    "bye": _shape(fields({"linked": _BOOL}, t=_TEXT, g=_GROUP, cause=maybe(_CAUSE)), CONTROL, DATA, RELAYED),
+    "revoke": _shape(fields(t=_TEXT, g=_GROUP, cause=_CAUSE), CONTROL, RELAYED),
+    "shrink": _shape(_shrink, CONTROL, RELAYED),
+    DEVICE: _shape(_device, CONTROL, DATA, RELAYED),
     # Of operations, see `aiocoll.engine.failure.stall_inspector` and `mismatch`.
-    "report": _note(_of_group({"asked": _TRUE}, op=_OPERATION, mine=_DESCRIPTION), CONTROL, RELAYED),
-    "query": _note(_of_group(op=_OPERATION), CONTROL, RELAYED),
-    "absent": _note(_of_group(op=_OPERATION, last=_TEXT, age=maybe(seconds), asked=_TRUE), CONTROL, RELAYED),
-    "status": _note(
+    "report": _shape(_of_group({"asked": _TRUE}, op=_OPERATION, mine=_DESCRIPTION), CONTROL, RELAYED),
+    "query": _shape(_of_group(op=_OPERATION), CONTROL, RELAYED),
+    "absent": _shape(_of_group(op=_OPERATION, last=_TEXT, age=maybe(seconds), asked=_TRUE), CONTROL, RELAYED),
+    "status": _shape(
         _of_group(
             op=_OPERATION,
             missing=listed(group_rank),
@@ -296,11 +296,11 @@ SHAPES: dict[str, _Shape] = {
         CONTROL,
         RELAYED,
     ),
-    "disagree": _note(fields(t=_TEXT, g=_GROUP, op=_OPERATION, theirs=_DESCRIPTION), CONTROL, DATA, RELAYED),
-    "differ": _note(fields(t=_TEXT, g=_GROUP, one=_DESCRIPTION, two=_DESCRIPTION), CONTROL, DATA, RELAYED),
+    "disagree": _shape(fields(t=_TEXT, g=_GROUP, op=_OPERATION, theirs=_DESCRIPTION), CONTROL, DATA, RELAYED),
+    "differ": _shape(fields(t=_TEXT, g=_GROUP, one=_DESCRIPTION, two=_DESCRIPTION), CONTROL, DATA, RELAYED),
 }
 
-# -- what depends on who says it to whom
+# -- rules about sender and receiver
 
 Rule = Callable[[ControlMessage, int, str, Facts], None]
 
@@ -309,7 +309,7 @@ def _relay(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
     to = message["to"]
     if to in (facts.rank, peer):
         raise Misfit(f"to: nothing is passed on from rank {peer} to rank {to}")
-    # Here, so that who passes it on answers only for who has said it.
+    # Checked here, so that a relaying rank is only responsible for naming the right sender.
     _check(message["note"], peer, RELAYED, facts._replace(rank=to))
 
 
@@ -322,11 +322,11 @@ def _relayed(message: ControlMessage, peer: int, way: str, facts: Facts) -> None
 
 def _formed(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
     if peer:
-        raise Misfit("only rank 0 says so")
+        raise Misfit("only rank 0 sends this")
 
 
 def _says_where(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
-    """Only what comes behind all data need not say where else that is heard."""
+    """Only a message behind all data may omit `linked`, the links on which it also comes."""
     if (way == DATA) == ("linked" in message):
         raise Misfit(f"linked: it does not belong on {way}" if way == DATA else "linked is missing")
 
@@ -338,7 +338,7 @@ def _ended(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
 
 
 def _own_call(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
-    """A rank describes what it has called itself."""
+    """A rank may only describe its own call."""
     ranks = facts.ranks_of(message["g"])
     call = message["mine"] if "mine" in message else message["theirs"]
     if ranks is not None and ranks[call["rank"]] != peer:
@@ -355,7 +355,7 @@ def _agreement(message: ControlMessage, peer: int, way: str, facts: Facts) -> No
     ranks, known = message["ranks"], facts.ranks_of(message["g"])
     if peer not in ranks or facts.rank not in ranks or (known is not None and list(known) != ranks):
         raise Misfit(f"ranks: {ranks} are not those of the group")
-    # A ballot is a number whose remainder by the world size is its coordinator; who asks may name another's.
+    # The remainder of a ballot by the world size is its coordinator; an asking rank may name another one's ballot.
     if message["what"] not in ("ask", "decided"):
         coordinator = facts.rank if message["what"] in ("vote", "accept") else peer
         if message["ballot"] % facts.world_size != coordinator:

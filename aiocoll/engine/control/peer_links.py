@@ -1,6 +1,6 @@
-"""Control links between ranks of which neither is the hub, since the hub may be what does not answer.
+"""Control links between two ranks neither of which is the hub: the hub may be the rank that does not answer.
 
-A lost rank is reached again in the same way: a new link, or an answer on the one there is, shows that it lives.
+They also serve to reach a lost rank again: a new link, or an answer on an existing one, shows that it is alive.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from aiocoll.transport.base import Link
 
 __all__ = ["PeerLinks", "Ranks"]
 
-#: Seconds in which a lost rank is to be reached again before what waits for it is dropped; it is said again anyway.
+#: Seconds to reach a lost rank again before the messages for it are dropped; senders repeat them anyway.
 REACH = 2.0
 
 
 class Ranks(Protocol):
-    """What is known of the other ranks."""
+    """The state of the other ranks."""
 
     @property
     def suspected(self) -> set[int]:
-        """The lost ranks that may still live."""
+        """Lost ranks that may still be alive."""
 
 
 class PeerLinks:
-    """Opens control links beside the star, when there is something to say; the control plane owns them then.
+    """Opens control links outside the star, on demand; the control plane owns them afterwards.
 
     Args:
         context: of the endpoint.
         control: the star.
         ranks: tells which of them are lost.
-        missed: called with a rank that was not reached.
+        missed: called with a rank that could not be reached.
     """
 
     def __init__(self, context: Context, control: ControlPlane, ranks: Ranks, missed: Callable[[int], None]) -> None:
@@ -51,7 +51,7 @@ class PeerLinks:
         self._dialling: set[int] = set()
 
     def tell(self, rank: int, message: ControlMessage) -> None:
-        """Send `message` to `rank` on a link between this rank and that one."""
+        """Send `message` to `rank` on a direct link."""
         context, control = self._context, self._control
         if context.closed or control.hub in (rank, context.rank) or control.linked(rank):
             control.tell(rank, message)
@@ -59,7 +59,7 @@ class PeerLinks:
         self.send(rank, message)
 
     def send(self, rank: int, message: ControlMessage) -> None:
-        """Send `message` to `rank` on a link of their own, whichever rank is the hub and even if `rank` is lost."""
+        """Send `message` to `rank` on a direct link, whichever rank is the hub and even if `rank` is lost."""
         link = self._control.link(rank)
         if link is not None:
             send_message(link, message)
@@ -77,11 +77,11 @@ class PeerLinks:
             self._context.spawn(self._dial(rank), "aiocoll control")
 
     def dials(self, rank: int) -> bool:
-        """Whether a link to `rank` is on its way."""
+        """Whether a link to `rank` is being opened."""
         return rank in self._dialling
 
     def attached(self, link: Link) -> None:
-        """There is a control link now, whoever opened it."""
+        """A control link is open, whichever end opened it."""
         for message in self._held.pop(link.peer, ()):
             send_message(link, message)
 

@@ -1,4 +1,4 @@
-"""Control messages as the frames that carry them."""
+"""Encoding of control messages as frames."""
 
 from __future__ import annotations
 

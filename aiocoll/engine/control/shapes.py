@@ -1,7 +1,7 @@
-"""Checks of plain data: what a value may be, put together from small parts.
+"""Schema checks of plain data, composed of small functions.
 
-A check is called with a value and a `Scope`, and raises `Misfit` if the value is not what it should be. Checks look no
-deeper than they were put together, whatever the value is.
+A check is called with a value and a `Scope`, and raises `Misfit` if the value is invalid. A check inspects only as
+many levels as its schema has, whatever the value is.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ __all__ = [
     "text",
 ]
 
-#: Characters of a value that a message shows.
+#: Characters of a value that an error message shows.
 SHOWN = 80
-#: Characters of a text: error messages that list what was called are cut at that.
+#: Characters of a text: error messages that list calls are cut at that.
 TEXT = 1 << 16
-#: Things in a list: counts are one per rank, and jobs of more ranks than this are out of reach.
+#: Items in a list: counts are one per rank, and no job has more ranks than this.
 LIST = 1 << 16
 
 
 class Scope(NamedTuple):
-    """How many ranks there are: in the job, and in the group of the message; None if this rank is not in that."""
+    """Number of ranks: in the job, and in the group of the message; None if this rank is not in that group."""
 
     world: int
     group: int | None
@@ -55,17 +55,17 @@ Check = Callable[[Any, Scope], None]
 
 
 class Misfit(ValueError):
-    """A value is not what it should be."""
+    """A value does not match its schema."""
 
 
 def shown(value: Any) -> str:
-    """Write a value, or how it begins."""
+    """Return the text of a value, cut if it is long."""
     text = repr(value) if isinstance(value, (int, float, str, bytes, bool, type(None))) else type(value).__name__
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def refuse(value: Any, wanted: str) -> None:
-    """Say what `value` should be.
+    """Raise an error that names `value` and what was expected.
 
     Raises:
         Misfit: always.
@@ -84,7 +84,7 @@ def integer(stop: int, start: int = 0) -> Check:
 
 
 def text(limit: int = TEXT) -> Check:
-    """A text of at most so many characters."""
+    """A text of at most `limit` characters."""
 
     def check(value: Any, scope: Scope) -> None:
         if type(value) is not str or len(value) > limit:
@@ -94,7 +94,7 @@ def text(limit: int = TEXT) -> Check:
 
 
 def data(limit: int) -> Check:
-    """At most so many bytes."""
+    """At most `limit` bytes."""
 
     def check(value: Any, scope: Scope) -> None:
         if type(value) is not bytes or len(value) > limit:
@@ -104,7 +104,7 @@ def data(limit: int) -> Check:
 
 
 def one_of(*values: Any) -> Check:
-    """One of these."""
+    """One of these values."""
 
     def check(value: Any, scope: Scope) -> None:
         if not any(type(value) is type(each) and value == each for each in values):
@@ -114,7 +114,7 @@ def one_of(*values: Any) -> Check:
 
 
 def either(*checks: Check) -> Check:
-    """What fits one of these."""
+    """A value that passes one of these checks."""
 
     def check(value: Any, scope: Scope) -> None:
         for each in checks[:-1]:
@@ -129,7 +129,7 @@ def either(*checks: Check) -> Check:
 
 
 def maybe(inner: Check) -> Check:
-    """None, or what fits."""
+    """None, or a value that passes the check."""
 
     def check(value: Any, scope: Scope) -> None:
         if value is not None:
@@ -139,7 +139,7 @@ def maybe(inner: Check) -> Check:
 
 
 def listed(inner: Check, limit: int = LIST) -> Check:
-    """A list of things that fit."""
+    """A list of values that pass the check."""
 
     def check(value: Any, scope: Scope) -> None:
         if type(value) is not list or len(value) > limit:
@@ -151,7 +151,7 @@ def listed(inner: Check, limit: int = LIST) -> Check:
 
 
 def mapped(inner: Check) -> Check:
-    """A map from texts to things that fit."""
+    """A map from texts to values that pass the check."""
 
     def check(value: Any, scope: Scope) -> None:
         if type(value) is not dict or not all(type(name) is str for name in value):
@@ -163,11 +163,11 @@ def mapped(inner: Check) -> Check:
 
 
 def anything(value: Any, scope: Scope) -> None:
-    """Whatever there is: it is checked elsewhere, or only shown."""
+    """Any value: it is checked elsewhere, or only shown."""
 
 
 def row(*checks: Check) -> Check:
-    """A list with one thing for each of these."""
+    """A list with one value for each of these checks."""
 
     def check(value: Any, scope: Scope) -> None:
         if type(value) is not list or len(value) != len(checks):
@@ -179,7 +179,7 @@ def row(*checks: Check) -> Check:
 
 
 def fields(optional: Mapping[str, Check] | None = None, /, **required: Check) -> Check:
-    """A map with all these fields, perhaps some of the optional ones, and no other."""
+    """A map with all these fields, any of the optional ones, and no others."""
     known = {**required, **(optional or {})}
 
     def check(value: Any, scope: Scope) -> None:
@@ -201,11 +201,11 @@ def fields(optional: Mapping[str, Check] | None = None, /, **required: Check) ->
 
 
 def fitting(words: str) -> str:
-    """Return a text as a message can carry it: cut to `TEXT` characters, each of which is one."""
+    """Return a text as a message can carry it: cut to `TEXT` characters, with lone surrogates replaced."""
     return words[:TEXT].encode("utf-8", "replace").decode()
 
 
-#: Seconds that no clock shows: 30,000 years.
+#: More seconds than any clock shows: 30,000 years.
 LONG = 1e12
 _COUNT = integer(1 << 63)
 
@@ -217,7 +217,7 @@ def job_rank(value: Any, scope: Scope) -> None:
 
 
 def group_rank(value: Any, scope: Scope) -> None:
-    """A rank of the group that is spoken of."""
+    """A rank of the group of the message."""
     size = scope.world if scope.group is None else scope.group
     if type(value) is not int or not 0 <= value < size:
         refuse(value, f"one of the {size} ranks of the group")
@@ -238,6 +238,6 @@ def per_rank(value: Any, scope: Scope) -> None:
 
 
 def seconds(value: Any, scope: Scope) -> None:
-    """Seconds, of any clock."""
+    """Seconds of any clock."""
     if type(value) not in (int, float) or not -LONG < value < LONG:
         refuse(value, "a number of seconds")

@@ -1,9 +1,9 @@
-"""The control plane of an endpoint: a star of eager links to the lowest rank that is there, the hub.
+"""The control plane of an endpoint: a star of links, one from each rank to the hub, the lowest rank that is present.
 
-Small msgpack maps: who has left, what has failed, who waits for whom. A message between two ranks that have no link
-goes through the hub, which also floods what concerns everybody. A broken control link is how a loss is noticed, so a
-rank that ends first makes sure that all know: it tells the hub, which passes it on and answers; the hub itself waits
-until every other rank is linked to it, and tells them all.
+It carries small msgpack maps: who has left, what has failed, who waits for whom. A message between two ranks without a
+link goes through the hub, which also broadcasts what concerns all ranks. A broken control link is how a loss is
+noticed, so a rank that ends must first tell everybody: it tells the hub, which relays the message and answers; the hub
+itself waits until every other rank is linked to it, and tells them all.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import FrameKind, Header
 
-__all__ = ["Beside", "ControlPlane", "Detector", "Ranks", "Receiver"]
+__all__ = ["ControlPlane", "Detector", "DirectLinks", "Ranks", "Receiver"]
 
-#: Seconds for which the hub lets others end before it does: ranks that end together are spared a row of new hubs.
+#: Seconds for which the hub lets others end first: ranks that end together are spared a sequence of new hubs.
 PATIENCE = 0.05
-#: Seconds after which a rank ends whether or not all others have heard of it.
+#: Seconds after which a rank ends even if not all others have learned of it.
 PARTING = 1.0
 
 
 class Ranks(Protocol):
-    """What is known of the other ranks."""
+    """The state of the other ranks."""
 
     @property
     def over(self) -> Container[int]:
@@ -42,53 +42,53 @@ class Ranks(Protocol):
         """The connection to a rank broke although its process lives."""
 
     def restored(self, rank: int) -> None:
-        """A rank that was lost is heard again."""
+        """A lost rank is reachable again."""
 
     def changed(self) -> None:
-        """Ranks are lost or have ended: those that decide with them vote again."""
+        """Ranks are lost or have ended: agreements that involve them vote again."""
 
 
 class Detector(Protocol):
-    """What watches the processes of other ranks."""
+    """Monitors the processes of other ranks."""
 
     async def connect(self, rank: int, kind: ConnKind) -> Link | None:
         """Open a link to `rank`, if it has not opened one itself."""
 
     def linked(self, link: Link) -> None:
-        """There is a control link to its rank."""
+        """A control link to its rank is open."""
 
     def broken(self, rank: int, detail: str) -> None:
         """A connection to a rank broke."""
 
     def follow_hub(self) -> None:
-        """Another rank may be the hub."""
+        """The hub may have changed."""
 
 
-class Beside(Protocol):
-    """What opens control links beside the star."""
+class DirectLinks(Protocol):
+    """Opens control links outside the star."""
 
     def dials(self, rank: int) -> bool:
-        """Whether a link to `rank` is on its way."""
+        """Whether a link to `rank` is being opened."""
 
     def attached(self, link: Link) -> None:
-        """There is a control link now, whoever opened it."""
+        """A control link is open, whichever end opened it."""
 
 
 class Receiver(Protocol):
-    """What carries out control messages."""
+    """Carries out control messages."""
 
-    def hear(self, peer: int, payload: memoryview | None, way: str) -> None:
-        """Take a message of `peer` that has come on this way."""
+    def receive(self, peer: int, payload: memoryview | None, way: str) -> None:
+        """Handle a message that `peer` sent this way."""
 
     def refuse(self, peer: int, error: Exception | None, link: Link) -> bool:
-        """Be done with `peer` if `error` says that what it sent cannot be taken; whether it does."""
+        """End all contact with `peer` if `error` means that its message was unacceptable; return whether it does."""
 
     def parting(self) -> ControlMessage:
-        """Say which groups this rank has gone on from, and who finds the end behind the data on a link of its own."""
+        """Return the message that this rank ends: the groups it continued elsewhere, and its data links."""
 
 
 class ControlPlane:
-    """The sink of all control links of one rank.
+    """The sink of all control links of one rank, and their owner.
 
     Args:
         context: of the endpoint.
@@ -96,7 +96,7 @@ class ControlPlane:
 
     _ranks: Ranks
     _detector: Detector
-    _beside: Beside
+    _direct_links: DirectLinks
     _receiver: Receiver
 
     def __init__(self, context: Context) -> None:
@@ -104,7 +104,8 @@ class ControlPlane:
         self._links: dict[int, Link] = {}
         self._gone: set[int] = set()
         self._hub = 0
-        # As the hub: who has ended in this turn of the loop, is linked to whom, and has gone on from which groups.
+        # As the hub: ranks that ended in this turn of the loop, the links of each, and the groups each continued
+        # elsewhere.
         self._ended: list[tuple[int, list[int], list[int]]] = []
         self._dialling: set[int] = set()
         self._backlog: list[tuple[int, ControlMessage]] = []
@@ -112,26 +113,26 @@ class ControlPlane:
         self._lost_early: RendezvousError | None = None
         self._parting: asyncio.Future[None] | None = None
         self._patient = True
-        self._told: int | None = None
+        self._notified: int | None = None
 
-    def connect(self, ranks: Ranks, detector: Detector, beside: Beside, receiver: Receiver) -> None:
-        """Have others told what happens to the links, and what is said on them."""
-        self._ranks, self._detector, self._beside, self._receiver = ranks, detector, beside, receiver
+    def connect(self, ranks: Ranks, detector: Detector, direct_links: DirectLinks, receiver: Receiver) -> None:
+        """Set the parts that are notified of links and messages."""
+        self._ranks, self._detector, self._direct_links, self._receiver = ranks, detector, direct_links, receiver
 
     @property
     def links(self) -> list[Link]:
-        """The links that are open."""
+        """The open links."""
         return list(self._links.values())
 
     @property
     def hub(self) -> int:
-        """The lowest rank that has neither left nor died."""
+        """The lowest rank that has neither ended nor died."""
         while self._hub in self._gone:
             self._hub += 1
         return self._hub
 
     def is_gone(self, rank: int) -> bool:
-        """Whether `rank` has left or died."""
+        """Whether `rank` has ended or died."""
         return rank in self._gone
 
     def link(self, rank: int) -> Link | None:
@@ -139,25 +140,25 @@ class ControlPlane:
         return self._links.get(rank)
 
     def dials(self, rank: int) -> bool:
-        """Whether a link to `rank`, as the next hub, is on its way."""
+        """Whether a link to `rank`, as the next hub, is being opened."""
         return rank in self._dialling
 
     def linked(self, rank: int) -> bool:
-        """Whether there is a link to `rank`, or one on its way, or never will be."""
+        """Whether there is a link to `rank`, one is being opened, or there never will be one."""
         return rank in self._links or rank in self._dialling or rank in self._gone
 
     def absent(self) -> list[int]:
-        """Ranks the hub has not seen yet."""
+        """Ranks that have not connected to the hub yet."""
         present = {self._context.rank, *self._links}
         return [rank for rank in range(self._context.world_size) if rank not in present]
 
     def cut(self, rank: int) -> list[Link]:
-        """Use the link to `rank` no more; return it, if there is one."""
+        """Stop using the link to `rank`; return it, if there is one."""
         link = self._links.pop(rank, None)
         return [] if link is None else [link]
 
     async def join(self) -> None:
-        """Connect to the hub; return when all ranks have.
+        """Connect to the hub; return when all ranks have connected.
 
         Raises:
             RendezvousError: a rank died before that.
@@ -172,17 +173,17 @@ class ControlPlane:
             raise self._lost_early
 
     def formed(self) -> None:
-        """All ranks are linked to the hub, which says so."""
+        """The hub says that all ranks are linked to it."""
         if not self._formed.done():
             self._formed.set_result(None)
 
     def attach(self, link: Link) -> None:
-        """Use a link that was opened by us or by a peer."""
+        """Use a link that this rank or a peer has opened."""
         broken = self._links.get(link.peer)
         self._links[link.peer] = link
         link.sink = self
         if broken is not None:
-            # The peer has none any more, and has not been heard saying so. What is to be said now goes by the new one.
+            # The peer has lost the old link; this rank has not seen its end yet. From now on the new link is used.
             broken.close()
             self._ranks.cut_off(link.peer)
         link.start()
@@ -196,13 +197,13 @@ class ControlPlane:
             self.tell(rank, message)
         self._detector.linked(link)
         self._ranks.restored(link.peer)
-        self._beside.attached(link)
+        self._direct_links.attached(link)
         self._part()
 
-    # -- saying
+    # -- sending
 
     def tell(self, rank: int, message: ControlMessage) -> None:
-        """Send `message` to one rank, by the hub if there is no link."""
+        """Send `message` to one rank, through the hub if there is no link."""
         link = self._links.get(rank)
         if link is not None:
             send_message(link, message)
@@ -220,10 +221,10 @@ class ControlPlane:
                 self.tell(rank, message)
 
     async def part(self) -> None:
-        """Let all other ranks know that this one ends, or will be told by `goodbye`; give up after a while."""
+        """Tell all other ranks that this one ends, unless `goodbye` will tell them; give up after a while."""
         self._parting = self._context.loop.create_future()
         call_later = self._context.runtime.call_later
-        timers = call_later(PATIENCE, self._lose_patience), call_later(PARTING, self.parted)
+        timers = call_later(PATIENCE, self._stop_waiting), call_later(PARTING, self.parted)
         self._part()
         try:
             await self._parting
@@ -232,35 +233,35 @@ class ControlPlane:
                 timer.cancel()
 
     def goodbye(self) -> None:
-        """Tell every peer with a link that this rank ends its side in order."""
+        """Tell every linked peer that this rank ends in order."""
         for link in self.links:
-            if link.peer != self._told:
+            if link.peer != self._notified:
                 send_message(link, self._end())
 
     def _end(self) -> ControlMessage:
-        """Say who finds the end behind the data on a link of its own."""
+        """Return the message that this rank ends, which lists its data links."""
         return {"t": "end", **self._receiver.parting()}
 
-    # -- hearing: the sink of control links
+    # -- receiving: the sink of control links
 
     def route(self, link: Link, header: Header) -> memoryview | None:
-        """Control frames are small: they gather in the link."""
+        """Control frames are small: the link buffers them."""
         return None
 
     def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
-        """Take a control frame."""
+        """Handle a control frame."""
         if header[0] != FrameKind.CONTROL:
             raise ProtocolError(f"rank {link.peer} sent a frame of kind {header[0]} on a control link")
-        self._receiver.hear(link.peer, payload, CONTROL)
+        self._receiver.receive(link.peer, payload, CONTROL)
 
     def drained(self, link: Link) -> None:
-        """Nothing waits for this."""
+        """Nothing to do: nothing waits for it."""
 
     def lost(self, link: Link, error: Exception | None) -> None:
-        """A control link is gone: its peer has ended, or is lost, or what it sent cannot be taken."""
+        """A control link is closed: its peer has ended or is lost, or sent something unacceptable."""
         peer = link.peer
         if self._links.get(peer) is not link:
-            return  # there is another one since
+            return  # it has been replaced
         del self._links[peer]
         if self._receiver.refuse(peer, error, link):
             return
@@ -268,14 +269,14 @@ class ControlPlane:
             self.gone(peer)
         self._detector.broken(peer, f"its control connection broke ({error or 'closed without a goodbye'})")
 
-    # -- hubs come and go
+    # -- changes of the hub
 
     def gone(self, rank: int) -> None:
-        """The rank is lost or has ended: nothing is sent to it, and the next lowest rank may be the hub now."""
+        """A rank is lost or has ended: nothing is sent to it any more, and the next lowest rank may be the new hub."""
         self.gone_too([rank])
 
     def back(self, rank: int) -> None:
-        """A lost rank can be reached again; it may be the hub."""
+        """A lost rank is reachable again; it may be the hub."""
         hub = self.hub
         self._gone.discard(rank)
         self._hub = 0
@@ -293,13 +294,13 @@ class ControlPlane:
             self._part()
 
     def miss(self, rank: int, detail: str) -> None:
-        """End `join` if it still waits, since the rank has died."""
+        """End `join` with an error if it still waits, since a rank has died."""
         if not self._formed.done():
             self._lost_early = RendezvousError(f"rank {rank} was lost while the ranks met: {detail}")
             self._formed.set_result(None)
 
     def ends(self, peer: int, linked: list[int], moved: list[int]) -> None:
-        """A rank that is not the hub tells only the hub, so that one tells the others."""
+        """A rank ends; a rank that is not the hub tells only the hub, which tells the others."""
         was_hub = peer == self.hub
         self.gone(peer)
         if not was_hub:
@@ -308,7 +309,7 @@ class ControlPlane:
             self._ended.append((peer, linked, moved))
 
     def _pass_on(self) -> None:
-        """Tell the others who has ended; where many end in one turn of the loop, most need not be told."""
+        """Tell the others which ranks have ended; when many end in one turn of the loop, most need not be told."""
         ended, self._ended = self._ended, []
         for rank in range(self._context.world_size):
             others = [each for each in ended if each[0] != rank]
@@ -319,7 +320,7 @@ class ControlPlane:
                 send_message(self._links[rank], {"t": "known"})
 
     def _part(self) -> None:
-        """Take the next step to the end, if this rank is on its way there."""
+        """Take the next step of ending, if this rank is ending."""
         if self._parting is None or self._parting.done():
             return
         size, rank, hub = self._context.world_size, self._context.rank, self.hub
@@ -329,24 +330,24 @@ class ControlPlane:
             away = self._gone | {rank}
             if not self._patient and all(each in self._links for each in range(size) if each not in away):
                 self.parted()
-        elif hub in self._links and self._told != hub:
-            self._told = hub
+        elif hub in self._links and self._notified != hub:
+            self._notified = hub
             send_message(self._links[hub], self._end())
 
-    def _lose_patience(self) -> None:
+    def _stop_waiting(self) -> None:
         self._patient = False
         self._part()
 
     def parted(self) -> None:
-        """All that have to know that this rank ends do so."""
+        """All ranks that must know that this one ends know it."""
         if self._parting is not None and not self._parting.done():
             self._parting.set_result(None)
 
     def succeed_hub(self) -> None:
-        """There is another hub than before: see that there is a link to it."""
+        """The hub may have changed: make sure that there is a link to it."""
         context, hub = self._context, self.hub
         if not context.closed and hub != context.rank:
-            if not self.linked(hub) and not self._beside.dials(hub):
+            if not self.linked(hub) and not self._direct_links.dials(hub):
                 self._dialling.add(hub)
                 context.spawn(self._redial(hub), "aiocoll control")
             self._detector.follow_hub()
@@ -355,7 +356,7 @@ class ControlPlane:
         try:
             await self._dial(rank)
         except (OSError, AiocollError) as error:
-            # If it was leaving as well, its goodbye has come before that of the last hub.
+            # If it was ending as well, its goodbye came before that of the last hub.
             self._ranks.died(rank, f"it cannot be reached ({error})", how="unreachable")
         finally:
             self._dialling.discard(rank)

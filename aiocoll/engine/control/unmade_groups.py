@@ -1,8 +1,8 @@
-"""What peers have said of groups that this rank has not made yet; it is heard when the group is made.
+"""Frames and messages for groups that this rank has not made yet; they are delivered when the group is made.
 
-Ranks make groups without waiting for each other, so a rank may be behind. How much is kept is bounded for each peer,
-whatever groups it names: frames by the windows of its link (`aiocoll.engine.links.channel`), the rest by numbers that
-no honest rank comes near. A peer that goes beyond breaks the protocol.
+Ranks make groups without waiting for each other, so a rank may be behind. What is buffered is bounded for each peer,
+whatever groups it names: frames by the window of its link (`aiocoll.engine.links.channel`), everything else by limits
+far above what a correct peer needs. A peer that exceeds a limit breaks the protocol.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from aiocoll.transport.frame import Header
 
 __all__ = ["Early", "Kept", "Source", "Unmade", "keep_message"]
 
-#: Groups that one peer may speak of before this rank has made them: it would have to be thousands of calls of
-#: `split_group` ahead, each of which made a group that it has used, left or revoked by now.
+#: Groups that one peer may name before this rank has made them: the peer would have to be thousands of calls of
+#: `split_group` ahead, each for a group that it has used, left or revoked by now.
 GROUPS = 4096
-#: Messages about CUDA devices of one peer for one group: before all have said what they have, each says that once.
+#: Messages about CUDA devices of one peer for one group: before all ranks have described theirs, each sends one.
 DEVICE_MESSAGES = 16
 
 
 class Source(Protocol):
-    """What a frame that waits has come on.
+    """The channel on which a waiting frame arrived.
 
     Attributes:
-        peer: who has sent it.
+        peer: the sender.
     """
 
     peer: int
@@ -37,25 +37,25 @@ class Source(Protocol):
         """Count a frame that has to wait."""
 
     def release(self, header: Header) -> None:
-        """A frame that has waited does so no more."""
+        """Stop counting a frame that has waited."""
 
-    def hear_again(self, deliver: Callable[..., bool], header: Header, payload: bytes) -> None:
-        """Hand on a frame that has waited."""
+    def redeliver(self, deliver: Callable[..., bool], header: Header, payload: bytes) -> None:
+        """Deliver a frame that has waited."""
 
 
-#: A frame that waits, and what it has come on.
+#: A waiting frame: its channel, header and payload.
 Kept = tuple[Source, Header, bytes]
 
 
 class Unmade:
-    """One group.
+    """What has arrived for one group that is not made yet.
 
     Attributes:
-        frames: for it, in the order in which they have come.
-        messages: about CUDA devices, and whose they are.
+        frames: in order of arrival.
+        messages: about CUDA devices, with their senders.
         cause: why it was revoked, if it was.
         departed: ranks that have left it.
-        peers: that have spoken of it.
+        peers: that have named it.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Unmade:
 
 
 class Early:
-    """All groups of one endpoint that are not made, or never will be."""
+    """All groups of one endpoint that are not made yet, have been left, or will never be made."""
 
     def __init__(self) -> None:
         self._unmade: dict[int, Unmade] = {}
@@ -80,22 +80,22 @@ class Early:
         return identity in self._over
 
     def unmade(self, identity: int, peer: int) -> Unmade:
-        """Return what is kept for a group of which `peer` has spoken.
+        """Return the buffer of a group that `peer` has named.
 
         Raises:
-            ProtocolError: it has spoken of too many.
+            ProtocolError: it has named too many.
         """
         found = self._unmade.get(identity)
         if found is None or peer not in found.peers:
             if self._named[peer] >= GROUPS:
-                raise ProtocolError(f"rank {peer} has spoken of more than {GROUPS} groups that are not made yet")
+                raise ProtocolError(f"rank {peer} has named more than {GROUPS} groups that are not made yet")
             self._named[peer] += 1
             found = found or self._unmade.setdefault(identity, Unmade())
             found.peers.add(peer)
         return found
 
     def keep_frame(self, channel: Source, header: Header, payload: memoryview | None) -> bool:
-        """Keep a frame; True if its group is over instead."""
+        """Buffer a frame; True if its group is over, and the frame is dropped instead."""
         identity = header[3]
         if identity in self._over:
             return True
@@ -104,33 +104,33 @@ class Early:
         return False
 
     def keep_message(self, identity: int, peer: int, message: ControlMessage) -> None:
-        """Keep a message about CUDA devices."""
+        """Buffer a message about CUDA devices."""
         if identity not in self._over:
             keep_message(self.unmade(identity, peer).messages, peer, message)
 
     def keep_cause(self, identity: int, peer: int, cause: dict[str, Any]) -> None:
-        """Keep why a group was revoked; the first cause stays."""
+        """Store why a group was revoked; the first cause stays."""
         if identity not in self._over:
             unmade = self.unmade(identity, peer)
             unmade.cause = unmade.cause or cause
 
     def keep_departure(self, identity: int, peer: int) -> None:
-        """Keep that a rank has left a group."""
+        """Store that a rank has left a group."""
         if identity not in self._over:
             self.unmade(identity, peer).departed.add(peer)
 
     def take(self, identity: int) -> Unmade:
-        """Return what was kept for a group, which is made now."""
+        """Return and remove what is buffered for a group that is made now."""
         found = self._unmade.pop(identity, None) or Unmade()
         self._named.subtract(found.peers)
         return found
 
     def end(self, identity: int) -> None:
-        """Keep nothing more for a group: this rank has left it."""
+        """Buffer nothing more for a group: this rank has left it."""
         self._over.add(identity)
 
     def disown(self, identity: int, peer: int) -> None:
-        """Keep nothing for a group of which `peer` has spoken: this rank will never be in it."""
+        """Buffer nothing for a group that `peer` has named: this rank will never be in it."""
         if identity in self._over:
             return
         self._disowned[peer] += 1
@@ -142,10 +142,10 @@ class Early:
 
 
 def keep_message(messages: list[tuple[int, ControlMessage]], peer: int, message: ControlMessage) -> None:
-    """Keep a message about CUDA devices among others, until something hears them.
+    """Append a message about CUDA devices to those that wait for a handler.
 
     Raises:
-        ProtocolError: there are too many of that rank.
+        ProtocolError: that rank has sent too many.
     """
     if sum(each == peer for each, _ in messages) >= DEVICE_MESSAGES:
         raise ProtocolError(

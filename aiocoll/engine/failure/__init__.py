@@ -1,1 +1,1 @@
-"""Which ranks are alive, what an operation waits for, and whose call differs."""
+"""Failure detection: which ranks are alive, what an operation waits for, and which calls do not match."""

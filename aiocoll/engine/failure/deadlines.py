@@ -1,4 +1,4 @@
-"""The one timer of an endpoint: finds operations that have waited long, without costing those that do not."""
+"""One timer per endpoint that finds operations that have waited long, at no cost for those that have not."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["REPORT_AFTER", "Deadlines", "Group"]
 
 #: Seconds after which a pending operation is reported to the coordinator (contract: 250 ms); also the timer's period.
 REPORT_AFTER = 0.25
-#: Operations looked at in a tick, oldest first: with equal timeouts the oldest is the first to expire.
+#: Operations examined per tick, oldest first: with equal timeouts the oldest is the first to expire.
 LOOKED_AT = 64
 
 
 class Group(Protocol):
-    """A group, as far as its operations have deadlines.
+    """What the deadlines need of a group.
 
     Attributes:
-        default_timeout: of operations that expire in the order of entry.
-        warn_after: seconds after which an operation that waits is reported in the log.
+        default_timeout: of operations that expire in order of entry.
+        warn_after: seconds after which a pending operation is logged.
         pending: operations in flight, oldest first.
         operations: the collectives among them.
         stalls: finds out what they wait for.
@@ -38,7 +38,7 @@ class Group(Protocol):
     stalls: StallInspector
 
     def attempt(self, callback: Callable[..., object], *args: object) -> None:
-        """Call something that runs for the group."""
+        """Call something on behalf of the group."""
 
 
 class Deadlines:
@@ -58,21 +58,21 @@ class Deadlines:
         self._groups = groups
         self._needed = needed
         self.timer: asyncio.TimerHandle | None = None
-        #: When it goes off; uvloop's timers of less than a millisecond do not tell.
+        #: When it goes off; uvloop's timers of less than a millisecond do not say.
         self._due = 0.0
-        # Operations whose timeout is not the group's: these may expire before older ones.
+        # Operations with another timeout than the group's: these may expire before older ones.
         self._hurried: dict[Operation, Group] = {}
 
     def entered(self, group: Group, operation: Operation) -> None:
-        """Keep an eye on `operation` of `group`; while there is a timer, usual timeouts need no word."""
+        """Watch `operation` of `group`; default timeouts need this only while no timer runs."""
         if operation.timeout != group.default_timeout:
             self._hurried[operation] = group
-            self._arm(_patience(operation))
+            self._arm(_report_delay(operation))
         elif self.timer is None:
             self._arm(REPORT_AFTER)
 
     def ended(self, operation: Operation) -> None:
-        """Forget `operation`, lest its buffers live until the next tick."""
+        """Forget `operation`, so that its buffers do not live until the next tick."""
         self._hurried.pop(operation, None)
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class Deadlines:
             self.timer = None
 
     def _arm(self, delay: float) -> None:
-        """Tick in `delay` seconds, if not sooner anyway."""
+        """Tick in `delay` seconds at the latest."""
         due = self._runtime.time() + delay
         if self.timer is not None:
             if delay >= REPORT_AFTER or self._due <= due:
@@ -110,14 +110,14 @@ class Deadlines:
         waits = False
         for group in list(self._groups.values()):
             oldest = True
-            # Collectives also on their own: any number of receives may have been pending for longer.
+            # Collectives are also examined separately: any number of receives may have been pending for longer.
             pending = dict.fromkeys(islice(group.pending, LOOKED_AT))
             pending.update(dict.fromkeys(islice(group.operations.values(), LOOKED_AT)))
             for operation in pending:
                 busy = True
                 waits = waits or now - operation.entered >= REPORT_AFTER
                 group.attempt(self._look, group, operation, now, oldest)
-                # Receives may wait for as long as they like, and are not reported.
+                # Receives may wait indefinitely, and are not reported.
                 oldest = oldest and operation.id & P2P == P2P
         if waits:
             self._needed()
@@ -125,7 +125,7 @@ class Deadlines:
             self._arm(delay)
 
     def _look(self, group: Group, operation: Operation, now: float, oldest: bool) -> None:
-        """Do what is due; of those that have been reported only the `oldest` is again."""
+        """Do what is due for an operation; of those already reported, only the `oldest` is reported again."""
         if operation.done:
             return
         age = now - operation.entered
@@ -141,11 +141,11 @@ class Deadlines:
             stalls.warn(operation, age)
 
 
-def _patience(operation: Operation) -> float:
-    """Seconds until the first report: in half the time of a short timeout there is time for an answer."""
+def _report_delay(operation: Operation) -> float:
+    """Seconds until the first report: half of a short timeout, which leaves time for an answer."""
     return min(REPORT_AFTER, operation.timeout / 2)
 
 
 def _due(operation: Operation) -> float:
-    """Return when `operation` is to be reported."""
-    return operation.reported or operation.entered + _patience(operation)
+    """Return when `operation` has to be reported."""
+    return operation.reported or operation.entered + _report_delay(operation)

@@ -1,10 +1,11 @@
-"""Who is alive: the loop's side of the watchdog.
+"""Which ranks are alive: the event loop's part of the watchdog.
 
-The hub watches all ranks, and all watch the hub. A process of the same host is looked at while something waits for it;
-with a rank whose process cannot be seen from here there is a heartbeat. Ranks of one process need none of this.
+The hub monitors all ranks, and all ranks monitor the hub. A process of the same host is checked while something waits
+for it; a rank whose process is not visible from here has a heartbeat. Ranks of one process need neither.
 
-A connection that breaks proves nothing: firewalls, proxies and cables do it to the living. Only who sees the process
-knows that it is gone, here or on another rank of its host, which then tells all; see `aiocoll.engine.consensus.quorum`.
+A broken connection proves nothing: firewalls, proxies and cables break connections of living processes. Only an
+observer of the process knows that it is gone, here or on another rank of its host, which then tells all; see
+`aiocoll.engine.consensus.quorum`.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ from aiocoll.transport.byte_stream import ByteStream
 
 __all__ = ["FailureDetector"]
 
-#: Seconds between two requests to look at those that something waits for.
+#: Seconds between two requests to check the processes that something waits for.
 ASK_AGAIN = 1.0
-#: Seconds in which what a process said before its end is heard, the goodbye perhaps.
+#: Seconds in which messages sent before a process ended still arrive, perhaps its goodbye.
 LAST_WORDS = 0.05
 #: Seconds in which a process that ends is seen to be gone after its connections broke. The kernel closes them in one of
-#: the last steps of its end; a loaded host may let it wait there.
+#: the last steps of its exit; a loaded host may let it wait there.
 GRACE = 0.3
-#: Seconds between two looks at such a process.
+#: Seconds between two checks of such a process.
 LOOK = 0.005
-#: Seconds between two attempts, each of some seconds, to connect to a rank that does not answer but lives.
+#: Seconds between two attempts, each of some seconds, to connect to a rank that does not answer but is alive.
 CONNECT_AGAIN = 0.5
 
 
 class FailureDetector:
-    """What one endpoint knows of the lives of others.
+    """Finds out for one endpoint which other processes are alive.
 
     Args:
         context: of the endpoint.
         control: who is linked to whom.
-        roster: hears of what is found.
+        roster: is told of the findings.
     """
 
     def __init__(self, context: Context, control: ControlPlane, roster: Roster) -> None:
@@ -54,14 +55,14 @@ class FailureDetector:
         self._processes: dict[int, ProcessId] = {}
         #: Processes of this host that /proc does not show, since they are in another namespace.
         self._pidfds: dict[int, PidFd] = {}
-        #: Those that have come before the thread was there.
+        #: Heartbeats that were opened before the thread was started.
         self._heartbeats: list[tuple[int, ByteStream]] = []
         self._dialling = False
         self._asked_at = -ASK_AGAIN
         self._over = False
 
     def start(self) -> None:
-        """Begin to watch, if there are other processes."""
+        """Start monitoring, if there are other processes."""
         context = self._context
         cards = context.cards
         me = cards[context.rank]
@@ -84,7 +85,7 @@ class FailureDetector:
         self.follow_hub()
 
     def stop(self) -> None:
-        """End the thread and the heartbeats."""
+        """Stop the thread and the heartbeats."""
         self._over = True
         if self._watchdog is not None:
             self._watchdog.stop()
@@ -95,7 +96,7 @@ class FailureDetector:
             pidfd.close()
 
     def linked(self, link: Link) -> None:
-        """Keep the process at the other end of a control link in sight, if this is the only way to it."""
+        """Hold on to the process at the other end of a control link, if it cannot be found in another way."""
         peer = link.peer
         if self._watchdog is None or peer in self._processes or peer in self._pidfds:
             return
@@ -104,7 +105,7 @@ class FailureDetector:
             self._pidfds[peer] = pidfd
 
     def attach(self, rank: int, stream: ByteStream) -> None:
-        """Exchange signs of life with a rank."""
+        """Exchange heartbeats with a rank."""
         if self._over:
             stream.close()
         elif self._watchdog is None:
@@ -113,7 +114,7 @@ class FailureDetector:
             self._watchdog.add_heartbeat(rank, stream)
 
     def follow_hub(self) -> None:
-        """Open a heartbeat to the hub, unless its process can be seen."""
+        """Open a heartbeat to the hub, unless its process is visible."""
         context, hub = self._context, self._control.hub
         if self._watchdog is None or self._dialling or hub in (context.rank, *self._processes):
             return
@@ -122,7 +123,7 @@ class FailureDetector:
             context.spawn(self._dial(hub), "aiocoll heartbeat")
 
     def needed(self) -> None:
-        """Something waits: look at those it may wait for, or have the hub do so."""
+        """Something waits: check the processes it may wait for, or ask the hub to."""
         now = self._context.runtime.time()
         if self._watchdog is None or now < self._asked_at + ASK_AGAIN:
             return
@@ -137,14 +138,14 @@ class FailureDetector:
         self._watchdog.observe({rank: self._processes[rank] for rank in watched & self._processes.keys()})
 
     def sees(self, rank: int) -> bool:
-        """Whether the process of a rank is known to live, whatever its event loop does."""
+        """Whether the process of a rank is known to be alive, even if its event loop is blocked."""
         if rank in self._processes:
             return state(self._processes[rank]) != GONE
         silence = None if self._watchdog is None else self._watchdog.silence(rank)
         return silence is not None and silence <= 2 * ROUND
 
     def state(self, rank: int) -> str:
-        """Say in words what the process of a rank does, as far as it can be seen from here; "" if it cannot."""
+        """Describe what the process of a rank does, as far as visible from here; "" if nothing is known."""
         if rank in self._processes:
             found = state(self._processes[rank])
             return "its process is gone" if found == GONE else f"its process is alive ({found})"
@@ -154,7 +155,7 @@ class FailureDetector:
         return "its process is alive" if silence <= 2 * ROUND else f"nothing of it has been heard for {silence:.1f} s"
 
     async def connect(self, rank: int, kind: ConnKind) -> Link | None:
-        """Open a link to `rank`, if it has not opened one itself; while its process lives, its loop may be blocked."""
+        """Open a link to `rank`, unless it opens one itself; retry while its process lives: its loop may be blocked."""
         while True:
             try:
                 return await self._context.connect(rank, kind)
@@ -177,12 +178,12 @@ class FailureDetector:
             self._roster.died(rank, detail, how="unreachable")
 
     def examine(self, rank: int) -> None:
-        """Tell everybody if the process of a lost rank is seen to be gone."""
+        """If the process of a lost rank is gone, tell all ranks."""
         if rank in self._roster.suspected and self._in_sight(rank):
             self._look(rank, self._context.runtime.time() + GRACE, cut=False)
 
     def look(self, rank: int) -> None:
-        """Tell everybody if the process of a rank is seen to be gone, which no connection tells while it is dialled."""
+        """If the process of a rank is gone, tell all ranks: while it is dialled, no connection shows its end."""
         if not self._over and self._in_sight(rank) and state(self._process(rank)) == GONE:
             self._lost(rank, "killed", 0.0)
 
@@ -193,7 +194,7 @@ class FailureDetector:
         return self._processes.get(rank) or self._pidfds[rank]
 
     def _look(self, rank: int, until: float, cut: bool) -> None:
-        """Look at a process until it is gone, or at least `until`; `cut` if a connection to it broke."""
+        """Check a process until it is gone, or at least `until`; `cut` if a connection to it broke."""
         if self._over:
             return
         runtime = self._context.runtime
@@ -208,7 +209,7 @@ class FailureDetector:
 
     def _lost(self, rank: int, how: str, seconds: float) -> None:
         if how == "killed":
-            # An orderly end may be on its way; the connection tells, unless a child process holds it open.
+            # A goodbye may be on its way; the connection will show the end, unless a child process holds it open.
             self._context.runtime.call_later(LAST_WORDS, self._gone, rank)
         elif how == "stopped":
             self._roster.died(rank, f"its process has been stopped for {seconds:.1f} s", how=how)
@@ -219,7 +220,7 @@ class FailureDetector:
         self._roster.died(rank, "its process is gone")
 
     def _heartbeat_ended(self, rank: int) -> None:
-        """If its rank has ended, or died, that will be heard elsewhere."""
+        """Nothing to do: if its rank has ended or died, other messages tell."""
         if rank == self._control.hub:
             self.follow_hub()
 

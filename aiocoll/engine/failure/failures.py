@@ -1,4 +1,4 @@
-"""What a group fails with, when it loses a rank or code raises here; ranks are numbered as in the group."""
+"""The errors with which a group fails when it loses a rank, or when code raises; ranks are numbered as in the group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["crashed", "left", "lost", "raised", "torn"]
 
 
 def lost(group: str, peer: int, detail: str, how: str) -> GroupError:
-    """A rank is dead, or as good as that: "killed", "unreachable", "stopped", or not to be understood."""
+    """A rank is lost: "killed", "unreachable", "stopped", or refused for a protocol error."""
     if how == PROTOCOL:
         return PeerProtocolError(f"group {group!r} failed: {detail}", group=group, ranks=[peer])
     state = "is gone" if how == "killed" else "is lost"
@@ -20,7 +20,7 @@ def lost(group: str, peer: int, detail: str, how: str) -> GroupError:
 
 
 def torn(group: str, rank: int, peer: int) -> PeerLostError:
-    """The connection between two ranks broke, and both live: both say the same of it."""
+    """The connection between two ranks broke and both are alive; both ranks raise the same text."""
     one, other = sorted((rank, peer))
     text = f"the connection between ranks {one} and {other} of group {group!r} broke, though both live"
     return PeerLostError(text, group=group, ranks=[one, other], how="unreachable")
@@ -39,7 +39,7 @@ def left(group: str, rank: int, peer: int, work: Work[Any]) -> PeerLostError:
 
 
 def raised(group: str, rank: int, work: Work[Any], error: BaseException, what: str) -> GroupError:
-    """What `rank` has to calculate for a work has raised `error`; `what` says what that was."""
+    """A calculation of `rank` for a work has raised `error`; `what` says which calculation."""
     name = work.key or work.seq
     cause = GroupError(
         f"{work.op} (sequence {name!r}) of group {group!r} failed on rank {rank}: "
@@ -54,7 +54,7 @@ def raised(group: str, rank: int, work: Work[Any], error: BaseException, what: s
 
 
 def crashed(group: str, rank: int, error: Exception) -> GroupError:
-    """Code of the library has raised on `rank` what it should not."""
+    """Code of the library has raised an unexpected error on `rank`."""
     text = f"group {group!r} failed on rank {rank}, where the library raised {type(error).__name__}: {error}"
     cause = GroupError(text, group=group, ranks=[rank])
     cause.__cause__ = error

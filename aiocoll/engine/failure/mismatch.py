@@ -1,8 +1,8 @@
-"""Two ranks called what does not belong together: how all ranks come to hear the same of it.
+"""Two ranks called operations that do not match: how all ranks come to raise the same error.
 
-A rank that sees a frame which does not fit sends its own description to the frame's sender. That one knows both sides
-then, and tells the lowest rank, which revokes the group: several pairs may notice at the same time, and only one of
-them is the cause. If that rank is silent, the one who knows revokes after a while by itself.
+A rank that receives a frame that does not fit sends its own description to the frame's sender. The sender knows both
+descriptions then, and tells the lowest rank, which revokes the group: several pairs may notice at the same time, and
+only one pair is reported. If the lowest rank is silent, the sender itself revokes after a while.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from aiocoll.engine.operations.operation_log import Record
 
 __all__ = ["Group", "MismatchReports"]
 
-#: Seconds the lowest rank has to revoke a group of whose disagreement it was told: its loop may be blocked, and the
+#: Seconds the lowest rank has to revoke a group after it was told of a mismatch: its loop may be blocked, and the
 #: contract gives one second in all.
 INSIST_AFTER = 0.5
 
@@ -24,12 +24,12 @@ Description = dict[str, Any]
 
 
 class Group(Protocol):
-    """A group of which two ranks may call what does not belong together.
+    """What mismatch reports need of a group.
 
     Attributes:
         rank: this one.
         ranks: all of them, numbered as in the job.
-        left: those that have left.
+        left: those that have closed the group.
     """
 
     rank: int
@@ -37,24 +37,24 @@ class Group(Protocol):
     left: set[int]
 
     def record(self, op: int) -> Record | None:
-        """Return what is remembered of a collective: of a part of one, the whole."""
+        """Return the record of a collective; for a child operation, the record of its parent."""
 
     def disagreement(self, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-        """Fail, since two ranks called operations that do not belong together."""
+        """Revoke the group: two ranks called operations that do not match."""
 
     def stands(self) -> bool:
-        """Whether the group has neither failed nor been left."""
+        """Whether the group is still usable: neither revoked nor closed."""
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> TimerHandle:
-        """Call something that runs for the group in `delay` seconds."""
+        """Call something on behalf of the group in `delay` seconds."""
 
 
 class MismatchReports:
-    """The part of one group that finds out whose call is another one.
+    """Finds out for one group which ranks' calls do not match.
 
     Args:
-        group: whose.
-        sender: tells its other ranks.
+        group: the group.
+        sender: sends to its other ranks.
     """
 
     def __init__(self, group: Group, sender: Sender) -> None:
@@ -63,13 +63,13 @@ class MismatchReports:
         self._open: set[int] = set()
 
     def disagree(self, peer: int, op: int, mine: Description) -> None:
-        """A frame of `peer` does not fit what this rank called: let the peer name both sides."""
+        """A frame of `peer` does not match this rank's call: tell the peer, which then knows both calls."""
         if op not in self._open:
             self._open.add(op)
             self._sender.say(peer, {"t": "disagree", "op": op, "theirs": mine})
 
     def differ(self, one: Description, two: Description) -> None:
-        """Two calls do not belong together: let the lowest rank say so to all."""
+        """Two calls do not match: let the lowest rank tell all."""
         group = self._group
         judge = next(rank for rank in range(len(group.ranks)) if rank not in group.left)
         if group.rank == judge:
@@ -79,28 +79,28 @@ class MismatchReports:
             group.call_later(INSIST_AFTER, self._insist, one, two)
 
     def disagreed(self, peer: int, message: dict[str, Any]) -> None:
-        """A frame of this rank did not fit what `peer` called."""
+        """A frame of this rank did not match what `peer` called."""
         group, op = self._group, message["op"]
         record = group.record(op)
         self.differ(_forgotten(group.rank, op) if record is None else record.describe(group.rank), message["theirs"])
 
     def differed(self, peer: int, message: dict[str, Any]) -> None:
-        """Another rank knows of two calls that do not belong together."""
+        """Another rank reports two calls that do not match."""
         self.settle(message["one"], message["two"])
 
     def settle(self, one: Description, two: Description) -> None:
-        """Fail the group by name: two ranks called what does not belong together."""
+        """Revoke the group, naming the two calls."""
         self._group.disagreement(one, two)
 
     def _insist(self, one: Description, two: Description) -> None:
         group = self._group
         if group.stands():
             group.disagreement(one, two)
-            # Revocations may go through the one that is silent; these do not where there is a link.
+            # Revocations may be routed through the silent rank; these messages go direct where there is a link.
             for rank in set(range(len(group.ranks))) - {group.rank}:
                 self._sender.say(rank, {"t": "differ", "one": one, "two": two})
 
 
 def _forgotten(rank: int, op: int) -> Description:
-    """Stand in for what `rank` called so long ago that it has no record of it."""
+    """Stand in for a call of `rank` that is too old to have a record."""
     return {"rank": rank, "op": "AN OPERATION IT NO LONGER REMEMBERS", "seq": op, "key": None}

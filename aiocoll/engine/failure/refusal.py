@@ -1,7 +1,7 @@
-"""What becomes of a rank that has sent what cannot be taken: it hears why, and nothing more of it is heard.
+"""What happens to a rank that has sent something unacceptable: it is told why, and everything else it sends is ignored.
 
-Its links are ended and its groups fail by name on all ranks, be it that it broke the protocol or that an exception was
-raised here while something of it was handled: nobody could tell what is missing from then on.
+Its links are closed and its groups fail on all ranks with an error that names it, whether it broke the protocol or an
+exception was raised here while its message was handled: in both cases nobody knows what is missing from then on.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from aiocoll.transport.frame import Header
 
 __all__ = ["LINGER", "Ignored", "Refusals", "cannot_be_taken"]
 
-#: Seconds for which a link is kept for what is still to be sent, and for the peer to end its side too.
+#: Seconds for which a link stays open to send what is queued, and for the peer to end its side too.
 LINGER = 1.0
 
 
 class Refusals:
-    """The links of one endpoint that are on their way to their end.
+    """The links of one endpoint that are being closed after a refusal.
 
     Args:
         context: of the endpoint.
         control: its control links.
-        roster: hears which rank is refused.
-        cut: returns the data links to a rank, which are used no more.
+        roster: is told which rank is refused.
+        cut: stops the use of the data links to a rank and returns them.
         ended: called with a rank that had ended before it was refused.
     """
 
@@ -53,7 +53,7 @@ class Refusals:
         self._links: dict[Link, asyncio.TimerHandle] = {}
 
     def refuse(self, peer: int, error: Exception, link: Link | None = None) -> None:
-        """Be done with `peer`; `link`, if the endpoint does not know it any more, is one of its links."""
+        """End all contact with `peer`; `link` is one of its links that the endpoint has forgotten already."""
         words = str(error)
         if not isinstance(error, ProtocolError):
             words = f"rank {self._context.rank} could not take what rank {peer} sent: {error!r}"
@@ -71,14 +71,14 @@ class Refusals:
             each.finish()
 
     def attempt(self, peer: int, take: Callable[..., Any], *args: Any) -> Any:
-        """Call `take` with something of `peer` that has waited here; what it raises ends the peer's links, too."""
+        """Call `take` with something of `peer` that has waited here; an exception ends the peer's links, too."""
         try:
             return take(*args)
         except Exception as error:
             self.refuse(peer, error)
 
     def close(self) -> None:
-        """End all links now."""
+        """Close all links now."""
         for link in list(self._links):
             self._close(link)
 
@@ -93,22 +93,22 @@ class Refusals:
 
 
 class Ignored:
-    """The sink of a link that is being ended: nothing more is heard."""
+    """The sink of a link that is being closed: ignores what arrives."""
 
     def __init__(self, lost: Callable[[Link, Exception | None], None]) -> None:
         self.lost = lost
 
     def route(self, link: Link, header: Header) -> memoryview | None:
-        """Name no place."""
+        """Give no memory: the payload is dropped."""
         return None
 
     def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
         """Drop a frame."""
 
     def drained(self, link: Link) -> None:
-        """Nothing waits for this."""
+        """Nothing to do: nothing waits for it."""
 
 
 def cannot_be_taken(error: Exception | None) -> TypeGuard[Exception]:
-    """Whether a link has ended because of what the peer sent, or because of what taking it raised here."""
+    """Whether a link ended because of what the peer sent, or because handling it raised an exception here."""
     return error is not None and not isinstance(error, OSError)

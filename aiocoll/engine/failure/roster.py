@@ -1,4 +1,4 @@
-"""What one rank knows of the others of its job: who is lost, and how, who is back, and who has ended in order."""
+"""The state of all other ranks of the job: which are lost and how, which are reachable again, which have ended."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ __all__ = ["Group", "Roster"]
 
 
 class Group(Protocol):
-    """A group, as far as it hears of lost ranks; they are numbered as in the job."""
+    """What the roster needs of a group; ranks are numbered as in the job."""
 
     @property
     def position(self) -> Mapping[int, int]:
-        """The number in the group by rank in the job."""
+        """Rank in the group by rank in the job."""
 
     def lost(self, rank: int, detail: str, how: str) -> None:
-        """A rank is dead, or as good as that."""
+        """A rank is lost."""
 
     def torn(self, rank: int) -> None:
-        """The connection to a rank broke, and both live."""
+        """The connection to a rank broke, though both processes live."""
 
 
 class Roster:
-    """The other ranks of one endpoint.
+    """The state of the other ranks of one endpoint.
 
     Args:
         context: of the endpoint.
         control: tells the others.
-        groups: of this rank; they fail with their ranks.
+        groups: of this rank; they fail when one of their ranks is lost.
 
     Attributes:
-        dead: how each lost rank was lost, and what tells so: proven dead ("killed"), or not.
-        over: ranks that have ended or are lost: that a connection to one of them breaks tells nothing new.
+        dead: how each lost rank was lost, and the evidence for it: proven dead ("killed"), or not.
+        over: ranks that have ended or are lost: a connection that breaks to one of them is no news.
         changed: see `connect`.
     """
 
@@ -53,29 +53,29 @@ class Roster:
     def connect(
         self, examine: Callable[[int], None], changed: Callable[[], None], renew: Callable[[int], None]
     ) -> None:
-        """Have others told.
+        """Set the callbacks.
 
         Args:
-            examine: called with a rank that is lost: perhaps its process is seen to be gone.
-            changed: called when a rank was lost, has ended, or is back.
-            renew: called with a rank that is back.
+            examine: called with a rank that is lost: its process may be gone, which would prove its death.
+            changed: called when a rank was lost, has ended, or is reachable again.
+            renew: called with a rank that is reachable again.
         """
         self._examine, self.changed, self._renew = examine, changed, renew
 
     @property
     def suspected(self) -> set[int]:
-        """The lost ranks that may still live."""
+        """Lost ranks that may still be alive."""
         return {rank for rank, (how, _) in self.dead.items() if how != "killed"}
 
     def died(self, rank: int, detail: str, tell: bool = True, how: str = "killed") -> None:
-        """A rank is lost: every group it belongs to fails, here and, if we are first to know, everywhere.
+        """A rank is lost: all its groups fail here and, if this rank is the first to know, on all other ranks.
 
         Args:
-            rank: which one.
-            detail: what tells so.
+            rank: the lost rank.
+            detail: the evidence.
             tell: this rank is the first to know.
-            how: "killed" only if a witness has proven it: nothing of that rank is heard any more. Others keep their
-                say: "unreachable" and "stopped" ranks may come back, and of "protocol" ones another rank may hear.
+            how: "killed" only if a witness has proven it: all messages of that rank are ignored. Otherwise the rank may
+                come back ("unreachable", "stopped"), or other ranks may still hear from it ("protocol").
         """
         context = self._context
         if context.closed or rank == context.rank:
@@ -94,7 +94,7 @@ class Roster:
                     group.lost(rank, detail, how)
 
     def cut_off(self, rank: int) -> None:
-        """The connection to a rank broke although its process lives: what both need fails, for the same reason."""
+        """The connection to a rank broke although its process lives: groups with both fail, for the same reason."""
         if self._context.closed or rank in self.over:
             return
         self._context.transport.catch_up()
@@ -112,7 +112,7 @@ class Roster:
         self._examine(rank)
 
     def restored(self, rank: int) -> None:
-        """A rank that was lost, and neither proven dead nor refused, is heard again: it can be in new groups."""
+        """A lost rank, neither proven dead nor refused, is reachable again: it can be in new groups."""
         if self._context.closed or self.dead.get(rank, ("", ""))[0] not in ("unreachable", "stopped"):
             return
         del self.dead[rank]

@@ -1,4 +1,4 @@
-"""How the ranks of one group tell each other of its operations."""
+"""How the ranks of one group send each other messages about its operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Channel", "Sender"]
 
 
 class Channel(Protocol):
-    """What connects this rank to another one.
+    """The channel to another rank.
 
     Attributes:
         link: the data link, if there is one.
@@ -23,18 +23,18 @@ class Channel(Protocol):
     link: Link | None
 
     def say(self, message: ControlMessage) -> None:
-        """Send a control message behind all data."""
+        """Send a control message behind all queued data."""
 
 
 class Sender:
-    """Sends what is about operations of one group.
+    """Sends messages about the operations of one group.
 
     Args:
         identity: the group.
         ranks: of the group, numbered as in the job.
-        channels: to them.
-        control: reaches all of them.
-        links: between this rank and each of them.
+        channels: to these ranks.
+        control: the star, which reaches all of them.
+        links: direct links between this rank and each of them.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class Sender:
         self._lineage: tuple[Any, ...] = ()
 
     def split_off(self, parent: Sender, split: Any) -> None:
-        """Tell from now on where this group has come from: of which one, and by which call."""
+        """From now on, add the origin of this group to its messages: the group and the call it was split from."""
         self._lineage = (*parent._lineage, split)
 
     def tell(self, rank: int, message: ControlMessage) -> None:
-        """Send a message on a link between this rank and `rank`."""
+        """Send a message on a direct link between this rank and `rank`."""
         if self._lineage:
             message = {**message, "split": self._lineage}
         self._links.tell(self._ranks[rank], {**message, "g": self._group})
 
     def say(self, rank: int, message: ControlMessage) -> None:
-        """Send a message on the data link to `rank`, if there is one: it depends on nobody else."""
+        """Send a message on the data link to `rank`, if there is one: it does not depend on any other rank."""
         message = {**message, "g": self._group}
         if self._channels[rank].link is not None:
             self._channels[rank].say(message)

@@ -1,10 +1,10 @@
-"""Who has not entered, who called something else: the questions ranks ask each other about an operation that waits.
+"""Which ranks have not entered an operation, or called another one: the messages ranks exchange about a stall.
 
 An operation pending for 250 ms is reported to the group's coordinator, its lowest rank, and then once a second. The
-coordinator compares the reports, asks the ranks that sent none, and answers with the ranks that have not entered, and
-with those that do not answer, be it that their loop is blocked or that they are stopped. If the coordinator itself does
-not answer, the next rank is asked instead. A rank that was asked about an operation before it enters reports as soon as
-it does.
+coordinator compares the reports, asks the ranks that sent none, and answers with the ranks that have not entered and
+with those that do not answer, because their loop is blocked or their process is stopped. If the coordinator itself does
+not answer, the next rank is asked instead. A rank that is asked about an operation before it enters it reports when
+it enters.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from aiocoll.runtime import Runtime
 
 __all__ = ["Group", "StallInspector"]
 
-#: Operations for which reports and answers are kept, the oldest ones first to go.
+#: Operations for which reports and answers are kept; the oldest are dropped first.
 KEPT = 256
-#: Seconds between two reports of the oldest operation that waits: what is known of the others is that fresh.
+#: Seconds between two reports of the oldest pending operation: the state of the others is at most that old.
 REPORT_AGAIN = 1.0
-#: Seconds between two rounds of questions about an operation: the next report of whoever caused one causes the next.
+#: Seconds between two rounds of questions about an operation: the next report from the same rank starts the next round.
 ROUND = 0.9 * REPORT_AGAIN
 #: Seconds a coordinator has to answer before the next rank is asked, at most; a quarter of a shorter timeout.
 PATIENCE = 0.25
-#: Seconds in which answers gather before all who wait are told: answers to one round of questions come together.
+#: Seconds to collect answers before the waiting ranks are told: answers to one round of questions arrive together.
 GATHER = 0.01
 
 Description = dict[str, Any]
 
 
 class Group(Protocol):
-    """A group whose ranks ask each other.
+    """What the stall inspector needs of a group.
 
     Attributes:
         name: of the group.
         rank: this one.
         ranks: all of them, numbered as in the job.
-        left: those that have left.
+        left: those that have closed it.
         pending: operations in flight, oldest first.
         operations: the collectives among them.
-        log_extra: says in the log whose a record is.
+        log_extra: identifies the group and rank in log records.
     """
 
     name: str
@@ -66,22 +66,22 @@ class Group(Protocol):
         """Return what is remembered of a collective: of a part of one, the whole."""
 
     def stands(self) -> bool:
-        """Whether the group has neither failed nor been left."""
+        """Whether the group is still usable: neither revoked nor closed."""
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> TimerHandle:
-        """Call something that runs for the group in `delay` seconds."""
+        """Call something on behalf of the group in `delay` seconds."""
 
 
 class StallInspector:
-    """The part of one group that asks and answers.
+    """Reports, asks and answers for one group.
 
     Args:
-        group: whose.
+        group: the group.
         log: what this rank has called.
-        mismatches: hears of calls that do not belong together.
-        sender: tells the other ranks.
+        mismatches: is told of calls that do not match.
+        sender: sends to the other ranks.
         runtime: the clock.
-        failure_detector: knows what the processes of silent ranks do.
+        failure_detector: knows the state of the processes of silent ranks.
     """
 
     def __init__(
@@ -99,28 +99,28 @@ class StallInspector:
         self._sender = sender
         self._now = runtime.time
         self._state = failure_detector.state
-        # As one who waits: what was answered, by operation; when which rank was asked that has not answered yet; and
-        # the ranks that have been called slow since they last answered.
+        # As a waiting rank: the last answer by operation; the rank asked and when, while it has not answered; and the
+        # ranks logged as slow since they last answered.
         self._findings: dict[int, Finding] = {}
         self._asked: dict[int, tuple[int, float]] = {}
         self._slow: set[int] = set()
-        # As the coordinator: messages by operation. As both: since when a rank has owed an answer.
-        self._inquiries: dict[int, StallReport] = {}
+        # As the coordinator: reports by operation. In both roles: since when a rank has owed an answer.
+        self._reports: dict[int, StallReport] = {}
         self._silent: dict[int, float] = {}
-        #: Operations somebody asked about before this rank has entered them, and who did.
+        #: Operations that ranks asked about before this rank entered them, and those ranks.
         self.asked_early: dict[int, set[int]] = {}
 
-    # -- as one who waits
+    # -- as a waiting rank
 
     def report(self, operation: Operation) -> float:
-        """Tell the coordinator about an operation that has been pending for a while; return when to see to it again."""
+        """Report an operation that has been pending for a while to the coordinator; return when to report it again."""
         if operation.id & P2P:
             return inf
         now = self._now()
         silent = self._asked.get(operation.id)
         finding = self._findings.get(operation.id)
-        if silent is None and finding is not None and now < finding.told + ROUND:
-            return finding.told + REPORT_AGAIN
+        if silent is None and finding is not None and now < finding.received + ROUND:
+            return finding.received + REPORT_AGAIN
         rank = self._coordinator(None if silent is None else silent[0])
         _bounded(self._asked)[operation.id] = rank, now
         if rank != self._group.rank:
@@ -129,7 +129,7 @@ class StallInspector:
         return now + (min(PATIENCE, operation.timeout / 4) if operation.id in self._asked else REPORT_AGAIN)
 
     def entered(self, operation: Operation) -> None:
-        """Answer at last who asked about it: this rank may be done at once, and never send anything."""
+        """Answer the ranks that asked about it: this rank may complete at once, and never send anything else."""
         for peer in self.asked_early.pop(operation.id, ()):
             self._tell(peer, {"t": "report", "op": operation.id, "mine": operation.describe(), "asked": True})
 
@@ -138,11 +138,11 @@ class StallInspector:
         return operation.id in self._asked
 
     def finding(self, op: int) -> Finding | None:
-        """Return what was last answered about an operation."""
+        """Return the last answer about an operation."""
         return self._findings.get(op)
 
     def missing(self, operation: Operation) -> tuple[list[int], str]:
-        """Say which ranks have not entered, as far as this rank has learnt."""
+        """Return the ranks that have not entered, as far as this rank knows, and a text about them."""
         finding = self._findings.get(operation.id)
         if finding is not None:
             return finding.ranks(self._now()), finding.words(self._now())
@@ -157,7 +157,7 @@ class StallInspector:
         return [], text
 
     def warn(self, operation: Operation, age: float) -> None:
-        """Say in the log that an operation has been waiting for `age` seconds."""
+        """Log that an operation has been pending for `age` seconds."""
         _, detail = self.missing(operation)
         logger.warning(
             "group %r, rank %d: %s, called as %s, has been waiting for %.1f s: %s",
@@ -171,7 +171,7 @@ class StallInspector:
         )
 
     def _coordinator(self, silent: int | None) -> int:
-        """Return the lowest rank that may answer, after the one that did not."""
+        """Return the lowest rank that may answer, skipping those that did not."""
         group = self._group
         first = 0 if silent is None else silent + 1
         return next((rank for rank in range(first, group.rank) if rank not in group.left), group.rank)
@@ -207,10 +207,10 @@ class StallInspector:
                     extra=self._group.log_extra,
                 )
 
-    # -- hearing
+    # -- receiving
 
-    def heard(self, peer: int, message: dict[str, Any]) -> None:
-        """Take a message of `peer` (a rank of the group) about an operation."""
+    def handle(self, peer: int, message: dict[str, Any]) -> None:
+        """Handle a message of `peer` (a rank of the group) about an operation."""
         if "asked" in message or message["t"] == "status":
             self._silent.pop(peer, None)
         elif peer in self._silent:
@@ -238,41 +238,41 @@ class StallInspector:
 
     def _reported(self, peer: int, message: dict[str, Any]) -> None:
         op, theirs = message["op"], message["mine"]
-        inquiry = self._inquiry(op)
-        inquiry.called[peer] = theirs
-        inquiry.absent.pop(peer, None)
+        report = self._report_on(op)
+        report.called[peer] = theirs
+        report.absent.pop(peer, None)
         if "asked" in message:
-            inquiry.asked.discard(peer)
-        other = opposed(theirs, inquiry.called.values())
+            report.asked.discard(peer)
+        other = opposed(theirs, report.called.values())
         if other is not None:
             self._mismatches.settle(other, theirs)
             return
         if "asked" in message:
-            self._soon(op, inquiry)
+            self._soon(op, report)
         else:
-            self._ask(op, inquiry, peer)
-            self._answer(op, inquiry, [peer])
+            self._ask(op, report, peer)
+            self._answer(op, report, [peer])
 
     def _absent(self, peer: int, message: dict[str, Any]) -> None:
-        inquiry = self._inquiry(message["op"])
-        inquiry.asked.discard(peer)
-        if peer not in inquiry.called:
-            inquiry.absent[peer] = message["last"], message["age"], self._now()
-            self._soon(message["op"], inquiry)
+        report = self._report_on(message["op"])
+        report.asked.discard(peer)
+        if peer not in report.called:
+            report.absent[peer] = message["last"], message["age"], self._now()
+            self._soon(message["op"], report)
 
-    def _inquiry(self, op: int) -> StallReport:
-        inquiry = self._inquiries.get(op)
-        if inquiry is None:
-            inquiry = _bounded(self._inquiries)[op] = StallReport()
+    def _report_on(self, op: int) -> StallReport:
+        report = self._reports.get(op)
+        if report is None:
+            report = _bounded(self._reports)[op] = StallReport()
         rank = self._group.rank
-        if rank not in inquiry.called:
+        if rank not in report.called:
             if (record := self._group.record(op)) is not None:
-                inquiry.called[rank] = record.describe(rank)
+                report.called[rank] = record.describe(rank)
             else:
                 last = self._last()
                 self._ask_early(op, rank)
-                inquiry.absent[rank] = last["last"], last["age"], self._now()
-        return inquiry
+                report.absent[rank] = last["last"], last["age"], self._now()
+        return report
 
     def _ask_early(self, op: int, peer: int) -> None:
         """Remember to answer `peer`, or this rank itself, when this rank enters the operation."""
@@ -280,55 +280,55 @@ class StallInspector:
             _bounded(self.asked_early)[op] = set()
         self.asked_early[op].add(peer)
 
-    def _ask(self, op: int, inquiry: StallReport, reporter: int) -> None:
-        """Ask every rank but the reporter that has no such question to answer yet, in rounds: all may report."""
+    def _ask(self, op: int, report: StallReport, reporter: int) -> None:
+        """Ask every rank, except the reporter and those already asked; in rounds, since all ranks may report."""
         group = self._group
         now = self._now()
-        if now < inquiry.again:
+        if now < report.again:
             return
-        inquiry.again = now + ROUND
-        before = len(inquiry.asked)
+        report.again = now + ROUND
+        before = len(report.asked)
         for rank in range(len(group.ranks)):
             if rank in group.left:
-                inquiry.absent.setdefault(rank, ("which has left", None, now))
-            elif rank not in (group.rank, reporter) and rank not in inquiry.asked:
-                inquiry.asked.add(rank)
+                report.absent.setdefault(rank, ("which has left", None, now))
+            elif rank not in (group.rank, reporter) and rank not in report.asked:
+                report.asked.add(rank)
                 self._silent.setdefault(rank, now)
                 self._tell(rank, {"t": "query", "op": op})
-        if len(inquiry.asked) > before:
+        if len(report.asked) > before:
             self._expect(op)
 
     def _expect(self, op: int) -> None:
-        """Look again when the next rank has been silent for long."""
+        """Check again when the next rank has been silent for long."""
         now = self._now()
         due = [since + SLOW_AFTER for since in self._silent.values() if since + SLOW_AFTER > now]
         if due:
-            # A little later than that, lest the clock's rounding make it a little less.
+            # A little later, in case the clock's rounding makes it a little less.
             self._group.call_later(min(due) + GATHER - now, self._overdue, op)
 
     def _overdue(self, op: int) -> None:
-        """A rank has been silent for long: those who wait shall know."""
-        inquiry = self._inquiries.get(op)
-        if inquiry is not None and self._silent and self._group.stands():
-            self._answer(op, inquiry, list(inquiry.called))
+        """A rank has been silent for long: tell the waiting ranks."""
+        report = self._reports.get(op)
+        if report is not None and self._silent and self._group.stands():
+            self._answer(op, report, list(report.called))
             self._expect(op)
 
-    def _soon(self, op: int, inquiry: StallReport) -> None:
-        """Tell all who wait, when answers have had the time to gather."""
-        if not inquiry.due:
-            inquiry.due = True
-            self._group.call_later(GATHER, self._gathered, op, inquiry)
+    def _soon(self, op: int, report: StallReport) -> None:
+        """Tell all waiting ranks, once answers have had time to arrive."""
+        if not report.due:
+            report.due = True
+            self._group.call_later(GATHER, self._gathered, op, report)
 
-    def _gathered(self, op: int, inquiry: StallReport) -> None:
-        inquiry.due = False
+    def _gathered(self, op: int, report: StallReport) -> None:
+        report.due = False
         if self._group.stands():
-            self._answer(op, inquiry, list(inquiry.called))
+            self._answer(op, report, list(report.called))
 
-    def _answer(self, op: int, inquiry: StallReport, ranks: list[int]) -> None:
+    def _answer(self, op: int, report: StallReport, ranks: list[int]) -> None:
         """Tell `ranks` who is missing."""
         group = self._group
-        missing = inquiry.missing(len(group.ranks))
-        known = inquiry.absences(missing, self._silent, lambda rank: self._state(group.ranks[rank]), self._now())
+        missing = report.missing(len(group.ranks))
+        known = report.absences(missing, self._silent, lambda rank: self._state(group.ranks[rank]), self._now())
         for rank in ranks:
             self._tell(rank, {"t": "status", "op": op, "missing": missing, "known": known})
 
@@ -340,13 +340,13 @@ class StallInspector:
         return {"last": last, "age": self._now() - record.entered}
 
     def _waiting(self) -> str:
-        """Name the newest message this rank waits for: it may be what keeps it from entering."""
+        """Describe the newest message this rank waits for: it may be what keeps this rank from entering."""
         operation = next((each for each in reversed(self._group.pending) if each.id & P2P == P2P), None)
         return "" if operation is None else f"waiting in {called(operation.describe())}; "
 
     def _tell(self, rank: int, message: dict[str, Any]) -> None:
         if rank == self._group.rank:
-            self.heard(rank, message)
+            self.handle(rank, message)
         else:
             self._sender.tell(rank, message)
 

@@ -1,4 +1,4 @@
-"""What a coordinator has learnt about one operation that waits, and what it tells those who wait for it."""
+"""What a coordinator knows about one pending operation, and what it tells the ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Any, NamedTuple
 
 __all__ = ["DETAILED", "SLOW_AFTER", "Absence", "Finding", "StallReport"]
 
-#: Ranks a finding describes in words: more than anybody reads, and few enough that a thousand ranks can be told.
+#: Ranks a finding describes in words: more than anybody reads, and few enough to send to a thousand ranks.
 DETAILED = 16
-#: Seconds a question to a rank goes unanswered before it is called slow: a loop that answers turns a thousand times
+#: Seconds a question may go unanswered before a rank is called slow: a responsive loop turns a thousand times
 #: as often.
 SLOW_AFTER = 1.0
-#: Seconds in which an answer may still be on its way: many times what a question takes between hosts.
+#: Seconds in which an answer may still be in flight: many times the round trip between hosts.
 DOUBT = 0.025
 
 Description = dict[str, Any]
 
 
 class Absence(NamedTuple):
-    """What is known of one rank that others may be waiting for; times are as of the moment it was told.
+    """What is known of one rank that others may wait for; times are relative to when the finding was received.
 
     Attributes:
         rank: in the group.
         entered: it has entered the operation.
-        last: what it was last seen in, in words; None if it has not answered.
-        age: seconds since it entered that one; None if there is none.
-        silent: seconds since a question to it has gone unanswered; 0 for none.
-        state: what its process does, as far as that can be seen.
+        last: description of the operation it was last seen in; None if it has not answered.
+        age: seconds since it entered that operation; None if there is none.
+        silent: seconds since a question to it was asked that it has not answered; 0 if none.
+        state: state of its process, as far as it is visible.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class Absence(NamedTuple):
     state: str
 
     def describe(self, since: float) -> str:
-        """Say it in words, `since` seconds after it was told."""
+        """Return a text, `since` seconds after the finding was received."""
         known = self.last
         if known is not None and self.age is not None:
             known += f", {self.age + since:.1f} s ago"
@@ -50,22 +50,22 @@ class Absence(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """An answer to a report: all ranks that have not entered, and what is known of some of them and of silent ones."""
+    """An answer to a report: all ranks that have not entered, and details of some of them and of silent ranks."""
 
     missing: tuple[int, ...]
     known: tuple[Absence, ...]
-    told: float
+    received: float
 
     def ranks(self, now: float) -> list[int]:
         """Return the ranks to blame: those that have not entered; if there are none, those that do not answer."""
-        doubtful = {each.rank for each in self.known if each.last is None and each.silent + now - self.told < DOUBT}
+        doubtful = {each.rank for each in self.known if each.last is None and each.silent + now - self.received < DOUBT}
         return [rank for rank in self.missing if rank not in doubtful] or [
             each.rank for each in self.known if each.entered
         ]
 
     def words(self, now: float) -> str:
-        """Say what the operation waits for."""
-        since = now - self.told
+        """Return a text about what the operation waits for."""
+        since = now - self.received
         absent = [each.describe(since) for each in self.known if not each.entered]
         silent = [each.describe(since) for each in self.known if each.entered]
         if not self.missing:
@@ -78,14 +78,14 @@ class Finding(NamedTuple):
 
 
 class StallReport:
-    """What the coordinator knows of one operation.
+    """The coordinator's state for one operation.
 
     Attributes:
-        called: what each rank that has entered has called.
-        absent: of ranks that have not, what they were last seen in, how long ago, and when they said so.
+        called: the call of each rank that has entered.
+        absent: for ranks that have not: the operation they were last seen in, its age, and when they said so.
         asked: ranks that have not answered a question about it.
-        again: when the others may be asked about it again.
-        due: an answer to all who wait is on its way.
+        again: when the ranks may be asked about it again.
+        due: an answer to the waiting ranks is scheduled.
     """
 
     __slots__ = ("absent", "again", "asked", "called", "due")

@@ -1,13 +1,14 @@
-"""A thread that goes on when the event loop does not: it says that this process lives, and sees whether others do.
+"""A thread that runs even if the event loop is blocked: it proves that this process lives, and checks other processes.
 
 Twice a second it
 
-- sends a byte on every heartbeat, a connection to a rank whose process cannot be seen from here, and listens: a blocked
-  loop at the other end does not silence it, a stopped process, a dead host and a cut cable do;
-- looks at the processes of this host that the loop waits for;
-- asks the loop for a sign of life, and names the place where the loop is blocked if none comes.
+- sends a byte on every heartbeat, a connection to a rank whose process is not visible from here, and receives: a
+  heartbeat falls silent if the other process is stopped, its host is dead or the cable is cut, but not if only its
+  loop is blocked;
+- checks the processes of this host that the loop waits for;
+- asks the loop for a sign of life, and logs where the loop is blocked if none comes.
 
-Time counts only as far as this thread itself was running: whoever was stopped has no right to call others silent.
+Only time in which this thread itself was running counts: a process that was stopped must not call others silent.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from aiocoll.transport.byte_stream import ByteStream
 
 __all__ = ["Watchdog"]
 
-#: Seconds between two rounds: as fine as deadlines of seconds need. An idle rank, with the two wake-ups of its loop,
+#: Seconds between two rounds: precise enough for deadlines of seconds. An idle rank, with two wake-ups of its loop,
 #: takes 0.05 % of a core.
 ROUND = 0.5
 #: Seconds a heartbeat may be silent: a loaded host, or a call that holds the GIL, delays it by less (contract: 6 s).
@@ -35,11 +36,11 @@ UNREACHABLE_AFTER = 5.0
 STOPPED_AFTER = 4.5
 #: Seconds without a sign of life from the loop, or of this thread, that are reported.
 BLOCKED_AFTER = 1.0
-#: Seconds for which the processes are looked at after the loop has asked for it, which it does once a second.
+#: Seconds for which processes are checked after the loop has asked for it, which it does once a second.
 ATTENTION = 2.5
 #: Bytes taken from a heartbeat at once: all that gather in an hour of not listening.
 GULP = 8192
-#: Seconds the end of the thread is waited for; it takes none, unless the host hangs.
+#: Seconds to wait for the end of the thread; it takes none, unless the host hangs.
 FAREWELL = 1.0
 
 STOOD_STILL = (
@@ -49,7 +50,7 @@ STOOD_STILL = (
 
 
 class _Heartbeat:
-    """A connection to a rank that proves each other's life."""
+    """A connection over which two ranks prove to each other that they are alive."""
 
     __slots__ = ("silence", "stream")
 
@@ -58,7 +59,7 @@ class _Heartbeat:
         self.silence = 0.0
 
     def exchange(self, counted: float, received: memoryview) -> bool:
-        """Send, and receive into `received` what nobody reads; False if the connection has ended."""
+        """Send, and receive into `received`, whose content is ignored; False if the connection has ended."""
         self.silence += counted
         try:
             self.stream.send(b"\0")
@@ -78,13 +79,13 @@ class _Heartbeat:
 
 
 class Watchdog:
-    """The thread of one endpoint. Its reports are made by `call_soon_threadsafe`.
+    """The thread of one endpoint. It reports through `call_soon_threadsafe`.
 
     Args:
         rank: this rank in the job.
-        loop: the loop it watches; running in the thread that makes the watchdog.
+        loop: the loop it monitors; running in the thread that makes the watchdog.
         clock: real seconds, read from any thread.
-        lost: called in the loop with a rank, how it is lost and for how long it has been.
+        lost: called in the loop with a rank, how it is lost and for how many seconds.
         ended: called in the loop with the rank of a heartbeat whose connection has ended.
     """
 
@@ -130,14 +131,14 @@ class Watchdog:
             self._speaker.join(FAREWELL)
 
     def add_heartbeat(self, rank: int, stream: ByteStream) -> None:
-        """Exchange signs of life with `rank` on `stream`, which belongs to the thread from now on."""
+        """Exchange heartbeats with `rank` on `stream`, which belongs to the thread from now on."""
         if self._ending:
             stream.close()
         self._arriving.append((rank, stream))
         self._wake.set()
 
     def observe(self, processes: Mapping[int, ProcessId]) -> None:
-        """Look at these `processes`, by rank, for a while."""
+        """Check these `processes`, by rank, for a while."""
         late = self._clock() > self._attentive_until
         self._observed = processes
         self._attentive_until = self._clock() + ATTENTION
@@ -203,7 +204,7 @@ class Watchdog:
                     self._tell(self._lost, rank, "killed", 0.0)
 
     def _watch_loop(self, now: float, counted: float) -> None:
-        """Ask for a sign of life; speak up once if there is none."""
+        """Ask the loop for a sign of life; log once if none comes."""
         if self._sign or not self._loop.is_running():
             if self._blocked:
                 blocked = now - self._asked_at
@@ -230,7 +231,7 @@ class Watchdog:
         self._sign = True
 
     def _say(self, text: str, *args: object) -> None:
-        """Log a warning from a thread of its own: a handler may wait for what blocks the loop, heartbeats must not."""
+        """Log a warning from a separate thread: a handler may wait for what blocks the loop; heartbeats must not."""
         self._speaker = threading.Thread(
             target=logger.warning,
             args=(text, *args),

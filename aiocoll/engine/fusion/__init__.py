@@ -1,1 +1,1 @@
-"""Calls that travel together: what they are, how they lie in memory, and how they are packed."""
+"""Calls that are fused: what they are, their layout in memory, and how they are packed."""

@@ -1,4 +1,4 @@
-"""The works of calls that a block has recorded, and of the operations that stand for several of them."""
+"""The works of calls that a coalescing block has recorded, and of operations that stand for several of them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["DeferredWork", "FlushWork", "MemberWork", "Progressive"]
 
 
 class Progressive(Progress, Protocol):
-    """What a recorded work needs of the block."""
+    """What a deferred work needs of the block."""
 
     def want(self) -> None:
-        """Somebody waits: start what is recorded."""
+        """Somebody waits: start the recorded calls."""
 
     def follow(self, work: Work[Any]) -> None:
-        """Let the block wait for `work`, too."""
+        """Let the block also wait for `work`."""
 
     @property
     def failed(self) -> Callable[[DeferredWork], None]:
@@ -30,13 +30,13 @@ class Progressive(Progress, Protocol):
 
 
 class DeferredWork(Work[Any]):
-    """An ordinary work; it starts with all others of its block.
+    """A work whose call starts together with all others of its block.
 
     Attributes:
-        plan: of a collective on arrays that may be fused; None of any other collective.
-        call: of any other collective.
-        arrays: of that plan.
-        looked: somebody knows how it ended.
+        plan: of a collective on arrays that may be fused; None of any other call.
+        call: any other call.
+        arrays: arguments of the plan.
+        looked: somebody has retrieved the outcome.
     """
 
     __slots__ = ("arrays", "call", "looked", "plan")
@@ -58,11 +58,11 @@ class DeferredWork(Work[Any]):
 
     @property
     def _block(self) -> Progressive:
-        """The block that has recorded it."""
+        """The block that has recorded the call."""
         return cast(Progressive, self._progress)
 
     def follow(self, work: Work[Any]) -> None:
-        """Let its block wait for `work`, too."""
+        """Let the block also wait for `work`."""
         self._block.follow(work)
 
     def visible(self) -> Work[Any]:
@@ -79,10 +79,10 @@ class DeferredWork(Work[Any]):
 
 
 class MemberWork(DeferredWork):
-    """A work that only counts as part of another one; that one tells of a failure.
+    """A work that is part of another one; the other one reports a failure.
 
     Attributes:
-        whole: the work of the list that it belongs to.
+        whole: the work of the list that it is part of.
     """
 
     __slots__ = ("whole",)
@@ -98,11 +98,11 @@ class MemberWork(DeferredWork):
 
 
 class FlushWork(Work[Any]):
-    """The handle of a flush, which no single call of the user's has started.
+    """The handle of a flush, which no single user call has started.
 
     Args:
-        stands_for: returns the user's works that it is pending for.
-        ended: called with the error at its end, if there is one.
+        stands_for: returns the pending user works of the flush.
+        ended: called with the error at the end, or None.
     """
 
     __slots__ = ("stands_for",)
@@ -120,4 +120,4 @@ class FlushWork(Work[Any]):
         self._call_back(lambda work: ended(work._exception), AT_ONCE)
 
     def _failed(self, error: BaseException) -> None:
-        """The works it stands for tell."""
+        """The works of the members report it."""

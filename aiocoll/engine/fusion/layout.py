@@ -1,4 +1,4 @@
-"""Which members of a flush travel together, and how they lie in the memory that is sent in their place."""
+"""Which members of a flush are fused into one bucket, and the layout of the memory that is sent for them."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from aiocoll.engine.fusion.deferred_work import DeferredWork
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature
 
-__all__ = ["PIECE", "Bucket", "Layout"]
+__all__ = ["CHUNK", "Bucket", "Layout"]
 
-#: Bytes copied in one go: a callback looks at the clock after each.
-PIECE = 128 * 1024
+#: Bytes copied without interruption: a callback looks at the clock after each chunk.
+CHUNK = 128 * 1024
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a list of members is carried out; made once for lists alike.
+    """How a list of members is carried out; made once for equal lists.
 
     Attributes:
-        terms: of the flush.
+        signature: of the flush.
         fingerprint: of the whole list.
         buckets: in the order of their first members.
     """
 
-    terms: Signature
+    signature: Signature
     fingerprint: int
     buckets: tuple[Bucket, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Members that are one operation.
+    """Members that are carried out as one operation.
 
-    Several without a plan are on a device: all take part in one operation, which no memory is packed for.
+    Members on a CUDA device have no plan: all of them take part in one operation, for which no memory is packed.
 
-    Each buffer of the operation holds those of all members, one after the other, behind a stamp if there is one.
+    Each buffer of the operation holds the buffers of all members, concatenated, after a stamp if there is one.
 
     Attributes:
         members: their positions in the list.
-        plan: of the operation; None if its members have none.
+        plan: of the operation; None for members on a device.
         counts: by buffer, how many elements each member has; None where this rank has no such buffer.
         reads: the buffers that are inputs.
         writes: the buffers that are outputs.
-        stamps: by buffer, what it begins with: a hash of its members' counts, where only the two ends of a message
+        stamps: by buffer, its first elements: a hash of its members' counts, where only the two ends of a message
             know these.
-        sources: by output, which rank's stamp it must begin with.
-        cuts: positions in `members` between which there is about a `PIECE`.
-        alike: all members are of the same plan.
-        scales: members multiply a rank's own data before anything else, each by a factor of its own.
+        sources: by output, the rank whose stamp it must begin with.
+        cuts: positions in `members` that divide it into parts of about a `CHUNK`.
+        alike: all members have the same plan.
+        scales: each member multiplies this rank's data by its own factor first.
     """
 
     members: tuple[int, ...]
@@ -80,7 +80,7 @@ class Bucket:
         return None if counts is None else self.first(buffer) + sum(counts)
 
     def wrong(self, arrays: Sequence[Array | None]) -> int | None:
-        """Return a rank whose members have other counts than those of this rank."""
+        """Return a rank whose members have other counts than this rank's, if one is found."""
         for buffer, peer in (self.sources or {}).items():
             array, stamp = arrays[buffer], self.stamps[buffer]  # type: ignore[index]  # there are both, or neither
             assert array is not None
@@ -97,7 +97,7 @@ class Bucket:
             assert target is not None
             if self.stamps:
                 target[:start] = self.stamps[buffer]
-            for first, last, sizes in self._pieces(buffer):
+            for first, last, sizes in self._chunks(buffer):
                 stop = start + sum(sizes)
                 sources = [member.arrays[buffer] for member in members[first:last]]
                 if self.scales:
@@ -110,7 +110,7 @@ class Bucket:
                 yield
 
     def unpack(self, members: Sequence[DeferredWork], arrays: Sequence[Array | None]) -> Iterator[None]:
-        """Bring the outputs to their members and end these, in pieces."""
+        """Copy the outputs to the members' arrays and finish their works, in chunks."""
         starts = {buffer: self.first(buffer) for buffer in self.writes}
         for first, last in zip(self.cuts, self.cuts[1:], strict=False):
             group = members[first:last]
@@ -133,7 +133,7 @@ class Bucket:
                 member._finish(member._value)
             yield
 
-    def _pieces(self, buffer: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    def _chunks(self, buffer: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         counts = self.counts[buffer]
         assert counts is not None
         for first, last in zip(self.cuts, self.cuts[1:], strict=False):
@@ -141,15 +141,15 @@ class Bucket:
 
 
 def _copied(source: Array, target: Array) -> Iterator[None]:
-    step = PIECE // target.itemsize
+    step = CHUNK // target.itemsize
     for start in range(0, source.size, step):
         target[start : start + step] = source[start : start + step]
         yield
 
 
 def _scaled(members: Sequence[DeferredWork], sources: Sequence[Array], target: Array) -> Iterator[None]:
-    """Multiply each member by its own factor on the way."""
-    step, place = PIECE // target.itemsize, 0
+    """Copy each member, multiplied by its own factor."""
+    step, place = CHUNK // target.itemsize, 0
     for member, source in zip(members, sources, strict=True):
         assert member.plan is not None
         assert member.plan.kernel is not None

@@ -1,4 +1,4 @@
-"""Members of one flush must not write where another one reads or writes: they have no order among themselves."""
+"""Members of one flush must not write memory that another one reads or writes: no order among them is defined."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from numpy.typing import NDArray
 from aiocoll.engine.fusion.deferred_work import DeferredWork
 from aiocoll.engine.fusion.layout import Layout
 
-__all__ = ["Span", "check_apart", "check_spans"]
+__all__ = ["Span", "check_no_overlap", "check_spans"]
 
-#: Of one array: where its memory begins and ends, the position of its member, and whether that writes.
+#: Of one array: start and end of its memory, the position of its member, and whether the member writes it.
 Span = tuple[int, int, int, bool]
 
 
-def check_apart(layout: Layout, members: Sequence[DeferredWork]) -> None:
-    """Refuse members that share memory of which at least one is written.
+def check_no_overlap(layout: Layout, members: Sequence[DeferredWork]) -> None:
+    """Refuse members that share memory which at least one of them writes.
 
     Raises:
-        ValueError: two members do; it names both.
+        ValueError: two members do; the text names both.
 
-    Time: linear where each array owns its memory; n log n, and ten times as long, where some are parts of others.
+    Time: linear if each array owns its memory; n log n, and ten times as long, if some are views of others.
     """
     if not _are_owners(layout, members):
         check_spans(_spans(layout, members), members)
 
 
 def check_spans(spans: Iterable[Span], members: Sequence[DeferredWork]) -> None:
-    """Refuse as `check_apart` does members with these arrays, none of which is empty. Time: n log n."""
+    """As `check_no_overlap`, for members with these non-empty arrays. Time: n log n."""
     reading, writing = _Reach(), _Reach()
     for start, end, member, writes in sorted(spans):
         other = writing.beyond(start, member)
@@ -46,7 +46,7 @@ def check_spans(spans: Iterable[Span], members: Sequence[DeferredWork]) -> None:
 
 
 class _Reach:
-    """How far the spans so far reach: the farthest, and the farthest of any other member."""
+    """How far the spans so far extend: the farthest end, and the farthest of any other member."""
 
     def __init__(self) -> None:
         self._end, self._member = 0, -1
@@ -82,7 +82,7 @@ def _arrays(layout: Layout, members: Sequence[DeferredWork]) -> Iterator[tuple[i
 
 
 def _read_by(member: DeferredWork) -> Sequence[NDArray[Any]]:
-    """Return the arrays of the host that a call without a plan reads."""
+    """Return the host arrays that a call without a plan reads."""
     call = member.call
     return () if call.on_device is not None or call.arrays is None else call.arrays
 
@@ -95,17 +95,17 @@ def _spans(layout: Layout, members: Sequence[DeferredWork]) -> Iterator[Span]:
 
 
 def _are_owners(layout: Layout, members: Sequence[DeferredWork]) -> bool:
-    """Whether all arrays of different members belong to different owners of memory: then none overlap."""
+    """Whether all arrays of different members have different owners of memory: then none overlap."""
     ndarray = np.ndarray
     seen: set[int] = set()
     for bucket in layout.buckets:
         if bucket.plan is None:
             if any(map(_read_by, map(members.__getitem__, bucket.members))):
-                return False  # too few to be quick about
+                return False  # too few for the fast path to pay
             continue
         arrays = [members[position].arrays for position in bucket.members]
         if len(arrays[0]) == 1:
-            # By far the most calls, and the fewest steps for each.
+            # By far the most common case, with the fewest steps for each.
             owners = [array if (base := array.base) is None else base for (array,) in arrays]
             if set(map(type, owners)) != {ndarray}:
                 return False

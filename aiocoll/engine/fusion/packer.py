@@ -1,10 +1,10 @@
-"""The executor of a flush: an operation of its own number, and one more for each of its buckets.
+"""The executor of a flush: one operation for the flush itself, and one child operation for each of its buckets.
 
-The flush itself sends nothing. It is what its rank has called under that number: its terms are the list of members, and
-frames, questions, timeouts and what is complete refer to it. The buckets have ids derived from its own, and all carry
-the fingerprint of the whole list, so no byte of a rank with another list is placed. Inputs are packed into memory of
-the endpoint, outputs unpacked, both for `BUDGET` seconds per callback. No member's array is written before the
-operation of its bucket is complete.
+The flush itself sends nothing. It stands for what its rank called under that number: its signature is the list of
+members, and frames, questions, timeouts and reports of completion refer to it. The ids of the buckets are derived from
+its id, and all buckets carry the fingerprint of the whole list, so no byte of a rank with another list is placed.
+Inputs are packed into memory of the endpoint and outputs are unpacked, both for `BUDGET` seconds per callback. No
+member's array is written before the operation of its bucket is complete.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Flush(Operation):
     __slots__ = ("_packer", "children")
 
     def __init__(self, comm: Group, identity: int, layout: Layout, packer: Packer, work: Work[Any]) -> None:
-        super().__init__(comm, identity, layout.terms, layout.fingerprint, work)
+        super().__init__(comm, identity, layout.signature, layout.fingerprint, work)
         self._packer = packer
         self.children = Children(self)
         packer.ended = self._packed_out

@@ -1,1 +1,1 @@
-"""What every part of an endpoint knows of this rank and its job."""
+"""What every part of an endpoint needs to know of this rank and its job."""

@@ -1,4 +1,4 @@
-"""What every part of an endpoint knows: which rank this is, its clock, its tasks, and how other ranks are reached."""
+"""What every part of an endpoint needs: this rank's number, clock and tasks, and the way to reach other ranks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Context:
         world_size: number of ranks in the job.
 
     Attributes:
-        cards: by rank, where it can be reached; empty until the ranks meet.
-        quiet: of all engine code: NumPy does not warn in it of what the caller's numbers may hold.
-        closed: this rank has ended, or has not met the others: nothing is begun any more.
+        cards: by rank, its addresses; empty until the ranks have met.
+        quiet: context of all engine code, in which NumPy does not warn about the caller's numbers.
+        closed: this rank has ended, or could not join: nothing new is started.
     """
 
     __slots__ = ("_tasks", "cards", "closed", "loop", "quiet", "rank", "runtime", "transport", "world_size")

@@ -1,4 +1,4 @@
-"""Names as numbers that are the same on all ranks."""
+"""Names as integers that are the same on all ranks."""
 
 from __future__ import annotations
 

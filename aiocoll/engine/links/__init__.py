@@ -1,1 +1,1 @@
-"""The data link to one peer: what goes to it in which order, and how much may wait there."""
+"""The data link to one peer: in which order messages are sent on it, and flow control."""

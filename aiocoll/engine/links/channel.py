@@ -1,10 +1,9 @@
-"""All that goes to and comes from one peer: fair sending, windows, and the link it runs on.
+"""A channel: all traffic with one peer, with fair sending and flow control, over one link.
 
-Messages of different operations take turns segment by segment, so a long one never blocks another. What the receiver
-has not asked for is bounded twice: `EAGER_WINDOW` bytes per message and `LINK_WINDOW` bytes per peer. Beyond that a
-READY frame tells that bytes wait, and they leave when the receiver, having entered the operation, answers GRANT.
-
-The receiver holds its peer to that: who sends more than the windows allow breaks the protocol.
+Messages of different operations take turns segment by segment, so a long one never blocks another. Eager data, which
+the receiver has not asked for, is bounded twice: `EAGER_WINDOW` bytes per message and `LINK_WINDOW` bytes per peer.
+Beyond that, a READY frame announces the bytes, and they are sent when the receiver, having entered the operation,
+answers GRANT. The receiver enforces the windows: a peer that exceeds them breaks the protocol.
 """
 
 from __future__ import annotations
@@ -26,43 +25,43 @@ from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind, Header, d
 
 __all__ = ["Channel", "Group", "Owner"]
 
-# Plain numbers: comparing with a member of an enum costs twice as much.
+# Plain ints: comparing with an enum member costs twice as much.
 _DATA, _READY = int(FrameKind.DATA), int(FrameKind.READY)
 _WINDOW, _CONTROL = int(FrameKind.WINDOW), int(FrameKind.CONTROL)
 _pack = HEADER.pack
 
 
 class Group(Protocol):
-    """A group, as far as frames come for it."""
+    """A group, as the receiver of frames."""
 
     def route(self, peer: int, header: Header) -> tuple[Operation | None, memoryview | None]:
-        """Find the caller's memory for a payload that is arriving, and whose it is."""
+        """Return the operation and the destination memory of a payload that is arriving."""
 
     def deliver(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
-        """Take a frame; False if it has to wait, and counts against its sender's window."""
+        """Deliver a frame; False if it has to wait, and counts against its sender's window."""
 
 
 class Owner(Protocol):
-    """What opens the links of channels, and takes what is not for a group."""
+    """Opens the links of channels, and handles what is not for a group."""
 
     over: Container[int]
     """Ranks that have ended or are lost."""
 
     def dial(self, channel: Channel) -> None:
-        """Open the link of a channel, unless that is under way."""
+        """Open the link of a channel, unless it is being opened."""
 
     def lost(self, peer: int, error: Exception | None, link: Link) -> None:
-        """The link to `peer` is gone, or what has come on it cannot be taken."""
+        """The link to `peer` is closed, or `peer` sent something unacceptable."""
 
-    def hear(self, peer: int, payload: memoryview | None, way: str, /) -> None:
-        """Take a control message."""
+    def receive(self, peer: int, payload: memoryview | None, way: str, /) -> None:
+        """Handle a control message."""
 
     def keep_frame(self, channel: Channel, header: Header, payload: memoryview | None, /) -> bool:
-        """Keep a frame of a group that this rank has not made; True if nobody will ask for it."""
+        """Buffer a frame of a group that this rank has not made; True if it is dropped instead."""
 
 
 class Channel:
-    """The sink of the data link to `peer`, and the queue in front of it.
+    """The sink of the data link to `peer`, and its send queue.
 
     Args:
         context: of the endpoint.
@@ -95,7 +94,7 @@ class Channel:
     def __init__(self, context: Context, peer: int, groups: Mapping[int, Group], owner: Owner) -> None:
         self.peer = peer
         self.link: Link | None = None
-        #: The link, if it is one through memory; also after its end: what the peer left there can be read.
+        #: The link, if it goes through shared memory; kept after its end, since what the peer left there can be read.
         self.shared: SharedMemoryLink | None = None
         self.dialling = False
         self.receiving: Operation | None = None
@@ -104,12 +103,12 @@ class Channel:
         self._owner = owner
         self._queue: deque[Message] = deque()
         self._inflight: tuple[Message, int] | None = None
-        #: Frames that wait for the link: headers and payloads.
+        #: Frames that wait for a link: headers and payloads.
         self._held: list[tuple[bytes, memoryview | None]] = []
         self._blocked: dict[Operation, list[Message]] = {}
-        #: Messages of which the peer will be told that they wait, when there is room for that in its window.
+        #: Blocked messages that are to be announced to the peer as soon as its window has room.
         self._unsaid: deque[Message] = deque()
-        # What was sent unasked and not reported as consumed; of what has come, what was consumed and not reported.
+        # Eager bytes sent and not reported as consumed; eager bytes received, consumed and not reported.
         self._unasked = 0
         self._consumed = 0
         self._waiting = Waiting(peer)
@@ -130,10 +129,10 @@ class Channel:
     # -- sending
 
     def pass_on(self, operation: Operation, index: int, step: int, view: memoryview, total: int) -> bool | None:
-        """Send a whole small message at once, if nothing is in its way; the short cut of most messages.
+        """Send a whole small message at once, if nothing is ahead of it; the fast path of most messages.
 
         Returns:
-            True if it has left; False if the link keeps a part, and `sent` will tell; None if it has to be queued.
+            True if it has been sent; False if the link keeps a part, and will call `sent`; None if it has to be queued.
         """
         link = self.link
         counts = total if total > LEAST else LEAST
@@ -156,7 +155,7 @@ class Channel:
         self.pump()
 
     def grant(self, operation: Operation) -> None:
-        """The peer takes all of `operation`."""
+        """The peer accepts all of `operation`."""
         operation.granted |= {self.peer}
         for message in self._blocked.pop(operation, ()):
             message.blocked = False
@@ -189,7 +188,7 @@ class Channel:
             self._owner.dial(self)
 
     def pump(self) -> None:
-        """Send what may be sent, a segment of each message in turn."""
+        """Send what may be sent, one segment of each message in turn."""
         link = self.link
         if link is None:
             if self._queue:
@@ -214,7 +213,7 @@ class Channel:
         self._pumping = False
 
     def drained(self, link: Link) -> None:
-        """The frame the link had to keep has left."""
+        """The link has sent the frame that it had to keep."""
         if self._inflight is not None:
             message, nbytes = self._inflight
             self._inflight = None
@@ -250,7 +249,7 @@ class Channel:
         message.moved = moved + nbytes
         written = link.write(header, message.view[moved : moved + nbytes] if nbytes else None)
         if cut:
-            # At once: news of later messages must not take what is left for it.
+            # At once: announcements of later messages must not use the room that is left for this one.
             self._ask(link, message)
         elif message.moved < message.limit:
             message.queued = True
@@ -266,13 +265,13 @@ class Channel:
         message.blocked = True
         operation = message.operation
         self._blocked.setdefault(operation, []).append(message)
-        # Of a message longer than the window the receiver knows once a part is there: it grants as it enters.
+        # A receiver that has a part of a message longer than the window knows of it: it grants when it enters.
         if message.total <= EAGER_WINDOW or not message.moved:
             self._unsaid.append(message)
             self._announce(link)
 
     def _announce(self, link: Link) -> None:
-        """Tell the peer of messages that wait, as far as its window goes."""
+        """Announce blocked messages to the peer, as far as its window allows."""
         while self._unsaid and self._unasked + LEAST <= LINK_WINDOW + ASK_WINDOW:
             message = self._unsaid.popleft()
             operation = message.operation
@@ -291,10 +290,10 @@ class Channel:
         self._again = False
         self.pump()
 
-    # -- receiving: the engine's side of the link
+    # -- receiving: the channel as the sink of the link
 
     def route(self, link: Link, header: Header) -> memoryview | None:
-        """Name the place of a payload that is still arriving."""
+        """Return the destination memory of a payload that is arriving."""
         if header[0] != _DATA:
             return None
         try:
@@ -310,7 +309,7 @@ class Channel:
         return place
 
     def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
-        """Hand a complete frame to the group it is for."""
+        """Deliver a complete frame to its group."""
         self.receiving = None
         try:
             if header[0] != _DATA and self._is_ours(header, payload):
@@ -326,10 +325,10 @@ class Channel:
             raise self._untaken(header, error) from error
 
     def _is_ours(self, header: Header, payload: memoryview | None) -> bool:
-        """Take a frame that is not about one operation; whether it was one."""
+        """Handle a frame that is not about one operation; return whether it was one."""
         kind = header[0]
         if kind == _CONTROL:
-            self._owner.hear(self.peer, payload, DATA)
+            self._owner.receive(self.peer, payload, DATA)
             return True
         if header[7]:
             raise ProtocolError(f"rank {self.peer} sent {header[7]} bytes with a {FrameKind(kind).name} frame")
@@ -342,7 +341,7 @@ class Channel:
         return ProtocolError(f"{what}, a {describe(header)}: {error!r}")
 
     def _credited(self, nbytes: int) -> None:
-        """The peer has consumed what was sent unasked."""
+        """The peer has consumed eager bytes."""
         if nbytes > self._unasked:
             raise ProtocolError(f"rank {self.peer} says to have consumed {nbytes} bytes, of {self._unasked} sent")
         self._unasked -= nbytes
@@ -351,47 +350,47 @@ class Channel:
         self.pump()
 
     def hold(self, header: Header) -> None:
-        """Count a frame that has to wait here; `ProtocolError` if no peer that keeps to the windows sends it."""
+        """Count a frame that has to wait here; `ProtocolError` if it exceeds the peer's window."""
         self._waiting.add(header, self._consumed)
 
-    def hear_again(
+    def redeliver(
         self, take: Callable[[Channel, Header, memoryview | None], bool], header: Header, payload: bytes
     ) -> None:
-        """Hand a frame that has waited here to `take`, which may let it wait again."""
+        """Deliver a frame that has waited here to `take`, which may let it wait again."""
         nbytes = self._waiting.remove(header)
         if self._waiting.again(take, self, header, memoryview(payload)):
             self.consume(nbytes)
 
     def release(self, header: Header) -> None:
-        """A frame that has waited here does so no more."""
+        """Stop counting a frame that has waited here."""
         self.consume(self._waiting.remove(header))
 
     def consume(self, nbytes: int) -> None:
-        """Eager bytes have left our memory; tell the sender from time to time."""
+        """Eager bytes have been consumed; report that to the sender from time to time."""
         self._consumed += nbytes
         if self._consumed >= WINDOW_LOT and self.link is not None:
             self.control(FrameKind.WINDOW, 0, 0, self._consumed)
             self._consumed = 0
 
     def lost(self, link: Link, error: Exception | None) -> None:
-        """The link is gone, or what has come on it cannot be taken."""
+        """The link is closed, or the peer sent something unacceptable."""
         self.cut()
         self._owner.lost(self.peer, error, link)
 
     def cut(self) -> list[Link]:
-        """Use the link no more; return it, if there is one."""
+        """Stop using the link; return it, if there is one."""
         link, self.link = self.link, None
         self.receiving = self._inflight = None
         return [] if link is None else [link]
 
     def give_back(self) -> None:
-        """Need no more what the peer has left in memory; the link is closed."""
+        """Release the peer's shared memory; the link is closed."""
         if self.shared is not None:
             self.shared.forget()
             self.shared = None
 
     def drop(self, operation: Operation) -> None:
-        """Forget what waits for a grant of an operation that has failed, and where its bytes were to go."""
+        """Forget the blocked messages of a failed operation, and where its payload was to go."""
         self._blocked.pop(operation, None)
         if self.receiving is operation:
             self.receiving = None

@@ -1,8 +1,8 @@
-"""What a rank may send before it is asked to, and how its peer sees to it that it sends no more.
+"""Flow control: how much a rank may send eagerly, and how its peer enforces the limit.
 
-A frame that travels unasked counts against the window of its link from when it is sent until its receiver reports it as
-consumed; it has been by the time that an operation has taken it. So what waits at a receiver, and what it has not
-reported, never exceed the window of a sender that keeps to the protocol.
+An eager frame counts against the window of its link from when it is sent until its receiver reports it as consumed,
+which happens when an operation has used it. So what waits at a receiver, plus what it has not reported, never exceeds
+the window of a sender that follows the protocol.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from aiocoll.transport.frame import EAGER, FrameKind, Header
 
 __all__ = ["ALIGN", "ASK_WINDOW", "EARLY_GRANTS", "LEAST", "LINK_WINDOW", "WINDOW_LOT", "Waiting"]
 
-#: Bytes per peer that may travel unasked and wait there unread.
+#: Bytes per peer that may be sent eagerly and not consumed.
 LINK_WINDOW = 4 * 1024 * 1024
-#: Bytes that a frame counts as, at least: one that waits takes some 600, be it empty. So 32,768 may, several for each
-#: of 10,000 operations that the receiver has not entered (contract).
+#: Bytes that a frame counts as, at least: a waiting one takes some 600, even if it is empty. So 32,768 may wait,
+#: several for each of 10,000 operations that the receiver has not entered (contract).
 LEAST = 128
-#: What READY frames may take on top, when the window is full: they are as many again.
+#: Additional window for READY frames, for when the window is full: as many again.
 ASK_WINDOW = LINK_WINDOW
-#: The receiver reports consumed eager bytes in lots of this size: rarely, and well before the sender runs dry.
+#: The receiver reports consumed eager bytes in batches of this size: rarely, and well before the sender has to wait.
 WINDOW_LOT = LINK_WINDOW // 4
-#: Eager pieces are cut at multiples of the largest itemsize, so that elements stay whole.
+#: Eager segments are cut at multiples of the largest itemsize, so that elements stay whole.
 ALIGN = 16
 #: GRANT frames that may wait for operations not entered yet. Each is for a message of more than `EAGER_WINDOW` bytes,
-#: so an honest peer would have 16 GiB of them called ahead.
+#: so a correct peer would have called 16 GiB of them ahead.
 EARLY_GRANTS = 1 << 16
 
 _DATA, _GRANT = int(FrameKind.DATA), int(FrameKind.GRANT)
 
 
 class Waiting:
-    """The frames of one peer that wait here for operations or groups that this rank has not come to.
+    """The frames of one peer that wait here for operations or groups that this rank has not reached.
 
     Args:
-        peer: whose.
+        peer: rank of the sender.
     """
 
     __slots__ = ("_checks", "_grants", "_nbytes", "_peer")
@@ -49,10 +49,10 @@ class Waiting:
         self._checks = True
 
     def add(self, header: Header, unreported: int) -> None:
-        """Count a frame that has to wait; `unreported` bytes were consumed, which its sender has not been told.
+        """Count a frame that has to wait; `unreported` bytes were consumed, but not yet reported to the sender.
 
         Raises:
-            ProtocolError: no peer that keeps to the windows sends it.
+            ProtocolError: it exceeds the window.
         """
         kind, flags, _, _, op, _, offset, length, _ = header
         if kind == _GRANT:
@@ -70,7 +70,7 @@ class Waiting:
         self._nbytes += nbytes
 
     def again(self, take: Callable[..., bool], *frame: object) -> bool:
-        """Call `take` with a frame that has waited: to wait again, it may exceed its window with what came after."""
+        """Call `take` with a frame that has waited; if it waits again, later frames may make it exceed the window."""
         self._checks = False
         try:
             return take(*frame)
@@ -78,7 +78,7 @@ class Waiting:
             self._checks = True
 
     def remove(self, header: Header) -> int:
-        """A frame that has waited does so no more; return what it counts as."""
+        """Stop counting a frame that has waited; return what it counted."""
         if header[0] == _GRANT:
             self._grants -= 1
             return 0

@@ -1,4 +1,4 @@
-"""A point-to-point message on its way in: what of it is here, and who receives it."""
+"""A point-to-point message that is being received: how much of it has arrived, and its receive."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TAG_LIMIT = 1 << 30
 
 
 class Source(Protocol):
-    """The way from one peer.
+    """The channel to one peer.
 
     Attributes:
         peer: its rank in the job.
@@ -35,14 +35,14 @@ class Source(Protocol):
         """Count a frame that has to wait here."""
 
     def release(self, header: Header) -> None:
-        """A frame that has waited here does so no more."""
+        """Stop counting a frame that has waited here."""
 
 
 class Receive(Operation):
-    """What a message on its way in is received by.
+    """The receiving end of a message.
 
     Attributes:
-        view: where it goes; None as long as there is no memory.
+        view: its destination; None as long as there is no memory.
     """
 
     view: memoryview | None
@@ -50,20 +50,20 @@ class Receive(Operation):
     __slots__ = ()
 
     def complete(self) -> None:
-        """All bytes are here."""
+        """All bytes have arrived."""
         raise NotImplementedError
 
 
 class InboundMessage:
-    """A message on its way in, matched or not.
+    """A message that is being received, matched or not.
 
     Attributes:
-        held: headers of the frames of it that wait here.
-        asked: its sender was let send all of it.
-        empty: it has no bytes, and is here only once a frame of it says so.
-        offer: number and size of the batch it is part of at its sender, which could send it from device to device;
+        held: headers of its frames that wait here.
+        asked: its sender was allowed to send all of it.
+        empty: it has no bytes, so it exists only once a frame has arrived.
+        offer: number and size of its batch at its sender, which could send it from device to device;
             None of any other message, and once it has been asked for.
-        steps: what reads its object, if somebody has begun to and was cancelled.
+        steps: the decoding of its object, if that was begun and then cancelled.
     """
 
     __slots__ = (
@@ -115,11 +115,11 @@ class InboundMessage:
 
     @property
     def complete(self) -> bool:
-        """Whether all of it is here."""
+        """Whether all of it has arrived."""
         return self.received == self.total and not self.empty
 
     def ask(self, comm: int) -> None:
-        """Let the sender send all of it: from its host, then."""
+        """Allow the sender to send all of it: from host memory, then."""
         self.offer = None
         self.asked = True
         self.channel.control(FrameKind.GRANT, comm, self.op)
@@ -131,13 +131,13 @@ class InboundMessage:
             self.held.append(header)
 
     def release(self) -> None:
-        """What is here waits no more."""
+        """Stop counting its frames as waiting."""
         held, self.held = self.held, []
         for header in held:
             self.channel.release(header)
 
     def data(self) -> bytes:
-        """Take what has gathered."""
+        """Remove and return the bytes that have arrived."""
         data = b"".join(self.parts)
         self.parts.clear()
         self.release()

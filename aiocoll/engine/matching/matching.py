@@ -1,6 +1,6 @@
 """Point-to-point messages: matched by source and tag, in the order in which they were sent.
 
-A message that meets no receive waits here, at most an eager window of it; the rest stays with its sender until a
+A message without a receive waits here, at most an eager window of it; the rest stays with its sender until a
 receive matches. For receives see `aiocoll.engine.matching.posted`, for sends `aiocoll.engine.matching.outbound`.
 """
 
@@ -36,7 +36,7 @@ class Group(base.Group, Protocol):
 
 
 class Turns(base.Lookers, Protocol):
-    """What knows how long the loop has been held."""
+    """Measures how long the loop has been held."""
 
     def turn_is_due(self) -> bool:
         """Whether an await must yield."""
@@ -46,7 +46,7 @@ class Matching:
     """The messages of one group.
 
     Args:
-        group: whose.
+        group: the group.
 
     Attributes:
         group: as given.
@@ -65,7 +65,7 @@ class Matching:
         self._closed = False
 
     def next_id(self, tag: int) -> int:
-        """Number the next message with `tag`; all messages share one count, so a tag used once costs nothing."""
+        """Number the next message with `tag`; all messages share one counter, so a tag used once costs nothing."""
         self._sent = self._sent + 1 & 0xFFFFFFFF
         return P2P | tag << 32 | self._sent
 
@@ -79,21 +79,21 @@ class Matching:
         self._posted.setdefault(posted.tag, {})[posted] = None
 
     def withdraw(self, posted: PostedReceive) -> None:
-        """Take back a receive that is over."""
+        """Remove a receive that is over."""
         if posted.arrival is not None:
             posted.arrival.discard = True
         else:
             _drop(self._posted, posted.tag, posted)
 
     def route(self, peer: int, header: Header) -> tuple[Receive | None, memoryview | None]:
-        """Name the caller's memory for a payload that is arriving."""
+        """Return the receive and the destination memory of a payload that is arriving."""
         arrival = self._active.get((peer, header[4]))
         if arrival is None or arrival.posted is None or arrival.posted.view is None or arrival.discard:
             return None, None
         return arrival.posted, arrival.posted.view[arrival.received : arrival.received + header[7]]
 
     def deliver(self, channel: Source, peer: int, header: Header, payload: memoryview | None) -> bool:
-        """Take a frame of a message; False if its bytes wait here."""
+        """Deliver a frame of a message; False if its bytes wait here."""
         kind, _, _, _, op, _, _, length, _ = header
         if kind == FrameKind.GRANT:
             if (outgoing := self.outgoing.get((peer, op))) is not None:
@@ -104,7 +104,7 @@ class Matching:
             arrival = self._active[peer, op] = InboundMessage(channel, peer, header)
             self._meet(arrival)
             if kind == FrameKind.READY:
-                return self._is_heard(arrival, header)
+                return self._is_delivered(arrival, header)
         if arrival.received + length > arrival.total:
             raise ProtocolError(f"rank {peer} sent more than the {arrival.total} bytes of its message")
         if kind == FrameKind.READY:
@@ -113,7 +113,7 @@ class Matching:
                 arrival.ask(self.group.id)
             else:
                 self._announce(arrival.tag)
-            return self._is_heard(arrival, header)
+            return self._is_delivered(arrival, header)
         arrival.empty = False
         if arrival.posted is not None:
             self._feed(arrival, payload, length)
@@ -126,19 +126,19 @@ class Matching:
             self._announce(arrival.tag)
         return False
 
-    def _is_heard(self, arrival: InboundMessage, header: Header) -> bool:
-        """Whether the news that a message waits has reached a receive; else it waits, too."""
+    def _is_delivered(self, arrival: InboundMessage, header: Header) -> bool:
+        """Whether the announcement of a message has reached a receive; otherwise it waits, too."""
         if arrival.posted is None:
             arrival.hold(header)
         return arrival.posted is not None
 
     async def next_message(self, tag: int) -> InboundMessage | None:
-        """Wait for the oldest unmatched message with `tag` and take it, whole; None after the group was closed.
+        """Wait for the oldest unmatched message with `tag` and take it, complete; None after the group was closed.
 
         A cancelled wait takes nothing.
         """
         runtime = self.group.runtime
-        # Not before the first message of a turn: a wait that is always cancelled soon must get one some time.
+        # Yield before the first message of a turn: a wait that is always cancelled quickly must succeed eventually.
         if self._taken and self.group.polling.turn_is_due():
             await asyncio.sleep(0)
         while True:
@@ -168,14 +168,14 @@ class Matching:
         self._active.pop((arrival.peer, arrival.op), None)
 
     def put_back(self, arrival: InboundMessage, data: bytes, steps: Steps) -> None:
-        """Let the next one take what `next_message` has given, and go on with `steps`, which have read some of it."""
+        """Return a message that `next_message` gave; the next caller continues its decoding with `steps`."""
         arrival.parts.append(data)
         arrival.steps = steps
         self._waiting.setdefault(arrival.tag, deque()).appendleft(arrival)
         self._announce(arrival.tag)
 
     def clear(self) -> None:
-        """The group is over: drop what waits, wake who listens."""
+        """The group is over: drop waiting messages, wake waiting tasks."""
         self._closed = True
         for arrival in self._active.values():
             arrival.data()
@@ -223,7 +223,7 @@ class Matching:
 
 
 def _drop(table: dict[int, dict[K, None]], tag: int, entry: K) -> None:
-    """Take an entry out, if it is there, and with its last entry a tag."""
+    """Remove an entry, if it exists; after a tag's last entry also the tag."""
     entries = table.get(tag)
     if entries is not None:
         entries.pop(entry, None)

@@ -1,4 +1,4 @@
-"""A point-to-point message on its way out, and what both of its ends are described by."""
+"""A point-to-point message that is being sent, and the signature of both its ends."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from aiocoll.engine.operations.operation_log import STARTED
 from aiocoll.engine.operations.signature import P2P, Signature
 from aiocoll.work import Work
 
-__all__ = ["OBJECT", "Content", "OutboundMessage", "Sends", "begun", "message_terms"]
+__all__ = ["OBJECT", "Content", "OutboundMessage", "Sends", "begun", "message_signature"]
 
 #: The dtype code of a message that is a serialised object.
 OBJECT = 255
 
 
 class Content(NamedTuple):
-    """What a message consists of, at either end.
+    """The content of a message, at either end.
 
     Attributes:
         code: of the dtype.
-        data: the caller's memory; None where an object is received, into memory of its own.
-        read: of a receive of an object: reads it.
+        data: the caller's memory; None where an object is received, which allocates its own.
+        read: for a receive of an object: decodes it.
     """
 
     code: int
@@ -35,7 +35,7 @@ class Content(NamedTuple):
 
 
 class Sends(Protocol):
-    """What numbers the messages of a group, and knows which are on their way out.
+    """Numbers the messages of a group, and knows those being sent.
 
     Attributes:
         outgoing: by peer and id.
@@ -45,14 +45,14 @@ class Sends(Protocol):
 
     @property
     def group(self) -> Group:
-        """Whose they are."""
+        """The group of the messages."""
 
     def next_id(self, tag: int) -> int:
         """Number the next message with `tag`."""
 
 
 class OutboundMessage(Operation):
-    """A send: done when its bytes have left.
+    """A send: done when its bytes have been sent.
 
     Args:
         sends: those of the group.
@@ -68,10 +68,10 @@ class OutboundMessage(Operation):
     def __init__(self, sends: Sends, peer: int, tag: int, content: Content, work: Work[Any]) -> None:
         code, view, _ = content
         assert view is not None
-        terms = message_terms("SEND", code, view.nbytes)
-        # As its receiver names it, who knows no more than the count.
-        work._shape = terms.counts
-        super().__init__(sends.group, sends.next_id(tag), terms, code, work)
+        signature = message_signature("SEND", code, view.nbytes)
+        # As the receiver describes it, which knows no more than the count.
+        work._shape = signature.counts
+        super().__init__(sends.group, sends.next_id(tag), signature, code, work)
         self._sends = sends
         self.peer = peer
         self._view = view
@@ -84,7 +84,7 @@ class OutboundMessage(Operation):
         self.comm.channels[self.peer].kick(message)
 
     def sent(self, message: Message, nbytes: int) -> None:
-        """Bytes have left."""
+        """Bytes have been sent."""
         self._nbytes += nbytes
         if self._nbytes == message.total and not self.done:
             self._sends.outgoing.pop((self.peer, self.id), None)
@@ -93,7 +93,7 @@ class OutboundMessage(Operation):
             begun(self)
 
     def asked(self) -> None:
-        """Its receiver takes all of it."""
+        """Its receiver accepts all of it."""
         self.comm.channels[self.peer].grant(self)
 
     def fail(self, error: BaseException) -> None:
@@ -102,7 +102,7 @@ class OutboundMessage(Operation):
         super().fail(error)
 
     def describe(self) -> dict[str, Any]:
-        """Say what is sent, and where to."""
+        """Return what is sent and to which rank."""
         return {**super().describe(), "tag": (self.id ^ P2P) >> 32, "dst": self.peer}
 
     def needs(self, peer: int) -> bool:
@@ -111,14 +111,14 @@ class OutboundMessage(Operation):
 
 
 def begun(operation: Operation) -> None:
-    """Some of the bytes, but not all, have moved."""
+    """Record that a message has moved some, but not all, of its bytes."""
     if operation.entry[STARTED] is None and not operation.done:
         operation.entry[STARTED] = operation.comm.stamp()
 
 
-@lru_cache(maxsize=256)  # of messages that are alike, which most are; making them costs 5 times as much
-def message_terms(op: str, code: int, nbytes: int) -> Signature:
-    """Return what a message is called, and its count; its code is that of its dtype."""
+@lru_cache(maxsize=256)  # most messages are alike; making a signature costs 5 times as much
+def message_signature(op: str, code: int, nbytes: int) -> Signature:
+    """Return the signature of a message; `code` is that of its dtype."""
     if code == OBJECT:
         return Signature(op, "object", (), None, None)
     dtype = by_code(code)

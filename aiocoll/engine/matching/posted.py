@@ -1,4 +1,4 @@
-"""A receive of a point-to-point message."""
+"""A posted receive of a point-to-point message."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from aiocoll.codec.limits import MAX_BYTES
 from aiocoll.engine.matching.inbound import InboundMessage, Receive
-from aiocoll.engine.matching.outbound import OBJECT, Content, begun, message_terms
+from aiocoll.engine.matching.outbound import OBJECT, Content, begun, message_signature
 from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.incremental import Steps, carry_on
 from aiocoll.engine.operations.operation_log import PEER
@@ -23,34 +23,34 @@ class Receives(Protocol):
 
     @property
     def group(self) -> Group:
-        """Whose they are."""
+        """The group of the receives."""
 
     def post(self, posted: PostedReceive) -> None:
         """Match `posted` with the oldest fitting message, or keep it."""
 
     def withdraw(self, posted: PostedReceive) -> None:
-        """Take back a receive that is over."""
+        """Remove a receive that is over."""
 
     def forget(self, arrival: InboundMessage) -> None:
         """The message has been received."""
 
 
 class PostedReceive(Receive):
-    """A receive.
+    """A posted receive.
 
     Args:
         receives: those of the group.
-        peer: rank it takes a message from; None takes the first one with the tag.
+        peer: rank it receives from; None for any rank.
         tag: of the message.
-        content: where it goes, and what it must be.
+        content: its destination, and the expected dtype.
     """
 
     __slots__ = ("_read", "_receives", "_steps", "arrival", "code", "peer", "tag", "view")
 
     def __init__(self, receives: Receives, peer: int | None, tag: int, content: Content, work: Work[Any]) -> None:
         code, view, self._read = content
-        terms = message_terms("RECV", code, 0 if view is None else view.nbytes)
-        super().__init__(receives.group, P2P | tag << 32, terms, code, work)
+        signature = message_signature("RECV", code, 0 if view is None else view.nbytes)
+        super().__init__(receives.group, P2P | tag << 32, signature, code, work)
         self._receives = receives
         self.peer = peer
         self.tag = tag
@@ -61,15 +61,15 @@ class PostedReceive(Receive):
         work._withdraw = self.withdraw
 
     def enter(self) -> None:
-        """Take a message that is waiting, or wait for one."""
+        """Match a waiting message, or wait for one."""
         self._receives.post(self)
 
     def describe(self) -> dict[str, Any]:
-        """Say what is wanted, and from where."""
+        """Return what is received and from which rank."""
         return {**super().describe(), "tag": self.tag, "src": self.peer}
 
     def standing(self) -> str:
-        """Say what it waits for."""
+        """Return a text about what it waits for."""
         if self.arrival is not None:
             return f"rank {self.arrival.peer} has not sent all of it"
         return f"no message with tag {self.tag} has come from {self._source()}"
@@ -104,8 +104,8 @@ class PostedReceive(Receive):
         elif self.view is None or arrival.code != self.code or arrival.total != self.view.nbytes:
             arrival.discard = True
             number = arrival.op & 0xFFFFFFFF
-            terms = message_terms("SEND", arrival.code, arrival.total)
-            theirs = description(arrival.peer, terms, terms.counts, None, number)
+            signature = message_signature("SEND", arrival.code, arrival.total)
+            theirs = description(arrival.peer, signature, signature.counts, None, number)
             theirs.update(tag=self.tag, dst=self.comm.rank)
             self.comm.mismatches.differ({**self.describe(), "seq": number}, theirs)
             return
@@ -122,7 +122,7 @@ class PostedReceive(Receive):
             arrival.ask(self.comm.id)
 
     def complete(self) -> None:
-        """All bytes are here."""
+        """All bytes have arrived."""
         assert self.arrival is not None
         self.work._source = self.arrival.peer
         if self.peer is None:
@@ -135,12 +135,12 @@ class PostedReceive(Receive):
             carry_on(self, self._steps)
 
     def advance(self) -> None:
-        """Go on reading an object."""
+        """Continue decoding an object."""
         if self._steps is not None:
             carry_on(self, self._steps)
 
     def withdraw(self) -> None:
-        """Nobody waits for it any more and no message has matched: as if it had never been posted."""
+        """Nobody waits for it and no message has matched: remove it as if it had never been posted."""
         self.fail(asyncio.CancelledError())
 
     def expire(self) -> None:
@@ -159,7 +159,7 @@ class PostedReceive(Receive):
         )
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`; the rest of a matched message goes nowhere."""
+        """End with `error`; the rest of a matched message is dropped."""
         self._receives.withdraw(self)
         super().fail(error)
 

@@ -1,1 +1,1 @@
-"""What a group has in flight: the executors of collectives."""
+"""The operations a group has in flight: one executor class for each way to carry out a collective."""

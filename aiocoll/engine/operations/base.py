@@ -1,4 +1,4 @@
-"""An operation in flight: `enter`, `advance`, `fail`; and the message, its unit of sending."""
+"""The base of all operations in flight: `enter`, `advance`, `fail`; and the message, the unit of sending."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Message:
     """What an operation sends to one peer in one step.
 
     Attributes:
-        operation: its owner, told by `sent(message, nbytes)` when bytes have left.
-        index: which action of the owner it is.
+        operation: its owner, whose `sent(message, nbytes)` is called when bytes have been sent.
+        index: the owner's action that it belongs to.
         view: the bytes, `total` of them.
-        limit: how many may be sent by now.
-        moved: how many have been handed to the link.
+        limit: how many bytes may be sent so far.
+        moved: how many bytes the link has accepted.
         queued: it is in the channel's queue.
         blocked: it waits for a grant.
-        announces: if nothing of it may be sent yet, the receiver is told that it will come.
-        batch: what the receiver is told then of the batch it is part of.
+        announces: if nothing of it may be sent yet, it is announced to the receiver.
+        batch: with the announcement, the batch it is part of.
     """
 
     announces = False
@@ -48,7 +48,7 @@ class Message:
 
 
 class Announced(Message):
-    """A message whose receiver hears of it before there is anything to send, so that none overtakes it."""
+    """A message announced to its receiver before there is anything to send, so that no later one overtakes it."""
 
     __slots__ = ("batch",)
 
@@ -60,25 +60,25 @@ class Announced(Message):
 
 
 class Operation:
-    """Base of everything a group has in flight.
+    """Base of everything that a group has in flight.
 
     Args:
         comm: this rank's part in the group.
-        identity: 64 bits that name it on the wire; see `aiocoll.transport.frame`.
-        terms: what the ranks must agree on.
-        fingerprint: hash of that.
-        work: the caller's handle, or the parent's of a child; with the timeout.
+        identity: its 64-bit id on the wire; see `aiocoll.transport.frame`.
+        signature: what the ranks must agree on.
+        fingerprint: hash of the signature.
+        work: the caller's handle, or the parent's of a child; it has the timeout.
 
     Attributes:
-        comm, id, terms, fingerprint, work: as given.
-        parent: the operation that it is a part of; None of one that a call has started.
+        comm, id, signature, fingerprint, work: as given.
+        parent: the operation that it is a child of; None if a call has started it.
         entered: when it was entered, on the runtime's clock.
-        entry: what is recorded of it from then on; see `aiocoll.engine.operations.operation_log`.
-        peer: of a message, the other rank; None of a receive from any rank.
-        timeout: seconds until `expire`; at first the work's.
-        reported: when it is due to be reported again; 0 before it has been for the first time.
-        granted: peers that have entered it and take any amount.
-        promised: peers that have been told so by this rank.
+        entry: its record in the log; see `aiocoll.engine.operations.operation_log`.
+        peer: for a message, the other rank; None for a receive from any rank.
+        timeout: seconds until `expire`; initially the work's.
+        reported: when its next stall report is due; 0 before the first.
+        granted: peers that have entered it and accept any amount.
+        promised: peers that this rank has granted.
     """
 
     peer: int | None = None
@@ -96,7 +96,7 @@ class Operation:
         "parent",
         "promised",
         "reported",
-        "terms",
+        "signature",
         "timeout",
         "warned",
         "work",
@@ -106,13 +106,13 @@ class Operation:
         self,
         comm: Group,
         identity: int,
-        terms: Signature,
+        signature: Signature,
         fingerprint: int,
         work: Work[Any],
     ) -> None:
         self.comm = comm
         self.id = identity
-        self.terms = terms
+        self.signature = signature
         self.fingerprint = fingerprint
         self.work = work
         self.parent: Operation | None = None
@@ -126,14 +126,14 @@ class Operation:
         self._put_off = False
 
     def enter(self) -> None:
-        """Start: send what can be sent, take what has arrived early."""
+        """Start: send what can be sent, use what has arrived early."""
         raise NotImplementedError
 
     def advance(self) -> None:
-        """Go on with local work that was put off to keep a callback short."""
+        """Continue local work that was deferred to keep a callback short."""
 
     def silence(self) -> None:
-        """Have it neither warned of nor reported: another one is, or nobody is to blame for it."""
+        """Suppress its warnings and reports: another operation is reported, or no rank is to blame for it."""
         self.warned, self.reported = True, inf
 
     def put_off(self) -> None:
@@ -148,61 +148,61 @@ class Operation:
             self.advance()
 
     def route(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
-        """Name the memory for `length` bytes of a message that are arriving; None for a temporary place."""
+        """Return memory for `length` arriving bytes of a message; None for a temporary buffer."""
         return None
 
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
-        """Take a segment (None: it was placed); False if the message is not one this rank expects."""
+        """Take a segment (None: it was placed); False if this rank does not expect the message."""
         return False
 
     def sent(self, message: Message, nbytes: int) -> None:
-        """`nbytes` more of `message` have left and their memory may be overwritten."""
+        """`nbytes` more of `message` have been sent, and their memory may be overwritten."""
 
     def promise(self, peer: int) -> None:
-        """Tell `peer` once that this rank has entered and takes any amount."""
+        """Tell `peer` once that this rank has entered and accepts any amount."""
         if peer not in self.promised:
             self.promised |= {peer}
             self.comm.channels[peer].control(FrameKind.GRANT, self.comm.id, self.id)
 
     def needs(self, peer: int) -> bool:
-        """Whether the operation still waits for `peer`, which is about to be gone."""
+        """Whether the operation still needs `peer`, which is leaving."""
         raise NotImplementedError
 
     def awaited(self) -> list[int]:
-        """Return the ranks from which something has not arrived, as far as that is known."""
+        """Return the ranks from which something has not arrived, as far as known."""
         return []
 
     def seek(self) -> None:
-        """Open links to the ranks it waits for: it may be that they cannot open one, and this rank can."""
+        """Open links to the ranks it waits for: they may be unable to open one."""
         for peer in self.awaited() if self.peer is None else [self.peer]:
             if peer != self.comm.rank:
                 self.comm.channels[peer].open()
 
     def describe(self) -> dict[str, Any]:
-        """Say in plain data what this rank called, for error messages."""
-        return description(self.comm.rank, self.terms, self.work._shape, self.work.key, self.work.seq)
+        """Return this rank's call as plain data, for error messages."""
+        return description(self.comm.rank, self.signature, self.work._shape, self.work.key, self.work.seq)
 
     def title(self) -> str:
-        """Return its op, and its key or number if it has one."""
+        """Return its op, with its key or number if it has one."""
         name = self.work.key or self.work.seq
         return self.work.op if name is None else f"{self.work.op} (sequence {name!r})"
 
     def standing(self) -> str | None:
-        """Say what a message waits for; None of a collective, of which the ranks are asked."""
+        """Return a text about what a message waits for; None for a collective, about which the ranks are asked."""
         return None if self.peer is None else f"rank {self.peer} has not taken all of it"
 
     def algorithm(self) -> str | None:
-        """Return the name of what carries it out; None where there is only one way, or that is not known yet."""
+        """Return the name of its algorithm; None if there is only one, or it is not known yet."""
         return None
 
     def carriers(self) -> str:
-        """Return what carries its bytes, as far as there are links: "shm", "tcp", or several with "+" between."""
+        """Return what carries its bytes, as far as links exist: "shm", "tcp", or several joined by "+"."""
         channels = self.comm.channels
         used = channels if self.peer is None else [channels[self.peer]]
         return "+".join(sorted({channel.link.carrier for channel in used if channel.link is not None}))
 
     def hangs_here(self) -> bool:
-        """Whether it waits for nothing but a device of this rank."""
+        """Whether it only waits for a device of this rank."""
         return False
 
     def expire(self) -> None:
@@ -210,13 +210,13 @@ class Operation:
         self.comm.timed_out(self)
 
     def succeed(self, result: Any) -> None:
-        """End well."""
+        """End successfully."""
         self.done = True
         self.comm.ended(self, None)
         self.work._finish(result)
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`; nothing of the caller's is touched from here on."""
+        """End with `error`; no memory of the caller's is used from here on."""
         if not self.done:
             self.done = True
             self.comm.ended(self, error)

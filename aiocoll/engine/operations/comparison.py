@@ -1,4 +1,4 @@
-"""What all ranks called, side by side: in what the calls differ, said in one text for all of them."""
+"""Compares the calls of all ranks: in which fields they differ, as one text for all ranks."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from aiocoll.engine.operations.manifest import AGREED, private
 
 __all__ = ["Difference", "compare", "packed"]
 
-#: What says by itself which call it is: all that is known for sure of one that cannot be carried out.
+#: Fields that identify a call by themselves: all that is certain of one that cannot be carried out.
 NAMING = ("op", "root", "reduce")
-#: Collectives on one tensor of the same shape everywhere; in the others parts of a whole may have any shapes.
+#: Collectives whose tensor has the same shape on all ranks; in others the ranks' parts may have any shapes.
 SHAPED = {kind.upper() for kind, spec in SPECS.items() if spec.input is Part.TENSOR}
-#: Calls that a text shows, and ranks that it lists of each: more than anybody reads.
+#: Calls that a text shows, and ranks that it lists for each: more than anybody reads.
 SHOWN = 8
 
 Description = dict[str, Any]
 
 
 class Difference(NamedTuple):
-    """The calls of an operation do not belong together.
+    """The calls of one operation do not match.
 
     Attributes:
-        text: says so, naming the calls.
+        text: the error text, naming the calls.
         ranks: the lowest rank of each kind of call.
     """
 
@@ -36,10 +36,10 @@ class Difference(NamedTuple):
 
 
 def packed(call: Description, wrong: str | None) -> bytes:
-    """Write a description without its rank: equal calls are equal bytes.
+    """Encode a description without its rank, so that equal calls are equal bytes.
 
     Args:
-        call: what a rank called.
+        call: the call of a rank.
         wrong: why it cannot be carried out.
     """
     told: bytes = msgpack.packb(
@@ -49,10 +49,10 @@ def packed(call: Description, wrong: str | None) -> bytes:
 
 
 def compare(comm: str, calls: Sequence[bytes | memoryview]) -> Difference | None:
-    """Return in what the calls of ranks 0, 1, ... differ; None if they belong together.
+    """Return in which fields the calls of ranks 0, 1, ... differ; None if they match.
 
-    Cost: where all are equal, p comparisons of some 150 bytes; p^2 / 2 of numbers where each rank has its own for
-    each other.
+    Cost: if all are equal, p comparisons of some 150 bytes; p^2 / 2 comparisons of numbers if each rank has its own
+    counts for every other rank.
     """
     first = _unpacked(0, calls[0])
     if not private(first) and first["wrong"] is None and all(call == calls[0] for call in calls):
@@ -64,7 +64,7 @@ def compare(comm: str, calls: Sequence[bytes | memoryview]) -> Difference | None
     for one, two in _pairs(sound):
         differing = differences(one, two)
         if pair is None and differing and all(one[field] == two[field] for field in differing):
-            pair = one["rank"], two["rank"]  # only what one sends is not what the other expects
+            pair = one["rank"], two["rank"]  # they differ only in what one sends and the other expects
         fields.update(dict.fromkeys(differing))
     if _vary(sound, "shape") and ("counts" in fields or {each["op"] for each in sound} <= SHAPED):
         fields["shape"] = None
@@ -86,7 +86,7 @@ def _vary(found: Sequence[Description], field: str) -> bool:
 
 
 def _pairs(found: Sequence[Description]) -> Iterator[tuple[Description, Description]]:
-    """Return the calls to hold against each other: what is the same for all, each rank shares with the first."""
+    """Return the pairs of calls to compare: fields common to all are compared with the first rank's only."""
     for index, one in enumerate(found):
         if index and not private(one):
             continue

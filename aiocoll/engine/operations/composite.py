@@ -1,7 +1,8 @@
-"""An operation that consists of others: it is what the rank has called, they are what travels.
+"""Composite operations: a parent that a call has started, and children that carry it out.
 
-The children have ids derived from their parent's, the same on all ranks. Frames refer to them; the log, timeouts,
-reports and hooks refer to the parent, which ends when its children have, and fails them when it fails.
+The ids of children are derived from their parent's, so they are the same on all ranks. Frames refer to the children;
+the log, timeouts, reports and hooks refer to the parent. It ends when its children have ended, and fails them when it
+fails.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from aiocoll.work import Work
 
 __all__ = ["ChildWork", "Children", "Ended", "Make"]
 
-#: Makes an operation, given its id and its work.
+#: Makes an operation from its id and its work.
 Make = Callable[[int, Work[Any]], Operation]
 #: Called with the result and the error of a child that has ended.
 Ended = Callable[[Any, BaseException | None], None]
 
 
 class ChildWork(Work[Any]):
-    """The handle of a child: what comes of it goes to its parent."""
+    """The handle of a child: reports its outcome to the parent."""
 
     __slots__ = ("_report",)
 
@@ -36,11 +37,11 @@ class ChildWork(Work[Any]):
         self._report(result, exception)
 
     def _failed(self, error: BaseException) -> None:
-        """The parent tells."""
+        """The parent reports it."""
 
 
 class Children:
-    """The operations that one operation consists of.
+    """The children of one operation.
 
     Args:
         parent: it calls `fail` when it fails.
@@ -51,18 +52,18 @@ class Children:
     def __init__(self, parent: Operation) -> None:
         self._parent = parent
         self._running: dict[Operation, None] = {}
-        #: What carries out the child that was started last.
+        #: The algorithm of the child that was started last.
         self.algorithm: str | None = None
 
     def start(self, name: str, make: Make, ended: Ended, *, reported: bool = False) -> None:
         """Start a child.
 
         Args:
-            name: its id is the hash of this: unique, and the same on all ranks. No key has it, since those are hashed
-                with their count, behind a zero byte.
+            name: the child's id is a hash of it: unique, and the same on all ranks. No key has the same hash input,
+                since keys are hashed with their count, after a zero byte.
             make: makes it.
             ended: called at its end, unless the parent has ended before.
-            reported: from here on it is what the ranks are asked about and what expires, in place of the parent.
+            reported: from now on, stall reports and expiry refer to it in place of the parent.
         """
         parent = self._parent
 
@@ -83,13 +84,13 @@ class Children:
             child.entered = parent.entered
 
     def fail(self, error: BaseException) -> None:
-        """End those that run: the parent has failed."""
+        """Fail all running children: the parent has failed."""
         running, self._running = self._running, {}
         for child in running:
             child.fail(error)
 
     def first(self) -> Operation | None:
-        """Return the child that has run longest; None if none runs."""
+        """Return the child that has run longest; None if none is running."""
         return next(iter(self._running), None)
 
     def awaited(self) -> list[int]:
@@ -97,7 +98,7 @@ class Children:
         return sorted({rank for child in self._running for rank in child.awaited()})
 
     def hanging(self) -> Operation | None:
-        """Return a child that waits for nothing but a device of this rank, if one does."""
+        """Return a child that only waits for a device of this rank, if there is one."""
         return next((child for child in self._running if child.hangs_here()), None)
 
     def __bool__(self) -> bool:

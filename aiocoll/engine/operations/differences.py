@@ -1,4 +1,4 @@
-"""What ranks have called, as plain data: in which terms two calls differ, and how they are named in messages."""
+"""Descriptions of calls as plain data: in which fields two differ, and their form in error messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiocoll.errors import CollectiveMismatchError
 
 __all__ = ["called", "differences", "mismatch", "named", "opposed"]
 
-#: The halves of a point-to-point message: these differ in name by nature.
+#: The two ends of a point-to-point message: their names differ by nature.
 HALVES = {"SEND", "RECV"}
 #: Members of a flush that a message names: of those that differ, and of a whole list.
 NAMED = 3
@@ -20,7 +20,7 @@ Description = dict[str, Any]
 
 
 def differences(one: Description, two: Description) -> list[str]:
-    """Return the terms in which two ranks' calls of one operation differ; [] if they belong together."""
+    """Return the fields in which two ranks' calls of one operation differ; [] if they match."""
     marks = {one.get("debug"), two.get("debug")}
     if len(marks) > 1 and "detail" in marks:
         return ["debug"]
@@ -37,19 +37,19 @@ def differences(one: Description, two: Description) -> list[str]:
 
 
 def opposed(theirs: Description, calls: Iterable[Description]) -> Description | None:
-    """Return one of `calls`, which agree with each other, that does not belong together with `theirs`."""
+    """Return one of `calls`, which match each other, that does not match `theirs`."""
     alone = private(theirs)
     for each in calls:
         if each["rank"] != theirs["rank"]:
             if differences(each, theirs):
                 return each
             if not alone:
-                break  # what is the same for all it shares with the others too: a thousand ranks report
+                break  # a field common to all it also shares with the rest: a thousand ranks report
     return None
 
 
 def mismatch(group: str, one: Description, two: Description) -> CollectiveMismatchError:
-    """Name both sides of a disagreement, the lower rank first."""
+    """Return the error that names both calls, the lower rank first."""
     one, two = sorted((one, two), key=lambda description: description["rank"])
     fields = differences(one, two)
     if (not fields or "counts" in fields) and one.get("shape") != two.get("shape"):
@@ -66,7 +66,7 @@ def mismatch(group: str, one: Description, two: Description) -> CollectiveMismat
 
 
 def called(description: Description) -> str:
-    """Write a description as the call it was."""
+    """Write a description in the form of a call."""
     details = [
         f"{label}={description[field]}"
         for field, label in (

@@ -1,4 +1,4 @@
-"""What operations need of the group that they are in flight in."""
+"""What operations need of their group, as protocols."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Group", "Looker", "Lookers", "Mismatches", "Sender", "Stalls"]
 
 
 class Sender(Protocol):
-    """The way to one peer.
+    """The channel to one peer.
 
     Attributes:
         link: None while there is none.
@@ -27,13 +27,13 @@ class Sender(Protocol):
     shared: SharedMemoryLink | None
 
     def pass_on(self, operation: Any, index: int, step: int, view: memoryview, total: int) -> bool | None:
-        """Send a whole small message at once: True if it has left, False if it will, None if it has to be queued."""
+        """Send a whole small message at once: True if it was sent, False if it will be, None if it has to be queued."""
 
     def kick(self, message: Any) -> None:
         """More of `message` may be sent."""
 
     def grant(self, operation: Any) -> None:
-        """The peer takes all of `operation`."""
+        """The peer accepts all of `operation`."""
 
     def control(self, kind: FrameKind, group: int, op: int, amount: int = 0) -> None:
         """Send a frame without payload, ahead of the queue."""
@@ -42,26 +42,26 @@ class Sender(Protocol):
         """Open the link, if there is none."""
 
     def drop(self, operation: Any) -> None:
-        """Forget what waits of an operation that has ended."""
+        """Forget the blocked messages of an operation that has ended."""
 
 
 class Looker(Protocol):
-    """An operation that no frame tells of what its peers have put into shared memory."""
+    """An operation that has to look for its peers' data in shared memory itself: no frame announces it."""
 
     @property
     def comm(self) -> Any:
-        """The group it is in flight in."""
+        """The group of the operation."""
 
     def look(self) -> bool:
-        """Do what has become possible; whether anything moved."""
+        """Do what has become possible; return whether anything moved."""
 
 
 class Lookers(Protocol):
-    """Who looks into shared memory.
+    """The operations that look into shared memory.
 
     Attributes:
-        lookers: operations that look whenever there is time.
-        readers: operations that look when a peer has written to a slot.
+        lookers: those that look whenever there is time.
+        readers: those that look when a peer has posted to a slot.
     """
 
     lookers: dict[Looker, None]
@@ -69,38 +69,38 @@ class Lookers(Protocol):
 
 
 class Mismatches(Protocol):
-    """What finds out whose call is another one."""
+    """Finds out which ranks' calls do not match."""
 
     def disagree(self, peer: int, op: int, mine: dict[str, Any]) -> None:
-        """A frame of `peer` does not fit what this rank called."""
+        """A frame of `peer` does not match this rank's call."""
 
     def differ(self, one: dict[str, Any], two: dict[str, Any]) -> None:
-        """Two calls do not belong together."""
+        """Two calls do not match."""
 
 
 class Stalls(Protocol):
-    """What knows which ranks have not entered an operation."""
+    """Knows which ranks have not entered an operation."""
 
     def missing(self, operation: Any) -> tuple[list[int], str]:
-        """Say which ranks have not entered, as far as this rank has learnt."""
+        """Return the ranks that have not entered, as far as this rank knows, and a text about them."""
 
 
 class Group(Protocol):
     """One rank's part in one group.
 
     Attributes:
-        id: the group on the wire.
+        id: id of the group on the wire.
         name: of the group.
         rank: this one.
         ranks: rank in the job of each rank of the group.
         others: all ranks but this one.
-        left: ranks that have left.
-        timeout: seconds an operation may take unless its call says otherwise.
-        piece_nbytes: of the blocks in memory that all ranks share, where they do; else 0.
+        left: ranks that have closed the group.
+        timeout: default timeout of an operation, in seconds.
+        chunk_nbytes: size of a chunk in shared memory if all ranks share memory; else 0.
         small_nbytes: of a small slot in that memory.
         runtime: clock and timers.
         scratch: memory for partial results.
-        refused: collectives that have failed without revoking the group.
+        refused: collectives that failed without revoking the group.
     """
 
     id: int
@@ -110,7 +110,7 @@ class Group(Protocol):
     others: list[int]
     left: set[int]
     timeout: float
-    piece_nbytes: int
+    chunk_nbytes: int
     small_nbytes: int
     runtime: Runtime
     scratch: Scratch
@@ -118,23 +118,23 @@ class Group(Protocol):
 
     @property
     def channels(self) -> Sequence[Sender]:
-        """To each rank."""
+        """The channel to each rank."""
 
     @property
     def polling(self) -> Lookers:
-        """Who looks into shared memory."""
+        """The operations that look into shared memory."""
 
     @property
     def registered_memory(self) -> RegisteredMemory | None:
-        """What peers can read where it lies."""
+        """Memory that peers can read in place."""
 
     @property
     def mismatches(self) -> Mismatches:
-        """Finds out whose call is another one."""
+        """Finds out which ranks' calls do not match."""
 
     @property
     def stalls(self) -> Stalls:
-        """Knows who is missing."""
+        """Knows which ranks are missing."""
 
     def enter(self, operation: Any) -> None:
         """Put an operation in flight."""
@@ -143,22 +143,22 @@ class Group(Protocol):
         """An operation has ended."""
 
     def divert(self, operation: Any) -> None:
-        """The memory of `operation` is the caller's again."""
+        """Stop receiving into the memory of `operation`: it belongs to the caller again."""
 
     def timed_out(self, operation: Any) -> None:
-        """A collective took too long."""
+        """A collective timed out."""
 
     def broke(self, operation: Any, error: BaseException, what: str = "") -> None:
-        """What this rank has to calculate for `operation` has raised `error`."""
+        """A calculation of `operation` on this rank has raised `error`."""
 
     def revoke(self, cause: GroupError) -> None:
         """Fail everything pending with `cause`, on all ranks."""
 
     def crashed(self, error: Exception) -> None:
-        """Code of the library has raised what it should not, while it ran for this group."""
+        """Code of the library has raised an unexpected error while working for this group."""
 
     def stamp(self) -> float:
-        """Return the time, as records have it."""
+        """Return the time, as used in records."""
 
     def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
-        """Call something that runs for the group in the next turn of the loop."""
+        """Call something on behalf of the group in the next turn of the loop."""

@@ -1,4 +1,4 @@
-"""Objects are read while the loop turns: each callback does a part of it."""
+"""Incremental decoding of objects: each callback does a part, so that the loop stays responsive."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from aiocoll.runtime import BUDGET
 
 __all__ = ["Steps", "at_once", "carry_on"]
 
-#: Ends with the result; each step takes a fraction of `BUDGET`.
+#: A generator that returns the result; each step takes a fraction of `BUDGET`.
 Steps = Generator[None, None, Any]
 
 
 def carry_on(operation: Operation, steps: Steps) -> None:
-    """Do some of `steps`, and end `operation` with their result; `advance` is called in the next turn for the rest."""
+    """Run some of `steps`, and end `operation` with their result; `advance` continues in the next turn."""
     ticks = operation.comm.runtime.ticks
     deadline = ticks() + BUDGET
     try:
@@ -26,14 +26,14 @@ def carry_on(operation: Operation, steps: Steps) -> None:
                 return
     except StopIteration as end:
         result = end.value
-    except Exception as error:  # the bytes of one rank, or a custom unpickling, may fail in any way
+    except Exception as error:  # decoding a rank's bytes, or a custom unpickling, may fail in any way
         operation.fail(error)
         return
     operation.succeed(result)
 
 
 def at_once(steps: Steps) -> Any:
-    """Do all of `steps`, and return their result."""
+    """Run all of `steps`, and return their result."""
     while True:
         try:
             next(steps)

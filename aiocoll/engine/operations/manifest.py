@@ -1,4 +1,4 @@
-"""What a flush consists of: the list that all ranks must have recorded alike, as data that travels and is compared."""
+"""The manifest of a flush: the list of calls that all ranks must have recorded alike, as data to send and compare."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from aiocoll.engine.operations.signature import Signature
 
 __all__ = ["AGREED", "Manifest", "contradict", "differing", "private", "runs"]
 
-#: What every rank must have called alike; the rest of a description only helps to recognise the call.
+#: Fields that every rank must have called alike; the rest of a description only helps to recognise the call.
 AGREED = ("op", "dtype", "device", "counts", "root", "reduce")
-#: Bytes of a list that are told, about: two of them and the rest fit into one control frame. Equal members that follow
-#: each other take the room of one; of what is beyond, ranks only find out that it differs.
+#: Approximate bytes of a list that are sent: two lists and the rest fit into one control frame. Consecutive equal
+#: members take the room of one; of what exceeds the limit, ranks only find out that it differs.
 ROOM = 48 * 1024
 
 Description = dict[str, Any]
@@ -33,19 +33,19 @@ class Manifest:
         self._members = tuple(members)
         self._told: Description | None = None
 
-    def told(self) -> Description:
-        """Return it in plain data: the size, runs of equal members, how many these are, and a hash of the others."""
+    def as_data(self) -> Description:
+        """Return it as plain data: the size, runs of equal members, the length of these, and a hash of the rest."""
         if self._told is None:
             told, count, room = [], 0, ROOM
-            for terms, equal in groupby(self._members):
-                run = _run(terms, sum(1 for _ in equal))
+            for signature, equal in groupby(self._members):
+                run = _run(signature, sum(1 for _ in equal))
                 room -= len(repr(run))
                 if room < 0:
                     break
                 told.append(run)
                 count += run["count"]
-            # What is private need not be equal, and only its ranks could tell.
-            rest = crc32(repr([(*terms[:5], terms.device) for terms in self._members[count:]]).encode())
+            # Private fields need not be equal, and only the ranks concerned could compare them.
+            rest = crc32(repr([(*signature[:5], signature.device) for signature in self._members[count:]]).encode())
             self._told = {"size": len(self._members), "runs": told, "told": count, "rest": rest}
         return self._told
 
@@ -57,7 +57,7 @@ def runs(description: Description) -> list[Description]:
 
 
 def differing(one: Description, two: Description) -> Iterator[tuple[int, Description | None, Description | None]]:
-    """Yield the positions at which two flushes differ, and what is there on either side; None for nothing."""
+    """Yield the positions at which two flushes differ, and the member of each at that position; None if it has none."""
     mine, yours = one["members"], two["members"]
     if mine == yours and not private(one):
         return
@@ -81,13 +81,13 @@ def differing(one: Description, two: Description) -> Iterator[tuple[int, Descrip
 
 
 def private(description: Description) -> bool:
-    """Whether something in it is known to the two ends of a message only."""
+    """Whether some field of it is known only to the two ends of a message."""
     members = runs(description) if description.get("members") else ()
     return any(each.get("sends") or each.get("receives") for each in (description, *members))
 
 
 def contradict(one: Description, two: Description) -> bool:
-    """Whether one of two ranks sends the other a number of elements that this one does not expect."""
+    """Whether one of two ranks sends the other a number of elements that the other does not expect."""
     return _contradicts(one, two) or _contradicts(two, one)
 
 
@@ -96,17 +96,17 @@ def _contradicts(sender: Description, receiver: Description) -> bool:
     return sends != [] != receives and sends[receiver["rank"]] != receives[sender["rank"]]
 
 
-def _run(terms: Signature, count: int) -> Description:
+def _run(signature: Signature, count: int) -> Description:
     return {
-        **({} if terms.device == "cpu" else {"device": terms.device}),
+        **({} if signature.device == "cpu" else {"device": signature.device}),
         "count": count,
-        "op": terms.op,
-        "dtype": terms.dtype,
-        "counts": list(terms.counts) or None,
-        "root": terms.root,
-        "reduce": terms.reduce,
-        "sends": list(terms.sends) or None,
-        "receives": list(terms.receives) or None,
+        "op": signature.op,
+        "dtype": signature.dtype,
+        "counts": list(signature.counts) or None,
+        "root": signature.root,
+        "reduce": signature.reduce,
+        "sends": list(signature.sends) or None,
+        "receives": list(signature.receives) or None,
     }
 
 
@@ -130,7 +130,7 @@ def _side_by_side(
 
 
 def _at(told: Sequence[Description], position: int) -> Description | None:
-    """Return the run that has the member at a position."""
+    """Return the run that contains the member at a position."""
     for run in told:
         position -= run["count"]
         if position < 0:

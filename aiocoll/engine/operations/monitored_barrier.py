@@ -1,4 +1,4 @@
-"""The barrier in which every rank reports to rank 0, so that rank 0 can name those that have not."""
+"""The monitored barrier: every rank reports to rank 0, which can name the ranks that have not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["MonitoredBarrier"]
 
 
 class MonitoredBarrier(ProgramExecutor):
-    """One rank's part in a monitored barrier that names the first rank that is missing."""
+    """One rank's part in a monitored barrier that names the first missing rank."""
 
     OP = "MONITORED_BARRIER"
 
@@ -37,9 +37,9 @@ class MonitoredBarrier(ProgramExecutor):
         self.blame(self)
 
     def blame(self, operation: Operation) -> None:
-        """Say who has not come to `operation`, this one or what goes before it: on rank 0 first-hand.
+        """Fail with the ranks that have not entered `operation`, this one or a step before it.
 
-        Elsewhere it is known as far as rank 0 has told.
+        Rank 0 knows them first-hand; other ranks know what rank 0 has reported.
         """
         comm = self.comm
         missing = operation.awaited() if comm.rank == 0 else comm.stalls.missing(operation)[0]

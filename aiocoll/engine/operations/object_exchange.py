@@ -1,7 +1,7 @@
 """The executor of object collectives: parcels of bytes whose sizes only their senders know.
 
-Every rank sends its parcels straight to their receivers: one step, no relay. A receiver makes room for a parcel when
-its first frame, from an authenticated rank of the group, says how long it is, and refuses what is above the limit.
+Every rank sends its parcels directly to their receivers, in one step. A receiver allocates memory for a parcel when
+its first frame, from an authenticated rank of the group, tells the size, and refuses parcels above the limit.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["ObjectExchange", "Parcels", "Post"]
 
 
 class Post(Operation):
-    """Sends and receives parcels; what becomes of them is its subclass's.
+    """Sends and receives parcels; subclasses use their content.
 
     Args:
-        sources: ranks that send one to here.
+        sources: ranks that send a parcel to this rank.
 
     Attributes:
-        FINGERPRINT: of the frames; 0 is that of the signature.
-        LIMIT: largest parcel taken, in bytes.
+        FINGERPRINT: of the frames; 0 for that of the signature.
+        LIMIT: largest accepted parcel, in bytes.
     """
 
     FINGERPRINT = 0
@@ -41,11 +41,11 @@ class Post(Operation):
         self,
         comm: Group,
         identity: int,
-        terms: Signature,
+        signature: Signature,
         sources: Iterable[int],
         work: Work[Any],
     ) -> None:
-        super().__init__(comm, identity, terms, self.FINGERPRINT or terms.fingerprint(), work)
+        super().__init__(comm, identity, signature, self.FINGERPRINT or signature.fingerprint(), work)
         self._unsent: dict[int, int] = {}
         self._missing = set(sources)
         self._incoming: dict[int, memoryview] = {}
@@ -53,24 +53,24 @@ class Post(Operation):
         self._refusal: SerializationError | None = None
 
     def _send(self, outgoing: Mapping[int, bytes]) -> None:
-        """Send a parcel to each of some ranks."""
+        """Send one parcel to each of some ranks."""
         self._unsent = {rank: len(parcel) for rank, parcel in outgoing.items()}
         for peer, parcel in outgoing.items():
             message = Message(self, peer, 0, memoryview(parcel), len(parcel))
             self.comm.channels[peer].kick(message)
 
     def needs(self, peer: int) -> bool:
-        """Whether a parcel to or from `peer` is on its way."""
+        """Whether a parcel to or from `peer` is incomplete."""
         return peer in self._missing or peer in self._unsent
 
     def route(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
-        """Name the room of a parcel."""
+        """Return the memory of a parcel."""
         room = self._room(peer, total)
         start = self._received.get(peer, 0)
         return None if room is None else room[start : start + length]
 
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
-        """Take a piece of a parcel."""
+        """Take a segment of a parcel."""
         if peer not in self._missing:
             return False
         room = self._room(peer, total)
@@ -78,7 +78,7 @@ class Post(Operation):
         if start + length > total:
             raise ProtocolError(f"rank {peer} sent more than the {total} bytes of its object")
         if room is None:
-            # Let it pass, so that neither its sender nor the group is disturbed.
+            # Receive and drop it, so that neither its sender nor the group is disturbed.
             self._refusal = SerializationError(
                 f"rank {peer} sent an object of {total} bytes; the limit is {self.LIMIT} bytes"
             )
@@ -93,7 +93,7 @@ class Post(Operation):
         return True
 
     def sent(self, message: Message, nbytes: int) -> None:
-        """Bytes of a parcel have left."""
+        """Bytes of a parcel have been sent."""
         peer = message.index
         self._unsent[peer] -= nbytes
         if not self._unsent[peer]:
@@ -107,17 +107,17 @@ class Post(Operation):
         return room
 
     def _settle(self) -> None:
-        """Do what is possible now that a parcel has come or left."""
+        """Do what has become possible after a parcel was received or sent."""
         raise NotImplementedError
 
 
 class Parcels(NamedTuple):
-    """What travels in one object collective, as one rank knows it.
+    """The parcels of one object collective, from one rank's view.
 
     Attributes:
-        outgoing: parcel for each rank that gets one from here.
-        sources: ranks that send one to here.
-        unpack: makes the result of the parcels received, by rank.
+        outgoing: parcel for each rank that this rank sends one to.
+        sources: ranks that send a parcel to this rank.
+        unpack: makes the result from the received parcels, by rank.
     """
 
     outgoing: Mapping[int, bytes]
@@ -138,11 +138,11 @@ class ObjectExchange(Post):
         self,
         comm: Group,
         identity: int,
-        terms: Signature,
+        signature: Signature,
         parcels: Parcels,
         work: Work[Any],
     ) -> None:
-        super().__init__(comm, identity, terms, parcels.sources, work)
+        super().__init__(comm, identity, signature, parcels.sources, work)
         self._parcels = parcels
         self._steps: Steps | None = None
 
@@ -161,6 +161,6 @@ class ObjectExchange(Post):
         carry_on(self, self._steps)
 
     def advance(self) -> None:
-        """Go on reading what has been received."""
+        """Continue decoding what has been received."""
         if self._steps is not None:
             carry_on(self, self._steps)

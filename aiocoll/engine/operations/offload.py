@@ -1,6 +1,6 @@
-"""Calculations on the way of a collective that would hold the event loop for long: they are made in a thread.
+"""Long calculations of a collective, moved to a thread so that they do not block the event loop.
 
-The operation is in flight meanwhile, as at any other time: it can fail, and what its thread finds out is dropped then.
+The operation stays in flight meanwhile: it can fail, and the result of its thread is dropped then.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ __all__ = ["Offload", "in_thread"]
 
 
 class Offload(Operation):
-    """A step without messages.
+    """A step without messages, calculated in a thread.
 
     Args:
-        task: what is to be calculated; it touches nothing that the loop touches before it has returned.
+        task: the calculation; the loop must not use its data before it has returned.
     """
 
     __slots__ = ("_task",)
 
     def __init__(
-        self, comm: Group, identity: int, terms: Signature, task: Callable[[], object], work: Work[Any]
+        self, comm: Group, identity: int, signature: Signature, task: Callable[[], object], work: Work[Any]
     ) -> None:
-        super().__init__(comm, identity, terms, terms.fingerprint(), work)
+        super().__init__(comm, identity, signature, signature.fingerprint(), work)
         self._task = task
 
     def enter(self) -> None:

@@ -1,9 +1,9 @@
-"""The executor of small allreduces and of barriers in shared memory: all show what they have, and fold what all show.
+"""The executor of small allreduces and of barriers in shared memory: each rank posts its tensor and reduces all.
 
-One step: each rank copies its tensor to the board of each peer, and folds the tensors of all, in rank order, from
-where they lie. Cost: p-1 copies and one reduction of p inputs per rank; no message, and no memory of its own.
+One step: each rank copies its tensor into a slot of each peer, and reduces the tensors of all, in rank order, in
+place. Cost: p-1 copies and one reduction of p inputs per rank; no messages and no temporary memory.
 
-Peers whose board is not to be had, since the link is only being made or the block is in use, get a frame instead.
+Peers whose slot is not available, since the link is still being opened or the slot is in use, get a frame instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 class OneShot(Operation):
-    """One rank's part in one allreduce or barrier; it takes what `ProgramExecutor` takes."""
+    """One rank's part in one allreduce or barrier; arguments as for `ProgramExecutor`."""
 
     __slots__ = ("_array", "_block", "_framed", "_plan", "_seen", "_tag", "_unsent")
 
@@ -41,19 +41,19 @@ class OneShot(Operation):
         work: Work[Any],
     ) -> None:
         # Not through super(), which costs 70 ns more.
-        Operation.__init__(self, comm, identity, plan.terms, plan.fingerprint, work)
+        Operation.__init__(self, comm, identity, plan.signature, plan.fingerprint, work)
         self._plan = plan
-        self._array = arrays[0] if arrays else _NOTHING  # of a barrier
+        self._array = arrays[0] if arrays else _NOTHING  # a barrier has none
         self._tag = comm.id << 32 | plan.fingerprint
-        # How many of the others, in order, have shown their tensor.
+        # How many of the other ranks, in order, have posted their tensor.
         self._seen = 0
-        # Who is sent a frame that has not left.
+        # Peers to which a frame is not sent completely.
         self._unsent: Collection[int] = ()
-        # What has come in frames, by rank.
+        # Tensors received in frames, by rank.
         self._framed: dict[int, bytearray] | None = None
 
     def enter(self) -> None:
-        """Show the tensor to everybody."""
+        """Post the tensor to all peers."""
         comm, array, identity = self.comm, self._array, self.id
         nbytes = self._plan.nbytes
         small = nbytes <= comm.small_nbytes
@@ -80,9 +80,9 @@ class OneShot(Operation):
             self.comm.channels[peer].kick(Message(self, peer, 0, view, view.nbytes))
 
     def look(self) -> bool:
-        """Find out who is still missing; fold when nobody is. Whether the operation has ended."""
+        """Look for missing tensors; reduce when none is missing. Return whether the operation has ended."""
         if self.done:
-            return True  # it failed with another one that was looked at before
+            return True  # it failed together with an operation that was looked at before
         others, seen = self.comm.others, self._seen
         while seen < len(others):
             if not self._is_here(others[seen]):
@@ -133,13 +133,13 @@ class OneShot(Operation):
         return framed is not None and len(framed) == self._plan.nbytes
 
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
-        """Keep what comes in frames."""
+        """Store a tensor that comes in frames."""
         if step or total != self._plan.nbytes or payload is None:
             return False
         if self._framed is None:
             self._framed = {}
         if (link := self.comm.channels[peer].shared) is not None:
-            link.slot_reader.reclaim(self._block)  # perhaps that was why
+            link.slot_reader.reclaim(self._block)  # its unread content may have been the reason for the frame
         framed = self._framed.setdefault(peer, bytearray())
         if len(framed) + length > total:
             raise ProtocolError(f"rank {peer} sent more than the {total} bytes of its message")
@@ -148,17 +148,17 @@ class OneShot(Operation):
         return True
 
     def sent(self, message: Message, nbytes: int) -> None:
-        """Bytes have left."""
+        """Bytes have been sent."""
         if message.moved == message.total and not self.done:
             self._unsent = [peer for peer in self._unsent if peer != message.index]
             self.look()
 
     def algorithm(self) -> str:
-        """Return the name of the plan's."""
+        """Return the algorithm of the plan."""
         return self._plan.algorithm
 
     def needs(self, peer: int) -> bool:
-        """Whether the tensor of `peer` is still to come: what is on the board outlives the one who put it there."""
+        """Whether the tensor of `peer` is missing: a posted one stays readable after the peer has left."""
         self.look()
         return not self.done and (peer in self._unsent or not self._is_here(peer))
 

@@ -1,13 +1,13 @@
-"""What one rank did last in one group: two rings of entries, made at entry and completed at the end.
+"""The log of one rank's last operations in one group: two rings of entries, added at entry and completed at the end.
 
-An entry is a list, the cheapest thing that can be completed later: `Communicator.enter` makes it, the operation holds
-it, `Communicator.ended` notes in it when the operation ended. Of the caller's it keeps no array, no work and no
-traceback, only the code that called, as in `aiocoll.work`; file and line are looked up when somebody asks.
+An entry is a list, the cheapest object that can be completed later: `Communicator.enter` makes it, the operation holds
+it, `Communicator.ended` adds the end time. It keeps no array, no work and no traceback of the caller alive, only the
+calling code object, as in `aiocoll.work`; file and line are looked up on demand.
 
-Messages between two ranks have a ring of their own: there may be thousands of them between two collectives.
+Messages between two ranks have their own ring: there may be thousands of them between two collectives.
 
-Memory: at most `NBYTES` in a group, reached after as many operations as the rings hold. On top comes what an entry
-keeps alive of a call: a key, and counts per rank where ranks have different ones.
+Memory: at most `NBYTES` in a group, reached after as many operations as the rings hold. In addition, an entry keeps
+parts of a call alive: a key, and counts per rank where ranks have different ones.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["ENDED", "ENTERED", "ERROR", "HISTORY", "MESSAGES", "NBYTES", "PEER",
 #: Collectives remembered after their end, and messages.
 HISTORY = 1024
 MESSAGES = 256
-#: Bytes of full rings on a 64-bit machine, if no two entries share their terms, as equal calls do: list, numbers, terms
-#: and a shape of four dimensions take that much.
+#: Bytes of full rings on a 64-bit machine, if no two entries share a signature, as equal calls do: list, numbers,
+#: signature and a shape of four dimensions take that much.
 NBYTES = (HISTORY + MESSAGES) * 640
 
-#: Places in an entry: when it was entered, and those that are filled in later; all are those of `Record`.
+#: Indices of fields in an entry: the entry time, and those that are filled in later; all are fields of `Record`.
 ENTERED, ENDED, ERROR, PEER, STARTED = 1, 8, 9, 10, 11
 
 
@@ -35,24 +35,24 @@ class Record(NamedTuple):
     """One operation of this rank; an entry has the same fields in the same order.
 
     Attributes:
-        op: its id; of a receive only the tag in it counts.
-        entered: when, on `Runtime.stamp`.
-        terms: what the ranks must agree on.
+        op: its id; of a receive only the tag in it is meaningful.
+        entered: entry time, by `Runtime.stamp`.
+        signature: what the ranks must agree on.
         shape: of the caller's main array.
-        key: of a keyed collective.
-        seq: its number, or the count of its key; None of a message.
-        code: that called.
-        instruction: of `code`.
-        ended: when it ended; None while it is pending.
-        error: name of the class it failed with.
-        peer: of a message, the other rank; None of a receive from any rank that has not ended.
-        started: of a message that moved in several parts, when the first of them had; of a collective of several
+        key: for a keyed collective.
+        seq: its number, or the count of its key; None for a message.
+        code: the calling code object.
+        instruction: position in `code`.
+        ended: end time; None while it is pending.
+        error: name of the exception class if it failed.
+        peer: for a message, the other rank; None for a pending receive from any rank.
+        started: for a message that moved in several parts, when the first had moved; for a collective of several
             operations, when the last of these was started.
     """
 
     op: int
     entered: float
-    terms: Signature
+    signature: Signature
     shape: tuple[int, ...]
     key: str | None
     seq: int | None
@@ -64,17 +64,17 @@ class Record(NamedTuple):
     started: float | None = None
 
     def describe(self, rank: int) -> dict[str, Any]:
-        """Say what `rank`, this one, called."""
-        return description(rank, self.terms, self.shape, self.key, self.seq)
+        """Return the call of `rank`, this one, as plain data."""
+        return description(rank, self.signature, self.shape, self.key, self.seq)
 
 
 class OperationLog:
-    """The rings of one membership.
+    """The rings of one rank in one group.
 
     Attributes:
         collectives: entries of collectives, oldest first.
         messages: entries of sends and receives, oldest first.
-        hint: tells in the log, when the group fails, where to find them.
+        hint: text for the log, when the group fails: where to find the records.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class OperationLog:
         self.hint = "pg.recorder.dump() has what was called last; with AIOCOLL_DUMP_DIR it is written to a file"
 
     def started(self, entry: list[Any], now: float) -> list[Any]:
-        """Note that a part of what an operation consists of is under way; return the entry."""
+        """Record that a child of an operation was started; return the parent's entry."""
         if len(entry) == PEER:
             entry += None, now
         else:
@@ -91,7 +91,7 @@ class OperationLog:
         return entry
 
     def find(self, op: int) -> Record | None:
-        """Return the record of a collective, if it is remembered."""
+        """Return the record of a collective, if it is still in the log."""
         return next((Record(*entry) for entry in reversed(self.collectives) if entry[0] == op), None)
 
     def last(self) -> Record | None:
@@ -99,9 +99,9 @@ class OperationLog:
         return Record(*self.collectives[-1]) if self.collectives else None
 
     def snapshot(self) -> list[Record]:
-        """Return all records, oldest first: a copy that nothing changes any more.
+        """Return all records, oldest first, as a copy.
 
-        Each ring is copied by one call into C, so a signal handler or another thread may do this at any time.
+        Each ring is copied by one call into C, so a signal handler or another thread may call this at any time.
         """
         entries = [*list(self.collectives), *list(self.messages)]
         return sorted((Record(*entry) for entry in entries), key=lambda record: record.entered)

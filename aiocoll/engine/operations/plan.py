@@ -1,7 +1,7 @@
-"""A `Plan`: one rank's program of a collective, compiled for one dtype and ready to be run many times.
+"""A `Plan`: one rank's program of a collective, compiled for one dtype, to be run many times.
 
-Everything that does not depend on the arrays of a call is worked out here once: sizes in bytes, who waits for whom,
-where an arriving message belongs, and the fingerprint of what all ranks must agree on.
+Everything that does not depend on the arrays of a call is calculated here once: sizes in bytes, dependencies, the
+destinations of arriving messages, and the fingerprint of what all ranks must agree on.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from aiocoll.work import Work
 
 __all__ = ["EAGER_WINDOW", "Executor", "Plan"]
 
-#: Bytes of one message that may travel before its receiver has entered the operation.
+#: Bytes of one message that may be sent before its receiver has entered the operation.
 EAGER_WINDOW = SEGMENT
 
-#: What makes the operation of a plan, of: this rank's part in the group, the operation's id, the plan, the flat arrays
+#: Makes the operation of a plan, given: this rank's part in the group, the operation's id, the plan, the flat arrays
 #: of the call, and the work, which has the timeout and the result.
 Executor = Callable[[Any, int, "Plan", list[Any], Work[Any]], Operation]
 
@@ -54,18 +54,18 @@ class Plan:
         "op",
         "program",
         "scratch",
+        "signature",
         "sources",
         "start",
         "storage",
-        "terms",
         "totals",
         "verbs",
     )
 
     def __init__(
-        self, terms: Signature, program: Program, dtype: DType | None, kernel: Kernel | None, executor: Executor
+        self, signature: Signature, program: Program, dtype: DType | None, kernel: Kernel | None, executor: Executor
     ) -> None:
-        self.terms = terms
+        self.signature = signature
         self.executor = executor
         self.op: ReduceOp | None = None
         self.program = program.actions
@@ -73,9 +73,9 @@ class Plan:
         self.kernel = kernel
         self.itemsize = dtype.itemsize if dtype is not None else 1
         self.storage: np.dtype[Any] = dtype.storage if dtype is not None else np.dtype(np.uint8)
-        self.count = terms.counts[0] if terms.counts else 0
+        self.count = signature.counts[0] if signature.counts else 0
         self.nbytes = self.count * self.itemsize
-        self.fingerprint = terms.fingerprint()
+        self.fingerprint = signature.fingerprint()
         self.scratch = program.scratch
         actions = program.actions
         self.verbs = tuple(action.verb for action in actions)
@@ -96,7 +96,7 @@ class Plan:
         self.grants = self._grants()
 
     def _dependencies(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Following something empty means waiting for it: there is no progress to watch."""
+        """An action that follows an empty one waits for its completion: there is no progress to follow."""
         after, follow = [], []
         for action, total in zip(self.program, self.totals, strict=True):
             after.append(tuple(dict.fromkeys(action.after if total else action.after + action.follow)))

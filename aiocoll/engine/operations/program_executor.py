@@ -1,4 +1,4 @@
-"""The executor of a plan over links: a dataflow machine driven by arriving frames and leaving bytes."""
+"""The executor of a plan over links: a dataflow machine driven by received and sent bytes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from aiocoll.work import Work
 
 __all__ = ["ProgramExecutor"]
 
-#: Fewest elements folded in one go, so that the calls do not cost more than the sums.
+#: Fewest elements reduced in one call, so that call overhead does not exceed the arithmetic.
 FOLD_FLOOR = 2048
 
-# Looked up once: an enum member costs more to reach than to compare.
+# Plain values: an enum member costs more to look up than to compare.
 _SEND, _RECV, _COMBINE, _COPY, _SCALE = Verb.SEND, Verb.RECV, Verb.COMBINE, Verb.COPY, Verb.SCALE
 _NOTHING = memoryview(b"")
-# What a complete action waits for; bytes do not tell, since a message may have none.
+# Marks a complete action; its byte count does not, since a message may be empty.
 _COMPLETE = -1
 
 Array = NDArray[Any]
@@ -61,7 +61,7 @@ class ProgramExecutor(Operation):
         work: Work[Any],
     ) -> None:
         # By name: `super()` takes 70 ns more, 3 % of a small call (Python 3.11).
-        Operation.__init__(self, comm, identity, plan.terms, plan.fingerprint, work)
+        Operation.__init__(self, comm, identity, plan.signature, plan.fingerprint, work)
         self._plan = plan
         if plan.scratch:
             scratch = comm.scratch
@@ -71,8 +71,8 @@ class ProgramExecutor(Operation):
         self._waits = list(plan.after)
         self._moved = [0] * len(plan.verbs)
         self._remaining = len(plan.verbs)
-        # Made when first needed: most operations are small and never put anything off. What came early is told by where
-        # it ends in its message.
+        # Made on first use: most operations are small and defer nothing. Early segments are stored with their end
+        # position in the message.
         self._messages: dict[int, Message] | None = None
         self._early: dict[int, list[tuple[int, bytes]]] | None = None
         self._local: deque[int] | None = None
@@ -95,14 +95,14 @@ class ProgramExecutor(Operation):
         self.succeed(self.work._value)
 
     def _give_back_scratch(self) -> None:
-        """Let others use it; after a failure that is not done, since a link may still be sending from it."""
-        for _ in self._plan.scratch:  # they are the last of the arrays
+        """Return the scratch memory; not after a failure, since a link may still be sending from it."""
+        for _ in self._plan.scratch:  # these are the last arrays
             array = self._arrays.pop()
             assert array is not None
             self.comm.scratch.give(array)
 
     def algorithm(self) -> str:
-        """Return the name of the plan's."""
+        """Return the algorithm of the plan."""
         return self._plan.algorithm
 
     def needs(self, peer: int) -> bool:
@@ -115,16 +115,16 @@ class ProgramExecutor(Operation):
         return sorted({action.peer for index, action in program if action.verb is _RECV and not self._is_here(index)})
 
     def _is_here(self, index: int) -> bool:
-        """Whether all bytes of a message have left, or arrived, be it that they have to wait here."""
+        """Whether all bytes of a message have been sent or received, even if they wait to be used."""
         if self._waits[index] == _COMPLETE:
             return True
         early = None if self._early is None else self._early.get(index)
         return early is not None and bool(early) and early[-1][0] == self._plan.totals[index]
 
-    # -- arriving
+    # -- receiving
 
     def route(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
-        """Name the caller's memory for a payload that only has to be put there."""
+        """Return the caller's memory for a payload that only has to be copied there."""
         plan = self._plan
         index = plan.inbound.get(peer << 16 | step)
         if index is None or plan.verbs[index] is not _RECV or self._waits[index]:
@@ -138,7 +138,7 @@ class ProgramExecutor(Operation):
         return self._view(region.buffer)[start : start + length]
 
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
-        """Take a segment: put it, reduce it, or keep it until it may be."""
+        """Take a segment: copy it, reduce it, or keep it until that is possible."""
         plan = self._plan
         index = plan.inbound.get(peer << 16 | step)
         if index is None or plan.totals[index] & 0xFFFFFFFF != total:
@@ -173,14 +173,14 @@ class ProgramExecutor(Operation):
         first = self._moved[index] // plan.itemsize
         count = length // plan.itemsize
         place = self._slice(action.region, first, count)
-        incoming = np.frombuffer(payload, plan.storage)  # refuses a part of an element
+        incoming = np.frombuffer(payload, plan.storage)  # raises if there is a fraction of an element
         if action.verb is _RECV:
             place[:] = incoming
             return
         kernel = plan.kernel
         assert kernel is not None
         own = self._slice(plan.sources[index][0], first, count)
-        # NumPy adds a single element in place another way, with another NaN if both are: not in place, then.
+        # NumPy adds a single element in place differently, with another NaN if both are: so not in place.
         out = place if count > 1 else np.empty_like(place)
         try:
             if action.incoming_first:
@@ -189,7 +189,7 @@ class ProgramExecutor(Operation):
                 kernel.combine(own, incoming, out)
             if action.final and kernel.finalize is not None:
                 kernel.finalize(out)
-        except Exception as error:  # of a function of the user's
+        except Exception as error:  # raised by a user's function
             self.comm.broke(self, error, "its reduce function raised ")
         if out is not place:
             place[:] = out
@@ -232,7 +232,7 @@ class ProgramExecutor(Operation):
             channel.kick(message)
 
     def sent(self, message: Message, nbytes: int) -> None:
-        """Bytes have left."""
+        """Bytes have been sent."""
         if not self.done:
             self._progress(message.index, nbytes)
             if self._local:
@@ -240,7 +240,7 @@ class ProgramExecutor(Operation):
 
     def _progress(self, index: int, nbytes: int) -> None:
         if self.done:
-            return  # it has failed: nothing of it goes any further
+            return  # it has failed: no further action is run
         plan = self._plan
         self._moved[index] = moved = self._moved[index] + nbytes
         for follower in plan.followers[index]:
@@ -268,7 +268,7 @@ class ProgramExecutor(Operation):
     # -- local work
 
     def advance(self) -> None:
-        """Fold and copy in pieces; what does not fit into this callback's time goes on in the next turn."""
+        """Reduce and copy in chunks; continue in the next turn when this callback's time is used up."""
         local = self._local
         if not local or self._working:
             return
@@ -277,7 +277,7 @@ class ProgramExecutor(Operation):
         deadline = ticks() + BUDGET
         while local and not self.done:
             index = local.popleft()
-            if self._piece(index):
+            if self._run_chunk(index):
                 local.appendleft(index)
             if local and ticks() > deadline:
                 self.put_off()
@@ -290,8 +290,8 @@ class ProgramExecutor(Operation):
         if index not in self._local:
             self._local.append(index)
 
-    def _piece(self, index: int) -> bool:
-        """Do the next piece of a local action; True if there is more to do now."""
+    def _run_chunk(self, index: int) -> bool:
+        """Process the next chunk of a local action; True if there is more to do now."""
         plan = self._plan
         action = plan.program[index]
         total, moved = plan.totals[index], self._moved[index]
@@ -320,7 +320,7 @@ class ProgramExecutor(Operation):
                 kernel.prescale(inputs[0], place)
             else:
                 kernel.fold(inputs, place)
-        except Exception as error:  # of a function of the user's
+        except Exception as error:  # raised by a user's function
             self.comm.broke(self, error, "its reduce function raised ")
 
     # -- memory

@@ -1,7 +1,7 @@
 """Memory for partial results, kept between operations.
 
-The system takes large blocks back at once, and gives them out again page by page, zeroed: on the first touch that costs
-several times what reducing into memory in use does.
+The system takes large blocks back at once, and returns them page by page, zeroed: the first write to a page costs
+several times as much as reducing into memory in use.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 __all__ = ["Scratch"]
 
-#: Bytes from which on the system hands out memory of its own for a block (glibc: M_MMAP_THRESHOLD).
+#: Bytes from which on the allocator maps separate memory for a block (glibc: M_MMAP_THRESHOLD).
 LARGE = 128 * 1024
 #: Bytes kept in all: for a few operations of the sizes that are common.
 MOST = 64 * 1024 * 1024
 
 
 class Scratch:
-    """The spare blocks of one endpoint."""
+    """The unused blocks of one endpoint."""
 
     __slots__ = ("_kept", "_nbytes")
 
@@ -34,7 +34,7 @@ class Scratch:
         if nbytes < LARGE:
             return np.empty(count, dtype)
         for index, block in enumerate(self._kept):
-            # A much larger block is left to who needs it.
+            # A much larger block is left for larger requests.
             if nbytes <= block.nbytes <= 2 * nbytes:
                 del self._kept[index]
                 self._nbytes -= block.nbytes
@@ -42,7 +42,7 @@ class Scratch:
         return np.empty(nbytes, np.uint8).view(dtype)
 
     def give(self, array: NDArray[Any]) -> None:
-        """Take back what nobody uses any more."""
+        """Take back an array that nobody uses any more."""
         block = array
         while isinstance(block.base, np.ndarray):
             block = block.base

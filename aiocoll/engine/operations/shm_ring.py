@@ -1,23 +1,23 @@
-"""The executor of large reductions in shared memory: a ring of ranks, each with a lane to its right neighbour.
+"""The executor of large reductions in shared memory: a ring of ranks, each with a chunk queue to its right neighbour.
 
-The schedule is that of `aiocoll.algorithms.flat.ring`: in step 0 to p-2 a rank adds what comes from the left to a part
-of its tensor, in steps p-1 to 2p-3 it copies finished parts; what it has added or copied it passes on. Here the parts
-are cut into pieces of a lane's block, which travel in an order that all ranks know, so a piece needs neither header nor
-look-up, and is passed on while it is in the cache:
+The schedule is that of `aiocoll.algorithms.flat.ring`: in steps 0 to p-2 a rank adds what comes from the left to a part
+of its tensor, in steps p-1 to 2p-3 it copies finished parts; it passes on what it has added or copied. Here the parts
+are divided into chunks of the queue's size, which travel in an order that all ranks know, so a chunk needs neither
+header nor look-up, and is passed on while it is in the cache:
 
-    step 0    0 1 2 3 4              p = 2, 5 pieces per part: the order is by columns, from the bottom up
+    step 0    0 1 2 3 4              p = 2, 5 chunks per part: the order is by columns, from the bottom up
     step 1        0 1 2 3 4
 
 Cost: 2(p-1) steps, 2n(p-1)/p bytes written and as many read per rank.
-Where the lane is in use by another operation, or is not to be had, the same pieces travel as frames.
+If the queue is in use by another operation, or not available, the same chunks travel as frames.
 
-Of a tensor in memory that peers can read (`aiocoll.transport.shared_memory`) the lane has no pieces, but their
-places: half of the bytes written are saved. The right neighbour then reads a piece some time after it was put, but
+For a tensor in memory that peers can read (`aiocoll.transport.shared_memory`) the queue carries no chunks, but their
+positions: half of the bytes written are saved. The right neighbour then reads a chunk some time after it was put, but
 before this rank overwrites it. What was put in step s is overwritten in step s+p-1, if at all, by the sum that comes
-from the left; that sum has gone round the whole ring, and each rank on the way, the right neighbour first, has put it
-only after it took what it is made of: this very piece. Nor does the caller overwrite any, since the operation is done
-only when its right neighbour has taken all. If it fails before, it voids what is not taken: a reader looks for that
-after each piece it has read, and goes no further.
+from the left; that sum has travelled around the whole ring, and each rank on the way, the right neighbour first, has
+put it only after it read its input: this very chunk. Nor does the caller overwrite any, since the operation ends
+only when its right neighbour has read everything. If it fails before, it voids what is not read: a reader checks for
+that after each chunk it has read, and stops.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from aiocoll.work import Work
 
 __all__ = ["MOST_PIECES", "ShmRing", "order"]
 
-#: Columns by which a step is behind the one before: its peer needs some time to add a piece.
+#: Columns by which a step is behind the one before: its peer needs some time to add a chunk.
 LAG = 2
-#: Pieces are numbered by the step of a frame's header.
+#: Chunks are numbered by the step of a frame's header.
 MOST_PIECES = 1 << 16
 
 
 @functools.lru_cache(maxsize=64)
-def order(steps: int, pieces: int) -> tuple[tuple[int, int, int], ...]:
-    """Return step, piece and the number of the piece that has to come before, or -1, in the order they travel."""
+def order(steps: int, chunks: int) -> tuple[tuple[int, int, int], ...]:
+    """Return step, chunk and the number of the chunk that has to come before, or -1, in travelling order."""
     found: list[tuple[int, int, int]] = []
     place: dict[tuple[int, int], int] = {}
-    for column in range(pieces + LAG * (steps - 1)):
+    for column in range(chunks + LAG * (steps - 1)):
         for step in range(min(steps - 1, column // LAG), -1, -1):
-            piece = column - LAG * step
-            if piece < pieces:
-                place[step, piece] = len(found)
-                found.append((step, piece, place.get((step - 1, piece), -1)))
+            chunk = column - LAG * step
+            if chunk < chunks:
+                place[step, chunk] = len(found)
+                found.append((step, chunk, place.get((step - 1, chunk), -1)))
     return tuple(found)
 
 
 class ShmRing(Operation):
-    """One rank's part in one allreduce; it takes what `ProgramExecutor` takes."""
+    """One rank's part in one allreduce; arguments as for `ProgramExecutor`."""
 
     __slots__ = (
         "_array",
@@ -91,14 +91,14 @@ class ShmRing(Operation):
         arrays: list[NDArray[Any]],
         work: Work[Any],
     ) -> None:
-        super().__init__(comm, identity, plan.terms, plan.fingerprint, work)
+        super().__init__(comm, identity, plan.signature, plan.fingerprint, work)
         self._plan = plan
         self._array = arrays[0]
         self._bytes = byte_view(self._array)
         size, rank = len(comm.ranks), comm.rank
         self._right, self._left = (rank + 1) % size, (rank - 1) % size
         self._parts = [(plan.count * part // size, plan.count * (part + 1) // size) for part in range(size)]
-        self._length = comm.piece_nbytes // plan.itemsize
+        self._length = comm.chunk_nbytes // plan.itemsize
         longest = max(stop - start for start, stop in self._parts)
         self._order = order(2 * (size - 1), -(-longest // self._length))
         self._tag = comm.id << 32 | self.fingerprint
@@ -115,11 +115,11 @@ class ShmRing(Operation):
         )
         self._segment: Segment | None = None if place is None else place[0]
         self._offset = 0 if place is None else place[1]
-        # Number, in the lane, of the last piece that was put by its place.
+        # Number, in the queue, of the last chunk that was put by its position.
         self._pointed = 0
 
     def enter(self) -> None:
-        """Get the lane, if it is free, and begin."""
+        """Reserve the queue, if it is free, and start."""
         channel = self.comm.channels[self._right]
         link = channel.shared
         self._holds = link is not None and link is channel.link and link.chunks_out.take(self)
@@ -127,18 +127,18 @@ class ShmRing(Operation):
         self.look()
 
     def look(self) -> bool:
-        """Put pieces while there are free blocks, take what has come; whether anything moved."""
-        pieces = self._order
+        """Put chunks while the queue has room, take what has arrived; return whether anything moved."""
+        chunks = self._order
         ticks = self.comm.runtime.ticks
         deadline = ticks() + BUDGET
         moved = False
         while not self.done:
             going = self._put_next()
-            if self._taken < len(pieces) and self._take_next():
+            if self._taken < len(chunks) and self._take_next():
                 going = True
             if self.done:
                 return True
-            if self._put == self._taken == len(pieces) and not self._unsent and self._is_read():
+            if self._put == self._taken == len(chunks) and not self._unsent and self._is_read():
                 self._end()
                 self.succeed(self.work._value)
                 return True
@@ -151,46 +151,46 @@ class ShmRing(Operation):
         return moved
 
     def advance(self) -> None:
-        """Go on after a turn of the loop."""
+        """Continue in the next turn of the loop."""
         self.look()
 
-    # -- to the right
+    # -- sending to the right
 
     def _put_next(self) -> bool:
         if self._put == len(self._order):
             return False
-        step, piece, before = self._order[self._put]
+        step, chunk, before = self._order[self._put]
         if before >= self._taken:
             return False
         rank, size = self.comm.rank, len(self._parts)
-        start, stop = self._piece((rank - step - 1) % size, piece)
+        start, stop = self._bounds((rank - step - 1) % size, chunk)
         itemsize = self._plan.itemsize
         view = self._bytes[start * itemsize : stop * itemsize]
         channel = self.comm.channels[self._right]
         if self._holds:
             link = channel.shared
             assert link is not None
-            if not self._put_in_lane(link, start * itemsize, view):
+            if not self._put_in_queue(link, start * itemsize, view):
                 return False
             if link is channel.link:
                 link.announce()
             self._put += 1
         else:
-            # First, since it may be told in this very call that the piece has left.
+            # First, since `sent` may be called for this chunk within the call.
             number, self._put = self._put, self._put + 1
             self._unsent += 1
             channel.kick(Message(self, number, number, view, view.nbytes))
         if self._put == len(self._order):
-            self._leave_lane(failed=False)
+            self._leave_queue(failed=False)
         return True
 
-    def _put_in_lane(self, link: SharedMemoryLink, start: int, view: memoryview) -> bool:
-        lane = link.chunks_out
+    def _put_in_queue(self, link: SharedMemoryLink, start: int, view: memoryview) -> bool:
+        queue = link.chunks_out
         if self._segment is None or not link.can_map(self._segment):
-            return lane.put(self.id, self._tag, view)
-        if not lane.point(self.id, self._tag, self._segment.number, self._offset + start):
+            return queue.put(self.id, self._tag, view)
+        if not queue.point(self.id, self._tag, self._segment.number, self._offset + start):
             return False
-        self._pointed = lane.number
+        self._pointed = queue.number
         return True
 
     def _is_read(self) -> bool:
@@ -201,16 +201,16 @@ class ShmRing(Operation):
         return link is None or link.chunks_out.is_taken(self._pointed)
 
     def sent(self, message: Message, nbytes: int) -> None:
-        """Bytes of a frame have left."""
+        """Bytes of a frame have been sent."""
         if message.moved == message.total and not self.done:
             self._unsent -= 1
             self.look()
 
-    # -- from the left
+    # -- receiving from the left
 
     def _take_next(self) -> bool:
-        step, piece, _ = self._order[self._taken]
-        start, stop = self._piece((self.comm.rank - step - 2) % len(self._parts), piece)
+        step, chunk, _ = self._order[self._taken]
+        start, stop = self._bounds((self.comm.rank - step - 2) % len(self._parts), chunk)
         count = stop - start
         framed = None if self._framed is None else self._framed.get(self._taken)
         link = self.comm.channels[self._left].shared
@@ -230,7 +230,7 @@ class ShmRing(Operation):
             if incoming is None:
                 return False
             self._compute(step, start, stop, incoming)
-            if self.done:  # it has failed, and its group has freed all that it had there
+            if self.done:  # it has failed, and its group has released the chunks
                 return True
             if link.chunks_in.is_void():
                 return False
@@ -247,30 +247,30 @@ class ShmRing(Operation):
             return
         kernel = self._plan.kernel
         assert kernel is not None
-        # NumPy adds a single element in place another way, with another NaN if both are: not in place, then.
+        # NumPy adds a single element in place differently, with another NaN if both are: so not in place.
         out = own if len(own) > 1 else np.empty_like(own)
         try:
             kernel.combine(incoming, own, out)
             if step == adding - 1 and kernel.finalize is not None:
                 kernel.finalize(out)
-        except Exception as error:  # of a function of the user's
+        except Exception as error:  # raised by a user's function
             self.comm.broke(self, error, "its reduce function raised ")
         if out is not own:
             own[:] = out
 
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
-        """Keep what comes in frames until its turn."""
+        """Store chunks that come in frames until it is their turn."""
         if peer != self._left or step >= len(self._order) or payload is None:
             return False
         if self._framed is None:
             self._framed = {}
         framed = self._framed.setdefault(step, bytearray())
-        ring_step, piece, _ = self._order[step]
-        start, stop = self._piece((self.comm.rank - ring_step - 2) % len(self._parts), piece)
+        ring_step, chunk, _ = self._order[step]
+        start, stop = self._bounds((self.comm.rank - ring_step - 2) % len(self._parts), chunk)
         if step < self._taken or len(framed) + length > (stop - start) * self._plan.itemsize:
             raise ProtocolError(f"rank {peer} sent more than piece {step} of its message")
         if (link := self.comm.channels[peer].shared) is not None:
-            link.reclaim()  # perhaps that was why
+            link.reclaim()  # unread chunks may have been the reason for the frame
         framed.extend(payload)
         self.look()
         return True
@@ -278,7 +278,7 @@ class ShmRing(Operation):
     # -- the end
 
     def algorithm(self) -> str:
-        """Return the name of the plan's."""
+        """Return the algorithm of the plan."""
         return self._plan.algorithm
 
     def needs(self, peer: int) -> bool:
@@ -299,7 +299,7 @@ class ShmRing(Operation):
     def fail(self, error: BaseException) -> None:
         """End with `error`."""
         if not self.done:
-            self._leave_lane(failed=True)
+            self._leave_queue(failed=True)
             if self._pointed and (link := self.comm.channels[self._right].shared) is not None:
                 link.chunks_out.void(self.id, self._tag)
             self._end()
@@ -308,13 +308,13 @@ class ShmRing(Operation):
     def _end(self) -> None:
         self.comm.polling.lookers.pop(self, None)
 
-    def _leave_lane(self, *, failed: bool) -> None:
+    def _leave_queue(self, *, failed: bool) -> None:
         if self._holds:
             self._holds = False
             link = self.comm.channels[self._right].shared
             if link is not None:
                 link.chunks_out.leave(failed=failed)
 
-    def _piece(self, part: int, piece: int) -> tuple[int, int]:
+    def _bounds(self, part: int, chunk: int) -> tuple[int, int]:
         start, stop = self._parts[part]
-        return min(start + piece * self._length, stop), min(start + (piece + 1) * self._length, stop)
+        return min(start + chunk * self._length, stop), min(start + (chunk + 1) * self._length, stop)

@@ -1,4 +1,4 @@
-"""What the ranks must agree on in one operation, and how it is told in plain data."""
+"""The signature of an operation: what the ranks must agree on, and its form as plain data."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from aiocoll.elements.dtypes import by_name
 
 __all__ = ["KEYED", "P2P", "Members", "Signature", "description"]
 
-#: The two top bits of an operation id say how it was named; ordered operations carry their number itself.
+#: The two top bits of an operation id say how it was numbered; the id of an ordered operation is its number.
 KEYED = 1 << 62
 P2P = 2 << 62
 
 
 class Members(Protocol):
-    """The calls that a flush stands for."""
+    """The calls that a flush consists of."""
 
-    def told(self) -> dict[str, Any]:
-        """Return them in plain data."""
+    def as_data(self) -> dict[str, Any]:
+        """Return them as plain data."""
 
 
 class Signature(NamedTuple):
     """What the ranks must agree on in one operation.
 
-    `op` to `reduce` are the same on all of them. `sends` and `receives` are of collectives in which only the two ends
-    of a message know its length: how many elements go to each rank and come from each; () where there are none.
-    `debug` is "detail" of an operation that is compared before data moves, as "device" is of every one on CUDA arrays.
-    `members` are those of a flush, which stands for many calls.
-    `device` is where the arrays are: "cpu" or "cuda".
+    `op` to `reduce` are the same on all of them. `sends` and `receives` belong to collectives in which only the two
+    ends of a message know its length: how many elements go to each rank and come from each; () otherwise. `debug` is
+    "detail" for an operation that is verified before data moves, and "device" for every one on CUDA arrays. `members`
+    are those of a flush, which consists of many calls. `device` is where the arrays are: "cpu" or "cuda".
     """
 
     op: str
@@ -44,7 +43,7 @@ class Signature(NamedTuple):
     device: str = "cpu"
 
     def nbytes(self, shape: tuple[int, ...]) -> int | None:
-        """Return the bytes of the caller's main array, of this shape; None where only the other end knows."""
+        """Return the size of the caller's main array, of this shape, in bytes; None if only the other end knows it."""
         if self.dtype is None:
             return 0
         try:
@@ -54,28 +53,28 @@ class Signature(NamedTuple):
         return itemsize * (prod(shape) if shape else sum(self.counts))
 
     def fingerprint(self) -> int:
-        """Hash what is the same on all ranks to 32 bits, the same on every machine."""
+        """Hash the fields that are equal on all ranks to 32 bits, the same on every machine."""
         agreed: tuple[object, ...] = self[:5]
         return zlib.crc32(repr(agreed if self.device == "cpu" else (*agreed, self.device)).encode())
 
 
 def description(
-    rank: int, terms: Signature, shape: tuple[int, ...], key: str | None, seq: int | None
+    rank: int, signature: Signature, shape: tuple[int, ...], key: str | None, seq: int | None
 ) -> dict[str, Any]:
-    """Say in plain data what `rank` called."""
+    """Return the call of `rank` as plain data."""
     return {
         "rank": rank,
-        "op": terms.op,
+        "op": signature.op,
         "shape": list(shape),
-        "dtype": terms.dtype,
-        "device": terms.device,
-        "counts": list(terms.counts),
-        "sends": list(terms.sends) or None,
-        "receives": list(terms.receives) or None,
-        "members": None if terms.members is None else terms.members.told(),
-        "root": terms.root,
-        "reduce": terms.reduce,
+        "dtype": signature.dtype,
+        "device": signature.device,
+        "counts": list(signature.counts),
+        "sends": list(signature.sends) or None,
+        "receives": list(signature.receives) or None,
+        "members": None if signature.members is None else signature.members.as_data(),
+        "root": signature.root,
+        "reduce": signature.reduce,
         "seq": seq,
         "key": key,
-        "debug": terms.debug,
+        "debug": signature.debug,
     }

@@ -1,4 +1,4 @@
-"""A call that is several operations, one after the other: what comes next depends on what came before."""
+"""A call that runs as several operations, one after the other, each chosen by the results of those before."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["Stepped"]
 
 
 class Stepped(ProgramExecutor):
-    """One rank's part in such a call. First all ranks learn a number of each; the other steps are its children.
+    """One rank's part in such a call. First all ranks exchange one number each; the other steps are its children.
 
     Args:
         plan: of an allgather of one int64 per rank, with the signature of the call.
 
     Attributes:
-        counts: the number of each rank, once `_go_on` is called.
+        counts: the number of each rank, set before `_go_on` is called.
     """
 
     __slots__ = ("_children", "_is_counted", "_mine", "counts")
@@ -40,7 +40,7 @@ class Stepped(ProgramExecutor):
         self._is_counted = False
 
     def enter(self) -> None:
-        """Send this rank's number when it is known; those of the others are taken at any time."""
+        """Send this rank's number when it is known; the others' are accepted at any time."""
         if self._is_long():
             in_thread(self, self._find, super().enter)
         else:
@@ -52,7 +52,7 @@ class Stepped(ProgramExecutor):
         return self._children.awaited() if self._children else super().awaited()
 
     def expire(self) -> None:
-        """The timeout has passed: the step that runs knows who has not come to it."""
+        """The timeout has passed: the running step knows which ranks have not entered it."""
         step = self._children.first()
         if step is None:
             super().expire()
@@ -60,7 +60,7 @@ class Stepped(ProgramExecutor):
             step.expire()
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`, and the step that runs, too."""
+        """End with `error`, and fail the running step, too."""
         super().fail(error)
         self._children.fail(error)
 
@@ -69,7 +69,7 @@ class Stepped(ProgramExecutor):
         raise NotImplementedError
 
     def _is_long(self) -> bool:
-        """Whether `_count` takes a thread."""
+        """Whether `_count` has to run in a thread."""
         return False
 
     def _go_on(self) -> None:
@@ -89,17 +89,17 @@ class Stepped(ProgramExecutor):
     # -- steps
 
     def _carry_out(self, step: str, plan: Plan, arrays: list[NDArray[Any] | None], then: Callable[[], None]) -> None:
-        """Go on with a collective."""
+        """Continue with a collective."""
         self._next(step, lambda identity, work: plan.executor(self.comm, identity, plan, arrays, work), then)
 
     def _calculate(self, step: str, task: Callable[[], None], then: Callable[[], None]) -> None:
-        """Go on with arithmetic in a thread."""
-        self._next(step, lambda identity, work: Offload(self.comm, identity, self.terms, task, work), then)
+        """Continue with a calculation in a thread."""
+        self._next(step, lambda identity, work: Offload(self.comm, identity, self.signature, task, work), then)
 
     def _next(self, step: str, make: Make, then: Callable[[], None]) -> None:
         def named(identity: int, work: Work[Any]) -> Operation:
             operation = make(identity, work)
-            operation.terms = self.terms  # messages are about the call
+            operation.signature = self.signature  # messages refer to the call
             return operation
 
         def ended(_: Any, error: BaseException | None) -> None:
@@ -111,7 +111,7 @@ class Stepped(ProgramExecutor):
         self._children.start(f"{self.id}\0{step}\0step", named, ended, reported=True)
 
     def _attempt(self, then: Callable[[], None]) -> None:
-        """Let the group know when a step cannot be taken here: the others would wait for it."""
+        """Revoke the group if a step cannot be run here: the other ranks would wait for it."""
         try:
             then()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The root's part in a gather whose root does not know how much comes: it makes room when it hears how much."""
+"""The root's part in a gather of unknown size: it allocates memory when the sizes arrive."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Array = NDArray[Any]
 
 
 class Given(NamedTuple):
-    """What the root has.
+    """The root's input.
 
     Attributes:
         source: its own part.
-        pack: makes the result of all parts, flat and in rank order.
+        pack: makes the result from all parts, flat and in rank order.
     """
 
     source: Array
@@ -34,14 +34,14 @@ class Given(NamedTuple):
 
 
 class Gathered(Post):
-    """Takes a message of any length from every other rank, each of which carries out the plan of a gather.
+    """Receives a message of any length from every other rank; those carry out the plan of a gather.
 
     Args:
-        terms: of that plan, without what only the two ends of a message know.
-        given: what the root has.
+        signature: of that plan, without the fields that only the two ends of a message know.
+        given: the root's input.
     """
 
-    LIMIT = 2**32 - 1  # what the first frame can tell: it has the length modulo 2**32
+    LIMIT = 2**32 - 1  # the largest size that a frame can tell: it has the length modulo 2**32
 
     __slots__ = ("_copied", "_own", "_pack", "_rooms", "_source")
 
@@ -49,11 +49,11 @@ class Gathered(Post):
         self,
         comm: Group,
         identity: int,
-        terms: Signature,
+        signature: Signature,
         given: Given,
         work: Work[Any],
     ) -> None:
-        super().__init__(comm, identity, terms, comm.others, work)
+        super().__init__(comm, identity, signature, comm.others, work)
         self._source, self._pack = given
         self._own = np.empty_like(given.source)
         self._copied = 0
@@ -64,7 +64,7 @@ class Gathered(Post):
         self.advance()
 
     def advance(self) -> None:
-        """Copy a piece at a time, for as long as a callback may take."""
+        """Copy chunk by chunk, for as long as a callback may take."""
         source, own = self._source, self._own
         ticks = self.comm.runtime.ticks
         deadline, step = ticks() + BUDGET, max(SEGMENT // source.itemsize, 1)
@@ -82,7 +82,7 @@ class Gathered(Post):
         return sorted(self._missing)
 
     def _room(self, peer: int, total: int) -> memoryview | None:
-        # Not a bytearray: that would be filled with zeros first, all of it at once.
+        # Not a bytearray, which would be zeroed first, all of it at once.
         room = self._rooms.get(peer)
         if room is None:
             room = self._rooms[peer] = np.empty(total, np.uint8)

@@ -1,9 +1,9 @@
-"""An operation that begins when all ranks have said what they call, and only if their calls belong together.
+"""Verified operations: they start only when all ranks have described their calls, and only if the calls match.
 
-Each rank sends the description of its call to rank 0, which compares them and answers all with the same verdict: two
-steps, and at rank 0 p-1 messages of some 60 bytes each way. If the calls belong together, every rank starts the
-operation proper, under an id of its own: what peers that are ahead send for it waits until then. If not, this work
-fails on all ranks with the same words, no array has been touched, and the group goes on.
+Each rank sends the description of its call to rank 0, which compares them and sends all ranks the same verdict: two
+steps, and at rank 0 p-1 messages of some 60 bytes each way. If the calls match, every rank starts the actual operation
+as a child, under its own id: data that peers send for it earlier waits until then. If not, this work fails on all
+ranks with the same text, no array has been touched, and the group stays usable.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ __all__ = ["Compared", "WrongCall"]
 
 
 class Compared(Post):
-    """One rank's part in one collective that is compared first.
+    """One rank's part in one collective that is verified first.
 
     Args:
-        terms: what the ranks must agree on.
-        make: makes the operation proper.
+        signature: what the ranks must agree on.
+        make: makes the actual operation.
     """
 
     MARK = "detail"
-    #: The same for all calls, so that no frame is ever refused: what is called stands in the payload.
+    #: The same for all calls, so that no frame is ever refused: the call is described in the payload.
     FINGERPRINT = Signature("COMPARED", None, (), None, None).fingerprint()
-    LIMIT = 16 * 1024 * 1024  # bytes of a description: counts of thousands of ranks, many times over
+    LIMIT = 16 * 1024 * 1024  # bytes of a description: many times the counts of thousands of ranks
 
     __slots__ = ("_children", "_make", "_outcome", "_settled")
 
@@ -43,22 +43,22 @@ class Compared(Post):
         self,
         comm: Group,
         identity: int,
-        terms: Signature,
+        signature: Signature,
         make: Make | None,
         work: Work[Any],
     ) -> None:
         sources = comm.others if comm.rank == 0 else (0,)
-        # Marked: reports of it are not compared, and who does not compare is found out.
-        if terms.debug != self.MARK:
-            terms = terms._replace(debug=self.MARK)
-        super().__init__(comm, identity, terms, sources, work)
+        # Marked: stall reports of it are not compared, and a rank that does not verify is detected.
+        if signature.debug != self.MARK:
+            signature = signature._replace(debug=self.MARK)
+        super().__init__(comm, identity, signature, sources, work)
         self._make = make
         self._children = Children(self)
         self._settled = False
         self._outcome: tuple[Any, BaseException | None] | None = None
 
     def enter(self) -> None:
-        """Say what this rank calls."""
+        """Send the description of this rank's call."""
         mine = self._says()
         if self.comm.rank == 0:
             self._incoming[0] = memoryview(mine)
@@ -67,12 +67,12 @@ class Compared(Post):
         self._settle()
 
     def ended(self, result: Any, error: BaseException | None) -> None:
-        """The operation proper has ended, or there will be none."""
+        """The actual operation has ended, or there will be none."""
         self._outcome = result, error
         self._settle()
 
     def algorithm(self) -> str | None:
-        """Return what carries out the operation proper, once it has started."""
+        """Return the algorithm of the actual operation, once it has started."""
         return self._children.algorithm
 
     def awaited(self) -> list[int]:
@@ -80,9 +80,9 @@ class Compared(Post):
         return self._children.awaited() if self._children else sorted(self._missing)
 
     def expire(self) -> None:
-        """The timeout has passed; of a monitored barrier its own words tell who has not come."""
+        """The timeout has passed; a monitored barrier reports the missing ranks in its own words."""
         proper = self._children.first()
-        if proper is None and self._make is not None and self.terms.op == MonitoredBarrier.OP:
+        if proper is None and self._make is not None and self.signature.op == MonitoredBarrier.OP:
             proper = self._make(self.id, self.work)
         if isinstance(proper, MonitoredBarrier):
             proper.blame(self)
@@ -90,16 +90,16 @@ class Compared(Post):
             super().expire()
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`, and the operation proper too."""
+        """End with `error`, and fail the actual operation, too."""
         super().fail(error)
         self._children.fail(error)
 
     def _says(self) -> bytes:
-        """Return what rank 0 is told."""
+        """Return what rank 0 is sent."""
         return packed(self.describe(), None)
 
     def _agree(self) -> None:
-        """Compare nothing: all ranks have agreed on it in another way."""
+        """Skip the comparison: all ranks have agreed in another way."""
         self._missing.clear()
         self._settled = True
 
@@ -109,7 +109,7 @@ class Compared(Post):
         if not self._settled and not self._missing:
             self._settled = True
             self._conclude()
-        # What rank 0 has to say is said before its part is over.
+        # Rank 0 sends its verdict before its own part ends.
         if self._outcome is None or self._unsent or self.done:
             return
         result, error = self._outcome
@@ -119,7 +119,7 @@ class Compared(Post):
             self.fail(error)
 
     def _conclude(self) -> None:
-        """All is known: go on, or fail."""
+        """The verdict is known: start the actual operation, or fail."""
         comm = self.comm
         if self._refusal is not None:
             comm.revoke(GroupError(f"{self.work.op} was not compared: {self._refusal}", group=comm.name))
@@ -137,11 +137,11 @@ class Compared(Post):
             self._start(self._make)
 
     def _start(self, make: Make) -> None:
-        """Start the operation proper."""
+        """Start the actual operation."""
         self._children.start(str(self.id), make, self.ended)
 
     def refused(self) -> None:
-        """Note that it fails on all ranks without the group."""
+        """Record that it fails on all ranks without revoking the group."""
         work = self.work
         if work.seq is not None:
             self.comm.refused.add(work.seq if work.key is None else (work.key, work.seq))
@@ -156,7 +156,7 @@ class Compared(Post):
 
 
 class WrongCall(Compared):
-    """A call that this rank cannot carry out, which all others shall hear.
+    """A call that this rank cannot carry out; all other ranks learn why.
 
     Args:
         wrong: what is wrong with it.
@@ -164,12 +164,12 @@ class WrongCall(Compared):
 
     __slots__ = ("_wrong",)
 
-    def __init__(self, comm: Group, identity: int, terms: Signature, wrong: ValueError, work: Work[Any]) -> None:
-        super().__init__(comm, identity, terms, None, work)
+    def __init__(self, comm: Group, identity: int, signature: Signature, wrong: ValueError, work: Work[Any]) -> None:
+        super().__init__(comm, identity, signature, None, work)
         self._wrong = wrong
 
     def ended(self, result: Any, error: BaseException | None) -> None:
-        """All have been told."""
+        """All ranks know the verdict."""
         if error is not None:
             error.__cause__ = self._wrong
         super().ended(result, error)

@@ -1,14 +1,14 @@
-"""A collective on CUDA arrays: all ranks agree on it, then each puts it on its device.
+"""A collective on CUDA arrays: all ranks agree on it, then each enqueues it on its device.
 
-The agreement is that of `aiocoll.engine.operations.verify`: every rank tells rank 0 what it calls, and its verdict
-refuses the call on all ranks or lets it begin. The verdict numbers what begins, in the order in which calls became
-complete at rank 0, and all ranks begin in that order. NCCL needs that, and calls with keys, or of several tasks, have
-no other order.
+The agreement is that of `aiocoll.engine.operations.verify`: every rank describes its call to rank 0, whose verdict
+refuses the call on all ranks or lets it start. The verdict numbers the calls that start, in the order in which they
+became complete at rank 0, and all ranks start them in that order. NCCL needs one order on all ranks, and calls with
+keys, or from several tasks, have no other.
 
     rank 0     <- what rank 1 calls      -> verdict: number 5, by NCCL      launch number 5
     rank 1     what it calls ->          <- verdict                         launch number 5
 
-Then either NCCL carries it out, or it is staged: inputs are copied to page-locked memory, a collective of the host
+Then either NCCL carries it out, or it is staged: inputs are copied to page-locked memory, a host collective
 carries out the same plan there, and outputs are copied back.
 """
 
@@ -42,12 +42,12 @@ class DeviceCall(NamedTuple):
     """A call on CUDA arrays.
 
     Attributes:
-        terms: those of the plan, marked.
+        signature: that of the plan, marked.
         plan: what to do.
         arrays: on the device, numbered as the plan's buffers; None where this rank has none.
     """
 
-    terms: Signature
+    signature: Signature
     plan: Plan
     arrays: Sequence[DeviceArray | None]
 
@@ -56,7 +56,7 @@ class Agreed(Compared):
     """One rank's part in one collective on CUDA arrays.
 
     Args:
-        side: what the group has on the device.
+        state: the group's state on the device.
         call: what this rank calls.
     """
 
@@ -75,13 +75,13 @@ class Agreed(Compared):
         "_staged",
     )
 
-    def __init__(self, side: DeviceState, identity: int, call: DeviceCall, work: Work[Any]) -> None:
-        super().__init__(side.member, identity, call.terms, None, work)
-        self._device_state = side
+    def __init__(self, state: DeviceState, identity: int, call: DeviceCall, work: Work[Any]) -> None:
+        super().__init__(state.comm, identity, call.signature, None, work)
+        self._device_state = state
         self._called, self._plan, self._arrays = call
         self._marks: tuple[int, ...] = ()
         self._staged: Staged | None = None
-        #: The device has something of it.
+        #: The device has work of it enqueued.
         self._flying = False
         self._by_nccl = False
         self._enqueued = Enqueued(work, call.arrays)
@@ -89,33 +89,33 @@ class Agreed(Compared):
     # -- the agreement
 
     def enter(self) -> None:
-        """Mark where the caller's streams are, and say what this rank calls."""
+        """Record the position of the caller's streams, and describe this rank's call."""
         try:
             self._marks = self._device_state.mark(self._arrays)
-        except (DeviceError, RuntimeError) as error:  # the latter if a capture of the stream has begun in a block
+        except (DeviceError, RuntimeError) as error:  # the latter if a stream capture has begun within a block
             self._device_state.broken(error, self)
         else:
             super().enter()
 
     def _says(self) -> bytes:
-        """Say what this rank calls, and which way it can go."""
-        side, work = self._device_state, self.work
-        way = way_of(self._plan, self._arrays, self.comm.rank, side.float8)
-        # Of a member of a block: its own terms, not those of the block.
-        described = side.described(self._plan, self._called, work._shape)
+        """Describe this rank's call, and the ways in which it can be carried out here."""
+        state, work = self._device_state, self.work
+        way = way_of(self._plan, self._arrays, self.comm.rank, state.float8)
+        # Of a member of a block: its own signature, not that of the block.
+        described = state.described(self._plan, self._called, work._shape)
         told: bytes = msgpack.packb((described, work.seq, work.key, (way,)))
         return told
 
     def carriers(self) -> str:
-        """Return what carries its bytes: NCCL, or the links of the host where it is staged."""
+        """Return what carries its bytes: NCCL, or the host links if it is staged."""
         return "nccl" if self._by_nccl else super().carriers()
 
     def is_private(self) -> bool:
-        """Whether only the ends of its messages know their lengths."""
+        """Whether only the two ends of its messages know their lengths."""
         return bool(self._called.sends or self._called.receives)
 
     def _conclude(self) -> None:
-        """All have called, or rank 0 has decided."""
+        """All ranks have called, or rank 0 has decided."""
         comm = self.comm
         if self._refusal is not None:
             comm.revoke(GroupError(f"{self.work.op} was not compared: {self._refusal}", group=comm.name))
@@ -132,7 +132,7 @@ class Agreed(Compared):
                 self._device_state.decided(self, *verdict)
 
     def pronounce(self, numbers: Mapping[int, int], ways: Sequence[int]) -> None:
-        """As rank 0, let all begin it, each by a number of its own."""
+        """As rank 0, let all ranks start it, each with its own number."""
         said = {number: msgpack.packb([number, ways]) for number in set(numbers.values())}
         self._send({rank: said[numbers[rank]] for rank in self.comm.others})
         self._device_state.decided(self, numbers[0], ways)
@@ -140,17 +140,17 @@ class Agreed(Compared):
     # -- carrying it out
 
     def taken_marks(self) -> tuple[int, ...]:
-        """Return where the caller's streams were at the call, for what begins after that."""
+        """Return the positions of the caller's streams at the call, which it has to wait for."""
         marks, self._marks = self._marks, ()
         return marks
 
     def agreed(self, marks: tuple[int, ...]) -> None:
-        """Begin after `marks`, and without an agreement of its own."""
+        """Start after `marks`, without an agreement of its own."""
         self._marks = marks
         self._agree()
 
     def begin(self, ways: Sequence[int]) -> None:
-        """Go on, each call of it on its way: all calls before it have begun."""
+        """Start in the agreed ways: all calls before it have started."""
         (way,) = ways
         if is_empty(self._plan):
             self.ended(self.work._value, None)
@@ -160,12 +160,12 @@ class Agreed(Compared):
             self._launch([Native(self._plan, self._arrays, way)])
 
     def give_up(self, error: Exception) -> None:
-        """Fail on all ranks alike; the group goes on."""
+        """Fail on all ranks alike; the group stays usable."""
         self.refused()
         self.ended(None, error)
 
     def hangs_here(self) -> bool:
-        """Whether the device has something of it: then all ranks have called it."""
+        """Whether the device has work of it enqueued: then all ranks have called it."""
         return self._flying
 
     def expire(self) -> None:
@@ -176,7 +176,7 @@ class Agreed(Compared):
             super().expire()
 
     def succeed(self, result: Any) -> None:
-        """End well."""
+        """End successfully."""
         self._leave()
         super().succeed(result)
 
@@ -186,7 +186,7 @@ class Agreed(Compared):
         super().fail(error)
 
     def _launch(self, calls: Sequence[Native], others: Sequence[int] = ()) -> None:
-        """Put calls on the communicator's stream; let what comes on `others` come after the caller's, too."""
+        """Enqueue calls on the communicator's stream; streams `others` also wait for the caller's."""
 
         def put(tools: Tools) -> None:
             carry_out(calls, tools)
@@ -200,12 +200,12 @@ class Agreed(Compared):
 
     def _stage(self) -> None:
         """Copy the inputs to the host."""
-        side = self._device_state
-        self._staged = Staged(side.device, side.stream, self._arrays, self._plan.storage)
+        state = self._device_state
+        self._staged = Staged(state.device, state.stream, self._arrays, self._plan.storage)
         self._flies(self._staged.copy_in(self._marks, self._ends()[0], self._copied))
 
     def _copied(self, error: DeviceError | None) -> None:
-        """The inputs are on the host: carry out the same plan there."""
+        """The inputs are on the host: run the same plan there."""
         if self._is_sound(error):
             assert self._staged is not None
             arrays, plan, comm = self._staged.arrays, self._plan, self.comm
@@ -216,7 +216,7 @@ class Agreed(Compared):
             self._children.start(str(self.id), make, self._carried_out)
 
     def _carried_out(self, _: Any, error: BaseException | None) -> None:
-        """The collective of the host has ended: copy the outputs back."""
+        """The host collective has ended: copy the outputs back."""
         if error is not None:
             self.ended(None, error)
             return
@@ -224,12 +224,12 @@ class Agreed(Compared):
         self._flies(self._staged.copy_out((), self._ends()[1], self._ended), last=True)
 
     def _ended(self, error: DeviceError | None) -> None:
-        """The device is done."""
+        """The device has finished."""
         if self._is_sound(error):
             self.ended(self.work._value, None)
 
     def _is_sound(self, error: DeviceError | None) -> bool:
-        """Take note that the device is done; whether to go on."""
+        """Record that the device has finished; return whether to continue."""
         self._flying = False
         if self.done:
             self._leave()
@@ -238,13 +238,13 @@ class Agreed(Compared):
         return not self.done
 
     def _flies(self, launched: Launched, last: bool = False) -> None:
-        """The device has something of it, which nothing comes after if it is the `last`."""
+        """The device has work of it enqueued; nothing follows if it is the `last`."""
         self._flying, self._marks = True, ()
         if last:
             self._enqueued.put(launched)
 
     def _leave(self) -> None:
-        """Give back what was only for this call, once the device is done with it."""
+        """Release the resources of this call, once the device has finished."""
         self._enqueued.over()
         self._device_state.unmark(self._marks)
         self._marks = ()
@@ -254,12 +254,12 @@ class Agreed(Compared):
 
     def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return which arrays are inputs, and which are outputs."""
-        terms, place = self._plan.terms, (self.comm.rank, len(self.comm.ranks), self._plan.terms.root)
-        spec = spec_of(terms.op.lower())
+        signature, place = self._plan.signature, (self.comm.rank, len(self.comm.ranks), self._plan.signature.root)
+        spec = spec_of(signature.op.lower())
         return spec.inputs(*place), spec.outputs(*place)
 
 
 def is_empty(plan: Plan) -> bool:
     """Whether no rank has any elements."""
-    counts = plan.terms.counts
+    counts = plan.signature.counts
     return bool(counts) and not any(counts)

@@ -1,15 +1,15 @@
-"""How the ranks of a group come to one way for CUDA arrays: by NCCL, or through the host.
+"""How the ranks of a group agree on one backend for CUDA arrays: NCCL, or staging through the host.
 
-    each rank     says what it has, when it is first called with a CUDA array ->
-    rank 0        decides when all have, asks NCCL for the name of a communicator, and each rank for its turn
-    all ranks                                                                 <- the decision, before all calls
+    each rank     describes its device, when it is first called with a CUDA array ->
+        rank 0        decides when all have, makes NCCL's id of the communicator, and asks each rank for its turn
+        all ranks                                                                 <- the decision, before all calls
 
-To make a communicator blocks the launcher of a device until all ranks make it. Groups that have ranks in common must
-not make theirs in different orders, then: a device makes one at a time, and rank 0 asks for turns in the order of
-hosts and devices. That is the same for all groups, those of other jobs too, so that no two wait for each other.
+Making a communicator blocks the launcher of a device until all ranks make it. So groups that have ranks in common must
+not make theirs in different orders: a device makes one at a time, and rank 0 asks for turns in the order of
+hosts and devices. That order is the same for all groups, even those of other jobs, so no two wait for each other.
 
-A rank that leaves before it had its turn is not waited for: the others do without NCCL. One that had it waits for the
-decision, since they may have begun to make the communicator; if the group fails meanwhile, it makes that all the same.
+A rank that leaves before its turn is not waited for: the others do without NCCL. One that had its turn waits for the
+decision, since the others may have begun to make the communicator; if the group fails meanwhile, it still makes it.
 """
 
 from __future__ import annotations
@@ -30,93 +30,93 @@ from aiocoll.group.cuda.cards import Card, Decision, card, decide, read_card, re
 
 __all__ = ["BackendAgreement"]
 
-#: Seconds that a rank which leaves waits for the decision, at most.
+#: Seconds that a rank which closes the group waits for the decision, at most.
 PARTING = 5.0
 
 
 class BackendAgreement:
-    """One rank's part in it.
+    """One rank's part in the agreement.
 
     Args:
-        member: this rank's membership.
+        comm: this rank's part in the group.
         device: where its arrays are.
         nccl: the library; None if there is none.
-        number: as rank 0, gives the decision its numbers.
-        follow: does as was decided, given the number it has here.
+        number: as rank 0, assigns the decision its numbers.
+        follow: carries out the decision, given its number on this rank.
     """
 
     def __init__(
         self,
-        member: Communicator,
+        comm: Communicator,
         device: Device,
         nccl: Nccl | None,
         number: Callable[[], dict[int, int]],
         follow: Callable[[int, Decision], None],
     ) -> None:
-        self._member = member
+        self._comm = comm
         self._device = device
         self._nccl = nccl
         self._number = number
         self._follow = follow
         self._card = card(device.cuda, nccl, device.ordinal, why_no_nccl() or "")
         self._turn: Turn | None = None
-        #: Ends when it is decided, or will not be; None before this rank has said that it has its turn.
+        #: Ends when it is decided, or will not be; None before this rank has announced its turn.
         self._settled: asyncio.Future[None] | None = None
         #: It is decided, or will not be.
         self._is_decided = False
-        #: As rank 0: what each rank has, and whose turns are still to be asked for, the next one last; and
-        #: whose was asked for.
+        #: As rank 0: the card of each rank; the ranks whose turns are still to be asked for, the next one last; and
+        #: the rank that was asked.
         self._cards: dict[int, Card] = {}
         self._turns: list[int] = []
         self._asked: int | None = None
         self._decision: Decision | None = None
 
     def start(self) -> None:
-        """Say what this rank has."""
+        """Send this rank's card."""
         self._tell(0, {"card": self._card})
 
-    def heard(self, peer: int, note: dict[str, Any]) -> None:
-        """Take a note of a rank.
+    def handle(self, peer: int, message: dict[str, Any]) -> None:
+        """Handle a message of a rank.
 
         Raises:
-            ValueError: it cannot be one of this rank's, or for this rank; as do TypeError and KeyError.
+            ValueError: it is invalid from that rank, or for this rank; also TypeError and KeyError.
         """
-        if self._member.rank if "card" in note or "ready" in note else peer:
+        if self._comm.rank if "card" in message or "ready" in message else peer:
             raise ValueError("only rank 0 decides")
-        if "card" in note:
-            self._cards[peer] = read_card(note["card"])
-            if len(self._cards) == len(self._member.ranks):
+        if "card" in message:
+            self._cards[peer] = read_card(message["card"])
+            if len(self._cards) == len(self._comm.ranks):
                 self._decide()
-        elif "turn" in note:
+        elif "turn" in message:
             if not self._is_decided:
                 self._turn = self._device.turns.take(self._begun)
-        elif "ready" in note:
+        elif "ready" in message:
             if not self._is_decided and peer == self._asked:
                 self._go_on()
         else:
-            number, decision = index(note["number"]), read_decision(note["decision"])
+            number, decision = index(message["number"]), read_decision(message["decision"])
             self._settle()
             if not decision.native:
                 self.made()
             self._follow(number, decision)
 
-    def missed(self, note: dict[str, Any]) -> None:
-        """Take a note after the group has failed here: others may make the communicator already, counting on this rank.
+    def missed(self, message: dict[str, Any]) -> None:
+        """Handle a message after the group has failed here: others may be making the communicator already.
 
-        They would never come back from it; so it is made here, too, and aborted.
+        They would never return from that call; so it is made here, too, and aborted.
         """
-        if "decision" in note and self._settled is not None:
-            decision = read_decision(note["decision"])
+        if "decision" in message and self._settled is not None:
+            decision = read_decision(message["decision"])
             if decision.native:
                 self._device.run_in_thread(lambda: self._make_and_abort(decision.unique_id))
 
     def _make_and_abort(self, unique_id: bytes) -> None:
         assert self._nccl is not None
         with contextlib.suppress(DeviceError):
-            self._nccl.init(len(self._member.ranks), unique_id, self._member.rank).abort()
+            self._nccl.init(len(self._comm.ranks), unique_id, self._comm.rank).abort()
 
     def departed(self, rank: int) -> None:
-        """A rank has left, perhaps before it was decided."""
+        """A rank has closed the group, perhaps before the decision."""
         if self._is_decided:
             return
         if rank == 0:
@@ -125,8 +125,8 @@ class BackendAgreement:
             self._conclude(_without(rank))
 
     async def settle(self) -> None:
-        """Wait until it is decided, if the others count on this rank; without rank 0 it is not."""
-        if self._settled is not None and self._member.rank:
+        """Wait for the decision, if the others depend on this rank; without rank 0 there is none."""
+        if self._settled is not None and self._comm.rank:
             await asyncio.wait([self._settled], timeout=PARTING)
 
     def made(self) -> None:
@@ -150,20 +150,20 @@ class BackendAgreement:
         if self._settled is not None and not self._settled.done():
             self._settled.set_result(None)
 
-    def _tell(self, rank: int, note: dict[str, Any]) -> None:
-        member = self._member
-        if rank == member.rank:
-            self.heard(rank, note)
+    def _tell(self, rank: int, message: dict[str, Any]) -> None:
+        comm = self._comm
+        if rank == comm.rank:
+            self.handle(rank, message)
         else:
-            member.endpoint.control.tell(member.ranks[rank], {"t": DEVICE, "g": member.id, **note})
+            comm.endpoint.control.tell(comm.ranks[rank], {"t": DEVICE, "g": comm.id, **message})
 
     # -- as rank 0
 
     def _decide(self) -> None:
-        """All have said what they have."""
-        self._decision = decide([self._cards[rank] for rank in range(len(self._cards))], self._member.hosts)
-        if self._decision.native and self._member.left:
-            self._conclude(_without(min(self._member.left)))
+        """All ranks have sent their cards."""
+        self._decision = decide([self._cards[rank] for rank in range(len(self._cards))], self._comm.hosts)
+        if self._decision.native and self._comm.left:
+            self._conclude(_without(min(self._comm.left)))
         elif self._decision.native:
             assert self._nccl is not None
             self._turns = sorted(self._cards, key=self._place, reverse=True)
@@ -173,8 +173,8 @@ class BackendAgreement:
 
     def _place(self, rank: int) -> tuple[str, str]:
         """Return where the device of a rank is."""
-        member = self._member
-        return member.endpoint.cards[member.ranks[rank]]["host"], self._cards[rank]["bus"]
+        comm = self._comm
+        return comm.endpoint.cards[comm.ranks[rank]]["host"], self._cards[rank]["bus"]
 
     def _named(self, named: asyncio.Future[bytes]) -> None:
         if self._is_decided or named.cancelled():

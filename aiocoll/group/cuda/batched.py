@@ -1,6 +1,6 @@
-"""Members of a flush that are on CUDA arrays: one agreement, and one group of NCCL calls, for all of them.
+"""The members of a flush that are on CUDA arrays: one agreement, and one group of NCCL calls, for all of them.
 
-What NCCL cannot do is staged, each member by itself. All members end when the last of them has.
+Members that NCCL cannot carry out are staged, each separately. All members end when the last one has ended.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Member(NamedTuple):
     """One of the collectives.
 
     Attributes:
-        op: what its work is called.
+        op: name of its work.
         shape: of its main array.
-        result: what its work yields.
-        call: what it does.
+        result: result of its work.
+        call: the call.
     """
 
     op: str
@@ -34,35 +34,35 @@ class Member(NamedTuple):
     call: DeviceCall
 
     def way(self, rank: int, float8: bool) -> int:
-        """Return the best way in which this rank can go through it; see `way_of`."""
+        """Return the best way in which this rank can carry it out; see `way_of`."""
         return way_of(self.call.plan, self.call.arrays, rank, float8)
 
 
 class BatchedCalls(Agreed):
-    """One rank's part in several collectives on CUDA arrays, which share no memory that is written.
+    """One rank's part in several collectives on CUDA arrays that share no memory which is written.
 
     Args:
-        side: what the group has on the device.
-        members: in the order that they have on all ranks.
+        state: the group's state on the device.
+        members: in the order common to all ranks.
     """
 
     __slots__ = ("_left", "_members")
 
-    def __init__(self, side: DeviceState, identity: int, members: Sequence[Member], work: Work[Any]) -> None:
+    def __init__(self, state: DeviceState, identity: int, members: Sequence[Member], work: Work[Any]) -> None:
         first = members[0].call
         arrays = [array for member in members for array in member.call.arrays]
-        super().__init__(side, identity, first._replace(arrays=arrays), work)
+        super().__init__(state, identity, first._replace(arrays=arrays), work)
         work._value = [member.result for member in members]
         self._members = members
-        #: How much has not ended.
+        #: Number of parts that have not ended.
         self._left = 1
 
     def is_private(self) -> bool:
-        """Whether only the ends of its messages know their lengths."""
-        return any(member.call.plan.terms.sends or member.call.plan.terms.receives for member in self._members)
+        """Whether only the two ends of its messages know their lengths."""
+        return any(member.call.plan.signature.sends or member.call.plan.signature.receives for member in self._members)
 
     def begin(self, ways: Sequence[int]) -> None:
-        """Launch what NCCL can do, and stage the rest."""
+        """Launch what NCCL can carry out, and stage the rest."""
         native, staged = [], []
         for member, way in zip(self._members, ways, strict=True):
             if is_empty(member.call.plan):
@@ -80,7 +80,7 @@ class BatchedCalls(Agreed):
             self._begin_part(number, member)
 
     def ended(self, result: Any, error: BaseException | None) -> None:
-        """One thing has ended, or there is nothing to do."""
+        """One part has ended, or there is nothing to do."""
         self._left -= 1
         if error is not None:
             super().ended(None, error)
@@ -88,24 +88,24 @@ class BatchedCalls(Agreed):
             super().ended(self.work._value, None)
 
     def hangs_here(self) -> bool:
-        """Whether the device has something of it: then all ranks have called it."""
+        """Whether the device has work of it enqueued: then all ranks have called it."""
         return self._flying or self._children.hanging() is not None
 
     def _says(self) -> bytes:
-        """Say what this rank calls, and which way each of it can go."""
-        side, work = self._device_state, self.work
-        ways = [member.way(self.comm.rank, side.float8) for member in self._members]
-        described = side.described(self.terms, self.terms, ())
+        """Describe this rank's calls, and the ways in which each can be carried out here."""
+        state, work = self._device_state, self.work
+        ways = [member.way(self.comm.rank, state.float8) for member in self._members]
+        described = state.described(self.signature, self.signature, ())
         told: bytes = msgpack.packb((described, work.seq, work.key, ways))
         return told
 
     def _ended(self, error: Any) -> None:
-        """The device is done with what NCCL does."""
+        """The device has finished what NCCL carries out."""
         if self._is_sound(error):
             self.ended(None, None)
 
     def _begin_part(self, number: int, member: Member) -> None:
-        """Stage a call; the first brings the stream of all of them behind the caller's."""
+        """Stage a call; the first makes the stream of all of them wait for the caller's."""
         marks = self.taken_marks()
 
         def make(identity: int, work: Work[Any]) -> _Part:
@@ -116,14 +116,14 @@ class BatchedCalls(Agreed):
 
 
 class _Part(Agreed):
-    """A member that is staged; all ranks have agreed on it."""
+    """A staged member; all ranks have agreed on it."""
 
     __slots__ = ()
 
     def __init__(
-        self, side: DeviceState, identity: int, call: DeviceCall, marks: tuple[int, ...], work: Work[Any]
+        self, state: DeviceState, identity: int, call: DeviceCall, marks: tuple[int, ...], work: Work[Any]
     ) -> None:
-        super().__init__(side, identity, call, work)
+        super().__init__(state, identity, call, work)
         self.agreed(marks)
 
     def enter(self) -> None:

@@ -1,4 +1,4 @@
-"""What each rank has for CUDA arrays, and whether that makes NCCL possible."""
+"""Each rank's card of its CUDA device, and whether the cards make NCCL possible."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from aiocoll.gpu.api import Cuda, Nccl
 
 __all__ = ["Decision", "card", "decide", "read_card", "read_decision", "reduces_float8"]
 
-#: The setting that lets NCCL's calls return unfinished, which CuPy cannot finish: it is refused, not worked around.
+#: The setting that makes NCCL's calls return unfinished, which CuPy cannot finish: it is refused, not worked around.
 _BLOCKING = "NCCL_COMM_BLOCKING"
 
-#: What NCCL needs to reduce float8: its version, and the compute capability of all devices of the communicator.
+#: What NCCL needs to reduce float8: a version, and a compute capability of all devices of the communicator.
 _FLOAT8_VERSION, _FLOAT8_CAPABILITY = 22400, (9, 0)
 
 Card = dict[str, Any]
@@ -27,10 +27,10 @@ class Decision(NamedTuple):
     """How the calls of a group on CUDA arrays are carried out, on all ranks.
 
     Attributes:
-        native: by NCCL where it can; else staged through the host.
-        why: in words.
+        native: by NCCL where possible; otherwise staged through the host.
+        why: the reason, as text.
         unique_id: of the communicator; b"" without one.
-        refused: in no way, until what `why` says has changed.
+        refused: not at all, until the reason has changed.
     """
 
     native: bool
@@ -40,15 +40,15 @@ class Decision(NamedTuple):
 
     @property
     def way(self) -> str:
-        """What becomes of the calls, in words."""
+        """How the calls are carried out, as text."""
         return "are refused" if self.refused else "go by NCCL" if self.native else "go through the host"
 
     def refusal(self, group: str, forced: bool) -> str | None:
-        """Return why the calls of a group fail, in words; None if they do not.
+        """Return why the calls of a group fail, as text; None if they do not.
 
         Args:
             group: its name.
-            forced: it is to use NCCL, or fail.
+            forced: the group must use NCCL, or fail.
         """
         if self.refused:
             return f"group {group!r} takes no CUDA arrays: {self.why}"
@@ -56,16 +56,16 @@ class Decision(NamedTuple):
 
 
 def card(cuda: Cuda, nccl: Nccl | None, device: int, missing: str) -> Card:
-    """Return what this rank has.
+    """Return this rank's card.
 
     Args:
         cuda: the runtime.
         nccl: the library; None if there is none.
         device: ordinal of the device of the call.
-        missing: why there is none.
+        missing: why there is no NCCL.
 
     Returns:
-        The version of NCCL, 0 for none; why there is none; what tells the device from others of the host; and whether
+        The version of NCCL, 0 for none; why there is none; the identity of the device on its host; and whether
         NCCL's calls would return unfinished.
     """
     version, why = (0, missing) if nccl is None else (nccl.version(), "")
@@ -74,19 +74,19 @@ def card(cuda: Cuda, nccl: Nccl | None, device: int, missing: str) -> Card:
 
 
 def read_card(given: Any) -> Card:
-    """Return what another rank has, as it was sent.
+    """Decode the card of another rank.
 
     Raises:
-        TypeError, KeyError: it is no card.
+        TypeError, KeyError: it is not a card.
     """
     return {name: _checked(given[name], kind) for name, kind in _KINDS.items()}
 
 
 def read_decision(given: Any) -> Decision:
-    """Return a decision, as it was sent.
+    """Decode a decision.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: it is not a decision.
     """
     native, why, unique_id, refused = given
     return Decision(_checked(native, bool), _checked(why, str), _checked(unique_id, bytes), _checked(refused, bool))
@@ -104,7 +104,7 @@ def reduces_float8(cuda: Cuda, nccl: Nccl | None, device: int) -> bool:
 
 
 def decide(cards: Sequence[Card], hosts: Sequence[int]) -> Decision:
-    """Return how calls are to be carried out, as yet without a communicator.
+    """Return how calls are to be carried out, still without a communicator.
 
     Args:
         cards: of all ranks, in order.
@@ -132,7 +132,7 @@ def decide(cards: Sequence[Card], hosts: Sequence[int]) -> Decision:
 
 
 def _have(ranks: Sequence[int]) -> str:
-    """Name ranks that have something; of many, the first."""
+    """Name ranks that have something; of many, the first few."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} has"
     more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""

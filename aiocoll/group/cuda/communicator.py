@@ -1,7 +1,7 @@
-"""This rank's end of the NCCL communicator of a group, from its start to its end.
+"""This rank's end of a group's NCCL communicator, from its creation to its end.
 
-NCCL's calls may block until all ranks have made them, so only the launcher of the device makes them. What has been
-started ends by itself, or when the communicator is aborted: that may block too, and is done in a thread of its own.
+NCCL's calls may block until all ranks have made them, so only the launcher of the device makes them. A started creation
+ends by itself, or when the communicator is aborted: that may block too, and is done in a separate thread.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from aiocoll.work import Work
 
 __all__ = ["DeviceCommunicator"]
 
-#: Seconds between two questions whether something has failed on the way, while anything is in flight.
+#: Seconds between two checks for asynchronous errors, while anything is in flight.
 ASK_EVERY = 0.25
-#: Seconds that ranks which close wait for each other, at most: a communicator that is aborted is gone as well.
+#: Seconds that closing ranks wait for each other, at most: then the communicator is aborted.
 PARTING = 5.0
-#: Seconds that the launcher has to finish the calls it is making, before these are given up.
+#: Seconds that the launcher has to finish the calls it is making, before the communicator is aborted anyway.
 FINISHING = 0.5
-#: Seconds after which an abort that does not come back is left alone.
+#: Seconds after which an abort that does not return is abandoned.
 ABORTING = 10.0
 
 
 class DeviceCommunicator:
-    """One rank's end.
+    """One rank's end of a communicator.
 
     Args:
-        group: whose.
+        group: its group.
         device: where.
         nccl: the library.
-        unique_id: the name that rank 0 has made.
+        unique_id: NCCL's id of the communicator, made by rank 0.
         made: called when NCCL has made it, or has failed to.
-        broken: called with what has failed on the way.
+        broken: called with an asynchronous error.
 
     Attributes:
-        stream: where its calls go.
+        stream: the stream of its calls.
         is_begun: NCCL has made it.
     """
 
@@ -99,13 +99,13 @@ class DeviceCommunicator:
         done: Callable[[DeviceError | None], None],
         others: Sequence[int] = (),
     ) -> Launched:
-        """Put calls on its stream.
+        """Enqueue calls on its stream.
 
         Args:
-            marks: what they come after, and what comes on `others` does, too.
+            marks: positions of streams that the calls, and `others`, wait for.
             put: makes the calls; in the launcher.
-            keep: what has to live until they are done.
-            done: called when they are, with what went wrong; if there is no communicator any more, that.
+            keep: objects that must live until the calls are done.
+            done: called at their end, with the error if there is one; also if the communicator is gone.
             others: streams.
         """
 
@@ -129,7 +129,7 @@ class DeviceCommunicator:
     # -- while something is in flight
 
     def _ask(self) -> None:
-        """Let the launcher ask whether something has failed on the way, unless it is busy with the last question."""
+        """Let the launcher check for asynchronous errors, unless it is still busy with the last check."""
         self._timer = None
         if self._over or not self._in_flight:
             return
@@ -156,7 +156,7 @@ class DeviceCommunicator:
     # -- the end
 
     def abort(self) -> None:
-        """Give up all that is in flight, without waiting for it."""
+        """Abandon everything in flight, without waiting for it."""
         if not self._over:
             self._stop()
             aborted = self._device.run_in_thread(self._give_up)
@@ -164,7 +164,7 @@ class DeviceCommunicator:
             aborted.add_done_callback(lambda _: timer.cancel())
 
     async def close(self) -> None:
-        """End it together with the other ranks; if they do not come, abort it."""
+        """End it together with the other ranks; if they do not, abort it."""
         if self._over:
             return
         if self._in_flight or not await self._parted():
@@ -180,7 +180,7 @@ class DeviceCommunicator:
                     await self._device.run_in_thread(end.destroy)
 
     async def _parted(self) -> bool:
-        """Wait until all ranks are about to end it; whether they are."""
+        """Wait until all ranks are about to end it; return whether they are."""
         comm = self._group
         work: Work[None] = _Quiet(comm.endpoint, _Parting.OP, None, None, None)
         work._expect((), min(PARTING, comm.timeout), None)
@@ -196,7 +196,7 @@ class DeviceCommunicator:
 
     def _give_up(self) -> None:
         """Abort, once; may block."""
-        # Not in the midst of a group of calls, which would go on with what is freed; but a call may be stuck.
+        # Not within a group of calls, which would continue with freed memory; but a call may be stuck.
         finished = self._calling.acquire(timeout=FINISHING)
         with self._lock:
             end, self._end = self._end, None
@@ -226,7 +226,7 @@ class DeviceCommunicator:
 
 
 class _Quiet(Work[None]):
-    """A work whose failure is no news."""
+    """A work whose failure is not reported."""
 
     __slots__ = ()
 
@@ -235,18 +235,18 @@ class _Quiet(Work[None]):
 
 
 class _Parting(Post):
-    """All ranks tell each other that nothing of theirs is in flight, before they end the communicator."""
+    """All ranks tell each other that they have nothing in flight, before they end the communicator."""
 
     OP = "PARTING"
     TERMS = Signature(OP, None, (), None, None, device="cuda")
     LIMIT = 0
 
-    __slots__ = ("_member",)
+    __slots__ = ("_communicator",)
 
     def __init__(self, comm: Communicator, work: Work[None]) -> None:
         super().__init__(comm, KEYED | hash62("parting"), self.TERMS, comm.others, work)
-        self._member = comm
-        # Who does not come is not waited for long, and nobody's fault.
+        self._communicator = comm
+        # A rank that does not come is not waited for long, and no rank is to blame.
         self.silence()
 
     def enter(self) -> None:
@@ -255,16 +255,16 @@ class _Parting(Post):
         self._settle()
 
     def needs(self, peer: int) -> bool:
-        """No failure of the group comes of it that a peer has left; but it is not waited for."""
+        """A peer that has left does not fail this; but it is not waited for."""
         if peer in self._missing:
             self.comm.call_soon(self.expire)
         return False
 
     def expire(self) -> None:
-        """Somebody does not come."""
+        """A rank has not come."""
         self.fail(GroupError(f"ranks of group {self.comm.name!r} do not end it together", group=self.comm.name))
-        # What comes late is not of another operation.
-        self._member.forget(self.id)
+        # What arrives late must not be taken for another operation.
+        self._communicator.forget(self.id)
 
     def _settle(self) -> None:
         if not self.done and not self._missing and not self._unsent:

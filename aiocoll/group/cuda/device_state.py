@@ -1,4 +1,4 @@
-"""What a group has on the device of this rank: which way its calls go, in which order, and what fails with it."""
+"""What a group has on the device of this rank: its backend, the order of its calls, and what fails with the device."""
 
 from __future__ import annotations
 
@@ -29,140 +29,140 @@ from aiocoll.log import logger
 
 __all__ = ["Collective", "DeviceState"]
 
-#: NCCL's setting of the network interfaces it may use between hosts.
+#: NCCL's setting for the network interfaces it may use between hosts.
 INTERFACE = "NCCL_SOCKET_IFNAME"
-#: Kinds of calls of which terms and descriptions are kept.
+#: Kinds of calls whose signatures and descriptions are kept.
 KEPT = 256
-#: Seconds that the device has to end what was on it when the group ended.
+#: Seconds that the device has to finish enqueued work when the group ends.
 RELEASE = 5.0
 
 
 class Collective(Protocol):
-    """A collective that all ranks agree on before it begins."""
+    """A collective that all ranks agree on before it starts."""
 
     def is_private(self) -> bool:
-        """Whether only the ends of its messages know their lengths."""
+        """Whether only the two ends of its messages know their lengths."""
 
     def pronounce(self, numbers: Mapping[int, int], ways: Sequence[int]) -> None:
-        """As rank 0, let all begin it, each by a number of its own."""
+        """As rank 0, let all ranks start it, each with its own number."""
 
     def begin(self, ways: Sequence[int]) -> None:
-        """Go on, each call of it on its way: all calls before it have begun."""
+        """Start in the agreed ways: all calls before it have started."""
 
     def give_up(self, error: Exception) -> None:
-        """Fail on all ranks alike; the group goes on."""
+        """Fail on all ranks alike; the group stays usable."""
 
 
 class DeviceState:
-    """One per group that has been called with CUDA arrays.
+    """The state of one group that has been called with CUDA arrays.
 
     Args:
-        member: this rank's membership.
+        comm: this rank's part in the group.
         device: where its arrays are.
         nccl: the library; None if there is none.
-        forced: fail rather than do without NCCL.
+        forced: fail instead of doing without NCCL.
 
     Attributes:
         device: where its arrays are.
-        stream: where they are copied to the host and back.
+        stream: for copies to the host and back.
         decision: whether NCCL is used; None before all ranks have been called with CUDA arrays.
-        communicator: this rank's end of it, if it is.
-        float8: this rank has what it takes that NCCL reduces float8.
-        messages: those between two ranks that go by NCCL.
+        communicator: this rank's end of it, if NCCL is used.
+        float8: this rank meets NCCL's requirements for reducing float8.
+        messages: messages between two ranks that NCCL carries.
     """
 
-    def __init__(self, member: Communicator, device: Device, nccl: Nccl | None, forced: bool) -> None:
-        self.member = member
+    def __init__(self, comm: Communicator, device: Device, nccl: Nccl | None, forced: bool) -> None:
+        self.comm = comm
         self.device = device
         self.nccl = nccl
         self.float8 = reduces_float8(device.cuda, nccl, device.ordinal)
-        everyone = range(len(member.ranks))
-        self._deciding = BackendAgreement(member, device, nccl, lambda: self.number(everyone), self._decided)
-        # In the loop, though it is CUDA's: the arrays of the call are on the device, so its context is there already.
-        # After all else that may fail: it has to be given back.
+        everyone = range(len(comm.ranks))
+        self._agreement = BackendAgreement(comm, device, nccl, lambda: self.number(everyone), self._decided)
+        # In the loop, though it is a CUDA call: the arrays of the call are on the device, so its context exists.
+        # After everything else that may fail: it has to be released.
         self.stream = device.stream()
         self.decision: Decision | None = None
         self.communicator: DeviceCommunicator | None = None
         self._forced = forced
-        self._terms: dict[Plan, Signature] = {}
+        self._signatures: dict[Plan, Signature] = {}
         self._described: dict[tuple[Plan | Signature, tuple[int, ...]], bytes] = {}
         self.messages = NativeMessages(self)
-        #: As rank 0: calls that are complete and have no number yet; the last number of each rank.
+        #: As rank 0: complete calls that have no number yet; the last number of each rank.
         self._complete: list[tuple[Collective, Sequence[int]]] = []
-        self._numbered = [0] * len(member.ranks)
-        #: What begins those that have a number, and the next number.
+        self._numbered = [0] * len(comm.ranks)
+        #: What starts the numbered calls, and the next number.
         self._held: dict[int, Callable[[], None]] = {}
         self._next = 1
-        member.on_revoked.append(self.end)
-        member.on_departed.append(self._departed)
+        comm.on_revoked.append(self.end)
+        comm.on_departed.append(self._departed)
         self._is_over = False
-        self._deciding.start()
-        member.devices.connect(self._heard)
+        self._agreement.start()
+        comm.devices.connect(self._handle_message)
 
-    def terms(self, plan: Plan) -> Signature:
-        """Return the terms of a call on CUDA arrays."""
-        found = self._terms.get(plan)
+    def signature(self, plan: Plan) -> Signature:
+        """Return the signature of a call on CUDA arrays."""
+        found = self._signatures.get(plan)
         if found is None:
-            if len(self._terms) >= KEPT:
-                self._terms.clear()
-            found = self._terms[plan] = plan.terms._replace(debug="device", device="cuda")
+            if len(self._signatures) >= KEPT:
+                self._signatures.clear()
+            found = self._signatures[plan] = plan.signature._replace(debug="device", device="cuda")
         return found
 
     def mark(self, arrays: Iterable[DeviceArray | None]) -> tuple[int, ...]:
-        """Mark where the caller's streams are now: what comes of the call comes after that."""
+        """Record the position of the caller's streams: the call's work waits for it."""
         streams = dict.fromkeys(each.stream for each in arrays if each is not None)
         return tuple(self.device.mark(stream) for stream in streams)
 
     def unmark(self, marks: Iterable[int]) -> None:
-        """Give back marks that are not needed."""
+        """Release marks that are not needed."""
         for mark in marks:
             self.device.unmark(mark)
 
     # -- the agreement
 
-    def described(self, call: Plan | Signature, terms: Signature, shape: tuple[int, ...]) -> bytes:
-        """Return what a call is; calls alike are the same bytes, made once."""
+    def described(self, call: Plan | Signature, signature: Signature, shape: tuple[int, ...]) -> bytes:
+        """Return the encoded description of a call; equal calls share one, made once."""
         found = self._described.get((call, shape))
         if found is None:
             if len(self._described) >= KEPT:
                 self._described.clear()
-            found = packed(description(self.member.rank, terms, shape, None, None), None)
+            found = packed(description(self.comm.rank, signature, shape, None, None), None)
             self._described[call, shape] = found
         return found
 
     def judge(self, operation: Collective, said: Sequence[memoryview]) -> Difference | None:
-        """As rank 0, hear what all ranks call; return how that differs, or let it begin when its turn has come."""
-        # Mostly they are the same bytes.
+        """As rank 0, compare the calls of all ranks; return how they differ, or let them start in their turn."""
+        # Usually they are the same bytes.
         alike = all(each == said[0] for each in said)
         told = [msgpack.unpackb(said[0])] * len(said) if alike else [msgpack.unpackb(each) for each in said]
         found = None
         if not alike or operation.is_private():
-            found = compare(self.member.name, [_whole(*each[:3]) for each in told])
+            found = compare(self.comm.name, [_whole(*each[:3]) for each in told])
         if found is None:
             self._complete.append((operation, [min(ways) for ways in zip(*(each[3] for each in told), strict=True)]))
             self._begin_complete()
         return found
 
     def _begin_complete(self) -> None:
-        """As rank 0, number what is complete, as soon as it is known which way all calls go."""
+        """As rank 0, number the complete calls, as soon as the backend is decided."""
         if self.decision is None:
             return
         complete, self._complete = self._complete, []
         for operation, ways in complete:
-            operation.pronounce(self.number(range(len(self.member.ranks))), ways)
+            operation.pronounce(self.number(range(len(self.comm.ranks))), ways)
 
     def number(self, ranks: Iterable[int]) -> dict[int, int]:
-        """As rank 0, give the next number on each of some ranks to what begins there."""
+        """As rank 0, assign the next number on each of some ranks."""
         for rank in ranks:
             self._numbered[rank] += 1
         return {rank: self._numbered[rank] for rank in ranks}
 
     def decided(self, operation: Collective, number: int, ways: Sequence[int]) -> None:
-        """Take note of a verdict, and begin the call when it is its turn."""
+        """Record a verdict, and start the call when it is its turn."""
         self.hold(number, partial(self._begin, operation, ways))
 
     def hold(self, number: int, begin: Callable[[], None]) -> None:
-        """Begin what has this number when all before it have begun."""
+        """Start what has this number when everything before it has started."""
         self._held[number] = begin
         while (turn := self._held.pop(self._next, None)) is not None:
             self._next += 1
@@ -171,45 +171,45 @@ class DeviceState:
     def _begin(self, operation: Collective, ways: Sequence[int]) -> None:
         decision = self.decision
         assert decision is not None
-        if (refusal := decision.refusal(self.member.name, self._forced)) is not None:
+        if (refusal := decision.refusal(self.comm.name, self._forced)) is not None:
             operation.give_up(BackendUnavailableError(refusal))
         else:
             operation.begin(ways if decision.native else [STAGED] * len(ways))
 
-    def _heard(self, peer: int, note: dict[str, Any]) -> None:
-        """Take a note of another rank's device."""
+    def _handle_message(self, peer: int, message: dict[str, Any]) -> None:
+        """Handle a message of another rank's device code."""
         if self._is_over:
-            self._deciding.missed(note)
-        elif "match" in note or "begin" in note:
-            self.messages.heard(peer, note)
+            self._agreement.missed(message)
+        elif "match" in message or "begin" in message:
+            self.messages.handle(peer, message)
         else:
-            self._deciding.heard(peer, note)
+            self._agreement.handle(peer, message)
 
     def _departed(self, rank: int) -> None:
-        """A rank has left."""
-        self._deciding.departed(rank)
+        """A rank has closed the group."""
+        self._agreement.departed(rank)
         self.messages.departed(rank)
 
     def _decided(self, number: int, decision: Decision) -> None:
-        """Take note of the decision, which has the first number."""
+        """Record the backend decision, which has the first number."""
         self.hold(number, partial(self._follow, decision))
 
     def _follow(self, decision: Decision) -> None:
-        """Do as rank 0 has decided."""
+        """Carry out rank 0's decision."""
         self.decision = decision
         logger.info(
             "group %r, rank %d: CUDA arrays %s: %s",
-            self.member.name,
-            self.member.rank,
+            self.comm.name,
+            self.comm.rank,
             decision.way,
             decision.why,
-            extra=self.member.log_extra,
+            extra=self.comm.log_extra,
         )
         if decision.native:
             assert self.nccl is not None
             try:
                 self.communicator = DeviceCommunicator(
-                    self.member, self.device, self.nccl, decision.unique_id, self._deciding.made, self.broken
+                    self.comm, self.device, self.nccl, decision.unique_id, self._agreement.made, self.broken
                 )
             except DeviceError as error:
                 self.broken(error)
@@ -219,15 +219,15 @@ class DeviceState:
     # -- failing
 
     def hung(self, operation: Operation, others: str = "") -> None:
-        """The device has not done `operation` in time; what is known of `others`."""
-        member, work = self.member, operation.work
-        member.revoke(
+        """The device has not finished `operation` in time; `others` says what is known of the other ranks."""
+        comm, work = self.comm, operation.work
+        comm.revoke(
             CollectiveTimeoutError(
-                f"{operation.title()} of group {member.name!r} did not complete within {operation.timeout:g} s on rank "
-                f"{member.rank}, which called {called(operation.describe())}: {others}{self._what_hangs()}",
+                f"{operation.title()} of group {comm.name!r} did not complete within {operation.timeout:g} s on rank "
+                f"{comm.rank}, which called {called(operation.describe())}: {others}{self._what_hangs()}",
                 op=work.op,
                 seq=work.key or work.seq,
-                group=member.name,
+                group=comm.name,
             )
         )
 
@@ -237,7 +237,7 @@ class DeviceState:
         return f"device {self.device.ordinal} is not done with it, or with what was on the caller's stream before"
 
     def _why_not_made(self) -> str:
-        hosts = len(set(self.member.hosts))
+        hosts = len(set(self.comm.hosts))
         if hosts == 1:
             return "restart the process"
         chosen = os.environ.get(INTERFACE)
@@ -248,25 +248,25 @@ class DeviceState:
         )
 
     def broken(self, error: BaseException, operation: Operation | None = None) -> None:
-        """The device, or the communicator, has failed, in `operation` perhaps: so does the group."""
-        member = self.member
+        """The device or the communicator has failed, perhaps in `operation`: the group fails."""
+        comm = self.comm
         work = None if operation is None else operation.work
         name = None if work is None else work.key or work.seq
         what = "" if operation is None else f"{operation.title()} of "
         cause = GroupError(
-            f"{what}group {member.name!r} failed on rank {member.rank}, device {self.device.ordinal}: {error}",
+            f"{what}group {comm.name!r} failed on rank {comm.rank}, device {self.device.ordinal}: {error}",
             op=None if work is None else work.op,
             seq=name,
-            group=member.name,
-            ranks=[member.rank],
+            group=comm.name,
+            ranks=[comm.rank],
         )
         cause.__cause__ = error
-        member.revoke(cause)
+        comm.revoke(cause)
 
     def end(self) -> None:
         """The group has failed, or was closed."""
         self._is_over = True
-        self._deciding.end()
+        self._agreement.end()
         self._held.clear()
         self._complete.clear()
         self.messages.end()
@@ -274,13 +274,13 @@ class DeviceState:
             self.communicator.abort()
 
     async def close(self) -> None:
-        """End the communicator in order, if the other ranks do so too; else it is aborted when the group ends."""
-        await self._deciding.settle()
+        """End the communicator in order, if the other ranks do so too; otherwise it is aborted when the group ends."""
+        await self._agreement.settle()
         if self.communicator is not None:
             await self.communicator.close()
 
     async def release(self) -> None:
-        """Give back what the group had; it has ended."""
+        """Release the device resources of the group, which has ended."""
         ends = [self.device.close_stream(self.stream, RELEASE)]
         if self.communicator is not None:
             ends.append(self.device.close_stream(self.communicator.stream, RELEASE))
@@ -288,6 +288,6 @@ class DeviceState:
 
 
 def _whole(described: bytes, seq: int | None, key: str | None) -> bytes:
-    """Return the description of a call with what it was named by."""
+    """Return the description of a call together with its number or key."""
     whole: bytes = msgpack.packb({**msgpack.unpackb(described), "seq": seq, "key": key})
     return whole

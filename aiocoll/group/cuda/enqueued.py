@@ -1,4 +1,4 @@
-"""When a CUDA device has all of a call: what `Work.on_stream` waits for."""
+"""When all work of a call is enqueued on its CUDA device: what `Work.on_stream` waits for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Enqueued"]
 
 
 class Enqueued:
-    """One call's.
+    """The state of one call.
 
     Args:
         work: the call's.
@@ -32,7 +32,7 @@ class Enqueued:
         work._order_by(self.order)
 
     async def order(self, stream: int | None) -> Any:
-        """Let `stream` wait for the end, once that is on the device."""
+        """Make `stream` wait for the end of the call, once that is enqueued."""
         while self._launched is None and not self._work.done():
             enqueued = asyncio.get_running_loop().create_future()
             self._waiting.append(enqueued)
@@ -48,12 +48,12 @@ class Enqueued:
         return self._work._value if (unwrap := self._work._unwrap) is None else unwrap()
 
     def put(self, launched: Launched) -> None:
-        """The last of it is on its way to the device."""
+        """The last of its work is being enqueued."""
         self._launched = launched
         self._wake()
 
     def over(self) -> None:
-        """The call has ended; perhaps it has failed while a launcher that is stuck has not come to it."""
+        """The call has ended; it may have failed before a stuck launcher reached it."""
         self._work._order_by(None)
         self._wake()
         if self._launched is not None:

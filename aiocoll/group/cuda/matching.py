@@ -1,15 +1,15 @@
-"""As rank 0: when messages from device to device begin, and which of them as one.
+"""As rank 0: when messages from device to device start, and which of them as one group of NCCL calls.
 
-A message is matched when both of its ends have been called; NCCL would block either of them before. Each is told here,
-and by number begins on both its ends in one order with all else that NCCL does, so that no two ranks wait for each
-other. What the calls of a `batch` send and receive is one group of NCCL calls: it waits until all of the batch is
-matched, and for all batches at the other ends of its messages, too:
+A message is matched when both of its ends have been called; before that, NCCL would block either end. Rank 0 is told
+of each match and numbers it on both ends, in one order with all other NCCL calls, so that no two ranks wait for each
+other. The messages of a `batch` are one group of NCCL calls: it starts when the whole batch is matched, and so are all
+batches at the other ends of its messages:
 
     rank 0  batch: send to 1, receive from 2
     rank 1  batch: send to 2, receive from 0        three messages, one number on each rank
     rank 2  batch: send to 0, receive from 1
 
-No order of calls that ends without batches may hang with them: after `PATIENCE`, what is matched begins without the
+A program that terminates without batches must not hang with them: after `PATIENCE`, matched messages start without the
 rest.
 """
 
@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 __all__ = ["BatchMatching", "Match", "MessageBatch"]
 
-#: Seconds that messages of a batch which are matched wait for the others.
+#: Seconds that the matched messages of a batch wait for the others.
 PATIENCE = 0.02
 
 
 class Match(NamedTuple):
-    """A message that is matched.
+    """A matched message.
 
     Attributes:
         src: rank that sends it.
@@ -40,12 +40,12 @@ class Match(NamedTuple):
 
 
 class MessageBatch(NamedTuple):
-    """What one end of a message was called with.
+    """The batch of one end of a message.
 
     Attributes:
-        rank: where.
+        rank: of that end.
         number: of the batch there.
-        size: how many messages of it may go from device to device.
+        size: how many of its messages may go from device to device.
     """
 
     rank: int
@@ -54,10 +54,10 @@ class MessageBatch(NamedTuple):
 
 
 class BatchMatching:
-    """All of a group that have not begun.
+    """The messages of a group that have not started.
 
     Args:
-        begin: called with messages that begin as one, in their order.
+        begin: called with messages that start together, in order.
         call_later: calls after so many seconds.
     """
 
@@ -71,26 +71,26 @@ class BatchMatching:
         self._units: dict[tuple[int, int], _Unit] = {}
 
     def matched(self, match: Match, batches: Sequence[MessageBatch]) -> None:
-        """Both ends of a message have been called, as parts of these batches; one of size 1 is none."""
+        """Both ends of a message have been called, as members of these batches; a batch of size 1 is none."""
         unit = self._joined([batch for batch in batches if batch.size > 1])
         unit.matches.append(match)
         if unit.timer is None and unit.left:
-            unit.timer = self._call_later(PATIENCE, lambda: self._lose_patience(unit))
+            unit.timer = self._call_later(PATIENCE, lambda: self._stop_waiting(unit))
         self._settle(unit)
 
     def without(self, batch: MessageBatch) -> None:
-        """A message of a batch goes another way."""
+        """A message of a batch is carried in another way."""
         if batch.size > 1:
             self._settle(self._joined([batch]))
 
     def clear(self) -> None:
-        """None of them will begin."""
+        """None of them will start."""
         for unit in self._units.values():
             unit.stop()
         self._units.clear()
 
     def _joined(self, batches: Sequence[MessageBatch]) -> _Unit:
-        """Return what all of these batches are one unit of from now on, one message of each being known."""
+        """Merge all of these batches into one unit, knowing one more message of each; return it."""
         unit = _Unit()
         for batch in batches:
             other = self._units.get(batch[:2])
@@ -99,7 +99,7 @@ class BatchMatching:
                 unit.batches.append(batch[:2])
                 unit.left += batch.size
             elif other is not unit:
-                # Into the larger one: each batch is moved as often as its unit has doubled.
+                # Into the larger unit: each batch moves only as often as its unit doubles.
                 unit, other = (other, unit) if len(other.batches) > len(unit.batches) else (unit, other)
                 unit.take(other)
                 self._units.update(dict.fromkeys(other.batches, unit))
@@ -107,7 +107,7 @@ class BatchMatching:
         return unit
 
     def _settle(self, unit: _Unit) -> None:
-        """Begin what is complete."""
+        """Start complete units."""
         if not unit.left:
             unit.stop()
             for batch in unit.batches:
@@ -115,19 +115,19 @@ class BatchMatching:
             if unit.matches:
                 self._begin(unit.matches)
 
-    def _lose_patience(self, unit: _Unit) -> None:
+    def _stop_waiting(self, unit: _Unit) -> None:
         unit.timer = None
         matches, unit.matches = unit.matches, []
         self._begin(matches)
 
 
 class _Unit:
-    """Batches that messages connect.
+    """Batches connected by messages.
 
     Attributes:
         batches: rank and number of each.
-        matches: messages that are matched and wait.
-        left: how many of the batches' ends are not known.
+        matches: matched messages that wait.
+        left: number of the batches' ends that are not known.
         timer: ends the wait.
     """
 
@@ -140,14 +140,14 @@ class _Unit:
         self.timer: TimerHandle | None = None
 
     def take(self, other: _Unit) -> None:
-        """Become one with another."""
+        """Merge with another unit."""
         self.batches += other.batches
         self.matches += other.matches
         self.left += other.left
         other.stop()
 
     def stop(self) -> None:
-        """Wait no more."""
+        """Stop the timer."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None

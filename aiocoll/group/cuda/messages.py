@@ -1,9 +1,10 @@
-"""Messages of CUDA arrays: by NCCL, or staged, so that all that messages of the host promise is possible.
+"""Point-to-point messages of CUDA arrays: by NCCL, or staged through the host, with the semantics of host messages.
 
-Those that go by NCCL: see `aiocoll.group.cuda.native_messages`. Any other send copies to page-locked memory first. Its
-receiver is told of it at once, so that a later message does not overtake it. A receive takes its message there, and
-then copies it to the device. The launcher gets the memory, which may take long: a receive has its place among all
-receives before, and what comes for it meanwhile waits as if nobody had asked.
+For those that NCCL carries, see `aiocoll.group.cuda.native_messages`. Any other send copies to page-locked memory
+first. It is announced to its receiver at once, so that a later message does not overtake it. A receive arrives in
+page-locked memory, and is then copied to the device. The launcher allocates that memory, which may take long: the
+receive keeps its place in the order of receives, and data that arrives for it meanwhile waits as for an unmatched
+message.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ _BYTES = np.dtype(np.uint8)
 
 
 class DeviceContent(NamedTuple):
-    """What a message of a CUDA array consists of: the code of its dtype, and the array at this end."""
+    """The content of a message of a CUDA array: the code of its dtype, and the array at this end."""
 
     code: int
     array: DeviceArray
 
 
 class _OneEnd(Operation):
-    """What both ends of a message have: it is on the device as a copy to or from the host, or by NCCL.
+    """What both ends of a message have in common: its work on the device, as a copy to or from the host, or by NCCL.
 
     Attributes:
         array: what is sent, or received into.
@@ -50,57 +51,57 @@ class _OneEnd(Operation):
     array: DeviceArray
     batch: tuple[int, int]
     _enqueued: Enqueued
-    #: The device has something of it; NCCL has it.
+    #: The device has work of it enqueued; NCCL carries it.
     _flying: bool
     _by_nccl: bool
-    #: It may go by NCCL, and rank 0 does not know of this end.
+    #: NCCL may carry it, and rank 0 has not been told of this end.
     _open: bool
     _marks: tuple[int, ...]
     _device_state: DeviceState
     _staged: Staged
 
-    def _prepare(self, side: DeviceState, array: DeviceArray) -> None:
+    def _prepare(self, state: DeviceState, array: DeviceArray) -> None:
         self.array = array
-        self.batch = side.messages.batch
-        self._device_state = side
-        self._staged = Staged(side.device, side.stream, [array], _BYTES)
+        self.batch = state.messages.batch
+        self._device_state = state
+        self._staged = Staged(state.device, state.stream, [array], _BYTES)
         self._flying = self._by_nccl = self._open = False
         self._marks = ()
         self._enqueued = Enqueued(self.work, [array])
 
     def _mark(self) -> bool:
-        """See which way it may go, and mark where the caller's stream is; whether that is possible."""
+        """Choose its way, and record the position of the caller's stream; return whether that is possible."""
         self._open = self._device_state.messages.carries(self.array.nbytes)
         try:
             self._marks = self._device_state.mark([self.array])
         except DeviceError as error:
             self._device_state.broken(error, self)
-        except RuntimeError as error:  # after the call, which was in a block, a capture of the stream has begun
+        except RuntimeError as error:  # after the call, which was in a block, a stream capture has begun
             self.fail(error)
             self._close()
         return not self.done
 
     def taken_marks(self) -> tuple[int, ...]:
-        """Return where the caller's streams were at the call, for what begins after that."""
+        """Return the positions of the caller's streams at the call, which it has to wait for."""
         marks, self._marks = self._marks, ()
         return marks
 
     def launched(self, launched: Launched) -> None:
-        """NCCL has it."""
+        """NCCL carries it."""
         self._open, self._by_nccl = False, True
         self._flies(launched)
 
     @abstractmethod
     def complete(self) -> None:
-        """End well: all of it has left, or is here."""
+        """End successfully: all of it has been sent or received."""
 
     def landed(self, error: DeviceError | None) -> None:
-        """NCCL is done with it."""
+        """NCCL has finished it."""
         if self._is_sound(error):
             self.complete()
 
     def hangs_here(self) -> bool:
-        """Whether the device has something of it."""
+        """Whether the device has work of it enqueued."""
         return self._flying
 
     def expire(self) -> None:
@@ -117,11 +118,11 @@ class _OneEnd(Operation):
         super().fail(error)
         self._leave()
         if self._flying and self._by_nccl and isinstance(error, PeerLostError):
-            # All that comes on the stream after it would wait for it.
+            # Everything later on the stream would wait for it.
             self.comm.revoke(error)
 
     def _close(self) -> None:
-        """It does not go by NCCL, though rank 0 may wait for it."""
+        """NCCL does not carry it, though rank 0 may wait for it."""
         if self._open:
             self._open = False
             self._device_state.messages.without(self.batch)
@@ -131,7 +132,7 @@ class _OneEnd(Operation):
         self._enqueued.put(launched)
 
     def _is_sound(self, error: DeviceError | None) -> bool:
-        """Take note that the device is done; whether to go on."""
+        """Record that the device has finished; return whether to continue."""
         self._flying = False
         if self.done:
             self._leave()
@@ -140,7 +141,7 @@ class _OneEnd(Operation):
         return not self.done
 
     def _leave(self) -> None:
-        """Give back what was only for this message, once the device is done with it."""
+        """Release the resources of this message, once the device has finished."""
         self._enqueued.over()
         self._device_state.unmark(self.taken_marks())
         if not self._flying:
@@ -148,22 +149,22 @@ class _OneEnd(Operation):
 
 
 class DeviceSend(OutboundMessage, _OneEnd):
-    """A send: done when its bytes have left the array."""
+    """A send: done when its bytes have been read from the array."""
 
     def __init__(
         self,
-        side: DeviceState,
+        state: DeviceState,
         peer: int,
         tag: int,
         content: DeviceContent,
         work: Work[Any],
     ) -> None:
         code, array = content
-        super().__init__(side.member.matching, peer, tag, Content(code, _to_come(array.nbytes)), work)
-        self._prepare(side, array)
+        super().__init__(state.comm.matching, peer, tag, Content(code, _to_come(array.nbytes)), work)
+        self._prepare(state, array)
 
     def enter(self) -> None:
-        """Announce it, and copy it to the host unless it may go by NCCL."""
+        """Announce it, and copy it to the host unless NCCL may carry it."""
         if not self._mark():
             return
         if not self._view.nbytes:
@@ -182,16 +183,16 @@ class DeviceSend(OutboundMessage, _OneEnd):
         self.succeed(self.work._value)
 
     def asked(self) -> None:
-        """Its receiver takes it from the host."""
+        """Its receiver takes it through the host."""
         super().asked()
         if self._open:
             self._close()
             self._stage()
 
     def succeed(self, result: Any) -> None:
-        """End well."""
+        """End successfully."""
         super().succeed(result)
-        # It may have left before the receiver has answered that it was announced.
+        # It may have been sent before the receiver has answered its announcement.
         self.comm.channels[self.peer].drop(self)
         self._leave()
 
@@ -210,26 +211,26 @@ class DeviceRecv(PostedReceive, _OneEnd):
 
     def __init__(
         self,
-        side: DeviceState,
+        state: DeviceState,
         peer: int | None,
         tag: int,
         content: DeviceContent,
         work: Work[Any],
     ) -> None:
         code, array = content
-        super().__init__(side.member.matching, peer, tag, Content(code, _to_come(array.nbytes)), work)
-        self._prepare(side, array)
+        super().__init__(state.comm.matching, peer, tag, Content(code, _to_come(array.nbytes)), work)
+        self._prepare(state, array)
         #: The page-locked memory.
         self._is_there = False
 
     @property
     def source(self) -> int:
-        """The rank whose message it has met."""
+        """The rank whose message it has matched."""
         assert self.arrival is not None
         return self.arrival.peer
 
     def enter(self) -> None:
-        """Take a message that is waiting, or wait for one; its bytes as soon as there is memory for them."""
+        """Match a waiting message, or wait for one; receive its bytes as soon as there is memory for them."""
         if not self._mark():
             return
         if not self._open:
@@ -253,32 +254,32 @@ class DeviceRecv(PostedReceive, _OneEnd):
                 self.stage()
 
     def standing(self) -> str:
-        """Say what it waits for."""
+        """Return a text about what it waits for."""
         arrival = self.arrival
         if arrival is not None and self._device_state.messages.is_held(arrival.peer, arrival.op):
             return "rank 0 has not let it begin"
         return super().standing()
 
     def needs(self, peer: int) -> bool:
-        """Whether only `peer` could complete it: nobody once the message is here."""
+        """Whether only `peer` could complete it: no rank once the message is here."""
         is_here = self.arrival is not None and self.arrival.complete
         return not is_here and super().needs(peer)
 
     def succeed(self, result: Any) -> None:
-        """All bytes are here: copy them to the device, unless NCCL has brought them there."""
+        """All bytes have arrived: copy them to the device, unless NCCL has put them there."""
         if self._by_nccl:
             self._end()
         else:
             self._flies(self._staged.copy_out(self.taken_marks(), (0,), self._copied))
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`; if this rank ends its part in the group, nothing begins because of it."""
+        """End with `error`; if the group ends on this rank, nothing starts because of it."""
         super().fail(error)
         if not isinstance(error, GroupClosedError):
             self._close()
 
     def stage(self) -> None:
-        """Receive it from the host."""
+        """Receive it through the host."""
         self._device_state.device.run(self._staged.allocate).add_done_callback(self._allocated)
 
     def _allocated(self, allocated: asyncio.Future[None]) -> None:
@@ -303,5 +304,5 @@ class DeviceRecv(PostedReceive, _OneEnd):
 
 
 def _to_come(nbytes: int) -> memoryview:
-    """Return a view of so many bytes, all of them one, in place of memory that is not there yet."""
+    """Return a view of `nbytes` bytes, all of them the same byte, in place of memory that is not allocated yet."""
     return np.broadcast_to(np.uint8(0), nbytes).data

@@ -1,10 +1,10 @@
-"""How NCCL carries out a call: which it can, and by which of its own.
+"""How NCCL carries out a call: which calls it can, and with which of its functions.
 
-What only moves travels as bytes. Where NCCL has no call of its own, or counts differ from rank to rank, several calls
-are one group: none of them waits for another.
+Calls that only move data move bytes. Where NCCL has no function of its own, or counts differ between ranks, several
+calls form one NCCL group: none of them waits for another.
 
-    allreduce, reduce, broadcast    the call of that name
-    allgather, reduce_scatter       the call of that name; parts that differ or lie apart: p broadcasts, p reduces
+    allreduce, reduce, broadcast    the function of that name
+    allgather, reduce_scatter       the function of that name; for uneven or separate parts: p broadcasts, p reduces
     gather, scatter, alltoall       sends and receives
     messages between two ranks      a send, a receive
 """
@@ -23,7 +23,7 @@ from aiocoll.gpu.api import Cuda, DeviceError, Nccl, NcclCommunicator
 
 __all__ = ["GROUPED", "PACKED", "STAGED", "Native", "Tools", "carry_out", "exchange", "way_of"]
 
-#: Ways of a call; all ranks go the least of those that they can go.
+#: Ways to carry out a call, ascending; all ranks use the lowest of their best ways.
 STAGED, GROUPED, PACKED = 0, 1, 2
 
 _BYTES = 1
@@ -45,21 +45,21 @@ _TYPES = {
     "float8_e4m3fn": 10,
     "float8_e5m2": 11,
 }
-#: Of which NCCL reduces only where all devices can. Its AVG of them multiplies by 1/p, which it rounds as coarsely
-#: before: not that, thus.
+#: Types that NCCL reduces only where all devices can. Its AVG of them multiplies by 1/p first, which rounds to their
+#: low precision: so AVG is not left to NCCL.
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _SUM, _PRODUCT, _MAX, _MIN, _AVG = range(5)
 _NUMBERS = {"SUM": _SUM, "PRODUCT": _PRODUCT, "MAX": _MAX, "MIN": _MIN}
-#: Of what is 0 or 1.
+#: Ops on values that are 0 or 1.
 _LOGICAL = {"SUM": _MAX, "BOR": _MAX, "MAX": _MAX, "PRODUCT": _MIN, "BAND": _MIN, "MIN": _MIN}
 _FLOATS = {**_NUMBERS, "AVG": _AVG, "PREMUL_SUM": _SUM}
-#: Real and imaginary parts by themselves.
+#: Complex numbers as pairs: real and imaginary parts separately.
 _COMPLEX = {"SUM": _SUM, "AVG": _AVG, "PREMUL_SUM": _SUM}
 _FLOATING = ("float16", "float32", "float64", "bfloat16")
 
 
 class Tools(NamedTuple):
-    """What carries out a call.
+    """What a call needs to be carried out.
 
     Attributes:
         cuda: the runtime.
@@ -67,7 +67,7 @@ class Tools(NamedTuple):
         end: this rank's end of the communicator.
         rank: this rank.
         stream: where its calls go.
-        grouped: they are part of a group already.
+        grouped: the calls are part of an NCCL group already.
     """
 
     cuda: Cuda
@@ -84,7 +84,7 @@ class Native(NamedTuple):
     Attributes:
         plan: the call's.
         arrays: numbered as the plan's buffers.
-        way: which way all ranks go.
+        way: the way that all ranks use.
     """
 
     plan: Plan
@@ -93,7 +93,7 @@ class Native(NamedTuple):
 
 
 def way_of(plan: Plan, arrays: Sequence[DeviceArray | None], rank: int, float8: bool) -> int:
-    """Return the best way in which this rank can go through a call; all ranks then go the least of their ways.
+    """Return the best way in which this rank can carry out a call; all ranks then use the lowest of their ways.
 
     Args:
         plan: the call's.
@@ -101,10 +101,10 @@ def way_of(plan: Plan, arrays: Sequence[DeviceArray | None], rank: int, float8: 
         rank: this one.
         float8: NCCL and the device of this rank can reduce float8.
     """
-    terms, spec = plan.terms, spec_of(plan.terms.op.lower())
+    signature, spec = plan.signature, spec_of(plan.signature.op.lower())
     if spec.native is None:
         return STAGED
-    if spec.reduces and (_reduction(plan) is None or (terms.dtype in _FLOAT8 and not float8)):
+    if spec.reduces and (_reduction(plan) is None or (signature.dtype in _FLOAT8 and not float8)):
         return STAGED
     if spec.native not in ("all_gather", "reduce_scatter"):
         return PACKED
@@ -112,17 +112,17 @@ def way_of(plan: Plan, arrays: Sequence[DeviceArray | None], rank: int, float8: 
     if any(own.overlaps(block) and (r != rank or own.ptr != block.ptr) for r, block in enumerate(blocks)):
         return STAGED
     step = blocks[0].nbytes
-    packed = len(set(terms.counts)) == 1 and all(
+    packed = len(set(signature.counts)) == 1 and all(
         block.ptr == blocks[0].ptr + r * step for r, block in enumerate(blocks)
     )
-    # With equal parts side by side, NCCL takes an array for a part of them only where that part belongs.
+    # For adjacent equal parts, NCCL regards a part as in place only at its own position.
     return PACKED if packed else GROUPED
 
 
 def carry_out(calls: Sequence[Native], tools: Tools) -> None:
-    """Put calls on the stream, each with elements at some rank; blocks, perhaps, until other ranks do.
+    """Enqueue calls, each with elements on some rank; may block until other ranks do so, too.
 
-    Several are one group, and one kernel if NCCL can: none may write where another one reads or writes.
+    Several are one NCCL group, and one kernel if NCCL can: none may write where another one reads or writes.
 
     Raises:
         DeviceError: it cannot be done.
@@ -136,7 +136,7 @@ def carry_out(calls: Sequence[Native], tools: Tools) -> None:
 
 
 def _carry_out(plan: Plan, arrays: Sequence[DeviceArray | None], way: int, tools: Tools) -> None:
-    spec, root, stream, end = spec_of(plan.terms.op.lower()), plan.terms.root or 0, tools.stream, tools.end
+    spec, root, stream, end = spec_of(plan.signature.op.lower()), plan.signature.root or 0, tools.stream, tools.end
     given = [each for each in arrays if each is not None]
     match spec.native:
         case "all_reduce":
@@ -151,19 +151,19 @@ def _carry_out(plan: Plan, arrays: Sequence[DeviceArray | None], way: int, tools
         case "reduce_scatter":
             _reduce_scatter(plan, given[:-1], given[-1], way, tools)
         case "send_recv":
-            _send_recv(spec, plan.terms, arrays, tools)
+            _send_recv(spec, plan.signature, arrays, tools)
         case None:
             raise ValueError(f"NCCL has nothing that carries out {spec.kind}: stage it")
 
 
 def _reduction(plan: Plan) -> int | None:
-    """Return NCCL's number of the op of a plan; None if it has none."""
-    terms = plan.terms
-    dtype, reduce = terms.dtype or "", terms.reduce or ""
+    """Return NCCL's number of a plan's op; None if it has none."""
+    signature = plan.signature
+    dtype, reduce = signature.dtype or "", signature.reduce or ""
     if dtype not in _TYPES:
         return None
-    if reduce == "PREMUL_SUM" and spec_of(terms.op.lower()).native != "all_reduce":
-        return None  # the factor would have to be applied to what is not an output
+    if reduce == "PREMUL_SUM" and spec_of(signature.op.lower()).native != "all_reduce":
+        return None  # the factor would have to be applied to an array that is no output
     if dtype.startswith("complex"):
         return _COMPLEX.get(reduce)
     return (_LOGICAL if dtype == "bool" else _FLOATS if dtype in _FLOATING else _NUMBERS).get(reduce)
@@ -171,7 +171,7 @@ def _reduction(plan: Plan) -> int | None:
 
 def _counted(plan: Plan, array: DeviceArray) -> tuple[int, int, int]:
     """Return count, dtype and op of a reduction, as NCCL numbers them."""
-    dtype = plan.terms.dtype or ""
+    dtype = plan.signature.dtype or ""
     number = _reduction(plan)
     assert number is not None
     return array.size * (2 if dtype.startswith("complex") else 1), _TYPES[dtype], number
@@ -208,8 +208,8 @@ def _reduce_scatter(plan: Plan, blocks: Sequence[DeviceArray], target: DeviceArr
                 tools.end.reduce(block.ptr, into.ptr, count, dtype, number, rank, tools.stream)
 
 
-def _send_recv(spec: Spec, terms: Signature, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
-    place = tools.rank, len(terms.sends or terms.receives), terms.root
+def _send_recv(spec: Spec, signature: Signature, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
+    place = tools.rank, len(signature.sends or signature.receives), signature.root
 
     def by_peer(buffers: Sequence[int]) -> dict[int, DeviceArray]:
         given = ((buffer, arrays[buffer]) for buffer in buffers)
@@ -219,7 +219,7 @@ def _send_recv(spec: Spec, terms: Signature, arrays: Sequence[DeviceArray | None
 
 
 def _exchange(outgoing: dict[int, DeviceArray], incoming: dict[int, DeviceArray], tools: Tools) -> None:
-    """Send an array to each of some ranks, and receive one from each of some; what is its own, a rank copies."""
+    """Send an array to each of some ranks, and receive one from each of some; a rank copies its own."""
     own, kept = outgoing.pop(tools.rank, None), incoming.pop(tools.rank, None)
     if own is not None and kept is not None and own.size and own.ptr != kept.ptr:
         tools.cuda.copy(kept.ptr, own.ptr, own.nbytes, tools.stream)
@@ -232,7 +232,7 @@ def _exchange(outgoing: dict[int, DeviceArray], incoming: dict[int, DeviceArray]
 def exchange(
     sends: Sequence[tuple[int, DeviceArray]], receives: Sequence[tuple[int, DeviceArray]], tools: Tools
 ) -> None:
-    """Put messages on the stream, as one group; those of two ranks are matched in their order.
+    """Enqueue messages as one group; those between two ranks are matched in order.
 
     Args:
         sends: rank that each goes to, and the array.
@@ -251,7 +251,7 @@ def exchange(
 
 @contextlib.contextmanager
 def _together(tools: Tools) -> Iterator[None]:
-    """Make the calls of the block one, unless they are part of one already."""
+    """Make the calls of the block one NCCL group, unless they are part of one already."""
     if tools.grouped:
         yield
         return
@@ -260,7 +260,7 @@ def _together(tools: Tools) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # The group has to be ended all the same; what went wrong first is what is told.
+        # The group has to be ended all the same; the first error is the one to raise.
         with contextlib.suppress(DeviceError):
             nccl.group_end()
         raise

@@ -1,14 +1,14 @@
-"""Messages from device to device by NCCL, which blocks a send until it is received, and a stream with it.
+"""Messages from device to device by NCCL, which blocks a send, and its stream, until the message is received.
 
-So nothing begins before both its ends have been called. Only what would wait for its receiver anyway goes this way,
-that is more than `EAGER_WINDOW`; the host matches it, as any message, by source, tag and order:
+So nothing starts before both its ends have been called. Only messages that would wait for their receiver anyway, those
+of more than `EAGER_WINDOW`, are carried this way; the host matches them like all messages, by source, tag and order:
 
     rank 1  send     READY, with the offer to send from device to device ->
     rank 2  receive                                         matched: tells rank 0 ->
-    rank 0           gives it a number on both ends, in one order with collectives (`aiocoll.group.cuda.matching`)
-    ranks 1 and 2    begin it when its number's turn has come
+    rank 0           numbers it on both ends, in one order with collectives (`aiocoll.group.cuda.matching`)
+    ranks 1 and 2    start it when it is that number's turn
 
-A receiver that cannot go this way answers with GRANT, as that of any message does, and the message is staged.
+A receiver that cannot use NCCL answers with GRANT, like the receiver of any message, and the message is staged.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from aiocoll.group.cuda.staged import put_back
 
 __all__ = ["End", "NativeMessages", "ReceiveEnd", "SendEnd", "Turns"]
 
-#: Batches of more than this are as many batches of one: a READY frame has 16 bits for their size.
+#: Larger batches are treated as single messages: a READY frame has 16 bits for the size.
 LARGEST = 0xFFFF
 
 
 class Turns(Protocol):
-    """What gives calls their turns on the device.
+    """Orders the calls on the device.
 
     Attributes:
-        member: this rank's part in the group.
+        comm: this rank's part in the group.
     """
 
-    member: Communicator
+    comm: Communicator
 
     @property
     def communicator(self) -> DeviceCommunicator | None:
         """This rank's end of NCCL's communicator, if there is one."""
 
     def number(self, ranks: Iterable[int]) -> dict[int, int]:
-        """As rank 0, give the next number on each of some ranks to what begins there."""
+        """As rank 0, assign the next number on each of some ranks."""
 
     def hold(self, number: int, begin: Callable[[], None]) -> None:
-        """Begin what has this number when all before it have begun."""
+        """Start what has this number when everything before it has started."""
 
 
 class End(Protocol):
@@ -69,13 +69,13 @@ class End(Protocol):
     done: bool
 
     def taken_marks(self) -> tuple[int, ...]:
-        """Return where the caller's streams were at the call."""
+        """Return the positions of the caller's streams at the call."""
 
     def launched(self, launched: Launched) -> None:
-        """NCCL has it."""
+        """NCCL carries it."""
 
     def landed(self, error: DeviceError | None) -> None:
-        """NCCL is done with it."""
+        """NCCL has finished it."""
 
 
 class SendEnd(End, Protocol):
@@ -89,33 +89,33 @@ class ReceiveEnd(End, Protocol):
 
     @property
     def source(self) -> int:
-        """The rank whose message it has met."""
+        """The rank whose message it has matched."""
 
     def stage(self) -> None:
-        """Receive it from the host."""
+        """Receive it through the host."""
 
 
 class NativeMessages:
-    """Those of one group.
+    """The messages of one group that NCCL carries.
 
     Args:
-        side: what the group has on the device.
+        state: the group's state on the device.
 
     Attributes:
-        batch: what is called now is part of it: its number and size.
+        batch: number and size of the batch that messages called now are part of.
     """
 
-    def __init__(self, side: Turns) -> None:
+    def __init__(self, state: Turns) -> None:
         self.batch = (0, 1)
-        self._device_state = side
+        self._device_state = state
         self._batches = 0
-        #: Receives that are matched and have not begun.
+        #: Receives that are matched and have not started.
         self._matched: dict[tuple[int, int], ReceiveEnd] = {}
-        self._matching = BatchMatching(self._number, side.member.call_later)
+        self._matching = BatchMatching(self._number, state.comm.call_later)
 
     @contextlib.contextmanager
     def together(self, arrays: Iterable[DeviceArray]) -> Iterator[None]:
-        """Make the messages of these arrays, which start in this block, one batch."""
+        """Make the messages of these arrays, which are called in this block, one batch."""
         size = sum(self.carries(array.nbytes) for array in arrays)
         if 1 < size <= LARGEST:
             self._batches = self._batches + 1 & 0xFFFFFFFF
@@ -126,31 +126,31 @@ class NativeMessages:
             self.batch = 0, 1
 
     def carries(self, nbytes: int) -> bool:
-        """Whether this rank can send or receive so many bytes by NCCL: not once a rank has left, and ended its part."""
+        """Whether NCCL can carry a message of this size from or to this rank: not once a rank has left the group."""
         return (
-            nbytes > EAGER_WINDOW and self._device_state.communicator is not None and not self._device_state.member.left
+            nbytes > EAGER_WINDOW and self._device_state.communicator is not None and not self._device_state.comm.left
         )
 
     def matched(self, receive: ReceiveEnd, src: int, number: int, theirs: tuple[int, int]) -> None:
-        """A receive has met a message that can go by NCCL, of a batch at its sender."""
-        rank = self._device_state.member.rank
+        """A receive has matched a message that NCCL can carry, of a batch at its sender."""
+        rank = self._device_state.comm.rank
         self._matched[src, number] = receive
         self._tell(Match(src, rank, number), [MessageBatch(src, *theirs), MessageBatch(rank, *receive.batch)])
 
     def is_held(self, src: int, number: int) -> bool:
-        """Whether a message is matched and has not begun."""
+        """Whether a message is matched and has not started."""
         return (src, number) in self._matched
 
     def departed(self, rank: int) -> None:
-        """A rank has left: if it is rank 0, receive what waits for it from the host."""
+        """A rank has closed the group: if it is rank 0, receive what waits for it through the host."""
         if rank == 0:
-            self._give_back([Match(src, self._device_state.member.rank, number) for src, number in self._matched])
+            self._give_back([Match(src, self._device_state.comm.rank, number) for src, number in self._matched])
 
     def without(self, batch: tuple[int, int]) -> None:
-        """A message that is part of a batch here goes another way; of a group that has failed, none goes any."""
-        member = self._device_state.member
-        if batch[1] > 1 and not member.left and member.cause is None:
-            self._tell(None, [MessageBatch(member.rank, *batch)])
+        """A message of a batch here is carried in another way; after the group has failed this needs no message."""
+        comm = self._device_state.comm
+        if batch[1] > 1 and not comm.left and comm.cause is None:
+            self._tell(None, [MessageBatch(comm.rank, *batch)])
 
     def end(self) -> None:
         """The group has ended."""
@@ -158,28 +158,28 @@ class NativeMessages:
         self._matching.clear()
 
     def _tell(self, match: Match | None, batches: Sequence[MessageBatch]) -> None:
-        """Let rank 0 know."""
-        member = self._device_state.member
-        if member.rank == 0:
+        """Send rank 0 a message."""
+        comm = self._device_state.comm
+        if comm.rank == 0:
             self._take(match, batches)
         else:
-            member.channels[0].send_control({"t": DEVICE, "g": member.id, "match": match, "batches": batches})
+            comm.channels[0].send_control({"t": DEVICE, "g": comm.id, "match": match, "batches": batches})
 
-    def heard(self, peer: int, note: dict[str, Any]) -> None:
-        """Take a note of a rank.
+    def handle(self, peer: int, message: dict[str, Any]) -> None:
+        """Handle a message of a rank.
 
         Raises:
-            ValueError: it cannot be one of this rank's, or for this rank; as do TypeError and KeyError.
+            ValueError: it is invalid from that rank, or for this rank; also TypeError and KeyError.
         """
-        if "begin" not in note:
-            match = note["match"]
+        if "begin" not in message:
+            match = message["match"]
             self._take(
-                None if match is None else self._read(match), [MessageBatch(*map(index, b)) for b in note["batches"]]
+                None if match is None else self._read(match), [MessageBatch(*map(index, b)) for b in message["batches"]]
             )
             return
         if peer:
             raise ValueError("only rank 0 lets messages begin")
-        number, begin = index(note["number"]), [self._read(match) for match in note["begin"]]
+        number, begin = index(message["number"]), [self._read(match) for match in message["begin"]]
         if number:
             self._device_state.hold(number, lambda: self._begin(begin))
         else:
@@ -187,14 +187,14 @@ class NativeMessages:
 
     def _read(self, given: Iterable[Any]) -> Match:
         match = Match(*map(index, given))
-        if not all(0 <= rank < len(self._device_state.member.ranks) for rank in match[:2]):
+        if not all(0 <= rank < len(self._device_state.comm.ranks) for rank in match[:2]):
             raise ValueError(f"there is no message {match}")
         return match
 
     # -- as rank 0
 
     def _take(self, match: Match | None, batches: Sequence[MessageBatch]) -> None:
-        if self._device_state.member.rank:
+        if self._device_state.comm.rank:
             raise ValueError("it is rank 0 that lets messages begin")
         if match is None:
             self._matching.without(*batches)
@@ -202,36 +202,36 @@ class NativeMessages:
             self._matching.matched(match, batches)
 
     def _number(self, matches: Sequence[Match]) -> None:
-        """Let messages begin, as one, on both ends of each; or staged, by their receivers, if a rank has left."""
-        side, member = self._device_state, self._device_state.member
+        """Start messages as one group, on both ends; or have the receivers stage them, if a rank has left."""
+        state, comm = self._device_state, self._device_state.comm
         own: dict[int, list[Match]] = {}
         for match in matches:
-            for rank in match[1:2] if member.left else match[:2]:
+            for rank in match[1:2] if comm.left else match[:2]:
                 own.setdefault(rank, []).append(match)
-        numbers = dict.fromkeys(own, 0) if member.left else side.number(own)
+        numbers = dict.fromkeys(own, 0) if comm.left else state.number(own)
         for rank, begin in own.items():
-            note = {"t": DEVICE, "g": member.id, "number": numbers[rank], "begin": begin}
+            message = {"t": DEVICE, "g": comm.id, "number": numbers[rank], "begin": begin}
             if rank == 0:
-                self.heard(0, note)
+                self.handle(0, message)
             else:
-                member.channels[rank].send_control(note)
+                comm.channels[rank].send_control(message)
 
     # -- carrying them out
 
     def _give_back(self, matches: Sequence[Match]) -> None:
-        """Receive messages from the host after all."""
+        """Receive messages through the host after all."""
         for src, _, number in matches:
             self._matched.pop((src, number)).stage()
 
     def _begin(self, matches: Sequence[Match]) -> None:
-        """Put messages on the device; their other ends do so, too."""
-        side, member = self._device_state, self._device_state.member
-        rank = member.rank
+        """Enqueue messages; the other ends do so, too."""
+        state, comm = self._device_state, self._device_state.comm
+        rank = comm.rank
         sends: list[SendEnd] = []
         receives: list[ReceiveEnd] = []
         for src, dst, number in matches:
             if src == rank:
-                if (send := member.matching.outgoing.get((dst, number))) is not None:
+                if (send := comm.matching.outgoing.get((dst, number))) is not None:
                     sends.append(send)  # type: ignore[arg-type]
             elif (receive := self._matched.pop((src, number), None)) is not None and not receive.done:
                 receives.append(receive)
@@ -250,7 +250,7 @@ class NativeMessages:
             for each in operations:
                 each.landed(error)
 
-        assert side.communicator is not None
-        launched = side.communicator.launch(marks, put, operations, done)
+        assert state.communicator is not None
+        launched = state.communicator.launch(marks, put, operations, done)
         for each in operations:
             each.launched(launched)

@@ -1,4 +1,4 @@
-"""Calls on CUDA arrays: what makes their operations."""
+"""Makes the operations of calls on CUDA arrays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DeviceCalls:
     """Makes the operations of one group.
 
     Args:
-        state: what the group has on the device.
+        state: the group's state on the device.
     """
 
     def __init__(self, state: DeviceState) -> None:
@@ -54,30 +54,30 @@ class DeviceExecutor:
     """The executor of a plan on CUDA arrays.
 
     Attributes:
-        terms: those of the call.
+        signature: that of the call.
     """
 
-    __slots__ = ("_state", "terms")
+    __slots__ = ("_state", "signature")
 
     def __init__(self, state: DeviceState, plan: Plan) -> None:
         self._state = state
-        self.terms: Signature = state.terms(plan)
+        self.signature: Signature = state.signature(plan)
 
     def __call__(self, comm: Communicator, identity: int, plan: Plan, arrays: list[Any], work: Work[Any]) -> Operation:
         """Make the operation; for the arguments, see `aiocoll.engine.operations.plan.Executor`."""
-        return Agreed(self._state, identity, DeviceCall(self.terms, plan, arrays), work)
+        return Agreed(self._state, identity, DeviceCall(self.signature, plan, arrays), work)
 
 
 def device_state_of(
     comm: Communicator, state: DeviceState | None, arrays: Sequence[DeviceArray | None], *, forced: bool
 ) -> DeviceState:
-    """Return what a group has on the device of these arrays.
+    """Return the group's state on the device of these arrays.
 
     Args:
         comm: this rank's part in the group.
-        state: what it has already.
+        state: the existing state, if there is one.
         arrays: of a call; None where this rank has none.
-        forced: the group uses nothing but NCCL.
+        forced: the group must use NCCL.
 
     Raises:
         BackendUnavailableError: there is no GPU support; the message says what to install.
@@ -98,7 +98,7 @@ def device_state_of(
 
 
 def _ordinal(cuda: Cuda, arrays: Sequence[DeviceArray | None], empty: int) -> int:
-    """Return the device of the arrays; `empty` if they have no elements, and nothing says where."""
+    """Return the device of the arrays; `empty` if they have no elements, and so no device."""
     found = {
         cuda.device_of(each.ptr) if each.device == UNKNOWN else each.device
         for each in arrays

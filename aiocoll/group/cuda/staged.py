@@ -16,7 +16,7 @@ from aiocoll.gpu.launcher import Launched
 
 __all__ = ["Staged", "put_back"]
 
-#: Copies begin at multiples of this: what a device, and the widest vector instructions, copy fastest.
+#: Copies begin at multiples of this: the fastest alignment for a device, and for the widest vector instructions.
 _ALIGN = 64
 
 Done = Callable[[DeviceError | None], None]
@@ -27,7 +27,7 @@ class Staged:
 
     Args:
         device: where the arrays are.
-        stream: where they are copied.
+        stream: the stream of the copies.
         originals: the arrays; None where this rank has none.
         storage: dtype of the copies.
 
@@ -46,10 +46,10 @@ class Staged:
         self._block: NDArray[Any] | None = None
 
     def allocate(self) -> None:
-        """Take the memory; it may take milliseconds to get some that nobody has used before, so not in the loop.
+        """Allocate the memory; new memory may take milliseconds, so not in the loop.
 
         Raises:
-            DeviceError: there is none that could be locked.
+            DeviceError: no memory could be locked.
         """
         starts, nbytes = [], 0
         for each in self._originals:
@@ -62,7 +62,7 @@ class Staged:
         ]
 
     def copy_in(self, marks: Sequence[int], positions: Collection[int], done: Done) -> Launched:
-        """Take the memory, and copy arrays to the host, after `marks`."""
+        """Allocate the memory, and copy arrays to the host, after `marks`."""
         device, stream = self._device, self._stream
 
         def call() -> None:
@@ -74,7 +74,7 @@ class Staged:
         return device.launch(stream, call, self, done)
 
     def copy_out(self, marks: Sequence[int], positions: Collection[int], done: Done) -> Launched:
-        """Copy arrays back to the device, and from there to where the caller's elements lie."""
+        """Copy arrays back to the device, and from there to the caller's elements."""
         device, stream = self._device, self._stream
 
         def call() -> None:
@@ -93,13 +93,13 @@ class Staged:
         return byte_view(copy)
 
     def give_back(self) -> None:
-        """Let others use the memory; neither device nor host uses it any more."""
+        """Release the memory; neither device nor host uses it any more."""
         block, self._block = self._block, None
         if block is not None:
             self._device.staging.give(block)
 
     def _pairs(self, positions: Collection[int]) -> list[tuple[NDArray[Any], DeviceArray]]:
-        """Return copies and originals that have anything in them."""
+        """Return copies and originals that are not empty."""
         pairs = [(self.arrays[each], self._originals[each]) for each in positions]
         return [
             (copy, original) for copy, original in pairs if copy is not None and original is not None and original.size
@@ -107,7 +107,7 @@ class Staged:
 
 
 def put_back(arrays: Sequence[DeviceArray | None], stream: int) -> None:
-    """Copy what was made contiguous to where the caller's elements lie, on `stream`."""
+    """Copy arrays that were made contiguous back to the caller's elements, on `stream`."""
     for each in arrays:
         if each is not None and each.back is not None:
             each.back.on(stream)

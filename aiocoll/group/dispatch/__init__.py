@@ -1,1 +1,1 @@
-"""How the checked calls of a group become operations, and who may take them before that."""
+"""How the checked calls of a group become operations, and the interceptors that may take them before that."""

@@ -1,4 +1,4 @@
-"""The arrays of one call, checked against each other."""
+"""Checks of the arrays of one call against each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Arguments", "slices"]
 
 
 class Arguments:
-    """Views what collectives are given.
+    """Checks the arrays given to collectives and makes buffers of them.
 
     Args:
         rank: this one.
@@ -26,7 +26,7 @@ class Arguments:
         self._size = size
 
     def blocks(self, arrays: Any, name: str, like: Buffer | None, of: str, *, writable: bool = True) -> list[Any]:
-        """View one array per rank, all like `like`, called `of` (None: the first); outputs must not overlap."""
+        """Return a buffer per array, all like `like`, called `of` (None: like the first); outputs must not overlap."""
         blocks = [view(each, name=f"{name}[{rank}]", writable=writable) for rank, each in enumerate(arrays)]
         like = blocks[0] if like is None else like
         place: Any = type(like.array)
@@ -40,18 +40,18 @@ class Arguments:
         return blocks
 
     def check_spared(self, blocks: Sequence[Buffer | None], source: Buffer) -> None:
-        """Refuse outputs of other ranks in the memory of what this one contributes."""
+        """Refuse outputs of other ranks that share memory with this rank's contribution."""
         for rank, block in enumerate(blocks):
             if rank != self._rank and block is not None and overlaps(block.array, source.array):
                 raise ValueError(f"tensor shares memory with the output of rank {rank}: it would be overwritten")
 
     def check_none(self, arrays: Any, name: str, root: int) -> None:
-        """Refuse arrays that only the root may give."""
+        """Refuse arrays on ranks other than the root."""
         if arrays is not None and (not hasattr(arrays, "__len__") or len(arrays)):
             raise ValueError(f"{name} must be None or [] on rank {self._rank}: only the root, rank {root}, has {name}")
 
     def whole(self, array: Any, name: str, like: Buffer, of: str, count: int, *, writable: bool = True) -> Buffer:
-        """View an array that holds `count` elements like those of `like`, which is called `of`."""
+        """Return the buffer of an array that holds `count` elements like those of `like`, which is called `of`."""
         buffer = view(array, name=name, writable=writable)
         if buffer.dtype is not like.dtype:
             raise TypeError(f"{name} has dtype {buffer.dtype.name}, expected {like.dtype.name}")

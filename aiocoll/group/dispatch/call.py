@@ -1,8 +1,8 @@
-"""A checked call that has not started, and who may take it before the engine does.
+"""A checked call that has not started, and the interceptors that may take it before the engine does.
 
-Most calls go straight from the group to the engine. An *interceptor* gets them first: a block around them, such as
-`ProcessGroup.coalescing`, or the group's own, such as that of ``debug="detail"``. It starts them later, in another way,
-or not at all, and returns the work.
+Most calls go straight from the group to the engine. An *interceptor* gets them first: that of a block around the call,
+such as `ProcessGroup.coalescing`, or the group's own, such as that of ``debug="detail"``. It starts calls later, in
+another way, or not at all, and returns the work.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ __all__ = ["Call", "Interceptor", "Recorder", "Wrapper", "interceptor_in_scope",
 
 
 class Call(NamedTuple):
-    """What a group was asked to do.
+    """A call on a group.
 
     Attributes:
-        op: what the work is called.
-        make: makes the operation, given its id and the work.
+        op: name of the work.
+        make: makes the operation from its id and the work.
         timeout: seconds the operation may take.
-        terms: what the ranks must agree on; None of a message between two ranks, which takes no number either.
+        signature: what the ranks must agree on; None for a message between two ranks, which is not numbered either.
         key: of a keyed collective.
         shape: of the caller's main array.
-        result: what the work yields.
-        unwrap: makes the result in the end, if it is not `result`.
-        nbytes: of a message between two ranks, or all that this rank sends of objects.
-        plan: of a collective on arrays that its plan's executor carries out.
+        result: result of the work.
+        unwrap: makes the result at the end, if it is not `result`.
+        nbytes: size of a message between two ranks, or of all objects that this rank sends.
+        plan: of a collective on host arrays that its plan's executor carries out.
         arrays: flat, numbered as the plan's buffers; None where this rank has none. Of a message, its CUDA array.
         on_device: the plan of a collective on CUDA arrays, in place of `plan`.
-        ends: of a message: "src" or "dst", the other rank (None: any), and the tag.
+        ends: for a message: "src" or "dst", the other rank (None: any), and the tag.
     """
 
     op: str
     make: Make
     timeout: float
-    terms: Signature | None = None
+    signature: Signature | None = None
     key: str | None = None
     shape: tuple[int, ...] = ()
     result: Any = None
@@ -56,7 +56,7 @@ class Call(NamedTuple):
     ends: tuple[str, int | None, int] | None = None
 
     def expect(self, work: Work[Any]) -> None:
-        """Let `work` end as the call does."""
+        """Give `work` the result and timeout of the call."""
         work._expect(self.shape, self.timeout, self.result)
         work._unwrap = self.unwrap
         if self.ends is not None:
@@ -71,7 +71,7 @@ class Interceptor(Protocol):
 
 
 class Recorder(ABC):
-    """An interceptor that also takes planned calls as they are, without the time that making a `Call` takes."""
+    """An interceptor that also takes planned calls directly, without the cost of a `Call`."""
 
     @abstractmethod
     def take(self, call: Call) -> Work[Any]:
@@ -93,24 +93,24 @@ class Recorder(ABC):
 
 
 class Wrapper(ABC):
-    """An interceptor that lets the operations of collectives be children of others."""
+    """An interceptor that makes the operations of collectives children of its own."""
 
     @abstractmethod
     def take(self, call: Call) -> Work[Any]:
         """As in `Interceptor`."""
 
     @abstractmethod
-    def wrap(self, identity: int, terms: Signature, make: Make, work: Work[Any]) -> Operation:
+    def wrap(self, identity: int, signature: Signature, make: Make, work: Work[Any]) -> Operation:
         """Return what is entered in place of the operation that `make` makes."""
 
 
 class _Scope:
-    """A block around calls; once it is over, it takes none of tasks that outlive it.
+    """A block around calls; after its end, it does not take the calls of tasks that outlive it.
 
     Attributes:
-        group: on which group.
-        taker: who takes them; None once it is over.
-        record: the taker's, if it is a `Recorder`.
+        group: the group whose calls it takes.
+        interceptor: takes them; None after the end of the block.
+        record: that of the interceptor, if it is a `Recorder`.
         outer: the block around this one.
     """
 
@@ -130,7 +130,7 @@ scope_here = _scope.get
 
 @contextlib.contextmanager
 def scoped(group: object, interceptor: Interceptor) -> Iterator[None]:
-    """Let `taker` take the calls on `group` made in this block, and in tasks started in it, as long as it lasts."""
+    """Let `interceptor` take the calls on `group` in this block, and in tasks started in it, until the block ends."""
     scope = _Scope(group, interceptor, _scope.get())
     token = _scope.set(scope)
     try:
@@ -141,7 +141,7 @@ def scoped(group: object, interceptor: Interceptor) -> Iterator[None]:
 
 
 def interceptor_in_scope(group: object) -> Interceptor | None:
-    """Return who takes calls on `group` here; None if no block does."""
+    """Return the interceptor of the calls on `group` here; None if no block has one."""
     scope = _scope.get()
     while scope is not None and (scope.group is not group or scope.interceptor is None):
         scope = scope.outer

@@ -1,4 +1,4 @@
-"""How a checked call becomes an operation in flight: its plan, its number, its work."""
+"""How a checked call becomes an operation in flight: find its plan, number it, make its work."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ if TYPE_CHECKING:
 __all__ = ["Dispatcher", "Timeout"]
 
 Timeout = float | timedelta | None
-#: Takes what is wrong with a call, what the ranks must agree on, the shape of its main array, its timeout and key.
+#: Takes the error in a call, the call's signature, the shape of its main array, its timeout and key.
 TellWrong = Callable[[ValueError, Signature, tuple[int, ...], Timeout, str | None], Work[Any]]
 _ndarray = np.ndarray
 _thread = threading.get_ident
 
 
 class Dispatcher:
-    """What all calls of a group go through.
+    """Starts all calls of a group.
 
     Args:
-        group: what works name as theirs.
+        group: the `ProcessGroup`, to which works refer.
         comm: this rank's part in the group.
         spec: what the group was made with.
-        dry: the other ranks are not there, and nothing is carried out.
+        dry: the other ranks do not exist, and nothing is carried out.
 
     Attributes:
         comm, group, dry: as given.
         options: the group's, resolved.
         rank, size: of the group.
         planner: makes the plans of calls.
-        interceptor: takes all calls of the group that no block takes; set by `intercept`.
-        failures: of works, not retrieved yet.
+        interceptor: takes all calls outside of blocks; set by `intercept`.
+        failures: of works whose outcome nobody has retrieved.
         closed: this rank has closed the group.
-        device_state: what the group has on a CUDA device, from the first call on arrays there.
+        device_state: the group's state on a CUDA device, from the first call on arrays there.
     """
 
     def __init__(self, group: Any, comm: Communicator, spec: GroupSpec, *, dry: bool) -> None:
@@ -75,7 +75,7 @@ class Dispatcher:
         self.closed = False
         self.device_state: DeviceState | None = None
         self._nccl_only = spec.devices.get("cuda") == "nccl"
-        # Kept at hand: what a call needs of the engine took ten look-ups.
+        # Direct references: what a call needs of the engine took ten look-ups.
         self.endpoint = comm.endpoint
         self.runtime = comm.endpoint.runtime
         self.loop = comm.endpoint.loop
@@ -84,15 +84,15 @@ class Dispatcher:
         self._enter = comm.enter
         self._pid = os.getpid()
         self._scopes = 0
-        # Calls do not go straight to the engine: the group is closed, or there are interceptors.
+        # Calls take the slow path: the group is closed, or there are interceptors.
         self._diverts = False
-        # Plans by the kind of call and what a plain array is: dtype and shape.
+        # Plans by the kind of call and the dtype and shape of a plain array.
         self._plans_by_array: dict[tuple[Any, ...], Known] = {}
 
-    # -- whether a call can be taken
+    # -- checks of the group
 
     def check(self) -> None:
-        """Refuse a call that this group cannot take, before it takes a number."""
+        """Refuse a call that this group cannot accept, before it is numbered."""
         # A loop that runs, in this thread, is the running one: which that is takes Python 3.11 a system call.
         if _thread() != self.runtime.thread or not self._is_running() or self.closed or self.comm.barred:
             self.check_owner()
@@ -100,17 +100,17 @@ class Dispatcher:
             self.comm.raise_if_revoked()
 
     def check_owner(self) -> None:
-        """Refuse a call from where the group does not belong, or after it was closed."""
+        """Refuse a call from a wrong process, thread or loop, or after the group was closed."""
         self.check_place()
         if self.closed:
             raise self.closed_error()
 
     def closed_error(self) -> GroupClosedError:
-        """Say that this rank has closed the group."""
+        """Return the error of a call after this rank has closed the group."""
         return GroupClosedError(f"group {self.comm.name!r} was closed by this rank", group=self.comm.name)
 
     def check_place(self) -> None:
-        """Refuse a call from another process, thread or event loop: nothing of the group is made for that."""
+        """Refuse a call from another process, thread or event loop."""
         if self._pid != os.getpid():
             raise RuntimeError(
                 f"group {self.comm.name!r} was made in process {self._pid}; a forked child cannot use it: "
@@ -146,8 +146,8 @@ class Dispatcher:
     ) -> Work[Any]:
         """Start a collective on one tensor or number, of the same count on all ranks.
 
-        Nearly every call is on a plain array like one before it: then its plan, found by what the array is, stands for
-        all that `view`, the planner and `start` would find out again, in a quarter of their time.
+        Nearly every call is on a plain array like that of an earlier one: then the plan stored for such arrays replaces
+        the work of `view`, the planner and `start`, in a quarter of their time.
         """
         # carray: contiguous, aligned and writeable.
         if type(tensor) is _ndarray and tensor.flags.carray:
@@ -185,11 +185,11 @@ class Dispatcher:
             plan: what to do.
             buffers: numbered as the program's; None where this rank has none.
             main: the buffer that error messages describe.
-            result: what the work yields.
+            result: result of the work.
             timeout: the call's.
             key: the call's.
-            wholes: buffers of which `buffers` are parts; if staged, they are copied back in the end.
-            executor: what carries it out, if not the plan's.
+            wholes: buffers of which `buffers` are parts; if staged, they are copied back at the end.
+            executor: carries it out in place of the plan's executor.
         """
         arrays: list[Any] = []
         staged = [whole for whole in wholes if whole.writeback is not None] if wholes else []
@@ -214,7 +214,7 @@ class Dispatcher:
         unwrap: Callable[[], Any] | None = None,
         executor: Executor | None = None,
     ) -> Work[Any]:
-        """Start `plan` on flat arrays; `unwrap` makes the result then."""
+        """Start `plan` on flat arrays; then `unwrap` makes the result."""
         comm = self.comm
         limit = comm.timeout if timeout is None else seconds(timeout, "timeout")
         # As in `check`, without the call.
@@ -234,7 +234,7 @@ class Dispatcher:
             identity = seq = comm.entered = comm.entered + 1
         else:
             identity, seq = self.keyed_id(key)
-        work: Work[Any] = Work(self.endpoint, plan.terms.op, seq, key, self.group, 4)
+        work: Work[Any] = Work(self.endpoint, plan.signature.op, seq, key, self.group, 4)
         work._shape, work._timeout, work._value = shape, limit, result
         if unwrap is not None:
             work._unwrap = unwrap
@@ -253,26 +253,28 @@ class Dispatcher:
         unwrap: Callable[[], Any] | None,
         executor: Executor | None,
     ) -> Call:
-        """Return what an interceptor gets of a call on arrays."""
+        """Return the `Call` that an interceptor gets for a call on arrays."""
         make = plan.executor if executor is None else executor
 
         def operation(identity: int, work: Work[Any]) -> Operation:
             return make(self.comm, identity, plan, arrays, work)
 
         known = plan if executor is None else None
-        terms = plan.terms if isinstance(executor, type) else getattr(executor, "terms", plan.terms)
-        on_device = None if terms.device == "cpu" else plan
-        return Call(plan.terms.op, operation, limit, terms, key, shape, result, unwrap, 0, known, arrays, on_device)
+        signature = plan.signature if isinstance(executor, type) else getattr(executor, "signature", plan.signature)
+        on_device = None if signature.device == "cpu" else plan
+        return Call(
+            plan.signature.op, operation, limit, signature, key, shape, result, unwrap, 0, known, arrays, on_device
+        )
 
     # -- any other call
 
     def begin(self, call: Call) -> Work[Any]:
-        """Start a call, or leave it to who takes it here."""
+        """Start a call, or pass it to an interceptor."""
         self.check()
         if self._diverts and (interceptor := self.interceptor_here()) is not None:
             return interceptor.take(call)
-        # Of a message: its operation has an id of its own.
-        identity, seq = (P2P, None) if call.terms is None else self.numbered(call.key)
+        # Not for a message: its operation has its own id.
+        identity, seq = (P2P, None) if call.signature is None else self.numbered(call.key)
         # The user's call is four frames away, or more: the call of the group and what it goes through.
         work: Work[Any] = Work(self.endpoint, call.op, seq, call.key, self.group, 4)
         call.expect(work)
@@ -297,12 +299,12 @@ class Dispatcher:
         self._diverts = True
 
     def refuse(
-        self, wrong: ValueError, terms: Signature, shape: tuple[int, ...], timeout: Timeout, key: str | None
+        self, wrong: ValueError, signature: Signature, shape: tuple[int, ...], timeout: Timeout, key: str | None
     ) -> Work[Any]:
-        """Raise what is wrong with a call, or let all ranks hear of it."""
+        """Raise the error of a call, or report it to all ranks."""
         if self._tell_wrong is None or self.block_here() is not None:
             raise wrong
-        return self._tell_wrong(wrong, terms, shape, timeout, key)
+        return self._tell_wrong(wrong, signature, shape, timeout, key)
 
     @contextlib.contextmanager
     def scoped(self, interceptor: Interceptor) -> Iterator[None]:
@@ -317,28 +319,28 @@ class Dispatcher:
             self._diverts = self.closed or self._scopes > 0 or self.interceptor is not None
 
     def interceptor_here(self) -> Interceptor | None:
-        """Return who takes calls here: a block, or the group's own."""
+        """Return the interceptor of calls here: that of a block, or the group's own."""
         return self.block_here() or self.interceptor
 
     def block_here(self) -> Interceptor | None:
-        """Return who takes calls here because of a block."""
+        """Return the interceptor of calls here, if it is that of a block."""
         return interceptor_in_scope(self) if self._scopes else None
 
     def close(self) -> None:
-        """Take no more calls."""
+        """Accept no more calls."""
         self.closed = self._diverts = True
 
     # -- numbers and keys
 
     def numbered(self, key: str | None) -> tuple[int, int]:
-        """Take a number, or a count of `key`; return the operation id and that."""
+        """Take the next number, or the next count of `key`; return the operation id and the number."""
         if key is None:
             identity = self.comm.entered = self.comm.entered + 1
             return identity, identity
         return self.keyed_id(key)
 
     def keyed_id(self, key: Any) -> tuple[int, int]:
-        """Take a count of `key`; return the operation id and the count."""
+        """Take the next count of `key`; return the operation id and the count."""
         if not isinstance(key, str):
             self.check_key(key)
         try:
@@ -348,7 +350,7 @@ class Dispatcher:
             raise
 
     def check_key(self, key: Any) -> None:
-        """Refuse what cannot be a key."""
+        """Refuse an invalid key."""
         if not isinstance(key, str):
             raise TypeError(f"key must be a str or None, not {type(key).__name__}")
         try:
@@ -374,7 +376,7 @@ class Dispatcher:
         return number
 
     def miscounted(self, values: Any, name: str, what: str) -> ValueError | None:
-        """Say what is wrong with `values` unless it is a sequence of one `what` per rank."""
+        """Return the error of `values` unless it is a sequence of one `what` per rank."""
         if not hasattr(values, "__len__") or not hasattr(values, "__getitem__") or isinstance(values, Mapping):
             given = "None" if values is None else type(values).__name__
         elif len(values) != self.size:
@@ -406,9 +408,9 @@ class Dispatcher:
 
         assert self.device_state is not None
         members = [
-            Member(call.op, call.shape, call.result, DeviceCall(call.terms, call.on_device, call.arrays or ()))
+            Member(call.op, call.shape, call.result, DeviceCall(call.signature, call.on_device, call.arrays or ()))
             for call in calls
-            if call.terms is not None and call.on_device is not None
+            if call.signature is not None and call.on_device is not None
         ]
         return DeviceCalls(self.device_state).batched(members)
 

@@ -1,4 +1,4 @@
-"""What makes groups, and what a group is made with."""
+"""The origin of a group, which can make other groups of its ranks, and the specification of a group."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["GroupSpec", "Origin"]
 
 
 class GroupSpec(NamedTuple):
-    """What a group is made with, besides its ranks.
+    """The properties of a group, besides its ranks.
 
     Attributes:
-        name: the same on all ranks; None numbers groups as they are made.
+        name: the same on all ranks; None numbers groups in the order in which they are made.
         timeout: seconds an operation may take by default.
         options: resolved.
         devices: backend by device.
@@ -34,16 +34,16 @@ class GroupSpec(NamedTuple):
 
 
 class Origin(Protocol):
-    """What has made a group and can make another of its ranks.
+    """Has made a group, and can make another one of its ranks.
 
     Attributes:
-        dry: the other ranks are not there: nobody is told or waited for.
+        dry: the other ranks do not exist: they are neither told nor waited for.
     """
 
     dry: bool
 
     def derive(self, identity: int, ranks: Sequence[int], spec: GroupSpec) -> Any:
-        """Make a group of some of the ranks, which have agreed on it."""
+        """Make a group of some of the ranks, all of which have agreed to it."""
 
     async def invite(self, n: int, size: int, name: str, timeout: float) -> Assignment:
         """Give `n` newcomers the ranks from `size` on; return this rank's assignment among them."""

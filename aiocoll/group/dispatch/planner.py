@@ -1,4 +1,4 @@
-"""How a call becomes a plan: its algorithm, its program, and what carries it out; made once for calls alike."""
+"""How a call becomes a plan: its algorithm, its program, and its executor; made once for equal calls."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from aiocoll.engine.operations.signature import Signature
 
 __all__ = ["Known", "Planner", "keep"]
 
-#: A plan, and the op of its call, which has to live as long as its identity names the plan.
+#: A plan, and the op of its call, which must live as long as its id identifies the plan.
 Known = tuple[Plan, ReduceOp | None]
 
-#: Ranks up to which the lanes' steps, two per rank, are worth it for what is just too large for one step.
+#: Ranks up to which the ring of chunk queues, two steps per rank, pays for sizes just too large for one step.
 CIRCLE = 4
-#: Ranks up to which each tells all others that it has come to a barrier; telling one takes half a microsecond.
+#: Ranks up to which each notifies all others that it has entered a barrier; one notification takes half a microsecond.
 FLAT = 16
 #: Plans kept per group: a program has few call sites, and a plan of many ranks has some hundred actions.
 PLANS = 256
 
 _INT64 = by_name("int64")
-#: What goes through shared memory, as `algorithms.cost` and records call it.
+#: The algorithms through shared memory, by the names that `algorithms.cost` and records use.
 _NAMES: dict[type, str] = {OneShot: "oneshot", ShmRing: "relay"}
 
 
@@ -39,7 +39,7 @@ class Planner:
 
     Args:
         comm: this rank's part in the group.
-        dry: nothing is carried out: plans have no steps, of which some algorithms have as many as ranks.
+        dry: nothing is carried out: plans have no steps, since some algorithms have as many as ranks.
     """
 
     def __init__(self, comm: Communicator, *, dry: bool) -> None:
@@ -59,7 +59,7 @@ class Planner:
         root: int | None = None,
         agreed: tuple[int, ...] | None = None,
     ) -> Plan:
-        """Return the plan of a call, made once for calls alike.
+        """Return the plan of a call, made once for equal calls.
 
         Args:
             kind: the collective, as `algorithms.select` calls it.
@@ -67,13 +67,13 @@ class Planner:
             sizes: counts in elements, as `algorithms.select.build` takes them.
             op: how it reduces.
             root: its root.
-            agreed: the counts all ranks know alike; by default all of `sizes`.
+            agreed: the counts that all ranks know to be equal; by default all of `sizes`.
         """
         # By identity: hashing an op costs more than the rest of the look-up, and the entry keeps the op alive.
         call = (kind, dtype, sizes, id(op), root)
         found = self._plans.get(call)
         if found is None:
-            # First of all, since it checks the op.
+            # First, since it checks the op.
             made = kernel(op, dtype, self._size) if spec_of(kind).reduces else None  # type: ignore[arg-type]
             name = None if op is None else op.wire_name
             plan = self.compiled(kind, dtype, sizes, made, name, root, agreed)
@@ -91,9 +91,9 @@ class Planner:
         root: int | None,
         agreed: tuple[int, ...] | None = None,
     ) -> Plan:
-        """Make a plan; `made` and `reduce` are how it reduces, and the name of that on the wire."""
+        """Make a plan; `made` is the kernel that reduces, `reduce` the name of the op on the wire."""
         counts = _flat(sizes)
-        terms = Signature(
+        signature = Signature(
             kind.upper(),
             None if dtype is None else dtype.name,
             counts if agreed is None else agreed,
@@ -105,8 +105,8 @@ class Planner:
             0 if dtype is None else dtype.itemsize
         )
         if kind == "allreduce" and self._size == 1 and made is not None and made.prescale is None:
-            # What a rank alone gives is what it gets; folding it into itself took as long as the rest of the call.
-            return Plan(terms, Program((), (), "alone"), dtype, made, ProgramExecutor)
+            # A rank alone returns its input; reducing it with itself took as long as the rest of the call.
+            return Plan(signature, Program((), (), "alone"), dtype, made, ProgramExecutor)
         algorithm = choose(
             kind,
             nbytes,
@@ -116,21 +116,21 @@ class Planner:
             tuning=self._comm.tuning,
             hosts=self._comm.hosts,
         )
-        if kind == "barrier" and 1 < self._size <= FLAT and self._comm.piece_nbytes:
-            return Plan(terms, Program((), (), "oneshot"), dtype, made, OneShot)
+        if kind == "barrier" and 1 < self._size <= FLAT and self._comm.chunk_nbytes:
+            return Plan(signature, Program((), (), "oneshot"), dtype, made, OneShot)
         if kind == "allreduce" and made is not None and nbytes and made.prescale is None:
             executor = self._shares(algorithm, nbytes, made)
             if executor is not None:
-                return Plan(terms, Program((), (), _NAMES[executor]), dtype, made, executor)
+                return Plan(signature, Program((), (), _NAMES[executor]), dtype, made, executor)
         program = self._program(kind, algorithm, sizes, root, made)
-        return Plan(terms, program, dtype, made, ProgramExecutor)
+        return Plan(signature, program, dtype, made, ProgramExecutor)
 
-    def counting_plan(self, terms: Signature) -> Plan:
-        """Return the plan of the step in which all ranks learn a number of each, of a call with these terms."""
-        if (found := self._plans.get((terms,))) is None:
+    def counting_plan(self, signature: Signature) -> Plan:
+        """Return the plan of the step in which all ranks exchange one number each, for a call with this signature."""
+        if (found := self._plans.get((signature,))) is None:
             plan = self.plan("allgather", _INT64, ((1,) * self._size,))
             program = Program(plan.program, plan.scratch, plan.algorithm)
-            found = keep(self._plans, (terms,), (Plan(terms, program, _INT64, None, ProgramExecutor), None))
+            found = keep(self._plans, (signature,), (Plan(signature, program, _INT64, None, ProgramExecutor), None))
         return found[0]
 
     def _program(
@@ -144,7 +144,7 @@ class Planner:
 
     def _shares(self, algorithm: str, nbytes: int, made: Kernel) -> type[OneShot] | type[ShmRing] | None:
         """Return the executor through shared memory that suits an allreduce, if there is one."""
-        piece = self._comm.piece_nbytes
+        piece = self._comm.chunk_nbytes
         if not piece or self._size == 1:
             return None
         if made.portable and nbytes * (self._size - 1) <= piece and nbytes <= piece // 4:

@@ -1,1 +1,1 @@
-"""Who takes the calls of a group in place of the engine: blocks, comparison, dry runs and estimates."""
+"""Interceptors, which take the calls of a group in place of the engine: blocks, verification, dry runs, estimates."""

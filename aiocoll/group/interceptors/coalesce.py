@@ -1,4 +1,4 @@
-"""Coalescing: calls of a block that travel together, and the calls on lists of tensors."""
+"""Coalescing: the calls of a block are fused; and the calls on lists of tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Batch(Recorder):
     """A block of ``async with`` whose calls travel together; `ProcessGroup.coalescing` makes it and says what it does.
 
     Attributes:
-        seq: the number that the last flush has taken, to look up in `completed_everywhere`; None before the first.
+        seq: the number of the last flush, to look up in `completed_everywhere`; None before the first.
     """
 
     def __init__(self, dispatcher: Dispatcher, flusher: Flusher, open_batches: dict[Batch, None]) -> None:
@@ -32,7 +32,7 @@ class Batch(Recorder):
         self._flusher = flusher
         self._open = open_batches
         self._failures: list[DeferredWork] = []
-        #: Where calls are recorded until the next flush.
+        #: Records calls until the next flush.
         self.recording = self._new()
         self._started: list[Work[Any]] = []
         self._outer: Interceptor | None = None
@@ -45,7 +45,7 @@ class Batch(Recorder):
                 f"group {d.comm.name!r} is coalescing here already: blocks of one group do not nest. Make the "
                 "calls in the outer block, or await one of its works to send what it has recorded"
             )
-        # Who would have taken the calls takes what they are fused to.
+        # The interceptor outside of the block takes the fused calls.
         self._outer = d.interceptor_here()
         self._open[self] = None
         d.comm.on_revoked.append(self._revoked)
@@ -69,7 +69,7 @@ class Batch(Recorder):
             self._dispatcher.comm.on_revoked.remove(self._revoked)
             del self._open[self]
         for each in self._failures:
-            # A receive that was taken back is nobody's concern any more.
+            # A receive that was withdrawn does not matter any more.
             if not getattr(each, "looked", False) and not isinstance(each._exception, asyncio.CancelledError):
                 each.result()
 
@@ -91,7 +91,7 @@ class Batch(Recorder):
             return self.take(self._dispatcher.call(plan, arrays, shape, result, timeout, key, unwrap, executor))
         recording = self.recording
         # The user's call is five frames away: the call of the group and what it goes through.
-        work = DeferredWork(recording, plan.terms.op, None, None, self._dispatcher.group, 5)
+        work = DeferredWork(recording, plan.signature.op, None, None, self._dispatcher.group, 5)
         work.plan = plan
         work.arrays = arrays
         work._shape, work._timeout, work._value = shape, timeout, result
@@ -109,13 +109,13 @@ class Batch(Recorder):
         return self.recording.keep(call)
 
     def recorded(self) -> list[Work[Any]]:
-        """Return the works of the user's that have not started, or that the engine does not know."""
+        """Return the user's works that have not started, or that the engine does not know."""
         return self.recording.works()
 
     # -- flushing
 
     def _flush(self) -> None:
-        """Start all that is recorded; raise what keeps it from that."""
+        """Start all recorded calls; raise the error if that fails."""
         recording = self.recording
         if recording.is_empty():
             return
@@ -131,12 +131,12 @@ class Batch(Recorder):
         return Recording(self._dispatcher, self._flush_quietly, self._failures.append)
 
     def _flush_quietly(self) -> None:
-        """Flush for somebody who awaits a work, and hears of an error there."""
+        """Flush for an await, which gets any error through its work."""
         with contextlib.suppress(Exception):
             self._flush()
 
     def _drop(self, error: BaseException) -> None:
-        """The block has failed: nothing more is sent."""
+        """The block has failed: send nothing more."""
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         cause = GroupError(
             f"the call was not sent: its coalescing block on rank {self._dispatcher.rank} of group "
@@ -145,7 +145,7 @@ class Batch(Recorder):
             ranks=[self._dispatcher.rank],
         )
         cause.__cause__ = error
-        # Whoever left the block knows.
+        # The code that left the block knows the reason.
         self._dispatcher.failures.expect(error)
         self.recording.fail(cause)
 
@@ -172,7 +172,7 @@ class Coalescer:
         return Batch(self._dispatcher, self._flusher, self._batches)
 
     def as_one(self, op: str, calls: Callable[[], object], key: str | None) -> Work[list[Any]]:
-        """Make `calls` one call, in a block or by itself."""
+        """Make `calls` one call, within a block or not."""
         d = self._dispatcher
         d.check()
         if key is not None:
@@ -202,7 +202,7 @@ class Coalescer:
         return whole
 
     def deferred(self) -> list[Work[Any]]:
-        """Return the works that the engine does not know: blocks have not sent them, or an interceptor has them."""
+        """Return the works that the engine does not know: a block has not sent them, or an interceptor holds them."""
         works = [work for block in self._batches for work in block.recorded()]
         for work in self._flusher.intercepted:
             works += work.stands_for()
@@ -210,7 +210,7 @@ class Coalescer:
 
 
 class _Collector(Recorder):
-    """Records the calls on a list of tensors: their works are parts of one."""
+    """Records the calls on a list of tensors, whose works are parts of one work."""
 
     def __init__(self, dispatcher: Dispatcher, recording: Recording) -> None:
         self._dispatcher = dispatcher
@@ -229,7 +229,7 @@ class _Collector(Recorder):
     ) -> Work[Any]:
         """Record a call on arrays."""
         recording = self._recording
-        work = MemberWork(recording, plan.terms.op, None, None, self._dispatcher.group, 0)
+        work = MemberWork(recording, plan.signature.op, None, None, self._dispatcher.group, 0)
         if executor is None:
             work.plan = plan
         else:  # on a device
@@ -248,11 +248,11 @@ class _Collector(Recorder):
 
 
 def _nothing() -> None:
-    """What is started by itself need not be flushed."""
+    """Nothing to do: calls that start by themselves need no flush."""
 
 
 def check_list(tensors: Any, name: str) -> None:
-    """Refuse what is no list of arrays."""
+    """Refuse anything but a list of arrays."""
     if not isinstance(tensors, Sequence) or isinstance(tensors, str | bytes):
         raise TypeError(f"{name} must be a list of arrays, not {type(tensors).__name__}")
 
@@ -267,7 +267,7 @@ def pairs(outputs: Any, inputs: Any) -> list[tuple[Any, Any]]:
 
 
 async def _end_of(work: Work[Any]) -> None:
-    """Wait for a work as an await does, but leave its error to whoever looks."""
+    """Wait for a work as an await does, but leave its error to other code."""
     if not work.done():
         work._progress.spin(work)
     if not work.done():

@@ -1,4 +1,4 @@
-"""The calls of a dry run: all end well at once, and nothing is sent."""
+"""Dry runs: all calls succeed at once, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DryRun"]
 
 
 class DryRun:
-    """Takes the calls of a group whose other ranks are not there.
+    """Takes the calls of a group whose other ranks do not exist.
 
     Args:
         dispatcher: of the group.
@@ -24,21 +24,21 @@ class DryRun:
         self._dispatcher = dispatcher
 
     def take(self, call: Call) -> Work[Any]:
-        """Number a call, as always, and end it; what other ranks would give, this rank gives itself."""
+        """Number a call as usual, and complete it with this rank's own data in place of the others'."""
         d = self._dispatcher
-        identity, seq = (P2P, None) if call.terms is None else d.numbered(call.key)
+        identity, seq = (P2P, None) if call.signature is None else d.numbered(call.key)
         work: Work[Any] = Work(d.endpoint, call.op, seq, call.key, d.group, 4)
         call.expect(work)
         if call.ends is not None and call.ends[0] == "src":
             src = call.ends[1]
             work._source = int(d.rank == 0 < d.size - 1) if src is None else src
-        terms = Signature(call.op, None, (), None, None) if call.terms is None else call.terms
-        d.enter(_Instant(d.comm, identity, terms, 0, work))
+        signature = Signature(call.op, None, (), None, None) if call.signature is None else call.signature
+        d.enter(_Instant(d.comm, identity, signature, 0, work))
         return work
 
 
 class _Instant(Operation):
-    """An operation that ends well at once."""
+    """An operation that succeeds at once."""
 
     __slots__ = ()
 

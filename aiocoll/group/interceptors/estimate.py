@@ -1,4 +1,4 @@
-"""How long calls would take: predicted from what was measured of this machine, with nothing sent."""
+"""Estimates of how long calls would take, from measurements of this machine; nothing is sent."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["Estimate", "Estimator", "Predicted"]
 
 
 class Predicted(NamedTuple):
-    """What one call would take.
+    """The estimate of one call.
 
     Attributes:
         op: name of the operation in capitals.
         nbytes: bytes of the whole vector of a collective, as `aiocoll.algorithms.choose` takes them; of a message its
-            own.
-        algorithm: name of what would carry it out; None for what has only one way.
-        seconds: from the call to the end.
+            own bytes.
+        algorithm: name of the algorithm that would be used; None if there is only one.
+        seconds: from the call to its end.
     """
 
     op: str
@@ -35,7 +35,7 @@ class Predicted(NamedTuple):
 
 
 class Estimate:
-    """What the calls in a block of `ProcessGroup.time_estimator` would take.
+    """The estimates of the calls in a block of `ProcessGroup.time_estimator`.
 
     Attributes:
         calls: each of them, in order.
@@ -46,20 +46,20 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of all of them, one after the other."""
+        """The total time of the calls, one after the other."""
         return sum(call.seconds for call in self.calls)
 
 
 class Estimator:
-    """Takes the calls of one block, and notes what they would take."""
+    """Takes the calls of one block, and adds their estimates."""
 
     def __init__(self, dispatcher: Dispatcher, estimate: Estimate) -> None:
         self._dispatcher = dispatcher
         self._estimate = estimate
 
     def take(self, call: Call) -> Work[Any]:
-        """Note what the call would take."""
-        if call.terms is not None and call.terms.device != "cpu":
+        """Add the estimate of a call."""
+        if call.signature is not None and call.signature.device != "cpu":
             raise TypeError(f"{call.op} is on CUDA arrays, of which nothing has been measured: pass host arrays")
         comm, group = self._dispatcher.comm, self._dispatcher.group
         self._estimate.calls.append(_prediction(comm, call))
@@ -69,12 +69,12 @@ class Estimator:
         return work
 
 
-def _prediction(member: Communicator, call: Call) -> Predicted:
-    terms, machine, size = call.terms, member.tuning.machine, len(member.ranks)
-    if terms is None:
+def _prediction(comm: Communicator, call: Call) -> Predicted:
+    signature, machine, size = call.signature, comm.tuning.machine, len(comm.ranks)
+    if signature is None:
         return Predicted(call.op, call.nbytes, None, seconds_of(Load(1, 1, 1, call.nbytes, call.nbytes, 0), machine))
     if call.plan is not None:
-        nbytes, algorithm = _whole(terms, member) * call.plan.itemsize, call.plan.algorithm
+        nbytes, algorithm = _whole(signature, comm) * call.plan.itemsize, call.plan.algorithm
     elif call.op == "MONITORED_BARRIER":
         nbytes, algorithm = 0, "linear"
     else:
@@ -84,17 +84,17 @@ def _prediction(member: Communicator, call: Call) -> Predicted:
         receives = 0 if spec.senders is Participants.ROOT else size - 1
         load = Load(min(size - 1, 1), sends, receives, call.nbytes, 0, 0)
         return Predicted(call.op, call.nbytes, None, seconds_of(load, machine))
-    kind, seconds = terms.op.lower(), 0.0
+    kind, seconds = signature.op.lower(), 0.0
     if (kind, algorithm) in two_level.ALGORITHMS:
-        seconds = two_level.predict(algorithm, kind, nbytes, member.hosts, machine)
+        seconds = two_level.predict(algorithm, kind, nbytes, comm.hosts, machine)
     elif size > 1:
         seconds = predict(algorithm, kind, nbytes, size, machine)
     return Predicted(call.op, nbytes, algorithm, seconds)
 
 
-def _whole(terms: Signature, member: Communicator) -> int:
+def _whole(signature: Signature, comm: Communicator) -> int:
     """Return the elements of the whole vector."""
-    if terms.counts:
-        return sum(terms.counts)
-    known = max(sum(terms.sends), sum(terms.receives))
-    return known if terms.root in (None, member.rank) else known * len(member.ranks)
+    if signature.counts:
+        return sum(signature.counts)
+    known = max(sum(signature.sends), sum(signature.receives))
+    return known if signature.root in (None, comm.rank) else known * len(comm.ranks)

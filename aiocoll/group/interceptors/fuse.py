@@ -1,6 +1,6 @@
-"""Which recorded calls become one operation, and its plan: worked out once for lists of calls alike.
+"""Which recorded calls are fused into one operation, and its plan; calculated once for equal lists of calls.
 
-What all ranks must find alike, they find out of what they must have called alike; for the rest, see `Bucket.stamps`.
+Decisions that must be equal on all ranks depend only on the equal parts of their calls; else see `Bucket.stamps`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from aiocoll.algorithms.spec import Spec, spec_of
 from aiocoll.elements.dtypes import by_name
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.fusion.layout import PIECE, Bucket, Layout
+from aiocoll.engine.fusion.layout import CHUNK, Bucket, Layout
 from aiocoll.engine.operations.manifest import Manifest
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature
@@ -30,19 +30,19 @@ __all__ = ["LARGE", "Fuser"]
 #: It is the same on all ranks, or they would fuse different calls. Counts that only the ends of a message know do not
 #: tell: calls that have such are always fused.
 LARGE = 128 * 1024
-#: Calls of which arrays are copied in one go.
+#: Most calls whose arrays are copied in one chunk.
 MOST = 128
 #: Lists of calls whose layouts are kept.
 LAYOUTS = 16
 #: Bytes of a stamp.
 STAMP = 8
 
-#: What was called: a plan, or the terms of what has none.
+#: What was called: a plan, or the signature of what has none.
 Called = Plan | Signature
 
 
 class Fuser:
-    """Finds out how a list of calls is carried out.
+    """Decides how a list of calls is carried out.
 
     Args:
         comm: this rank's part in the group.
@@ -56,7 +56,7 @@ class Fuser:
         self._layouts: dict[tuple[Called | None, ...], Layout] = {}
 
     def layout(self, calls: tuple[Called, ...], together: bool = True) -> Layout:
-        """Return the layout of a list of calls, those on a device `together` or each by itself."""
+        """Return the layout of a list of calls; those on a device are one bucket if `together`, else one each."""
         layouts = self._layouts
         key = calls if together else (None, *calls)
         found = layouts.get(key)
@@ -69,39 +69,39 @@ class Fuser:
     def _lay_out(self, calls: tuple[Called, ...], together: bool) -> Layout:
         names = _Names()
         entries = [names.entry(call) for call in calls]
-        roll = Manifest([entry.terms for entry in entries])
+        manifest = Manifest([entry.signature for entry in entries])
         fingerprint = crc32(b"".join(entry.hash for entry in entries), crc32(b"coalesced"))
         members: dict[Any, list[int]] = {}
         for position, (call, entry) in enumerate(zip(calls, entries, strict=True)):
-            # Those that stay alone have a bucket of their own.
+            # Calls that are not fused have a bucket of their own.
             bucket: object = position
             if isinstance(call, Signature):
                 if together and call.device != "cpu":
                     bucket = call.device
             elif not _is_large(call):
-                bucket = entry.terms[:2] + entry.terms[3:5]
+                bucket = entry.signature[:2] + entry.signature[3:5]
             members.setdefault(bucket, []).append(position)
         buckets = [self._bucket(calls, positions) for positions in members.values()]
         for plan in (bucket.plan for bucket in buckets):
             if plan is not None:
-                plan.terms, plan.fingerprint = plan.terms._replace(members=roll), fingerprint
-        return Layout(Signature("COALESCED", None, (), None, None, members=roll), fingerprint, tuple(buckets))
+                plan.signature, plan.fingerprint = plan.signature._replace(members=manifest), fingerprint
+        return Layout(Signature("COALESCED", None, (), None, None, members=manifest), fingerprint, tuple(buckets))
 
     def _bucket(self, calls: Sequence[Called], positions: Sequence[int]) -> Bucket:
         plans = [call for call in (calls[position] for position in positions) if isinstance(call, Plan)]
         if not plans:
             return Bucket(tuple(positions), None)
-        terms, spec = plans[0].terms, _spec(plans[0].terms)
-        reads = spec.inputs(self._rank, self._size, terms.root)
-        writes = spec.outputs(self._rank, self._size, terms.root)
+        signature, spec = plans[0].signature, _spec(plans[0].signature)
+        reads = spec.inputs(self._rank, self._size, signature.root)
+        writes = spec.outputs(self._rank, self._size, signature.root)
         if len(positions) == 1:
             return Bucket(tuple(positions), copy.copy(plans[0]), reads=reads, writes=writes)
-        counts = _columns([self._counts(spec, plan.terms) for plan in plans])
+        counts = _columns([self._counts(spec, plan.signature) for plan in plans])
         stamps = sources = None
         if spec.private:
             size = -(-STAMP // plans[0].itemsize)
             stamps = {at: _stamp(each, size, plans[0].storage) for at, each in enumerate(counts) if each is not None}
-            sources = {buffer: spec.peer(buffer, self._size, terms.root) for buffer in writes}
+            sources = {buffer: spec.peer(buffer, self._size, signature.root) for buffer in writes}
         bucket = Bucket(
             tuple(positions),
             None,
@@ -118,26 +118,26 @@ class Fuser:
         return replace(bucket, plan=self._fused(plans[0], sizes))
 
     def _fused(self, like: Plan, sizes: Sequence[int | None]) -> Plan:
-        """Make the plan of calls like `like` together; a factor has been applied before."""
-        terms, spec, kernel = like.terms, _spec(like.terms), like.kernel
+        """Make the plan of calls like `like`, fused; a prescaling factor has been applied already."""
+        signature, spec, kernel = like.signature, _spec(like.signature), like.kernel
         if kernel is not None and kernel.prescale is not None:
             kernel = replace(kernel, prescale=None)
-        dtype = None if terms.dtype is None else by_name(terms.dtype)
+        dtype = None if signature.dtype is None else by_name(signature.dtype)
         agreed = () if spec.private else None
         given = spec.sizes(sizes, self._rank)
-        return self._planner.compiled(spec.kind, dtype, given, kernel, terms.reduce, terms.root, agreed)
+        return self._planner.compiled(spec.kind, dtype, given, kernel, signature.reduce, signature.root, agreed)
 
-    def _counts(self, spec: Spec, terms: Signature) -> tuple[int | None, ...]:
-        return spec.counts(terms.counts, terms.sends, terms.receives, self._rank, terms.root)
+    def _counts(self, spec: Spec, signature: Signature) -> tuple[int | None, ...]:
+        return spec.counts(signature.counts, signature.sends, signature.receives, self._rank, signature.root)
 
 
 class _Entry(NamedTuple):
-    terms: Signature
+    signature: Signature
     hash: bytes
 
 
 class _Names:
-    """What calls of a list are to all ranks; functions of one name are told apart by the order in which they come."""
+    """The signatures of a list's calls on all ranks; user functions of one name are numbered in order."""
 
     def __init__(self) -> None:
         self._functions: dict[str, list[Any]] = {}
@@ -146,27 +146,27 @@ class _Names:
     def entry(self, call: Called) -> _Entry:
         known = self._known.get(id(call))
         if known is None:
-            terms = call if isinstance(call, Signature) else self._named(call)
-            known = self._known[id(call)] = _Entry(terms, terms.fingerprint().to_bytes(4, "little"))
+            signature = call if isinstance(call, Signature) else self._named(call)
+            known = self._known[id(call)] = _Entry(signature, signature.fingerprint().to_bytes(4, "little"))
         return known
 
     def _named(self, plan: Plan) -> Signature:
-        terms, op = plan.terms, plan.op
+        signature, op = plan.signature, plan.op
         if op is None or op.function is None:
-            return terms
+            return signature
         functions = self._functions.setdefault(op.wire_name, [])
         number = next((at for at, each in enumerate(functions) if each is op.function), len(functions))
         if number == len(functions):
             functions.append(op.function)
-        return terms if not number else terms._replace(reduce=f"{terms.reduce}#{number + 1}")
+        return signature if not number else signature._replace(reduce=f"{signature.reduce}#{number + 1}")
 
 
 def _is_large(plan: Plan) -> bool:
-    return not _spec(plan.terms).private and sum(plan.terms.counts) * plan.itemsize >= LARGE
+    return not _spec(plan.signature).private and sum(plan.signature.counts) * plan.itemsize >= LARGE
 
 
-def _spec(terms: Signature) -> Spec:
-    return spec_of(terms.op.lower())
+def _spec(signature: Signature) -> Spec:
+    return spec_of(signature.op.lower())
 
 
 def _columns(rows: Iterable[tuple[int | None, ...]]) -> tuple[tuple[int, ...] | None, ...]:
@@ -175,12 +175,12 @@ def _columns(rows: Iterable[tuple[int | None, ...]]) -> tuple[tuple[int, ...] | 
 
 
 def _cuts(counts: Sequence[tuple[int, ...] | None], itemsize: int) -> Iterable[int]:
-    """Cut a list of calls so that a piece has `PIECE` bytes and `MOST` calls, or is one call."""
+    """Cut a list of calls so that a part has `CHUNK` bytes and `MOST` calls, or is one call."""
     yield 0
     start = nbytes = 0
     sizes = [sum(each) * itemsize for each in zip(*(column for column in counts if column is not None), strict=True)]
     for position, size in enumerate(sizes):
-        if position > start and (nbytes + size > PIECE or position == start + MOST):
+        if position > start and (nbytes + size > CHUNK or position == start + MOST):
             yield position
             start, nbytes = position, 0
         nbytes += size

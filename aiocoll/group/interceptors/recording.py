@@ -1,4 +1,4 @@
-"""What is recorded, and how it starts: one number, one operation for what can be fused, one for each other call."""
+"""Recorded calls and how they are started: one number for all; one operation for fused calls, one for each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from aiocoll.algorithms.spec import spec_of
 from aiocoll.engine.fusion.deferred_work import DeferredWork, FlushWork
 from aiocoll.engine.fusion.layout import Bucket, Layout
-from aiocoll.engine.fusion.overlap import Span, check_apart, check_spans
+from aiocoll.engine.fusion.overlap import Span, check_no_overlap, check_spans
 from aiocoll.engine.fusion.packer import Flush, Packer, fail
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Ended, Make
@@ -27,7 +27,7 @@ __all__ = ["Flusher", "Recording"]
 
 
 class Recording:
-    """Calls that are started together, and what their works need of the engine.
+    """Calls that are started together, and the progress that their works need.
 
     Args:
         dispatcher: of the group.
@@ -36,9 +36,9 @@ class Recording:
 
     Attributes:
         members: collectives without a key: they take one number.
-        loose: messages between two ranks, and collectives with a key, and their calls.
-        lists: works of calls on lists, and the members these are.
-        limit: least timeout of the members, in seconds.
+        loose: messages between two ranks, and collectives with a key, with their calls.
+        lists: works of calls on lists, with their members.
+        limit: smallest timeout of the members, in seconds.
         followed: works that end after some of these.
         flushed: they have been started.
     """
@@ -71,20 +71,20 @@ class Recording:
             self.want()
 
     def want(self) -> None:
-        """Start what is recorded at the end of this turn of the loop."""
+        """Start the recorded calls at the end of this turn of the loop."""
         if not self._wanted and not self.flushed:
             self._wanted = True
             self.runtime.call_soon(self._flush)
 
     def follow(self, work: Work[Any]) -> None:
-        """Let the block wait for `work`, too."""
+        """Let the block also wait for `work`."""
         self.followed.append(work)
 
     def keep(self, call: Call) -> DeferredWork:
-        """Record a call that is not fused; a user's call is as far away as from `Batch.take`, and one frame."""
+        """Record a call that is not fused; the user's call is one frame farther away than from `Batch.take`."""
         work = DeferredWork(self, call.op, None, call.key, self._dispatcher.group, 6)
         call.expect(work)
-        if call.terms is not None and call.key is None:
+        if call.signature is not None and call.key is None:
             work.plan = None
             work.call = call
             self.limit = min(self.limit, call.timeout)
@@ -96,7 +96,7 @@ class Recording:
         return work
 
     def works(self) -> list[Work[Any]]:
-        """Return the works of the user's."""
+        """Return the user's works."""
         lists = (work for work, _ in self.lists)
         each = (*(member.visible() for member in self.members), *lists, *(work for work, _ in self.loose))
         return list(dict.fromkeys(each))
@@ -106,7 +106,7 @@ class Recording:
         return not (self.members or self.loose or self.lists)
 
     def fail(self, error: BaseException) -> None:
-        """Start nothing: all works end with `error`."""
+        """Start nothing: end all works with `error`."""
         self.flushed = True
         fail([*self.members, *(work for work, _ in self.loose)], error)
         self.settle(error)
@@ -123,19 +123,19 @@ class Recording:
                     fail([work], wrong)
 
     def _withdraw(self, work: DeferredWork) -> None:
-        """Nobody waits for a receive any more that has not started."""
+        """Nobody waits any more for a receive that has not started."""
         self.loose = [(each, call) for each, call in self.loose if each is not work]
         work._finish(None, asyncio.CancelledError())
 
 
 class Flusher:
-    """Starts what is recorded on one group.
+    """Starts the recorded calls of one group.
 
     Args:
         dispatcher: of the group.
 
     Attributes:
-        intercepted: flushes that the engine does not know of, since an interceptor has them.
+        intercepted: flushes that the engine does not know, since an interceptor holds them.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
@@ -145,11 +145,11 @@ class Flusher:
         self._fuser = Fuser(dispatcher.comm, dispatcher.planner)
 
     def flush(self, recording: Recording, outer: Interceptor | None, key: str | None = None) -> FlushWork | None:
-        """Start what is recorded.
+        """Start recorded calls.
 
         Args:
-            recording: what.
-            outer: who takes the calls in place of the engine.
+            recording: the calls.
+            outer: takes them in place of the engine.
             key: match the flush by this key instead of by a number.
 
         Returns:
@@ -163,14 +163,14 @@ class Flusher:
         members = recording.members
         try:
             d.check()
-            calls = tuple([member.plan or member.call.terms for member in members])
+            calls = tuple([member.plan or member.call.signature for member in members])
             layout = self._fuser.layout(calls, outer is None)
-            check_apart(layout, members)
+            check_no_overlap(layout, members)
             if d.device_state is not None:
                 check_spans(_device_spans(members, d.rank, d.size), members)
             if recording.loose:
                 self._start_all_loose(recording.loose, outer, wrapper)
-                # One of them may have been what ends the group.
+                # One of them may have revoked the group.
                 self._comm.raise_if_revoked()
         except Exception as error:
             d.failures.expect(error)
@@ -203,11 +203,11 @@ class Flusher:
             recording.settle(error)
 
         packer = Packer(self._comm, layout, members, start, outer is not None)
-        work = FlushWork(d.endpoint, layout.terms.op, d.group, packer.pending, ended)
+        work = FlushWork(d.endpoint, layout.signature.op, d.group, packer.pending, ended)
         work.seq, work.key = seq, key
         work._expect((), limit, None)
         if outer is None:
-            d.enter(make(identity, work) if wrapper is None else wrapper.wrap(identity, layout.terms, make, work))
+            d.enter(make(identity, work) if wrapper is None else wrapper.wrap(identity, layout.signature, make, work))
         else:
             self.intercepted[work] = None
             packer.ended = lambda: work._finish(None)
@@ -228,14 +228,14 @@ class Flusher:
         own: list[Call] = [members[position].call for position in bucket.members]
         if len(own) == 1:
             return own[0]
-        return Call(layout.terms.op, self._dispatcher.as_one(own), limit, layout.terms)  # on a device
+        return Call(layout.signature.op, self._dispatcher.as_one(own), limit, layout.signature)  # on a device
 
     def _start_all_loose(
         self, calls: Sequence[tuple[DeferredWork, Call]], outer: Interceptor | None, wrapper: Wrapper | None
     ) -> None:
-        """Start messages, and collectives with a key; what cannot start fails by itself."""
+        """Start messages, and collectives with a key; a call that cannot start fails alone."""
         d = self._dispatcher
-        with d.batched(array for _, call in calls if call.terms is None for array in call.arrays or ()):
+        with d.batched(array for _, call in calls if call.signature is None for array in call.arrays or ()):
             for work, call in calls:
                 if outer is not None:
                     work._unwrap = None
@@ -249,10 +249,10 @@ class Flusher:
 
     def _loose(self, work: DeferredWork, call: Call, wrapper: Wrapper | None) -> Operation:
         """Return the operation of a message, or of a collective with a key."""
-        if call.terms is None:
+        if call.signature is None:
             return call.make(P2P, work)
         identity, work.seq = self._dispatcher.keyed_id(call.key)
-        return call.make(identity, work) if wrapper is None else wrapper.wrap(identity, call.terms, call.make, work)
+        return call.make(identity, work) if wrapper is None else wrapper.wrap(identity, call.signature, call.make, work)
 
 
 def _in_flush(call: Call, layout: Layout, limit: float) -> Make:
@@ -263,7 +263,7 @@ def _in_flush(call: Call, layout: Layout, limit: float) -> Make:
         # Of a monitored barrier its own: only that one knows better than the flush why it expires.
         work._timeout = call.timeout if call.op == MonitoredBarrier.OP else limit
         operation = call.make(identity, work)
-        operation.terms, operation.fingerprint = layout.terms, layout.fingerprint
+        operation.signature, operation.fingerprint = layout.signature, layout.fingerprint
         return operation
 
     return make
@@ -274,8 +274,8 @@ def _device_spans(members: Sequence[DeferredWork], rank: int, size: int) -> Iter
     for position, member in enumerate(members):
         call = None if member.plan is not None else member.call
         if call is not None and call.on_device is not None:
-            terms = call.on_device.terms
-            writes = spec_of(terms.op.lower()).outputs(rank, size, terms.root)
+            signature = call.on_device.signature
+            writes = spec_of(signature.op.lower()).outputs(rank, size, signature.root)
             for buffer, array in enumerate(call.arrays):
                 if array is not None and array.size:
                     yield array.ptr, array.ptr + array.nbytes, position, buffer in writes

@@ -1,4 +1,4 @@
-"""Groups with ``debug="detail"``: every collective is compared on all ranks before its data moves."""
+"""Groups with ``debug="detail"``: the calls of all ranks are compared before a collective moves data."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["Verifier"]
 
 
 class Verifier(Wrapper):
-    """Lets all ranks of a group compare every collective before its data moves.
+    """Lets all ranks of a group compare their calls before a collective moves data.
 
     If op, shape, dtype, device, counts, root or reduce op differ, the await raises `CollectiveMismatchError` on every
-    rank, with all kinds of calls that were made; arrays are as they were, and the group goes on. So it does for a list
-    that has not one array or object per rank, where other groups raise `ValueError` at the call of this rank alone.
-    What else is wrong with the arguments of one rank raises at the call as ever.
+    rank, with all kinds of calls that were made; arrays are unchanged, and the group stays usable. The same holds for a
+    list that has not exactly one entry per rank, for which other groups raise `ValueError` on this rank alone.
+    Other errors in the arguments of one rank raise at the call as usual.
 
-    Every collective completes only when all ranks have called it. Messages between two ranks are as ever.
+    Every collective completes only when all ranks have called it. Messages between two ranks are not compared.
 
-    Cost: two steps more per collective, through rank 0.
+    Cost: two more steps per collective, through rank 0.
 
     Args:
         dispatcher: of the group.
@@ -37,25 +37,29 @@ class Verifier(Wrapper):
     def take(self, call: Call) -> Work[Any]:
         """Start a call: a message between two ranks at once, a collective when it has been compared."""
         d = self._dispatcher
-        identity, seq = (P2P, None) if call.terms is None else d.numbered(call.key)
+        identity, seq = (P2P, None) if call.signature is None else d.numbered(call.key)
         work: Work[Any] = Work(d.endpoint, call.op, seq, call.key, d.group)
         call.expect(work)
-        d.enter(call.make(identity, work) if call.terms is None else self.wrap(identity, call.terms, call.make, work))
+        d.enter(
+            call.make(identity, work)
+            if call.signature is None
+            else self.wrap(identity, call.signature, call.make, work)
+        )
         return work
 
-    def wrap(self, identity: int, terms: Signature, make: Make, work: Work[Any]) -> Operation:
+    def wrap(self, identity: int, signature: Signature, make: Make, work: Work[Any]) -> Operation:
         """Return the comparison of a call, which is carried out as its child."""
-        return Compared(self._dispatcher.comm, identity, terms, make, work)
+        return Compared(self._dispatcher.comm, identity, signature, make, work)
 
     def tell_wrong(
-        self, wrong: ValueError, terms: Signature, shape: tuple[int, ...], timeout: Timeout, key: str | None
+        self, wrong: ValueError, signature: Signature, shape: tuple[int, ...], timeout: Timeout, key: str | None
     ) -> Work[Any]:
         """Take part in a collective with a call that cannot be carried out."""
         d = self._dispatcher
         d.check()
         limit = d.limit(timeout)
         identity, seq = d.numbered(key)
-        work: Work[Any] = Work(d.endpoint, terms.op, seq, key, d.group)
+        work: Work[Any] = Work(d.endpoint, signature.op, seq, key, d.group)
         work._expect(shape, limit, None)
-        d.enter(WrongCall(d.comm, identity, terms, wrong, work))
+        d.enter(WrongCall(d.comm, identity, signature, wrong, work))
         return work

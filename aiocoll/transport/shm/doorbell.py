@@ -1,4 +1,4 @@
-"""How a rank that waits in its event loop is woken: it spins, then parks.
+"""The doorbell: how a rank that sleeps in its event loop is woken. A rank polls first, then parks.
 
 Every rank has a page that its peers can read and an eventfd that they can write to. A word in the page is even while
 the rank will look at all its rings before it sleeps, and odd, another number each time, while it has to be woken:
@@ -8,8 +8,8 @@ the rank will look at all its rings before it sleeps, and odd, another number ea
     fence                                 fence
     look at all rings once more           status odd, and eventfd not written for it yet? write to the eventfd
 
-At least one of them sees what the other has done. A rank that is awake need not be woken: who sends in the same turn
-of the loop again, or to a rank that polls, pays one load.
+At least one of them sees what the other has done. A rank that is awake need not be woken: a sender that sends again in
+the same turn of the loop, or to a rank that polls, pays one load.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Doorbell", "PeerDoorbell", "Watcher"]
 
 
 class Watcher(Protocol):
-    """What the owner of a loop is asked; as in `aiocoll.transport.base.Transport`."""
+    """The transport whose loop is woken; as in `aiocoll.transport.base.Transport`."""
 
     look: Callable[[], bool]
     linger: Callable[[bool], bool]

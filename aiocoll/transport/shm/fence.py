@@ -1,9 +1,9 @@
-"""When another core sees what this one has stored: the two fences that flags in shared memory need.
+"""Memory fences: when another core sees what this one has stored, as flags in shared memory need.
 
 - `order` stands between data and the flag that announces it, on both sides. x86-64 keeps stores in order, and loads in
   order, so nothing is needed there.
-- `full` stands between "I have said X" and "have you said Y?", where both sides ask: who goes to sleep, and who would
-  wake it. Every machine may let that load pass that store.
+- `full` stands between "I have said X" and "have you said Y?", where both sides ask: the rank that goes to sleep, and
+  the one that would wake it. Every machine may let that load pass that store.
 """
 
 from __future__ import annotations

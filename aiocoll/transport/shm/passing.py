@@ -1,4 +1,4 @@
-"""How two processes come to share memory: the last step of opening a link over a unix socket.
+"""How two processes establish shared memory: the last step of opening a link over a unix socket.
 
     dialler                                          acceptor
     makes the region

@@ -58,7 +58,7 @@ class Sharing:
             self.trouble = "this machine orders memory weakly, and libatomic is not installed"
 
     @property
-    def piece_nbytes(self) -> int:
+    def chunk_nbytes(self) -> int:
         """Bytes of the largest chunk; the largest slot holds a quarter of it. 0 if there is no shared memory."""
         return 0 if self.trouble is not None else self._layout.directions[0].chunk_nbytes
 
@@ -113,7 +113,7 @@ class Sharing:
     def _fail(self, error: Exception) -> None:
         """Try no more, and log that once."""
         if self.trouble is None:
-            # Not the error itself, which would keep the memory alive that it was raised beside.
+            # Not the error itself, whose traceback would keep memory alive.
             self.trouble = why = str(error)
             logger.warning(
                 "rank %d uses unix sockets instead of shared memory: %s", self._rank, why, extra={"rank": self._rank}

@@ -1,7 +1,7 @@
-"""Slots: what a rank contributes to a small operation, where its peer finds it by the operation's id.
+"""Slots: a rank posts its contribution to a small operation, and its peer finds it by the operation's id.
 
-Nothing is queued and nothing has to be taken away in order: operation i has slot i modulo the number of slots, in
-each direction. A slot is free again once the peer has read it; if the operation that had it before is still unread,
+Nothing is queued and nothing has to be removed in order: operation i has slot i modulo the number of slots, in
+each direction. A slot is free again once the peer has read it; if the previous operation of the slot is still unread,
 `post` returns False, and a frame is sent instead. So no operation ever waits for another one's slot. The memory of a
 slot is reserved by the first post that does not fit in its line.
 
@@ -83,7 +83,7 @@ class SlotWriter(_SlotEnd):
         self._total = 0
 
     def post(self, slot: int, identity: int, tag: int, array: NDArray[Any]) -> bool:
-        """Show a flat array that fits in the slot; False if it is not free, or the host has no memory for it."""
+        """Post a flat array that fits in the slot; False if the slot is not free, or the host has no memory for it."""
         words, times = self._words, self._posted[slot]
         if words[self._freed + slot] != times:
             return False
@@ -117,19 +117,19 @@ class SlotWriter(_SlotEnd):
 class SlotReader(_SlotEnd):
     """The reader's end: what `view` returns may be read after `look` and until `free`."""
 
-    __slots__ = ("_heard", "_over")
+    __slots__ = ("_over", "_seen")
 
     def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
         super().__init__(memory, direction, fences)
-        self._heard = 0
+        self._seen = 0
         self._over: set[int] = set()
 
     def has_news(self) -> bool:
         """Whether anything was posted since the last time this was asked."""
         posts = self._words[self._posts]
-        if posts == self._heard:
+        if posts == self._seen:
             return False
-        self._heard = posts
+        self._seen = posts
         return True
 
     def look(self, slot: int, identity: int) -> int:

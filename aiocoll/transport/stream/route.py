@@ -1,4 +1,4 @@
-"""By which of its addresses the ranks on other hosts reach this one."""
+"""The address of this host by which ranks on other hosts reach this one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 def find_route(
     rank: int, stores: Mapping[int, str], interface: str | None, bind: str | None, *, together: bool
 ) -> tuple[str, str]:
-    """Return the address to listen on, and the one that peers are told.
+    """Return the address to listen on, and the one to advertise to peers.
 
     Args:
         rank: this rank.

@@ -1,8 +1,8 @@
-"""Links whose other host has fallen silent: they end, as broken by the network.
+"""Links to hosts that have fallen silent: they are closed with a network error.
 
-Twice a second the kernel is asked, which knows more than any timer of a process: hosts answer each other also while the
-processes on them are blocked or stopped. That two ranks are cut off from each other is noticed like this even where
-the ranks that watch both of them can reach both.
+Twice a second the kernel is asked, which knows more than any timer of a process: hosts answer each other even while the
+processes on them are blocked or stopped. This also detects that two ranks are disconnected from each other while
+the ranks that monitor both of them can reach both.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class StreamTransport:
             "unix": self._unix,
             "tcp": tcp,
             "process": list(self._process),
-            "piece": self._links.sharing.piece_nbytes,
+            "piece": self._links.sharing.chunk_nbytes,
         }
 
     async def listen(self) -> Card:
@@ -158,7 +158,7 @@ class StreamTransport:
             return None
 
     def stand_apart(self, host: str, trouble: str) -> None:
-        """Count as on the host of this name from now on: ranks of the other cannot be reached by unix sockets."""
+        """Count as on the host named `host` from now on: ranks of the old one cannot be reached by unix sockets."""
         self._addresses.host = host
         self._addresses.apart = trouble
 
@@ -167,7 +167,7 @@ class StreamTransport:
 
         Args:
             host: address to listen on.
-            advertise: the address peers are told, if that is another one; must be given for a wildcard `host`.
+            advertise: the address to advertise to peers, if it is another one; must be given for a wildcard `host`.
 
         Raises:
             AuthenticationError: other machines can reach `host`, and there is no job key.
