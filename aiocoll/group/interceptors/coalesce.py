@@ -94,7 +94,7 @@ class Batch(Recorder):
         work = DeferredWork(recording, plan.signature.op, None, None, self._dispatcher.group, 5)
         work.plan = plan
         work.arrays = arrays
-        work._shape, work._timeout, work._value = shape, timeout, result
+        work._value = result
         if unwrap is not None:
             work._unwrap = unwrap
         if timeout < recording.limit:
@@ -236,7 +236,7 @@ class _Collector(Recorder):
             work.plan = None
             work.call = self._dispatcher.call(plan, arrays, shape, result, timeout, key, None, executor)
         work.arrays = arrays
-        work._shape, work._timeout, work._value = shape, timeout, result
+        work._value = result
         work._unwrap = unwrap
         recording.limit = min(recording.limit, timeout)
         recording.members.append(work)
