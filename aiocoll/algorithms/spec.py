@@ -13,10 +13,9 @@ which programs, plans and calls number them (p ranks):
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 __all__ = ["SPECS", "Counts", "Native", "Part", "Participants", "Spec", "spec_of"]
 
@@ -50,8 +49,7 @@ class Participants(Enum):
         return self is Participants.ALL or (rank == root) is (self is Participants.ROOT)
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
+class Spec(NamedTuple):
     """One collective.
 
     Attributes:

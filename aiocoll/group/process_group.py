@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
-from typing import Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -18,9 +18,6 @@ from aiocoll.group.dispatch.origin import GroupSpec, Origin
 from aiocoll.group.empty import empty
 from aiocoll.group.flight_recorder import FlightRecorder
 from aiocoll.group.interceptors.coalesce import Batch, Coalescer, check_list, pairs
-from aiocoll.group.interceptors.dry_run import DryRun
-from aiocoll.group.interceptors.estimate import Estimate, Estimator
-from aiocoll.group.interceptors.verify import Verifier
 from aiocoll.group.lifetime import Lifetime
 from aiocoll.group.messages import Message, Messages
 from aiocoll.group.objects import Objects
@@ -29,6 +26,9 @@ from aiocoll.hooks import Hook, HookHandle
 from aiocoll.store import Store
 from aiocoll.typing import Array, Number, Sparse
 from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.group.interceptors.estimate import Estimate
 
 __all__ = ["ProcessGroup"]
 
@@ -101,8 +101,12 @@ class ProcessGroup:
         self._devices = spec.devices
         dispatcher = self._dispatcher = Dispatcher(self, comm, spec, dry=origin.dry)
         if origin.dry:
+            from aiocoll.group.interceptors.dry_run import DryRun  # few groups are
+
             dispatcher.intercept(DryRun(dispatcher))
         elif spec.options.debug == "detail" and len(comm.ranks) > 1:
+            from aiocoll.group.interceptors.verify import Verifier  # few groups compare all calls
+
             verifier = Verifier(dispatcher)
             dispatcher.intercept(verifier, verifier.tell_wrong)
         # Bound once: most calls are short.
@@ -1077,6 +1081,8 @@ class ProcessGroup:
             GroupError: the group is closed or revoked.
         """
         self._dispatcher.check()
+        from aiocoll.group.interceptors.estimate import Estimate, Estimator  # few programs need it
+
         estimate = Estimate()
         with self._dispatcher.scoped(Estimator(self._dispatcher, estimate)):
             yield estimate
