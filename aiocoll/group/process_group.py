@@ -23,6 +23,7 @@ from aiocoll.group.messages import Message, Messages
 from aiocoll.group.objects import Objects
 from aiocoll.group.reconfigurer import Reconfigurer
 from aiocoll.hooks import Hook, HookHandle
+from aiocoll.loading import loading
 from aiocoll.store import Store
 from aiocoll.typing import Array, Number, Sparse
 from aiocoll.work import Work
@@ -1081,7 +1082,8 @@ class ProcessGroup:
             GroupError: the group is closed or revoked.
         """
         self._dispatcher.check()
-        from aiocoll.group.interceptors.estimate import Estimate, Estimator  # few programs need it
+        with loading("estimates"):
+            from aiocoll.group.interceptors.estimate import Estimate, Estimator  # few programs need them
 
         estimate = Estimate()
         with self._dispatcher.scoped(Estimator(self._dispatcher, estimate)):

@@ -6,6 +6,7 @@ import zlib
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
+from aiocoll.algorithms.spec import Spec, spec_of
 from aiocoll.elements.dtypes import by_name
 
 __all__ = ["KEYED", "P2P", "Members", "Signature", "description"]
@@ -41,6 +42,11 @@ class Signature(NamedTuple):
     debug: str | None = None
     members: Members | None = None
     device: str = "cpu"
+
+    @property
+    def spec(self) -> Spec:
+        """The row of its collective in the table."""
+        return spec_of(self.op.lower())
 
     def nbytes(self, shape: tuple[int, ...]) -> int | None:
         """Return the size of the caller's main array, of this shape, in bytes; None if only the other end knows it."""

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from aiocoll.algorithms.spec import spec_of
 from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.comparison import Difference
@@ -255,7 +254,7 @@ class Agreed(Compared):
     def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return which arrays are inputs, and which are outputs."""
         signature, place = self._plan.signature, (self.comm.rank, len(self.comm.ranks), self._plan.signature.root)
-        spec = spec_of(signature.op.lower())
+        spec = signature.spec
         return spec.inputs(*place), spec.outputs(*place)
 
 

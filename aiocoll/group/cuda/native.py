@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from aiocoll.algorithms.spec import Spec, spec_of
+from aiocoll.algorithms.spec import Spec
 from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature
@@ -101,7 +101,7 @@ def way_of(plan: Plan, arrays: Sequence[DeviceArray | None], rank: int, float8: 
         rank: this one.
         float8: NCCL and the device of this rank can reduce float8.
     """
-    signature, spec = plan.signature, spec_of(plan.signature.op.lower())
+    signature, spec = plan.signature, plan.signature.spec
     if spec.native is None:
         return STAGED
     if spec.reduces and (_reduction(plan) is None or (signature.dtype in _FLOAT8 and not float8)):
@@ -136,7 +136,7 @@ def carry_out(calls: Sequence[Native], tools: Tools) -> None:
 
 
 def _carry_out(plan: Plan, arrays: Sequence[DeviceArray | None], way: int, tools: Tools) -> None:
-    spec, root, stream, end = spec_of(plan.signature.op.lower()), plan.signature.root or 0, tools.stream, tools.end
+    spec, root, stream, end = plan.signature.spec, plan.signature.root or 0, tools.stream, tools.end
     given = [each for each in arrays if each is not None]
     match spec.native:
         case "all_reduce":
@@ -162,7 +162,7 @@ def _reduction(plan: Plan) -> int | None:
     dtype, reduce = signature.dtype or "", signature.reduce or ""
     if dtype not in _TYPES:
         return None
-    if reduce == "PREMUL_SUM" and spec_of(signature.op.lower()).native != "all_reduce":
+    if reduce == "PREMUL_SUM" and signature.spec.native != "all_reduce":
         return None  # the factor would have to be applied to an array that is no output
     if dtype.startswith("complex"):
         return _COMPLEX.get(reduce)

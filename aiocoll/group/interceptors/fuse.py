@@ -15,7 +15,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from aiocoll.algorithms.spec import Spec, spec_of
+from aiocoll.algorithms.spec import Spec
 from aiocoll.elements.dtypes import by_name
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.fusion.layout import CHUNK, Bucket, Layout
@@ -91,7 +91,7 @@ class Fuser:
         plans = [call for call in (calls[position] for position in positions) if isinstance(call, Plan)]
         if not plans:
             return Bucket(tuple(positions), None)
-        signature, spec = plans[0].signature, _spec(plans[0].signature)
+        signature, spec = plans[0].signature, plans[0].signature.spec
         reads = spec.inputs(self._rank, self._size, signature.root)
         writes = spec.outputs(self._rank, self._size, signature.root)
         if len(positions) == 1:
@@ -119,7 +119,7 @@ class Fuser:
 
     def _fused(self, like: Plan, sizes: Sequence[int | None]) -> Plan:
         """Make the plan of calls like `like`, fused; a prescaling factor has been applied already."""
-        signature, spec, kernel = like.signature, _spec(like.signature), like.kernel
+        signature, spec, kernel = like.signature, like.signature.spec, like.kernel
         if kernel is not None and kernel.prescale is not None:
             kernel = replace(kernel, prescale=None)
         dtype = None if signature.dtype is None else by_name(signature.dtype)
@@ -162,11 +162,7 @@ class _Names:
 
 
 def _is_large(plan: Plan) -> bool:
-    return not _spec(plan.signature).private and sum(plan.signature.counts) * plan.itemsize >= LARGE
-
-
-def _spec(signature: Signature) -> Spec:
-    return spec_of(signature.op.lower())
+    return not plan.signature.spec.private and sum(plan.signature.counts) * plan.itemsize >= LARGE
 
 
 def _columns(rows: Iterable[tuple[int | None, ...]]) -> tuple[tuple[int, ...] | None, ...]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from aiocoll.algorithms.spec import spec_of
 from aiocoll.engine.fusion.deferred_work import DeferredWork, FlushWork
 from aiocoll.engine.fusion.layout import Bucket, Layout
 from aiocoll.engine.fusion.overlap import Span, check_no_overlap, check_spans
@@ -275,7 +274,7 @@ def _device_spans(members: Sequence[DeferredWork], rank: int, size: int) -> Iter
         call = None if member.plan is not None else member.call
         if call is not None and call.on_device is not None:
             signature = call.on_device.signature
-            writes = spec_of(signature.op.lower()).outputs(rank, size, signature.root)
+            writes = signature.spec.outputs(rank, size, signature.root)
             for buffer, array in enumerate(call.arrays):
                 if array is not None and array.size:
                     yield array.ptr, array.ptr + array.nbytes, position, buffer in writes
