@@ -65,18 +65,19 @@ def launch(
             "limit": limit,
         }
         (folder / "config.json").write_text(json.dumps(config))
-        errors = stack.enter_context(open(folder / "errors", "w+"))
         stack.callback(_end_strangers, folder)
         # Debug mode would be what is measured.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONASYNCIODEBUG"}
         environment |= MPI_ENVIRONMENT
         processes = []
+        errors = []  # a file for each, or their lines would be mixed
         for command in _commands(system, str(python or sys.executable), str(folder), world_size):
+            errors.append(stack.enter_context(open(folder / f"errors.{len(errors)}", "w+")))
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=errors,
-                stderr=errors,
+                stdout=errors[-1],
+                stderr=errors[-1],
                 cwd=folder,
                 env=environment,
                 start_new_session=True,
@@ -88,8 +89,9 @@ def launch(
         if failure is None and len(timings) < len(cases):
             failure = "ended early"
         if failure is not None:
-            errors.seek(0)
-            failure = _reason(failure, errors.read())
+            for file in errors:
+                file.seek(0)
+            failure = _reason(failure, "".join(file.read() for file in errors))
     return Launch(timings, failure, time.monotonic() - start)
 
 
