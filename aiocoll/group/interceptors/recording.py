@@ -258,9 +258,8 @@ def _in_flush(call: Call, layout: Layout, limit: float) -> Make:
     """Make the operation of a bucket: the flush is what the ranks talk about."""
 
     def make(identity: int, work: Work[Any]) -> Operation:
-        work._shape, work._value = call.shape, call.result
         # Of a monitored barrier its own: only that one knows better than the flush why it expires.
-        work._timeout = call.timeout if call.op == MonitoredBarrier.OP else limit
+        work._expect(call.shape, call.timeout if call.op == MonitoredBarrier.OP else limit, call.result)
         operation = call.make(identity, work)
         operation.signature, operation.fingerprint = layout.signature, layout.fingerprint
         return operation
