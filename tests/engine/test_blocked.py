@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from aiocoll.engine.failure import watchdog as sentinel
+from aiocoll.engine.failure import watchdog
 from aiocoll.engine.failure.blocked import place
 from aiocoll.engine.failure.watchdog import Watchdog
 
@@ -86,17 +86,17 @@ async def test_the_warning_has_the_users_line(
 ) -> None:
     """The loop waits three calls deep in the standard library."""
     for name in ("ROUND", "BLOCKED_AFTER"):
-        monkeypatch.setattr(sentinel, name, getattr(sentinel, name) / 20)
+        monkeypatch.setattr(watchdog, name, getattr(watchdog, name) / 20)
     watch = Watchdog(3, asyncio.get_running_loop(), time.perf_counter, lambda *_: None, lambda *_: None)
     watch.start()
     try:
         with caplog.at_level(logging.WARNING, logger="aiocoll"):
-            concurrent.futures.wait([concurrent.futures.Future()], timeout=5 * sentinel.BLOCKED_AFTER)
+            concurrent.futures.wait([concurrent.futures.Future()], timeout=5 * watchdog.BLOCKED_AFTER)
             await asyncio.sleep(0)
     finally:
         watch.stop()
     (text,) = [each.getMessage() for each in caplog.records if "has been blocked" in each.getMessage()]
-    waiting = "concurrent.futures.wait([concurrent.futures.Future()], timeout=5 * sentinel.BLOCKED_AFTER)"
+    waiting = "concurrent.futures.wait([concurrent.futures.Future()], timeout=5 * watchdog.BLOCKED_AFTER)"
     where = f"{__file__}:{line_of(waiting)} in test_the_warning_has_the_users_line"
     assert "threading.py:" in text
     assert f"in wait, called from {where}" in text

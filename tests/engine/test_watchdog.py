@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from aiocoll import ProcessGroup
-from aiocoll.engine.failure import watchdog as sentinel
+from aiocoll.engine.failure import watchdog
 from aiocoll.engine.failure.watchdog import Watchdog
 from aiocoll.process import this_process
 from aiocoll.transport.stream.plain_stream import PlainStream
@@ -53,7 +53,7 @@ async def started() -> AsyncIterator[tuple[Watchdog, Heard]]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let its seconds pass twenty times as fast."""
     for name in ("ROUND", "UNREACHABLE_AFTER", "BLOCKED_AFTER"):
-        monkeypatch.setattr(sentinel, name, getattr(sentinel, name) / 20)
+        monkeypatch.setattr(watchdog, name, getattr(watchdog, name) / 20)
 
 
 @pytest.fixture
@@ -75,13 +75,13 @@ async def test_a_silent_heartbeat_is_a_lost_rank_once(pair: tuple[socket.socket,
         watch.add_heartbeat(7, plain(pair[0]))
         started_at = time.perf_counter()
         await heard.anything.wait()
-        assert time.perf_counter() - started_at >= sentinel.UNREACHABLE_AFTER - sentinel.ROUND
+        assert time.perf_counter() - started_at >= watchdog.UNREACHABLE_AFTER - watchdog.ROUND
         assert watch.silence(7) is None
     ((rank, how, seconds),) = heard.lost
     assert (rank, how) == (7, "unreachable")
-    assert seconds >= sentinel.UNREACHABLE_AFTER
+    assert seconds >= watchdog.UNREACHABLE_AFTER
     assert pair[0].fileno() == -1
-    assert len(pair[1].recv(1000)) >= sentinel.UNREACHABLE_AFTER / sentinel.ROUND / 2, "it has sent its own bytes"
+    assert len(pair[1].recv(1000)) >= watchdog.UNREACHABLE_AFTER / watchdog.ROUND / 2, "it has sent its own bytes"
 
 
 @pytest.mark.usefixtures("quick")
@@ -91,7 +91,7 @@ async def test_heartbeats_keep_each_other_alive_while_the_loop_is_blocked(
     async with started() as (one, heard), started() as (two, heard_too):
         one.add_heartbeat(7, plain(pair[0]))
         two.add_heartbeat(8, plain(pair[1]))
-        time.sleep(2 * sentinel.UNREACHABLE_AFTER)  # noqa: ASYNC251 - that is the fault
+        time.sleep(2 * watchdog.UNREACHABLE_AFTER)  # noqa: ASYNC251 - that is the fault
         await asyncio.sleep(0)
         assert one.silence(7) is not None
         assert two.silence(8) is not None
@@ -135,7 +135,7 @@ def test_a_loop_that_does_not_run_is_not_blocked(caplog: pytest.LogCaptureFixtur
 
     made = loop.run_until_complete(make())
     with caplog.at_level(logging.INFO, logger="aiocoll"):
-        time.sleep(4 * sentinel.BLOCKED_AFTER)
+        time.sleep(4 * watchdog.BLOCKED_AFTER)
     loop.close()
     made._thread.join(60)
     assert not made._thread.is_alive()
