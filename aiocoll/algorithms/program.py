@@ -11,8 +11,9 @@ both sides. A message may be cut into segments of any size on its way; its segme
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 __all__ = ["Action", "Program", "Region", "Verb"]
 
@@ -48,8 +49,7 @@ class Region:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One node of the graph.
 
     Attributes:
@@ -75,8 +75,7 @@ class Action:
     follow: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
+class Program(NamedTuple):
     """The actions of one rank in one collective.
 
     Attributes:
@@ -86,5 +85,5 @@ class Program:
     """
 
     actions: tuple[Action, ...]
-    scratch: tuple[int, ...] = field(default=())
+    scratch: tuple[int, ...] = ()
     algorithm: str = "local"

@@ -38,8 +38,7 @@ def scaled(program: Program, inputs: Mapping[int, int], users: int, in_place: bo
     def later(action: Action) -> Action:
         after = tuple(index + shift for index in action.after)
         follow = tuple(index + shift for index in action.follow)
-        return replace(
-            action,
+        return action._replace(
             region=moved(action.region) if action.verb is Verb.SEND else action.region,
             sources=tuple(moved(source) for source in action.sources),
             after=after or tuple(range(shift)),

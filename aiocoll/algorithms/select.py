@@ -10,7 +10,6 @@ every machine and medium; a test holds it against the predictions of `algorithms
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
 from typing import NamedTuple
@@ -27,8 +26,7 @@ from aiocoll.algorithms.two_level import select as two_level
 __all__ = ["ALGORITHMS", "RULES", "Algorithm", "Rule", "build", "choose", "find"]
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """One line of the table: `algorithm` is used as long as none of the limits (all inclusive) is exceeded.
 
     Attributes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,8 +47,7 @@ class DType:
         return by_name, (self.name,)
 
 
-@dataclass(frozen=True, slots=True)
-class _Float8:
+class _Float8(NamedTuple):
     """The layout of a float8 type: a sign bit, then exponent and `mantissa` bits.
 
     `overflow` is the code that follows that of the largest finite value: infinity, or NaN.

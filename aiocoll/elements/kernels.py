@@ -8,9 +8,8 @@ kernels under ``np.errstate(all="ignore")``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +29,7 @@ Fold = Callable[[Sequence[Array], Array], None]
 _PIECE_BYTES = 256 * 1024
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Kernel:
+class Kernel(NamedTuple):
     """One reduction on one dtype. Arrays are 1-D, C-contiguous, of the dtype's storage, and equally long.
 
     Attributes:

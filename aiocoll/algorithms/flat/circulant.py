@@ -24,8 +24,8 @@ Manber, "Two algorithms for barrier synchronization" (IJPP 1988).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 from aiocoll.algorithms.builder import Builder, Deps, chunks, reduced_alone
 from aiocoll.algorithms.program import Program, Region
@@ -33,8 +33,7 @@ from aiocoll.algorithms.program import Program, Region
 __all__ = ["allgather", "allreduce", "barrier", "bruck", "reduce_scatter"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Blocks:
+class _Blocks(NamedTuple):
     """Where the blocks R of one rank lie: R[i] is block (`first` + i) mod p of a buffer cut at `bounds`."""
 
     buffer: int

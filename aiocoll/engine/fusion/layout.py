@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +21,7 @@ CHUNK = 128 * 1024
 Array = NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """How a list of members is carried out; made once for equal lists.
 
     Attributes:
@@ -37,8 +35,7 @@ class Layout:
     buckets: tuple[Bucket, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Bucket:
+class Bucket(NamedTuple):
     """Members that are carried out as one operation.
 
     Members on a CUDA device have no plan: all of them take part in one operation, for which no memory is packed.

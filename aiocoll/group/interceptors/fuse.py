@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -115,13 +114,13 @@ class Fuser:
             plans[0].kernel is not None and plans[0].kernel.prescale is not None,
         )
         sizes = [bucket.size(buffer) for buffer in range(len(counts))]
-        return replace(bucket, plan=self._fused(plans[0], sizes))
+        return bucket._replace(plan=self._fused(plans[0], sizes))
 
     def _fused(self, like: Plan, sizes: Sequence[int | None]) -> Plan:
         """Make the plan of calls like `like`, fused; a prescaling factor has been applied already."""
         signature, spec, kernel = like.signature, like.signature.spec, like.kernel
         if kernel is not None and kernel.prescale is not None:
-            kernel = replace(kernel, prescale=None)
+            kernel = kernel._replace(prescale=None)
         dtype = None if signature.dtype is None else by_name(signature.dtype)
         agreed = () if spec.private else None
         given = spec.sizes(sizes, self._rank)
