@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from aiocoll.algorithms.machine import MEDIA, Machine, Medium, Tuning
@@ -32,11 +31,11 @@ class _OtherVersionError(Exception):
     """The file is a tuning of a version that this library cannot read."""
 
 
-def default_path(environ: Mapping[str, str]) -> Path:
+def default_path(environ: Mapping[str, str]) -> str:
     """Return the path of this host's tuning; hosts may share a home directory, so the path contains the host name."""
     cache = environ.get("XDG_CACHE_HOME", "")
-    folder = Path(cache) if os.path.isabs(cache) else Path(os.path.expanduser("~/.cache"))
-    return folder / "aiocoll" / f"tuning-{socket.gethostname()}.json"
+    folder = cache if os.path.isabs(cache) else os.path.expanduser("~/.cache")
+    return os.path.join(folder, "aiocoll", f"tuning-{socket.gethostname()}.json")
 
 
 def load(path: str | None, environ: Mapping[str, str]) -> Tuning | None:
@@ -48,7 +47,7 @@ def load(path: str | None, environ: Mapping[str, str]) -> Tuning | None:
     Raises:
         ValueError: `path` cannot be read or is no tuning.
     """
-    where = default_path(environ) if path is None else Path(path)
+    where = default_path(environ) if path is None else path
     try:
         return _parse(_read(where))
     except _OtherVersionError as error:
@@ -105,8 +104,8 @@ def from_wire(numbers: Any, medium: Any, ranks: int) -> Tuning:
     raise RendezvousError(f"rank 0 published an invalid tuning in the store: {reason}")
 
 
-def _read(path: Path) -> bytes:
-    with path.open("rb") as file:
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise ValueError(f"it has more than {_MAX_BYTES} bytes")

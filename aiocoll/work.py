@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Generator
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -23,7 +22,7 @@ __all__ = ["Progress", "Work"]
 T_co = TypeVar("T_co", covariant=True)
 
 #: Files that start with this are ours: no call site of the user's.
-_HERE = str(Path(__file__).parent) + os.sep
+_HERE = os.path.dirname(__file__) + os.sep
 _frame = sys._getframe
 _thread = threading.get_ident
 #: In place of the context of a callback: it is called at once, by who ends the work.

@@ -54,13 +54,13 @@ def test_the_default_is_in_the_cache_of_the_user_and_need_not_be_there(
 ) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     name = f"tuning-{socket.gethostname()}.json"
-    assert default_path(environ) == tmp_path / "aiocoll" / name
+    assert default_path(environ) == str(tmp_path / "aiocoll" / name)
     monkeypatch.setenv("HOME", str(tmp_path))
     for cache in ({}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "relative"}):
-        assert default_path(cache) == tmp_path / ".cache" / "aiocoll" / name
+        assert default_path(cache) == str(tmp_path / ".cache" / "aiocoll" / name)
     assert load(None, environ) is load(None, {"XDG_CACHE_HOME": os.devnull}) is None
     (tmp_path / "aiocoll").mkdir()
-    write(default_path(environ))
+    write(Path(default_path(environ)))
     assert load(None, environ) == Tuning(**machines())
     assert not caplog.records
 
@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_opened_is_an_error_if_it_was_asked_for(
     with pytest.raises(ValueError, match=r"tuning='.*': Is a directory"):
         load(str(tmp_path), {})
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    default_path(environ).mkdir(parents=True)
+    Path(default_path(environ)).mkdir(parents=True)
     assert load(None, environ) is None
     assert "is not used: Is a directory" in caplog.text
 
@@ -223,7 +223,7 @@ async def tuning_of(pg: aiocoll.ProcessGroup) -> Tuning:
 def test_a_virtual_run_does_not_depend_on_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "aiocoll").mkdir()
-    path = write(default_path(os.environ))
+    path = write(Path(default_path(os.environ)))
     assert {each._replace(medium="tcp") for each in run_virtual(2, tuning_of)} == {Tuning()}
     given = run_virtual(2, tuning_of, options=GroupOptions(tuning=path))
     assert {each._replace(medium="tcp", crowd=1.0) for each in given} == {Tuning(**machines())}

@@ -7,9 +7,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 __all__ = ["FORMAT", "KEYS", "VERSION", "file_name", "write_json"]
 
@@ -24,6 +22,8 @@ _numbers = itertools.count()
 
 def file_name(group: str, rank: int) -> str:
     """Return the file name of one rank's dump, for any group name; names of two groups differ."""
+    from urllib.parse import quote  # takes two milliseconds, and many groups have no dump
+
     safe = quote(group, safe="", errors="surrogatepass")
     if len(safe) > _LONGEST:
         safe = f"{safe[:_LONGEST]}~{blake2b(safe.encode(), digest_size=8).hexdigest()}"
@@ -34,13 +34,13 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
     """Write `content` to `path` atomically; OSError if that fails."""
     import json  # many programs never need it
 
-    target = Path(path)
-    temporary = target.with_name(f".{target.name[:200]}.{os.getpid()}.{next(_numbers)}")
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".{name[:200]}.{os.getpid()}.{next(_numbers)}")
     try:
         with open(temporary, "x", encoding="ascii") as file:
             json.dump(content, file, separators=(",", ":"))
-        os.replace(temporary, target)
+        os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
-            temporary.unlink()
+            os.unlink(temporary)
         raise

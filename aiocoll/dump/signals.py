@@ -14,7 +14,6 @@ import os
 import signal
 import traceback
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -27,7 +26,7 @@ STAND_IN = "stands_in_for_aiocoll"
 #: None on Windows.
 NUMBER: signal.Signals | None = getattr(signal, "SIGUSR2", None)
 #: Lists the signals of this process that have a handler, also handlers that Python does not know.
-_STATUS = Path("/proc/self/status")
+_STATUS = "/proc/self/status"
 
 
 class Listener(Protocol):
@@ -89,7 +88,8 @@ def _would_end_us(handler: Any) -> bool:
         return getattr(handler, STAND_IN, False)
     assert NUMBER is not None
     try:
-        status = _STATUS.read_text()
+        with open(_STATUS) as file:
+            status = file.read()
     except OSError:
         return True
     # Python reports a handler in C, such as that of `faulthandler.register`, as the default one.

@@ -11,7 +11,6 @@ import os
 import socket
 import threading
 from collections.abc import Iterable
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -52,7 +51,7 @@ class FlightRecorder:
         dump_signal.listen(self, asked=directory is not None)
         if directory is None:
             return
-        self._path = Path(directory, file_name(comm.name, comm.rank))
+        self._path = os.path.join(directory, file_name(comm.name, comm.rank))
         comm.operation_log.hint = f"what was called last goes to {self._path}"
         comm.on_revoked.append(self._revoked)
         if comm.cause is not None:
@@ -161,7 +160,7 @@ class FlightRecorder:
         if self._pid != os.getpid():
             return  # a forked child is not in the group
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            os.makedirs(os.path.dirname(self._path), exist_ok=True)
             self.dump_json(self._path)
         except Exception as error:
             self._complain(error)

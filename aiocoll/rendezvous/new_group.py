@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from aiocoll.backends import Backend, BackendConfig, factory_of, refuse_device, sole_backend
 from aiocoll.errors import GroupError, RendezvousError
@@ -234,6 +233,8 @@ def _where(
         numbers = _numbers(rank, world_size, {}, "with store=")
         return _Where(("store", id(store)), *numbers, store, "store", "", 0, True, "")
     method = "env://" if init_method is None else init_method
+    from urllib.parse import urlsplit  # takes two milliseconds, which an import of this package need not
+
     parts = urlsplit(method)
     job = env.get("AIOCOLL_JOB_ID", "")
     if parts.scheme == "env":

@@ -32,7 +32,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("AIOCOLL_TUNING", raising=False)
     environ = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     monkeypatch.setenv("XDG_CACHE_HOME", environ["XDG_CACHE_HOME"])
-    return default_path(environ)
+    return Path(default_path(environ))
 
 
 async def test_two_processes_measure_every_transport(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def test_host_identity_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
         raise FileNotFoundError
 
     real = address.host_identity()
-    monkeypatch.setattr("pathlib.Path.read_text", fail)
+    monkeypatch.setattr("builtins.open", fail)
     monkeypatch.setattr("uuid.getnode", lambda: 1)
     first = address.host_identity()
     monkeypatch.setattr("uuid.getnode", lambda: 2)

@@ -1,6 +1,7 @@
 """By which of its addresses others reach this host."""
 
 import errno
+import io
 import socket
 import struct
 import sys
@@ -87,14 +88,14 @@ fe800000000000000000000000000007 05 40 20 80     eth1
 def test_interface_address(monkeypatch: pytest.MonkeyPatch, name: str, family: int, expected: str) -> None:
     answer = struct.pack("16sHH4s16x", name.encode(), socket.AF_INET, 0, bytes((10, 1, 2, 3)))
     monkeypatch.setattr("fcntl.ioctl", lambda *_: answer)
-    monkeypatch.setattr("pathlib.Path.read_text", lambda _: IF_INET6)
+    monkeypatch.setattr("builtins.open", lambda _: io.StringIO(IF_INET6))
     monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1"), (4, "eth2")])
     assert route.interface_address(name, family) == expected
 
 
 @linux_only
 def test_interface_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pathlib.Path.read_text", lambda _: IF_INET6)
+    monkeypatch.setattr("builtins.open", lambda _: io.StringIO(IF_INET6))
     monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (9, "ghost0")])
     with pytest.raises(ValueError, match="interface='ghost0': it has no address; there are lo, ghost0"):
         route.interface_address("ghost0")

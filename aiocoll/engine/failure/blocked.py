@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from types import FrameType
 
 __all__ = ["place"]
 
 #: Source lines named: the current one and its caller.
 PLACES = 3
+#: The folder of this package.
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 #: Files that start with one of these belong to Python or to this package.
-_NOT_THEIRS = ("<frozen ", os.path.dirname(os.__file__) + os.sep, str(Path(__file__).parents[1]) + os.sep)
+_NOT_THEIRS = ("<frozen ", os.path.dirname(os.__file__) + os.sep, _OURS + os.sep)
 #: Folders of installed packages, which lie below Python's files or in a virtual environment.
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 

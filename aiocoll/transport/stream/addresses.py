@@ -12,7 +12,6 @@ import struct
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from aiocoll.errors import RendezvousError
@@ -67,7 +66,8 @@ def host_identity(override: str | None = None) -> str:
     if override is not None:
         return f"named:{override}"
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
         facts = f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         import uuid

@@ -7,7 +7,6 @@ import struct
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 
 from aiocoll.errors import RendezvousError
 from aiocoll.security.keys import is_loopback
@@ -196,7 +195,8 @@ def _ipv4_of(name: str) -> str | None:
 
 def _ipv6_of(name: str) -> str | None:
     try:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+        with open("/proc/net/if_inet6") as file:
+            lines = file.read().splitlines()
     except OSError:  # a kernel without IPv6
         return None
     found: dict[str, str] = {}
