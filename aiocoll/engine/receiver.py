@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from aiocoll.engine.channels import Channels
 from aiocoll.engine.consensus.agreements import Agreements
@@ -18,8 +18,7 @@ from aiocoll.transport.base import Link
 __all__ = ["Receiver"]
 
 
-@dataclass(slots=True)
-class Receiver:
+class Receiver(NamedTuple):
     """Carries out control messages for one endpoint; its attributes are the other parts."""
 
     facts: Facts

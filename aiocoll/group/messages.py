@@ -34,17 +34,17 @@ _ndarray = np.ndarray
 LONGEST = 2**32 - 1
 
 
-@dataclass(frozen=True, slots=True)
 class Message(Generic[A_co]):
     """One operation of a `ProcessGroup.batch`: a `Send` or a `Recv`."""
 
-    tensor: A_co
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Send(Message[A_co]):
     """A send of a `batch`, as by `ProcessGroup.send`."""
 
+    tensor: A_co
     dst: int
     tag: int = 0
 
@@ -53,6 +53,7 @@ class Send(Message[A_co]):
 class Recv(Message[A_co]):
     """A receive of a `batch`, as by `ProcessGroup.recv`; `src` None accepts a message from any rank."""
 
+    tensor: A_co
     src: int | None
     tag: int = 0
 
