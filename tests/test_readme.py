@@ -10,6 +10,8 @@ from pathlib import Path
 
 import aiocoll
 
+from .layers import LAYERS, module
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 #: The block that begins with the name of the package, alone on its line.
@@ -18,36 +20,41 @@ MAP = next(
 )
 
 
-def mapped() -> set[Path]:
-    """Return the paths on the left side of the map; what is further in belongs to the last folder on the margin."""
-    found: set[Path] = set()
+def rows() -> list[tuple[Path, list[str]]]:
+    """Return folder and names of each line of the map; what is further in belongs to the last folder on the margin."""
+    found: list[tuple[Path, list[str]]] = []
     folder = ROOT
     for line in MAP.splitlines():
         names = re.split(r" {3,}", line.strip())[0].split()
-        if not line.startswith(" "):
-            folder = ROOT
-        found |= {folder / name for name in names}
-        if not line.startswith(" "):
+        inside = line.startswith(" ")
+        found.append((folder if inside else ROOT, names))
+        if not inside:
             folder = ROOT / names[0]
     return found
 
 
-def test_every_path_of_the_map_exists() -> None:
+def mapped() -> list[Path]:
+    """Return the paths on the left side of the map."""
+    return [folder / name for folder, names in rows() for name in names]
+
+
+def test_every_path_of_the_map_exists_and_is_there_once() -> None:
     wrong = {str(path.relative_to(ROOT)) for path in mapped() if not path.exists()}
     assert not wrong
+    assert len(set(mapped())) == len(mapped())
 
 
-def test_the_map_has_everything_at_the_top_of_the_package() -> None:
+def test_the_map_has_everything_at_the_top_of_the_package_in_the_order_of_the_layers() -> None:
+    """A row has modules of one layer, so that each imports only what is in rows below its own."""
     package = ROOT / "aiocoll"
-    there = {
-        path
-        for path in package.iterdir()
-        if (path.is_dir() and (path / "__init__.py").exists()) or (path.suffix == ".py" and path.stem[:2] != "__")
-    }
-    assert {path.name for path in there - mapped()} == set()
+    layers = [{module(name) for name in names} for folder, names in rows() if folder == package]
+    assert {name for names in layers for name in names} == set().union(*LAYERS)
+    heights = [{height for height, layer in enumerate(LAYERS) if layer & names} for names in layers]
+    assert {len(each) for each in heights} == {1}
+    assert heights == sorted(heights, key=max, reverse=True)
     folders = {path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
     tracked = {path for path in folders if any(path.rglob("*.py")) or any(path.glob("*.md"))}
-    assert {path.name for path in tracked - mapped()} <= {"build", "dist", "gpu-figures"}
+    assert {path.name for path in tracked - set(mapped())} <= {"build", "dist", "gpu-figures"}
 
 
 def test_paths_in_the_text_exist() -> None:
