@@ -19,6 +19,9 @@ MAP = next(
     text for text in re.findall(r"^```text\n(.*?)^```$", README, re.DOTALL | re.MULTILINE) if "aiocoll/\n" in text
 )
 
+#: The pages for users, by the tables of the README and the sentence before them.
+PAGES = set(re.findall(r"^\| `docs/([\w-]+\.md)` \|", README, re.MULTILINE)) | {"guide.md"}
+
 
 def rows() -> list[tuple[Path, list[str]]]:
     """Return folder and names of each line of the map; what is further in belongs to the last folder on the margin."""
@@ -62,8 +65,15 @@ def test_paths_in_the_text_exist() -> None:
     named = set(re.findall(r"(?<![\w/.-])((?:docs|examples|bench|tests)/[\w./-]*\w)", README))
     assert len(named) > 10
     assert {name for name in named if "/.venvs" not in name and not (ROOT / name).exists()} == set()
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"reference-tests.md"}
-    assert {name for name in pages if f"docs/{name}" not in README} == set(), "every page is named"
+
+
+def test_every_page_is_for_users_or_for_contributors_and_is_listed_there() -> None:
+    architecture = (ROOT / "docs" / "architecture.md").read_text()
+    contributors = set(re.findall(r"^\| `docs/([\w-]+\.md)` \|", architecture, re.MULTILINE)) | {"architecture.md"}
+    assert "docs/guide.md" in README
+    assert "docs/architecture.md" in README
+    assert PAGES | contributors == {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert PAGES & contributors == set()
 
 
 def test_nothing_in_it_breaks_on_another_page() -> None:
