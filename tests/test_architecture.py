@@ -1,0 +1,178 @@
+"""The architecture page is true: its drawing is what a call does, its tables and lists have all that there is."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import gc
+import pkgutil
+import re
+import sys
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from aiocoll import ProcessGroup, Work
+from aiocoll.engine.control.messages import SHAPES
+from aiocoll.security.handshake import WIRE_VERSION, ConnKind
+from aiocoll.transport.frame import FrameKind
+from docs import generate
+
+from .layers import LAYERS
+from .ranks import run_ranks
+
+PACKAGE = generate.ROOT / "aiocoll"
+PAGE = (generate.DOCS / "architecture.md").read_text()
+#: The block that begins with the call.
+DRAWING = next(block for block in re.findall(r"^```text\n(.*?)^```$", PAGE, re.S | re.M) if "pg.allreduce(x)" in block)
+
+
+def drawn() -> list[str]:
+    """Return the lines of the drawing that name a function, two spaces for each function it is called by."""
+    return [found[1][2:] for found in re.finditer(r"^(  +[a-z_.]+: [\w.]+)", DRAWING, re.M)]
+
+
+class Tree(NamedTuple):
+    """What one call of one of our functions comes to, from outside of the package."""
+
+    lines: list[str]
+    objects: list[Any]
+
+
+class Profiler:
+    """Writes down which functions of the package are called, by which others, in the thread that it is set in.
+
+    Attributes:
+        trees: of calls from outside of the package, in order.
+    """
+
+    def __init__(self) -> None:
+        self.trees: list[Tree] = []
+        self._open: list[FrameType] = []
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith("aiocoll.") or module.startswith("aiocoll.testing."):
+            return
+        if event == "call":
+            if not self._open:
+                self.trees.append(Tree([], []))
+            line = f"{module.removeprefix('aiocoll.')}: {frame.f_code.co_qualname}"
+            self.trees[-1].lines.append("  " * len(self._open) + line)
+            self.trees[-1].objects.append(frame.f_locals.get("self"))
+            self._open.append(frame)
+        elif event == "return" and self._open:  # none is open if it was called before the profiler was set
+            self._open.pop()
+
+    def of(self, work: Work[Any]) -> list[str]:
+        """Return the lines of the trees that have to do with a work."""
+        return [line for tree in self.trees if any(each is work for each in tree.objects) for line in tree.lines]
+
+
+async def test_a_call_goes_the_way_that_is_drawn() -> None:
+    """Rank 0 of two over TCP on loopback, in an allreduce like an earlier one, for which rank 1 lets it wait."""
+    waits, ended = asyncio.Event(), asyncio.Event()
+
+    async def body(pg: ProcessGroup) -> list[str]:
+        x, message = np.ones(8), np.empty(1)
+        await pg.allreduce(x)
+        if pg.rank():
+            await pg.send(message, 0)
+            await waits.wait()
+            observer = sys.getprofile()
+            sys.setprofile(None)
+            work = pg.allreduce(x)
+            sys.setprofile(observer)
+            await ended.wait()
+            await work
+            await pg.send(message, 0)
+            return []
+        await pg.recv(message, 1)  # after which the next frame is the first one since the link was read
+        # While any operation is in flight there is a timer that looks after all, and entering one does not set it.
+        in_flight = pg.recv(message, 1)
+        gc.disable()
+        sys.setprofile(profiler)
+        try:
+            work = pg.allreduce(x)
+            asyncio.get_running_loop().call_soon(waits.set)
+            assert await work is x
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+        ended.set()
+        await in_flight
+        assert x.tolist() == [4.0] * 8
+        return profiler.of(work)
+
+    profiler = Profiler()
+    done, _ = await run_ranks(2, body, transport="tcp")
+    assert done == drawn()
+
+
+def test_the_parts_of_the_engine_are_all_there_and_import_those_above_them() -> None:
+    parts = re.findall(r"^\| `engine/(\w+)/` \|", PAGE, re.M)
+    assert sorted(parts) == sorted(path.parent.name for path in PACKAGE.glob("engine/*/__init__.py"))
+    for number, part in enumerate(parts):
+        text = "".join(path.read_text() for path in (PACKAGE / "engine" / part).glob("*.py"))
+        used = set(re.findall(r"^ *from aiocoll\.engine\.(\w+)", text, re.M))
+        assert used <= set(parts[: number + 1]), part
+
+
+def test_the_wire_page_has_all_kinds_of_what_is_sent() -> None:
+    page = (generate.DOCS / "wire.md").read_text()
+    tables = re.findall(r"^\|---.*\n((?:\|.*\n)+)", page, re.M)
+    kinds = [{kind for row in table.splitlines() for kind in re.findall(r"\w+", row.split("|")[1])} for table in tables]
+    assert kinds == [set(ConnKind.__members__), set(FrameKind.__members__), set(SHAPES)]
+    assert f"this is version {WIRE_VERSION} (`WIRE_VERSION`)" in " ".join(page.split())
+
+
+#: What each page says in running text and tables: programs and output are checked elsewhere. Two pages are left out,
+#: which name files of other projects, and those of former times.
+PROSE = {
+    path.name: re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.S | re.M)
+    for path in [generate.ROOT / "README.md", *generate.DOCS.glob("*.md")]
+    if path.name not in ("reference-tests.md", "history.md")
+}
+CONTRIBUTORS = {"architecture.md", *re.findall(r"^\| `docs/([\w-]+\.md)` \|", PAGE, re.M)} & PROSE.keys()
+
+
+def test_paths_exist() -> None:
+    """From the root, and in pages for contributors also in the package."""
+    named = {
+        (page, path)
+        for page, text in PROSE.items()
+        for path in re.findall(r"(?<![\w/.-])((?:aiocoll|bench|docs|examples|tests)/(?!\.venvs)[\w./-]*\w)", text)
+    }
+    named |= {
+        (page, path)
+        for page in CONTRIBUTORS
+        for path in re.findall(r"`([\w.-]+/[\w./-]*|[\w-]+\.(?:py|md|toml))`", PROSE[page])
+    }
+    roots = (generate.ROOT, PACKAGE)
+    assert {f"{page}: {path}" for page, path in named if not any((root / path).exists() for root in roots)} == set()
+    assert len(named) > 100
+
+
+def test_modules_and_classes_exist() -> None:
+    """By their dotted names, and classes by their own, in pages for contributors."""
+    names = {(page, name) for page in CONTRIBUTORS for name in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*)`", PROSE[page])}
+    names = {(page, name) for page, name in names if not name.endswith((".py", ".md", ".toml"))}
+    inside = {(page, name) for page, name in names if "." in name and name.split(".")[0] in set().union(*LAYERS)}
+    assert {f"{page}: {name}" for page, name in inside if not resolves(name)} == set()
+    assert len(inside) > 20
+    sources = [path.read_text() for path in PACKAGE.rglob("*.py")]
+    classes = {name: text for text in sources for name in re.findall(r"^class (\w+)", text, re.M)}
+    called = {(page, *name.partition(".")[::2]) for page, name in names if re.match("[A-Z][a-z]", name)}
+    known = {(page, cls, name) for page, cls, name in called if re.search(rf"\b{name}\b", classes.get(cls, ""))}
+    assert {(page, cls) for page, cls, _ in called - known if not hasattr(builtins, cls)} == set()
+    assert len(known) > 20
+
+
+def resolves(name: str) -> bool:
+    """Whether a dotted name without `aiocoll.` is a module, or something in one."""
+    try:
+        pkgutil.resolve_name(f"aiocoll.{name}")
+    except (ImportError, AttributeError):
+        return False
+    return True
