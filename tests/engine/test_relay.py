@@ -11,6 +11,7 @@ import pytest
 
 from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
 from aiocoll.engine.failure import deadlines as watch
+from aiocoll.engine.operations import shm_ring
 from aiocoll.engine.operations.shm_ring import LAG, ShmRing, order
 from aiocoll.transport.shm.layout import CHUNKS
 
@@ -118,6 +119,30 @@ async def test_one_operation_has_the_lane_and_the_others_go_on_in_frames(world_s
         # It is free again.
         calls = [call(pg, 300_000) for pg in pgs]
         assert all(holds == [True] for holds in map(in_the_lane, pgs))
+        await check(calls, world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+async def test_what_a_rank_has_put_before_it_left_is_not_missing(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have read a part of it when they hear that it has left: one piece takes all the time they have."""
+    async with jobs(world_size) as (pgs,):
+        monkeypatch.setattr(shm_ring, "BUDGET", -1.0)
+        calls = [call(pg, 300_000) for pg in pgs]
+        first, *others = (operation for pg in pgs for operation in pg._comm.pending)
+        while not first.done:
+            look(pgs[0])
+            for operation in others:
+                while operation._put_next():
+                    pass
+            look(pgs[0])
+            if not first.done:
+                for operation in others:
+                    operation._take_next()
+        assert not others[0].done
+        pgs[1]._comm.departed(0)
+        assert others[0].done
         await check(calls, world_size)
 
 

@@ -282,8 +282,9 @@ class ShmRing(Operation):
         return self._plan.algorithm
 
     def needs(self, peer: int) -> bool:
-        """Whether something to or from `peer` is missing."""
-        self.look()
+        """Whether something to or from `peer` is missing, when all that it put before it left has been read."""
+        while not self.done and self.look():
+            pass
         if self.done:
             return False
         if peer == self._left and self._taken < len(self._order):
