@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
-
 import aiocoll
 from aiocoll import GroupOptions, ProcessGroup, Work
 from aiocoll.group.flight_recorder import FlightRecorder
+
+from .each import each
 
 #: In this order, each at most once.
 SECTIONS = ("Attributes", "Args", "Returns", "Raises", "Cost", "Source")
@@ -36,7 +36,7 @@ def calls() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 CALLS = dict(calls())
-every_call = pytest.mark.parametrize("name", CALLS)
+every_call = each("name", CALLS)
 
 
 def sections(found: object) -> dict[str, str]:

@@ -13,13 +13,14 @@ import aiocoll
 from aiocoll import ProcessGroup
 from aiocoll.log import logger
 
+from .each import each
 from .ranks import run_ranks
 
 PACKAGE = Path(aiocoll.__file__).parent
 LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+@each("path", sorted(PACKAGE.rglob("*.py")))
 def test_all_log_through_one_logger(path: Path) -> None:
     """`aiocoll.log.logger` adds what a call does not give."""
     calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]

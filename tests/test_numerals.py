@@ -15,17 +15,19 @@ from aiocoll.cli import main
 from aiocoll.numerals import parse_float, parse_int
 from aiocoll.options import GroupOptions, job_key
 
+from .each import each
+
 #: What Python's `int` and `float` take besides digits.
 NO_NUMBERS = ["1_0", " 1", "1 ", "1\n", "+1", "\u0661", "\uff11", "", "-", "--1", "0x1", "9" * 5000]
 
 
-@pytest.mark.parametrize("text", [*NO_NUMBERS, "1.0", "1e3", "inf"])
+@each("text", [*NO_NUMBERS, "1.0", "1e3", "inf"])
 def test_what_is_no_integer_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be a whole number"):
         parse_int(text)
 
 
-@pytest.mark.parametrize("text", [each for each in NO_NUMBERS if each[:1] != "9"] + ["1.5_0", ".", "1e", "Infinity"])
+@each("text", [each for each in NO_NUMBERS if each[:1] != "9"] + ["1.5_0", ".", "1e", "Infinity"])
 def test_what_is_no_number_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be a number"):
         parse_float(text)

@@ -4,6 +4,7 @@ import pytest
 
 from aiocoll.algorithms.program import Action, Program, Region, Verb
 
+from ..each import each
 from .interpreter import execute
 from .proof import Proof
 
@@ -34,7 +35,7 @@ def test_reading_what_has_not_arrived_is_found() -> None:
         Proof([exchange(1, (0,)), exchange(0, (0, 1))])
 
 
-@pytest.mark.parametrize(
+@each(
     ("bad", "message"),
     [(exchange(0, (0, 1), step=1), "sent but not received"), (exchange(0, (0, 1), count=3), "two lengths")],
 )

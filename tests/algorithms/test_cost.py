@@ -10,6 +10,7 @@ from aiocoll.algorithms.program import Action, Verb
 from aiocoll.algorithms.select import ALGORITHMS
 from aiocoll.transport.frame import SEGMENT
 
+from ..each import each
 from .cases import BARRIERS, Case, possible
 from .clockwork import Clockwork
 from .proof import RECEIVES, Proof
@@ -22,7 +23,7 @@ def worked(action: Action) -> int:
     return action.region.count * max(len(action.sources) - (action.verb is Verb.FOLD), 1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 8, 9, 16, 17])
+@each("world_size", [1, 2, 3, 4, 5, 6, 8, 9, 16, 17])
 @pytest.mark.parametrize(("kind", "algorithm"), sorted(ALGORITHMS))
 def test_costs_are_those_of_the_programs(kind: str, algorithm: str, world_size: int) -> None:
     world_size = possible(algorithm, world_size)
@@ -43,8 +44,8 @@ def test_costs_are_those_of_the_programs(kind: str, algorithm: str, world_size: 
     assert messages - spare <= load.sends + load.receives <= messages
 
 
-@pytest.mark.parametrize(("kind", "phases"), [("allreduce", 2), ("reduce_scatter", 1), ("allgather", 1)])
-@pytest.mark.parametrize("world_size", [2, 3, 7, 16])
+@each(("kind", "phases"), [("allreduce", 2), ("reduce_scatter", 1), ("allgather", 1)])
+@each("world_size", [2, 3, 7, 16])
 def test_circulant_takes_the_least_steps_for_any_number_of_ranks(kind: str, phases: int, world_size: int) -> None:
     assert cost("circulant", kind, world_size, world_size).steps == phases * math.ceil(math.log2(world_size))
 
@@ -58,7 +59,7 @@ def test_a_bad_name_is_explained() -> None:
 A, V, B, G = 1000.0, 100.0, 0.5, 0.25
 
 
-@pytest.mark.parametrize(
+@each(
     ("algorithm", "kind", "nbytes", "world_size", "seconds"),
     [
         ("dissemination", "barrier", 0, 1, 0),
@@ -90,7 +91,7 @@ def test_a_prediction_is_the_sum_of_its_parts(
     assert predict(algorithm, kind, nbytes, world_size, Machine(A, V, B, G)) == seconds
 
 
-@pytest.mark.parametrize("medium", ["tcp", "shm"])
+@each("medium", ["tcp", "shm"])
 @pytest.mark.parametrize(("kind", "algorithm"), sorted(ALGORITHMS))
 def test_predictions_are_about_what_the_programs_take(kind: str, algorithm: str, medium: Medium) -> None:
     """Within a quarter, except for what is not worth a formula.

@@ -5,6 +5,7 @@ import pytest
 from aiocoll.algorithms.program import Verb
 from aiocoll.algorithms.select import ALGORITHMS, build
 
+from ..each import each
 from .cases import BARRIERS, IN_RANK_ORDER, REDUCING, REPEATED, Case, cases, possible
 from .interpreter import execute
 from .proof import Proof
@@ -14,7 +15,7 @@ ONE_PLACE = [(kind, name) for kind, name in ALL if kind in ("allreduce", "reduce
 LOGARITHMIC = ("circulant", "dissemination", "binomial", "knomial", "linear", "chain")
 
 
-@pytest.mark.parametrize("world_size", range(1, 18))
+@each("world_size", range(1, 18))
 @pytest.mark.parametrize(("kind", "algorithm"), ALL)
 def test_result_does_not_depend_on_the_order_of_events(kind: str, algorithm: str, world_size: int) -> None:
     for number, case in enumerate(cases(kind, algorithm, world_size)):
@@ -27,8 +28,8 @@ def test_result_does_not_depend_on_the_order_of_events(kind: str, algorithm: str
             assert execute(programs, case.memory(), seed=number + 1, rendezvous=True) == eager
 
 
-@pytest.mark.parametrize("world_size", [32, 33, 64])
-@pytest.mark.parametrize(("kind", "algorithm"), [pair for pair in ALL if pair[1] in LOGARITHMIC])
+@each("world_size", [32, 33, 64])
+@each(("kind", "algorithm"), [pair for pair in ALL if pair[1] in LOGARITHMIC])
 def test_many_ranks(kind: str, algorithm: str, world_size: int) -> None:
     counts = tuple(rank % 3 for rank in range(world_size))
     case = Case(kind, algorithm, world_size, root=5, count=2 * world_size - 1, counts=counts)
@@ -37,8 +38,8 @@ def test_many_ranks(kind: str, algorithm: str, world_size: int) -> None:
     case.check(execute(programs, case.memory(), seed=world_size, rendezvous=True))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 13])
-@pytest.mark.parametrize(("kind", "algorithm"), ONE_PLACE)
+@each("world_size", [1, 2, 3, 8, 13])
+@each(("kind", "algorithm"), ONE_PLACE)
 def test_each_element_is_completed_once_or_on_every_rank(kind: str, algorithm: str, world_size: int) -> None:
     world_size = possible(algorithm, world_size)
     count = 3 * world_size + 1
@@ -48,7 +49,7 @@ def test_each_element_is_completed_once_or_on_every_rank(kind: str, algorithm: s
     assert sum(completed) == count * (world_size if algorithm in REPEATED and kind == "allreduce" else 1)
 
 
-@pytest.mark.parametrize(("kind", "algorithm"), [pair for pair in ALL if pair[0] in REDUCING])
+@each(("kind", "algorithm"), [pair for pair in ALL if pair[0] in REDUCING])
 def test_ordered_algorithms_reduce_by_folding_alone(kind: str, algorithm: str) -> None:
     case = next(case for case in cases(kind, algorithm, 5) if case.count == 97)
     combines = any(action.verb is Verb.COMBINE for program in case.programs() for action in program.actions)
@@ -56,7 +57,7 @@ def test_ordered_algorithms_reduce_by_folding_alone(kind: str, algorithm: str) -
     assert folds if algorithm in IN_RANK_ORDER else (combines or kind == "exscan")
 
 
-@pytest.mark.parametrize(("kind", "algorithm"), ALL)
+@each(("kind", "algorithm"), ALL)
 def test_programs_are_named_and_write_no_input(kind: str, algorithm: str) -> None:
     for case in cases(kind, algorithm, 4):
         for rank, (program, buffers) in enumerate(zip(case.programs(), case.memory(), strict=True)):
@@ -69,7 +70,7 @@ def test_programs_are_named_and_write_no_input(kind: str, algorithm: str) -> Non
                 assert not written & inputs
 
 
-@pytest.mark.parametrize("kind", ["gather", "scatter"])
+@each("kind", ["gather", "scatter"])
 def test_other_ranks_than_the_root_use_one_buffer(kind: str) -> None:
     for rank in (0, 1, 3):
         program = build(kind, "linear", rank, 4, (1, 2, 3, 4), root=2)
@@ -84,7 +85,7 @@ def test_barrier_carries_no_elements_and_is_empty_for_one_rank() -> None:
         assert {(action.region.buffer, action.region.start, action.region.stop) for action in actions} == {(0, 0, 0)}
 
 
-@pytest.mark.parametrize("kind", BARRIERS)
+@each("kind", BARRIERS)
 def test_no_rank_leaves_a_barrier_before_all_have_entered(kind: str) -> None:
     for world_size in range(2, 34):
         proof = Proof([build(kind, BARRIERS[kind], rank, world_size) for rank in range(world_size)])

@@ -5,6 +5,7 @@ import pytest
 from aiocoll.algorithms.scale import scaled
 from aiocoll.algorithms.select import ALGORITHMS
 
+from ..each import each
 from .cases import Case, possible
 from .interpreter import FINAL, SCALED, execute, leaves
 from .proof import Proof
@@ -12,7 +13,7 @@ from .proof import Proof
 KINDS = ("allreduce", "reduce", "reduce_scatter")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+@each("world_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize(("kind", "algorithm"), sorted(pair for pair in ALGORITHMS if pair[0] in KINDS))
 def test_every_input_is_scaled_once_before_it_is_used(kind: str, algorithm: str, world_size: int) -> None:
     world_size = possible(algorithm, world_size)

@@ -9,6 +9,7 @@ from aiocoll.algorithms.cost import predict
 from aiocoll.algorithms.machine import Machine, Medium, Tuning
 from aiocoll.algorithms.select import ALGORITHMS, RULES
 
+from ..each import each
 from .cases import IN_RANK_ORDER, REDUCING, REPEATED, possible
 
 KIB, MIB = 1024, 1024 * 1024
@@ -20,7 +21,7 @@ def test_rules_and_functions_name_the_same_algorithms() -> None:
     assert {(kind, rule.algorithm) for kind, rules in RULES.items() for rule in rules} == set(ALGORITHMS)
 
 
-@pytest.mark.parametrize("kind", RULES)
+@each("kind", RULES)
 def test_every_case_has_an_algorithm_that_keeps_what_the_op_needs(kind: str) -> None:
     for nbytes in SIZES:
         for world_size in WORLDS:
@@ -32,7 +33,7 @@ def test_every_case_has_an_algorithm_that_keeps_what_the_op_needs(kind: str) -> 
                     assert portable or kind != "allreduce" or name not in REPEATED
 
 
-@pytest.mark.parametrize(("kind", "algorithm"), sorted(ALGORITHMS))
+@each(("kind", "algorithm"), sorted(ALGORITHMS))
 def test_every_algorithm_is_chosen_for_something(kind: str, algorithm: str) -> None:
     assert any(
         choose(kind, nbytes, world_size, ordered=ordered) == algorithm
@@ -42,7 +43,7 @@ def test_every_algorithm_is_chosen_for_something(kind: str, algorithm: str) -> N
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("nbytes", "world_size", "ordered", "portable", "expected"),
     [
         (256 * KIB, 2, False, True, "exchange"),
@@ -97,8 +98,8 @@ def usable(kind: str, world_size: int, ordered: bool, portable: bool) -> list[st
     ]
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("kind", RULES)
+@each("machine", MACHINES)
+@each("kind", RULES)
 def test_what_is_chosen_is_predicted_to_be_about_the_fastest(kind: str, machine: str) -> None:
     tuning = MACHINES[machine]
     most = SCAN_FACTOR if kind in ("scan", "exscan") else FACTOR
@@ -114,7 +115,7 @@ def test_what_is_chosen_is_predicted_to_be_about_the_fastest(kind: str, machine:
                 assert times[chosen] <= most * min(times.values()), (nbytes, world_size, chosen, times)
 
 
-@pytest.mark.parametrize("kind", RULES)
+@each("kind", RULES)
 def test_limits_grow_with_n_half(kind: str) -> None:
     """With everything but the start of messages four times as fast, four times the bytes are treated alike."""
     slow = Machine(40e-6, 10e-6, 1 / 1e9, 0.1e-9)
@@ -128,8 +129,8 @@ def test_limits_grow_with_n_half(kind: str) -> None:
             )
 
 
-@pytest.mark.parametrize("medium", ["tcp", "unix", "shm"])
-@pytest.mark.parametrize(
+@each("medium", ["tcp", "unix", "shm"])
+@each(
     ("nbytes", "world_size", "expected"),
     [(4, 4, "direct"), (MIB, 4, "direct"), (2 * MIB, 4, "ring"), (4, 17, "circulant"), (2 * MIB, 17, "direct")],
 )

@@ -21,6 +21,7 @@ from aiocoll.group.cuda.native import PACKED, Native, carry_out, way_of
 from aiocoll.group.dispatch.planner import Planner
 from aiocoll.group.interceptors.fuse import Fuser
 
+from ..each import each
 from .cases import BARRIERS, PER_RANK, REDUCING, ROOTED, Case, possible
 
 WORLDS = (1, 2, 3, 4, 7)
@@ -100,7 +101,7 @@ def test_what_is_native_is_called_so() -> None:
     }
 
 
-@pytest.mark.parametrize(("kind", "algorithm"), sorted({**ALGORITHMS, **two_level.ALGORITHMS}))
+@each(("kind", "algorithm"), sorted({**ALGORITHMS, **two_level.ALGORITHMS}))
 def test_programs_read_the_inputs_and_write_the_outputs(kind: str, algorithm: str) -> None:
     spec = spec_of(kind)
     for case in cases(kind, algorithm):
@@ -117,7 +118,7 @@ def test_programs_read_the_inputs_and_write_the_outputs(kind: str, algorithm: st
                     assert read == whole(inputs, memory[rank])
 
 
-@pytest.mark.parametrize(("kind", "algorithm"), sorted(ALGORITHMS))
+@each(("kind", "algorithm"), sorted(ALGORITHMS))
 def test_counts_are_those_of_the_buffers(kind: str, algorithm: str) -> None:
     spec = spec_of(kind)
     for case in cases(kind, algorithm):
@@ -133,7 +134,7 @@ def test_counts_are_those_of_the_buffers(kind: str, algorithm: str) -> None:
             assert build(kind, algorithm, rank, case.world_size, *given, root=case.root) == programs[rank]
 
 
-@pytest.mark.parametrize(("kind", "algorithm"), sorted(pair for pair in ALGORITHMS if pair[0] in PRIVATE))
+@each(("kind", "algorithm"), sorted(pair for pair in ALGORITHMS if pair[0] in PRIVATE))
 def test_private_blocks_go_to_their_peers(kind: str, algorithm: str) -> None:
     spec = spec_of(kind)
     for case in cases(kind, algorithm):
@@ -147,14 +148,14 @@ def test_private_blocks_go_to_their_peers(kind: str, algorithm: str) -> None:
                     assert action.region.count == lengths[action.peer]
 
 
-@pytest.mark.parametrize("kind", SPECS)
+@each("kind", SPECS)
 def test_only_what_has_a_root_depends_on_it(kind: str) -> None:
     cases = [Case(kind, choose(kind, 44, 3), 3, root, 11, (5, 6, 7), ((1,) * 3,) * 3) for root in range(2)]
     first, second = (case.programs() for case in cases)
     assert (first == second) is not spec_of(kind).rooted
 
 
-@pytest.mark.parametrize("kind", SPECS)
+@each("kind", SPECS)
 def test_only_what_reduces_has_something_folded(kind: str) -> None:
     case = Case(kind, choose(kind, 44, 3), 3, 0, 11, (5, 6, 7), ((1,) * 3,) * 3)
     verbs = {action.verb for program in case.programs() for action in program.actions}
@@ -183,7 +184,7 @@ READERS: dict[str, Callable[[], object]] = {
 }
 
 
-@pytest.mark.parametrize("reader", READERS)
+@each("reader", READERS)
 def test_an_unknown_kind_is_refused_where_it_is_asked_for(reader: str) -> None:
     with pytest.raises(ValueError, match=r"kind='rotate' is not a collective; use one of allreduce, reduce, "):
         READERS[reader]()

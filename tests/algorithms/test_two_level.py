@@ -14,6 +14,7 @@ from aiocoll.algorithms.select import choose
 from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.algorithms.two_level.hosts import Hosts, host_numbers
 
+from ..each import each
 from .cases import Case, cases
 from .clockwork import Clockwork
 from .interpreter import execute
@@ -87,7 +88,7 @@ def whole(kind: str, algorithm: str, hosts: tuple[int, ...], block: int = 3) -> 
     return Case(kind, algorithm, world_size, 0, block * world_size, counts=(block,) * world_size, hosts=hosts)
 
 
-@pytest.mark.parametrize("hosts", SPLITS, ids=str)
+@each("hosts", SPLITS)
 @pytest.mark.parametrize(("kind", "algorithm"), ALL)
 def test_result_does_not_depend_on_the_order_of_events(kind: str, algorithm: str, hosts: tuple[int, ...]) -> None:
     for number, case in enumerate(cases(kind, algorithm, len(hosts))):
@@ -97,7 +98,7 @@ def test_result_does_not_depend_on_the_order_of_events(kind: str, algorithm: str
             placed.check(execute(placed.programs(), placed.memory(), seed=number, rendezvous=True))
 
 
-@pytest.mark.parametrize("world_size", [3, 4, 5])
+@each("world_size", [3, 4, 5])
 @pytest.mark.parametrize(("kind", "algorithm"), ALL)
 def test_every_split_of_a_few_ranks(kind: str, algorithm: str, world_size: int) -> None:
     random = Random(world_size)
@@ -107,7 +108,7 @@ def test_every_split_of_a_few_ranks(kind: str, algorithm: str, world_size: int) 
             prove(replace(case, hosts=hosts), number)
 
 
-@pytest.mark.parametrize("world_size", range(6, 18))
+@each("world_size", range(6, 18))
 @pytest.mark.parametrize(("kind", "algorithm"), ALL)
 def test_random_splits(kind: str, algorithm: str, world_size: int) -> None:
     random = Random(world_size)
@@ -115,8 +116,8 @@ def test_random_splits(kind: str, algorithm: str, world_size: int) -> None:
         prove(replace(case, hosts=random_split(world_size, random)), number)
 
 
-@pytest.mark.parametrize("hosts", [*SPLITS, (0, 1) * 8, (0, 1, 2, 2) * 4], ids=str)
-@pytest.mark.parametrize(("kind", "algorithm"), ALL)
+@each("hosts", [*SPLITS, (0, 1) * 8, (0, 1, 2, 2) * 4])
+@each(("kind", "algorithm"), ALL)
 def test_bytes_between_hosts_depend_on_the_hosts_alone(kind: str, algorithm: str, hosts: tuple[int, ...]) -> None:
     block = 60  # whatever the lanes and hosts, nothing is rounded
     for root in (0, len(hosts) - 1):
@@ -139,7 +140,7 @@ def test_allreduce_sends_twice_its_share_of_hosts_and_each_lane_its_part() -> No
             assert sum(sent) == 2 * count * (number - 1) // number // per_host
 
 
-@pytest.mark.parametrize(("number", "per_host"), [(2, 2), (2, 8), (3, 4), (5, 3)])
+@each(("number", "per_host"), [(2, 2), (2, 8), (3, 4), (5, 3)])
 def test_messages_between_hosts_do_not_grow_with_their_ranks(number: int, per_host: int) -> None:
     hosts = tuple(rank // per_host for rank in range(number * per_host))
     rounds = (number - 1).bit_length()
@@ -157,7 +158,7 @@ def test_messages_between_hosts_do_not_grow_with_their_ranks(number: int, per_ho
     assert len(crossing(whole("reduce_scatter", "lines", hosts))) == (number - 1) * number * per_host
 
 
-@pytest.mark.parametrize(("kind", "flat"), [("allreduce", "ring"), ("allgather", "ring"), ("barrier", "dissemination")])
+@each(("kind", "flat"), [("allreduce", "ring"), ("allgather", "ring"), ("barrier", "dissemination")])
 def test_two_levels_send_less_between_hosts_than_one(kind: str, flat: str) -> None:
     for hosts in ((0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 0, 1, 1, 1, 1)):
         algorithm = two_level.choose(kind, 16 * MIB, hosts, ordered=False, portable=True, machine=TCP)
@@ -182,10 +183,8 @@ def test_costs_of_nothing_are_nothing() -> None:
     assert two_level.cost("leaders", "barrier", 0, (0, 0, 1, 1)) == (3, 0)
 
 
-@pytest.mark.parametrize(
-    "hosts", [(0, 0, 1, 1), (0, 0, 0, 1), (0, 0, 0, 0, 1, 1, 1, 1), (0, 1, 2, 2, 2, 2, 2)], ids=str
-)
-@pytest.mark.parametrize("kind", sorted({kind for kind, _ in ALL}))
+@each("hosts", [(0, 0, 1, 1), (0, 0, 0, 1), (0, 0, 0, 0, 1, 1, 1, 1), (0, 1, 2, 2, 2, 2, 2)])
+@each("kind", sorted({kind for kind, _ in ALL}))
 def test_predictions_are_about_what_the_programs_take(kind: str, hosts: tuple[int, ...]) -> None:
     """Within a factor of about two."""
     for nbytes in (0,) if kind == "barrier" else (64, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB):
@@ -206,7 +205,7 @@ def test_lines_stream_and_need_no_scratch() -> None:
 # -- which
 
 
-@pytest.mark.parametrize("kind", sorted({kind for kind, _ in FLAT}))
+@each("kind", sorted({kind for kind, _ in FLAT}))
 def test_without_two_levels_nothing_changes(kind: str) -> None:
     for hosts in ((), (0, 0, 0, 0), (0, 1, 2, 3)):
         for nbytes in (0, 4, 64 * KIB, MIB, 16 * MIB):
@@ -215,7 +214,7 @@ def test_without_two_levels_nothing_changes(kind: str) -> None:
                 assert choose(kind, nbytes, 4, **needs, hosts=hosts) == choose(kind, nbytes, 4, **needs)
 
 
-@pytest.mark.parametrize("kind", sorted({kind for kind, _ in FLAT}))
+@each("kind", sorted({kind for kind, _ in FLAT}))
 def test_ops_in_rank_order_stay_on_one_level(kind: str) -> None:
     reducing = kind in ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")
     for nbytes in (0, 4, 64 * KIB, MIB, 16 * MIB):
@@ -223,7 +222,7 @@ def test_ops_in_rank_order_stay_on_one_level(kind: str) -> None:
         assert not reducing or name == choose(kind, nbytes, 4, ordered=True)
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "nbytes", "expected"),
     [
         ("allreduce", 4, "leaders"),
@@ -241,7 +240,7 @@ def test_ops_in_rank_order_stay_on_one_level(kind: str) -> None:
         ("barrier", 0, "leaders"),
     ],
 )
-@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 0, 1)], ids=str)
+@each("hosts", [(0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 0, 1)])
 def test_choices(kind: str, nbytes: int, expected: str, hosts: tuple[int, ...]) -> None:
     assert choose(kind, nbytes, 4, hosts=hosts) == expected
 
@@ -252,7 +251,7 @@ def test_more_leaders_send_less_each() -> None:
     assert choose("allreduce", 16 * KIB + 4, 6, hosts=hosts) == "lanes"
 
 
-@pytest.mark.parametrize("kind", ["reduce_scatter", "monitored_barrier", "gather", "scatter", "alltoall", "scan"])
+@each("kind", ["reduce_scatter", "monitored_barrier", "gather", "scatter", "alltoall", "scan"])
 def test_where_two_levels_save_nothing_there_is_one(kind: str) -> None:
     """Of a reduce_scatter that is the latency of small ones."""
     for nbytes in (0, 4, 4 * KIB) if kind == "reduce_scatter" else (0, 4 * KIB, 16 * MIB):

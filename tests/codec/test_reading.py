@@ -12,6 +12,7 @@ import pytest
 from aiocoll.codec import dumps, loads, reading
 from aiocoll.errors import SerializationError
 
+from ..each import each
 from .test_refusals import SAMPLE, alike
 from .test_roundtrip import VALUES, random_object, same
 
@@ -29,7 +30,7 @@ def steps_of(data: bytes | memoryview, **options: Any) -> tuple[int, Any]:
         count += 1
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda v: f"{type(v).__name__}-{v!r:.30}")
+@each("value", VALUES)
 def test_a_value_in_a_long_object(value: Any) -> None:
     obj = [value, b"x" * STEP, value, [[value] * 200]]
     data = dumps(obj)
@@ -38,7 +39,7 @@ def test_a_value_in_a_long_object(value: Any) -> None:
     assert same(found, obj)
 
 
-@pytest.mark.parametrize("seed", range(50))
+@each("seed", range(50))
 def test_any_nesting(seed: int) -> None:
     rng = random.Random(seed)
     obj = [random_object(rng, 5) for _ in range(10)]
@@ -46,8 +47,8 @@ def test_any_nesting(seed: int) -> None:
     assert same(steps_of(memoryview(bytearray(data)))[1], obj)
 
 
-@pytest.mark.parametrize("length", [256, 257, 513, 2049])
-@pytest.mark.parametrize("key", [int, str, lambda n: (n, str(n)), lambda n: 2**70 + n])
+@each("length", [256, 257, 513, 2049])
+@each("key", [int, str, lambda n: (n, str(n)), lambda n: 2**70 + n])
 def test_long_containers(length: int, key: Any) -> None:
     keys = [key(n) for n in range(length)]
     for obj in (dict(zip(keys, range(length), strict=True)), set(keys), frozenset(keys), tuple(keys), keys):
@@ -109,7 +110,7 @@ KEYS = {
 }
 
 
-@pytest.mark.parametrize("kind", KEYS)
+@each("kind", KEYS)
 def test_keys_with_one_hash_are_few(kind: str) -> None:
     """Each would be compared with all before it: in time that is quadratic in their number."""
     few, many = KEYS[kind](128), KEYS[kind](129)

@@ -23,6 +23,8 @@ import pytest
 from aiocoll.codec import dumps, loads
 from aiocoll.errors import SerializationError
 
+from ..each import each
+
 
 class Point(NamedTuple):
     x: int
@@ -72,7 +74,7 @@ REFUSED: list[tuple[Any, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("obj", "path", "reason"), REFUSED, ids=[str(i) for i in range(len(REFUSED))])
+@each(("obj", "path", "reason"), REFUSED)
 def test_what_cannot_be_sent_is_named_with_its_path(obj: Any, path: str, reason: str) -> None:
     with pytest.raises(SerializationError, match=rf"^cannot send {path}.*{reason}"):
         dumps(obj)
@@ -195,7 +197,7 @@ HOSTILE: list[tuple[bytes, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("data", "message"), HOSTILE, ids=[str(i) for i in range(len(HOSTILE))])
+@each(("data", "message"), HOSTILE)
 def test_hostile_bytes_are_refused(data: bytes, message: str) -> None:
     with pytest.raises(SerializationError, match=message):
         loads(data, max_bytes=1 << 26)

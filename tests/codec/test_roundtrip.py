@@ -21,6 +21,8 @@ import pytest
 from aiocoll.codec import MAX_BYTES, MAX_DEPTH, dumps, loads
 from aiocoll.errors import SerializationError
 
+from ..each import each
+
 
 class Point(NamedTuple):
     x: int
@@ -120,14 +122,14 @@ def filled(dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]
     return np.arange(math.prod(shape)).reshape(shape).astype(dtype)
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda v: f"{type(v).__name__}-{v!r:.30}")
+@each("value", VALUES)
 def test_a_value_comes_back_as_it_was(value: Any) -> None:
     for obj in (value, [value], {"k": (value, [value])}):
         assert same(loads(dumps(obj)), obj)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [*NATIVE, *EXTENSION])
+@each("shape", SHAPES)
+@each("dtype", [*NATIVE, *EXTENSION])
 def test_an_array_and_its_scalars_come_back_in_type_shape_and_bits(dtype: str, shape: tuple[int, ...]) -> None:
     kind = np.dtype(getattr(ml_dtypes, dtype) if dtype in EXTENSION else dtype)
     array = filled(kind, shape)
@@ -157,7 +159,7 @@ def test_an_array_is_copied() -> None:
     assert np.array_equal(loads(data), array)
 
 
-@pytest.mark.parametrize("length", [15, 16, 32767, 32768, 32769, 65537])
+@each("length", [15, 16, 32767, 32768, 32769, 65537])
 def test_long_sequences_travel_in_pieces(length: int) -> None:
     numbers = list(range(length))
     pairs = [(n,) for n in numbers]
@@ -179,7 +181,7 @@ def random_object(rng: random.Random, depth: int) -> Any:
     return dict(zip(keys, items, strict=True)) if kind is dict else kind(keys)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@each("seed", range(200))
 def test_any_nesting_comes_back_as_it_was(seed: int) -> None:
     obj = random_object(random.Random(seed), 5)
     data = dumps(obj)
@@ -194,7 +196,7 @@ def nested(depth: int, wrap: Any) -> Any:
     return obj
 
 
-@pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: (x,), lambda x: {"k": x}, lambda x: frozenset({x})])
+@each("wrap", [lambda x: [x], lambda x: (x,), lambda x: {"k": x}, lambda x: frozenset({x})])
 def test_nesting_is_bounded(wrap: Any) -> None:
     deepest = nested(MAX_DEPTH, wrap)
     assert same(loads(dumps([[deepest]][0][0])), deepest)

@@ -12,6 +12,8 @@ import pytest
 from aiocoll.elements import dtypes
 from aiocoll.errors import BackendUnavailableError
 
+from ..each import each
+
 NATIVE = [
     "bool",
     "int8",
@@ -79,13 +81,13 @@ def test_wire_codes_never_change() -> None:
     }
 
 
-@pytest.mark.parametrize("code", [0, 20, 255, -1])
+@each("code", [0, 20, 255, -1])
 def test_unknown_code(code: int) -> None:
     with pytest.raises(ValueError, match=f"dtype code {code} is unknown; codes go from 1 to 19"):
         dtypes.by_code(code)
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@each("name", NATIVE)
 def test_native_types(name: str) -> None:
     dtype = dtypes.of_numpy(np.dtype(name))
     assert dtype is dtypes.by_name(name)
@@ -94,7 +96,7 @@ def test_native_types(name: str) -> None:
     assert dtype.itemsize == np.dtype(name).itemsize
 
 
-@pytest.mark.parametrize("name", HALF[1:])
+@each("name", HALF[1:])
 def test_ml_dtypes_are_stored_as_unsigned_integers(name: str) -> None:
     dtype = dtypes.of_numpy(extension(name))
     assert dtype is dtypes.by_name(name)
@@ -136,7 +138,7 @@ def test_conversions_need_no_ml_dtypes(name: str, monkeypatch: pytest.MonkeyPatc
     assert up(name, down(name, values)).tolist() == [0.0, 0.5, -1.5, 12.0]
 
 
-@pytest.mark.parametrize(
+@each(
     ("dtype", "message"),
     [
         (">f4", "'>f4' is float32 in foreign byte order; convert it first"),
@@ -157,7 +159,7 @@ def test_unknown_name() -> None:
         dtypes.by_name("float8")
 
 
-@pytest.mark.parametrize("name", HALF)
+@each("name", HALF)
 def test_up_is_exact_for_every_code(name: str) -> None:
     codes = np.arange(1 << 8 * dtypes.by_name(name).itemsize, dtype=f"u{dtypes.by_name(name).itemsize}")
     got, want = up(name, codes), codes.view(extension(name)).astype(np.float32)
@@ -165,7 +167,7 @@ def test_up_is_exact_for_every_code(name: str) -> None:
     assert (np.signbit(got) == np.signbit(want))[~np.isnan(want)].all()
 
 
-@pytest.mark.parametrize("name", HALF)
+@each("name", HALF)
 def test_up_then_down_gives_every_code_back(name: str) -> None:
     codes = np.arange(1 << 8 * dtypes.by_name(name).itemsize, dtype=f"u{dtypes.by_name(name).itemsize}")
     values = up(name, codes)
@@ -197,7 +199,7 @@ def rounding_cases(name: str) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("name", HALF)
+@each("name", HALF)
 def test_down_rounds_like_the_reference(name: str) -> None:
     for case, values in rounding_cases(name).items():
         # The short arrays take float16's other path.
@@ -220,7 +222,7 @@ def test_bfloat16_ties_to_even_and_nan_by_hand() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "codes"),
     [
         ("float8_e4m3fn", [0x7E, 0x7F, 0x7F, 0xFF, 0x80]),
@@ -234,8 +236,8 @@ def test_float8_overflow_by_hand(name: str, codes: list[int]) -> None:
     assert down(name, values).tolist() == codes
 
 
-@pytest.mark.parametrize("name", HALF)
-@pytest.mark.parametrize("count", [0, 1, 20_000])
+@each("name", HALF)
+@each("count", [0, 1, 20_000])
 def test_down_leaves_its_source_alone(name: str, count: int) -> None:
     values = np.linspace(-3.0, 3.0, count, dtype=np.float32)
     kept = values.copy()

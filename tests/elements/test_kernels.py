@@ -13,6 +13,8 @@ from aiocoll.elements.dtypes import DType, array_dtype, by_name, from_float32, t
 from aiocoll.elements.ops import ReduceOp, kernel
 from aiocoll.errors import BackendUnavailableError
 
+from ..each import each
+
 SIGNED = ["int8", "int16", "int32", "int64"]
 UNSIGNED = ["uint8", "uint16", "uint32", "uint64"]
 FLOATS = ["float32", "float64"]
@@ -64,9 +66,9 @@ def closed_form(name: str, world_size: int, pattern: np.ndarray) -> np.ndarray:
     return np.where(pattern == 0, zero, one)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize(("name", "dtype_name"), PAIRS)
+@each("count", COUNTS)
+@each("world_size", [1, 2, 3])
+@each(("name", "dtype_name"), PAIRS)
 def test_fold(name: str, dtype_name: str, world_size: int, count: int) -> None:
     dtype = by_name(dtype_name)
     inputs, pattern = ranks(dtype, world_size, count)
@@ -84,8 +86,8 @@ def test_fold(name: str, dtype_name: str, world_size: int, count: int) -> None:
             assert rank == target or np.array_equal(operand, original)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize(("name", "dtype_name"), PAIRS)
+@each("count", COUNTS)
+@each(("name", "dtype_name"), PAIRS)
 def test_combine_into_new_left_and_right(name: str, dtype_name: str, count: int) -> None:
     dtype = by_name(dtype_name)
     (left, right), pattern = ranks(dtype, 2, count)
@@ -98,14 +100,14 @@ def test_combine_into_new_left_and_right(name: str, dtype_name: str, count: int)
         assert np.array_equal(decode(dtype, out), want)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "ufunc"), [("SUM", np.add), ("PRODUCT", np.multiply), ("BXOR", np.bitwise_xor), ("BAND", np.bitwise_and)]
 )
 def test_native_combine_is_the_ufunc_itself(name: str, ufunc: np.ufunc) -> None:
     assert kernel(getattr(ReduceOp, name), by_name("int32"), 2).combine is ufunc
 
 
-@pytest.mark.parametrize("dtype_name", [*SIGNED, *UNSIGNED])
+@each("dtype_name", [*SIGNED, *UNSIGNED])
 def test_bit_ops(dtype_name: str) -> None:
     dtype = by_name(dtype_name)
     inputs = [encode(dtype, [0b1100, 7, 0]), encode(dtype, [0b1010, 7, 1]), encode(dtype, [0b1001, 7, 2])]
@@ -115,7 +117,7 @@ def test_bit_ops(dtype_name: str) -> None:
         assert out.tolist() == want
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "want"),
     [
         ("SUM", [False, True, True, True]),
@@ -134,7 +136,7 @@ def test_bool(name: str, want: list[bool]) -> None:
     assert out.tolist() == want
 
 
-@pytest.mark.parametrize("dtype_name", [*SIGNED, *UNSIGNED])
+@each("dtype_name", [*SIGNED, *UNSIGNED])
 def test_integers_wrap_silently(dtype_name: str) -> None:
     dtype = by_name(dtype_name)
     info = np.iinfo(dtype.storage)
@@ -146,8 +148,8 @@ def test_integers_wrap_silently(dtype_name: str) -> None:
     assert int(out[0]) % (1 << dtype.itemsize * 8) == 2 * info.max % (1 << dtype.itemsize * 8)
 
 
-@pytest.mark.parametrize("dtype_name", [*SIGNED, *UNSIGNED])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 128, 255, 256, 300, 70_000])
+@each("dtype_name", [*SIGNED, *UNSIGNED])
+@each("world_size", [1, 2, 3, 7, 128, 255, 256, 300, 70_000])
 def test_integer_average_truncates_toward_zero(dtype_name: str, world_size: int) -> None:
     dtype = by_name(dtype_name)
     info = np.iinfo(dtype.storage)
@@ -159,7 +161,7 @@ def test_integer_average_truncates_toward_zero(dtype_name: str, world_size: int)
     assert x.tolist() == [abs(s) // world_size * (1 if s >= 0 else -1) for s in sums]
 
 
-@pytest.mark.parametrize("dtype_name", [*FLOATS, *COMPLEX, *HALF])
+@each("dtype_name", [*FLOATS, *COMPLEX, *HALF])
 def test_finalize_of_a_float_average(dtype_name: str) -> None:
     dtype = by_name(dtype_name)
     x = encode(dtype, [3.0, -6.0, 0.75])
@@ -169,8 +171,8 @@ def test_finalize_of_a_float_average(dtype_name: str) -> None:
     assert decode(dtype, x).tolist() == [1.0, -2.0, 0.25]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 64, 1000])
-@pytest.mark.parametrize("dtype_name", [*FLOATS, *COMPLEX])
+@each("world_size", [1, 2, 3, 7, 64, 1000])
+@each("dtype_name", [*FLOATS, *COMPLEX])
 def test_a_float_average_is_the_quotient_to_the_last_bit(dtype_name: str, world_size: int) -> None:
     dtype = by_name(dtype_name)
     real = np.dtype(f"float{dtype.itemsize * 4}") if dtype.kind == "complex" else dtype.storage
@@ -187,7 +189,7 @@ def test_a_float_average_is_the_quotient_to_the_last_bit(dtype_name: str, world_
     assert got.view(real)[number].tobytes() == want[number].tobytes()
 
 
-@pytest.mark.parametrize("name", ["SUM", "PRODUCT", "MIN", "MAX", "PREMUL_SUM"])
+@each("name", ["SUM", "PRODUCT", "MIN", "MAX", "PREMUL_SUM"])
 def test_only_average_has_a_last_touch(name: str) -> None:
     op = ReduceOp.PREMUL_SUM(2) if name == "PREMUL_SUM" else getattr(ReduceOp, name)
     made = kernel(op, by_name("float32"), 2)
@@ -195,8 +197,8 @@ def test_only_average_has_a_last_touch(name: str) -> None:
     assert (made.prescale is None) == (name != "PREMUL_SUM")
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("dtype_name", [*FLOATS, *COMPLEX, *HALF])
+@each("count", COUNTS)
+@each("dtype_name", [*FLOATS, *COMPLEX, *HALF])
 def test_premul_sum(dtype_name: str, count: int) -> None:
     dtype = by_name(dtype_name)
     inputs, pattern = ranks(dtype, 2, count)
@@ -216,8 +218,8 @@ def test_premul_sum_by_a_complex_factor() -> None:
     assert out.tolist() == [2j, -2]
 
 
-@pytest.mark.parametrize("name", ["MIN", "MAX"])
-@pytest.mark.parametrize("dtype_name", [*FLOATS, *HALF])
+@each("name", ["MIN", "MAX"])
+@each("dtype_name", [*FLOATS, *HALF])
 def test_nan_goes_through_min_and_max(name: str, dtype_name: str) -> None:
     dtype = by_name(dtype_name)
     numbers, nans = np.arange(33.0) / 2, np.full(33, np.nan)
@@ -228,8 +230,8 @@ def test_nan_goes_through_min_and_max(name: str, dtype_name: str) -> None:
         assert np.isnan(decode(dtype, out)).all()
 
 
-@pytest.mark.parametrize("name", ["MIN", "MAX"])
-@pytest.mark.parametrize("dtype_name", [*FLOATS, *HALF])
+@each("name", ["MIN", "MAX"])
+@each("dtype_name", [*FLOATS, *HALF])
 def test_zeros_of_both_signs_compare_the_same_everywhere(name: str, dtype_name: str) -> None:
     """Several ranks may compute the same element at different places of a vector."""
     dtype = by_name(dtype_name)
@@ -242,7 +244,7 @@ def test_zeros_of_both_signs_compare_the_same_everywhere(name: str, dtype_name: 
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("dtype_name", "big", "small", "want"),
     [
         # Half of big's last place: added one by one the small ones round away, added in float32 two make one place.
@@ -273,7 +275,7 @@ def test_half_average_does_not_overflow_on_the_way() -> None:
     assert np.isinf(out).all()
 
 
-@pytest.mark.parametrize("dtype_name", ["float16", "bfloat16"])
+@each("dtype_name", ["float16", "bfloat16"])
 def test_half_sum_is_the_float32_sum_in_rank_order(dtype_name: str) -> None:
     dtype = by_name(dtype_name)
     rng = np.random.default_rng(3)
@@ -350,7 +352,7 @@ def test_custom_on_bfloat16_without_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -
         kernel(ReduceOp.custom(subtract_from_twice, name="f"), by_name("bfloat16"), 2)
 
 
-@pytest.mark.parametrize(("name", "dtype_name"), [pair for pair in PAIRS if pair[1] in (*FLOATS, *COMPLEX)])
+@each(("name", "dtype_name"), [pair for pair in PAIRS if pair[1] in (*FLOATS, *COMPLEX)])
 def test_portable_kernels_give_the_same_bits_at_any_place(name: str, dtype_name: str) -> None:
     dtype = by_name(dtype_name)
     made = kernel(getattr(ReduceOp, name), dtype, 3)

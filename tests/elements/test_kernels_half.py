@@ -18,6 +18,8 @@ from aiocoll.elements.dtypes import DType, by_name
 from aiocoll.elements.half_precision import half_fold
 from aiocoll.elements.ops import ReduceOp, kernel
 
+from ..each import each
+
 BOTH = ["float16", "bfloat16"]
 CODES = np.arange(1 << 16, dtype=np.uint16)
 INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80}
@@ -73,8 +75,8 @@ def add(*terms: np.ndarray) -> np.ndarray:
     return total
 
 
-@pytest.mark.parametrize("codes", ["all", "finite"])
-@pytest.mark.parametrize(("name", "operand"), CASES)
+@each("codes", ["all", "finite"])
+@each(("name", "operand"), CASES)
 def test_every_code_plus_a_number(name: str, operand: float, codes: str) -> None:
     dtype = by_name(name)
     left = CODES if codes == "all" else finite(name)
@@ -96,7 +98,7 @@ def test_every_code_plus_a_number(name: str, operand: float, codes: str) -> None
         check(name, few, add(want, expand(name, right))[some])
 
 
-@pytest.mark.parametrize(("name", "operand"), CASES)
+@each(("name", "operand"), CASES)
 def test_every_code_times_a_number(name: str, operand: float) -> None:
     dtype = by_name(name)
     right = np.full(len(CODES), round_to(name, np.array([operand], np.float32))[0], np.uint16)
@@ -112,8 +114,8 @@ def test_every_code_times_a_number(name: str, operand: float) -> None:
         check(name, out, want * expand(name, right))
 
 
-@pytest.mark.parametrize("operation", ["MIN", "MAX"])
-@pytest.mark.parametrize(("name", "operand"), CASES)
+@each("operation", ["MIN", "MAX"])
+@each(("name", "operand"), CASES)
 def test_every_code_compared_with_a_number(name: str, operand: float, operation: str) -> None:
     dtype = by_name(name)
     select = np.minimum if operation == "MIN" else np.maximum
@@ -124,15 +126,15 @@ def test_every_code_compared_with_a_number(name: str, operand: float, operation:
         check(name, out, select(expand(name, left), expand(name, right)))
 
 
-@pytest.mark.parametrize("name", BOTH)
+@each("name", BOTH)
 def test_every_code_survives_a_fold_of_one(name: str) -> None:
     out = np.empty(len(CODES), by_name(name).storage)
     kernel(ReduceOp.SUM, by_name(name), 1).fold([store(name, CODES)], out)
     check(name, out, expand(name, CODES))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 7, 8])
-@pytest.mark.parametrize("name", BOTH)
+@each("world_size", [2, 3, 4, 5, 7, 8])
+@each("name", BOTH)
 def test_sums_of_any_codes_in_rank_order(name: str, world_size: int) -> None:
     rng = np.random.default_rng(world_size)
     codes = rng.choice(finite(name), (world_size, 200_001))
@@ -143,8 +145,8 @@ def test_sums_of_any_codes_in_rank_order(name: str, world_size: int) -> None:
     check(name, out, add(*(expand(name, row) for row in codes)))
 
 
-@pytest.mark.parametrize("divisor", [1, 2, 3, 5, 7, 8, 1000, 4095, 4096, 4097])
-@pytest.mark.parametrize("name", BOTH)
+@each("divisor", [1, 2, 3, 5, 7, 8, 1000, 4095, 4096, 4097])
+@each("name", BOTH)
 def test_averages_of_every_code(name: str, divisor: int) -> None:
     """Divided in float32 and rounded once, subnormal quotients too."""
     left, right = finite(name), finite(name)[::-1].copy() & 0x83FF
@@ -156,8 +158,8 @@ def test_averages_of_every_code(name: str, divisor: int) -> None:
     check(name, out, expand(name, left) / np.float32(divisor))
 
 
-@pytest.mark.parametrize("factor", [0.5, -3.0, 0.1, 2.0**-20, 1e30, 1e300, -np.inf, np.nan, "NaN with all bits"])
-@pytest.mark.parametrize("name", BOTH)
+@each("factor", [0.5, -3.0, 0.1, 2.0**-20, 1e30, 1e300, -np.inf, np.nan, "NaN with all bits"])
+@each("name", BOTH)
 def test_every_code_times_a_factor(name: str, factor: float | str) -> None:
     value = struct.unpack("<d", b"\xff" * 7 + b"\x7f")[0] if isinstance(factor, str) else factor
     prescale = kernel(ReduceOp.PREMUL_SUM(value), by_name(name), 2).prescale
@@ -183,9 +185,9 @@ def test_finite_codes_go_packed(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert not out.view(np.uint16).any()  # x - x, which is +0
 
 
-@pytest.mark.parametrize("value", SPECIAL)
-@pytest.mark.parametrize("place", [0, 1, 70_000, 99_999])
-@pytest.mark.parametrize("name", BOTH)
+@each("value", SPECIAL)
+@each("place", [0, 1, 70_000, 99_999])
+@each("name", BOTH)
 def test_one_infinity_or_nan_among_numbers(name: str, place: int, value: float) -> None:
     """Packed, float16's infinities would cancel and its NaNs be numbers."""
     codes = np.full((3, 100_001), round_to(name, np.array([1.0], np.float32))[0], np.uint16)
@@ -215,8 +217,8 @@ def test_float16_rounds_to_infinity_from_65520_on() -> None:
     assert sums(*[8188] * 8) == {65504.0}
 
 
-@pytest.mark.parametrize("count", [1, 5000, 70_001])
-@pytest.mark.parametrize("name", BOTH)
+@each("count", [1, 5000, 70_001])
+@each("name", BOTH)
 def test_folds_say_nothing_of_overflows_and_leave_that_to_the_caller(name: str, count: int) -> None:
     largest = np.full(count, INFINITY[name] - 1, np.uint16)
     out = np.empty(count, np.uint16)
@@ -229,8 +231,8 @@ def test_folds_say_nothing_of_overflows_and_leave_that_to_the_caller(name: str, 
     assert np.isnan(expand(name, out)).all()
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4095, 4096, 4097, 65_535, 65_536, 65_537, 131_073])
-@pytest.mark.parametrize("name", BOTH)
+@each("count", [1, 2, 3, 4095, 4096, 4097, 65_535, 65_536, 65_537, 131_073])
+@each("name", BOTH)
 def test_any_place_in_memory(name: str, count: int) -> None:
     """Whole words, and inputs and outputs that start in the middle of one, or of a code."""
     dtype = by_name(name)
@@ -251,7 +253,7 @@ def test_any_place_in_memory(name: str, count: int) -> None:
         assert (memory[2, starts[2] + 2 * count :] == 0xEE).all()
 
 
-@pytest.mark.parametrize("name", BOTH)
+@each("name", BOTH)
 def test_threads_do_not_share_scratch(name: str) -> None:
     dtype = by_name(name)
     made = kernel(ReduceOp.SUM, dtype, 2)

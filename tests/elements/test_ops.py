@@ -10,6 +10,8 @@ import pytest
 from aiocoll.elements.dtypes import by_name
 from aiocoll.elements.ops import Kernel, ReduceOp, kernel
 
+from ..each import each
+
 BUILTIN = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 FLOATS = [
@@ -45,7 +47,7 @@ def take_left(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     out[:] = a
 
 
-@pytest.mark.parametrize("name", BUILTIN)
+@each("name", BUILTIN)
 def test_constants(name: str) -> None:
     op = getattr(ReduceOp, name)
     assert op.name == op.wire_name == name
@@ -55,7 +57,7 @@ def test_constants(name: str) -> None:
     assert [other for other in BUILTIN if getattr(ReduceOp, other) == op] == [name]
 
 
-@pytest.mark.parametrize(
+@each(
     ("factor", "kept"),
     [
         (2, 2.0),
@@ -73,7 +75,7 @@ def test_premul_sum(factor: object, kept: complex) -> None:
     assert repr(op) == f"ReduceOp.PREMUL_SUM({kept})"
 
 
-@pytest.mark.parametrize("factor", ["2", None, [2.0], True, np.array("x"), np.True_])
+@each("factor", ["2", None, [2.0], True, np.array("x"), np.True_])
 def test_premul_sum_of_no_number(factor: object) -> None:
     with pytest.raises(TypeError, match="factor must be a real or complex number, not"):
         ReduceOp.PREMUL_SUM(factor)
@@ -105,8 +107,8 @@ def test_custom_of_no_function() -> None:
         ReduceOp.custom(3)
 
 
-@pytest.mark.parametrize("name", list(ALLOWED))
-@pytest.mark.parametrize("dtype", ["bool", *INTEGERS, *FLOATS, *COMPLEX])
+@each("name", list(ALLOWED))
+@each("dtype", ["bool", *INTEGERS, *FLOATS, *COMPLEX])
 def test_defined_pairs(name: str, dtype: str) -> None:
     if dtype in ALLOWED[name]:
         assert isinstance(kernel(make(name), by_name(dtype), 3), Kernel)
@@ -122,7 +124,7 @@ def test_refusal_lists_what_is_allowed() -> None:
         kernel(ReduceOp.BAND, by_name("float16"), 2)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@each("dtype", ["float64", "bfloat16"])
 def test_complex_factor_on_a_real_tensor(dtype: str) -> None:
     with pytest.raises(TypeError, match=rf"op PREMUL_SUM: the factor 2j is complex but the tensor is {dtype}"):
         kernel(ReduceOp.PREMUL_SUM(2j), by_name(dtype), 2)
@@ -142,7 +144,7 @@ def test_kernels_are_cached_but_custom_ones_are_not() -> None:
     assert kernel(op, dtype, 4) is not kernel(op, dtype, 4)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "dtype", "ordered", "portable"),
     [
         ("SUM", "float32", False, True),
@@ -161,7 +163,7 @@ def test_what_the_engine_may_do(name: str, dtype: str, ordered: bool, portable: 
     assert (made.ordered, made.portable) == (ordered, portable)
 
 
-@pytest.mark.parametrize("commutative", [True, False])
+@each("commutative", [True, False])
 def test_custom_is_ordered_unless_commutative(commutative: bool) -> None:
     made = kernel(ReduceOp.custom(take_left, commutative=commutative), by_name("float32"), 2)
     assert (made.ordered, made.portable) == (not commutative, False)

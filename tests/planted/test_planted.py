@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ..each import each
 from .mutations import KINDS, Mutant, draw, mutants
 from .places import Package, Place
 from .run import BY_HAND, ROOT, Tree, key, read, reasons
@@ -120,7 +121,7 @@ def test_drawing_is_decided_by_the_seed_and_takes_of_all_kinds(toy: Path) -> Non
         ast.parse(spot.replaced(TOY.encode(), mutant.new))
 
 
-@pytest.mark.parametrize("mutant", FAULTS, ids=lambda mutant: f"{mutant.where}: {'; '.join(mutant.new)}"[:80])
+@each("mutant", FAULTS)
 def test_every_place_is_there(mutant: Mutant) -> None:
     spots = PACKAGE.find(mutant.place)
     what_to_do = "change it in faults.json" if mutant.kind == BY_HAND else "run `python -m tests.planted --draw`"
@@ -143,7 +144,7 @@ def test_every_reason_is_of_a_fault() -> None:
     assert not strange, f"take them out of equivalent.json: {strange}"
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+@each("subject", SUBJECTS)
 def test_the_modules_and_the_tests_of_a_subject_are_there(subject: str) -> None:
     assert files(PACKAGE, subject)
     for run in SUBJECTS[subject].tests:
