@@ -1,0 +1,33 @@
+"""Loops of cases: every case runs, and an error names the one that failed."""
+
+import pytest
+
+from .each import each
+
+seen: list[tuple[int, str]] = []
+
+
+@pytest.mark.parametrize("letter", "ab")
+@each("number", (1, 2))
+def test_it_goes_with_parametrised_tests(number: int, letter: str) -> None:
+    seen.append((number, letter))
+    assert seen[-number:][0] == (1, letter)
+
+
+def test_an_error_names_the_case() -> None:
+    @each(("one", "two"), [(1, 1), (1, 2)])
+    def test(one: int, two: int) -> None:
+        assert one == two
+
+    with pytest.raises(AssertionError) as caught:
+        test()  # type: ignore[call-arg]
+    assert caught.value.__notes__ == ["one = 1, two = 2"]
+
+
+def test_no_case_is_an_error() -> None:
+    @each("one", [])
+    def test(one: int) -> None:
+        raise LookupError
+
+    with pytest.raises(AssertionError, match="test has no case"):
+        test()  # type: ignore[call-arg]
