@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.pages import ROOT, blocks, code, commands, files, shell, write
+
 pytest_plugins = ["pytester"]
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "testing-with-ranks.md").read_text()
-
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-FILES = {
-    name.group(1): code
-    for language, code in BLOCKS
-    if language == "python" and (name := re.match(r"# ([a-z_]+)\.py\n", code))
-}
-REPORTS = [text.splitlines() for language, text in BLOCKS if language == "text"]
+PAGE = "docs/testing-with-ranks.md"
+FILES = files(PAGE)
+REPORTS = [
+    block.code.splitlines()
+    for block in blocks(PAGE)
+    if block.heading == "Reading a report" and block.language == "text"
+]
 #: The only file whose tests fail, to show how that looks.
 FAILING = "test_reports"
 #: Where ranks are tasks, time is virtual: no operation or test times out because the machine is busy.
@@ -41,16 +37,10 @@ def pytest_asyncio_loop_factories(item):
 def page(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    pytester.makepyfile(**FILES)
+    write(FILES, pytester.path)
     pytester.makeconftest(CONFTEST)
     pytester.makeini("[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n")
     return pytester
-
-
-def test_every_block_is_one_of_these() -> None:
-    assert {language for language, _ in BLOCKS} == {"python", "sh", "text"}
-    assert len(FILES) == sum(language == "python" for language, _ in BLOCKS)
-    assert FAILING in FILES
 
 
 def test_the_tests_of_the_page_do_what_it_says(page: pytest.Pytester) -> None:
@@ -62,6 +52,13 @@ def test_the_tests_of_the_page_do_what_it_says(page: pytest.Pytester) -> None:
         result.stdout.fnmatch_lines(report)
 
 
-def test_the_program_of_the_page_runs(page: pytest.Pytester) -> None:
-    done = subprocess.run([sys.executable, "first.py"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "[60, 60, 60, 60]\n"), done.stderr
+def test_the_commands_of_the_page_print_what_it_shows(tmp_path: Path) -> None:
+    write(FILES, tmp_path)
+    (tmp_path / ".coveragerc").write_text(code(PAGE, "Coverage", language="ini"))
+    first, program, coverage = commands(PAGE)
+    assert "1 passed" in shell(first, tmp_path)
+    assert shell(program, tmp_path) == code(PAGE, "The first test", language="text")
+    # A report on the files of one section alone.
+    for name in FILES.keys() - {"shards.py", "test_shards.py", "job.py"}:
+        (tmp_path / name).unlink()
+    assert code(PAGE, "Coverage", language="text") in shell(coverage, tmp_path)
