@@ -1,24 +1,24 @@
-"""A rank that runs the recipe of docs/reliability.md, *Going on*. Arguments: whether it joins, and where it dies."""
+"""A rank that runs a recipe of the docs. Arguments: meets, joins, or shrinks (as the guide does); where it dies."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import re
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
-import aiocoll
+import numpy as np
 
-PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+import aiocoll
+from tests.pages import code, execute
+
 WORLD_SIZE, STEPS = 4, 40
 #: After how many steps the first rank dies.
 HALF = 20
 
-_, joins, death = sys.argv
+_, way, death = sys.argv
 
 
 def die() -> None:
@@ -64,27 +64,41 @@ async def grow(pg: aiocoll.ProcessGroup, n: int) -> aiocoll.ProcessGroup:
     return grown
 
 
-async def run() -> dict[str, int]:
-    aiocoll.ProcessGroup.shrink, aiocoll.ProcessGroup.grow = shrink, grow  # type: ignore[method-assign,assignment]
-    code = re.search(r"## Going on.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert code is not None
+async def going_on() -> dict[str, int]:
     last: dict[str, int] = {}
 
     async def noting(pg: Any, state: dict[str, int]) -> None:
         await step(pg, state)
         last.update(state)
 
-    names = {"aiocoll": aiocoll, "WORLD_SIZE": WORLD_SIZE, "STEPS": STEPS, "step": noting}
-    exec(compile(code[1], str(PAGE), "exec"), names)
+    recipe = code("docs/reliability.md", "Going on")
+    names = await execute(recipe, aiocoll=aiocoll, WORLD_SIZE=WORLD_SIZE, STEPS=STEPS, step=noting)
     while True:
         try:
-            await names["main"](joins == "joins")  # type: ignore[operator]
+            await names["main"](way == "joins")
         except aiocoll.RendezvousError:
-            if joins != "joins":
+            if way != "joins":
                 raise
         else:
             return last
 
 
+async def shrinking() -> dict[str, int]:
+    sums = []
+
+    def gradient(number: int) -> Any:
+        if death == "step" and number == HALF:
+            die()
+        sums.append(np.array([number]))
+        return sums[-1]
+
+    recipe = code("docs/guide.md", "Recovery")
+    names = await execute(recipe, aiocoll=aiocoll, STEPS=STEPS, gradient=gradient, pg=await aiocoll.new_group())
+    size = names["pg"].size()
+    await names["pg"].shutdown()
+    return {"step": names["step"], "size": size, "last": int(sums[-1][0])}
+
+
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(run())))
+    aiocoll.ProcessGroup.shrink, aiocoll.ProcessGroup.grow = shrink, grow  # type: ignore[method-assign,assignment]
+    print(json.dumps(asyncio.run(shrinking() if way == "shrinks" else going_on())))

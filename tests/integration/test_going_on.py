@@ -1,4 +1,4 @@
-"""The recipe of docs/reliability.md, *Going on*, as it stands there: two ranks die, one of them while it is at work."""
+"""The recipes of the docs for going on, as they stand there: two ranks die, one of them while the recipe is at work."""
 
 from __future__ import annotations
 
@@ -42,5 +42,25 @@ async def test_the_recipe_outlives_a_death_while_it_is_at_work(ranks: Ranks, dea
             if rank not in deaths:
                 # Every step was made once, by a whole group.
                 assert json.loads(out) == {"step": 40, "total": 160}
+    finally:
+        await server.aclose()
+
+
+@pytest.mark.parametrize("death", ["shrink", "shrinking"])
+async def test_the_recipe_of_the_guide_outlives_a_death_while_it_shrinks(ranks: Ranks, death: str) -> None:
+    server = StoreServer(key=KEY)
+    host, port = server.start()
+    env = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "AIOCOLL_STORE": "launcher", "WORLD_SIZE": "4"}
+    deaths = {3: "step", 0: death}
+    processes = [
+        ranks.start(PROGRAM, "shrinks", deaths.get(rank, "never"), env={**env, "RANK": str(rank)}) for rank in range(4)
+    ]
+    try:
+        for rank, process in enumerate(processes):
+            out, err = process.communicate(timeout=LIMIT)
+            assert err == ""
+            assert process.returncode == (-9 if rank in deaths else 0)
+            if rank not in deaths:
+                assert json.loads(out) == {"step": 40, "size": 2, "last": 2 * 39}
     finally:
         await server.aclose()
