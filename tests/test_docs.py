@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import ast
-import asyncio
-import os
+import inspect
 import re
 import subprocess
-import sys
-import textwrap
-from itertools import pairwise
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import aiocoll
-import aiocoll.distributed as dist
-from aiocoll import ProcessGroup
 from docs import generate
 
-from .ranks import run_ranks
+from . import pages as tests_pages
+from .pages import EXCUSES, ROOT, Block, blocks, commands, files, is_shown, pages, shell, write
+
+HANGS = "docs/when-something-hangs.md"
 
 
 def test_every_name_is_what_the_table_says() -> None:
@@ -57,61 +55,96 @@ def test_the_table_of_reference_tests_is_current() -> None:
     assert not wrong, f"run `python docs/generate.py`: the table has no good result for {wrong}"
 
 
-async def test_the_ported_example_runs() -> None:
-    """As tasks of this loop, which have their groups already."""
-    code = re.findall(r"```python\n(.*?)```", generate.PORTING.read_text(), re.DOTALL)[-1]
-    code = code.replace("    await dist.init_process_group()\n", "").replace("asyncio.run(main())\n", "")
-    assert "async def main" in code
-    code = code.replace("    await dist.destroy_process_group()\n", "    return gradient, names\n")
-    space: dict[str, Any] = {}
-    exec(compile(code, "porting.md", "exec"), space)
-
-    async def body(pg: ProcessGroup) -> None:
-        gradient, names = await space["main"]()
-        assert dist.is_initialized()
-        assert gradient.tolist() == [1.5] * 1000
-        assert names == ["rank 0", "rank 1", "rank 2", "rank 3"]
-
-    await run_ranks(4, body)
-
-
-async def test_the_store_of_the_guide_is_the_one_that_passes_the_contract_and_ranks_meet_there() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (generate.DOCS / "guide.md").read_text(), re.DOTALL)
-    store, use = next((code, after) for code, after in pairwise(blocks) if "(KeyValueStore)" in code)
-    assert (generate.ROOT / "tests/store/minimal_store.py").read_text().endswith(f'"""\n\n{store}')
-    space: dict[str, Any] = {"aiocoll": aiocoll}
-    exec(compile(store, "guide.md", "exec"), space)
-    first, then = use.replace("...", "sizes.append(await pg.allreduce(1))").split("\n", 1)
-    exec(compile(f"{first}\nasync def main(rank, sizes):\n{textwrap.indent(then, '    ')}", "guide.md", "exec"), space)
-    sizes: list[int] = []
-    await asyncio.gather(*(space["main"](rank, sizes) for rank in range(2)))
-    assert sizes == [2, 2]
-
-
-HANGS = generate.DOCS / "when-something-hangs.md"
-
-
 def test_the_page_on_hangs_shows_what_its_programs_say(tmp_path: Path) -> None:
     """Numbers aside: which rank is the first and how long it took depend on the machine."""
-    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", HANGS.read_text(), re.MULTILINE | re.DOTALL)
-    for language, code in blocks:
-        if language == "python":
-            (tmp_path / code.splitlines()[0].removeprefix("# ")).write_text(code)
-    (tmp_path / "aiocoll").write_text(f'#!/bin/sh\nexec {sys.executable} -m aiocoll "$@"\n')
-    (tmp_path / "aiocoll").chmod(0o700)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("AIOCOLL_")}
-    environ = {**kept, "PYTHONPATH": str(generate.ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    said = ""
-    for language, code in blocks:
-        if language == "sh":
-            done = subprocess.run(code, shell=True, cwd=tmp_path, env=environ, capture_output=True, text=True)
-            said += done.stdout + done.stderr
-    said = without_numbers(said.replace(f"{tmp_path}/", ""))
-    shown = [without_numbers(text) for language, text in blocks if language == "text"]
-    for text in (shown[index] for index in (0, 1, 2, 4)):
-        pattern = ".*?".join(map(re.escape, text.split("…")))
-        assert re.search(pattern, said), f"{text} is not in {said}"
+    write(files(HANGS), tmp_path)
+    said = "".join(shell(script, tmp_path) for script in commands(HANGS)).replace(f"{tmp_path}/", "")
+    compared = ("A rank does not come", "Timeouts", "Calls that differ", "After the fact")
+    shown = [block.code for block in blocks(HANGS) if block.language == "text" and block.heading in compared]
+    assert len(shown) == 4
+    assert [text for text in shown if not is_shown(text, said)] == [], said
 
 
-def without_numbers(text: str) -> str:
-    return re.sub(r"\s+", " ", re.sub(r"[0-9]+(\.[0-9]+)?", "#", text)).strip()
+@pytest.mark.parametrize("page", pages())
+def test_every_block_is_run_or_excused(page: str) -> None:
+    for block in blocks(page):
+        if block.language not in ("python", "sh"):
+            continue
+        where = f"{page}, under {block.heading!r}, block {block.number} of {block.language}"
+        if block.excuse is None:
+            assert is_taken(block), f"{where}: no test runs it; tests/pages.py says how one does"
+        else:
+            assert block.excuse in EXCUSES, f"{where}: not one of the EXCUSES of tests/pages.py"
+            assert not is_taken(block), f"{where}: it is excused, but a test runs it"
+            assert list(wrong_in(block)) == [], where
+
+
+@pytest.mark.parametrize("page", pages())
+def test_no_block_escapes_the_rule(page: str) -> None:
+    """One that is indented, say, or has no language, or an excuse that is not directly before its block."""
+    text, fence = (ROOT / page).read_text(), re.compile("^[ >]*(?:```|~~~)", re.MULTILINE)
+    inside = sum(len(fence.findall(block.code)) for block in blocks(page))
+    assert len(fence.findall(text)) == 2 * len(blocks(page)) + inside
+    assert text.count("<!-- not run: ") == sum(block.excuse is not None for block in blocks(page))
+
+
+def test_every_block_that_a_test_takes_exists() -> None:
+    there = {place(block) for page in pages() for block in blocks(page)} | {(page, None) for page in pages()}
+    assert {taken for taken in all_taken() if taken not in there and taken[:2] not in there} == set()
+
+
+def place(block: Block) -> tuple[Any, ...]:
+    return block.page, block.heading, block.number, block.language
+
+
+def is_taken(block: Block) -> bool:
+    whole = "commands" if block.language == "sh" else "files" if block.file else ""
+    return bool({place(block), (block.page, None, whole)} & all_taken())
+
+
+@cache
+def all_taken() -> frozenset[tuple[Any, ...]]:
+    """Return what tests take: `place`s of blocks, and (page, None, function) of the functions that take several."""
+    found: set[tuple[Any, ...]] = set()
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if "pages import" not in (text := path.read_text()):
+            continue
+        module = ast.parse(text)
+        #: A name may stand for the string that the module gives it.
+        names = {
+            target.id: node.value.value
+            for node in module.body
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for call in (node for node in ast.walk(module) if isinstance(node, ast.Call)):
+            function = call.func.id if isinstance(call.func, ast.Name) else ""
+            if function in ("code", "files", "commands"):
+                where = f"{path.name}:{call.lineno}: {ast.unparse(call)}: the page, and what else is given, as literals"
+                given = [value_of(each, names, where) for each in call.args]
+                named = {str(each.arg): value_of(each.value, names, where) for each in call.keywords}
+                arguments = inspect.signature(getattr(tests_pages, function)).bind(*given, **named)
+                arguments.apply_defaults()
+                found.add(arguments.args if function == "code" else (*arguments.args, None, function))
+    return frozenset(found)
+
+
+def value_of(node: ast.expr, names: Mapping[str, Any], where: str) -> Any:
+    assert isinstance(node, ast.Constant) or (isinstance(node, ast.Name) and node.id in names), where
+    return node.value if isinstance(node, ast.Constant) else names[node.id]
+
+
+def wrong_in(block: Block) -> Iterator[str]:
+    """Look at a block that cannot be run: its syntax, and that what it names is there."""
+    if block.language == "python":
+        compile(block.code, block.page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        return
+    if error := subprocess.run(["sh", "-n"], input=block.code, capture_output=True, text=True, check=False).stderr:
+        yield error
+    goals = set(re.findall(r"^([\w.-]+)(?= *:(?!=))", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    yield from (
+        f"make {goal}" for goal in re.findall(r"^make (\w[\w-]*)", block.code, re.MULTILINE) if goal not in goals
+    )
+    programs = re.findall(r"python3? ([\w/]+/[\w/]+\.py)", block.code)
+    yield from (program for program in programs if not (ROOT / program).exists())

@@ -12,7 +12,10 @@ import pytest
 
 from aiocoll import errors
 
+from .pages import code
+
 ROOT = Path(__file__).parents[1]
+README = "README.md"
 #: Seconds; the demo takes a few, on a loaded machine some more.
 LIMIT = 120
 
@@ -35,10 +38,8 @@ def run(ranks: int, script: Path) -> list[str]:
 
 
 def test_the_readme_program_prints_what_the_readme_says(tmp_path: Path) -> None:
-    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    program = next(text for language, text in blocks if language == "python")
-    shown = next(text for language, text in blocks if language == "text")
-    command = next(text for language, text in blocks if "hello.py" in text and language == "sh")
+    program, command = code(README, "Twelve lines"), code(README, "Twelve lines", language="sh")
+    shown = code(README, "Twelve lines", language="text")
     script = tmp_path / "hello.py"
     script.write_text(program)
     assert command == ".venv/bin/aiocoll run -n 2 hello.py\n"

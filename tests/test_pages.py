@@ -1,0 +1,258 @@
+"""The blocks of the guide and of the short pages: each runs in the surroundings that the page describes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aiocoll
+import aiocoll.distributed as dist
+from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
+from aiocoll.store import HashStore
+
+from .pages import ROOT, code, commands, execute, is_shown, shell
+from .ranks import run_ranks
+
+pytest_plugins = ["pytester"]
+
+GRADIENTS = 10
+OUTLIVING = "A store that outlives every rank"
+
+
+def address(port: int) -> dict[str, str]:
+    return {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+async def test_every_way_to_meet(tmp_path: Path, unused_tcp_port_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the only rank, on this host: the page has others."""
+    for name, value in address(unused_tcp_port_factory()).items():
+        monkeypatch.setenv(name, value)
+    ways = code("docs/guide.md", "Groups").replace("world_size=4", "world_size=1").replace("/shared", str(tmp_path))
+    *ways, last = ways.replace("10.0.0.1:29500", f"127.0.0.1:{unused_tcp_port_factory()}").splitlines()
+    assert len(ways) == 4
+    for way in ways:
+        fragment = f"{way.split('  #')[0]}\n    size = await pg.allreduce(1)"
+        assert (await execute(fragment, aiocoll=aiocoll, store=HashStore()))["size"] == 1
+    monkeypatch.setenv("MASTER_PORT", str(unused_tcp_port_factory()))
+    pg = (await execute(last, aiocoll=aiocoll))["pg"]
+    assert await pg.allreduce(1) == 1
+    await pg.shutdown()
+
+
+async def test_the_store_of_the_guide_is_the_one_that_passes_the_contract_and_ranks_meet_there() -> None:
+    store, use = code("docs/guide.md", "Writing a store"), code("docs/guide.md", "Writing a store", 2)
+    assert (ROOT / "tests/store/minimal_store.py").read_text().endswith(f'"""\n\n{store}')
+    space = await execute(store)
+    first, then = use.replace("...", "sizes.append(await pg.allreduce(1))").split("\n", 1)
+    main = f"{first}\nasync def main(rank, sizes):\n{textwrap.indent(then, '    ')}"
+    space = await execute(main, aiocoll=aiocoll, **space)
+    sizes: list[int] = []
+    await asyncio.gather(*(space["main"](rank, sizes) for rank in range(2)))
+    assert sizes == [2, 2]
+
+
+async def test_a_work_is_awaited_later() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        x = np.ones(3)
+        space = await execute(code("docs/guide.md", "Works"), pg=pg, x=x)
+        assert space["work"].done()
+        assert x.tolist() == [2.0] * 3
+
+    await run_ranks(2, body)
+
+
+async def test_tasks_meet_by_key() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        names = [f"layer{number}" for number in range(GRADIENTS)]
+        gradients = {name: np.ones(2) for name in (reversed(names) if pg.rank() else names)}
+        await execute(code("docs/guide.md", "Keys"), pg=pg, asyncio=asyncio, gradients=gradients)
+        assert all(gradient.tolist() == [2.0, 2.0] for gradient in gradients.values())
+
+    await run_ranks(2, body)
+
+
+async def test_messages_arrive() -> None:
+    calls, server = code("docs/guide.md", "Messages").replace("    ...", "    break").split("\nasync for")
+
+    async def body(pg: ProcessGroup) -> tuple[Any, ...]:
+        x, y = np.full(2, pg.rank()), np.full(2, 7)
+        await execute(calls, aiocoll=aiocoll, pg=pg, x=x, y=y)
+        sending = pg.send_object("last", 1 - pg.rank())
+        space = await execute(f"async for{server}", pg=pg)
+        await sending
+        return y.tolist(), space["source"], space["message"]
+
+    assert await run_ranks(2, body) == [([1, 1], 1, "last"), ([0, 0], 0, "last")]
+
+
+async def test_hooks_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """One operation takes more than a second, as the hook is told."""
+
+    class Info:
+        op, group, seconds, nbytes, transport = "ALLREDUCE", "world:0", 1.5, 8, "memory"
+
+    async def body(pg: ProcessGroup) -> Any:
+        block = code("docs/guide.md", "Hooks").replace("\n...\n", "\nawait pg.allreduce(1)\n")
+        return (await execute(block, aiocoll=aiocoll, pg=pg))["Slow"]
+
+    (slow,) = await run_ranks(1, body)
+    slow().on_end(Info)
+    assert capsys.readouterr().out == "ALLREDUCE of world:0: 1.5 s for 8 bytes over memory\n"
+
+
+def test_the_tests_of_the_guide_pass(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    marked = f"import pytest\n{code('docs/guide.md', 'Tests', 2)}"
+    pytester.makepyfile(test_function=code("docs/guide.md", "Tests"), test_marked=marked)
+    pytester.makeini("[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n")
+    result = pytester.runpytest_subprocess("-p", "asyncio", "-p", "aiocoll.testing.plugin", "-W", "error")
+    result.assert_outcomes(passed=4)
+
+
+async def test_blocks_of_calls_are_coalesced() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        gradients = [np.full(3, pg.rank()) for _ in range(GRADIENTS)]
+        step = np.array([7 - 7 * pg.rank()])
+        space = await execute(
+            code("docs/coalescing-and-keys.md", "Coalescing"),
+            pg=pg,
+            ReduceOp=ReduceOp,
+            loss=1.5,
+            gradients=[gradient.astype(float) for gradient in gradients],
+            step=step,
+        )
+        assert space["loss"].result() == 3.0
+        assert all(gradient.tolist() == [0.5] * 3 for gradient in space["gradients"])
+        assert step == 7
+
+    await run_ranks(2, body)
+
+
+async def test_tasks_of_a_block_are_coalesced() -> None:
+    class Layer:
+        async def reduce(self, pg: ProcessGroup) -> None:
+            self.sum = await pg.allreduce(1)
+
+    async def body(pg: ProcessGroup) -> None:
+        layers = [Layer() for _ in range(GRADIENTS)]
+        await execute(code("docs/coalescing-and-keys.md", "Coalescing", 2), pg=pg, asyncio=asyncio, layers=layers)
+        assert [layer.sum for layer in layers] == [2] * GRADIENTS
+        gradient = np.ones(2)
+        await execute(code("docs/coalescing-and-keys.md", "Keys"), pg=pg, gradient=gradient, name="layer3")
+        assert gradient.tolist() == [2.0, 2.0]
+
+    await run_ranks(2, body)
+
+
+async def test_blocks_that_differ_say_what_the_page_says() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        async def differ() -> None:
+            async with pg.coalescing():
+                for op in [*[ReduceOp.SUM] * 5, (ReduceOp.SUM, ReduceOp.MAX)[pg.rank()]]:
+                    pg.allreduce(np.ones(4), op)
+
+        with pytest.raises(CollectiveMismatchError) as caught:
+            await differ()
+        assert is_shown(code("docs/coalescing-and-keys.md", "Coalescing", language="text"), str(caught.value))
+
+    await run_ranks(2, body)
+
+
+async def test_an_estimate_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    async def body(pg: ProcessGroup) -> None:
+        gradients = np.ones(1000)
+        await execute(code("docs/estimates.md", "Estimating time"), pg=pg, gradients=gradients)
+        assert gradients.tolist() == [1.0] * 1000
+
+    await run_ranks(1, body)
+    total, *calls = capsys.readouterr().out.splitlines()
+    assert float(total) == pytest.approx(sum(float(call.split()[-1]) for call in calls))
+    assert [call.split()[:2] for call in calls] == [["ALLREDUCE", "8000"], ["BARRIER", "0"]]
+
+
+async def test_a_store_that_outlives_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = b"of this test and no other"
+    server = code("docs/reliability.md", OUTLIVING).replace('"10.0.0.1", 29500', '"127.0.0.1", 0')
+    space = await execute(server, aiocoll=aiocoll, key=key)
+    (tmp_path / "job.key").touch(mode=0o600)
+    (tmp_path / "job.key").write_bytes(key)
+    monkeypatch.chdir(tmp_path)
+    line = code("docs/reliability.md", OUTLIVING, language="sh")
+    line = line.replace("10.0.0.1", space["host"]).replace("29500", str(space["port"]))
+    for pair in [*line.split(), "RANK=0", "WORLD_SIZE=1"]:
+        monkeypatch.setenv(*pair.split("="))
+    async with aiocoll.new_group(init_method="env://") as pg:
+        assert await pg.allreduce(1) == 1
+    await space["server"].aclose()
+
+
+async def test_the_ported_example_runs() -> None:
+    """As tasks of this loop, which have their groups already."""
+    imported = await execute(code("docs/porting.md", "Porting from torch.distributed"))
+    assert imported["dist"] is dist
+    ported = code("docs/porting.md", "An example", 2)
+    ported = ported.replace("    await dist.init_process_group()\n", "").replace("asyncio.run(main())\n", "")
+    assert "async def main" in ported
+    space = await execute(ported.replace("    await dist.destroy_process_group()\n", "    return gradient, names\n"))
+
+    async def body(pg: ProcessGroup) -> None:
+        gradient, names = await space["main"]()
+        assert dist.is_initialized()
+        assert gradient.tolist() == [1.5] * 1000
+        assert names == ["rank 0", "rank 1", "rank 2", "rank 3"]
+
+    await run_ranks(4, body)
+
+
+def test_the_example_before_it_was_ported_runs(tmp_path: Path, unused_tcp_port: int) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    before = code("docs/porting.md", "An example") + "\n"
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_tcp_port), "WORLD_SIZE": "2"}
+    (tmp_path / "before.py").write_text(before)
+    script = f"RANK=1 {sys.executable} before.py & RANK=0 {sys.executable} before.py && wait $! && echo ran"
+    assert "ran" in shell(script, tmp_path, **environ)
+
+
+#: As the job of the page on the recorder: rank 2 is a little late, and in the end waits for rank 0.
+TRAIN = """
+import asyncio
+
+import aiocoll
+
+
+async def main():
+    async with aiocoll.new_group() as pg:
+        for step in range(16):
+            if pg.rank() == 2:
+                await asyncio.sleep(0.001)
+            await pg.barrier()
+            await pg.allgather_object(step)
+        try:
+            if pg.rank() == 2:
+                await pg.recv_object(0, 5)
+            else:
+                await pg.barrier(timeout=1)
+        except aiocoll.GroupError:
+            pass
+
+
+asyncio.run(main())
+"""
+
+
+def test_the_recorder_says_what_its_page_shows(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    (tmp_path / "train.py").write_text(TRAIN)
+    (script,) = commands("docs/recorder.md")
+    said = shell(script, tmp_path).replace(f"{tmp_path}/", "")
+    shown, last = code("docs/recorder.md", "In short", language="text").rsplit("\n  last", 1)
+    for line in (shown, f"  last{last}"):
+        assert is_shown(line, said), said
+    assert {path.name for path in tmp_path.iterdir()} >= {"timeline.png", "trace.json"}
