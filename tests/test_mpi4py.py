@@ -1,0 +1,114 @@
+"""The page for users of mpi4py: its names exist, its calls are allowed, and its programs run."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import builtins
+import importlib
+import inspect
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup, ReduceOp
+from aiocoll.cli import run
+
+from .pages import ROOT, code, commands, execute, files, shell, write
+from .ranks import run_ranks
+
+PAGE = "docs/coming-from-mpi4py.md"
+
+
+def spelled() -> set[str]:
+    """Return the code in the middle column of all tables."""
+    found: set[str] = set()
+    for line in (ROOT / PAGE).read_text().splitlines():
+        if line.startswith("|"):
+            _, _, middle, _, _ = line.split("|")
+            found.update(re.findall("`([^`]+)`", middle))
+    return found
+
+
+async def test_every_name_is_there_and_takes_these_arguments() -> None:
+    texts = spelled()
+    assert len(texts) > 70
+    for command in [text for text in texts if text.startswith("aiocoll run ")]:
+        texts.remove(command)
+        parser = argparse.ArgumentParser()
+        run.add_parser(parser.add_subparsers())
+        assert parser.parse_args(command.split()[1:]).nproc > 1
+
+    async def body(pg: ProcessGroup) -> None:
+        await (work := pg.barrier())
+        names = {name: importlib.import_module(name) for name in ("aiocoll", "asyncio", "socket", "time")}
+        names |= vars(builtins) | {"np": np, "pg": pg, "work": work}
+        for text in texts:
+            for node in ast.walk(ast.parse(text.removeprefix("await "))):
+                if isinstance(node, ast.Attribute):
+                    eval(ast.unparse(node), names)
+                elif isinstance(node, ast.Call):
+                    function = eval(ast.unparse(node.func), names)
+                    given = {str(keyword.arg): keyword.value for keyword in node.keywords}
+                    with suppress(ValueError):  # builtins have no signature
+                        inspect.signature(function).bind(*node.args, **given)
+
+    await run_ranks(1, body)
+
+
+def test_the_port_prints_what_one_process_computes(tmp_path: Path) -> None:
+    u = np.zeros(1 + 50 + 1)
+    u[0] = 1.0
+    for _ in range(100):
+        change = np.diff(u, 2) / 4
+        u[1:-1] += change
+    shown = code(PAGE, "A program and its port", language="text")
+    assert shown == f"[0] {abs(change).max():.6f} {u[1:-1].sum():.6f}\n"
+    write(files(PAGE), tmp_path)
+    (command,) = commands(PAGE)
+    assert shell(command, tmp_path) == shown
+
+
+async def test_a_group_is_split_by_colour() -> None:
+    split = (await execute(code(PAGE, "Split by colour")))["split"]
+
+    async def body(pg: ProcessGroup) -> Any:
+        group = await split(pg, ("red", "blue", None, "red", "blue")[pg.rank()])
+        return group and list(group.global_ranks)
+
+    assert await run_ranks(5, body) == [[0, 3], [1, 4], None, [0, 3], [1, 4]]
+
+
+async def test_the_lowest_rank_of_the_smallest_is_found() -> None:
+    space = await execute(code(PAGE, "MINLOC"), np=np, ReduceOp=ReduceOp)
+
+    async def body(pg: ProcessGroup) -> Any:
+        rank = pg.rank()
+        values, ranks = await space["minloc_of_each"](pg, np.array([2.0, 3.0 - rank, rank % 2]))
+        return await space["minloc"](pg, rank % 2), values.tolist(), ranks.tolist()
+
+    assert await run_ranks(4, body) == [((0, 0), [2.0, 0.0, 0.0], [0, 3, 0])] * 4
+
+
+async def test_what_has_no_counterpart_is_refused() -> None:
+    """Messages to oneself and to no rank, structured dtypes; as bytes these can move."""
+
+    async def body(pg: ProcessGroup) -> None:
+        x = np.zeros(2, [("mass", "f8"), ("charge", "i4")])
+        for call in (lambda: pg.send(x["mass"], pg.rank()), lambda: pg.send(x["mass"], -1)):
+            with pytest.raises(ValueError, match="rank"):
+                call()
+        with pytest.raises(TypeError, match="not supported"):
+            pg.broadcast(x, 0)
+        x["charge"] = pg.rank()
+        await pg.broadcast(x.view(np.uint8), root=1)
+        assert x["charge"].tolist() == [1, 1]
+        # The logical operations.
+        for op, expected in ((ReduceOp.BAND, False), (ReduceOp.BOR, True), (ReduceOp.BXOR, True)):
+            assert (await pg.allreduce(np.array([pg.rank()]) != 0, op)).tolist() == [expected]
+
+    await run_ranks(2, body)
