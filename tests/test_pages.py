@@ -211,6 +211,7 @@ async def test_the_ported_example_runs() -> None:
     await run_ranks(4, body)
 
 
+@pytest.mark.torch
 def test_the_example_before_it_was_ported_runs(tmp_path: Path, unused_tcp_port: int) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     before = code("docs/porting.md", "An example") + "\n"
