@@ -1,0 +1,138 @@
+"""The service of docs/web-service.md, on workers of a small server of our own, and of uvicorn where it is installed."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import LIMIT, ROOT, Ranks
+from tests.pages import commands, files, write
+
+PAGE = "docs/web-service.md"
+SERVER = str(Path(__file__).with_name("asgi_server.py"))
+APP = "service:app"
+WORKERS = 3
+
+
+def ask(port: int, method: str, path: str) -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT)
+    connection.request(method, path)
+    response = connection.getresponse()
+    told = json.loads(response.read())
+    connection.close()
+    return response.status, told
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Ask again until the answer is the one that a later round brings."""
+    limit = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < limit
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    write(files(PAGE), tmp_path)
+    (tmp_path / "store").mkdir(mode=0o700)
+    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {"STORE": str(tmp_path / "store" / "file"), "WORKERS": str(WORKERS), "PYTHONPATH": path}
+
+
+def test_workers_are_killed_replaced_and_stopped(ranks: Ranks, environ: dict[str, str]) -> None:
+    def serve() -> int:
+        processes.append(ranks.start(SERVER, APP, env=environ))
+        return int(processes[-1].stdout.readline())
+
+    processes: list[Any] = [ranks.start(SERVER, APP, env=environ) for _ in range(WORKERS)]
+    ports = [int(process.stdout.readline()) for process in processes]
+    sent = 0
+
+    def count(place: int) -> None:
+        nonlocal sent
+        assert ask(ports[place], "POST", "/count") == (200, {})
+        sent += 1
+
+    def all_know(ranks: int, *places: int) -> None:
+        """Wait until the workers at `places` know all that was sent, as so many ranks."""
+        for place in places:
+            health = {"worker": processes[place].pid, "ranks": ranks}
+            until(lambda here=ports[place], health=health: ask(here, "GET", "/health") == (200, health))
+            until(lambda here=ports[place]: ask(here, "GET", "/total") == (200, {"total": sent}))
+
+    for place in (0, 1, 1, 2):
+        count(place)
+    all_know(3, 0, 1, 2)
+    assert ask(ports[0], "GET", "/nothing") == (404, {})
+
+    processes[0].kill()  # with the rank that looks for newcomers, perhaps
+    all_know(2, 1, 2)
+    count(2)
+    all_know(2, 1, 2)
+
+    ports.append(serve())
+    all_know(3, 1, 2, 3)
+    count(3)
+    all_know(3, 1, 2, 3)
+
+    count(1)
+    processes[1].send_signal(signal.SIGTERM)
+    all_know(2, 2, 3)
+    for process in processes[2:]:
+        process.send_signal(signal.SIGTERM)
+    for process in processes[1:]:
+        assert process.communicate(timeout=LIMIT) == ("", "")
+        assert process.returncode == 0
+
+
+def test_two_deaths_in_a_row(ranks: Ranks, environ: dict[str, str]) -> None:
+    """The second while the others are finding out about the first, or soon after."""
+    processes: list[Any] = [ranks.start(SERVER, APP, env=environ) for _ in range(WORKERS)]
+    ports = [int(process.stdout.readline()) for process in processes]
+    ask(ports[2], "POST", "/count")
+    until(lambda: ask(ports[2], "GET", "/total")[1] == {"total": 1})
+    for process in processes[:2]:
+        process.kill()
+    until(lambda: ask(ports[2], "GET", "/health")[1]["ranks"] == 1)
+    newcomers: list[Any] = [ranks.start(SERVER, APP, env=environ) for _ in range(2)]
+    ports += [int(process.stdout.readline()) for process in newcomers]
+    until(lambda: all(ask(port, "GET", "/health")[1]["ranks"] == 3 for port in ports[2:]))
+    until(lambda: all(ask(port, "GET", "/total")[1] == {"total": 1} for port in ports[2:]))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("uvicorn") is None, reason="uvicorn is not installed")
+def test_uvicorn_replaces_workers(ranks: Ranks, environ: dict[str, str], port: int) -> None:
+    (command,) = commands(PAGE)
+    arguments = re.search(r"uvicorn (.*)", command)
+    assert arguments is not None
+    quiet = ("--port", str(port), "--log-level", "critical")
+    # Warnings of uvicorn and what it needs are not ours.
+    server = ranks.start("-m", "uvicorn", *arguments[1].split(), *quiet, env=environ | {"PYTHONWARNINGS": ""})
+
+    def health() -> dict[str, Any]:
+        try:
+            return ask(port, "GET", "/health")[1]
+        except (ConnectionError, http.client.HTTPException):  # it has not begun, or the worker was just killed
+            return {"ranks": 0, "worker": 0}
+
+    until(lambda: health()["ranks"] == WORKERS)
+    for _ in range(10):
+        assert ask(port, "POST", "/count") == (200, {})
+    until(lambda: ask(port, "GET", "/total")[1] == {"total": 10})
+    worker = health()["worker"]
+    os.kill(worker, signal.SIGKILL)
+    until(lambda: health()["ranks"] == WORKERS - 1)
+    until(lambda: health()["ranks"] == WORKERS)
+    assert ask(port, "GET", "/total")[1] == {"total": 10}
+    server.send_signal(signal.SIGTERM)
+    server.communicate(timeout=LIMIT)
+    assert server.returncode == 0
