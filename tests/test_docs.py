@@ -65,6 +65,21 @@ def test_the_page_on_hangs_shows_what_its_programs_say(tmp_path: Path) -> None:
     assert [text for text in shown if not is_shown(text, said)] == [], said
 
 
+@pytest.mark.parametrize("name", pages())
+def test_links_lead_somewhere(name: str) -> None:
+    page = ROOT / name
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", without_code(page)):
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        headings = re.findall(r"^#+ (.*)$", without_code(there), re.MULTILINE) if anchor else []
+        slugs = [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
+        assert not anchor or anchor in slugs, anchor
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
 @pytest.mark.parametrize("page", pages())
 def test_every_block_is_run_or_excused(page: str) -> None:
     for block in blocks(page):
