@@ -115,19 +115,17 @@ async def test_threads_call_through_the_loop(transport: str) -> None:
     await run_ranks(3, rank, transport=transport)
 
 
-async def test_a_thread_hears_of_a_failure() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        loop = asyncio.get_running_loop()
-        work = pg.allreduce(1, timeout=0.05) if pg.rank() == 0 else None
-        if work is not None:
-            with pytest.raises(CollectiveTimeoutError, match="ALLREDUCE"):
-                await loop.run_in_executor(None, work.wait)
-            # It has been seen: no word of it in the log.
-            assert isinstance(await loop.run_in_executor(None, work.exception), CollectiveTimeoutError)
-        else:
-            await pg.wait_revoked()
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_a_thread_hears_of_a_failure(pg: ProcessGroup) -> None:
+    loop = asyncio.get_running_loop()
+    work = pg.allreduce(1, timeout=0.05) if pg.rank() == 0 else None
+    if work is not None:
+        with pytest.raises(CollectiveTimeoutError, match="ALLREDUCE"):
+            await loop.run_in_executor(None, work.wait)
+        # It has been seen: no word of it in the log.
+        assert isinstance(await loop.run_in_executor(None, work.exception), CollectiveTimeoutError)
+    else:
+        await pg.wait_revoked()
 
 
 async def test_a_failure_that_a_thread_waits_for_is_no_news_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
@@ -146,19 +144,17 @@ async def test_a_failure_that_a_thread_waits_for_is_no_news_at_the_end(caplog: p
     await store.aclose()
 
 
-async def test_a_thread_that_gave_up_is_forgotten() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        loop = asyncio.get_running_loop()
-        work = pg.recv(np.zeros(1), 1 - pg.rank())
-        for limit in (0, -1, 0.01, timedelta(milliseconds=1)):
-            with pytest.raises(TimeoutError, match=r"<Work RECV src=[01] tag=0 pending> has not ended within"):
-                await loop.run_in_executor(None, work.wait, limit)
-        await pg.barrier()
-        assert work._callbacks is None
-        await pg.send(np.ones(1), 1 - pg.rank())
-        assert (await loop.run_in_executor(None, work.wait)).tolist() == [1]
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_a_thread_that_gave_up_is_forgotten(pg: ProcessGroup) -> None:
+    loop = asyncio.get_running_loop()
+    work = pg.recv(np.zeros(1), 1 - pg.rank())
+    for limit in (0, -1, 0.01, timedelta(milliseconds=1)):
+        with pytest.raises(TimeoutError, match=r"<Work RECV src=[01] tag=0 pending> has not ended within"):
+            await loop.run_in_executor(None, work.wait, limit)
+    await pg.barrier()
+    assert work._callbacks is None
+    await pg.send(np.ones(1), 1 - pg.rank())
+    assert (await loop.run_in_executor(None, work.wait)).tolist() == [1]
 
 
 # -- loops that end

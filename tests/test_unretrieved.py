@@ -265,15 +265,13 @@ CALLS: dict[str, Callable[[ProcessGroup], Work[Any]]] = {
 }
 
 
-async def test_every_call_knows_where_it_was_made() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank():
-            await pg.wait_revoked()
-            return
-        works = {name: call(pg) for name, call in CALLS.items()}
-        pg.abort()
-        for name, work in works.items():
-            place = str(CallSite("IT", None, work._code, work._instruction))
-            assert place == f"IT called at {__file__}:{CALLS[name].__code__.co_firstlineno}"
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_every_call_knows_where_it_was_made(pg: ProcessGroup) -> None:
+    if pg.rank():
+        await pg.wait_revoked()
+        return
+    works = {name: call(pg) for name, call in CALLS.items()}
+    pg.abort()
+    for name, work in works.items():
+        place = str(CallSite("IT", None, work._code, work._instruction))
+        assert place == f"IT called at {__file__}:{CALLS[name].__code__.co_firstlineno}"

@@ -115,54 +115,50 @@ async def test_any_number_of_awaiters(transport: str) -> None:
     await run_ranks(2, rank, transport=transport)
 
 
-async def test_cancelling_an_await_leaves_the_collective_going() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        tensor = np.ones(4)
-        if pg.rank() == 0:
-            work = pg.allreduce(tensor)
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.01):
-                    await work
-            assert pg.pending() == [work]
-            await pg.send_object("go", 1)
-            await pg.drain()
-        else:
-            await pg.recv_object(0)
-            await pg.allreduce(tensor)
-        assert (tensor == 2).all()
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_cancelling_an_await_leaves_the_collective_going(pg: ProcessGroup) -> None:
+    tensor = np.ones(4)
+    if pg.rank() == 0:
+        work = pg.allreduce(tensor)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await work
+        assert pg.pending() == [work]
+        await pg.send_object("go", 1)
+        await pg.drain()
+    else:
+        await pg.recv_object(0)
+        await pg.allreduce(tensor)
+    assert (tensor == 2).all()
 
 
-async def test_results_early_and_late() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        peer = 1 - pg.rank()
-        tensor = np.zeros(1)
-        work = pg.recv(tensor, peer)
-        assert (work.done(), work.is_completed(), work.is_success()) == (False, False, False)
-        for early in (work.result, work.exception):
-            with pytest.raises(asyncio.InvalidStateError, match="has not ended; await it"):
-                early()
-        assert repr(work) == f"<Work RECV src={peer} tag=0 pending>"
-        await pg.send(np.ones(1), peer)
-        await work
-        assert (work.done(), work.is_completed(), work.is_success()) == (True, True, True)
-        assert work.result() is tensor
-        assert work.exception() is None
-        assert repr(work) == f"<Work RECV src={peer} tag=0 done>"
-        late = pg.recv(tensor, peer, timeout=0.01)
-        with pytest.raises(CollectiveTimeoutError):
-            await late
-        assert (late.done(), late.is_success()) == (True, False)
-        assert isinstance(late.exception(), CollectiveTimeoutError)
-        with pytest.raises(CollectiveTimeoutError):
-            late.result()
-        assert (work.op, work.group, work.key) == ("RECV", pg, None)
-        keyed = pg.barrier(key="step")
-        assert repr(keyed).startswith("<Work BARRIER seq=1 key='step' ")
-        await keyed
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_results_early_and_late(pg: ProcessGroup) -> None:
+    peer = 1 - pg.rank()
+    tensor = np.zeros(1)
+    work = pg.recv(tensor, peer)
+    assert (work.done(), work.is_completed(), work.is_success()) == (False, False, False)
+    for early in (work.result, work.exception):
+        with pytest.raises(asyncio.InvalidStateError, match="has not ended; await it"):
+            early()
+    assert repr(work) == f"<Work RECV src={peer} tag=0 pending>"
+    await pg.send(np.ones(1), peer)
+    await work
+    assert (work.done(), work.is_completed(), work.is_success()) == (True, True, True)
+    assert work.result() is tensor
+    assert work.exception() is None
+    assert repr(work) == f"<Work RECV src={peer} tag=0 done>"
+    late = pg.recv(tensor, peer, timeout=0.01)
+    with pytest.raises(CollectiveTimeoutError):
+        await late
+    assert (late.done(), late.is_success()) == (True, False)
+    assert isinstance(late.exception(), CollectiveTimeoutError)
+    with pytest.raises(CollectiveTimeoutError):
+        late.result()
+    assert (work.op, work.group, work.key) == ("RECV", pg, None)
+    keyed = pg.barrier(key="step")
+    assert repr(keyed).startswith("<Work BARRIER seq=1 key='step' ")
+    await keyed
 
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
@@ -202,80 +198,74 @@ async def test_a_message_says_where_it_goes_and_comes_from(debug: Any) -> None:
     await testing.run_ranks(2, rank, options=GroupOptions(debug=debug))
 
 
-async def test_futures_coroutines_and_callbacks() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        called: list[Any] = []
-        tensor = np.ones(1)
-        work = pg.allreduce(tensor)
-        work.add_done_callback(called.append)
-        future = work.get_future()
-        dropped = work.get_future()
-        dropped.cancel()
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(work.join())
-        assert task.result() is tensor
-        done, _ = await asyncio.wait([future])
-        assert done.pop().result() is tensor
-        work.add_done_callback(called.append)
-        assert len(called) < 2, "callbacks run in a turn of their own"
-        await asyncio.sleep(0)
-        assert called == [work, work]
-        failing = pg.recv(tensor, 1 - pg.rank(), timeout=0.01)
-        (error,) = await asyncio.gather(failing.get_future(), return_exceptions=True)
-        assert isinstance(error, CollectiveTimeoutError)
-        await pg.barrier()
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_futures_coroutines_and_callbacks(pg: ProcessGroup) -> None:
+    called: list[Any] = []
+    tensor = np.ones(1)
+    work = pg.allreduce(tensor)
+    work.add_done_callback(called.append)
+    future = work.get_future()
+    dropped = work.get_future()
+    dropped.cancel()
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(work.join())
+    assert task.result() is tensor
+    done, _ = await asyncio.wait([future])
+    assert done.pop().result() is tensor
+    work.add_done_callback(called.append)
+    assert len(called) < 2, "callbacks run in a turn of their own"
+    await asyncio.sleep(0)
+    assert called == [work, work]
+    failing = pg.recv(tensor, 1 - pg.rank(), timeout=0.01)
+    (error,) = await asyncio.gather(failing.get_future(), return_exceptions=True)
+    assert isinstance(error, CollectiveTimeoutError)
+    await pg.barrier()
 
 
-async def test_other_threads_wait() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        peer = 1 - pg.rank()
-        work = pg.recv(np.zeros(2), peer)
-        with pytest.raises(RuntimeError, match=r"would block the event loop .*: use `await work`"):
-            work.wait()
-        failed = pg.recv(np.zeros(2), peer, tag=1, timeout=0.01)
-        loop = asyncio.get_running_loop()
-        outcomes: asyncio.Queue[Any] = asyncio.Queue()
+@pytest.mark.ranks(2)
+async def test_other_threads_wait(pg: ProcessGroup) -> None:
+    peer = 1 - pg.rank()
+    work = pg.recv(np.zeros(2), peer)
+    with pytest.raises(RuntimeError, match=r"would block the event loop .*: use `await work`"):
+        work.wait()
+    failed = pg.recv(np.zeros(2), peer, tag=1, timeout=0.01)
+    loop = asyncio.get_running_loop()
+    outcomes: asyncio.Queue[Any] = asyncio.Queue()
 
-        def tell(call: Callable[[], Any]) -> None:
-            try:
-                outcome = call()
-            except Exception as error:
-                outcome = error
-            loop.call_soon_threadsafe(outcomes.put_nowait, outcome)
+    def tell(call: Callable[[], Any]) -> None:
+        try:
+            outcome = call()
+        except Exception as error:
+            outcome = error
+        loop.call_soon_threadsafe(outcomes.put_nowait, outcome)
 
-        def other() -> None:
-            tell(lambda: work.wait(timedelta(seconds=0.01)))
-            tell(work.wait)
-            tell(failed.wait)
+    def other() -> None:
+        tell(lambda: work.wait(timedelta(seconds=0.01)))
+        tell(work.wait)
+        tell(failed.wait)
 
-        thread = threading.Thread(target=other)
-        thread.start()
-        early = await outcomes.get()
-        assert isinstance(early, TimeoutError)
-        assert "has not ended within 0.01 s" in str(early)
-        await pg.barrier()
-        await pg.send(np.ones(2), peer)
-        assert (await outcomes.get()).tolist() == [1, 1]
-        assert isinstance(await outcomes.get(), CollectiveTimeoutError)
-        thread.join()
-        await pg.barrier()
-
-    await run_ranks(2, rank)
+    thread = threading.Thread(target=other)
+    thread.start()
+    early = await outcomes.get()
+    assert isinstance(early, TimeoutError)
+    assert "has not ended within 0.01 s" in str(early)
+    await pg.barrier()
+    await pg.send(np.ones(2), peer)
+    assert (await outcomes.get()).tolist() == [1, 1]
+    assert isinstance(await outcomes.get(), CollectiveTimeoutError)
+    thread.join()
+    await pg.barrier()
 
 
-async def test_abort_is_the_way_out() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        work = pg.allreduce(np.ones(1)) if pg.rank() == 0 else pg.recv(np.ones(1), 0)
-        await pg.batch([Send(np.ones(1), 1 - pg.rank(), 1), Recv(np.ones(1), 1 - pg.rank(), 1)])
-        if pg.rank() == 0:
-            work.abort()
-        with pytest.raises(GroupError, match="ALLREDUCE was aborted by rank 0"):
-            await work
+@pytest.mark.ranks(2)
+async def test_abort_is_the_way_out(pg: ProcessGroup) -> None:
+    work = pg.allreduce(np.ones(1)) if pg.rank() == 0 else pg.recv(np.ones(1), 0)
+    await pg.batch([Send(np.ones(1), 1 - pg.rank(), 1), Recv(np.ones(1), 1 - pg.rank(), 1)])
+    if pg.rank() == 0:
         work.abort()
-
-    await run_ranks(2, rank)
+    with pytest.raises(GroupError, match="ALLREDUCE was aborted by rank 0"):
+        await work
+    work.abort()
 
 
 @pytest.mark.parametrize("timeout", [None, 7.0])

@@ -54,94 +54,87 @@ async def test_sub_groups_over_every_transport(transport: str) -> None:
     await run_ranks(4, body, transport=transport)
 
 
-async def test_global_ranks_are_roots_and_peers_of_a_group() -> None:
+@pytest.mark.ranks(5)
+async def test_global_ranks_are_roots_and_peers_of_a_group(pg: ProcessGroup) -> None:
     """In the group of ranks 1, 2 and 4, rank 4 is rank 2."""
-
-    async def body(pg: ProcessGroup) -> None:
-        r = pg.rank()
-        group = await dist.new_group([1, 2, 4])
-        if r in (0, 3):
-            with pytest.warns(UserWarning, match="broadcast was called by rank"):
-                assert await dist.broadcast(np.zeros(2), 4, group) is None
-            return
-        mine = dist.get_group_rank(group, r)
-        for root in ({"src": 4}, {"group_src": 2}):
-            await dist.broadcast(tensor := np.full(2, r), group=group, **root)
-            np.testing.assert_array_equal(tensor, [4, 4])
-            parts = [np.full(2, 10 + rank) for rank in range(3)] if r == 4 else None
-            await dist.scatter(tensor, parts, group=group, **root)
-            np.testing.assert_array_equal(tensor, np.full(2, 10 + mine))
-            await dist.broadcast_object_list(objects := [r], group=group, **root)
-            assert objects == [4]
-            await dist.scatter_object_list(objects, [0, 1, 2] if r == 4 else None, group=group, **root)
-            assert objects == [mine]
-        for root in ({"dst": 4}, {"group_dst": 2}):
-            await dist.reduce(tensor := np.full(2, r), group=group, **root)
-            np.testing.assert_array_equal(tensor, [7, 7] if r == 4 else [r, r])
-            gathered: Any = [np.zeros(2, np.int64) for _ in range(3)] if r == 4 else None
-            await dist.gather(np.full(2, r), gathered, group=group, **root)
-            assert gathered is None or [each[0] for each in gathered] == [1, 2, 4]
-            await dist.gather_object(r, gathered := [None] * 3 if r == 4 else None, group=group, **root)
-            assert gathered in (None, [1, 2, 4])
-        # From 1 to 4, by either name of either.
-        if r == 1:
-            await dist.send(np.ones(1), 4, group)
-            await dist.send_object_list(["a"], 4, group)
-            await dist.send(np.ones(1), group_dst=2, group=group)
-            await dist.batch_isend_irecv([dist.P2POp(dist.isend, np.ones(1), 4, group)])
-        if r == 4:
-            assert await dist.recv(np.zeros(1), group_src=0, group=group) == 1
-            assert await dist.recv_object_list([None], group=group) == 1
-            assert await dist.recv(np.zeros(1), group=group) == 1
-            operation = dist.P2POp(dist.irecv, np.zeros(1), group_peer=0, group=group)
-            assert (operation.peer, operation.group_peer) == (1, 0)
-            await dist.batch_isend_irecv([operation])
-        with pytest.raises(ValueError, match="src=3, a global rank, is not in group"):
-            dist.broadcast(tensor, 3, group)
-        # By default rank 0 of the world is the root, which is not in the group.
-        with pytest.raises(ValueError, match="dst=0, a global rank, is not in group"):
-            dist.gather(tensor, group=group)
-
-    await run_ranks(5, body)
+    r = pg.rank()
+    group = await dist.new_group([1, 2, 4])
+    if r in (0, 3):
+        with pytest.warns(UserWarning, match="broadcast was called by rank"):
+            assert await dist.broadcast(np.zeros(2), 4, group) is None
+        return
+    mine = dist.get_group_rank(group, r)
+    for root in ({"src": 4}, {"group_src": 2}):
+        await dist.broadcast(tensor := np.full(2, r), group=group, **root)
+        np.testing.assert_array_equal(tensor, [4, 4])
+        parts = [np.full(2, 10 + rank) for rank in range(3)] if r == 4 else None
+        await dist.scatter(tensor, parts, group=group, **root)
+        np.testing.assert_array_equal(tensor, np.full(2, 10 + mine))
+        await dist.broadcast_object_list(objects := [r], group=group, **root)
+        assert objects == [4]
+        await dist.scatter_object_list(objects, [0, 1, 2] if r == 4 else None, group=group, **root)
+        assert objects == [mine]
+    for root in ({"dst": 4}, {"group_dst": 2}):
+        await dist.reduce(tensor := np.full(2, r), group=group, **root)
+        np.testing.assert_array_equal(tensor, [7, 7] if r == 4 else [r, r])
+        gathered: Any = [np.zeros(2, np.int64) for _ in range(3)] if r == 4 else None
+        await dist.gather(np.full(2, r), gathered, group=group, **root)
+        assert gathered is None or [each[0] for each in gathered] == [1, 2, 4]
+        await dist.gather_object(r, gathered := [None] * 3 if r == 4 else None, group=group, **root)
+        assert gathered in (None, [1, 2, 4])
+    # From 1 to 4, by either name of either.
+    if r == 1:
+        await dist.send(np.ones(1), 4, group)
+        await dist.send_object_list(["a"], 4, group)
+        await dist.send(np.ones(1), group_dst=2, group=group)
+        await dist.batch_isend_irecv([dist.P2POp(dist.isend, np.ones(1), 4, group)])
+    if r == 4:
+        assert await dist.recv(np.zeros(1), group_src=0, group=group) == 1
+        assert await dist.recv_object_list([None], group=group) == 1
+        assert await dist.recv(np.zeros(1), group=group) == 1
+        operation = dist.P2POp(dist.irecv, np.zeros(1), group_peer=0, group=group)
+        assert (operation.peer, operation.group_peer) == (1, 0)
+        await dist.batch_isend_irecv([operation])
+    with pytest.raises(ValueError, match="src=3, a global rank, is not in group"):
+        dist.broadcast(tensor, 3, group)
+    # By default rank 0 of the world is the root, which is not in the group.
+    with pytest.raises(ValueError, match="dst=0, a global rank, is not in group"):
+        dist.gather(tensor, group=group)
 
 
-async def test_ranks_are_global_in_the_default_group() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        upper = await dist.new_group([2, 3])
-        if pg.rank() < 2:
-            return
-        assert dist.get_global_rank(upper, 0) == 2
-        with aiocoll.process_group(upper):
-            assert dist.get_rank() == pg.rank() - 2
-            assert dist.get_global_rank(upper, 0) == 0
-            assert dist.get_group_rank(pg, 0) == 2
-            with pytest.raises(ValueError, match="it has no global rank"):
-                dist.get_global_rank(pg, 0)
-            await dist.broadcast(tensor := np.full(2, pg.rank()), 1)
-            np.testing.assert_array_equal(tensor, [3, 3])
-
-    await run_ranks(4, body)
+@pytest.mark.ranks(4)
+async def test_ranks_are_global_in_the_default_group(pg: ProcessGroup) -> None:
+    upper = await dist.new_group([2, 3])
+    if pg.rank() < 2:
+        return
+    assert dist.get_global_rank(upper, 0) == 2
+    with aiocoll.process_group(upper):
+        assert dist.get_rank() == pg.rank() - 2
+        assert dist.get_global_rank(upper, 0) == 0
+        assert dist.get_group_rank(pg, 0) == 2
+        with pytest.raises(ValueError, match="it has no global rank"):
+            dist.get_global_rank(pg, 0)
+        await dist.broadcast(tensor := np.full(2, pg.rank()), 1)
+        np.testing.assert_array_equal(tensor, [3, 3])
 
 
-async def test_only_members_make_a_group() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        r = pg.rank()
-        for _ in range(2):
-            if r > 0:
-                group = await dist.new_group([2, 1], timeout=20, use_local_synchronization=True, group_desc="upper")
-                assert (group.size(), group.timeout, group.group_desc) == (2, 20.0, "upper")
-                assert await dist.all_reduce(r, group=group) == 3
-        # Others need not call it; who does hears that it is not in it, and nobody's count is wrong.
-        if r == 0:
-            assert await dist.new_group([1, 2], use_local_synchronization=True) == OUTSIDE
-        assert await dist.all_reduce(1, group=await dist.new_group()) == 3
-        assert dist.get_pg_count() == (2 if r == 0 else 4)
-        await dist.destroy_process_group()
+@pytest.mark.ranks(3)
+async def test_only_members_make_a_group(pg: ProcessGroup) -> None:
+    r = pg.rank()
+    for _ in range(2):
         if r > 0:
-            with pytest.raises(GroupClosedError):
-                dist.barrier(group)
-
-    await run_ranks(3, body)
+            group = await dist.new_group([2, 1], timeout=20, use_local_synchronization=True, group_desc="upper")
+            assert (group.size(), group.timeout, group.group_desc) == (2, 20.0, "upper")
+            assert await dist.all_reduce(r, group=group) == 3
+    # Others need not call it; who does hears that it is not in it, and nobody's count is wrong.
+    if r == 0:
+        assert await dist.new_group([1, 2], use_local_synchronization=True) == OUTSIDE
+    assert await dist.all_reduce(1, group=await dist.new_group()) == 3
+    assert dist.get_pg_count() == (2 if r == 0 else 4)
+    await dist.destroy_process_group()
+    if r > 0:
+        with pytest.raises(GroupClosedError):
+            dist.barrier(group)
 
 
 async def test_a_size_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,48 +147,42 @@ async def test_a_size_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None
     await run_ranks(4, body)
 
 
-async def test_subgroups_of_a_group() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        upper = await dist.new_group([1, 2, 3, 4])
-        if pg.rank() == 0:
+@pytest.mark.ranks(5)
+async def test_subgroups_of_a_group(pg: ProcessGroup) -> None:
+    upper = await dist.new_group([1, 2, 3, 4])
+    if pg.rank() == 0:
+        return
+    current, groups = await dist.new_subgroups(2, group=upper)
+    assert len(groups) == 2
+    assert dist.get_process_group_ranks(current) == ([1, 2] if pg.rank() < 3 else [3, 4])
+    assert await dist.all_reduce(pg.rank(), group=current) == (3 if pg.rank() < 3 else 7)
+
+
+@pytest.mark.ranks(4)
+async def test_shrinking_a_group_that_is_not_the_default(pg: ProcessGroup) -> None:
+    group = await dist.new_group([0, 1, 2])
+    if pg.rank() == 1:
+        await group.wait_revoked()
+    elif pg.rank() < 3:
+        smaller = await dist.shrink_group([1], group)
+        assert dist.group.WORLD is pg
+        assert dist.get_process_group_ranks(smaller) == [0, 2]
+        assert await dist.all_reduce(1, group=smaller) == 2
+    assert await dist.all_reduce(1) == 4
+
+
+@pytest.mark.ranks(4)
+async def test_a_default_group_that_was_shrunk_is_replaced_for_all_tasks(pg: ProcessGroup) -> None:
+    for excluded in (1, 2):
+        world = dist.group.WORLD
+        assert world is not None
+        if dist.get_rank() == excluded:
+            await world.wait_revoked()
             return
-        current, groups = await dist.new_subgroups(2, group=upper)
-        assert len(groups) == 2
-        assert dist.get_process_group_ranks(current) == ([1, 2] if pg.rank() < 3 else [3, 4])
-        assert await dist.all_reduce(pg.rank(), group=current) == (3 if pg.rank() < 3 else 7)
-
-    await run_ranks(5, body)
-
-
-async def test_shrinking_a_group_that_is_not_the_default() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        group = await dist.new_group([0, 1, 2])
-        if pg.rank() == 1:
-            await group.wait_revoked()
-        elif pg.rank() < 3:
-            smaller = await dist.shrink_group([1], group)
-            assert dist.group.WORLD is pg
-            assert dist.get_process_group_ranks(smaller) == [0, 2]
-            assert await dist.all_reduce(1, group=smaller) == 2
-        assert await dist.all_reduce(1) == 4
-
-    await run_ranks(4, body)
-
-
-async def test_a_default_group_that_was_shrunk_is_replaced_for_all_tasks() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        for excluded in (1, 2):
-            world = dist.group.WORLD
-            assert world is not None
-            if dist.get_rank() == excluded:
-                await world.wait_revoked()
-                return
-            await dist.shrink_group([excluded])
-        with aiocoll.process_group(pg):  # as in a task that was started before
-            assert dist.get_world_size() == 2
-            assert await dist.all_reduce(pg.rank()) == 0 + 2
-
-    await run_ranks(4, body)
+        await dist.shrink_group([excluded])
+    with aiocoll.process_group(pg):  # as in a task that was started before
+        assert dist.get_world_size() == 2
+        assert await dist.all_reduce(pg.rank()) == 0 + 2
 
 
 async def test_two_worlds_have_sub_groups_of_their_own() -> None:

@@ -300,15 +300,13 @@ def test_functions_that_move_data_are_plain() -> None:
     assert coroutines == {"init_process_group", "destroy_process_group", "shrink_group"}
 
 
-async def test_a_call_starts_before_it_is_awaited() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        works = [dist.all_reduce(filled(1)), dist.broadcast_object_list([pg.rank()], 1), dist.barrier()]
-        assert all(isinstance(work, Work) for work in works)
-        await pg.drain()
-        assert all(work.is_success() for work in works)
-        assert works[1].result() == [1]
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_a_call_starts_before_it_is_awaited(pg: ProcessGroup) -> None:
+    works = [dist.all_reduce(filled(1)), dist.broadcast_object_list([pg.rank()], 1), dist.barrier()]
+    assert all(isinstance(work, Work) for work in works)
+    await pg.drain()
+    assert all(work.is_success() for work in works)
+    assert works[1].result() == [1]
 
 
 # -- what is refused, at the call
@@ -359,40 +357,34 @@ def refusals(pg: ProcessGroup) -> dict[str, tuple[type[Exception], str, Callable
     }  # fmt: skip
 
 
-async def test_what_is_refused() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        for error, words, call in refusals(pg).values():
-            with pytest.raises(error, match=words):
-                call()
-        # Nothing was sent, and no number taken.
-        assert await dist.all_reduce(1) == 2
-        assert not pg.pending()
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_what_is_refused(pg: ProcessGroup) -> None:
+    for error, words, call in refusals(pg).values():
+        with pytest.raises(error, match=words):
+            call()
+    # Nothing was sent, and no number taken.
+    assert await dist.all_reduce(1) == 2
+    assert not pg.pending()
 
 
-async def test_a_batch_is_checked_before_any_of_it_starts() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        peer = 1 - pg.rank()
-        wrong = [dist.P2POp(dist.isend, filled(0), peer), dist.P2POp(dist.irecv, filled(0), peer, tag=-1)]
-        with pytest.raises(ValueError, match="tag"):
-            dist.batch_isend_irecv(wrong)
-        assert not pg.pending()
-        await dist.batch_isend_irecv([wrong[0], dist.P2POp(dist.irecv, tensor := filled(1), peer)])
-        same(tensor, filled(0))
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_a_batch_is_checked_before_any_of_it_starts(pg: ProcessGroup) -> None:
+    peer = 1 - pg.rank()
+    wrong = [dist.P2POp(dist.isend, filled(0), peer), dist.P2POp(dist.irecv, filled(0), peer, tag=-1)]
+    with pytest.raises(ValueError, match="tag"):
+        dist.batch_isend_irecv(wrong)
+    assert not pg.pending()
+    await dist.batch_isend_irecv([wrong[0], dist.P2POp(dist.irecv, tensor := filled(1), peer)])
+    same(tensor, filled(0))
 
 
-async def test_lists_of_tensors_are_checked_before_any_is_gathered() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        outputs = [[filled(0), filled(0)] for _ in range(2)]
-        with pytest.raises(ValueError, match=r"input_tensor_list\[1\]"):
-            dist.all_gather_coalesced(outputs, [filled(1), filled(1, 4)])
-        assert not pg.pending()
-        assert await dist.all_reduce(1) == 2
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_lists_of_tensors_are_checked_before_any_is_gathered(pg: ProcessGroup) -> None:
+    outputs = [[filled(0), filled(0)] for _ in range(2)]
+    with pytest.raises(ValueError, match=r"input_tensor_list\[1\]"):
+        dist.all_gather_coalesced(outputs, [filled(1), filled(1, 4)])
+    assert not pg.pending()
+    assert await dist.all_reduce(1) == 2
 
 
 async def dry_run(r: int, p: int) -> None:
@@ -433,42 +425,38 @@ async def test_dry_runs() -> None:
     await run_ranks(2, body)
 
 
-async def test_lists_of_different_lengths() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        if pg.rank() == 0:
-            await dist.broadcast_object_list([1, 2])
-            await dist.send_object_list([1], 1)
-        else:
-            objects = [None]
-            with pytest.raises(ValueError, match="rank 0 gave a list of 2"):
-                await dist.broadcast_object_list(objects)
-            with pytest.raises(ValueError, match="2 entries"):
-                await dist.recv_object_list([None, None], 0)
-            assert objects == [None]
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_lists_of_different_lengths(pg: ProcessGroup) -> None:
+    if pg.rank() == 0:
+        await dist.broadcast_object_list([1, 2])
+        await dist.send_object_list([1], 1)
+    else:
+        objects = [None]
+        with pytest.raises(ValueError, match="rank 0 gave a list of 2"):
+            await dist.broadcast_object_list(objects)
+        with pytest.raises(ValueError, match="2 entries"):
+            await dist.recv_object_list([None, None], 0)
+        assert objects == [None]
 
 
-async def test_a_receive_that_nobody_wants_is_withdrawn() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        if pg.rank() == 0:
-            work = dist.recv(filled(0), 1)
-            waiting = asyncio.ensure_future(work.join())
-            await asyncio.sleep(0)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            assert work.done()
-            assert not pg.pending()
-            await dist.barrier()
-            tensor = filled(0)
-            assert await dist.recv(tensor) == 1
-            same(tensor, filled(7))
-        else:
-            await dist.barrier()
-            await dist.send(filled(7), 0)
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_a_receive_that_nobody_wants_is_withdrawn(pg: ProcessGroup) -> None:
+    if pg.rank() == 0:
+        work = dist.recv(filled(0), 1)
+        waiting = asyncio.ensure_future(work.join())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert work.done()
+        assert not pg.pending()
+        await dist.barrier()
+        tensor = filled(0)
+        assert await dist.recv(tensor) == 1
+        same(tensor, filled(7))
+    else:
+        await dist.barrier()
+        await dist.send(filled(7), 0)
 
 
 async def test_a_failure_reaches_works_with_a_result_of_their_own() -> None:

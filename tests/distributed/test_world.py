@@ -155,33 +155,29 @@ async def test_two_tasks_are_two_ranks_of_two_worlds() -> None:
     assert two == [[100 + 200 * turn for turn in range(5)]] * 2
 
 
-async def test_the_block_of_a_group_makes_it_the_default() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        assert dist.group.WORLD is pg
-        async with aiocoll.new_group(store=HashStore(), rank=0, world_size=1) as alone:
-            with aiocoll.process_group(alone):
-                assert dist.get_world_size() == 1
-                assert await dist.all_reduce(5) == 5
-                # Its ranks are not those of the other world.
-                assert dist.get_world_size(pg) == 2
-                assert await dist.all_reduce(1, group=pg) == 2
-        assert dist.group.WORLD is pg
-        dist.group.WORLD = None
-        assert not dist.is_initialized()
-        dist.group.WORLD = pg
-        assert dist.get_rank() == pg.rank()
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_the_block_of_a_group_makes_it_the_default(pg: ProcessGroup) -> None:
+    assert dist.group.WORLD is pg
+    async with aiocoll.new_group(store=HashStore(), rank=0, world_size=1) as alone:
+        with aiocoll.process_group(alone):
+            assert dist.get_world_size() == 1
+            assert await dist.all_reduce(5) == 5
+            # Its ranks are not those of the other world.
+            assert dist.get_world_size(pg) == 2
+            assert await dist.all_reduce(1, group=pg) == 2
+    assert dist.group.WORLD is pg
+    dist.group.WORLD = None
+    assert not dist.is_initialized()
+    dist.group.WORLD = pg
+    assert dist.get_rank() == pg.rank()
 
 
-async def test_the_ranks_of_a_test_have_it_already() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        with pytest.raises(ValueError, match="there is a default group here already"):
-            await dist.init_process_group()
-        await dist.destroy_process_group()
-        assert not dist.is_initialized()
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_the_ranks_of_a_test_have_it_already(pg: ProcessGroup) -> None:
+    with pytest.raises(ValueError, match="there is a default group here already"):
+        await dist.init_process_group()
+    await dist.destroy_process_group()
+    assert not dist.is_initialized()
 
 
 async def init_from_the_environment(pg: ProcessGroup) -> tuple[int, int, int]:
@@ -196,22 +192,20 @@ async def test_processes() -> None:
 # -- what is known about groups
 
 
-async def test_ranks_of_the_default_group_are_global() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        assert dist.get_group_rank(pg, 2) == dist.get_global_rank(pg, 2) == 2
-        assert dist.get_process_group_ranks() == dist.get_process_group_ranks(pg) == [0, 1, 2]
-        for call, words in (
-            (lambda: dist.get_group_rank(pg, 3), "global_rank=3"),
-            (lambda: dist.get_global_rank(pg, -1), "group_rank=-1"),
-        ):
-            with pytest.raises(ValueError, match=words):
-                call()
-        with pytest.raises(TypeError, match="group must be"):
-            dist.get_group_rank("world", 0)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="global_rank must be a rank"):
-            dist.get_group_rank(pg, 0.5)  # type: ignore[arg-type]
-
-    await run_ranks(3, body)
+@pytest.mark.ranks(3)
+async def test_ranks_of_the_default_group_are_global(pg: ProcessGroup) -> None:
+    assert dist.get_group_rank(pg, 2) == dist.get_global_rank(pg, 2) == 2
+    assert dist.get_process_group_ranks() == dist.get_process_group_ranks(pg) == [0, 1, 2]
+    for call, words in (
+        (lambda: dist.get_group_rank(pg, 3), "global_rank=3"),
+        (lambda: dist.get_global_rank(pg, -1), "group_rank=-1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+    with pytest.raises(TypeError, match="group must be"):
+        dist.get_group_rank("world", 0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="global_rank must be a rank"):
+        dist.get_group_rank(pg, 0.5)  # type: ignore[arg-type]
 
 
 def test_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:

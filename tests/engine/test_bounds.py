@@ -222,21 +222,19 @@ async def test_honest_ranks_never_meet_the_bounds(transport: str, seed: int) -> 
         await run_ranks(2, rank, transport=transport)
 
 
-async def test_ten_thousand_messages_without_bytes_wait() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        count = 10_000
-        if pg.rank() == 0:
-            for work in [pg.send(np.zeros(0), 1) for _ in range(count)]:
-                await work
-            await pg.send_object("behind them", 1, tag=1)
-        else:
-            assert await pg.recv_object(0, tag=1) == "behind them"
-            assert pg._comm.channels[0]._waiting._nbytes == count * LEAST
-            for _ in range(count):
-                await pg.recv(np.zeros(0), 0)
-            assert pg._comm.channels[0]._waiting._nbytes == 0
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_ten_thousand_messages_without_bytes_wait(pg: ProcessGroup) -> None:
+    count = 10_000
+    if pg.rank() == 0:
+        for work in [pg.send(np.zeros(0), 1) for _ in range(count)]:
+            await work
+        await pg.send_object("behind them", 1, tag=1)
+    else:
+        assert await pg.recv_object(0, tag=1) == "behind them"
+        assert pg._comm.channels[0]._waiting._nbytes == count * LEAST
+        for _ in range(count):
+            await pg.recv(np.zeros(0), 0)
+        assert pg._comm.channels[0]._waiting._nbytes == 0
 
 
 @pytest.mark.parametrize("room", [LEAST - 1, LEAST])

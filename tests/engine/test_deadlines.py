@@ -14,8 +14,6 @@ import pytest
 from aiocoll import CollectiveMismatchError, CollectiveTimeoutError, ProcessGroup, ReduceOp
 from aiocoll.testing.virtual import run_virtual
 
-from ..ranks import run_ranks
-
 #: Seconds a frame takes at least and at most.
 LATENCY = (0.0005, 0.02)
 
@@ -121,13 +119,10 @@ def test_any_latency_gives_the_same_results(seed: int) -> None:
     assert run_virtual(4, rank, seed=seed, latency=LATENCY) == run_virtual(4, rank, seed=seed)
 
 
-async def test_timeouts_of_less_than_a_millisecond() -> None:
+@pytest.mark.ranks(2)
+async def test_timeouts_of_less_than_a_millisecond(pg: ProcessGroup) -> None:
     """The timers of uvloop do not tell when they go off, then."""
-
-    async def body(pg: ProcessGroup) -> None:
-        works = [pg.recv(np.zeros(1), 1 - pg.rank(), timeout=1e-4) for _ in range(2)]
-        for work in works:
-            with pytest.raises(CollectiveTimeoutError):
-                await work
-
-    await run_ranks(2, body)
+    works = [pg.recv(np.zeros(1), 1 - pg.rank(), timeout=1e-4) for _ in range(2)]
+    for work in works:
+        with pytest.raises(CollectiveTimeoutError):
+            await work

@@ -12,7 +12,6 @@ import pytest
 from aiocoll import GroupError, PeerLostError, ProcessGroup
 from aiocoll.process import PidFd
 
-from ..ranks import run_ranks
 from .test_shrink import Job, now
 
 
@@ -66,14 +65,11 @@ def test_what_is_done_about_it_raises_nothing_of_its_own() -> None:
     assert told == []
 
 
-async def test_nobody_looks_at_processes_after_the_end() -> None:
+@pytest.mark.ranks(2)
+async def test_nobody_looks_at_processes_after_the_end(pg: ProcessGroup) -> None:
     """A rank may be about to shrink its group when its program closes that."""
-
-    async def rank(pg: ProcessGroup) -> None:
-        failure_detector = pg._comm.endpoint.failure_detector
-        failure_detector._pidfds[1 - pg.rank()] = PidFd(os.pidfd_open(os.getpid()))
-        failure_detector.look(1 - pg.rank())
-        await pg.shutdown()
-        failure_detector.look(1 - pg.rank())
-
-    await run_ranks(2, rank)
+    failure_detector = pg._comm.endpoint.failure_detector
+    failure_detector._pidfds[1 - pg.rank()] = PidFd(os.pidfd_open(os.getpid()))
+    failure_detector.look(1 - pg.rank())
+    await pg.shutdown()
+    failure_detector.look(1 - pg.rank())

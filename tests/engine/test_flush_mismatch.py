@@ -168,16 +168,14 @@ async def test_no_array_is_touched(transport: str) -> None:
     assert all((array == 7).all() for array in arrays)
 
 
-async def test_flushes_at_other_places_are_a_mismatch() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        with pytest.raises(CollectiveMismatchError, match="member 1 is"):  # noqa: PT012
-            async with pg.coalescing():
-                first = pg.allreduce(x())
-                if pg.rank() == 0:
-                    await first
-                await pg.allreduce(x())
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_flushes_at_other_places_are_a_mismatch(pg: ProcessGroup) -> None:
+    with pytest.raises(CollectiveMismatchError, match="member 1 is"):  # noqa: PT012
+        async with pg.coalescing():
+            first = pg.allreduce(x())
+            if pg.rank() == 0:
+                await first
+            await pg.allreduce(x())
 
 
 def told(rank: int, *members: Signature) -> dict[str, Any]:

@@ -307,20 +307,20 @@ async def test_processes_hear_of_an_exception(transport: str) -> None:
 CALLBACKS = {"a report": "report", "an answer": "_gathered"}
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("where", CALLBACKS)
-async def test_an_exception_in_a_timer_ends_the_group_by_name(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_exception_in_a_timer_ends_the_group_by_name(
+    pg: ProcessGroup, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: Any) -> None:
         raise LookupError("planted")
 
-    async def rank(pg: ProcessGroup) -> None:
-        await pg.barrier()
-        monkeypatch.setattr(StallInspector, CALLBACKS[where], broken)
-        work: Any = pg.recv(np.zeros(1), 0) if pg.rank() == 2 else pg.allreduce(np.ones(1))
-        with pytest.raises(GroupError, match=r"failed on rank ., where the library raised LookupError: planted"):
-            async with asyncio.timeout(2 * SOON):
-                await work
-
-    await run_ranks(3, rank)
+    await pg.barrier()
+    monkeypatch.setattr(StallInspector, CALLBACKS[where], broken)
+    work: Any = pg.recv(np.zeros(1), 0) if pg.rank() == 2 else pg.allreduce(np.ones(1))
+    with pytest.raises(GroupError, match=r"failed on rank ., where the library raised LookupError: planted"):
+        async with asyncio.timeout(2 * SOON):
+            await work
 
 
 #: What an operation does, by the class of what a call of `Start` makes.

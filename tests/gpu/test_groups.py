@@ -293,11 +293,9 @@ async def test_on_stream_by_nccl_does_not_wait_for_the_data() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_on_stream_of_other_works_is_an_await() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        assert await pg.allreduce(1).on_stream() == 2
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_on_stream_of_other_works_is_an_await(pg: ProcessGroup) -> None:
+    assert await pg.allreduce(1).on_stream() == 2
 
 
 @both

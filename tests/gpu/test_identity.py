@@ -119,32 +119,30 @@ async def test_what_is_not_contiguous_is_copied_where_it_lies(
     await run_ranks(2, rank)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("library", ["cupy", "torch"])
-async def test_gathered_arrays_are_made_by_the_library_of_the_first(libraries: Libraries, library: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        device = pg.rank()
-        host = libraries.host((2,), "float32", device)
-        host[...] = device + 1
-        made = await pg.allgather(None, libraries.array(library, host, "float32", device))
-        assert [type(each) for each in made] == [type(libraries.array(library, host, "float32", device))] * 2
-        assert [each._host.tolist() for each in made] == [[1, 1], [2, 2]]
+async def test_gathered_arrays_are_made_by_the_library_of_the_first(
+    pg: ProcessGroup, libraries: Libraries, library: str
+) -> None:
+    device = pg.rank()
+    host = libraries.host((2,), "float32", device)
+    host[...] = device + 1
+    made = await pg.allgather(None, libraries.array(library, host, "float32", device))
+    assert [type(each) for each in made] == [type(libraries.array(library, host, "float32", device))] * 2
+    assert [each._host.tolist() for each in made] == [[1, 1], [2, 2]]
 
-    await run_ranks(2, rank)
 
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("library", ["cupy", "torch"])
-async def test_outputs_inside_of_inputs(libraries: Libraries, library: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        device = pg.rank()
-        host = libraries.host((4,), "float32", device)
-        host[...] = [1, 2, 3, 4]
-        whole = libraries.array(library, host, "float32", device)
-        # Of rank 0 the part of the other rank, which is overwritten last.
-        part = libraries.array(library, host[2:], "float32", device)
-        assert await pg.reduce_scatter_tensor(part, whole) is part
-        assert host.tolist() == ([1, 2, 2, 4] if device == 0 else [1, 2, 6, 8])
-
-    await run_ranks(2, rank)
+async def test_outputs_inside_of_inputs(pg: ProcessGroup, libraries: Libraries, library: str) -> None:
+    device = pg.rank()
+    host = libraries.host((4,), "float32", device)
+    host[...] = [1, 2, 3, 4]
+    whole = libraries.array(library, host, "float32", device)
+    # Of rank 0 the part of the other rank, which is overwritten last.
+    part = libraries.array(library, host[2:], "float32", device)
+    assert await pg.reduce_scatter_tensor(part, whole) is part
+    assert host.tolist() == ([1, 2, 2, 4] if device == 0 else [1, 2, 6, 8])
 
 
 # -- gradients

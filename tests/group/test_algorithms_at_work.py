@@ -67,27 +67,23 @@ async def test_what_rounds_has_the_same_bits_everywhere(dtype: str, op: str, tra
     assert all(each == first for each in others)
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX], ids=repr)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-async def test_a_nan_of_any_rank_is_in_the_result(dtype: str, op: ReduceOp) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        tensor = np.zeros(pg.size() + 1, dtype)
-        tensor[pg.rank()] = np.nan
-        await pg.allreduce(tensor, op)
-        assert np.isnan(tensor[:-1]).all()
-        assert tensor[-1] == 0
-
-    await run_ranks(3, rank)
+async def test_a_nan_of_any_rank_is_in_the_result(pg: ProcessGroup, dtype: str, op: ReduceOp) -> None:
+    tensor = np.zeros(pg.size() + 1, dtype)
+    tensor[pg.rank()] = np.nan
+    await pg.allreduce(tensor, op)
+    assert np.isnan(tensor[:-1]).all()
+    assert tensor[-1] == 0
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("values", [[7, -7, 8, -8, 1, -1, 0]], ids=["mixed"])
-async def test_integer_averages_truncate_toward_zero(values: list[int]) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        tensor = np.array(values) if pg.rank() == 0 else np.zeros(len(values), int)
-        await pg.allreduce(tensor, ReduceOp.AVG)
-        assert tensor.tolist() == [2, -2, 2, -2, 0, 0, 0]
-
-    await run_ranks(3, rank)
+async def test_integer_averages_truncate_toward_zero(pg: ProcessGroup, values: list[int]) -> None:
+    tensor = np.array(values) if pg.rank() == 0 else np.zeros(len(values), int)
+    await pg.allreduce(tensor, ReduceOp.AVG)
+    assert tensor.tolist() == [2, -2, 2, -2, 0, 0, 0]
 
 
 @pytest.mark.parametrize("transport", ["memory", "unix"])

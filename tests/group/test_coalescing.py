@@ -231,133 +231,119 @@ async def test_an_empty_block_takes_no_number(frames: Frames) -> None:
     assert frames.count == 0
 
 
-async def test_functions_of_one_name_are_not_mixed_up() -> None:
+@pytest.mark.ranks(3)
+async def test_functions_of_one_name_are_not_mixed_up(pg: ProcessGroup) -> None:
     def adding() -> ReduceOp:
         return ReduceOp.custom(lambda a, b, out: np.add(a, b, out=out))
 
     def larger() -> ReduceOp:
         return ReduceOp.custom(lambda a, b, out: np.maximum(a, b, out=out))
 
-    async def rank(pg: ProcessGroup) -> None:
-        x, y, z = ones(3, pg.rank()), ones(3, pg.rank()), ones(3, pg.rank())
-        async with pg.coalescing():
-            for tensor, op in ((x, adding()), (y, larger()), (z, adding())):
-                pg.allreduce(tensor, op)
-        assert x.tolist() == z.tolist() == [3, 3, 3]
-        assert y.tolist() == [2, 2, 2]
-
-    await run_ranks(3, rank)
+    x, y, z = ones(3, pg.rank()), ones(3, pg.rank()), ones(3, pg.rank())
+    async with pg.coalescing():
+        for tensor, op in ((x, adding()), (y, larger()), (z, adding())):
+            pg.allreduce(tensor, op)
+    assert x.tolist() == z.tolist() == [3, 3, 3]
+    assert y.tolist() == [2, 2, 2]
 
 
 # -- awaiting inside
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", ["await", "future", "join", "thread", "drain", "task"])
-async def test_whoever_waits_inside_sends_what_is_recorded(how: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        async with pg.coalescing() as batch:
-            first, second = pg.allreduce(ones()), pg.allreduce(ones())
-            assert not first.done()
-            if how == "await":
-                await first
-            elif how == "future":
-                await asyncio.wait([first.get_future()])
-            elif how == "join":
-                await asyncio.create_task(first.join())
-            elif how == "thread":
-                await asyncio.to_thread(first.wait, 20)
-            elif how == "drain":
-                await pg.drain()
-            else:
-                await asyncio.create_task(waiting(first))
-            assert first.result().tolist() == second.result().tolist() == [2.0] * 4
-            assert batch.seq == pg._comm.entered == 1
-            third = pg.allreduce(ones())
-        assert third.result().tolist() == [2.0] * 4
-        assert batch.seq == 2
-
+async def test_whoever_waits_inside_sends_what_is_recorded(pg: ProcessGroup, how: str) -> None:
     async def waiting(work: Work[Any]) -> None:
         await work
 
-    await run_ranks(2, rank)
-
-
-async def test_what_is_called_in_the_same_turn_is_sent_together() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        async with pg.coalescing() as batch, asyncio.TaskGroup() as tasks:
-            for number in range(10):
-                tasks.create_task(called(pg, number))
+    async with pg.coalescing() as batch:
+        first, second = pg.allreduce(ones()), pg.allreduce(ones())
+        assert not first.done()
+        if how == "await":
+            await first
+        elif how == "future":
+            await asyncio.wait([first.get_future()])
+        elif how == "join":
+            await asyncio.create_task(first.join())
+        elif how == "thread":
+            await asyncio.to_thread(first.wait, 20)
+        elif how == "drain":
+            await pg.drain()
+        else:
+            await asyncio.create_task(waiting(first))
+        assert first.result().tolist() == second.result().tolist() == [2.0] * 4
         assert batch.seq == pg._comm.entered == 1
+        third = pg.allreduce(ones())
+    assert third.result().tolist() == [2.0] * 4
+    assert batch.seq == 2
 
+
+@pytest.mark.ranks(2)
+async def test_what_is_called_in_the_same_turn_is_sent_together(pg: ProcessGroup) -> None:
     async def called(pg: ProcessGroup, number: int) -> None:
         assert (await pg.allreduce(ones(2, number))).tolist() == [2.0 * number] * 2
 
-    await run_ranks(2, rank)
+    async with pg.coalescing() as batch, asyncio.TaskGroup() as tasks:
+        for number in range(10):
+            tasks.create_task(called(pg, number))
+    assert batch.seq == pg._comm.entered == 1
 
 
-async def test_a_callback_does_not_send() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        told: list[Work[Any]] = []
-        async with pg.coalescing() as batch:
-            work = pg.allreduce(ones())
-            work.add_done_callback(told.append)
-            for _ in range(5):
-                await asyncio.sleep(0)
-            assert batch.seq is None
-        await until(lambda: told)
-        assert told == [work]
-
-    await run_ranks(2, rank)
-
-
-async def test_a_block_ends_when_all_its_calls_have() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        async with pg.coalescing():
-            works = [pg.allreduce(ones(LARGE)), pg.allreduce(ones()), *(pg.allgather_object(1) for _ in range(3))]
-            awaited = asyncio.ensure_future(works[0].join())
+@pytest.mark.ranks(2)
+async def test_a_callback_does_not_send(pg: ProcessGroup) -> None:
+    told: list[Work[Any]] = []
+    async with pg.coalescing() as batch:
+        work = pg.allreduce(ones())
+        work.add_done_callback(told.append)
+        for _ in range(5):
             await asyncio.sleep(0)
-            works.append(pg.barrier())
-        assert all(work.done() for work in works)
-        await awaited
+        assert batch.seq is None
+    await until(lambda: told)
+    assert told == [work]
 
-    await run_ranks(2, rank)
+
+@pytest.mark.ranks(2)
+async def test_a_block_ends_when_all_its_calls_have(pg: ProcessGroup) -> None:
+    async with pg.coalescing():
+        works = [pg.allreduce(ones(LARGE)), pg.allreduce(ones()), *(pg.allgather_object(1) for _ in range(3))]
+        awaited = asyncio.ensure_future(works[0].join())
+        await asyncio.sleep(0)
+        works.append(pg.barrier())
+    assert all(work.done() for work in works)
+    await awaited
 
 
 # -- keys, messages, other groups
 
 
-async def test_calls_with_keys_meet_calls_with_keys_outside_of_blocks() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 0:
-            async with pg.coalescing() as batch:
-                keyed = pg.allreduce(ones(), key="k")
-                plain = pg.allreduce(ones())
-                assert (keyed.key, keyed.seq) == ("k", None)
-            assert batch.seq == 1
-            assert plain.result().tolist() == [2.0] * 4
-        else:
-            async with pg.coalescing():
-                pg.allreduce(ones())
+@pytest.mark.ranks(2)
+async def test_calls_with_keys_meet_calls_with_keys_outside_of_blocks(pg: ProcessGroup) -> None:
+    if pg.rank() == 0:
+        async with pg.coalescing() as batch:
             keyed = pg.allreduce(ones(), key="k")
-            await keyed
-        assert keyed.seq == 1
-        assert keyed.result().tolist() == [2.0] * 4
-
-    await run_ranks(2, rank)
-
-
-async def test_a_wrong_key_is_refused_at_the_call() -> None:
-    async def rank(pg: ProcessGroup) -> None:
+            plain = pg.allreduce(ones())
+            assert (keyed.key, keyed.seq) == ("k", None)
+        assert batch.seq == 1
+        assert plain.result().tolist() == [2.0] * 4
+    else:
         async with pg.coalescing():
-            with pytest.raises(TypeError, match="key must be a str"):
-                pg.allreduce(ones(), key=3)  # type: ignore[arg-type]
-            with pytest.raises(ValueError, match="lone surrogate"):
-                pg.allreduce(ones(), key="\ud800")
-            with pytest.raises(TypeError, match="tensor must be"):
-                pg.allreduce("text")
-        assert pg._comm.entered == 0
+            pg.allreduce(ones())
+        keyed = pg.allreduce(ones(), key="k")
+        await keyed
+    assert keyed.seq == 1
+    assert keyed.result().tolist() == [2.0] * 4
 
-    await run_ranks(1, rank)
+
+@pytest.mark.ranks(1)
+async def test_a_wrong_key_is_refused_at_the_call(pg: ProcessGroup) -> None:
+    async with pg.coalescing():
+        with pytest.raises(TypeError, match="key must be a str"):
+            pg.allreduce(ones(), key=3)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="lone surrogate"):
+            pg.allreduce(ones(), key="\ud800")
+        with pytest.raises(TypeError, match="tensor must be"):
+            pg.allreduce("text")
+    assert pg._comm.entered == 0
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -392,57 +378,51 @@ async def test_messages_of_a_block_are_sent_with_it(transport: str) -> None:
     await run_ranks(2, rank, transport=transport)
 
 
-async def test_a_recorded_receive_that_nobody_awaits_any_more_is_withdrawn() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        async with pg.coalescing():
-            if pg.rank() == 0:
-                work = pg.recv(ones(), 1)
-                waiter = asyncio.ensure_future(work.get_future())
-                waiter.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await waiter
-                await until(work.done)
-                assert pg.pending() == []
+@pytest.mark.ranks(2)
+async def test_a_recorded_receive_that_nobody_awaits_any_more_is_withdrawn(pg: ProcessGroup) -> None:
+    async with pg.coalescing():
         if pg.rank() == 0:
-            await pg.send(ones(), 1)
-        else:
-            await pg.recv(ones(), 0)
+            work = pg.recv(ones(), 1)
+            waiter = asyncio.ensure_future(work.get_future())
+            waiter.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiter
+            await until(work.done)
+            assert pg.pending() == []
+    if pg.rank() == 0:
+        await pg.send(ones(), 1)
+    else:
+        await pg.recv(ones(), 0)
 
-    await run_ranks(2, rank)
 
-
-async def test_a_failed_receive_is_raised_at_the_end_unless_somebody_has_looked() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        async with pg.coalescing():
-            with pytest.raises(TimeoutError):
-                await pg.recv(ones(), 1 - pg.rank(), timeout=0.01)
+@pytest.mark.ranks(2)
+async def test_a_failed_receive_is_raised_at_the_end_unless_somebody_has_looked(pg: ProcessGroup) -> None:
+    async with pg.coalescing():
         with pytest.raises(TimeoutError):
+            await pg.recv(ones(), 1 - pg.rank(), timeout=0.01)
+    with pytest.raises(TimeoutError):
+        async with pg.coalescing():
+            pg.recv(ones(), 1 - pg.rank(), timeout=0.01)
+    await pg.barrier()
+
+
+@pytest.mark.ranks(2)
+async def test_a_block_does_not_nest_in_one_of_its_own_group(pg: ProcessGroup) -> None:
+    async with pg.coalescing():
+        with pytest.raises(RuntimeError, match="is coalescing here already: blocks of one group do not nest"):
             async with pg.coalescing():
-                pg.recv(ones(), 1 - pg.rank(), timeout=0.01)
-        await pg.barrier()
+                pass
 
-    await run_ranks(2, rank)
+        async def task() -> None:
+            async with pg.coalescing():
+                pass
 
-
-async def test_a_block_does_not_nest_in_one_of_its_own_group() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        async with pg.coalescing():
-            with pytest.raises(RuntimeError, match="is coalescing here already: blocks of one group do not nest"):
-                async with pg.coalescing():
-                    pass
-
-            async def task() -> None:
-                async with pg.coalescing():
-                    pass
-
-            with pytest.raises(RuntimeError, match="do not nest"):
-                await asyncio.create_task(task())
-            work = pg.allreduce(ones())
-        assert work.result().tolist() == [2.0] * 4
-        async with pg.coalescing():
-            pg.allreduce(ones())
-
-    await run_ranks(2, rank)
+        with pytest.raises(RuntimeError, match="do not nest"):
+            await asyncio.create_task(task())
+        work = pg.allreduce(ones())
+    assert work.result().tolist() == [2.0] * 4
+    async with pg.coalescing():
+        pg.allreduce(ones())
 
 
 async def test_blocks_of_two_groups_nest_and_a_block_is_of_its_task() -> None:
@@ -583,49 +563,45 @@ async def test_a_failed_block_nobody_asks_about_is_not_logged(caplog: pytest.Log
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-async def test_what_was_sent_before_an_exception_goes_on() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        with pytest.raises(KeyError):  # noqa: PT012
-            async with pg.coalescing():
-                sent = pg.allreduce(ones())
-                await asyncio.wait([sent.get_future()], timeout=0)
-                await asyncio.sleep(0)
-                await asyncio.sleep(0)
-                late = pg.allreduce(ones())
-                raise KeyError
-        assert isinstance(late.exception(), GroupError)
-        assert (await sent).tolist() == [2.0] * 4
-
-    await run_ranks(2, rank)
-
-
-async def test_cancelling_a_block_leaves_nothing_pending() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        works: list[Work[Any]] = []
-
-        async def recording() -> None:
-            async with pg.coalescing():
-                works.append(pg.allreduce(ones()))
-                await asyncio.Event().wait()
-
-        async def receiving() -> None:
-            async with pg.coalescing():
-                works.append(pg.recv(ones(), 1 - pg.rank()))
-                works.append(pg.batch([Recv(ones(), 1 - pg.rank(), 5)]))
-
-        for body in (recording, receiving):
-            task = asyncio.create_task(body())
-            await until(lambda: works)
+@pytest.mark.ranks(2)
+async def test_what_was_sent_before_an_exception_goes_on(pg: ProcessGroup) -> None:
+    with pytest.raises(KeyError):  # noqa: PT012
+        async with pg.coalescing():
+            sent = pg.allreduce(ones())
+            await asyncio.wait([sent.get_future()], timeout=0)
             await asyncio.sleep(0)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            await until(lambda: all(work.done() for work in works))
-            assert pg.pending() == []
-            works.clear()
-        assert (await pg.allreduce(ones())).tolist() == [2.0] * 4
+            await asyncio.sleep(0)
+            late = pg.allreduce(ones())
+            raise KeyError
+    assert isinstance(late.exception(), GroupError)
+    assert (await sent).tolist() == [2.0] * 4
 
-    await run_ranks(2, rank)
+
+@pytest.mark.ranks(2)
+async def test_cancelling_a_block_leaves_nothing_pending(pg: ProcessGroup) -> None:
+    works: list[Work[Any]] = []
+
+    async def recording() -> None:
+        async with pg.coalescing():
+            works.append(pg.allreduce(ones()))
+            await asyncio.Event().wait()
+
+    async def receiving() -> None:
+        async with pg.coalescing():
+            works.append(pg.recv(ones(), 1 - pg.rank()))
+            works.append(pg.batch([Recv(ones(), 1 - pg.rank(), 5)]))
+
+    for body in (recording, receiving):
+        task = asyncio.create_task(body())
+        await until(lambda: works)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: all(work.done() for work in works))
+        assert pg.pending() == []
+        works.clear()
+    assert (await pg.allreduce(ones())).tolist() == [2.0] * 4
 
 
 # -- the end of the group
@@ -651,14 +627,12 @@ async def test_a_revocation_fails_what_is_recorded() -> None:
     await run_ranks(2, rank)
 
 
-async def test_a_group_that_is_closed_sends_what_is_recorded_first() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        async with pg.coalescing():
-            work = pg.allreduce(ones())
-            await pg.shutdown()
-            assert work.result().tolist() == [2.0] * 4
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_a_group_that_is_closed_sends_what_is_recorded_first(pg: ProcessGroup) -> None:
+    async with pg.coalescing():
+        work = pg.allreduce(ones())
+        await pg.shutdown()
+        assert work.result().tolist() == [2.0] * 4
 
 
 async def test_a_group_that_closes_without_time_fails_what_is_recorded() -> None:
@@ -682,43 +656,39 @@ async def test_a_group_that_closes_without_time_fails_what_is_recorded() -> None
     await asyncio.gather(*map(rank, range(2)))
 
 
-async def test_a_flush_takes_as_long_as_the_least_timeout_of_its_members() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 1:
-            error = await pg.wait_revoked()
-        else:
-            with pytest.raises(TimeoutError, match=r"COALESCED .* did not complete within 0.1 s .*ALLREDUCE"):  # noqa: PT012
-                async with pg.coalescing():
-                    work = pg.allreduce(ones(), timeout=0.1)
-                    pg.allreduce(ones())
-            error = work.exception()
-        assert error.ranks == (1,)
-
-    await run_ranks(2, rank)
-
-
-async def test_a_flush_that_is_not_complete_is_not_among_what_is_completed() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        async with pg.coalescing() as batch:
-            pg.allreduce(ones())
-            pg.allgather_object(1)
-        assert batch.seq == 1
-        if pg.rank() == 2:
-            pg.abort()
-            return
-        with pytest.raises(GroupError):  # noqa: PT012
-            async with pg.coalescing() as batch:
-                # Complete on rank 0 at once; the other is not.
-                pg.broadcast(ones(), 0)
+@pytest.mark.ranks(2)
+async def test_a_flush_takes_as_long_as_the_least_timeout_of_its_members(pg: ProcessGroup) -> None:
+    if pg.rank() == 1:
+        error = await pg.wait_revoked()
+    else:
+        with pytest.raises(TimeoutError, match=r"COALESCED .* did not complete within 0.1 s .*ALLREDUCE"):  # noqa: PT012
+            async with pg.coalescing():
+                work = pg.allreduce(ones(), timeout=0.1)
                 pg.allreduce(ones())
-        assert batch.seq in (2, None)
-        group = await pg.shrink(exclude=[2])
-        assert group.completed_everywhere is not None
-        assert 1 in group.completed_everywhere
-        assert 2 not in group.completed_everywhere
-        await group.shutdown()
+        error = work.exception()
+    assert error.ranks == (1,)
 
-    await run_ranks(3, rank)
+
+@pytest.mark.ranks(3)
+async def test_a_flush_that_is_not_complete_is_not_among_what_is_completed(pg: ProcessGroup) -> None:
+    async with pg.coalescing() as batch:
+        pg.allreduce(ones())
+        pg.allgather_object(1)
+    assert batch.seq == 1
+    if pg.rank() == 2:
+        pg.abort()
+        return
+    with pytest.raises(GroupError):  # noqa: PT012
+        async with pg.coalescing() as batch:
+            # Complete on rank 0 at once; the other is not.
+            pg.broadcast(ones(), 0)
+            pg.allreduce(ones())
+    assert batch.seq in (2, None)
+    group = await pg.shrink(exclude=[2])
+    assert group.completed_everywhere is not None
+    assert 1 in group.completed_everywhere
+    assert 2 not in group.completed_everywhere
+    await group.shutdown()
 
 
 # -- calls on lists
@@ -760,25 +730,23 @@ async def test_calls_on_lists(transport: str, frames: Frames) -> None:
     await run_ranks(2, rank, transport=transport)
 
 
-async def test_a_wrong_tensor_of_a_list_is_refused_before_anything_is_sent() -> None:
-    async def rank(pg: ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+async def test_a_wrong_tensor_of_a_list_is_refused_before_anything_is_sent(pg: ProcessGroup) -> None:
+    with pytest.raises(TypeError, match="tensor must be"):
+        pg.allreduce_coalesced([ones(), "text"])
+    with pytest.raises(TypeError, match="tensors must be a list of arrays, not ndarray"):
+        pg.allreduce_coalesced(ones())
+    with pytest.raises(ValueError, match="outputs has 1 arrays, inputs has 2"):
+        pg.allgather_into_tensor_coalesced([ones()], [ones(), ones()])
+    with pytest.raises(ValueError, match="share memory"):
+        pg.reduce_scatter_tensor_coalesced([ones()] * 2, [ones(pg.size() * 4), ones(pg.size() * 4)])
+    async with pg.coalescing():
         with pytest.raises(TypeError, match="tensor must be"):
             pg.allreduce_coalesced([ones(), "text"])
-        with pytest.raises(TypeError, match="tensors must be a list of arrays, not ndarray"):
-            pg.allreduce_coalesced(ones())
-        with pytest.raises(ValueError, match="outputs has 1 arrays, inputs has 2"):
-            pg.allgather_into_tensor_coalesced([ones()], [ones(), ones()])
-        with pytest.raises(ValueError, match="share memory"):
-            pg.reduce_scatter_tensor_coalesced([ones()] * 2, [ones(pg.size() * 4), ones(pg.size() * 4)])
-        async with pg.coalescing():
-            with pytest.raises(TypeError, match="tensor must be"):
-                pg.allreduce_coalesced([ones(), "text"])
-            work = pg.allreduce(ones())
-            assert pg.pending() == [work]
-        assert pg._comm.entered == 1
-        assert work.result().tolist() == [2.0] * 4
-
-    await run_ranks(2, rank)
+        work = pg.allreduce(ones())
+        assert pg.pending() == [work]
+    assert pg._comm.entered == 1
+    assert work.result().tolist() == [2.0] * 4
 
 
 # -- takers of the group
@@ -811,61 +779,54 @@ class Faking(Passing):
         return work
 
 
-async def test_the_groups_own_taker_gets_what_the_calls_are_fused_to() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        interceptor = Passing(pg)
-        pg._dispatcher.intercept(interceptor)
-        outputs = [ones(2, -1) for _ in range(pg.size())]
-        async with pg.coalescing():
-            works = [pg.allreduce(ones(2, number)) for number in range(3)]
-            pg.alltoall(outputs, [ones(2, 10 * pg.rank() + peer) for peer in range(pg.size())])
-            pg.alltoall([ones(1) for _ in range(pg.size())], [ones(1) for _ in range(pg.size())])
-            pg.allgather_object(1)
-            keyed = pg.allreduce(3, key="k")
-            assert len(pg.pending()) == 7
-        assert sorted(interceptor.ops) == ["ALLGATHER_OBJECT", "ALLREDUCE", "ALLREDUCE", "ALLTOALL"]
-        assert [work.result()[0] for work in works] == [0, 2, 4]
-        assert [each[0] for each in outputs] == [pg.rank(), 10 + pg.rank()]
-        assert keyed.result() == 6
-        assert pg.pending() == []
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_the_groups_own_taker_gets_what_the_calls_are_fused_to(pg: ProcessGroup) -> None:
+    interceptor = Passing(pg)
+    pg._dispatcher.intercept(interceptor)
+    outputs = [ones(2, -1) for _ in range(pg.size())]
+    async with pg.coalescing():
+        works = [pg.allreduce(ones(2, number)) for number in range(3)]
+        pg.alltoall(outputs, [ones(2, 10 * pg.rank() + peer) for peer in range(pg.size())])
+        pg.alltoall([ones(1) for _ in range(pg.size())], [ones(1) for _ in range(pg.size())])
+        pg.allgather_object(1)
+        keyed = pg.allreduce(3, key="k")
+        assert len(pg.pending()) == 7
+    assert sorted(interceptor.ops) == ["ALLGATHER_OBJECT", "ALLREDUCE", "ALLREDUCE", "ALLTOALL"]
+    assert [work.result()[0] for work in works] == [0, 2, 4]
+    assert [each[0] for each in outputs] == [pg.rank(), 10 + pg.rank()]
+    assert keyed.result() == 6
+    assert pg.pending() == []
 
 
-async def test_a_taker_that_moves_nothing_leaves_arrays_as_they_are() -> None:
-    async def faked(pg: ProcessGroup) -> None:
-        pg._dispatcher.intercept(Faking(pg))
-        tensors = [ones(2, 5), ones(3, 6)]
-        outputs = [[ones(2, -1) for _ in range(pg.size())] for _ in range(2)]
-        async with pg.coalescing():
-            works: list[Work[Any]] = [pg.allreduce(each) for each in tensors]
-            works += [pg.alltoall(each, [ones(2) for _ in range(pg.size())]) for each in outputs]
-        assert all(work.done() for work in works)
-        assert [each[0] for each in tensors] == [5, 6]
-        assert all((array == -1).all() for each in outputs for array in each)
-
-    await run_ranks(2, faked)
+@pytest.mark.ranks(2)
+async def test_a_taker_that_moves_nothing_leaves_arrays_as_they_are(pg: ProcessGroup) -> None:
+    pg._dispatcher.intercept(Faking(pg))
+    tensors = [ones(2, 5), ones(3, 6)]
+    outputs = [[ones(2, -1) for _ in range(pg.size())] for _ in range(2)]
+    async with pg.coalescing():
+        works: list[Work[Any]] = [pg.allreduce(each) for each in tensors]
+        works += [pg.alltoall(each, [ones(2) for _ in range(pg.size())]) for each in outputs]
+    assert all(work.done() for work in works)
+    assert [each[0] for each in tensors] == [5, 6]
+    assert all((array == -1).all() for each in outputs for array in each)
 
 
-async def test_a_message_of_the_block_that_ends_the_group_ends_all_of_it() -> None:
+@pytest.mark.ranks(2)
+async def test_a_message_of_the_block_that_ends_the_group_ends_all_of_it(pg: ProcessGroup) -> None:
     """A receive meets a message of another dtype, which is there already, before anything else has started."""
+    if pg.rank() == 1:
+        pg.send(np.zeros(3, np.int32), 0)
+        await pg.wait_revoked()
+        return
+    await until(lambda: pg._comm.matching._waiting)
+    works: list[Work[Any]] = []
 
-    async def body(pg: ProcessGroup) -> None:
-        if pg.rank() == 1:
-            pg.send(np.zeros(3, np.int32), 0)
-            await pg.wait_revoked()
-            return
-        await until(lambda: pg._comm.matching._waiting)
-        works: list[Work[Any]] = []
+    async def block() -> None:
+        async with pg.coalescing():
+            works.extend([pg.recv(ones(3), 1), pg.recv(ones(3), 1, tag=4)])
+            works.extend([pg.allreduce(ones(3)), pg.allreduce(ones(3), key="x")])
 
-        async def block() -> None:
-            async with pg.coalescing():
-                works.extend([pg.recv(ones(3), 1), pg.recv(ones(3), 1, tag=4)])
-                works.extend([pg.allreduce(ones(3)), pg.allreduce(ones(3), key="x")])
-
-        with pytest.raises(GroupError):
-            await block()
-        assert all(isinstance(work.exception(), GroupError) for work in works)
-        assert not pg._comm.pending
-
-    await run_ranks(2, body)
+    with pytest.raises(GroupError):
+        await block()
+    assert all(isinstance(work.exception(), GroupError) for work in works)
+    assert not pg._comm.pending

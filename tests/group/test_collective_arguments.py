@@ -57,16 +57,14 @@ async def test_parts_of_any_length(counts: list[int], transport: str) -> None:
     await run_ranks(3, rank, transport=transport)
 
 
-async def test_outputs_are_allocated_on_request() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        tensor = np.full((2, 3), pg.rank(), "float32")
-        for gathered in (await pg.allgather(None, tensor), await pg.gather(None, tensor, 1)):
-            for source, each in enumerate(gathered or []):
-                assert each.shape == (2, 3)
-                assert each.dtype == np.float32
-                assert (each == source).all()
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_outputs_are_allocated_on_request(pg: ProcessGroup) -> None:
+    tensor = np.full((2, 3), pg.rank(), "float32")
+    for gathered in (await pg.allgather(None, tensor), await pg.gather(None, tensor, 1)):
+        for source, each in enumerate(gathered or []):
+            assert each.shape == (2, 3)
+            assert each.dtype == np.float32
+            assert (each == source).all()
 
 
 @pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
@@ -122,40 +120,33 @@ async def test_strided_tensors_are_staged() -> None:
     await run_ranks(2, rank)
 
 
-async def test_anything_with_a_buffer() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        raw = bytearray([pg.rank() + 1] * 5)
-        assert await pg.allreduce(raw) is raw
-        assert raw == bytes([3] * 5)
-        numbers = array.array("d", [pg.rank(), 1])
-        assert await pg.allreduce(numbers) is numbers
-        assert list(numbers) == [1, 2]
-        view = memoryview(raw)[1:3]
-        await pg.broadcast(view, 0)
-        assert (await pg.allgather(None, b"\1\2"))[1].tolist() == [1, 2]
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_anything_with_a_buffer(pg: ProcessGroup) -> None:
+    raw = bytearray([pg.rank() + 1] * 5)
+    assert await pg.allreduce(raw) is raw
+    assert raw == bytes([3] * 5)
+    numbers = array.array("d", [pg.rank(), 1])
+    assert await pg.allreduce(numbers) is numbers
+    assert list(numbers) == [1, 2]
+    view = memoryview(raw)[1:3]
+    await pg.broadcast(view, 0)
+    assert (await pg.allgather(None, b"\1\2"))[1].tolist() == [1, 2]
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"])
-async def test_narrow_floats(name: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        tensor = np.full((3, 5), 1.5 + pg.rank(), getattr(ml_dtypes, name))
-        assert await pg.allreduce(tensor) is tensor
-        assert (tensor.astype("float32") == 4).all()
-
-    await run_ranks(2, rank)
+async def test_narrow_floats(pg: ProcessGroup, name: str) -> None:
+    tensor = np.full((3, 5), 1.5 + pg.rank(), getattr(ml_dtypes, name))
+    assert await pg.allreduce(tensor) is tensor
+    assert (tensor.astype("float32") == 4).all()
 
 
-async def test_many_small_summands_are_rounded_once() -> None:
+@pytest.mark.ranks(5)
+async def test_many_small_summands_are_rounded_once(pg: ProcessGroup) -> None:
     """Rounding after each addition would leave 256 in bfloat16: 1 is half of the distance to its neighbour."""
-
-    async def rank(pg: ProcessGroup) -> None:
-        tensor = np.full(10, 256 if pg.rank() == 0 else 1, ml_dtypes.bfloat16)
-        await pg.allreduce(tensor)
-        assert (tensor.astype("float32") == 260).all()
-
-    await run_ranks(5, rank)
+    tensor = np.full(10, 256 if pg.rank() == 0 else 1, ml_dtypes.bfloat16)
+    await pg.allreduce(tensor)
+    assert (tensor.astype("float32") == 260).all()
 
 
 async def test_torch_tensors_are_taken_as_they_are() -> None:
@@ -179,6 +170,7 @@ async def test_torch_tensors_are_taken_as_they_are() -> None:
 # -- numbers
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("values", "op", "expected"),
     [
@@ -192,19 +184,18 @@ async def test_torch_tensors_are_taken_as_they_are() -> None:
         ((np.uint8(200), np.uint8(100)), ReduceOp.SUM, np.uint8(44)),
     ],
 )
-async def test_numbers_go_in_and_come_out(values: tuple[Any, Any], op: ReduceOp, expected: Any) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        result = await pg.allreduce(values[pg.rank()], op)
-        assert result == expected
-        assert type(result) is type(expected)
-        for root in range(2):
-            reduced = await pg.reduce(values[pg.rank()], root, op)
-            assert reduced == (expected if pg.rank() == root else values[pg.rank()])
-            assert await pg.broadcast(values[pg.rank()], root) == values[root]
-        if op.name != "AVG":
-            assert await pg.scan(values[pg.rank()], op) == (expected if pg.rank() else values[0])
-
-    await run_ranks(2, rank)
+async def test_numbers_go_in_and_come_out(
+    pg: ProcessGroup, values: tuple[Any, Any], op: ReduceOp, expected: Any
+) -> None:
+    result = await pg.allreduce(values[pg.rank()], op)
+    assert result == expected
+    assert type(result) is type(expected)
+    for root in range(2):
+        reduced = await pg.reduce(values[pg.rank()], root, op)
+        assert reduced == (expected if pg.rank() == root else values[pg.rank()])
+        assert await pg.broadcast(values[pg.rank()], root) == values[root]
+    if op.name != "AVG":
+        assert await pg.scan(values[pg.rank()], op) == (expected if pg.rank() else values[0])
 
 
 # -- refusals
@@ -214,6 +205,7 @@ def ones(count: int = 4) -> Any:
     return np.ones(count)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -291,29 +283,26 @@ def ones(count: int = 4) -> Any:
         (lambda pg: pg.alltoall_base(ones(), ones(), None, 4), TypeError, "input_split_sizes"),
     ],
 )
-async def test_wrong_arguments_take_no_number(call: Any, error: type[Exception], message: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 0:
-            with pytest.raises(error, match=message):
-                call(pg)
-            assert pg.pending() == []
-        work = pg.allreduce(np.ones(3))
-        assert work.seq == 1
-        assert (await work == 2).all()
+async def test_wrong_arguments_take_no_number(
+    pg: ProcessGroup, call: Any, error: type[Exception], message: str
+) -> None:
+    if pg.rank() == 0:
+        with pytest.raises(error, match=message):
+            call(pg)
+        assert pg.pending() == []
+    work = pg.allreduce(np.ones(3))
+    assert work.seq == 1
+    assert (await work == 2).all()
 
-    await run_ranks(2, rank)
 
-
-async def test_memory_that_would_be_overwritten_is_refused() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        shared = np.zeros(8)
-        with pytest.raises(ValueError, match=r"tensor shares memory with the output of rank [01]"):
-            pg.allgather_into_tensor(shared, shared[4:] if pg.rank() == 0 else shared[:4])
-        with pytest.raises(ValueError, match="output shares memory with input"):
-            pg.alltoall_base(shared, shared)
-        await pg.barrier()
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_memory_that_would_be_overwritten_is_refused(pg: ProcessGroup) -> None:
+    shared = np.zeros(8)
+    with pytest.raises(ValueError, match=r"tensor shares memory with the output of rank [01]"):
+        pg.allgather_into_tensor(shared, shared[4:] if pg.rank() == 0 else shared[:4])
+    with pytest.raises(ValueError, match="output shares memory with input"):
+        pg.alltoall_base(shared, shared)
+    await pg.barrier()
 
 
 @pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
@@ -382,30 +371,28 @@ async def test_a_second_call_of_the_same_shape_is_a_call_of_its_own(transport: s
     await run_ranks(3, rank, transport=transport)
 
 
-async def test_a_second_call_of_the_same_shape_is_checked_too() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        tensor = np.ones(4)
-        for _ in range(2):
-            await pg.allreduce(tensor)
-            await pg.broadcast(tensor, 1)
-        frozen = np.ones(4)
-        frozen.flags.writeable = False
-        with pytest.raises(ValueError, match="tensor is read-only"):
-            pg.allreduce(frozen)
-        with pytest.raises(TypeError, match=r"tensor is a masked array; pass tensor.filled\(...\)"):
-            pg.allreduce(np.ma.array(tensor))
-        with pytest.raises(TypeError, match="root must be a rank"):
-            pg.broadcast(tensor, True)
-        with pytest.raises(TypeError, match="root must be a rank"):
-            pg.broadcast(tensor, 1.0)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="op must be a ReduceOp"):
-            pg.allreduce(tensor, "SUM")  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="timeout"):
-            pg.allreduce(tensor, timeout=-1)
-        with pytest.raises(TypeError, match="key must be a str or None"):
-            pg.allreduce(tensor, key=1)  # type: ignore[arg-type]
-        # What was refused has taken no number.
-        assert pg.allreduce(tensor).seq == 5
-        await pg.drain()
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_a_second_call_of_the_same_shape_is_checked_too(pg: ProcessGroup) -> None:
+    tensor = np.ones(4)
+    for _ in range(2):
+        await pg.allreduce(tensor)
+        await pg.broadcast(tensor, 1)
+    frozen = np.ones(4)
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match="tensor is read-only"):
+        pg.allreduce(frozen)
+    with pytest.raises(TypeError, match=r"tensor is a masked array; pass tensor.filled\(...\)"):
+        pg.allreduce(np.ma.array(tensor))
+    with pytest.raises(TypeError, match="root must be a rank"):
+        pg.broadcast(tensor, True)
+    with pytest.raises(TypeError, match="root must be a rank"):
+        pg.broadcast(tensor, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="op must be a ReduceOp"):
+        pg.allreduce(tensor, "SUM")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="timeout"):
+        pg.allreduce(tensor, timeout=-1)
+    with pytest.raises(TypeError, match="key must be a str or None"):
+        pg.allreduce(tensor, key=1)  # type: ignore[arg-type]
+    # What was refused has taken no number.
+    assert pg.allreduce(tensor).seq == 5
+    await pg.drain()

@@ -129,25 +129,21 @@ async def test_every_call_everywhere(dtype: str, size: int, transport: str) -> N
     await run_ranks(size, everything, (0, 1, size + 1, 300_000), dtype, transport=transport)
 
 
-async def test_numbers() -> None:
-    async def one(pg: ProcessGroup) -> None:
-        got = await pg.allreduce(1 + pg.rank() * 1j)
-        assert (type(got), got) == (complex, 3 + 3j)
-        narrow = await pg.allreduce(np.complex64(1j))
-        assert (type(narrow), narrow) == (np.complex64, 3j)
-
-    await run_ranks(3, one)
+@pytest.mark.ranks(3)
+async def test_numbers(pg: ProcessGroup) -> None:
+    got = await pg.allreduce(1 + pg.rank() * 1j)
+    assert (type(got), got) == (complex, 3 + 3j)
+    narrow = await pg.allreduce(np.complex64(1j))
+    assert (type(narrow), narrow) == (np.complex64, 3j)
 
 
-async def test_a_nan_in_one_part_stays_there() -> None:
-    async def one(pg: ProcessGroup) -> None:
-        tensor = np.array([complex(np.nan, 1) if pg.rank() else 1j, 1], "complex64")
-        await pg.allreduce(tensor)
-        assert np.isnan(tensor[0].real)
-        assert tensor[0].imag == 3
-        assert tensor[1] == 3
-
-    await run_ranks(3, one)
+@pytest.mark.ranks(3)
+async def test_a_nan_in_one_part_stays_there(pg: ProcessGroup) -> None:
+    tensor = np.array([complex(np.nan, 1) if pg.rank() else 1j, 1], "complex64")
+    await pg.allreduce(tensor)
+    assert np.isnan(tensor[0].real)
+    assert tensor[0].imag == 3
+    assert tensor[1] == 3
 
 
 CALLS: dict[str, Callable[[ProcessGroup, Any, ReduceOp], object]] = {
@@ -160,20 +156,18 @@ CALLS: dict[str, Callable[[ProcessGroup, Any, ReduceOp], object]] = {
 }
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", CALLS)
-async def test_an_order_and_bits_are_not_defined_on_them(kind: str) -> None:
-    async def one(pg: ProcessGroup) -> None:
-        for name, dtype in product(("MIN", "MAX", "BAND", "BOR", "BXOR"), DTYPES):
-            tensor = np.full(4, 1j, dtype)
-            with pytest.raises(TypeError, match=f"op {name} is not defined on {dtype}; it accepts"):
-                CALLS[kind](pg, tensor, getattr(ReduceOp, name))
-            assert (tensor == 1j).all()
-        with pytest.raises(TypeError, match="op MAX is not defined on complex128"):
-            pg.allreduce(1j, ReduceOp.MAX)
-        with pytest.raises(TypeError, match="the factor 2j is complex but the tensor is float32"):
-            CALLS[kind](pg, np.ones(4, np.float32), ReduceOp.PREMUL_SUM(2j))
-        work = pg.barrier()
-        assert work.seq == 1  # none of them took a number
-        await work
-
-    await run_ranks(2, one)
+async def test_an_order_and_bits_are_not_defined_on_them(pg: ProcessGroup, kind: str) -> None:
+    for name, dtype in product(("MIN", "MAX", "BAND", "BOR", "BXOR"), DTYPES):
+        tensor = np.full(4, 1j, dtype)
+        with pytest.raises(TypeError, match=f"op {name} is not defined on {dtype}; it accepts"):
+            CALLS[kind](pg, tensor, getattr(ReduceOp, name))
+        assert (tensor == 1j).all()
+    with pytest.raises(TypeError, match="op MAX is not defined on complex128"):
+        pg.allreduce(1j, ReduceOp.MAX)
+    with pytest.raises(TypeError, match="the factor 2j is complex but the tensor is float32"):
+        CALLS[kind](pg, np.ones(4, np.float32), ReduceOp.PREMUL_SUM(2j))
+    work = pg.barrier()
+    assert work.seq == 1  # none of them took a number
+    await work

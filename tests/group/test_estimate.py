@@ -115,16 +115,14 @@ async def test_sparse_arrays() -> None:
     await run_ranks(3, rank)
 
 
-async def test_a_gather_of_a_block_whose_counts_are_not_known_yet() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        with pg.time_estimator() as estimate:
-            async with pg.coalescing():
-                pg.allgather(None, np.zeros(5))
-        (one,) = estimate.calls
-        assert one.op == "ALLGATHER_ALLOCATED"
-        assert one.seconds == seconds_of(Load(1, 2, 2, 2 * 40, 0, 0), pg._comm.tuning.machine)
-
-    await run_ranks(3, rank)
+@pytest.mark.ranks(3)
+async def test_a_gather_of_a_block_whose_counts_are_not_known_yet(pg: ProcessGroup) -> None:
+    with pg.time_estimator() as estimate:
+        async with pg.coalescing():
+            pg.allgather(None, np.zeros(5))
+    (one,) = estimate.calls
+    assert one.op == "ALLGATHER_ALLOCATED"
+    assert one.seconds == seconds_of(Load(1, 2, 2, 2 * 40, 0, 0), pg._comm.tuning.machine)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -160,20 +158,18 @@ async def test_memory_that_all_ranks_share_has_formulas_of_its_own() -> None:
     await run_ranks(3, rank, transport="shm")
 
 
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 1, 1)])
-async def test_ranks_on_several_hosts(hosts: tuple[int, ...]) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        pg._comm.hosts = hosts
-        machine = pg._comm.tuning.machine
-        for count in (1000, 80_000, 1_000_000):
-            with pg.time_estimator() as estimate:
-                pg.allreduce(np.zeros(count))
-            (one,) = estimate.calls
-            assert one.algorithm in ("leaders", "lanes", "lines")
-            assert one.seconds == two_level.predict(one.algorithm, "allreduce", 8 * count, hosts, machine) > 0
-        assert seconds(pg, lambda: pg.alltoall_object([1] * 4)) > 0
-
-    await run_ranks(4, rank)
+async def test_ranks_on_several_hosts(pg: ProcessGroup, hosts: tuple[int, ...]) -> None:
+    pg._comm.hosts = hosts
+    machine = pg._comm.tuning.machine
+    for count in (1000, 80_000, 1_000_000):
+        with pg.time_estimator() as estimate:
+            pg.allreduce(np.zeros(count))
+        (one,) = estimate.calls
+        assert one.algorithm in ("leaders", "lanes", "lines")
+        assert one.seconds == two_level.predict(one.algorithm, "allreduce", 8 * count, hosts, machine) > 0
+    assert seconds(pg, lambda: pg.alltoall_object([1] * 4)) > 0
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 1024])
@@ -244,16 +240,14 @@ async def test_frames_are_counted_after_the_links_are_there(monkeypatch: pytest.
     await run_ranks(3, rank)
 
 
-async def test_wrong_arguments_are_refused_and_not_counted() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        with pg.time_estimator() as estimate:
-            with pytest.raises(TypeError, match="op"):
-                pg.allreduce(np.ones(1), "sum")  # type: ignore[arg-type]
-            with pytest.raises(ValueError, match="root=2 is not a rank"):
-                pg.broadcast(np.ones(1), 2)
-        assert (estimate.calls, estimate.seconds) == ([], 0)
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_wrong_arguments_are_refused_and_not_counted(pg: ProcessGroup) -> None:
+    with pg.time_estimator() as estimate:
+        with pytest.raises(TypeError, match="op"):
+            pg.allreduce(np.ones(1), "sum")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="root=2 is not a rank"):
+            pg.broadcast(np.ones(1), 2)
+    assert (estimate.calls, estimate.seconds) == ([], 0)
 
 
 # -- where it holds
@@ -292,17 +286,15 @@ def fails(pg: ProcessGroup) -> Estimate:
     return estimate
 
 
-async def test_blocks_in_one_another() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        with pg.time_estimator() as outer:
-            pg.barrier()
-            inner = fails(pg)
-            pg.barrier()
-        assert [each.op for each in outer.calls] == ["BARRIER", "BARRIER"]
-        assert [each.op for each in inner.calls] == ["ALLREDUCE"]
-        assert await pg.allreduce(1) == 2
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_blocks_in_one_another(pg: ProcessGroup) -> None:
+    with pg.time_estimator() as outer:
+        pg.barrier()
+        inner = fails(pg)
+        pg.barrier()
+    assert [each.op for each in outer.calls] == ["BARRIER", "BARRIER"]
+    assert [each.op for each in inner.calls] == ["ALLREDUCE"]
+    assert await pg.allreduce(1) == 2
 
 
 async def test_what_is_estimated_is_not_compared() -> None:
@@ -319,40 +311,36 @@ async def test_what_is_estimated_is_not_compared() -> None:
     await testing.run_ranks(2, rank, options=GroupOptions(debug="detail"))
 
 
-async def test_coalesced_calls_count_as_what_they_are_fused_to() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        with pg.time_estimator() as whole, pg.time_estimator() as estimate:
-            async with pg.coalescing():
-                works = [pg.allreduce(np.ones(3)) for _ in range(4)]
-        assert all(work.done() for work in works)
-        assert [(each.op, each.nbytes) for each in estimate.calls] == [("ALLREDUCE", 4 * 24)]
+@pytest.mark.ranks(2)
+async def test_coalesced_calls_count_as_what_they_are_fused_to(pg: ProcessGroup) -> None:
+    with pg.time_estimator() as whole, pg.time_estimator() as estimate:
         async with pg.coalescing():
-            with pg.time_estimator() as inside:
-                pg.allreduce(np.ones(3))
-        assert [(each.op, each.nbytes) for each in inside.calls] == [("ALLREDUCE", 24)]
-        assert (whole.calls, pg.barrier().seq) == ([], 1)
+            works = [pg.allreduce(np.ones(3)) for _ in range(4)]
+    assert all(work.done() for work in works)
+    assert [(each.op, each.nbytes) for each in estimate.calls] == [("ALLREDUCE", 4 * 24)]
+    async with pg.coalescing():
+        with pg.time_estimator() as inside:
+            pg.allreduce(np.ones(3))
+    assert [(each.op, each.nbytes) for each in inside.calls] == [("ALLREDUCE", 24)]
+    assert (whole.calls, pg.barrier().seq) == ([], 1)
 
-    await run_ranks(2, rank)
 
+@pytest.mark.ranks(2)
+async def test_it_needs_a_group_that_is_there(pg: ProcessGroup) -> None:
+    refused: list[BaseException] = []
 
-async def test_it_needs_a_group_that_is_there() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        refused: list[BaseException] = []
+    def elsewhere() -> None:
+        try:
+            with pg.time_estimator():
+                pass
+        except RuntimeError as error:
+            refused.append(error)
 
-        def elsewhere() -> None:
-            try:
-                with pg.time_estimator():
-                    pass
-            except RuntimeError as error:
-                refused.append(error)
-
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-        assert "belongs to another event loop" in str(refused[0])
-        await pg.barrier()
-        await pg.shutdown()
-        with pytest.raises(GroupClosedError), pg.time_estimator():
-            pass
-
-    await run_ranks(2, rank)
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert "belongs to another event loop" in str(refused[0])
+    await pg.barrier()
+    await pg.shutdown()
+    with pytest.raises(GroupClosedError), pg.time_estimator():
+        pass

@@ -32,23 +32,21 @@ from aiocoll.transport.stream import transport as stream
 from ..ranks import TRANSPORTS, hub, run_ranks, until
 
 
-async def test_a_group_tells_who_it_is() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        assert pg.size() == 3
-        assert pg.global_ranks == (0, 1, 2)
-        assert pg.timeout == 300.0
-        assert pg.backend_for("cpu") == "aio"
-        assert repr(pg) == f"<ProcessGroup 'world:0' rank {pg.rank()} of 3, open>"
-        with pytest.raises(ValueError, match="device='tpu' has no backend in group 'world:0'"):
-            pg.backend_for("tpu")
-        assert pg.pending() == []
-        work = pg.recv(np.zeros(3), (pg.rank() + 1) % 3)
-        assert pg.pending() == [work]
-        await pg.send(np.ones(3), (pg.rank() + 2) % 3)
-        await work
-        assert pg.pending() == []
-
-    await run_ranks(3, rank)
+@pytest.mark.ranks(3)
+async def test_a_group_tells_who_it_is(pg: ProcessGroup) -> None:
+    assert pg.size() == 3
+    assert pg.global_ranks == (0, 1, 2)
+    assert pg.timeout == 300.0
+    assert pg.backend_for("cpu") == "aio"
+    assert repr(pg) == f"<ProcessGroup 'world:0' rank {pg.rank()} of 3, open>"
+    with pytest.raises(ValueError, match="device='tpu' has no backend in group 'world:0'"):
+        pg.backend_for("tpu")
+    assert pg.pending() == []
+    work = pg.recv(np.zeros(3), (pg.rank() + 1) % 3)
+    assert pg.pending() == [work]
+    await pg.send(np.ones(3), (pg.rank() + 2) % 3)
+    await work
+    assert pg.pending() == []
 
 
 # -- revocation
@@ -101,31 +99,28 @@ async def test_a_timeout_fails_every_rank_and_names_the_missing(transport: str) 
     await run_ranks(3, rank, transport=transport)
 
 
-async def test_a_short_timeout_is_kept_also_while_others_are_started() -> None:
+@pytest.mark.ranks(2)
+async def test_a_short_timeout_is_kept_also_while_others_are_started(pg: ProcessGroup) -> None:
     """Each of these starts after half of the time of the one before."""
+    if pg.rank() == 1:
+        await pg.wait_revoked()
+        return
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    first = pg.barrier(timeout=0.1)
+    works = []
 
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 1:
-            await pg.wait_revoked()
-            return
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        first = pg.barrier(timeout=0.1)
-        works = []
+    def again() -> None:
+        if not first.done() and loop.time() < start + 5:
+            works.append(pg.barrier(timeout=0.2))
+            loop.call_later(0.05, again)
 
-        def again() -> None:
-            if not first.done() and loop.time() < start + 5:
-                works.append(pg.barrier(timeout=0.2))
-                loop.call_later(0.05, again)
-
-        again()
-        with pytest.raises(CollectiveTimeoutError, match=r"within 0.1 s"):
-            await first
-        assert len(works) < 50
-        for work in works:
-            assert isinstance(work.exception(), CollectiveTimeoutError)
-
-    await run_ranks(2, rank)
+    again()
+    with pytest.raises(CollectiveTimeoutError, match=r"within 0.1 s"):
+        await first
+    assert len(works) < 50
+    for work in works:
+        assert isinstance(work.exception(), CollectiveTimeoutError)
 
 
 async def test_the_timeout_of_the_group_is_the_default() -> None:
@@ -162,21 +157,19 @@ async def test_an_op_of_the_user_that_raises_fails_every_rank(transport: str) ->
 # -- ranks that are lost
 
 
-async def test_a_cut_link_fails_every_rank() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        await pg.allgather_object("so that there are data links")
-        work = pg.recv(np.zeros(1), (pg.rank() + 1) % 3)
-        if pg.rank() == 0:
-            hub(pg).cut(1, 2)
-        with pytest.raises(PeerLostError, match=r"rank [12] of group 'world:0' is lost") as raised:
-            await work
-        assert raised.value.how == "unreachable"
-        assert raised.value.ranks in ((1,), (2,))
-        with pytest.raises(GroupRevokedError) as revoked:
-            pg.barrier()
-        assert isinstance(revoked.value.__cause__, PeerLostError)
-
-    await run_ranks(3, rank)
+@pytest.mark.ranks(3)
+async def test_a_cut_link_fails_every_rank(pg: ProcessGroup) -> None:
+    await pg.allgather_object("so that there are data links")
+    work = pg.recv(np.zeros(1), (pg.rank() + 1) % 3)
+    if pg.rank() == 0:
+        hub(pg).cut(1, 2)
+    with pytest.raises(PeerLostError, match=r"rank [12] of group 'world:0' is lost") as raised:
+        await work
+    assert raised.value.how == "unreachable"
+    assert raised.value.ranks in ((1,), (2,))
+    with pytest.raises(GroupRevokedError) as revoked:
+        pg.barrier()
+    assert isinstance(revoked.value.__cause__, PeerLostError)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -330,18 +323,16 @@ async def test_a_failure_reaches_all_after_the_first_ranks_have_left(transport: 
 # -- closing
 
 
-async def test_a_closed_group_refuses_calls() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        await pg.shutdown()
-        await pg.shutdown()
-        await pg.aclose()
-        for call in (pg.barrier, lambda: pg.send(np.ones(1), 1 - pg.rank()), lambda: pg.allgather_object(1)):
-            with pytest.raises(GroupClosedError, match="group 'world:0' was closed by this rank"):
-                call()
-        assert "closed" in repr(pg)
-        pg.abort("too late, and no error")
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_a_closed_group_refuses_calls(pg: ProcessGroup) -> None:
+    await pg.shutdown()
+    await pg.shutdown()
+    await pg.aclose()
+    for call in (pg.barrier, lambda: pg.send(np.ones(1), 1 - pg.rank()), lambda: pg.allgather_object(1)):
+        with pytest.raises(GroupClosedError, match="group 'world:0' was closed by this rank"):
+            call()
+    assert "closed" in repr(pg)
+    pg.abort("too late, and no error")
 
 
 @pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
@@ -366,61 +357,55 @@ async def test_leaving_by_exception_aborts_the_others() -> None:
         await run_ranks(3, rank)
 
 
-async def test_drain_waits_for_all_and_raises_the_first_error() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        peer = 1 - pg.rank()
-        works = [pg.allreduce(np.ones(1000)), pg.recv(np.zeros(3), peer, 1), pg.send(np.ones(3), peer, 1)]
+@pytest.mark.ranks(2)
+async def test_drain_waits_for_all_and_raises_the_first_error(pg: ProcessGroup) -> None:
+    peer = 1 - pg.rank()
+    works = [pg.allreduce(np.ones(1000)), pg.recv(np.zeros(3), peer, 1), pg.send(np.ones(3), peer, 1)]
+    await pg.drain()
+    assert all(work.is_success() for work in works)
+    late = pg.recv(np.zeros(1), peer, 2, timeout=0.05)
+    with pytest.raises(CollectiveTimeoutError):
         await pg.drain()
-        assert all(work.is_success() for work in works)
-        late = pg.recv(np.zeros(1), peer, 2, timeout=0.05)
-        with pytest.raises(CollectiveTimeoutError):
-            await pg.drain()
-        assert late.done()
-        await pg.drain()
-        await pg.barrier()
-
-    await run_ranks(2, rank)
+    assert late.done()
+    await pg.drain()
+    await pg.barrier()
 
 
-async def test_drain_survives_a_receive_that_is_withdrawn() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 0:
-            first = pg.recv(np.zeros(1), 1, 1)
-            waiting = asyncio.ensure_future(pg.recv(np.zeros(1), 1, 2).join())
-            draining = asyncio.ensure_future(pg.drain())
-            await asyncio.sleep(0)
-            waiting.cancel()
-            await asyncio.wait([waiting])
-            await pg.send_object("go on", 1)
-            await draining
-            assert first.is_success()
-        else:
-            await pg.recv_object(0)
-            await pg.send(np.ones(1), 0, 1)
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_drain_survives_a_receive_that_is_withdrawn(pg: ProcessGroup) -> None:
+    if pg.rank() == 0:
+        first = pg.recv(np.zeros(1), 1, 1)
+        waiting = asyncio.ensure_future(pg.recv(np.zeros(1), 1, 2).join())
+        draining = asyncio.ensure_future(pg.drain())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await pg.send_object("go on", 1)
+        await draining
+        assert first.is_success()
+    else:
+        await pg.recv_object(0)
+        await pg.send(np.ones(1), 0, 1)
 
 
 # -- whose it is
 
 
-async def test_a_call_from_another_thread_is_refused() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        raised = []
+@pytest.mark.ranks(2)
+async def test_a_call_from_another_thread_is_refused(pg: ProcessGroup) -> None:
+    raised = []
 
-        def call() -> None:
-            try:
-                pg.barrier()
-            except RuntimeError as error:
-                raised.append(str(error))
+    def call() -> None:
+        try:
+            pg.barrier()
+        except RuntimeError as error:
+            raised.append(str(error))
 
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-        assert "asyncio.run_coroutine_threadsafe" in raised[0]
-        await pg.barrier()
-
-    await run_ranks(2, rank)
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert "asyncio.run_coroutine_threadsafe" in raised[0]
+    await pg.barrier()
 
 
 async def test_a_call_from_another_loop_is_refused() -> None:
@@ -439,25 +424,23 @@ async def test_a_call_from_another_loop_is_refused() -> None:
     await asyncio.get_running_loop().shutdown_default_executor()
 
 
-async def test_a_forked_child_is_refused() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        out, into = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                pg.barrier()
-                os.write(into, b"accepted")
-            except BaseException as error:
-                os.write(into, str(error).encode())
-            finally:
-                os._exit(0)
-        os.close(into)
-        with os.fdopen(out, "rb") as pipe:
-            message = pipe.read().decode()
-        os.waitpid(child, 0)  # noqa: ASYNC222 - it has ended its pipe, and so itself
-        assert "a forked child cannot use it: make a new group in the child" in message
-
-    await run_ranks(1, rank)
+@pytest.mark.ranks(1)
+async def test_a_forked_child_is_refused(pg: ProcessGroup) -> None:
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            pg.barrier()
+            os.write(into, b"accepted")
+        except BaseException as error:
+            os.write(into, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(into)
+    with os.fdopen(out, "rb") as pipe:
+        message = pipe.read().decode()
+    os.waitpid(child, 0)  # noqa: ASYNC222 - it has ended its pipe, and so itself
+    assert "a forked child cannot use it: make a new group in the child" in message
 
 
 def test_a_forked_child_that_runs_the_loop_itself_is_refused() -> None:

@@ -36,29 +36,26 @@ async def test_every_root(world_size: int, transport: str) -> None:
     await run_ranks(world_size, rank, transport=transport)
 
 
-async def test_arrays_travel_in_objects() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        matrix = np.arange(6, dtype="float32").reshape(2, 3) * pg.rank()
-        for source, got in enumerate(await pg.allgather_object({"matrix": matrix})):
-            np.testing.assert_array_equal(got["matrix"], np.arange(6).reshape(2, 3) * source)
-            assert got["matrix"].dtype == np.float32
-
-    await run_ranks(3, rank)
+@pytest.mark.ranks(3)
+async def test_arrays_travel_in_objects(pg: ProcessGroup) -> None:
+    matrix = np.arange(6, dtype="float32").reshape(2, 3) * pg.rank()
+    for source, got in enumerate(await pg.allgather_object({"matrix": matrix})):
+        np.testing.assert_array_equal(got["matrix"], np.arange(6).reshape(2, 3) * source)
+        assert got["matrix"].dtype == np.float32
 
 
-async def test_keyed_objects_meet_in_any_order() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        keys = ["a", "b", "c", "a"]
-        works = {}
-        for key in keys if pg.rank() else [*keys[1:3], "a", "a"]:
-            work = pg.allgather_object((key, pg.rank()), key=key)
-            works[key, work.seq] = work
-        for (key, _), work in works.items():
-            assert await work == [(key, 0), (key, 1)]
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_keyed_objects_meet_in_any_order(pg: ProcessGroup) -> None:
+    keys = ["a", "b", "c", "a"]
+    works = {}
+    for key in keys if pg.rank() else [*keys[1:3], "a", "a"]:
+        work = pg.allgather_object((key, pg.rank()), key=key)
+        works[key, work.seq] = work
+    for (key, _), work in works.items():
+        assert await work == [(key, 0), (key, 1)]
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -72,24 +69,21 @@ async def test_keyed_objects_meet_in_any_order() -> None:
         (lambda pg: pg.allgather_object(1, key=5), TypeError, "key must be a str or None, not int"),
     ],
 )
-async def test_wrong_arguments_take_no_number(call: Any, error: type[Exception], message: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 0:
-            with pytest.raises(error, match=message):
-                call(pg)
-        work = pg.allgather_object(pg.rank())
-        assert work.seq == 1
-        assert await work == [0, 1]
+async def test_wrong_arguments_take_no_number(
+    pg: ProcessGroup, call: Any, error: type[Exception], message: str
+) -> None:
+    if pg.rank() == 0:
+        with pytest.raises(error, match=message):
+            call(pg)
+    work = pg.allgather_object(pg.rank())
+    assert work.seq == 1
+    assert await work == [0, 1]
 
-    await run_ranks(2, rank)
 
-
-async def test_roots_that_differ_are_named() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        with pytest.raises(CollectiveMismatchError, match=r"GATHER_OBJECT.*root=0.*GATHER_OBJECT.*root=1"):
-            await pg.gather_object(1, pg.rank())
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_roots_that_differ_are_named(pg: ProcessGroup) -> None:
+    with pytest.raises(CollectiveMismatchError, match=r"GATHER_OBJECT.*root=0.*GATHER_OBJECT.*root=1"):
+        await pg.gather_object(1, pg.rank())
 
 
 async def test_an_object_above_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,14 +93,12 @@ async def test_any_source_tells_whose_it_was(transport: str) -> None:
     await run_ranks(4, rank, transport=transport)
 
 
-async def test_a_source_is_known_only_after_a_receive() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        work = pg.barrier()
-        with pytest.raises(ValueError, match="only a completed receive has one"):
-            work.source_rank()
-        await work
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_a_source_is_known_only_after_a_receive(pg: ProcessGroup) -> None:
+    work = pg.barrier()
+    with pytest.raises(ValueError, match="only a completed receive has one"):
+        work.source_rank()
+    await work
 
 
 @pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
@@ -119,22 +117,21 @@ async def test_a_batch_starts_everything_and_gives_the_tensors(transport: str) -
     await run_ranks(3, rank, transport=transport)
 
 
-async def test_a_batch_with_a_wrong_member_starts_nothing() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        peer = 1 - pg.rank()
-        with pytest.raises(TypeError, match=r"operations\[1\] must be a Send or a Recv, not str"):
-            pg.batch([Send(np.ones(1), peer), "what"])
-        with pytest.raises(ValueError, match=r"operations\[1\].dst=2 is not a rank"):
-            pg.batch([Send(np.ones(1), peer), Send(np.ones(1), 2)])
-        with pytest.raises(ValueError, match=r"operations\[1\].tag=-1 is out of range"):
-            pg.batch([Send(np.ones(1), peer), Recv(np.ones(1), peer, -1)])
-        assert pg.pending() == []
-        await pg.batch([Send(np.full(1, 5.0), peer), Recv(tensor := np.ones(1), peer)])
-        assert tensor[0] == 5
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_a_batch_with_a_wrong_member_starts_nothing(pg: ProcessGroup) -> None:
+    peer = 1 - pg.rank()
+    with pytest.raises(TypeError, match=r"operations\[1\] must be a Send or a Recv, not str"):
+        pg.batch([Send(np.ones(1), peer), "what"])
+    with pytest.raises(ValueError, match=r"operations\[1\].dst=2 is not a rank"):
+        pg.batch([Send(np.ones(1), peer), Send(np.ones(1), 2)])
+    with pytest.raises(ValueError, match=r"operations\[1\].tag=-1 is out of range"):
+        pg.batch([Send(np.ones(1), peer), Recv(np.ones(1), peer, -1)])
+    assert pg.pending() == []
+    await pg.batch([Send(np.full(1, 5.0), peer), Recv(tensor := np.ones(1), peer)])
+    assert tensor[0] == 5
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("sent", "wanted", "message"),
     [
@@ -145,84 +142,75 @@ async def test_a_batch_with_a_wrong_member_starts_nothing() -> None:
     ],
     ids=["length", "dtype", "empty", "big"],
 )
-async def test_a_receive_of_another_kind_is_a_named_error(sent: Any, wanted: Any, message: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 0:
-            pg.send(sent, 1)
-            assert isinstance(await pg.wait_revoked(), CollectiveMismatchError)
-        else:
-            target = np.full_like(wanted, 7)
-            with pytest.raises(CollectiveMismatchError, match=message):
-                await pg.recv(target, 0)
-            assert (target == 7).all()
-
-    await run_ranks(2, rank)
-
-
-async def test_an_object_is_no_array() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 0:
-            await pg.send_object([1, 2], 1)
-            await pg.wait_revoked()
-        else:
-            with pytest.raises(CollectiveMismatchError, match=r"dtype=object.*dtype=float64"):
-                await pg.recv(np.ones(3), 0)
-
-    await run_ranks(2, rank)
+async def test_a_receive_of_another_kind_is_a_named_error(
+    pg: ProcessGroup, sent: Any, wanted: Any, message: str
+) -> None:
+    if pg.rank() == 0:
+        pg.send(sent, 1)
+        assert isinstance(await pg.wait_revoked(), CollectiveMismatchError)
+    else:
+        target = np.full_like(wanted, 7)
+        with pytest.raises(CollectiveMismatchError, match=message):
+            await pg.recv(target, 0)
+        assert (target == 7).all()
 
 
-async def test_a_receive_without_a_message_fails_alone() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        peer = 1 - pg.rank()
-        tensor = np.zeros(2)
-        message = f"received no message with tag 4 from rank {peer} within 0.05 s"
-        with pytest.raises(CollectiveTimeoutError, match=message) as raised:
-            await pg.recv(tensor, peer, 4, timeout=0.05)
-        assert raised.value.ranks == (peer,)
-        with pytest.raises(CollectiveTimeoutError, match=r"from any rank within 0.05 s"):
-            await pg.recv_object(tag=4, timeout=0.05)
-        await pg.barrier()
-        pg.send(np.ones(2), peer, 4)
-        assert (await pg.recv(tensor, peer, 4) == 1).all()
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_an_object_is_no_array(pg: ProcessGroup) -> None:
+    if pg.rank() == 0:
+        await pg.send_object([1, 2], 1)
+        await pg.wait_revoked()
+    else:
+        with pytest.raises(CollectiveMismatchError, match=r"dtype=object.*dtype=float64"):
+            await pg.recv(np.ones(3), 0)
 
 
-async def test_a_receive_is_withdrawn_with_its_last_awaiter() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        peer = 1 - pg.rank()
-        untouched = np.zeros(1)
-        work = pg.recv(untouched, peer)
-        first, second = (asyncio.ensure_future(work.join()) for _ in range(2))
-        await asyncio.sleep(0)
-        first.cancel()
-        await asyncio.wait([first])
-        assert not work.done()
-        second.cancel()
-        await asyncio.wait([second])
-        assert work.done()
-        assert isinstance(work.exception(), asyncio.CancelledError)
-        await pg.barrier()
-        await pg.send(np.ones(1), peer)
-        assert (await pg.recv(np.zeros(1), peer))[0] == 1
-        assert untouched[0] == 0
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_a_receive_without_a_message_fails_alone(pg: ProcessGroup) -> None:
+    peer = 1 - pg.rank()
+    tensor = np.zeros(2)
+    message = f"received no message with tag 4 from rank {peer} within 0.05 s"
+    with pytest.raises(CollectiveTimeoutError, match=message) as raised:
+        await pg.recv(tensor, peer, 4, timeout=0.05)
+    assert raised.value.ranks == (peer,)
+    with pytest.raises(CollectiveTimeoutError, match=r"from any rank within 0.05 s"):
+        await pg.recv_object(tag=4, timeout=0.05)
+    await pg.barrier()
+    pg.send(np.ones(2), peer, 4)
+    assert (await pg.recv(tensor, peer, 4) == 1).all()
 
 
-async def test_a_batch_is_withdrawn_too() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        peer = 1 - pg.rank()
-        untouched = np.zeros(2)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01):
-                await pg.batch([Recv(untouched[:1], peer), Recv(untouched[1:], peer)])
-        assert pg.pending() == []
-        await pg.barrier()
-        await pg.batch([Send(np.ones(1), peer), Recv(tensor := np.zeros(1), peer)])
-        assert (*untouched, tensor[0]) == (0, 0, 1)
+@pytest.mark.ranks(2)
+async def test_a_receive_is_withdrawn_with_its_last_awaiter(pg: ProcessGroup) -> None:
+    peer = 1 - pg.rank()
+    untouched = np.zeros(1)
+    work = pg.recv(untouched, peer)
+    first, second = (asyncio.ensure_future(work.join()) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first])
+    assert not work.done()
+    second.cancel()
+    await asyncio.wait([second])
+    assert work.done()
+    assert isinstance(work.exception(), asyncio.CancelledError)
+    await pg.barrier()
+    await pg.send(np.ones(1), peer)
+    assert (await pg.recv(np.zeros(1), peer))[0] == 1
+    assert untouched[0] == 0
 
-    await run_ranks(2, rank)
+
+@pytest.mark.ranks(2)
+async def test_a_batch_is_withdrawn_too(pg: ProcessGroup) -> None:
+    peer = 1 - pg.rank()
+    untouched = np.zeros(2)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await pg.batch([Recv(untouched[:1], peer), Recv(untouched[1:], peer)])
+    assert pg.pending() == []
+    await pg.barrier()
+    await pg.batch([Send(np.ones(1), peer), Recv(tensor := np.zeros(1), peer)])
+    assert (*untouched, tensor[0]) == (0, 0, 1)
 
 
 async def test_a_matched_receive_is_not_withdrawn() -> None:
@@ -243,6 +231,7 @@ async def test_a_matched_receive_is_not_withdrawn() -> None:
     await run_ranks(2, rank, transport="unix")
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -258,30 +247,25 @@ async def test_a_matched_receive_is_not_withdrawn() -> None:
         (lambda pg: pg.recv_object(1, tag=1.0), TypeError, "tag must be an int, not float"),
     ],
 )
-async def test_wrong_arguments_start_nothing(call: Any, error: type[Exception], message: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 0:
-            with pytest.raises(error, match=message):
-                call(pg)
-            assert pg.pending() == []
-            await pg.send(np.full(1, 3.0), 1)
-        else:
-            assert (await pg.recv(np.zeros(1), 0))[0] == 3
-
-    await run_ranks(2, rank)
+async def test_wrong_arguments_start_nothing(pg: ProcessGroup, call: Any, error: type[Exception], message: str) -> None:
+    if pg.rank() == 0:
+        with pytest.raises(error, match=message):
+            call(pg)
+        assert pg.pending() == []
+        await pg.send(np.full(1, 3.0), 1)
+    else:
+        assert (await pg.recv(np.zeros(1), 0))[0] == 3
 
 
-async def test_strided_memory_is_staged() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        whole = np.zeros((4, 4))
-        if pg.rank() == 0:
-            await pg.send(np.arange(16.0).reshape(4, 4).T, 1)
-        else:
-            result = await pg.recv(whole.T[:, :], 0)
-            assert result.base is whole
-            np.testing.assert_array_equal(whole, np.arange(16.0).reshape(4, 4))
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_strided_memory_is_staged(pg: ProcessGroup) -> None:
+    whole = np.zeros((4, 4))
+    if pg.rank() == 0:
+        await pg.send(np.arange(16.0).reshape(4, 4).T, 1)
+    else:
+        result = await pg.recv(whole.T[:, :], 0)
+        assert result.base is whole
+        np.testing.assert_array_equal(whole, np.arange(16.0).reshape(4, 4))
 
 
 @pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
@@ -351,20 +335,18 @@ async def test_cancelling_incoming_loses_nothing(transport: str) -> None:
     await run_ranks(2, rank, transport=transport)
 
 
-async def test_incoming_raises_when_the_group_fails() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        async def serve() -> None:
-            async for _ in pg.incoming():
-                pass
+@pytest.mark.ranks(2)
+async def test_incoming_raises_when_the_group_fails(pg: ProcessGroup) -> None:
+    async def serve() -> None:
+        async for _ in pg.incoming():
+            pass
 
-        serving = asyncio.ensure_future(serve())
-        await pg.barrier()
-        if pg.rank() == 0:
-            pg.abort("enough")
-        with pytest.raises(Exception, match="enough"):
-            await serving
-
-    await run_ranks(2, rank)
+    serving = asyncio.ensure_future(serve())
+    await pg.barrier()
+    if pg.rank() == 0:
+        pg.abort("enough")
+    with pytest.raises(Exception, match="enough"):
+        await serving
 
 
 async def test_an_object_above_the_limit_is_refused_and_its_bytes_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,34 +393,33 @@ async def test_an_empty_message_completes_its_receive_once(monkeypatch: pytest.M
     await run_ranks(2, rank)
 
 
-async def test_incoming_asks_for_a_message_that_its_sender_holds_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.ranks(2)
+async def test_incoming_asks_for_a_message_that_its_sender_holds_back(
+    pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A part of the message came before the window was used up, the READY for the rest in a later turn of the loop."""
-
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 1:
-            await pg.recv_object(0)
-            return
-        member, op = pg._comm, P2P | 5 << 32
-        channel = member.channels[1]
-        asked: list[tuple[Any, ...]] = []
-        monkeypatch.setattr(Channel, "control", lambda channel, *args: asked.append(args))
-        listening = asyncio.ensure_future(anext(aiter(pg.incoming(tag=5))))
+    if pg.rank() == 1:
+        await pg.recv_object(0)
+        return
+    member, op = pg._comm, P2P | 5 << 32
+    channel = member.channels[1]
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(Channel, "control", lambda channel, *args: asked.append(args))
+    listening = asyncio.ensure_future(anext(aiter(pg.incoming(tag=5))))
+    await asyncio.sleep(0)
+    member.deliver(channel, (FrameKind.DATA, EAGER, 0, member.id, op, 6, 0, 2, 4), memoryview(b"ab"))
+    for _ in range(3):
         await asyncio.sleep(0)
-        member.deliver(channel, (FrameKind.DATA, EAGER, 0, member.id, op, 6, 0, 2, 4), memoryview(b"ab"))
-        for _ in range(3):
-            await asyncio.sleep(0)
-        assert asked == []
-        member.deliver(channel, (FrameKind.READY, EAGER, 0, member.id, op, 6, 0, 0, 4), memoryview(b""))
-        for _ in range(3):
-            await asyncio.sleep(0)
-        assert asked == [(FrameKind.GRANT, member.id, op)]
-        member.deliver(channel, (FrameKind.DATA, 0, 0, member.id, op, 6, 2, 2, 4), memoryview(b"cd"))
-        source, message = await listening
-        assert (source, message.tobytes()) == (1, b"abcd")
-        monkeypatch.undo()
-        await pg.send_object("done", 1)
-
-    await run_ranks(2, rank)
+    assert asked == []
+    member.deliver(channel, (FrameKind.READY, EAGER, 0, member.id, op, 6, 0, 0, 4), memoryview(b""))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert asked == [(FrameKind.GRANT, member.id, op)]
+    member.deliver(channel, (FrameKind.DATA, 0, 0, member.id, op, 6, 2, 2, 4), memoryview(b"cd"))
+    source, message = await listening
+    assert (source, message.tobytes()) == (1, b"abcd")
+    monkeypatch.undo()
+    await pg.send_object("done", 1)
 
 
 async def test_a_message_longer_than_its_header_can_say_is_refused() -> None:

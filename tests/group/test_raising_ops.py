@@ -110,10 +110,8 @@ async def test_other_works_that_fail_with_it_and_later_calls_have_it_too() -> No
     assert any(await run_ranks(3, rank))
 
 
-async def test_a_rank_alone() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        op = Op()
-        assert await pg.allreduce(1.0, op.op) == 1.0  # there is nothing to reduce
-        assert op.raised is None
-
-    await run_ranks(1, rank)
+@pytest.mark.ranks(1)
+async def test_a_rank_alone(pg: ProcessGroup) -> None:
+    op = Op()
+    assert await pg.allreduce(1.0, op.op) == 1.0  # there is nothing to reduce
+    assert op.raised is None

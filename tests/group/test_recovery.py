@@ -143,39 +143,37 @@ async def test_a_timeout_keeps_all_ranks() -> None:
     assert await run_ranks(3, rank, transport="unix") == [(0, 1, 2)] * 3
 
 
-async def test_what_was_completed_is_told() -> None:
-    async def rank(pg: ProcessGroup) -> Any:
-        await pg.barrier()
-        await pg.allreduce(1, key="a")
-        await pg.allreduce(1, key="b")
-        await pg.allreduce(1, key="a")
-        # Rank 0 needs nobody to broadcast, rank 2 has its part, rank 1 does not come.
-        if pg.rank() != 1:
-            await pg.broadcast(np.ones(3), 0)
-            await pg.broadcast(np.ones(3), 0, key="b")
-        pending = [pg.barrier() for _ in range(2)] if pg.rank() == 0 else []
-        for _ in range(pg.size() - 1):  # everybody is where it should be
-            await pg.send_object("here", (pg.rank() + 1) % 3)
-            await pg.recv_object((pg.rank() - 1) % 3)
-        pg.abort("now")
-        small = await pg.shrink()
-        assert all(isinstance(work.exception(), GroupError) for work in pending)
-        everywhere, somewhere = small.completed_everywhere, small.completed_somewhere
-        assert everywhere is not None
-        assert somewhere is not None
-        assert everywhere == Completed(1, frozenset(), frozenset({("a", 1), ("a", 2), ("b", 1)}))
-        assert somewhere == Completed(4, frozenset({3, 4}), everywhere.keyed | {("b", 2)})
-        assert (everywhere.through, somewhere.through) == (1, 2)
-        assert 1 in everywhere
-        assert 2 not in everywhere
-        assert 2 in somewhere
-        assert 3 not in somewhere
-        assert ("b", 2) in somewhere
-        assert ("b", 2) not in everywhere
-        assert pg.completed_everywhere is None
-        await small.shutdown()
-
-    await run_ranks(3, rank)
+@pytest.mark.ranks(3)
+async def test_what_was_completed_is_told(pg: ProcessGroup) -> None:
+    await pg.barrier()
+    await pg.allreduce(1, key="a")
+    await pg.allreduce(1, key="b")
+    await pg.allreduce(1, key="a")
+    # Rank 0 needs nobody to broadcast, rank 2 has its part, rank 1 does not come.
+    if pg.rank() != 1:
+        await pg.broadcast(np.ones(3), 0)
+        await pg.broadcast(np.ones(3), 0, key="b")
+    pending = [pg.barrier() for _ in range(2)] if pg.rank() == 0 else []
+    for _ in range(pg.size() - 1):  # everybody is where it should be
+        await pg.send_object("here", (pg.rank() + 1) % 3)
+        await pg.recv_object((pg.rank() - 1) % 3)
+    pg.abort("now")
+    small = await pg.shrink()
+    assert all(isinstance(work.exception(), GroupError) for work in pending)
+    everywhere, somewhere = small.completed_everywhere, small.completed_somewhere
+    assert everywhere is not None
+    assert somewhere is not None
+    assert everywhere == Completed(1, frozenset(), frozenset({("a", 1), ("a", 2), ("b", 1)}))
+    assert somewhere == Completed(4, frozenset({3, 4}), everywhere.keyed | {("b", 2)})
+    assert (everywhere.through, somewhere.through) == (1, 2)
+    assert 1 in everywhere
+    assert 2 not in everywhere
+    assert 2 in somewhere
+    assert 3 not in somewhere
+    assert ("b", 2) in somewhere
+    assert ("b", 2) not in everywhere
+    assert pg.completed_everywhere is None
+    await small.shutdown()
 
 
 def test_reports_are_put_together() -> None:
@@ -202,30 +200,28 @@ def test_a_report_fits_into_a_control_frame() -> None:
     assert told["keyed"] == [(f"{key:0100}", 1) for key in range(303)]
 
 
-async def test_wrong_calls() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        with pytest.raises(ValueError, match=r"exclude=2 is not a rank of group 'world:0'"):
-            await pg.shrink(exclude=[2])
-        with pytest.raises(TypeError, match="exclude must be a rank"):
-            await pg.shrink(exclude=["0"])  # type: ignore[list-item]
-        with pytest.raises(ValueError, match=f"exclude names rank {pg.rank()}, which is calling"):
-            await pg.shrink(exclude=[pg.rank()])
-        await pg.barrier()  # none of that did any harm
-        work = asyncio.ensure_future(pg.shrink())
-        await asyncio.sleep(0)
-        if pg.rank():
-            with pytest.raises(RuntimeError, match="under way already"):
-                await pg.shrink()
-        small = await work
-        with pytest.raises(GroupError, match=r"'world:0', rank [0-9]+: shrink\(\) was already called"):
+@pytest.mark.ranks(2)
+async def test_wrong_calls(pg: ProcessGroup) -> None:
+    with pytest.raises(ValueError, match=r"exclude=2 is not a rank of group 'world:0'"):
+        await pg.shrink(exclude=[2])
+    with pytest.raises(TypeError, match="exclude must be a rank"):
+        await pg.shrink(exclude=["0"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=f"exclude names rank {pg.rank()}, which is calling"):
+        await pg.shrink(exclude=[pg.rank()])
+    await pg.barrier()  # none of that did any harm
+    work = asyncio.ensure_future(pg.shrink())
+    await asyncio.sleep(0)
+    if pg.rank():
+        with pytest.raises(RuntimeError, match="under way already"):
             await pg.shrink()
-        await pg.shutdown()
-        with pytest.raises(GroupClosedError):
-            await pg.shrink()
-        await works(small)
-        await small.shutdown()
-
-    await run_ranks(2, rank)
+    small = await work
+    with pytest.raises(GroupError, match=r"'world:0', rank [0-9]+: shrink\(\) was already called"):
+        await pg.shrink()
+    await pg.shutdown()
+    with pytest.raises(GroupClosedError):
+        await pg.shrink()
+    await works(small)
+    await small.shutdown()
 
 
 async def test_a_group_of_one_shrinks() -> None:

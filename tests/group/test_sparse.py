@@ -100,101 +100,89 @@ async def test_every_transport(transport: str, way: str) -> None:
     await run_ranks(3, reduce_one, "csc_array", "int64", transport=transport)
 
 
-async def test_integers_wrap_and_bool_is_or(way: str) -> None:
-    async def one(pg: ProcessGroup) -> None:
-        small = scipy.sparse.coo_array(np.array([[100, 0, 1]], np.int8))
-        flags = scipy.sparse.coo_array(np.array([[True, False, pg.rank() == 1]]))
-        await pg.allreduce(small)
-        await pg.allreduce(flags)
-        assert small.toarray().tolist() == [[300 - 256, 0, 3]]
-        assert flags.toarray().tolist() == [[True, False, True]]
-
-    await run_ranks(3, one)
+@pytest.mark.ranks(3)
+async def test_integers_wrap_and_bool_is_or(pg: ProcessGroup, way: str) -> None:
+    small = scipy.sparse.coo_array(np.array([[100, 0, 1]], np.int8))
+    flags = scipy.sparse.coo_array(np.array([[True, False, pg.rank() == 1]]))
+    await pg.allreduce(small)
+    await pg.allreduce(flags)
+    assert small.toarray().tolist() == [[300 - 256, 0, 3]]
+    assert flags.toarray().tolist() == [[True, False, True]]
 
 
-async def test_duplicates_are_added_up_and_a_sum_of_zero_stays(way: str) -> None:
-    async def one(pg: ProcessGroup) -> None:
-        sign = 1 if pg.rank() else -1
-        rows, columns = np.array([1, 0, 1, 1]), np.array([2, 0, 2, 2])
-        array = scipy.sparse.coo_array((np.array([1.0, sign * 5, 2, 3]), (rows, columns)), shape=(2, 3))
-        await pg.allreduce(array)
-        assert (array.coords[0].tolist(), array.coords[1].tolist()) == ([0, 1], [0, 2])
-        assert array.data.tolist() == [0.0, 12.0]
-
-    await run_ranks(2, one)
+@pytest.mark.ranks(2)
+async def test_duplicates_are_added_up_and_a_sum_of_zero_stays(pg: ProcessGroup, way: str) -> None:
+    sign = 1 if pg.rank() else -1
+    rows, columns = np.array([1, 0, 1, 1]), np.array([2, 0, 2, 2])
+    array = scipy.sparse.coo_array((np.array([1.0, sign * 5, 2, 3]), (rows, columns)), shape=(2, 3))
+    await pg.allreduce(array)
+    assert (array.coords[0].tolist(), array.coords[1].tolist()) == ([0, 1], [0, 2])
+    assert array.data.tolist() == [0.0, 12.0]
 
 
-async def test_unsorted_rows_and_spare_room(way: str) -> None:
-    async def one(pg: ProcessGroup) -> None:
-        # Columns in descending order, and arrays longer than the pointers say.
-        array = scipy.sparse.csr_array((2, 4))
-        array.indptr = np.array([0, 2, 3], array.indptr.dtype)
-        array.indices = np.array([3, 1, 0, 9, 9], array.indices.dtype)
-        array.data = np.array([1.0, 2.0, 3.0, 9.0, 9.0])
-        await pg.allreduce(array)
-        assert array.toarray().tolist() == [[0, 4, 0, 2], [6, 0, 0, 0]]
-
-    await run_ranks(2, one)
+@pytest.mark.ranks(2)
+async def test_unsorted_rows_and_spare_room(pg: ProcessGroup, way: str) -> None:
+    # Columns in descending order, and arrays longer than the pointers say.
+    array = scipy.sparse.csr_array((2, 4))
+    array.indptr = np.array([0, 2, 3], array.indptr.dtype)
+    array.indices = np.array([3, 1, 0, 9, 9], array.indices.dtype)
+    array.data = np.array([1.0, 2.0, 3.0, 9.0, 9.0])
+    await pg.allreduce(array)
+    assert array.toarray().tolist() == [[0, 4, 0, 2], [6, 0, 0, 0]]
 
 
-async def test_in_rank_order() -> None:
-    async def one(pg: ProcessGroup) -> None:
-        array = scipy.sparse.coo_array(np.array([[(1e16, 1.0, -1e16, 1.0)[pg.rank()]]]))
-        await pg.allreduce(array)
-        assert array.data[0] == 1.0  # in pairs it were 0 or 2
-
-    await run_ranks(4, one)
+@pytest.mark.ranks(4)
+async def test_in_rank_order(pg: ProcessGroup) -> None:
+    array = scipy.sparse.coo_array(np.array([[(1e16, 1.0, -1e16, 1.0)[pg.rank()]]]))
+    await pg.allreduce(array)
+    assert array.data[0] == 1.0  # in pairs it were 0 or 2
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("shape", [(4, 5), (0, 5), (5, 0), (0, 0)])
 @pytest.mark.parametrize("holder", [None, 1])
-async def test_nothing_stored_here_or_anywhere(shape: tuple[int, int], holder: int | None, way: str) -> None:
-    async def one(pg: ProcessGroup) -> None:
-        for form in FORMATS:
-            array = getattr(scipy.sparse, form)(shape, dtype=np.float32)
-            holds = holder is not None and 0 not in shape
-            if holds and pg.rank() == holder:
-                dense = np.zeros(shape, np.float32)
-                dense[2, 3] = 5
-                array = getattr(scipy.sparse, form)(dense)
-            assert await pg.allreduce(array) is array
-            assert array.shape == shape
-            assert array.toarray().sum() == (5 if holds else 0)
-            assert stored(array) == (1 if holds else 0)
-
-    await run_ranks(3, one)
-
-
-async def test_one_and_three_dimensions(way: str) -> None:
-    async def one(pg: ProcessGroup) -> None:
-        flat = scipy.sparse.coo_array((np.array([2.0, 3.0]), (np.array([4, pg.rank()]),)), shape=(5,))
-        await pg.allreduce(flat)
-        assert flat.toarray().tolist() == [3, 3, 0, 0, 4]
-        row = scipy.sparse.csr_array(np.array([0, pg.rank(), 7]))
-        await pg.allreduce(row)
-        assert row.shape == (3,)
-        assert row.toarray().tolist() == [0, 1, 14]
-        if tuple(map(int, scipy.__version__.split(".")[:2])) >= (1, 15):
-            cube = scipy.sparse.coo_array((np.array([1]), ([1], [0], [pg.rank()])), shape=(2, 3, 2))
-            await pg.allreduce(cube)
-            assert [each.tolist() for each in cube.coords] == [[1, 1], [0, 0], [0, 1]]
-
-    await run_ranks(2, one)
+async def test_nothing_stored_here_or_anywhere(
+    pg: ProcessGroup, shape: tuple[int, int], holder: int | None, way: str
+) -> None:
+    for form in FORMATS:
+        array = getattr(scipy.sparse, form)(shape, dtype=np.float32)
+        holds = holder is not None and 0 not in shape
+        if holds and pg.rank() == holder:
+            dense = np.zeros(shape, np.float32)
+            dense[2, 3] = 5
+            array = getattr(scipy.sparse, form)(dense)
+        assert await pg.allreduce(array) is array
+        assert array.shape == shape
+        assert array.toarray().sum() == (5 if holds else 0)
+        assert stored(array) == (1 if holds else 0)
 
 
-async def test_more_places_than_32_bits_number() -> None:
-    async def one(pg: ProcessGroup) -> None:
-        shape = (3_000_000, 3_000_000)
-        last = np.array([2_999_999, pg.rank()])
-        array = scipy.sparse.coo_array((np.array([1.0, 2.0]), (last, last)), shape=shape)
-        await pg.allreduce(array)
-        assert array.coords[1].tolist() == [0, 1, 2_999_999]
-        assert array.data.tolist() == [2.0, 2.0, 2.0]
-        huge = scipy.sparse.coo_array((1 << 40, 1 << 40))
-        with pytest.raises(ValueError, match="do not fit in 64-bit indices"):
-            pg.allreduce(huge)
+@pytest.mark.ranks(2)
+async def test_one_and_three_dimensions(pg: ProcessGroup, way: str) -> None:
+    flat = scipy.sparse.coo_array((np.array([2.0, 3.0]), (np.array([4, pg.rank()]),)), shape=(5,))
+    await pg.allreduce(flat)
+    assert flat.toarray().tolist() == [3, 3, 0, 0, 4]
+    row = scipy.sparse.csr_array(np.array([0, pg.rank(), 7]))
+    await pg.allreduce(row)
+    assert row.shape == (3,)
+    assert row.toarray().tolist() == [0, 1, 14]
+    if tuple(map(int, scipy.__version__.split(".")[:2])) >= (1, 15):
+        cube = scipy.sparse.coo_array((np.array([1]), ([1], [0], [pg.rank()])), shape=(2, 3, 2))
+        await pg.allreduce(cube)
+        assert [each.tolist() for each in cube.coords] == [[1, 1], [0, 0], [0, 1]]
 
-    await run_ranks(2, one)
+
+@pytest.mark.ranks(2)
+async def test_more_places_than_32_bits_number(pg: ProcessGroup) -> None:
+    shape = (3_000_000, 3_000_000)
+    last = np.array([2_999_999, pg.rank()])
+    array = scipy.sparse.coo_array((np.array([1.0, 2.0]), (last, last)), shape=shape)
+    await pg.allreduce(array)
+    assert array.coords[1].tolist() == [0, 1, 2_999_999]
+    assert array.data.tolist() == [2.0, 2.0, 2.0]
+    huge = scipy.sparse.coo_array((1 << 40, 1 << 40))
+    with pytest.raises(ValueError, match="do not fit in 64-bit indices"):
+        pg.allreduce(huge)
 
 
 async def mismatched(pg: ProcessGroup, *arrays: Any) -> str:
@@ -221,47 +209,43 @@ async def test_disagreement(one: Any, other: Any, words: tuple[str, ...], transp
         assert all(word in message for word in words), message
 
 
-async def test_formats_may_differ(way: str) -> None:
-    async def one(pg: ProcessGroup) -> None:
-        array = given(pg.rank(), FORMATS[pg.rank() * 2])
-        await pg.allreduce(array)
-        assert np.array_equal(array.toarray(), total(3))
-
-    await run_ranks(3, one)
+@pytest.mark.ranks(3)
+async def test_formats_may_differ(pg: ProcessGroup, way: str) -> None:
+    array = given(pg.rank(), FORMATS[pg.rank() * 2])
+    await pg.allreduce(array)
+    assert np.array_equal(array.toarray(), total(3))
 
 
-async def test_what_is_refused_at_the_call() -> None:
-    async def one(pg: ProcessGroup) -> None:
-        array = given(pg.rank())
-        for op in ("AVG", "PRODUCT", "MIN", "MAX"):
-            with pytest.raises(ValueError, match=f"op=ReduceOp.{op} of sparse arrays is not carried out, only SUM is"):
-                pg.allreduce(array, getattr(ReduceOp, op))
-        with pytest.raises(TypeError, match="op BAND is not defined on float64"):
-            pg.allreduce(array, ReduceOp.BAND)
-        with pytest.raises(TypeError, match="op must be a ReduceOp"):
-            pg.allreduce(array, "sum")  # type: ignore[arg-type]
-        for form in ("lil", "dok", "dia", "bsr"):
-            with pytest.raises(TypeError, match=rf"in format '{form}'; pass tensor.tocsr\(\)"):
-                pg.allreduce(array.asformat(form))
-        with pytest.raises(TypeError, match=r"tensor: dtype .* is not supported"):
-            pg.allreduce(array.astype(np.longdouble))
-        with pytest.raises(TypeError, match="tensor must be a dense array, not a csr_array: only allreduce accepts"):
-            pg.broadcast(array, 0)
-        with pytest.raises(TypeError, match=r"outputs\[0\] must be a dense array"):
-            pg.allgather([array] * 2, np.ones(3))
-        with pytest.raises(TypeError, match="key must be a str"):
-            pg.allreduce(array, key=1)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="timeout"):
-            pg.allreduce(array, timeout=-1)
-        wrong = scipy.sparse.coo_array(np.eye(3))
-        wrong.coords = (np.array([0, 1, 3]), np.array([0, 1, 2]))
-        with pytest.raises(ValueError, match="tensor has indices in dimension 0 outside of 0 to 2"):
-            pg.allreduce(wrong)
-        work = pg.allreduce(array)  # no number was taken by any of these
-        assert work.seq == 1
-        await work
-
-    await run_ranks(2, one)
+@pytest.mark.ranks(2)
+async def test_what_is_refused_at_the_call(pg: ProcessGroup) -> None:
+    array = given(pg.rank())
+    for op in ("AVG", "PRODUCT", "MIN", "MAX"):
+        with pytest.raises(ValueError, match=f"op=ReduceOp.{op} of sparse arrays is not carried out, only SUM is"):
+            pg.allreduce(array, getattr(ReduceOp, op))
+    with pytest.raises(TypeError, match="op BAND is not defined on float64"):
+        pg.allreduce(array, ReduceOp.BAND)
+    with pytest.raises(TypeError, match="op must be a ReduceOp"):
+        pg.allreduce(array, "sum")  # type: ignore[arg-type]
+    for form in ("lil", "dok", "dia", "bsr"):
+        with pytest.raises(TypeError, match=rf"in format '{form}'; pass tensor.tocsr\(\)"):
+            pg.allreduce(array.asformat(form))
+    with pytest.raises(TypeError, match=r"tensor: dtype .* is not supported"):
+        pg.allreduce(array.astype(np.longdouble))
+    with pytest.raises(TypeError, match="tensor must be a dense array, not a csr_array: only allreduce accepts"):
+        pg.broadcast(array, 0)
+    with pytest.raises(TypeError, match=r"outputs\[0\] must be a dense array"):
+        pg.allgather([array] * 2, np.ones(3))
+    with pytest.raises(TypeError, match="key must be a str"):
+        pg.allreduce(array, key=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="timeout"):
+        pg.allreduce(array, timeout=-1)
+    wrong = scipy.sparse.coo_array(np.eye(3))
+    wrong.coords = (np.array([0, 1, 3]), np.array([0, 1, 2]))
+    with pytest.raises(ValueError, match="tensor has indices in dimension 0 outside of 0 to 2"):
+        pg.allreduce(wrong)
+    work = pg.allreduce(array)  # no number was taken by any of these
+    assert work.seq == 1
+    await work
 
 
 async def test_wrong_indices_of_a_large_array_fail_it_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,38 +299,34 @@ async def test_keys_in_opposite_orders(transport: str, way: str) -> None:
     await run_ranks(2, one, transport=transport)
 
 
-async def test_many_at_once_are_drained(way: str) -> None:
-    async def one(pg: ProcessGroup) -> None:
-        arrays = [given(pg.rank()) for _ in range(20)]
-        works = [pg.allreduce(array) for array in arrays]
-        pending = pg.pending()
-        assert len(pending) == len({id(work) for work in pending})
+@pytest.mark.ranks(3)
+async def test_many_at_once_are_drained(pg: ProcessGroup, way: str) -> None:
+    arrays = [given(pg.rank()) for _ in range(20)]
+    works = [pg.allreduce(array) for array in arrays]
+    pending = pg.pending()
+    assert len(pending) == len({id(work) for work in pending})
+    await pg.drain()
+    assert all(work.is_success() for work in works)
+    assert all(np.array_equal(array.toarray(), total(3)) for array in arrays)
+
+
+@pytest.mark.ranks(2)
+async def test_cancelling_the_await_leaves_the_collective(pg: ProcessGroup, way: str) -> None:
+    array = given(pg.rank())
+    if pg.rank() == 0:
+        work = pg.allreduce(array)
+        waiting = asyncio.ensure_future(work.join())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert not work.done()
+        await pg.send(np.zeros(1), 1)
         await pg.drain()
-        assert all(work.is_success() for work in works)
-        assert all(np.array_equal(array.toarray(), total(3)) for array in arrays)
-
-    await run_ranks(3, one)
-
-
-async def test_cancelling_the_await_leaves_the_collective(way: str) -> None:
-    async def one(pg: ProcessGroup) -> None:
-        array = given(pg.rank())
-        if pg.rank() == 0:
-            work = pg.allreduce(array)
-            waiting = asyncio.ensure_future(work.join())
-            await asyncio.sleep(0)
-            waiting.cancel()
-            await asyncio.wait([waiting])
-            assert not work.done()
-            await pg.send(np.zeros(1), 1)
-            await pg.drain()
-            assert work.result() is array
-        else:
-            await pg.recv(np.zeros(1), 0)
-            await pg.allreduce(array)
-        assert np.array_equal(array.toarray(), total(2))
-
-    await run_ranks(2, one)
+        assert work.result() is array
+    else:
+        await pg.recv(np.zeros(1), 0)
+        await pg.allreduce(array)
+    assert np.array_equal(array.toarray(), total(2))
 
 
 async def test_aborting_it_while_a_thread_calculates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,57 +359,52 @@ async def test_aborting_it_while_a_thread_calculates(monkeypatch: pytest.MonkeyP
     await run_ranks(2, one)
 
 
-async def test_what_failed_in_a_later_step_was_not_complete(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.ranks(3)
+async def test_what_failed_in_a_later_step_was_not_complete(
+    pg: ProcessGroup, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any) -> Any:
         raise MemoryError("no room")
 
-    async def one(pg: ProcessGroup) -> None:
-        await pg.allreduce(given(pg.rank()))
-        await pg.allreduce(given(pg.rank()), key="k")
-        await pg.barrier()
-        monkeypatch.setattr(sparse_reduce, "merged", fails)
-        monkeypatch.setattr(sparse_reduce, "gathered", fails)
-        works = [pg.allreduce(given(pg.rank()), key="k"), pg.allreduce(given(pg.rank()))]
-        for work in works:
-            with pytest.raises(GroupError):
-                await work
-        async with await pg.shrink() as again:
-            for completed in (again.completed_everywhere, again.completed_somewhere):
-                assert completed.through == 2
-                assert 3 not in completed
-                assert ("k", 1) in completed
-                assert ("k", 2) not in completed
-
-    await run_ranks(3, one)
+    await pg.allreduce(given(pg.rank()))
+    await pg.allreduce(given(pg.rank()), key="k")
+    await pg.barrier()
+    monkeypatch.setattr(sparse_reduce, "merged", fails)
+    monkeypatch.setattr(sparse_reduce, "gathered", fails)
+    works = [pg.allreduce(given(pg.rank()), key="k"), pg.allreduce(given(pg.rank()))]
+    for work in works:
+        with pytest.raises(GroupError):
+            await work
+    async with await pg.shrink() as again:
+        for completed in (again.completed_everywhere, again.completed_somewhere):
+            assert completed.through == 2
+            assert 3 not in completed
+            assert ("k", 1) in completed
+            assert ("k", 2) not in completed
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("form", ["coo_array", "csr_array"])
-async def test_the_arrays_of_the_result_are_its_own(form: str) -> None:
+async def test_the_arrays_of_the_result_are_its_own(pg: ProcessGroup, form: str) -> None:
     """What comes is packed, so a single rank's entries lie at odd addresses."""
-
-    async def one(pg: ProcessGroup) -> None:
-        array = getattr(scipy.sparse, form)((5, 5), dtype="complex128")
-        if pg.rank() == 1:
-            array = getattr(scipy.sparse, form)(np.diag([1j, 0, 1j, 1j, 0]))
-        await pg.allreduce(array)
-        assert np.array_equal(array.toarray(), np.diag([1j, 0, 1j, 1j, 0]))
-        for each in (array.data, *(array.coords if form == "coo_array" else (array.indices, array.indptr))):
-            assert each.flags.aligned
-            assert each.flags.writeable
-            assert each.base is None or each.base.nbytes == each.nbytes
-
-    await run_ranks(2, one)
+    array = getattr(scipy.sparse, form)((5, 5), dtype="complex128")
+    if pg.rank() == 1:
+        array = getattr(scipy.sparse, form)(np.diag([1j, 0, 1j, 1j, 0]))
+    await pg.allreduce(array)
+    assert np.array_equal(array.toarray(), np.diag([1j, 0, 1j, 1j, 0]))
+    for each in (array.data, *(array.coords if form == "coo_array" else (array.indices, array.indptr))):
+        assert each.flags.aligned
+        assert each.flags.writeable
+        assert each.base is None or each.base.nbytes == each.nbytes
 
 
-async def test_a_rank_that_leaves() -> None:
-    async def one(pg: ProcessGroup) -> None:
-        if pg.rank() == 1:
-            await pg.shutdown()
-            return
-        with pytest.raises(ConnectionError, match="needs rank 1, which has left"):
-            await pg.allreduce(given(0))
-
-    await run_ranks(2, one)
+@pytest.mark.ranks(2)
+async def test_a_rank_that_leaves(pg: ProcessGroup) -> None:
+    if pg.rank() == 1:
+        await pg.shutdown()
+        return
+    with pytest.raises(ConnectionError, match="needs rank 1, which has left"):
+        await pg.allreduce(given(0))
 
 
 def test_the_timeout_is_for_the_whole_call() -> None:

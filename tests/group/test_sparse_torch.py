@@ -79,119 +79,103 @@ async def test_every_dtype(dtype: str, dense_dims: int, way: str) -> None:
     await run_ranks(3, check, 1, dense_dims, getattr(torch, dtype))
 
 
-async def test_duplicates(way: str) -> None:
-    async def one(pg: ProcessGroup) -> None:
-        tensor = torch.sparse_coo_tensor([[3, 1, 3]], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], (4, 2))
-        await pg.allreduce(tensor)
-        assert tensor.indices().tolist() == [[1, 3]]
-        assert tensor.values().tolist() == [[6.0, 8.0], [12.0, 16.0]]
-
-    await run_ranks(2, one)
+@pytest.mark.ranks(2)
+async def test_duplicates(pg: ProcessGroup, way: str) -> None:
+    tensor = torch.sparse_coo_tensor([[3, 1, 3]], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], (4, 2))
+    await pg.allreduce(tensor)
+    assert tensor.indices().tolist() == [[1, 3]]
+    assert tensor.values().tolist() == [[6.0, 8.0], [12.0, 16.0]]
 
 
-async def test_nothing_stored_and_no_elements(way: str) -> None:
-    async def one(pg: ProcessGroup) -> None:
-        for shape, sparse_dims in (((3, 2), 1), ((0, 4), 2), ((3, 0), 1), ((), 0), ((2,), 0)):
-            values = torch.empty((0, *shape[sparse_dims:]))
-            tensor = torch.sparse_coo_tensor(torch.empty((sparse_dims, 0), dtype=torch.int64), values, shape)
-            assert await pg.allreduce(tensor) is tensor
-            assert tensor._nnz() == 0
-            assert tuple(tensor.shape) == shape
-        # Entries without elements, and an array that is one place.
-        hollow = torch.sparse_coo_tensor([[pg.rank()]], torch.empty((1, 0)), (3, 0))
-        await pg.allreduce(hollow)
-        assert hollow.indices().tolist() == [[0, 1]]
-        single = torch.sparse_coo_tensor(torch.empty((0, 1), dtype=torch.int64), torch.tensor([[1.0, 2.0]]), (2,))
-        await pg.allreduce(single)
-        assert single.to_dense().tolist() == [2.0, 4.0]
-
-    await run_ranks(2, one)
-
-
-async def test_it_stays_the_tensor_autograd_knows(way: str) -> None:
-    async def one(pg: ProcessGroup) -> None:
-        tensor = given(pg.rank(), 2, 1, 1).requires_grad_()
+@pytest.mark.ranks(2)
+async def test_nothing_stored_and_no_elements(pg: ProcessGroup, way: str) -> None:
+    for shape, sparse_dims in (((3, 2), 1), ((0, 4), 2), ((3, 0), 1), ((), 0), ((2,), 0)):
+        values = torch.empty((0, *shape[sparse_dims:]))
+        tensor = torch.sparse_coo_tensor(torch.empty((sparse_dims, 0), dtype=torch.int64), values, shape)
         assert await pg.allreduce(tensor) is tensor
-        assert tensor.requires_grad
-        assert tensor.is_leaf
-        table = torch.nn.Embedding(5, 2, sparse=True)
-        table(torch.tensor([1, pg.rank() + 2, 1])).sum().backward()
-        gradient = table.weight.grad
-        assert not gradient.is_coalesced()
-        await pg.allreduce(gradient)
-        assert table.weight.grad is gradient
-        assert gradient.to_dense().tolist() == [[0, 0], [4, 4], [1, 1], [1, 1], [0, 0]]
-
-    await run_ranks(2, one)
+        assert tensor._nnz() == 0
+        assert tuple(tensor.shape) == shape
+    # Entries without elements, and an array that is one place.
+    hollow = torch.sparse_coo_tensor([[pg.rank()]], torch.empty((1, 0)), (3, 0))
+    await pg.allreduce(hollow)
+    assert hollow.indices().tolist() == [[0, 1]]
+    single = torch.sparse_coo_tensor(torch.empty((0, 1), dtype=torch.int64), torch.tensor([[1.0, 2.0]]), (2,))
+    await pg.allreduce(single)
+    assert single.to_dense().tolist() == [2.0, 4.0]
 
 
-async def test_lazy_conjugates_and_strided_values(way: str) -> None:
-    async def one(pg: ProcessGroup) -> None:
-        values = torch.tensor([[1 + 2j, 5], [3 - 1j, 6]])[:, :1]
-        tensor = torch.sparse_coo_tensor([[0, 2]], values.conj(), (3, 1))
-        await pg.allreduce(tensor)
-        assert tensor.to_dense().tolist() == [[2 - 4j], [0], [6 + 2j]]
+@pytest.mark.ranks(2)
+async def test_it_stays_the_tensor_autograd_knows(pg: ProcessGroup, way: str) -> None:
+    tensor = given(pg.rank(), 2, 1, 1).requires_grad_()
+    assert await pg.allreduce(tensor) is tensor
+    assert tensor.requires_grad
+    assert tensor.is_leaf
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    table(torch.tensor([1, pg.rank() + 2, 1])).sum().backward()
+    gradient = table.weight.grad
+    assert not gradient.is_coalesced()
+    await pg.allreduce(gradient)
+    assert table.weight.grad is gradient
+    assert gradient.to_dense().tolist() == [[0, 0], [4, 4], [1, 1], [1, 1], [0, 0]]
 
-    await run_ranks(2, one)
+
+@pytest.mark.ranks(2)
+async def test_lazy_conjugates_and_strided_values(pg: ProcessGroup, way: str) -> None:
+    values = torch.tensor([[1 + 2j, 5], [3 - 1j, 6]])[:, :1]
+    tensor = torch.sparse_coo_tensor([[0, 2]], values.conj(), (3, 1))
+    await pg.allreduce(tensor)
+    assert tensor.to_dense().tolist() == [[2 - 4j], [0], [6 + 2j]]
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
-async def test_of_csr_a_new_tensor_is_the_result(dtype: str, way: str) -> None:
-    async def one(pg: ProcessGroup) -> None:
-        dense = torch.zeros(3, 4, dtype=getattr(torch, dtype))
-        dense[0, 1] = 1
-        dense[pg.rank() + 1, 3] = 2
-        tensor = dense.to_sparse_csr()
-        result = await pg.allreduce(tensor)
-        assert torch.equal(tensor.to_dense(), dense)
-        assert result.layout is torch.sparse_csr
-        assert result.to_dense().tolist() == [[0, 2, 0, 0], [0, 0, 0, 2], [0, 0, 0, 2]]
-
-    await run_ranks(2, one)
+async def test_of_csr_a_new_tensor_is_the_result(pg: ProcessGroup, dtype: str, way: str) -> None:
+    dense = torch.zeros(3, 4, dtype=getattr(torch, dtype))
+    dense[0, 1] = 1
+    dense[pg.rank() + 1, 3] = 2
+    tensor = dense.to_sparse_csr()
+    result = await pg.allreduce(tensor)
+    assert torch.equal(tensor.to_dense(), dense)
+    assert result.layout is torch.sparse_csr
+    assert result.to_dense().tolist() == [[0, 2, 0, 0], [0, 0, 0, 2], [0, 0, 0, 2]]
 
 
-async def test_together_with_scipy(way: str) -> None:
-    async def one(pg: ProcessGroup) -> None:
-        dense = np.diag([1.0, 2.0, 0.0])
-        mine = scipy.sparse.csr_array(dense) if pg.rank() else torch.from_numpy(dense).to_sparse()
-        result = await pg.allreduce(mine)
-        values = result.toarray() if pg.rank() else result.to_dense().numpy()
-        assert np.array_equal(values, dense * 2)
-
-    await run_ranks(2, one)
+@pytest.mark.ranks(2)
+async def test_together_with_scipy(pg: ProcessGroup, way: str) -> None:
+    dense = np.diag([1.0, 2.0, 0.0])
+    mine = scipy.sparse.csr_array(dense) if pg.rank() else torch.from_numpy(dense).to_sparse()
+    result = await pg.allreduce(mine)
+    values = result.toarray() if pg.rank() else result.to_dense().numpy()
+    assert np.array_equal(values, dense * 2)
 
 
-async def test_other_dimensions_are_a_mismatch() -> None:
-    async def one(pg: ProcessGroup) -> None:
-        tensor = torch.eye(3).to_sparse(1 + pg.rank())
-        with pytest.raises(CollectiveMismatchError, match="SUM over 1 sparse and 1 dense dimensions"):
-            await pg.allreduce(tensor)
-
-    await run_ranks(2, one)
+@pytest.mark.ranks(2)
+async def test_other_dimensions_are_a_mismatch(pg: ProcessGroup) -> None:
+    tensor = torch.eye(3).to_sparse(1 + pg.rank())
+    with pytest.raises(CollectiveMismatchError, match="SUM over 1 sparse and 1 dense dimensions"):
+        await pg.allreduce(tensor)
 
 
-async def test_what_is_refused_at_the_call() -> None:
-    async def one(pg: ProcessGroup) -> None:
-        tensor = torch.eye(4).to_sparse()
-        with pytest.raises(ValueError, match=r"op=ReduceOp.MAX of sparse arrays is not carried out, only SUM is"):
-            pg.allreduce(tensor, ReduceOp.MAX)
-        for other in (torch.eye(4).to_sparse_csc(), torch.eye(4).to_sparse_bsr((2, 2))):
-            with pytest.raises(TypeError, match=r"layout torch.sparse_\w+; pass tensor.to_sparse\(\)"):
-                pg.allreduce(other)
-        with pytest.raises(TypeError, match="only 2 are supported"):
-            pg.allreduce(torch.eye(4).expand(2, 4, 4).to_sparse_csr())
-        for start in (
-            lambda: pg.broadcast(tensor, 0),
-            lambda: pg.reduce(tensor, 0),
-            lambda: pg.send(tensor, 1 - pg.rank()),
-        ):
-            with pytest.raises(TypeError, match=r"must be a dense tensor on the CPU or on CUDA, not torch.sparse_coo"):
-                start()
-        work = pg.allreduce(tensor)
-        assert work.seq == 1
-        await work
-
-    await run_ranks(2, one)
+@pytest.mark.ranks(2)
+async def test_what_is_refused_at_the_call(pg: ProcessGroup) -> None:
+    tensor = torch.eye(4).to_sparse()
+    with pytest.raises(ValueError, match=r"op=ReduceOp.MAX of sparse arrays is not carried out, only SUM is"):
+        pg.allreduce(tensor, ReduceOp.MAX)
+    for other in (torch.eye(4).to_sparse_csc(), torch.eye(4).to_sparse_bsr((2, 2))):
+        with pytest.raises(TypeError, match=r"layout torch.sparse_\w+; pass tensor.to_sparse\(\)"):
+            pg.allreduce(other)
+    with pytest.raises(TypeError, match="only 2 are supported"):
+        pg.allreduce(torch.eye(4).expand(2, 4, 4).to_sparse_csr())
+    for start in (
+        lambda: pg.broadcast(tensor, 0),
+        lambda: pg.reduce(tensor, 0),
+        lambda: pg.send(tensor, 1 - pg.rank()),
+    ):
+        with pytest.raises(TypeError, match=r"must be a dense tensor on the CPU or on CUDA, not torch.sparse_coo"):
+            start()
+    work = pg.allreduce(tensor)
+    assert work.seq == 1
+    await work
 
 
 async def test_the_loop_stays_free() -> None:

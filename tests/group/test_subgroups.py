@@ -199,44 +199,36 @@ async def test_ranks_that_name_other_lists(transport: str) -> None:
     await run_ranks(3, rank, transport=transport)
 
 
-async def test_a_rank_that_names_others_only() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        group = await pg.split_group([0, 1] if pg.rank() == 0 else [2])
-        words = "SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1); rank 1 called SPLIT_GROUP(ranks=[], SequenceNumber=1)"
-        if pg.rank() == 2:
-            assert group is not None
-            assert await works(group) == (2,)
-            assert await works(pg) == (0, 1, 2)
-        else:
-            await agreed(pg, group, words)
-
-    await run_ranks(3, rank)
+@pytest.mark.ranks(3)
+async def test_a_rank_that_names_others_only(pg: ProcessGroup) -> None:
+    group = await pg.split_group([0, 1] if pg.rank() == 0 else [2])
+    words = "SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1); rank 1 called SPLIT_GROUP(ranks=[], SequenceNumber=1)"
+    if pg.rank() == 2:
+        assert group is not None
+        assert await works(group) == (2,)
+        assert await works(pg) == (0, 1, 2)
+    else:
+        await agreed(pg, group, words)
 
 
-async def test_ranks_that_give_other_names() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        words = (
-            "Collectives differ in the following: group_name. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], "
-            "SequenceNumber=1); rank 1 called SPLIT_GROUP(ranks=[0, 1], group_name='b', SequenceNumber=1)"
-        )
-        await agreed(pg, await pg.split_group([0, 1], group_name="b" if pg.rank() else None), words)
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_ranks_that_give_other_names(pg: ProcessGroup) -> None:
+    words = (
+        "Collectives differ in the following: group_name. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], "
+        "SequenceNumber=1); rank 1 called SPLIT_GROUP(ranks=[0, 1], group_name='b', SequenceNumber=1)"
+    )
+    await agreed(pg, await pg.split_group([0, 1], group_name="b" if pg.rank() else None), words)
 
 
-async def test_parts_of_parts_that_were_other_ones() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        outer = await part(pg, [[0, 1], [2]] if pg.rank() == 0 else [0, 1, 2])
-        words = (
-            "differ in the following: ranks. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1)"
-        )
-        inner = await outer.split_group([0, 1])
-        if pg.rank() == 2:
-            await agreed(pg, outer, words)
-        else:
-            await agreed(pg, inner, words)
-
-    await run_ranks(3, rank)
+@pytest.mark.ranks(3)
+async def test_parts_of_parts_that_were_other_ones(pg: ProcessGroup) -> None:
+    outer = await part(pg, [[0, 1], [2]] if pg.rank() == 0 else [0, 1, 2])
+    words = "differ in the following: ranks. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1)"
+    inner = await outer.split_group([0, 1])
+    if pg.rank() == 2:
+        await agreed(pg, outer, words)
+    else:
+        await agreed(pg, inner, words)
 
 
 async def test_a_rank_that_has_not_split_yet_is_waited_for() -> None:
@@ -257,16 +249,14 @@ async def test_a_rank_that_has_not_split_yet_is_waited_for() -> None:
     await run_ranks(2, rank)
 
 
-async def test_a_rank_that_never_splits_is_named_at_the_timeout() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 0:
-            group = await part(pg, [0, 1])
-            with pytest.raises(CollectiveTimeoutError, match="'world:0' 0 times only") as raised:
-                await group.barrier(timeout=0.4)
-            assert raised.value.ranks == (1,)
-        await pg.barrier()
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_a_rank_that_never_splits_is_named_at_the_timeout(pg: ProcessGroup) -> None:
+    if pg.rank() == 0:
+        group = await part(pg, [0, 1])
+        with pytest.raises(CollectiveTimeoutError, match="'world:0' 0 times only") as raised:
+            await group.barrier(timeout=0.4)
+        assert raised.value.ranks == (1,)
+    await pg.barrier()
 
 
 async def test_a_rank_whose_group_failed_before_it_could_split() -> None:
@@ -385,17 +375,15 @@ async def test_the_whole_closes_its_parts(transport: str) -> None:
     await run_ranks(3, rank, transport=transport)
 
 
-async def test_a_group_that_is_being_closed_is_not_split() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        work = pg.barrier() if pg.rank() else None
-        ending = asyncio.ensure_future(pg.shutdown())
-        await asyncio.sleep(0)
-        if work is not None:
-            with pytest.raises(GroupClosedError, match="is being closed"):
-                pg.split_group([0, 1])
-        await ending
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_a_group_that_is_being_closed_is_not_split(pg: ProcessGroup) -> None:
+    work = pg.barrier() if pg.rank() else None
+    ending = asyncio.ensure_future(pg.shutdown())
+    await asyncio.sleep(0)
+    if work is not None:
+        with pytest.raises(GroupClosedError, match="is being closed"):
+            pg.split_group([0, 1])
+    await ending
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -494,22 +482,20 @@ async def test_groups_share_what_there_is(transport: str) -> None:
     await run_ranks(size, rank, transport=transport)
 
 
-async def test_a_split_sends_nothing() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        await pg.barrier()
-        frames: list[object] = []
-        for link in pg._comm.endpoint._all_links():
-            link.write = lambda *frame: frames.append(frame)  # type: ignore[method-assign, return-value, misc]
-        before = len(pg._comm.endpoint.channels._channels)
-        for _ in range(10):
-            pg.split_group(range(7))
-        assert frames == []
-        assert len(pg._comm.endpoint.channels._channels) == before
-        for link in pg._comm.endpoint._all_links():
-            del link.write
-        await pg.barrier()
-
-    await run_ranks(7, rank)
+@pytest.mark.ranks(7)
+async def test_a_split_sends_nothing(pg: ProcessGroup) -> None:
+    await pg.barrier()
+    frames: list[object] = []
+    for link in pg._comm.endpoint._all_links():
+        link.write = lambda *frame: frames.append(frame)  # type: ignore[method-assign, return-value, misc]
+    before = len(pg._comm.endpoint.channels._channels)
+    for _ in range(10):
+        pg.split_group(range(7))
+    assert frames == []
+    assert len(pg._comm.endpoint.channels._channels) == before
+    for link in pg._comm.endpoint._all_links():
+        del link.write
+    await pg.barrier()
 
 
 async def test_an_id_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,15 +119,13 @@ def test_frames_that_take_their_time(seed: int) -> None:
     run_virtual(4, every_call, list(LENGTHS), seed=seed, latency=(0.0001, 0.01))
 
 
-async def test_shapes_may_be_any_of_that_many_elements() -> None:
-    async def one(pg: ProcessGroup) -> None:
-        tensor = np.full((2, 3) if pg.rank() else (1, 1, 4), pg.rank(), np.int16)
-        outputs = [np.empty((4, 1), np.int16), np.empty(6, np.int16)]
-        await pg.allgather(outputs, tensor)
-        assert outputs[0].tolist() == [[0]] * 4
-        assert outputs[1].tolist() == [1] * 6
-
-    await run_ranks(2, one)
+@pytest.mark.ranks(2)
+async def test_shapes_may_be_any_of_that_many_elements(pg: ProcessGroup) -> None:
+    tensor = np.full((2, 3) if pg.rank() else (1, 1, 4), pg.rank(), np.int16)
+    outputs = [np.empty((4, 1), np.int16), np.empty(6, np.int16)]
+    await pg.allgather(outputs, tensor)
+    assert outputs[0].tolist() == [[0]] * 4
+    assert outputs[1].tolist() == [1] * 6
 
 
 def _two(count: int) -> list[Any]:

@@ -60,18 +60,16 @@ async def test_lengths(world_size: int, transport: str) -> None:
     await run_ranks(world_size, rank, transport=transport)
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int64", "float16", "float32", "complex128"])
-async def test_dtypes(dtype: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        lengths = [3, 0, 5]
-        mine = given(pg.rank(), lengths[pg.rank()], dtype)
-        check(await pg.allgather(None, mine), lengths, dtype)
-        for root in range(3):
-            outputs = await pg.gather(None, mine, root)
-            if outputs is not None:
-                check(outputs, lengths, dtype)
-
-    await run_ranks(3, rank)
+async def test_dtypes(pg: ProcessGroup, dtype: str) -> None:
+    lengths = [3, 0, 5]
+    mine = given(pg.rank(), lengths[pg.rank()], dtype)
+    check(await pg.allgather(None, mine), lengths, dtype)
+    for root in range(3):
+        outputs = await pg.gather(None, mine, root)
+        if outputs is not None:
+            check(outputs, lengths, dtype)
 
 
 async def test_narrow_dtypes() -> None:
@@ -86,23 +84,20 @@ async def test_narrow_dtypes() -> None:
     await run_ranks(3, rank)
 
 
-async def test_shapes_follow_the_tensor_of_this_rank() -> None:
+@pytest.mark.ranks(3)
+async def test_shapes_follow_the_tensor_of_this_rank(pg: ProcessGroup) -> None:
     """As many rows as there are; flat if they are not of that length."""
-
-    async def rank(pg: ProcessGroup) -> None:
-        shapes = [(2, 3), (4, 3), (5,)]
-        mine = np.full(shapes[pg.rank()], pg.rank())
-        found = [[(2, 3), (4, 3), (5,)], [(2, 3), (4, 3), (5,)], [(6,), (12,), (5,)]]
-        outputs = await pg.allgather(None, mine)
-        assert [each.shape for each in outputs] == found[pg.rank()]
-        for root in range(3):
-            gathered = await pg.gather(None, mine, root)
-            if gathered is not None:
-                assert [each.shape for each in gathered] == found[root]
-        scalars = await pg.allgather(None, np.array(pg.rank(), np.float32))
-        assert [(each.shape, each.item()) for each in scalars] == [((), 0), ((), 1), ((), 2)]
-
-    await run_ranks(3, rank)
+    shapes = [(2, 3), (4, 3), (5,)]
+    mine = np.full(shapes[pg.rank()], pg.rank())
+    found = [[(2, 3), (4, 3), (5,)], [(2, 3), (4, 3), (5,)], [(6,), (12,), (5,)]]
+    outputs = await pg.allgather(None, mine)
+    assert [each.shape for each in outputs] == found[pg.rank()]
+    for root in range(3):
+        gathered = await pg.gather(None, mine, root)
+        if gathered is not None:
+            assert [each.shape for each in gathered] == found[root]
+    scalars = await pg.allgather(None, np.array(pg.rank(), np.float32))
+    assert [(each.shape, each.item()) for each in scalars] == [((), 0), ((), 1), ((), 2)]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -125,22 +120,19 @@ async def test_keys_in_any_order_and_many_at_once(transport: str) -> None:
     await run_ranks(3, rank, transport=transport)
 
 
-async def test_a_root_that_comes_last_finds_all() -> None:
+@pytest.mark.ranks(3)
+async def test_a_root_that_comes_last_finds_all(pg: ProcessGroup) -> None:
     """Even those that gave nothing, and thousands of operations ago."""
-
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank():
-            for number in range(3000):
-                await pg.gather(None, given(pg.rank(), number % 2 * pg.rank()), 0)
-            await pg.send_object("gave all", 0)
-        else:
-            for peer in (1, 2):
-                assert await pg.recv_object(peer) == "gave all"
-            for number in range(3000):
-                outputs = await pg.gather(None, given(0, 1), 0)
-                check(outputs, [1, number % 2, number % 2 * 2])
-
-    await run_ranks(3, rank)
+    if pg.rank():
+        for number in range(3000):
+            await pg.gather(None, given(pg.rank(), number % 2 * pg.rank()), 0)
+        await pg.send_object("gave all", 0)
+    else:
+        for peer in (1, 2):
+            assert await pg.recv_object(peer) == "gave all"
+        for number in range(3000):
+            outputs = await pg.gather(None, given(0, 1), 0)
+            check(outputs, [1, number % 2, number % 2 * 2])
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -195,17 +187,15 @@ async def test_blocks(world_size: int, debug: Any) -> None:
     await testing.run_ranks(world_size, rank, options=GroupOptions(debug=debug))
 
 
-async def test_a_gather_in_a_block_takes_what_is_as_long_as_the_roots() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        with suppress(errors.GroupError):  # who only sends may be done
-            async with pg.coalescing():
-                pg.gather(None, given(pg.rank(), 3 + pg.rank()), 0)
-                pg.gather(None, given(pg.rank(), 3), 0)
-        cause = await pg.wait_revoked()
-        assert isinstance(cause, CollectiveMismatchError)
-        assert "GATHER" in str(cause)
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_a_gather_in_a_block_takes_what_is_as_long_as_the_roots(pg: ProcessGroup) -> None:
+    with suppress(errors.GroupError):  # who only sends may be done
+        async with pg.coalescing():
+            pg.gather(None, given(pg.rank(), 3 + pg.rank()), 0)
+            pg.gather(None, given(pg.rank(), 3), 0)
+    cause = await pg.wait_revoked()
+    assert isinstance(cause, CollectiveMismatchError)
+    assert "GATHER" in str(cause)
 
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
@@ -221,56 +211,45 @@ async def test_outputs_on_some_ranks_only_are_a_mismatch(debug: Any) -> None:
         assert "called ALLGATHER_ALLOCATED(shape=[3], dtype=float64, device=cpu, " in told
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["allgather", "gather"])
-async def test_dtypes_that_differ_are_a_mismatch(kind: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        mine = given(pg.rank(), 3, "float32" if pg.rank() else "float64")
-        with suppress(errors.GroupError):  # who only sends may be done
-            await (pg.allgather(None, mine) if kind == "allgather" else pg.gather(None, mine, 0))
-        assert "Collectives differ in the following: dtype" in str(await pg.wait_revoked())
-
-    await run_ranks(2, rank)
+async def test_dtypes_that_differ_are_a_mismatch(pg: ProcessGroup, kind: str) -> None:
+    mine = given(pg.rank(), 3, "float32" if pg.rank() else "float64")
+    with suppress(errors.GroupError):  # who only sends may be done
+        await (pg.allgather(None, mine) if kind == "allgather" else pg.gather(None, mine, 0))
+    assert "Collectives differ in the following: dtype" in str(await pg.wait_revoked())
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["allgather", "gather"])
-async def test_a_rank_that_has_left_is_named(kind: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 1:
-            return
-        mine = given(pg.rank(), 3)
-        with pytest.raises(PeerLostError) as raised:
-            await (pg.allgather(None, mine) if kind == "allgather" else pg.gather(None, mine, 0))
-        assert raised.value.ranks == (1,)
-
-    await run_ranks(2, rank)
+async def test_a_rank_that_has_left_is_named(pg: ProcessGroup, kind: str) -> None:
+    if pg.rank() == 1:
+        return
+    mine = given(pg.rank(), 3)
+    with pytest.raises(PeerLostError) as raised:
+        await (pg.allgather(None, mine) if kind == "allgather" else pg.gather(None, mine, 0))
+    assert raised.value.ranks == (1,)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["allgather", "gather"])
-async def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 1:
-            await pg.wait_revoked()
-            return
-        mine = given(pg.rank(), 3)
-        with pytest.raises(errors.CollectiveTimeoutError, match="waits for rank 1") as raised:
-            await (
-                pg.allgather(None, mine, timeout=0.5) if kind == "allgather" else pg.gather(None, mine, 0, timeout=0.5)
-            )
-        assert raised.value.ranks == (1,)
-
-    await run_ranks(2, rank)
+async def test_a_rank_that_does_not_come_is_named(pg: ProcessGroup, kind: str) -> None:
+    if pg.rank() == 1:
+        await pg.wait_revoked()
+        return
+    mine = given(pg.rank(), 3)
+    with pytest.raises(errors.CollectiveTimeoutError, match="waits for rank 1") as raised:
+        await (pg.allgather(None, mine, timeout=0.5) if kind == "allgather" else pg.gather(None, mine, 0, timeout=0.5))
+    assert raised.value.ranks == (1,)
 
 
-async def test_given_outputs_take_no_step_more() -> None:
+@pytest.mark.ranks(3)
+async def test_given_outputs_take_no_step_more(pg: ProcessGroup) -> None:
     """Their operations are those of before: one each."""
-
-    async def rank(pg: ProcessGroup) -> None:
-        before = len(pg._comm.operation_log.collectives)
-        await pg.allgather([np.empty(3) for _ in range(3)], given(pg.rank(), 3))
-        await pg.gather([np.empty(3) for _ in range(3)] if pg.rank() == 0 else None, given(pg.rank(), 3), 0)
-        assert len(pg._comm.operation_log.collectives) == before + 2
-
-    await run_ranks(3, rank)
+    before = len(pg._comm.operation_log.collectives)
+    await pg.allgather([np.empty(3) for _ in range(3)], given(pg.rank(), 3))
+    await pg.gather([np.empty(3) for _ in range(3)] if pg.rank() == 0 else None, given(pg.rank(), 3), 0)
+    assert len(pg._comm.operation_log.collectives) == before + 2
 
 
 async def test_what_is_lost_on_the_way_is_forgotten() -> None:

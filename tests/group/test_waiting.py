@@ -22,78 +22,70 @@ async def give_up(waiting: Any) -> None:
             await waiting
 
 
-async def test_drain_watches_receives_and_does_not_take_them_back() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        peer = 1 - pg.rank()
-        work = pg.recv(np.zeros(1), peer)
-        await give_up(pg.drain())
-        assert pg.pending() == [work]
-        assert work._callbacks == []
-        # Nor does it want them: who did has gone.
-        draining = asyncio.ensure_future(pg.drain())
+@pytest.mark.ranks(2)
+async def test_drain_watches_receives_and_does_not_take_them_back(pg: ProcessGroup) -> None:
+    peer = 1 - pg.rank()
+    work = pg.recv(np.zeros(1), peer)
+    await give_up(pg.drain())
+    assert pg.pending() == [work]
+    assert work._callbacks == []
+    # Nor does it want them: who did has gone.
+    draining = asyncio.ensure_future(pg.drain())
+    await give_up(work)
+    await draining
+    assert isinstance(work.exception(), asyncio.CancelledError)
+    await pg.barrier()
+
+
+@pytest.mark.ranks(2)
+async def test_a_future_wants_the_receive_like_an_await(pg: ProcessGroup) -> None:
+    peer = 1 - pg.rank()
+    works = [pg.recv(np.zeros(1), peer, tag) for tag in range(2)]
+    futures = [work.get_future() for work in works]
+    for work in works:
         await give_up(work)
-        await draining
-        assert isinstance(work.exception(), asyncio.CancelledError)
-        await pg.barrier()
+    assert pg.pending() == works
+    futures[0].cancel()
+    await until(works[0].done)
+    assert isinstance(works[0].exception(), asyncio.CancelledError)
+    await pg.barrier()
+    await pg.send(np.ones(1), peer, tag=1)
+    assert await futures[1] == 1
+    assert works[1].is_success()
 
-    await run_ranks(2, rank)
+
+@pytest.mark.ranks(2)
+async def test_a_batch_that_was_given_up_tells_of_the_failure_of_its_parts(pg: ProcessGroup) -> None:
+    peer = 1 - pg.rank()
+    withdrawn = pg.batch([Recv(np.zeros(1), peer, 1), Recv(np.zeros(5), None, 2)])
+    await give_up(withdrawn)
+    await until(withdrawn.done)
+    assert isinstance(withdrawn.exception(), asyncio.CancelledError)
+    await pg.barrier()
+    work = pg.batch([Recv(np.zeros(1), peer, 1), Send(np.zeros(1_000_000), peer, 3)])
+    await give_up(work)
+    assert not work.done(), "nobody has received what it sends"
+    await pg.barrier()
+    pg.abort("for a test")
+    await until(work.done)
+    assert isinstance(work.exception(), GroupError)
 
 
-async def test_a_future_wants_the_receive_like_an_await() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        peer = 1 - pg.rank()
-        works = [pg.recv(np.zeros(1), peer, tag) for tag in range(2)]
-        futures = [work.get_future() for work in works]
-        for work in works:
-            await give_up(work)
+@pytest.mark.ranks(2)
+async def test_pending_is_what_has_not_ended_whoever_waits(pg: ProcessGroup) -> None:
+    if pg.rank() == 0:
+        tensor = np.ones(3)
+        works: list[Work[Any]] = [pg.allreduce(tensor, key="first"), pg.recv_object(1, 7), pg.barrier()]
         assert pg.pending() == works
-        futures[0].cancel()
-        await until(works[0].done)
-        assert isinstance(works[0].exception(), asyncio.CancelledError)
-        await pg.barrier()
-        await pg.send(np.ones(1), peer, tag=1)
-        assert await futures[1] == 1
-        assert works[1].is_success()
-
-    await run_ranks(2, rank)
-
-
-async def test_a_batch_that_was_given_up_tells_of_the_failure_of_its_parts() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        peer = 1 - pg.rank()
-        withdrawn = pg.batch([Recv(np.zeros(1), peer, 1), Recv(np.zeros(5), None, 2)])
-        await give_up(withdrawn)
-        await until(withdrawn.done)
-        assert isinstance(withdrawn.exception(), asyncio.CancelledError)
-        await pg.barrier()
-        work = pg.batch([Recv(np.zeros(1), peer, 1), Send(np.zeros(1_000_000), peer, 3)])
-        await give_up(work)
-        assert not work.done(), "nobody has received what it sends"
-        await pg.barrier()
-        pg.abort("for a test")
-        await until(work.done)
-        assert isinstance(work.exception(), GroupError)
-
-    await run_ranks(2, rank)
-
-
-async def test_pending_is_what_has_not_ended_whoever_waits() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 0:
-            tensor = np.ones(3)
-            works: list[Work[Any]] = [pg.allreduce(tensor, key="first"), pg.recv_object(1, 7), pg.barrier()]
-            assert pg.pending() == works
-            await give_up(works[0])
-            assert pg.pending() == works
-            await pg.send_object("go on", 1)
-            await pg.drain()
-            assert pg.pending() == []
-            assert (tensor == 2).all()
-        else:
-            await pg.recv_object(0)
-            await asyncio.gather(pg.allreduce(np.ones(3), key="first"), pg.send_object(None, 0, 7), pg.barrier())
-
-    await run_ranks(2, rank)
+        await give_up(works[0])
+        assert pg.pending() == works
+        await pg.send_object("go on", 1)
+        await pg.drain()
+        assert pg.pending() == []
+        assert (tensor == 2).all()
+    else:
+        await pg.recv_object(0)
+        await asyncio.gather(pg.allreduce(np.ones(3), key="first"), pg.send_object(None, 0, 7), pg.barrier())
 
 
 @pytest.mark.parametrize("way", ["sibling", "gather", "timeout", "first"])
@@ -144,60 +136,54 @@ async def test_every_way_of_giving_up_leaves_the_collective_going(way: str) -> N
     await run_ranks(2, rank, transport="unix")
 
 
-async def test_waiting_for_a_revocation_may_end_otherwise() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        await give_up(pg.wait_revoked())
-        assert pg._comm.on_revoked == []
-        watching = asyncio.ensure_future(pg.wait_revoked())
-        await pg.barrier()
-        await pg.shutdown()
-        with pytest.raises(GroupClosedError, match="was closed by this rank"):
-            await watching
-        with pytest.raises(GroupClosedError):
-            await pg.wait_revoked()
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_waiting_for_a_revocation_may_end_otherwise(pg: ProcessGroup) -> None:
+    await give_up(pg.wait_revoked())
+    assert pg._comm.on_revoked == []
+    watching = asyncio.ensure_future(pg.wait_revoked())
+    await pg.barrier()
+    await pg.shutdown()
+    with pytest.raises(GroupClosedError, match="was closed by this rank"):
+        await watching
+    with pytest.raises(GroupClosedError):
+        await pg.wait_revoked()
 
 
-async def test_any_number_of_tasks_hear_of_a_revocation() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        watching = [asyncio.ensure_future(pg.wait_revoked()) for _ in range(4)]
-        await asyncio.sleep(0)
-        watching.pop().cancel()
-        await pg.barrier()
-        if pg.rank():
-            pg.abort("for a test")
-        causes = await asyncio.gather(*watching)
-        assert len({id(cause) for cause in causes}) == 1
-        assert isinstance(causes[0], GroupError)
-        assert await pg.wait_revoked() is causes[0]
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_any_number_of_tasks_hear_of_a_revocation(pg: ProcessGroup) -> None:
+    watching = [asyncio.ensure_future(pg.wait_revoked()) for _ in range(4)]
+    await asyncio.sleep(0)
+    watching.pop().cancel()
+    await pg.barrier()
+    if pg.rank():
+        pg.abort("for a test")
+    causes = await asyncio.gather(*watching)
+    assert len({id(cause) for cause in causes}) == 1
+    assert isinstance(causes[0], GroupError)
+    assert await pg.wait_revoked() is causes[0]
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("taking", ["receives", "incoming", "nobody"])
-async def test_a_tag_used_once_leaves_nothing_behind(taking: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        peer = 1 - pg.rank()
-        for tag in range(100):
-            if taking == "nobody":
+async def test_a_tag_used_once_leaves_nothing_behind(pg: ProcessGroup, taking: str) -> None:
+    peer = 1 - pg.rank()
+    for tag in range(100):
+        if taking == "nobody":
+            await pg.send_object(tag, peer, tag)
+        waiting = pg.recv_object(peer, tag).join() if taking != "incoming" else anext(pg.incoming(tag))
+        task = asyncio.ensure_future(waiting)
+        await asyncio.sleep(0)
+        if tag % 2 and taking != "nobody":
+            task.cancel()
+        else:
+            if taking != "nobody":
                 await pg.send_object(tag, peer, tag)
-            waiting = pg.recv_object(peer, tag).join() if taking != "incoming" else anext(pg.incoming(tag))
-            task = asyncio.ensure_future(waiting)
-            await asyncio.sleep(0)
-            if tag % 2 and taking != "nobody":
-                task.cancel()
-            else:
-                if taking != "nobody":
-                    await pg.send_object(tag, peer, tag)
-                await task
-            await asyncio.wait([task])
-        matching = pg._comm.matching
-        for table in (matching._waiting, matching._posted, matching._listeners, matching._active, matching.outgoing):
-            assert not table
-        await pg.barrier()
-
-    await run_ranks(2, rank)
+            await task
+        await asyncio.wait([task])
+    matching = pg._comm.matching
+    for table in (matching._waiting, matching._posted, matching._listeners, matching._active, matching.outgoing):
+        assert not table
+    await pg.barrier()
 
 
 async def test_a_thousand_waiting_messages_leave_the_loop_its_turns() -> None:

@@ -13,8 +13,6 @@ import pytest
 from aiocoll import GroupOptions, ProcessGroup, ReduceOp, SerializationError, errors, new_group, testing
 from aiocoll.elements.buffers import view
 
-from ..ranks import run_ranks
-
 scipy_sparse = pytest.importorskip("scipy.sparse")
 
 
@@ -62,37 +60,29 @@ def test_calls_are_named_as_those_of_a_group() -> None:
     }
 
 
-async def test_a_missing_argument_names_the_call() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        with pytest.raises(
-            TypeError, match=r"^ProcessGroup\.empty\(\) missing 1 required positional argument: 'dtype'"
-        ):
-            await pg.empty(3)  # type: ignore[call-arg]
-
-    await run_ranks(1, rank)
+@pytest.mark.ranks(1)
+async def test_a_missing_argument_names_the_call(pg: ProcessGroup) -> None:
+    with pytest.raises(TypeError, match=r"^ProcessGroup\.empty\(\) missing 1 required positional argument: 'dtype'"):
+        await pg.empty(3)  # type: ignore[call-arg]
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("op", "remedy"),
     [(ReduceOp.AVG, "divide the sum by the number of ranks"), (ReduceOp.MIN, "make the arrays dense")],
     ids=["AVG", "MIN"],
 )
-async def test_ops_on_sparse_arrays(op: ReduceOp, remedy: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        with pytest.raises(ValueError, match=f"of sparse arrays is not carried out, only SUM is: {remedy}$"):
-            pg.allreduce(scipy_sparse.eye(3).tocoo(), op)
-
-    await run_ranks(2, rank)
+async def test_ops_on_sparse_arrays(pg: ProcessGroup, op: ReduceOp, remedy: str) -> None:
+    with pytest.raises(ValueError, match=f"of sparse arrays is not carried out, only SUM is: {remedy}$"):
+        pg.allreduce(scipy_sparse.eye(3).tocoo(), op)
 
 
-async def test_an_object_that_is_too_long() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        with pytest.raises(
-            SerializationError, match="max_bytes is 16777216: send large arrays by the collectives on arrays"
-        ):
-            pg.broadcast_object({"weights": np.zeros(1 << 22)}, pg.rank())
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_an_object_that_is_too_long(pg: ProcessGroup) -> None:
+    with pytest.raises(
+        SerializationError, match="max_bytes is 16777216: send large arrays by the collectives on arrays"
+    ):
+        pg.broadcast_object({"weights": np.zeros(1 << 22)}, pg.rank())
 
 
 @pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE"])

@@ -231,38 +231,36 @@ def test_clash_finds_any_two_that_share_memory() -> None:
 # -- from the wrong place
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["barrier", "abort", "drain", "wait_revoked", "shutdown", "incoming", "await"])
-async def test_calls_from_another_thread_are_refused(name: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        work = pg.allreduce(1) if pg.rank() == 0 else None
-        refused = []
+async def test_calls_from_another_thread_are_refused(pg: ProcessGroup, name: str) -> None:
+    work = pg.allreduce(1) if pg.rank() == 0 else None
+    refused = []
 
-        async def call() -> None:
-            if name == "await":
-                await (work or pg.pending()[0])
-            elif name == "incoming":
-                await anext(pg.incoming())
-            else:
-                made = getattr(pg, name)()
-                if made is not None:
-                    await made
+    async def call() -> None:
+        if name == "await":
+            await (work or pg.pending()[0])
+        elif name == "incoming":
+            await anext(pg.incoming())
+        else:
+            made = getattr(pg, name)()
+            if made is not None:
+                await made
 
-        def elsewhere() -> None:
-            try:
-                asyncio.run(call())
-            except RuntimeError as error:
-                refused.append(str(error))
+    def elsewhere() -> None:
+        try:
+            asyncio.run(call())
+        except RuntimeError as error:
+            refused.append(str(error))
 
-        if pg.rank() == 0:
-            thread = threading.Thread(target=elsewhere)
-            thread.start()
-            thread.join()
-            assert len(refused) == 1
-            assert "belongs to another event loop" in refused[0]
-            assert "asyncio.run_coroutine_threadsafe" in refused[0]
-        assert await (work or pg.allreduce(1)) == 2
-
-    await run_ranks(2, rank)
+    if pg.rank() == 0:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert len(refused) == 1
+        assert "belongs to another event loop" in refused[0]
+        assert "asyncio.run_coroutine_threadsafe" in refused[0]
+    assert await (work or pg.allreduce(1)) == 2
 
 
 async def test_a_forked_child_is_refused_and_disturbs_nobody() -> None:

@@ -91,50 +91,44 @@ async def test_init_process_group_store_and_init_method() -> None:
             await dist.init_process_group(store=HashStore(), **numbers)
 
 
-async def test_destroy_process_group() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        one, two = await dist.new_group([0, 1]), await dist.new_group([0])
-        assert dist.get_pg_count() == 3 - pg.rank()
-        await dist.destroy_process_group(one)
-        with pytest.raises(aiocoll.GroupClosedError):
-            dist.barrier(one)
-        await dist.destroy_process_group(two)
-        assert dist.get_pg_count() == 1
-        other = await dist.new_group()
-        await dist.destroy_process_group()
-        with pytest.raises(aiocoll.GroupClosedError):
-            dist.barrier(other)
-        assert not dist.is_initialized()
-        assert dist.get_pg_count() == 0
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_destroy_process_group(pg: ProcessGroup) -> None:
+    one, two = await dist.new_group([0, 1]), await dist.new_group([0])
+    assert dist.get_pg_count() == 3 - pg.rank()
+    await dist.destroy_process_group(one)
+    with pytest.raises(aiocoll.GroupClosedError):
+        dist.barrier(one)
+    await dist.destroy_process_group(two)
+    assert dist.get_pg_count() == 1
+    other = await dist.new_group()
+    await dist.destroy_process_group()
+    with pytest.raises(aiocoll.GroupClosedError):
+        dist.barrier(other)
+    assert not dist.is_initialized()
+    assert dist.get_pg_count() == 0
 
 
-async def test_get_rank_outside() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        group = await dist.new_group([1, 2])
-        inside = pg.rank() > 0
-        assert (group == OUTSIDE) is not inside
-        assert dist.get_rank(group) == (pg.rank() - 1 if inside else -1)
-        assert dist.get_world_size(group) == (2 if inside else -1)
-
-    await run_ranks(3, body)
+@pytest.mark.ranks(3)
+async def test_get_rank_outside(pg: ProcessGroup) -> None:
+    group = await dist.new_group([1, 2])
+    inside = pg.rank() > 0
+    assert (group == OUTSIDE) is not inside
+    assert dist.get_rank(group) == (pg.rank() - 1 if inside else -1)
+    assert dist.get_world_size(group) == (2 if inside else -1)
 
 
-async def test_get_group_rank_errors() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        group = await dist.new_group([2, 1])
-        if pg.rank() == 0:
-            return
-        assert [dist.get_group_rank(group, rank) for rank in (1, 2)] == [0, 1]
-        assert [dist.get_global_rank(group, rank) for rank in (0, 1)] == [1, 2]
-        assert dist.get_process_group_ranks(group) == [1, 2]
-        with pytest.raises(ValueError, match="global_rank=0, a global rank, is not in group"):
-            dist.get_group_rank(group, 0)
-        with pytest.raises(ValueError, match="group_rank=2 is not a rank of group"):
-            dist.get_global_rank(group, 2)
-
-    await run_ranks(3, body)
+@pytest.mark.ranks(3)
+async def test_get_group_rank_errors(pg: ProcessGroup) -> None:
+    group = await dist.new_group([2, 1])
+    if pg.rank() == 0:
+        return
+    assert [dist.get_group_rank(group, rank) for rank in (1, 2)] == [0, 1]
+    assert [dist.get_global_rank(group, rank) for rank in (0, 1)] == [1, 2]
+    assert dist.get_process_group_ranks(group) == [1, 2]
+    with pytest.raises(ValueError, match="global_rank=0, a global rank, is not in group"):
+        dist.get_group_rank(group, 0)
+    with pytest.raises(ValueError, match="group_rank=2 is not a rank of group"):
+        dist.get_global_rank(group, 2)
 
 
 def test_get_node_local_rank_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,45 +138,37 @@ def test_get_node_local_rank_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dist.get_node_local_rank(fallback_rank=2) == 2
 
 
+@pytest.mark.ranks(2)
 @DTYPES
-async def test_all_reduce_example(unit: np.generic) -> None:
-    async def body(pg: ProcessGroup) -> None:
-        tensor = (np.arange(2) + 1 + 2 * pg.rank()) * unit
-        await dist.all_reduce(tensor, op=ReduceOp.SUM)
-        same(tensor, [4 * unit, 6 * unit])
-
-    await run_ranks(2, body)
+async def test_all_reduce_example(pg: ProcessGroup, unit: np.generic) -> None:
+    tensor = (np.arange(2) + 1 + 2 * pg.rank()) * unit
+    await dist.all_reduce(tensor, op=ReduceOp.SUM)
+    same(tensor, [4 * unit, 6 * unit])
 
 
-async def test_all_reduce_complex_maximum() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        for op in (ReduceOp.MAX, ReduceOp.MIN, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR):
-            assert not dist.supports_complex(op)
-            with pytest.raises((TypeError, ValueError), match="complex"):
-                dist.all_reduce(np.ones(2, np.complex64), op)
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_all_reduce_complex_maximum(pg: ProcessGroup) -> None:
+    for op in (ReduceOp.MAX, ReduceOp.MIN, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR):
+        assert not dist.supports_complex(op)
+        with pytest.raises((TypeError, ValueError), match="complex"):
+            dist.all_reduce(np.ones(2, np.complex64), op)
 
 
+@pytest.mark.ranks(2)
 @DTYPES
-async def test_all_gather_example(unit: np.generic) -> None:
-    async def body(pg: ProcessGroup) -> None:
-        given = (np.arange(2) + 1 + 2 * pg.rank()) * unit
-        await dist.all_gather(tensors := [np.zeros_like(given) for _ in range(2)], given)
-        same(tensors, [[1 * unit, 2 * unit], [3 * unit, 4 * unit]])
-
-    await run_ranks(2, body)
+async def test_all_gather_example(pg: ProcessGroup, unit: np.generic) -> None:
+    given = (np.arange(2) + 1 + 2 * pg.rank()) * unit
+    await dist.all_gather(tensors := [np.zeros_like(given) for _ in range(2)], given)
+    same(tensors, [[1 * unit, 2 * unit], [3 * unit, 4 * unit]])
 
 
-async def test_all_gather_into_tensor_example() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        tensor_in = np.arange(2) + 1 + 2 * pg.rank()
-        await dist.all_gather_into_tensor(concatenated := np.zeros(4, np.int64), tensor_in)
-        same(concatenated, [1, 2, 3, 4])
-        await dist.all_gather_into_tensor(stacked := np.zeros((2, 2), np.int64), tensor_in)
-        same(stacked, [[1, 2], [3, 4]])
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_all_gather_into_tensor_example(pg: ProcessGroup) -> None:
+    tensor_in = np.arange(2) + 1 + 2 * pg.rank()
+    await dist.all_gather_into_tensor(concatenated := np.zeros(4, np.int64), tensor_in)
+    same(concatenated, [1, 2, 3, 4])
+    await dist.all_gather_into_tensor(stacked := np.zeros((2, 2), np.int64), tensor_in)
+    same(stacked, [[1, 2], [3, 4]])
 
 
 async def test_all_gather_coalesced_example() -> None:
@@ -196,216 +182,177 @@ async def test_all_gather_coalesced_example() -> None:
     await run_ranks(2, body)
 
 
-async def test_all_gather_object_example() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        output = [None for _ in OBJECTS]
-        await dist.all_gather_object(output, OBJECTS[dist.get_rank()])
-        assert output == OBJECTS
-
-    await run_ranks(3, body)
+@pytest.mark.ranks(3)
+async def test_all_gather_object_example(pg: ProcessGroup) -> None:
+    output = [None for _ in OBJECTS]
+    await dist.all_gather_object(output, OBJECTS[dist.get_rank()])
+    assert output == OBJECTS
 
 
-async def test_gather_example() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        gather_list = [np.zeros(2) for _ in range(2)] if dist.get_rank() == 0 else None
-        await dist.gather(np.ones(2) + dist.get_rank(), gather_list, dst=0)
-        if gather_list is not None:
-            same(gather_list, [[1, 1], [2, 2]])
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_gather_example(pg: ProcessGroup) -> None:
+    gather_list = [np.zeros(2) for _ in range(2)] if dist.get_rank() == 0 else None
+    await dist.gather(np.ones(2) + dist.get_rank(), gather_list, dst=0)
+    if gather_list is not None:
+        same(gather_list, [[1, 1], [2, 2]])
 
 
-async def test_gather_errors() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        here, there = pg.rank(), 1 - pg.rank()
-        with pytest.raises(ValueError, match="gather_list is missing"):
-            dist.gather(np.ones(2), None, dst=here)
-        with pytest.raises(ValueError, match="gather_list must be None"):
-            dist.gather(np.ones(2), [np.ones(2)] * 2, dst=there)
-        with pytest.raises(TypeError, match="float32"):
-            dist.gather(np.ones(2), [np.ones(2, np.float32) for _ in range(2)], dst=here)
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_gather_errors(pg: ProcessGroup) -> None:
+    here, there = pg.rank(), 1 - pg.rank()
+    with pytest.raises(ValueError, match="gather_list is missing"):
+        dist.gather(np.ones(2), None, dst=here)
+    with pytest.raises(ValueError, match="gather_list must be None"):
+        dist.gather(np.ones(2), [np.ones(2)] * 2, dst=there)
+    with pytest.raises(TypeError, match="float32"):
+        dist.gather(np.ones(2), [np.ones(2, np.float32) for _ in range(2)], dst=here)
 
 
-async def test_gather_object_example() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        output = [None for _ in OBJECTS]
-        await dist.gather_object(OBJECTS[dist.get_rank()], output if dist.get_rank() == 0 else None, dst=0)
-        assert output == (OBJECTS if dist.get_rank() == 0 else [None] * 3)
-
-    await run_ranks(3, body)
+@pytest.mark.ranks(3)
+async def test_gather_object_example(pg: ProcessGroup) -> None:
+    output = [None for _ in OBJECTS]
+    await dist.gather_object(OBJECTS[dist.get_rank()], output if dist.get_rank() == 0 else None, dst=0)
+    assert output == (OBJECTS if dist.get_rank() == 0 else [None] * 3)
 
 
-async def test_scatter_example() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        scatter_list = [np.ones(2), np.ones(2) * 5] if dist.get_rank() == 0 else None
-        await dist.scatter(output := np.zeros(2), scatter_list, src=0)
-        same(output, [1, 1] if dist.get_rank() == 0 else [5, 5])
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_scatter_example(pg: ProcessGroup) -> None:
+    scatter_list = [np.ones(2), np.ones(2) * 5] if dist.get_rank() == 0 else None
+    await dist.scatter(output := np.zeros(2), scatter_list, src=0)
+    same(output, [1, 1] if dist.get_rank() == 0 else [5, 5])
 
 
-async def test_scatter_errors() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        here, there = pg.rank(), 1 - pg.rank()
-        with pytest.raises(ValueError, match="scatter_list is missing"):
-            dist.scatter(np.ones(2), None, src=here)
-        with pytest.raises(ValueError, match="scatter_list must be None"):
-            dist.scatter(np.ones(2), [np.ones(2)] * 2, src=there)
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_scatter_errors(pg: ProcessGroup) -> None:
+    here, there = pg.rank(), 1 - pg.rank()
+    with pytest.raises(ValueError, match="scatter_list is missing"):
+        dist.scatter(np.ones(2), None, src=here)
+    with pytest.raises(ValueError, match="scatter_list must be None"):
+        dist.scatter(np.ones(2), [np.ones(2)] * 2, src=there)
 
 
-async def test_scatter_object_list_example() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        output = [None]
-        await dist.scatter_object_list(output, OBJECTS if dist.get_rank() == 0 else [None] * 3, src=0)
-        assert output == [OBJECTS[pg.rank()]]
-
-    await run_ranks(3, body)
+@pytest.mark.ranks(3)
+async def test_scatter_object_list_example(pg: ProcessGroup) -> None:
+    output = [None]
+    await dist.scatter_object_list(output, OBJECTS if dist.get_rank() == 0 else [None] * 3, src=0)
+    assert output == [OBJECTS[pg.rank()]]
 
 
-async def test_broadcast_object_list_example() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        objects = list(OBJECTS) if dist.get_rank() == 0 else [None] * 3
-        await dist.broadcast_object_list(objects, src=0, device="cpu")
+@pytest.mark.ranks(3)
+async def test_broadcast_object_list_example(pg: ProcessGroup) -> None:
+    objects = list(OBJECTS) if dist.get_rank() == 0 else [None] * 3
+    await dist.broadcast_object_list(objects, src=0, device="cpu")
+    assert objects == OBJECTS
+
+
+@pytest.mark.ranks(2)
+async def test_send_object_list_example(pg: ProcessGroup) -> None:
+    if dist.get_rank() == 0:
+        await dist.send_object_list(OBJECTS, dst=1, device="cpu")
+    else:
+        objects = [None, None, None]
+        assert await dist.recv_object_list(objects, src=0, device="cpu") == 0
         assert objects == OBJECTS
 
-    await run_ranks(3, body)
+
+@pytest.mark.ranks(2)
+async def test_reduce_scatter_tensor_example(pg: ProcessGroup) -> None:
+    for tensor_in in (np.arange(4), np.arange(4).reshape(2, 2)):
+        await dist.reduce_scatter_tensor(out := np.zeros(2, np.int64), tensor_in)
+        same(out, [0, 2] if pg.rank() == 0 else [4, 6])
 
 
-async def test_send_object_list_example() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        if dist.get_rank() == 0:
-            await dist.send_object_list(OBJECTS, dst=1, device="cpu")
-        else:
-            objects = [None, None, None]
-            assert await dist.recv_object_list(objects, src=0, device="cpu") == 0
-            assert objects == OBJECTS
-
-    await run_ranks(2, body)
-
-
-async def test_reduce_scatter_tensor_example() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        for tensor_in in (np.arange(4), np.arange(4).reshape(2, 2)):
-            await dist.reduce_scatter_tensor(out := np.zeros(2, np.int64), tensor_in)
-            same(out, [0, 2] if pg.rank() == 0 else [4, 6])
-
-    await run_ranks(2, body)
-
-
+@pytest.mark.ranks(4)
 @DTYPES
-async def test_all_to_all_single_example(unit: np.generic) -> None:
-    async def body(pg: ProcessGroup) -> None:
-        given = (np.arange(4) + 4 * pg.rank()) * unit
-        await dist.all_to_all_single(output := np.empty_like(given), given)
-        same(output, (4 * np.arange(4) + pg.rank()) * unit)
-
-    await run_ranks(4, body)
+async def test_all_to_all_single_example(pg: ProcessGroup, unit: np.generic) -> None:
+    given = (np.arange(4) + 4 * pg.rank()) * unit
+    await dist.all_to_all_single(output := np.empty_like(given), given)
+    same(output, (4 * np.arange(4) + pg.rank()) * unit)
 
 
-async def test_all_to_all_single_uneven_example() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        rank = pg.rank()
-        expected = [number for parts in UNEVEN for number in parts[rank]]
-        output = np.empty(len(expected), np.int64)
-        into, out_of = [len(parts[rank]) for parts in UNEVEN], [len(part) for part in UNEVEN[rank]]
-        await dist.all_to_all_single(output, np.concatenate(UNEVEN[rank]), into, out_of)
-        same(output, expected)
-
-    await run_ranks(4, body)
+@pytest.mark.ranks(4)
+async def test_all_to_all_single_uneven_example(pg: ProcessGroup) -> None:
+    rank = pg.rank()
+    expected = [number for parts in UNEVEN for number in parts[rank]]
+    output = np.empty(len(expected), np.int64)
+    into, out_of = [len(parts[rank]) for parts in UNEVEN], [len(part) for part in UNEVEN[rank]]
+    await dist.all_to_all_single(output, np.concatenate(UNEVEN[rank]), into, out_of)
+    same(output, expected)
 
 
+@pytest.mark.ranks(4)
 @DTYPES
-async def test_all_to_all_example(unit: np.generic) -> None:
-    async def body(pg: ProcessGroup) -> None:
-        given = list(((np.arange(4) + 4 * pg.rank()) * unit).reshape(4, 1))
-        await dist.all_to_all(output := [np.empty_like(each) for each in given], given)
-        same(np.concatenate(output), (4 * np.arange(4) + pg.rank()) * unit)
-
-    await run_ranks(4, body)
+async def test_all_to_all_example(pg: ProcessGroup, unit: np.generic) -> None:
+    given = list(((np.arange(4) + 4 * pg.rank()) * unit).reshape(4, 1))
+    await dist.all_to_all(output := [np.empty_like(each) for each in given], given)
+    same(np.concatenate(output), (4 * np.arange(4) + pg.rank()) * unit)
 
 
-async def test_all_to_all_uneven_example() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        expected = [parts[pg.rank()] for parts in UNEVEN]
-        output = [np.zeros(len(each), np.int64) for each in expected]
-        await dist.all_to_all(output, [np.array(part) for part in UNEVEN[pg.rank()]])
-        assert [each.tolist() for each in output] == expected
-
-    await run_ranks(4, body)
+@pytest.mark.ranks(4)
+async def test_all_to_all_uneven_example(pg: ProcessGroup) -> None:
+    expected = [parts[pg.rank()] for parts in UNEVEN]
+    output = [np.zeros(len(each), np.int64) for each in expected]
+    await dist.all_to_all(output, [np.array(part) for part in UNEVEN[pg.rank()]])
+    assert [each.tolist() for each in output] == expected
 
 
-async def test_batch_isend_irecv_example() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        tensor = np.empty(2, np.float32)
-        operations = [
-            dist.P2POp(dist.isend, np.arange(2, dtype=np.float32) + 2 * rank, (rank + 1) % world_size),
-            dist.P2POp(dist.irecv, tensor, (rank - 1 + world_size) % world_size),
-        ]
-        for request in dist.batch_isend_irecv(operations):
-            await request
-        same(tensor, [2, 3] if rank == 0 else [0, 1])
-        name, peer = pg.group_name, 1 - rank
-        assert repr(operations[0]) == f"P2POp(isend pg={name}, group_src={rank}, group_dst={peer}, (2,), float32)"
-        assert repr(operations[1]) == f"P2POp(irecv pg={name}, group_src={peer}, group_dst={rank}, (2,), float32)"
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_batch_isend_irecv_example(pg: ProcessGroup) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tensor = np.empty(2, np.float32)
+    operations = [
+        dist.P2POp(dist.isend, np.arange(2, dtype=np.float32) + 2 * rank, (rank + 1) % world_size),
+        dist.P2POp(dist.irecv, tensor, (rank - 1 + world_size) % world_size),
+    ]
+    for request in dist.batch_isend_irecv(operations):
+        await request
+    same(tensor, [2, 3] if rank == 0 else [0, 1])
+    name, peer = pg.group_name, 1 - rank
+    assert repr(operations[0]) == f"P2POp(isend pg={name}, group_src={rank}, group_dst={peer}, (2,), float32)"
+    assert repr(operations[1]) == f"P2POp(irecv pg={name}, group_src={peer}, group_dst={rank}, (2,), float32)"
 
 
-async def test_batch_isend_irecv_errors() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        tensor, peer = np.ones(2), 1 - pg.rank()
-        with pytest.raises(ValueError, match=r"isend or irecv"):
-            dist.P2POp(dist.broadcast, tensor, peer)
-        with pytest.raises(ValueError, match="list of P2POp"):
-            dist.batch_isend_irecv([tensor])
-        both = await dist.new_group()
-        operations = [dist.P2POp(dist.isend, tensor, peer), dist.P2POp(dist.isend, tensor, peer, both)]
-        with pytest.raises(ValueError, match="of one group"):
-            dist.batch_isend_irecv(operations)
-        assert not pg.pending()
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_batch_isend_irecv_errors(pg: ProcessGroup) -> None:
+    tensor, peer = np.ones(2), 1 - pg.rank()
+    with pytest.raises(ValueError, match=r"isend or irecv"):
+        dist.P2POp(dist.broadcast, tensor, peer)
+    with pytest.raises(ValueError, match="list of P2POp"):
+        dist.batch_isend_irecv([tensor])
+    both = await dist.new_group()
+    operations = [dist.P2POp(dist.isend, tensor, peer), dist.P2POp(dist.isend, tensor, peer, both)]
+    with pytest.raises(ValueError, match="of one group"):
+        dist.batch_isend_irecv(operations)
+    assert not pg.pending()
 
 
-async def test_monitored_barrier_example() -> None:
+@pytest.mark.ranks(3)
+async def test_monitored_barrier_example(pg: ProcessGroup) -> None:
     """Rank 1 does not come, and the others hear of it."""
-
-    async def body(pg: ProcessGroup) -> None:
-        if dist.get_rank() != 1:
-            with pytest.raises(CollectiveTimeoutError, match=r"1 failed to pass monitoredBarrier in 500 ms"):
-                await dist.monitored_barrier(timeout=0.5, wait_all_ranks=True)
-        else:
-            await pg.wait_revoked()
-
-    await run_ranks(3, body)
+    if dist.get_rank() != 1:
+        with pytest.raises(CollectiveTimeoutError, match=r"1 failed to pass monitoredBarrier in 500 ms"):
+            await dist.monitored_barrier(timeout=0.5, wait_all_ranks=True)
+    else:
+        await pg.wait_revoked()
 
 
-async def test_coalescing_manager_example() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        tensors = [np.full(3, float(pg.rank() + index)) for index in range(5)]
-        async with dist.coalescing_manager():
-            works = [dist.all_reduce(tensor) for tensor in tensors]
-        assert all(work.is_success() for work in works)
-        same(tensors, [[1.0 + 2 * index] * 3 for index in range(5)])
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_coalescing_manager_example(pg: ProcessGroup) -> None:
+    tensors = [np.full(3, float(pg.rank() + index)) for index in range(5)]
+    async with dist.coalescing_manager():
+        works = [dist.all_reduce(tensor) for tensor in tensors]
+    assert all(work.is_success() for work in works)
+    same(tensors, [[1.0 + 2 * index] * 3 for index in range(5)])
 
 
-async def test_time_estimator_example() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        tensor = np.ones(1000)
-        with dist.time_estimator() as estimate:
-            for _ in range(3):
-                await dist.all_reduce(tensor)
-        assert estimate.seconds > 0
-        same(tensor, np.ones(1000))
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_time_estimator_example(pg: ProcessGroup) -> None:
+    tensor = np.ones(1000)
+    with dist.time_estimator() as estimate:
+        for _ in range(3):
+            await dist.all_reduce(tensor)
+    assert estimate.seconds > 0
+    same(tensor, np.ones(1000))
 
 
 async def test_new_group_errors() -> None:
@@ -431,17 +378,15 @@ async def test_new_group_errors() -> None:
     await run_ranks(2, body)
 
 
-async def test_new_subgroups_example() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        current, subgroups = await dist.new_subgroups(group_size=2)
-        mine = pg.rank() // 2
-        assert subgroups == [current if index == mine else OUTSIDE for index in range(2)]
-        assert await dist.all_reduce(pg.rank(), group=current) == 1 + 4 * mine
-        for subgroup in subgroups:
-            await dist.destroy_process_group(subgroup)
-        assert dist.get_pg_count() == 1
-
-    await run_ranks(4, body)
+@pytest.mark.ranks(4)
+async def test_new_subgroups_example(pg: ProcessGroup) -> None:
+    current, subgroups = await dist.new_subgroups(group_size=2)
+    mine = pg.rank() // 2
+    assert subgroups == [current if index == mine else OUTSIDE for index in range(2)]
+    assert await dist.all_reduce(pg.rank(), group=current) == 1 + 4 * mine
+    for subgroup in subgroups:
+        await dist.destroy_process_group(subgroup)
+    assert dist.get_pg_count() == 1
 
 
 async def test_new_subgroups_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,13 +408,11 @@ async def test_new_subgroups_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     await run_ranks(4, body)
 
 
-async def test_new_subgroups_by_enumeration_example() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        current, subgroups = await dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
-        assert len(subgroups) == 2
-        assert await dist.all_reduce(pg.rank(), group=current) == (2 if pg.rank() % 2 == 0 else 4)
-
-    await run_ranks(4, body)
+@pytest.mark.ranks(4)
+async def test_new_subgroups_by_enumeration_example(pg: ProcessGroup) -> None:
+    current, subgroups = await dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    assert len(subgroups) == 2
+    assert await dist.all_reduce(pg.rank(), group=current) == (2 if pg.rank() % 2 == 0 else 4)
 
 
 async def test_new_subgroups_by_enumeration_errors() -> None:
@@ -539,25 +482,23 @@ async def test_shrink_group_errors() -> None:
     await run_ranks(3, body)
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("flags", [dist.SHRINK_DEFAULT, dist.SHRINK_ABORT])
-async def test_shrink_group_default_group(flags: int) -> None:
-    async def body(pg: ProcessGroup) -> None:
-        part = await dist.new_group([0, 2])
-        if pg.rank() == 1:
-            await pg.wait_revoked()
-            return
-        assert await dist.all_reduce(1, group=part) == 2
-        smaller = await dist.shrink_group([1], shrink_flags=flags)
-        assert dist.group.WORLD is smaller
-        assert (dist.get_rank(), dist.get_world_size()) == (pg.rank() // 2, 2)
-        assert await dist.all_reduce(dist.get_rank() + 1) == 3
-        # All that was split off from the old one went with it.
-        with pytest.raises(aiocoll.GroupClosedError):
-            dist.barrier(part)
-        await dist.destroy_process_group()
-        assert not dist.is_initialized()
-
-    await run_ranks(3, body)
+async def test_shrink_group_default_group(pg: ProcessGroup, flags: int) -> None:
+    part = await dist.new_group([0, 2])
+    if pg.rank() == 1:
+        await pg.wait_revoked()
+        return
+    assert await dist.all_reduce(1, group=part) == 2
+    smaller = await dist.shrink_group([1], shrink_flags=flags)
+    assert dist.group.WORLD is smaller
+    assert (dist.get_rank(), dist.get_world_size()) == (pg.rank() // 2, 2)
+    assert await dist.all_reduce(dist.get_rank() + 1) == 3
+    # All that was split off from the old one went with it.
+    with pytest.raises(aiocoll.GroupClosedError):
+        dist.barrier(part)
+    await dist.destroy_process_group()
+    assert not dist.is_initialized()
 
 
 def test_backend_names() -> None:
