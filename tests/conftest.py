@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from .ranks import options
+
 _FDS = Path("/proc/self/fd")
 
 # What somebody has measured on this machine must not decide what is tested: there is no file below this one.
@@ -45,6 +47,21 @@ def _loop_factories(chosen: str) -> Mapping[str, Callable[[], asyncio.AbstractEv
         uvloop.new_event_loop().close()
         return {chosen: uvloop.new_event_loop}
     raise pytest.UsageError(f"AIOCOLL_TEST_LOOP={chosen!r}: must be asyncio or uvloop")
+
+
+@pytest.fixture
+def transport(request: pytest.FixtureRequest) -> str:
+    """What a test marked with `ranks` sends over: what it is parametrised with, or memory."""
+    return getattr(request, "param", "memory")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give the ranks of a test the transport that it is parametrised with."""
+    for item in items:
+        mark, case = item.get_closest_marker("ranks"), getattr(item, "callspec", None)
+        if mark is not None and case is not None and "transport" in case.params:
+            chosen = options(case.params["transport"])
+            item.add_marker(pytest.mark.ranks(*mark.args, **mark.kwargs, options=chosen), append=False)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
+
+import pytest
 
 from aiocoll import GroupOptions, ProcessGroup, testing
 from aiocoll.transport.memory import Hub
@@ -12,10 +14,22 @@ from aiocoll.transport.memory import Hub
 #: What `transport=` of `run_ranks` may be: within one loop "auto" means memory.
 TRANSPORTS = ("memory", "unix", "tcp", "shm")
 
+Test = TypeVar("Test", bound=Callable[..., Any])
+
 
 def options(transport: str) -> GroupOptions:
     """Return the options of a group over `transport`."""
     return GroupOptions(transport="auto" if transport == "memory" else transport)  # type: ignore[arg-type]
+
+
+def over(*transports: str) -> Callable[[Test], Test]:
+    """Run a test that is marked with `ranks` over each of these transports."""
+
+    def decorate(test: Test) -> Test:
+        parametrized = pytest.mark.parametrize("transport", transports, indirect=True)(test)
+        return pytest.mark.usefixtures("transport")(parametrized)
+
+    return decorate
 
 
 async def run_ranks(

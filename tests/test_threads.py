@@ -20,7 +20,7 @@ import pytest
 from aiocoll import CollectiveTimeoutError, FileStore, GroupError, HashStore, ProcessGroup, TCPStore, new_group
 from aiocoll.work import Work
 
-from .ranks import TRANSPORTS, options, run_ranks
+from .ranks import TRANSPORTS, options, over, run_ranks
 
 
 class Loop:
@@ -73,25 +73,23 @@ async def close(groups: list[ProcessGroup]) -> None:
 # -- waiting
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_many_threads_wait_for_one_work(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        loop = asyncio.get_running_loop()
-        work = pg.allreduce(tensor := np.full(5, pg.rank())) if pg.rank() else pg.recv_object(1)
-        with ThreadPoolExecutor(4) as threads:
-            limits = [None, inf, 30.0, timedelta(seconds=30)]
-            waiting = [loop.run_in_executor(threads, work.wait, limit) for limit in limits]
-            if pg.rank():
-                await pg.send_object("all of you", 0)
-                tensors = await asyncio.gather(*waiting)
-                assert all(each is tensor for each in tensors)
-            else:
-                assert await asyncio.gather(*waiting) == ["all of you"] * 4
-                await pg.allreduce(np.zeros(5, int))
-            # It has ended: nobody waits any more.
-            assert await loop.run_in_executor(threads, work.wait, 0) is work.result()
-
-    await run_ranks(2, rank, transport=transport)
+@pytest.mark.ranks(2)
+@over(*TRANSPORTS)
+async def test_many_threads_wait_for_one_work(pg: ProcessGroup) -> None:
+    loop = asyncio.get_running_loop()
+    work = pg.allreduce(tensor := np.full(5, pg.rank())) if pg.rank() else pg.recv_object(1)
+    with ThreadPoolExecutor(4) as threads:
+        limits = [None, inf, 30.0, timedelta(seconds=30)]
+        waiting = [loop.run_in_executor(threads, work.wait, limit) for limit in limits]
+        if pg.rank():
+            await pg.send_object("all of you", 0)
+            tensors = await asyncio.gather(*waiting)
+            assert all(each is tensor for each in tensors)
+        else:
+            assert await asyncio.gather(*waiting) == ["all of you"] * 4
+            await pg.allreduce(np.zeros(5, int))
+        # It has ended: nobody waits any more.
+        assert await loop.run_in_executor(threads, work.wait, 0) is work.result()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -16,38 +16,34 @@ import pytest
 
 from aiocoll import CollectiveTimeoutError, GroupError, GroupOptions, ProcessGroup, Recv, Send, testing
 
-from .ranks import run_ranks
+from .ranks import over, run_ranks
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
-async def test_a_thousand_works_awaited_in_reverse(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        works = [pg.allreduce(np.full(3, number)) for number in range(1000)]
-        assert [work.seq for work in works] == list(range(1, 1001))
-        for number, work in reversed(list(enumerate(works))):
-            assert (await work == 2 * number).all()
-
-    await run_ranks(2, rank, transport=transport)
+@pytest.mark.ranks(2)
+@over("memory", "unix")
+async def test_a_thousand_works_awaited_in_reverse(pg: ProcessGroup) -> None:
+    works = [pg.allreduce(np.full(3, number)) for number in range(1000)]
+    assert [work.seq for work in works] == list(range(1, 1001))
+    for number, work in reversed(list(enumerate(works))):
+        assert (await work == 2 * number).all()
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
-async def test_keyed_works_meet_whatever_the_order(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        keys = [f"layer{number % 50}" for number in range(200)]
-        random.Random(pg.rank()).shuffle(keys)
-        works = []
-        for place, key in enumerate(keys):
-            count = keys[:place].count(key)
-            work = pg.allreduce(np.full(2, int(key[5:]) * 10 + count), key=key)
-            assert (work.key, work.seq) == (key, count + 1)
-            works.append((work, int(key[5:]) * 10 + count))
-        for work, value in works:
-            assert (await work == 3 * value).all()
-        # They have taken no ordered number.
-        assert pg.barrier().seq == 1
-        await pg.drain()
-
-    await run_ranks(3, rank, transport=transport)
+@pytest.mark.ranks(3)
+@over("memory", "unix")
+async def test_keyed_works_meet_whatever_the_order(pg: ProcessGroup) -> None:
+    keys = [f"layer{number % 50}" for number in range(200)]
+    random.Random(pg.rank()).shuffle(keys)
+    works = []
+    for place, key in enumerate(keys):
+        count = keys[:place].count(key)
+        work = pg.allreduce(np.full(2, int(key[5:]) * 10 + count), key=key)
+        assert (work.key, work.seq) == (key, count + 1)
+        works.append((work, int(key[5:]) * 10 + count))
+    for work, value in works:
+        assert (await work == 3 * value).all()
+    # They have taken no ordered number.
+    assert pg.barrier().seq == 1
+    await pg.drain()
 
 
 async def test_a_timeout_around_awaits_that_complete_at_once_fires() -> None:
@@ -94,25 +90,23 @@ async def test_awaiting_a_finished_work_does_not_suspend() -> None:
     await run_ranks(1, rank)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
-async def test_any_number_of_awaiters(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        tensor = np.ones(10)
-        work = pg.broadcast(tensor, 0) if pg.rank() else pg.recv_object(1)
-        waiting = [asyncio.ensure_future(work.join()) for _ in range(10)]
-        await asyncio.sleep(0)
-        waiting[3].cancel()
-        if pg.rank():
-            await pg.send_object("all wait", 0)
-            results = await asyncio.gather(*waiting, return_exceptions=True)
-            assert isinstance(results.pop(3), asyncio.CancelledError)
-            assert all(each is tensor for each in results)
-        else:
-            assert set(await asyncio.gather(*(waiting[:3] + waiting[4:]))) == {"all wait"}
-            await pg.broadcast(tensor, 0)
-        assert waiting[3].cancelled()
-
-    await run_ranks(2, rank, transport=transport)
+@pytest.mark.ranks(2)
+@over("memory", "unix")
+async def test_any_number_of_awaiters(pg: ProcessGroup) -> None:
+    tensor = np.ones(10)
+    work = pg.broadcast(tensor, 0) if pg.rank() else pg.recv_object(1)
+    waiting = [asyncio.ensure_future(work.join()) for _ in range(10)]
+    await asyncio.sleep(0)
+    waiting[3].cancel()
+    if pg.rank():
+        await pg.send_object("all wait", 0)
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(results.pop(3), asyncio.CancelledError)
+        assert all(each is tensor for each in results)
+    else:
+        assert set(await asyncio.gather(*(waiting[:3] + waiting[4:]))) == {"all wait"}
+        await pg.broadcast(tensor, 0)
+    assert waiting[3].cancelled()
 
 
 @pytest.mark.ranks(2)
@@ -268,23 +262,21 @@ async def test_abort_is_the_way_out(pg: ProcessGroup) -> None:
     work.abort()
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("timeout", [None, 7.0])
-@pytest.mark.parametrize("transport", ["memory", "unix"])
-async def test_nothing_keeps_the_memory_of_an_operation_that_has_ended(transport: str, timeout: float | None) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        kept = []
-        for count in (1, 10_000, 1_000_000):
-            tensor, other = np.ones(count), np.ones(count)
-            kept += [weakref.ref(tensor), weakref.ref(other)]
-            await pg.allreduce(tensor, timeout=timeout)
-            await pg.broadcast(tensor, 1, timeout=timeout)
-            if pg.rank() == 0:
-                await pg.send(tensor, 1, timeout=timeout)
-            else:
-                await pg.recv(other, 0, timeout=timeout)
-            del tensor, other
-        await pg.barrier()
-        gc.collect()
-        assert [each() for each in kept] == [None] * 6
-
-    await run_ranks(2, rank, transport=transport)
+@over("memory", "unix")
+async def test_nothing_keeps_the_memory_of_an_operation_that_has_ended(pg: ProcessGroup, timeout: float | None) -> None:
+    kept = []
+    for count in (1, 10_000, 1_000_000):
+        tensor, other = np.ones(count), np.ones(count)
+        kept += [weakref.ref(tensor), weakref.ref(other)]
+        await pg.allreduce(tensor, timeout=timeout)
+        await pg.broadcast(tensor, 1, timeout=timeout)
+        if pg.rank() == 0:
+            await pg.send(tensor, 1, timeout=timeout)
+        else:
+            await pg.recv(other, 0, timeout=timeout)
+        del tensor, other
+    await pg.barrier()
+    gc.collect()
+    assert [each() for each in kept] == [None] * 6

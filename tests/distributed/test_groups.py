@@ -12,7 +12,7 @@ import aiocoll
 import aiocoll.distributed as dist
 from aiocoll import GroupClosedError, HashStore, ProcessGroup
 
-from ..ranks import run_ranks
+from ..ranks import over, run_ranks
 
 OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 WORLDS = (1, 2, 3, 4, 7)
@@ -43,15 +43,13 @@ async def test_groups_of_every_kind(world_size: int) -> None:
     await run_ranks(world_size, body)
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
-async def test_sub_groups_over_every_transport(transport: str) -> None:
-    async def body(pg: ProcessGroup) -> None:
-        current, _ = await dist.new_subgroups(2, timeout=20)
-        assert await dist.all_reduce(pg.rank(), group=current) == 1 + 4 * (pg.rank() // 2)
-        await dist.broadcast(tensor := np.full(5, pg.rank()), src=pg.rank() // 2 * 2 + 1, group=current)
-        np.testing.assert_array_equal(tensor, np.full(5, pg.rank() // 2 * 2 + 1))
-
-    await run_ranks(4, body, transport=transport)
+@pytest.mark.ranks(4)
+@over("unix", "tcp", "shm")
+async def test_sub_groups_over_every_transport(pg: ProcessGroup) -> None:
+    current, _ = await dist.new_subgroups(2, timeout=20)
+    assert await dist.all_reduce(pg.rank(), group=current) == 1 + 4 * (pg.rank() // 2)
+    await dist.broadcast(tensor := np.full(5, pg.rank()), src=pg.rank() // 2 * 2 + 1, group=current)
+    np.testing.assert_array_equal(tensor, np.full(5, pg.rank() // 2 * 2 + 1))
 
 
 @pytest.mark.ranks(5)

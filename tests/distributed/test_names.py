@@ -13,7 +13,7 @@ import pytest
 import aiocoll.distributed as dist
 from aiocoll import GroupError, ProcessGroup, SerializationError, Work
 
-from ..ranks import run_ranks
+from ..ranks import over, run_ranks
 
 WORLDS = (1, 2, 3, 4, 7)
 OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
@@ -284,14 +284,12 @@ async def test_every_function(name: str, world_size: int) -> None:
     await run_ranks(world_size, body)
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
-async def test_every_function_over_every_transport(transport: str) -> None:
-    async def body(pg: ProcessGroup) -> None:
-        for each in CASES.values():
-            await each(pg.rank(), pg.size())
-            await dist.barrier()  # the messages of the next are not for this one
-
-    await run_ranks(3, body, transport=transport)
+@pytest.mark.ranks(3)
+@over("unix", "tcp", "shm")
+async def test_every_function_over_every_transport(pg: ProcessGroup) -> None:
+    for each in CASES.values():
+        await each(pg.rank(), pg.size())
+        await dist.barrier()  # the messages of the next are not for this one
 
 
 def test_functions_that_move_data_are_plain() -> None:

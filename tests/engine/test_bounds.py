@@ -21,7 +21,7 @@ from aiocoll.errors import PeerProtocolError, ProtocolError
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind
 
-from ..ranks import TRANSPORTS, run_ranks, until
+from ..ranks import TRANSPORTS, over, run_ranks, until
 from .jobs import resident
 
 MIB = 1 << 20
@@ -154,25 +154,23 @@ async def test_a_flood_is_refused_where_no_honest_peer_comes(
     await run_ranks(2, rank, transport=transport)
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])  # what is sent in memory is copied by who sends it
-async def test_400_mib_for_a_group_that_there_is_not_take_4(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        await pg.barrier()
-        work = pg.recv(np.zeros(1), 1 - pg.rank(), tag=1)
-        before = resident()
-        if pg.rank() == 0:
-            link = pg._comm.channels[1].link
-            assert link is not None
-            for number in range(400 * MIB // SEGMENT):
-                frame(link, DATA, EAGER, 0, UNMADE, number, 0, 0, payload=SEGMENT_OF_ONES)
-                await until(lambda: link.writable)
-                if work.done():
-                    break
-        with pytest.raises(PeerProtocolError):
-            await work
-        assert resident() - before < 8 * LINK_WINDOW
-
-    await run_ranks(2, rank, transport=transport)
+@pytest.mark.ranks(2)
+@over("unix", "tcp", "shm")
+async def test_400_mib_for_a_group_that_there_is_not_take_4(pg: ProcessGroup) -> None:
+    await pg.barrier()
+    work = pg.recv(np.zeros(1), 1 - pg.rank(), tag=1)
+    before = resident()
+    if pg.rank() == 0:
+        link = pg._comm.channels[1].link
+        assert link is not None
+        for number in range(400 * MIB // SEGMENT):
+            frame(link, DATA, EAGER, 0, UNMADE, number, 0, 0, payload=SEGMENT_OF_ONES)
+            await until(lambda: link.writable)
+            if work.done():
+                break
+    with pytest.raises(PeerProtocolError):
+        await work
+    assert resident() - before < 8 * LINK_WINDOW
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from aiocoll.engine.operations.differences import mismatch
 from aiocoll.engine.operations.manifest import ROOM, Manifest
 from aiocoll.engine.operations.signature import Signature, description
 
-from ..ranks import TRANSPORTS, run_ranks
+from ..ranks import TRANSPORTS, over, run_ranks
 
 Record = Callable[[ProcessGroup], object]
 
@@ -125,27 +125,25 @@ async def test_ranks_that_record_other_calls(name: str, transport: str) -> None:
         await run_ranks(world_size, refused, most, one, odd, text, transport=transport)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.ranks(3)
+@over(*TRANSPORTS)
 @pytest.mark.parametrize("which", [0, 1])
-async def test_one_rank_coalesces_and_the_others_do_not(which: int, transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        tensors = [x() for _ in range(3)]
-        with pytest.raises(CollectiveMismatchError) as caught:  # noqa: PT012
-            if pg.rank() == which:
-                async with pg.coalescing():
-                    for tensor in tensors:
-                        pg.allreduce(tensor)
-            else:
-                for tensor in tensors:
-                    await pg.allreduce(tensor)
-        message = str(caught.value)
-        assert "Collectives differ in the following: op" in message
-        members = r"COALESCED\(members=\[3 x ALLREDUCE\(dtype=float64, counts=\[4\], reduce op=SUM\)\], "
-        assert re.search(rf"rank {which} called {members}", message), message
+async def test_one_rank_coalesces_and_the_others_do_not(pg: ProcessGroup, which: int) -> None:
+    tensors = [x() for _ in range(3)]
+    with pytest.raises(CollectiveMismatchError) as caught:  # noqa: PT012
         if pg.rank() == which:
-            assert all((tensor == 7).all() for tensor in tensors)
-
-    await run_ranks(3, rank, transport=transport)
+            async with pg.coalescing():
+                for tensor in tensors:
+                    pg.allreduce(tensor)
+        else:
+            for tensor in tensors:
+                await pg.allreduce(tensor)
+    message = str(caught.value)
+    assert "Collectives differ in the following: op" in message
+    members = r"COALESCED\(members=\[3 x ALLREDUCE\(dtype=float64, counts=\[4\], reduce op=SUM\)\], "
+    assert re.search(rf"rank {which} called {members}", message), message
+    if pg.rank() == which:
+        assert all((tensor == 7).all() for tensor in tensors)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

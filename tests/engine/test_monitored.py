@@ -12,7 +12,7 @@ from aiocoll import ProcessGroup
 from aiocoll.errors import CollectiveTimeoutError
 from aiocoll.testing.virtual import run_virtual
 
-from ..ranks import TRANSPORTS, run_ranks
+from ..ranks import TRANSPORTS, over, run_ranks
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -85,23 +85,20 @@ def test_a_rank_that_knows_nothing_points_to_rank_0() -> None:
         assert error.ranks == (0,)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_a_sub_group_names_its_own_ranks(transport: str) -> None:
+@pytest.mark.ranks(5)
+@over(*TRANSPORTS)
+async def test_a_sub_group_names_its_own_ranks(pg: ProcessGroup) -> None:
     """Of the group of ranks 1, 2 and 4, the last two do not come: its ranks 1 and 2."""
-
-    async def rank(pg: ProcessGroup) -> None:
-        part = await pg.split_group([1, 2, 4])
-        if part is None:
-            return
-        await part.barrier()
-        if part.rank() == 0:
-            with pytest.raises(CollectiveTimeoutError) as caught:
-                await part.monitored_barrier(0.1, wait_all_ranks=True)
-            assert str(caught.value).startswith(f"[rank 0 of group {part.group_name!r}] Ranks 1, 2 failed to pass")
-            assert caught.value.ranks == (1, 2)
-        else:
-            cause = await part.wait_revoked()
-            assert "[rank 0 of group" in str(cause)
-            assert "Ranks 1, 2 failed to pass monitoredBarrier in 100 ms" in str(cause)
-
-    await run_ranks(5, rank, transport=transport)
+    part = await pg.split_group([1, 2, 4])
+    if part is None:
+        return
+    await part.barrier()
+    if part.rank() == 0:
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            await part.monitored_barrier(0.1, wait_all_ranks=True)
+        assert str(caught.value).startswith(f"[rank 0 of group {part.group_name!r}] Ranks 1, 2 failed to pass")
+        assert caught.value.ranks == (1, 2)
+    else:
+        cause = await part.wait_revoked()
+        assert "[rank 0 of group" in str(cause)
+        assert "Ranks 1, 2 failed to pass monitoredBarrier in 100 ms" in str(cause)

@@ -14,7 +14,7 @@ from aiocoll.engine.operations.oneshot import OneShot
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.work import Work
 
-from ..ranks import options, run_ranks, until
+from ..ranks import options, over, until
 
 #: Elements of float64: in the line of a block, in a small one, in a middle one.
 COUNTS = [1, 5, 6, 512, 513, 8192]
@@ -84,15 +84,14 @@ async def test_the_board_carries_what_fits(world_size: int, count: int) -> None:
         assert [new - old for old, new in zip(before, after, strict=True)] == [fits] * len(before)
 
 
+@pytest.mark.ranks(2)
+@over("shm")
 @pytest.mark.parametrize("count", COUNTS)
-async def test_frames_serve_until_there_is_a_link(count: int) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        calls = [call(pg, count) for _ in range(20)]
-        assert pg._comm.channels[1 - pg.rank()].link is None
-        await check(calls, 2)
-        assert posts(pg, 1 - pg.rank()) < len(calls)
-
-    await run_ranks(2, rank, transport="shm")
+async def test_frames_serve_until_there_is_a_link(pg: ProcessGroup, count: int) -> None:
+    calls = [call(pg, count) for _ in range(20)]
+    assert pg._comm.channels[1 - pg.rank()].link is None
+    await check(calls, 2)
+    assert posts(pg, 1 - pg.rank()) < len(calls)
 
 
 @pytest.mark.parametrize(
@@ -141,18 +140,16 @@ async def test_keyed_calls_in_opposite_orders(count: int) -> None:
         await check(calls, 2)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+@pytest.mark.ranks(2, 3, 4, 7)
+@over("shm")
 @pytest.mark.parametrize("count", [*COUNTS, 100_000])
 @pytest.mark.parametrize("linked", [False, True])
-async def test_ranks_may_leave_as_soon_as_they_are_done(world_size: int, count: int, linked: bool) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        array = mine(pg, count)
-        if linked:
-            await pg.allreduce(np.zeros(1))
-        await pg.allreduce(array)
-        assert (array == 2.0**world_size - 1).all()
-
-    await run_ranks(world_size, rank, transport="shm")
+async def test_ranks_may_leave_as_soon_as_they_are_done(pg: ProcessGroup, count: int, linked: bool) -> None:
+    array = mine(pg, count)
+    if linked:
+        await pg.allreduce(np.zeros(1))
+    await pg.allreduce(array)
+    assert (array == 2.0 ** pg.size() - 1).all()
 
 
 # -- groups that fail

@@ -23,7 +23,7 @@ from aiocoll.testing import run_processes
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import EAGER, HEADER, FrameKind
 
-from ..ranks import TRANSPORTS, options, run_ranks, until
+from ..ranks import TRANSPORTS, options, over, run_ranks, until
 
 Say = Callable[[ProcessGroup, ProcessGroup], Any]
 
@@ -250,27 +250,23 @@ async def test_an_exception_while_a_note_is_handled_ends_its_groups_by_name(
     await run_ranks(3, rank, transport=transport)
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 7])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_the_one_that_is_refused_hears_why(transport: str, world_size: int) -> None:
+@pytest.mark.ranks(2, 4, 7)
+@over(*TRANSPORTS)
+async def test_the_one_that_is_refused_hears_why(pg: ProcessGroup) -> None:
     """Also where it is the hub, and where much is on its way to it."""
-
-    async def rank(pg: ProcessGroup) -> None:
-        await met(pg)
-        last = world_size - 1
-        big = np.ones(500_000)
-        works = [pg.allreduce(big.copy(), key=str(each)) for each in range(2)] if pg.rank() in (0, last) else []
-        work = pg.recv(np.zeros(1), (pg.rank() + 1) % world_size)
-        if pg.rank() == 0:
-            note(control_link(pg, last), {"t": "nonsense"})
-        with pytest.raises(PeerProtocolError, match=r"rank 0 sent on a control link .* no kind 'nonsense'"):
-            async with asyncio.timeout(OVER):
-                await work
-        for each in works:
-            with pytest.raises(PeerProtocolError):
-                await each
-
-    await run_ranks(world_size, rank, transport=transport)
+    await met(pg)
+    last = pg.size() - 1
+    big = np.ones(500_000)
+    works = [pg.allreduce(big.copy(), key=str(each)) for each in range(2)] if pg.rank() in (0, last) else []
+    work = pg.recv(np.zeros(1), (pg.rank() + 1) % pg.size())
+    if pg.rank() == 0:
+        note(control_link(pg, last), {"t": "nonsense"})
+    with pytest.raises(PeerProtocolError, match=r"rank 0 sent on a control link .* no kind 'nonsense'"):
+        async with asyncio.timeout(OVER):
+            await work
+    for each in works:
+        with pytest.raises(PeerProtocolError):
+            await each
 
 
 async def call(pg: ProcessGroup) -> str:

@@ -15,7 +15,7 @@ from aiocoll.engine.operations import shm_ring
 from aiocoll.engine.operations.shm_ring import LAG, ShmRing, order
 from aiocoll.transport.shm.layout import CHUNKS
 
-from ..ranks import run_ranks, until
+from ..ranks import over, until
 from .test_oneshot import call, check, fails, jobs, mine, shrunk
 
 MIB = 1024 * 1024
@@ -98,16 +98,14 @@ async def test_the_lane_carries_what_is_large(world_size: int, count: int) -> No
         assert [pieces_put(pg, (pg.rank() + 1) % world_size) for pg in pgs] == [pieces] * world_size
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-async def test_frames_serve_until_there_is_a_link(world_size: int) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        calls = []
-        for _ in range(4):
-            calls.append(call(pg, 300_000))
-            await asyncio.sleep(0)
-        await check(calls, world_size)
-
-    await run_ranks(world_size, rank, transport="shm")
+@pytest.mark.ranks(2, 3, 4, 7)
+@over("shm")
+async def test_frames_serve_until_there_is_a_link(pg: ProcessGroup) -> None:
+    calls = []
+    for _ in range(4):
+        calls.append(call(pg, 300_000))
+        await asyncio.sleep(0)
+    await check(calls, pg.size())
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -18,7 +18,7 @@ from aiocoll.engine.failure.watchdog import Watchdog
 from aiocoll.process import this_process
 from aiocoll.transport.stream.plain_stream import PlainStream
 
-from ..ranks import TRANSPORTS, run_ranks
+from ..ranks import TRANSPORTS, over
 
 
 class Heard:
@@ -142,10 +142,8 @@ def test_a_loop_that_does_not_run_is_not_blocked(caplog: pytest.LogCaptureFixtur
     assert not caplog.records
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_ranks_of_one_process_have_none(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        await pg.barrier()
-        assert not [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
-
-    await run_ranks(3, rank, transport=transport)
+@pytest.mark.ranks(3)
+@over(*TRANSPORTS)
+async def test_ranks_of_one_process_have_none(pg: ProcessGroup) -> None:
+    await pg.barrier()
+    assert not [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]

@@ -17,7 +17,7 @@ from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 
-from ..ranks import TRANSPORTS, options, run_ranks
+from ..ranks import TRANSPORTS, options, over, run_ranks
 
 MIB = 1024 * 1024
 
@@ -90,18 +90,16 @@ async def test_a_giant_nobody_asked_for_sends_its_window_and_blocks_nothing(tran
     assert max(tap.eager(sender=0).values()) == EAGER_WINDOW
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PREMUL_SUM(2)], ids=["arena-or-links", "links"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_giants_called_in_opposite_orders_complete(transport: str, op: ReduceOp) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        tensors = {key: np.full(64 * MIB // 4, 1 + pg.rank(), "float32") for key in ("a", "b")}
-        works = [pg.allreduce(tensors[key], op, key=key) for key in ("ab" if pg.rank() else "ba")]
-        for work in works:
-            await work
-        expected = 3 * (op.factor or 1)
-        assert all((tensor == expected).all() for tensor in tensors.values())
-
-    await run_ranks(2, rank, transport=transport)
+@over(*TRANSPORTS)
+async def test_giants_called_in_opposite_orders_complete(pg: ProcessGroup, op: ReduceOp) -> None:
+    tensors = {key: np.full(64 * MIB // 4, 1 + pg.rank(), "float32") for key in ("a", "b")}
+    works = [pg.allreduce(tensors[key], op, key=key) for key in ("ab" if pg.rank() else "ba")]
+    for work in works:
+        await work
+    expected = 3 * (op.factor or 1)
+    assert all((tensor == expected).all() for tensor in tensors.values())
 
 
 @pytest.mark.parametrize("transport", ["memory", "unix", "shm"])

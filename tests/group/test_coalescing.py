@@ -29,7 +29,7 @@ from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import FrameKind
 
 from ..pairwise import Case
-from ..ranks import TRANSPORTS, run_ranks, until
+from ..ranks import TRANSPORTS, over, run_ranks, until
 from ..reductions import DTYPES, OPS, equal
 from .test_collectives import COUNTS, MOVING, REDUCING, ROOTED, SIZES, Call, label, valid
 
@@ -99,41 +99,39 @@ async def test_every_kind_dtype_and_op_in_one_block(world_size: int, transport: 
     assert all(each == first for each in others), "the ranks differ in their bits"
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_small_and_large_staged_and_scalar_calls_of_one_block(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        size, mine = pg.size(), pg.rank() + 1.0
-        total = size * (size + 1) / 2
-        small, large = ones(5, mine), ones(LARGE // 8 + 1, mine)
-        matrix = np.arange(12.0).reshape(3, 4)
-        strided = matrix.T[::2]
-        async with pg.coalescing() as batch:
-            works: list[Work[Any]] = [
-                pg.allreduce(small),
-                pg.allreduce(2.5),
-                pg.allreduce(large),
-                pg.allreduce(strided),
-                pg.allreduce(pg.rank() + 1, ReduceOp.MAX),
-                pg.barrier(),
-                pg.barrier(),
-                pg.broadcast_object({"from": pg.rank()}, 1),
-                pg.allgather_object(pg.rank()),
-                pg.monitored_barrier(),
-            ]
-            assert all(work.seq is None and work.group is pg for work in works)
-            assert pg.pending() == works
-        assert (small == total).all()
-        assert (large == total).all()
-        assert works[3].result() is strided
-        assert strided.tolist() == (np.arange(12.0).reshape(3, 4).T[::2] * size).tolist()
-        assert [work.result() for work in works[4:]] == [size, None, None, {"from": 1}, list(range(size)), None]
-        assert works[1].result() == 2.5 * size
-        assert isinstance(works[4].result(), int)
-        assert pg.pending() == []
-        assert batch.seq == 1
-        assert pg.barrier().seq == 2
-
-    await run_ranks(3, rank, transport=transport)
+@pytest.mark.ranks(3)
+@over(*TRANSPORTS)
+async def test_small_and_large_staged_and_scalar_calls_of_one_block(pg: ProcessGroup) -> None:
+    size, mine = pg.size(), pg.rank() + 1.0
+    total = size * (size + 1) / 2
+    small, large = ones(5, mine), ones(LARGE // 8 + 1, mine)
+    matrix = np.arange(12.0).reshape(3, 4)
+    strided = matrix.T[::2]
+    async with pg.coalescing() as batch:
+        works: list[Work[Any]] = [
+            pg.allreduce(small),
+            pg.allreduce(2.5),
+            pg.allreduce(large),
+            pg.allreduce(strided),
+            pg.allreduce(pg.rank() + 1, ReduceOp.MAX),
+            pg.barrier(),
+            pg.barrier(),
+            pg.broadcast_object({"from": pg.rank()}, 1),
+            pg.allgather_object(pg.rank()),
+            pg.monitored_barrier(),
+        ]
+        assert all(work.seq is None and work.group is pg for work in works)
+        assert pg.pending() == works
+    assert (small == total).all()
+    assert (large == total).all()
+    assert works[3].result() is strided
+    assert strided.tolist() == (np.arange(12.0).reshape(3, 4).T[::2] * size).tolist()
+    assert [work.result() for work in works[4:]] == [size, None, None, {"from": 1}, list(range(size)), None]
+    assert works[1].result() == 2.5 * size
+    assert isinstance(works[4].result(), int)
+    assert pg.pending() == []
+    assert batch.seq == 1
+    assert pg.barrier().seq == 2
 
 
 @pytest.mark.parametrize("kind", ["gather", "scatter", "alltoall"])
@@ -346,36 +344,34 @@ async def test_a_wrong_key_is_refused_at_the_call(pg: ProcessGroup) -> None:
     assert pg._comm.entered == 0
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_messages_of_a_block_are_sent_with_it(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        peer = 1 - pg.rank()
-        incoming, other, third = ones(3, 0), ones(3, 0), ones(2, 0)
-        async with pg.coalescing() as batch:
-            sent = pg.send(ones(3, pg.rank()), peer)
-            received = pg.recv(incoming, peer)
-            together = pg.batch([Send(ones(3, 7), peer, 1), Recv(other, peer, 1)])
-            anything = pg.recv_anysource(third, 2)
-            pg.send(ones(2, 9), peer, 2)
-            objects = pg.recv_object(peer, 3)
-            pg.send_object({"a": 1}, peer, 3)
-            assert not sent.done()
-            assert len(pg.pending()) == 8
-        assert batch.seq is None
-        assert (incoming == peer).all()
-        assert received.result() is incoming
-        assert together.result()[1] is other
-        assert (other == 7).all()
-        assert anything.source_rank() == peer
-        assert (third == 9).all()
-        assert objects.result() == {"a": 1}
-        # Awaited inside, too.
-        async with pg.coalescing():
-            result = await pg.batch([Send(ones(3, 5), peer), Recv(incoming, peer)])
-            assert result[1] is incoming
-            assert (incoming == 5).all()
-
-    await run_ranks(2, rank, transport=transport)
+@pytest.mark.ranks(2)
+@over(*TRANSPORTS)
+async def test_messages_of_a_block_are_sent_with_it(pg: ProcessGroup) -> None:
+    peer = 1 - pg.rank()
+    incoming, other, third = ones(3, 0), ones(3, 0), ones(2, 0)
+    async with pg.coalescing() as batch:
+        sent = pg.send(ones(3, pg.rank()), peer)
+        received = pg.recv(incoming, peer)
+        together = pg.batch([Send(ones(3, 7), peer, 1), Recv(other, peer, 1)])
+        anything = pg.recv_anysource(third, 2)
+        pg.send(ones(2, 9), peer, 2)
+        objects = pg.recv_object(peer, 3)
+        pg.send_object({"a": 1}, peer, 3)
+        assert not sent.done()
+        assert len(pg.pending()) == 8
+    assert batch.seq is None
+    assert (incoming == peer).all()
+    assert received.result() is incoming
+    assert together.result()[1] is other
+    assert (other == 7).all()
+    assert anything.source_rank() == peer
+    assert (third == 9).all()
+    assert objects.result() == {"a": 1}
+    # Awaited inside, too.
+    async with pg.coalescing():
+        result = await pg.batch([Send(ones(3, 5), peer), Recv(incoming, peer)])
+        assert result[1] is incoming
+        assert (incoming == 5).all()
 
 
 @pytest.mark.ranks(2)
@@ -514,37 +510,33 @@ async def test_calls_that_share_memory_are_refused_before_anything_is_sent(frame
 # -- leaving by an exception
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_an_exception_inside_sends_nothing_more(transport: str, frames: Frames) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        await pg.barrier()
-        await pg.barrier()
-        frames.taken()
-        tensor = ones()
-        with pytest.raises(KeyError, match="mine"):  # noqa: PT012
-            async with pg.coalescing() as batch:
-                works: list[Work[Any]] = [
-                    pg.allreduce(tensor),
-                    pg.allreduce(tensor, key="k"),
-                    pg.allgather_object(1),
-                    pg.send(tensor, 1 - pg.rank()),
-                    pg.allreduce_coalesced([tensor]),
-                ]
-                raise KeyError("mine")
-        assert frames.taken() == 0
-        assert batch.seq is None
-        assert pg.pending() == []
-        for work in works:
-            with pytest.raises(
-                GroupError, match=r"the call was not sent: its coalescing block .* KeyError: 'mine'"
-            ) as e:
-                await work
-            assert isinstance(e.value.__cause__, KeyError)
-        assert tensor.tolist() == [1.0] * 4
-        assert pg._comm.entered == 2
-        assert (await pg.allreduce(tensor)).tolist() == [2.0] * 4
-
-    await run_ranks(2, rank, transport=transport)
+@pytest.mark.ranks(2)
+@over(*TRANSPORTS)
+async def test_an_exception_inside_sends_nothing_more(pg: ProcessGroup, frames: Frames) -> None:
+    await pg.barrier()
+    await pg.barrier()
+    frames.taken()
+    tensor = ones()
+    with pytest.raises(KeyError, match="mine"):  # noqa: PT012
+        async with pg.coalescing() as batch:
+            works: list[Work[Any]] = [
+                pg.allreduce(tensor),
+                pg.allreduce(tensor, key="k"),
+                pg.allgather_object(1),
+                pg.send(tensor, 1 - pg.rank()),
+                pg.allreduce_coalesced([tensor]),
+            ]
+            raise KeyError("mine")
+    assert frames.taken() == 0
+    assert batch.seq is None
+    assert pg.pending() == []
+    for work in works:
+        with pytest.raises(GroupError, match=r"the call was not sent: its coalescing block .* KeyError: 'mine'") as e:
+            await work
+        assert isinstance(e.value.__cause__, KeyError)
+    assert tensor.tolist() == [1.0] * 4
+    assert pg._comm.entered == 2
+    assert (await pg.allreduce(tensor)).tolist() == [2.0] * 4
 
 
 async def test_a_failed_block_nobody_asks_about_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,7 @@ from aiocoll.transport.shm.chunk_queue import ChunkQueueWriter
 from aiocoll.transport.shm.layout import CHUNKS, LinkLayout
 
 from ..pairwise import Case, cover
-from ..ranks import run_ranks, until
+from ..ranks import over, run_ranks, until
 from ..reductions import DTYPES, OPS, allowed, data, equal, reduce_op, reduced
 
 PIECE = LinkLayout(2).directions[0].chunk_nbytes
@@ -130,36 +130,31 @@ async def test_results_are_those_of_plain_arrays(world_size: int, cases: list[Ca
     await run_ranks(world_size, rank, transport="shm", timeout=240.0)
 
 
-@pytest.mark.parametrize("transport", ["shm", "memory", "unix"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
-async def test_counts_around_pieces(world_size: int, transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        for pieces in (0, 1, 2, 2 * CHUNKS + 1):
-            for more in (-1, 0, 1):
-                count = max(0, pieces * world_size * PIECE // 8 + more)
-                array = await pg.empty(count, np.int64)
-                for turn in range(2):  # in the second one the plot is known
-                    array[:] = np.arange(count) + pg.rank() * turn
-                    await pg.allreduce(array)
-                    expected = np.arange(count) * world_size + turn * world_size * (world_size - 1) // 2
-                    assert np.array_equal(array, expected)
-
-    await run_ranks(world_size, rank, transport=transport)
+@over("shm", "memory", "unix")
+@pytest.mark.ranks(1, 2, 3, 4, 7)
+async def test_counts_around_pieces(pg: ProcessGroup) -> None:
+    for pieces in (0, 1, 2, 2 * CHUNKS + 1):
+        for more in (-1, 0, 1):
+            count = max(0, pieces * pg.size() * PIECE // 8 + more)
+            array = await pg.empty(count, np.int64)
+            for turn in range(2):  # in the second one the plot is known
+                array[:] = np.arange(count) + pg.rank() * turn
+                await pg.allreduce(array)
+                expected = np.arange(count) * pg.size() + turn * pg.size() * (pg.size() - 1) // 2
+                assert np.array_equal(array, expected)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-async def test_some_ranks_use_plain_arrays(world_size: int) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        mine = await pg.empty(LARGE, np.int32)
-        plain = np.empty(LARGE, np.int32)
-        for turn in range(2 * world_size):
-            array = mine if turn % world_size == pg.rank() else plain
-            array[:] = np.arange(LARGE) + pg.rank() + turn
-            await pg.allreduce(array)
-            total = sum(range(world_size)) + turn * world_size
-            assert np.array_equal(array, np.arange(LARGE) * world_size + total)
-
-    await run_ranks(world_size, rank, transport="shm")
+@pytest.mark.ranks(2, 3, 4)
+@over("shm")
+async def test_some_ranks_use_plain_arrays(pg: ProcessGroup) -> None:
+    mine = await pg.empty(LARGE, np.int32)
+    plain = np.empty(LARGE, np.int32)
+    for turn in range(2 * pg.size()):
+        array = mine if turn % pg.size() == pg.rank() else plain
+        array[:] = np.arange(LARGE) + pg.rank() + turn
+        await pg.allreduce(array)
+        total = sum(range(pg.size())) + turn * pg.size()
+        assert np.array_equal(array, np.arange(LARGE) * pg.size() + total)
 
 
 @pytest.mark.parametrize("transport", ["shm", "memory"])
@@ -186,40 +181,36 @@ async def test_all_other_calls_take_them(transport: str) -> None:
 # -- no staging
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-async def test_nothing_is_staged(world_size: int, puts: Puts) -> None:
+@pytest.mark.ranks(2, 3, 4)
+@over("shm")
+async def test_nothing_is_staged(pg: ProcessGroup, puts: Puts) -> None:
     """From the second call on or so; slices, other shapes and other types are inside, too."""
-
-    async def rank(pg: ProcessGroup) -> None:
-        array = await filled(pg, np.zeros((100, 10_000), np.float32))
-        await warm(pg, array)
-        for part in (array, array[3:], array.reshape(-1)[7:], array.T.T, array.view(np.int32), memoryview(array)):
-            await pg.barrier()
-            puts.clear()
-            await pg.barrier()
-            await pg.allreduce(part)
-            await pg.barrier()
-            assert puts.nbytes == 0
-            assert puts.places >= world_size * 2 * (world_size - 1)
-
-    await run_ranks(world_size, rank, transport="shm")
-
-
-async def test_what_is_not_inside_is_staged(puts: Puts) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        array = await filled(pg, np.ones(LARGE))
-        await warm(pg, array)
+    array = await filled(pg, np.zeros((100, 10_000), np.float32))
+    await warm(pg, array)
+    for part in (array, array[3:], array.reshape(-1)[7:], array.T.T, array.view(np.int32), memoryview(array)):
         await pg.barrier()
         puts.clear()
         await pg.barrier()
-        for other in (np.ones(LARGE), array[::2]):
-            await pg.allreduce(other)
-            assert np.all(other == 2)
+        await pg.allreduce(part)
         await pg.barrier()
-        assert puts.places == 0
-        assert puts.nbytes == 2 * (LARGE + LARGE // 2) * 8
+        assert puts.nbytes == 0
+        assert puts.places >= pg.size() * 2 * (pg.size() - 1)
 
-    await run_ranks(2, rank, transport="shm")
+
+@pytest.mark.ranks(2)
+@over("shm")
+async def test_what_is_not_inside_is_staged(pg: ProcessGroup, puts: Puts) -> None:
+    array = await filled(pg, np.ones(LARGE))
+    await warm(pg, array)
+    await pg.barrier()
+    puts.clear()
+    await pg.barrier()
+    for other in (np.ones(LARGE), array[::2]):
+        await pg.allreduce(other)
+        assert np.all(other == 2)
+    await pg.barrier()
+    assert puts.places == 0
+    assert puts.nbytes == 2 * (LARGE + LARGE // 2) * 8
 
 
 def test_no_piece_is_overwritten_before_it_is_taken() -> None:
@@ -272,19 +263,17 @@ async def test_keys_in_any_order(puts: Puts) -> None:
     assert puts.places
 
 
-async def test_a_work_is_done_when_nobody_reads_its_array() -> None:
+@pytest.mark.ranks(4)
+@over("shm")
+async def test_a_work_is_done_when_nobody_reads_its_array(pg: ProcessGroup) -> None:
     """A rank may overwrite the result at once."""
-
-    async def rank(pg: ProcessGroup) -> None:
-        array = await pg.empty(LARGE, np.int64)
-        for turn in range(30):
-            array[:] = turn + pg.rank()
-            await pg.allreduce(array)
-            assert np.all(array == 4 * turn + 6)
-            array[:] = -1
-            await asyncio.sleep(0)
-
-    await run_ranks(4, rank, transport="shm")
+    array = await pg.empty(LARGE, np.int64)
+    for turn in range(30):
+        array[:] = turn + pg.rank()
+        await pg.allreduce(array)
+        assert np.all(array == 4 * turn + 6)
+        array[:] = -1
+        await asyncio.sleep(0)
 
 
 # -- failing in the middle
@@ -347,23 +336,22 @@ async def test_a_failed_operation_takes_back_what_its_neighbour_has_only_to_read
     await run_ranks(2, rank, transport="shm")
 
 
-async def test_after_an_abort_the_survivors_go_on() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        array = await filled(pg, np.zeros(LARGE))
-        await warm(pg, array)
-        await pg.barrier()
-        work = pg.allreduce(array) if pg.rank() == 1 else None
-        if pg.rank() == 1:
-            pg.abort("over")
-        with pytest.raises(GroupError):
-            await (work or pg.allreduce(array))
-        async with await pg.shrink() as again:
-            for turn in range(4):
-                array[:] = again.rank() + turn
-                await again.allreduce(array)
-                assert np.all(array == 3 + 3 * turn)
-
-    await run_ranks(3, rank, transport="shm")
+@pytest.mark.ranks(3)
+@over("shm")
+async def test_after_an_abort_the_survivors_go_on(pg: ProcessGroup) -> None:
+    array = await filled(pg, np.zeros(LARGE))
+    await warm(pg, array)
+    await pg.barrier()
+    work = pg.allreduce(array) if pg.rank() == 1 else None
+    if pg.rank() == 1:
+        pg.abort("over")
+    with pytest.raises(GroupError):
+        await (work or pg.allreduce(array))
+    async with await pg.shrink() as again:
+        for turn in range(4):
+            array[:] = again.rank() + turn
+            await again.allreduce(array)
+            assert np.all(array == 3 + 3 * turn)
 
 
 async def test_a_failing_function_leaves_the_lane_in_order(puts: Puts) -> None:
@@ -435,38 +423,36 @@ async def test_it_outlives_its_group() -> None:
     del first, second
 
 
-async def test_the_last_view_may_be_dropped_in_any_thread() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        for _ in range(5):
-            holder = [await filled(pg, np.ones(LARGE))]
-            await pg.allreduce(holder[0])
-            await asyncio.get_running_loop().run_in_executor(None, holder.clear)
-        await until(lambda: segments(pg) == 0)
+@pytest.mark.ranks(2)
+@over("shm")
+async def test_the_last_view_may_be_dropped_in_any_thread(pg: ProcessGroup) -> None:
+    for _ in range(5):
+        holder = [await filled(pg, np.ones(LARGE))]
+        await pg.allreduce(holder[0])
+        await asyncio.get_running_loop().run_in_executor(None, holder.clear)
+    await until(lambda: segments(pg) == 0)
 
-    await run_ranks(2, rank, transport="shm")
 
-
-async def test_an_address_of_a_dropped_array_is_nobodys() -> None:
+@pytest.mark.ranks(2)
+@over("shm")
+async def test_an_address_of_a_dropped_array_is_nobodys(pg: ProcessGroup) -> None:
     """Memory of another kind may be there by now."""
-
-    async def rank(pg: ProcessGroup) -> None:
-        array = await filled(pg, np.ones(LARGE))
-        registry = pg._comm.endpoint.registered_memory
-        (segment,) = registry.segments
-        assert registry.find(array[10:]) == (segment, 80)
-        interface = dict(array.__array_interface__)
-        del array
-        assert registry.segments == [segment], "swept before the loop has turned"
-        there = np.asarray(type("There", (), {"__array_interface__": interface})())
-        assert registry.find(there) is None
-
-    await run_ranks(2, rank, transport="shm")
+    array = await filled(pg, np.ones(LARGE))
+    registry = pg._comm.endpoint.registered_memory
+    (segment,) = registry.segments
+    assert registry.find(array[10:]) == (segment, 80)
+    interface = dict(array.__array_interface__)
+    del array
+    assert registry.segments == [segment], "swept before the loop has turned"
+    there = np.asarray(type("There", (), {"__array_interface__": interface})())
+    assert registry.find(there) is None
 
 
 # -- what it gives and refuses
 
 
-@pytest.mark.parametrize("transport", ["shm", "memory"])
+@pytest.mark.ranks(2)
+@over("shm", "memory")
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -480,18 +466,17 @@ async def test_an_address_of_a_dropped_array_is_nobodys() -> None:
         ((LARGE, 1), ml_dtypes.bfloat16),
     ],
 )
-async def test_it_is_an_array_of_that_shape_and_dtype(shape: Any, dtype: Any, transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        array, like = await pg.empty(shape, dtype), np.empty(shape, dtype)
-        assert type(array) is np.ndarray
-        assert (array.shape, array.dtype, array.strides) == (like.shape, like.dtype, like.strides)
-        assert array.flags.carray
-        array[...] = 1
-        assert np.all(array.astype(complex) == 1)
-
-    await run_ranks(2, rank, transport=transport)
+async def test_it_is_an_array_of_that_shape_and_dtype(pg: ProcessGroup, shape: Any, dtype: Any) -> None:
+    array, like = await pg.empty(shape, dtype), np.empty(shape, dtype)
+    assert type(array) is np.ndarray
+    assert (array.shape, array.dtype, array.strides) == (like.shape, like.dtype, like.strides)
+    assert array.flags.carray
+    array[...] = 1
+    assert np.all(array.astype(complex) == 1)
 
 
+@pytest.mark.ranks(2)
+@over("shm")
 @pytest.mark.parametrize(
     ("shape", "dtype", "error", "message"),
     [
@@ -507,24 +492,22 @@ async def test_it_is_an_array_of_that_shape_and_dtype(shape: Any, dtype: Any, tr
         (3, "U3", TypeError, "is not supported"),
     ],
 )
-async def test_what_is_no_array_is_refused(shape: Any, dtype: Any, error: type[Exception], message: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        with pytest.raises(error, match=message):
-            await pg.empty(shape, dtype)
+async def test_what_is_no_array_is_refused(
+    pg: ProcessGroup, shape: Any, dtype: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        await pg.empty(shape, dtype)
 
-    await run_ranks(2, rank, transport="shm")
 
-
-async def test_a_group_that_is_over_makes_none() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        pg.abort("over")
-        with pytest.raises(GroupRevokedError):
-            await pg.empty(3, int)
-        await pg.shutdown()
-        with pytest.raises(GroupClosedError):
-            await pg.empty(3, int)
-
-    await run_ranks(2, rank, transport="shm")
+@pytest.mark.ranks(2)
+@over("shm")
+async def test_a_group_that_is_over_makes_none(pg: ProcessGroup) -> None:
+    pg.abort("over")
+    with pytest.raises(GroupRevokedError):
+        await pg.empty(3, int)
+    await pg.shutdown()
+    with pytest.raises(GroupClosedError):
+        await pg.empty(3, int)
 
 
 async def test_a_group_that_ends_meanwhile_gives_what_it_has_begun() -> None:
@@ -540,16 +523,15 @@ async def test_a_group_that_ends_meanwhile_gives_what_it_has_begun() -> None:
     assert np.all(first + second == 2)
 
 
-async def test_the_loop_turns_meanwhile() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        making = asyncio.ensure_future(pg.empty(4 * LARGE, np.float64))
-        turns = 0
-        while not making.done():
-            await asyncio.sleep(0)
-            turns += 1
-        assert turns >= 4 * LARGE * 8 // PIECE
-
-    await run_ranks(2, rank, transport="shm")
+@pytest.mark.ranks(2)
+@over("shm")
+async def test_the_loop_turns_meanwhile(pg: ProcessGroup) -> None:
+    making = asyncio.ensure_future(pg.empty(4 * LARGE, np.float64))
+    turns = 0
+    while not making.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns >= 4 * LARGE * 8 // PIECE
 
 
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EPERM, errno.EMFILE])
@@ -587,18 +569,17 @@ async def test_more_than_there_is_is_not_even_tried(monkeypatch: pytest.MonkeyPa
     await run_ranks(2, rank, transport="shm")
 
 
+@pytest.mark.ranks(2)
+@over("shm")
 @pytest.mark.parametrize("turns", range(1, 8))
-async def test_nothing_is_left_of_a_cancelled_one(turns: int) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        making = asyncio.ensure_future(pg.empty(LARGE, np.float64))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        making.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await making
-        assert not segments(pg)
-
-    await run_ranks(2, rank, transport="shm")
+async def test_nothing_is_left_of_a_cancelled_one(pg: ProcessGroup, turns: int) -> None:
+    making = asyncio.ensure_future(pg.empty(LARGE, np.float64))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    making.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await making
+    assert not segments(pg)
 
 
 async def _ring(pg: ProcessGroup) -> list[bool]:

@@ -21,7 +21,7 @@ from aiocoll.group.interceptors.estimate import Estimate
 from aiocoll.transport.memory import MemoryLink
 from aiocoll.work import Work
 
-from ..ranks import TRANSPORTS, run_ranks
+from ..ranks import TRANSPORTS, over, run_ranks
 from ..rendezvous.test_fake import ARRAYS
 
 WORLDS = [1, 2, 3, 4, 7]
@@ -125,18 +125,16 @@ async def test_a_gather_of_a_block_whose_counts_are_not_known_yet(pg: ProcessGro
     assert one.seconds == seconds_of(Load(1, 2, 2, 2 * 40, 0, 0), pg._comm.tuning.machine)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_more_takes_longer(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        for call in (pg.allreduce, pg.scan, lambda tensor: pg.broadcast(tensor, 1)):
-            times = [seconds(pg, lambda n=n, call=call: call(np.zeros(n))) for n in (1, 100, 10_000, 1_000_000)]
-            assert times == sorted(times)
-            assert 0 < times[0] < times[2] < times[3]
-        once = seconds(pg, lambda: pg.allreduce(np.zeros(1000)))
-        assert seconds(pg, lambda: [pg.allreduce(np.zeros(1000)) for _ in range(2)]) == 2 * once
-        assert seconds(pg, lambda: None) == 0
-
-    await run_ranks(3, rank, transport=transport)
+@pytest.mark.ranks(3)
+@over(*TRANSPORTS)
+async def test_more_takes_longer(pg: ProcessGroup) -> None:
+    for call in (pg.allreduce, pg.scan, lambda tensor: pg.broadcast(tensor, 1)):
+        times = [seconds(pg, lambda n=n, call=call: call(np.zeros(n))) for n in (1, 100, 10_000, 1_000_000)]
+        assert times == sorted(times)
+        assert 0 < times[0] < times[2] < times[3]
+    once = seconds(pg, lambda: pg.allreduce(np.zeros(1000)))
+    assert seconds(pg, lambda: [pg.allreduce(np.zeros(1000)) for _ in range(2)]) == 2 * once
+    assert seconds(pg, lambda: None) == 0
 
 
 async def test_memory_that_all_ranks_share_has_formulas_of_its_own() -> None:
@@ -186,30 +184,27 @@ async def test_the_fake_backend_predicts(world_size: int) -> None:
 # -- what is not done
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world_size", [2, 3])
-async def test_nothing_is_sent_and_nothing_is_touched(world_size: int, transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        history = len(pg._comm.operation_log.collectives)
-        with pg.time_estimator() as estimate:
-            for name, call in ARRAYS.items():
-                x = np.arange(6.0)
-                work = call(pg, x)
-                assert (work.done(), work.seq, work.group) == (True, None, pg), name
-                await work
-                assert x.tolist() == [0, 1, 2, 3, 4, 5], name
-            peer = 1 - pg.rank() if pg.rank() < 2 else 0
-            works = [pg.send(x, peer), pg.recv(x, peer), pg.send_object(1, peer), pg.recv_object()]
-            works += [pg.allreduce(1, key="a"), pg.batch([Send(x, peer)]), pg.broadcast_object(None, 1)]
-            assert all(work.done() for work in works)
-            assert await pg.allreduce(2.5, ReduceOp.MAX) == 2.5
-        assert len(estimate.calls) == len(ARRAYS) + len(works) + 1
-        assert (len(pg._comm.operation_log.collectives), pg.pending()) == (history, [])
-        # No number was taken, not of a key either.
-        assert (pg.barrier().seq, pg.allreduce(1, key="a").seq) == (1, 1)
-        await pg.drain()
-
-    await run_ranks(world_size, rank, transport=transport)
+@over(*TRANSPORTS)
+@pytest.mark.ranks(2, 3)
+async def test_nothing_is_sent_and_nothing_is_touched(pg: ProcessGroup) -> None:
+    history = len(pg._comm.operation_log.collectives)
+    with pg.time_estimator() as estimate:
+        for name, call in ARRAYS.items():
+            x = np.arange(6.0)
+            work = call(pg, x)
+            assert (work.done(), work.seq, work.group) == (True, None, pg), name
+            await work
+            assert x.tolist() == [0, 1, 2, 3, 4, 5], name
+        peer = 1 - pg.rank() if pg.rank() < 2 else 0
+        works = [pg.send(x, peer), pg.recv(x, peer), pg.send_object(1, peer), pg.recv_object()]
+        works += [pg.allreduce(1, key="a"), pg.batch([Send(x, peer)]), pg.broadcast_object(None, 1)]
+        assert all(work.done() for work in works)
+        assert await pg.allreduce(2.5, ReduceOp.MAX) == 2.5
+    assert len(estimate.calls) == len(ARRAYS) + len(works) + 1
+    assert (len(pg._comm.operation_log.collectives), pg.pending()) == (history, [])
+    # No number was taken, not of a key either.
+    assert (pg.barrier().seq, pg.allreduce(1, key="a").seq) == (1, 1)
+    await pg.drain()
 
 
 async def test_frames_are_counted_after_the_links_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from aiocoll.security.handshake import CONFIRM_SIZE
 from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.stream import transport as stream
 
-from ..ranks import TRANSPORTS, hub, run_ranks, until
+from ..ranks import TRANSPORTS, hub, over, run_ranks, until
 
 
 @pytest.mark.ranks(3)
@@ -57,46 +57,42 @@ async def go_on(pg: ProcessGroup) -> None:
     await pg.allreduce(np.ones(4))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_abort_fails_every_rank_and_keeps_the_first_cause(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        revoked = asyncio.ensure_future(pg.wait_revoked())
-        if pg.rank() == 1:
-            await pg.barrier()
-            pg.abort("the disk is full")
-            pg.abort("another reason")
-        else:
-            with pytest.raises(GroupError, match="'world:0' was aborted by rank 1: the disk is full"):
-                await go_on(pg)
-        cause = await revoked
-        assert type(cause) is GroupError
-        assert cause.ranks == (1,)
-        assert await pg.wait_revoked() is cause
-        with pytest.raises(GroupRevokedError, match=r"was revoked: .*the disk is full") as raised:
-            pg.barrier()
-        assert raised.value.__cause__ is cause
-        assert "revoked" in repr(pg)
-
-    await run_ranks(3, rank, transport=transport)
+@pytest.mark.ranks(3)
+@over(*TRANSPORTS)
+async def test_abort_fails_every_rank_and_keeps_the_first_cause(pg: ProcessGroup) -> None:
+    revoked = asyncio.ensure_future(pg.wait_revoked())
+    if pg.rank() == 1:
+        await pg.barrier()
+        pg.abort("the disk is full")
+        pg.abort("another reason")
+    else:
+        with pytest.raises(GroupError, match="'world:0' was aborted by rank 1: the disk is full"):
+            await go_on(pg)
+    cause = await revoked
+    assert type(cause) is GroupError
+    assert cause.ranks == (1,)
+    assert await pg.wait_revoked() is cause
+    with pytest.raises(GroupRevokedError, match=r"was revoked: .*the disk is full") as raised:
+        pg.barrier()
+    assert raised.value.__cause__ is cause
+    assert "revoked" in repr(pg)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
-async def test_a_timeout_fails_every_rank_and_names_the_missing(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 2:
-            assert isinstance(await pg.wait_revoked(), CollectiveTimeoutError)
-        else:
-            message = r"ALLREDUCE \(sequence 1\) of group 'world:0' did not complete within 0.4 s on rank [01]"
-            with pytest.raises(CollectiveTimeoutError, match=message) as raised:
-                await pg.allreduce(np.ones(4), timeout=0.4)
-            assert raised.value.ranks == (2,)
-            assert raised.value.seq == 1
-            assert "rank 2 (in no operation yet)" in str(raised.value)
-        with pytest.raises(GroupRevokedError) as revoked:
-            pg.allreduce(np.ones(4))
-        assert isinstance(revoked.value.__cause__, CollectiveTimeoutError)
-
-    await run_ranks(3, rank, transport=transport)
+@pytest.mark.ranks(3)
+@over("memory", "unix", "shm")
+async def test_a_timeout_fails_every_rank_and_names_the_missing(pg: ProcessGroup) -> None:
+    if pg.rank() == 2:
+        assert isinstance(await pg.wait_revoked(), CollectiveTimeoutError)
+    else:
+        message = r"ALLREDUCE \(sequence 1\) of group 'world:0' did not complete within 0.4 s on rank [01]"
+        with pytest.raises(CollectiveTimeoutError, match=message) as raised:
+            await pg.allreduce(np.ones(4), timeout=0.4)
+        assert raised.value.ranks == (2,)
+        assert raised.value.seq == 1
+        assert "rank 2 (in no operation yet)" in str(raised.value)
+    with pytest.raises(GroupRevokedError) as revoked:
+        pg.allreduce(np.ones(4))
+    assert isinstance(revoked.value.__cause__, CollectiveTimeoutError)
 
 
 @pytest.mark.ranks(2)
@@ -139,19 +135,17 @@ async def test_the_timeout_of_the_group_is_the_default() -> None:
     await store.aclose()
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
-async def test_an_op_of_the_user_that_raises_fails_every_rank(transport: str) -> None:
+@pytest.mark.ranks(3)
+@over("memory", "unix", "shm")
+async def test_an_op_of_the_user_that_raises_fails_every_rank(pg: ProcessGroup) -> None:
     def broken(a: object, b: object, out: object) -> None:
         raise ZeroDivisionError("the user's own")
 
-    async def rank(pg: ProcessGroup) -> None:
-        tensor = np.ones(1000)
-        with pytest.raises(GroupError, match="the user's own"):
-            await pg.allreduce(tensor, ReduceOp.custom(broken))
-        with pytest.raises(GroupRevokedError):
-            pg.barrier()
-
-    await run_ranks(3, rank, transport=transport)
+    tensor = np.ones(1000)
+    with pytest.raises(GroupError, match="the user's own"):
+        await pg.allreduce(tensor, ReduceOp.custom(broken))
+    with pytest.raises(GroupRevokedError):
+        pg.barrier()
 
 
 # -- ranks that are lost
@@ -172,18 +166,16 @@ async def test_a_cut_link_fails_every_rank(pg: ProcessGroup) -> None:
     assert isinstance(revoked.value.__cause__, PeerLostError)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_a_rank_that_left_is_named_where_it_is_needed(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        await pg.barrier()
-        if pg.rank() == 2:
-            return
-        with pytest.raises(PeerLostError, match=r"ALLREDUCE on rank [01] .* needs rank 2, which has left") as raised:
-            await pg.allreduce(np.ones(4))
-        assert raised.value.how == "left"
-        assert raised.value.ranks == (2,)
-
-    await run_ranks(3, rank, transport=transport)
+@pytest.mark.ranks(3)
+@over(*TRANSPORTS)
+async def test_a_rank_that_left_is_named_where_it_is_needed(pg: ProcessGroup) -> None:
+    await pg.barrier()
+    if pg.rank() == 2:
+        return
+    with pytest.raises(PeerLostError, match=r"ALLREDUCE on rank [01] .* needs rank 2, which has left") as raised:
+        await pg.allreduce(np.ones(4))
+    assert raised.value.how == "left"
+    assert raised.value.ranks == (2,)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -507,7 +499,8 @@ def test_a_group_goes_with_its_loop_to_another_thread() -> None:
 # -- disagreement
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+@pytest.mark.ranks(2)
+@over("memory", "unix", "shm")
 @pytest.mark.parametrize(
     ("field", "calls"),
     [
@@ -524,54 +517,47 @@ def test_a_group_goes_with_its_loop_to_another_thread() -> None:
     ],
     ids=["op", "op-root-only", "op-object", "dtype", "count", "count-broadcast", "reduce", "root", "waiting", "object"],
 )
-async def test_disagreement_is_an_error_on_both_ranks(field: str, calls: tuple, transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        around = np.arange(1000.0) + pg.rank()
-        before = around.copy()
-        message = f"Collectives differ in the following: .*{field}.*rank 0 called .*SequenceNumber=1.*rank 1 called"
+async def test_disagreement_is_an_error_on_both_ranks(pg: ProcessGroup, field: str, calls: tuple) -> None:
+    around = np.arange(1000.0) + pg.rank()
+    before = around.copy()
+    message = f"Collectives differ in the following: .*{field}.*rank 0 called .*SequenceNumber=1.*rank 1 called"
 
-        async def call() -> None:
-            # A rank that was done before the other one came learns of it at its next call.
-            await calls[pg.rank()](pg, around[8:-8])
-            await pg.wait_revoked()
-            pg.barrier()
+    async def call() -> None:
+        # A rank that was done before the other one came learns of it at its next call.
+        await calls[pg.rank()](pg, around[8:-8])
+        await pg.wait_revoked()
+        pg.barrier()
 
-        with pytest.raises((CollectiveMismatchError, GroupRevokedError)) as raised:
-            await call()
-        error = raised.value.__cause__ if isinstance(raised.value, GroupRevokedError) else raised.value
-        assert isinstance(error, CollectiveMismatchError)
-        assert re.search(message, str(error))
-        assert error.ranks == (0, 1)
-        np.testing.assert_array_equal(around, before)
-
-    await run_ranks(2, rank, transport=transport)
+    with pytest.raises((CollectiveMismatchError, GroupRevokedError)) as raised:
+        await call()
+    error = raised.value.__cause__ if isinstance(raised.value, GroupRevokedError) else raised.value
+    assert isinstance(error, CollectiveMismatchError)
+    assert re.search(message, str(error))
+    assert error.ranks == (0, 1)
+    np.testing.assert_array_equal(around, before)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
-async def test_disagreement_of_two_is_an_error_on_all(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        tensor = np.ones(50_000, "float32" if pg.rank() == 3 else "float64")
-        with pytest.raises(CollectiveMismatchError, match=r"dtype=float32.*") as raised:
-            await pg.allreduce(tensor)
-        assert 3 in raised.value.ranks
-        # The others may have gone some way among themselves; nobody took bytes of rank 3.
-        assert (tensor == 1).all() if pg.rank() == 3 else set(tensor) <= {1, 2, 3, 4}
-
-    await run_ranks(5, rank, transport=transport)
+@pytest.mark.ranks(5)
+@over("memory", "unix", "shm")
+async def test_disagreement_of_two_is_an_error_on_all(pg: ProcessGroup) -> None:
+    tensor = np.ones(50_000, "float32" if pg.rank() == 3 else "float64")
+    with pytest.raises(CollectiveMismatchError, match=r"dtype=float32.*") as raised:
+        await pg.allreduce(tensor)
+    assert 3 in raised.value.ranks
+    # The others may have gone some way among themselves; nobody took bytes of rank 3.
+    assert (tensor == 1).all() if pg.rank() == 3 else set(tensor) <= {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
-async def test_another_order_is_found(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        x, y = np.ones(10), np.ones(20)
-        works = [pg.allreduce(each) for each in ((x, y) if pg.rank() else (y, x))]
-        for work in works:
-            with pytest.raises(CollectiveMismatchError, match=r"counts=\[20\].*counts=\[10\]|\[10\].*\[20\]"):
-                await work
-        assert (x == 1).all()
-        assert (y == 1).all()
-
-    await run_ranks(2, rank, transport=transport)
+@pytest.mark.ranks(2)
+@over("memory", "unix", "shm")
+async def test_another_order_is_found(pg: ProcessGroup) -> None:
+    x, y = np.ones(10), np.ones(20)
+    works = [pg.allreduce(each) for each in ((x, y) if pg.rank() else (y, x))]
+    for work in works:
+        with pytest.raises(CollectiveMismatchError, match=r"counts=\[20\].*counts=\[10\]|\[10\].*\[20\]"):
+            await work
+    assert (x == 1).all()
+    assert (y == 1).all()
 
 
 async def test_two_groups_fail_apart() -> None:

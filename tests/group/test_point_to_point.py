@@ -22,30 +22,29 @@ from aiocoll.engine.matching import posted as module
 from aiocoll.engine.operations.signature import P2P
 from aiocoll.transport.frame import EAGER, FrameKind
 
-from ..ranks import TRANSPORTS, run_ranks, until
+from ..ranks import TRANSPORTS, over, run_ranks, until
 
 MIB = 1024 * 1024
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_messages_of_a_source_and_tag_keep_their_order(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 0:
-            for number in range(300):
-                pg.send(np.array([number]), 1, tag=number % 3)
-            await pg.drain()
-        else:
-            for tag in (2, 0, 1):
-                got = [int((await pg.recv(np.zeros(1, int), 0, tag))[0]) for _ in range(100)]
-                assert got == list(range(tag, 300, 3))
-
-    await run_ranks(2, rank, transport=transport)
+@pytest.mark.ranks(2)
+@over(*TRANSPORTS)
+async def test_messages_of_a_source_and_tag_keep_their_order(pg: ProcessGroup) -> None:
+    if pg.rank() == 0:
+        for number in range(300):
+            pg.send(np.array([number]), 1, tag=number % 3)
+        await pg.drain()
+    else:
+        for tag in (2, 0, 1):
+            got = [int((await pg.recv(np.zeros(1, int), 0, tag))[0]) for _ in range(100)]
+            assert got == list(range(tag, 300, 3))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.ranks(2)
+@over(*TRANSPORTS)
 @pytest.mark.parametrize("posted", [True, False], ids=["posted", "unposted"])
 @pytest.mark.parametrize("nbytes", [0, 1, 100_000, 300_000, 8 * MIB + 5])
-async def test_any_length(nbytes: int, posted: bool, transport: str) -> None:
+async def test_any_length(pg: ProcessGroup, nbytes: int, posted: bool) -> None:
     async def rank(pg: ProcessGroup) -> None:
         data = (np.arange(nbytes) % 251).astype("uint8")
         if pg.rank() == 0:
@@ -63,34 +62,29 @@ async def test_any_length(nbytes: int, posted: bool, transport: str) -> None:
             assert (await work).tobytes() == data.tobytes()
             assert (target[0], target[-1]) == (255, 255)
 
-    async def after_a_note(pg: ProcessGroup) -> None:
-        if pg.rank() == 0 and not posted:
-            pg.send((np.arange(nbytes) % 251).astype("uint8"), 1)
-            await pg.send_object("on its way", 1, tag=7)
-            await pg.drain()
-        else:
-            await rank(pg)
-
-    await run_ranks(2, after_a_note, transport=transport)
+    if pg.rank() == 0 and not posted:
+        pg.send((np.arange(nbytes) % 251).astype("uint8"), 1)
+        await pg.send_object("on its way", 1, tag=7)
+        await pg.drain()
+    else:
+        await rank(pg)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
-async def test_any_source_tells_whose_it_was(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank():
-            for number in range(5):
-                await pg.send(np.array([pg.rank(), number]), 0, tag=3)
-            return
-        seen: dict[int, list[int]] = {1: [], 2: [], 3: []}
-        for _ in range(15):
-            tensor = np.zeros(2, int)
-            work = pg.recv_anysource(tensor, tag=3)
-            await work
-            assert work.source_rank() == tensor[0]
-            seen[int(tensor[0])].append(int(tensor[1]))
-        assert list(seen.values()) == [list(range(5))] * 3
-
-    await run_ranks(4, rank, transport=transport)
+@pytest.mark.ranks(4)
+@over("memory", "unix", "shm")
+async def test_any_source_tells_whose_it_was(pg: ProcessGroup) -> None:
+    if pg.rank():
+        for number in range(5):
+            await pg.send(np.array([pg.rank(), number]), 0, tag=3)
+        return
+    seen: dict[int, list[int]] = {1: [], 2: [], 3: []}
+    for _ in range(15):
+        tensor = np.zeros(2, int)
+        work = pg.recv_anysource(tensor, tag=3)
+        await work
+        assert work.source_rank() == tensor[0]
+        seen[int(tensor[0])].append(int(tensor[1]))
+    assert list(seen.values()) == [list(range(5))] * 3
 
 
 @pytest.mark.ranks(2)
@@ -213,22 +207,20 @@ async def test_a_batch_is_withdrawn_too(pg: ProcessGroup) -> None:
     assert (*untouched, tensor[0]) == (0, 0, 1)
 
 
-async def test_a_matched_receive_is_not_withdrawn() -> None:
+@pytest.mark.ranks(2)
+@over("unix")
+async def test_a_matched_receive_is_not_withdrawn(pg: ProcessGroup) -> None:
     """Its message is on the way: half of it is here when the await is cancelled."""
-
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 0:
-            await pg.send(np.ones(4 * MIB), 1)
-        else:
-            work = pg.recv(np.zeros(4 * MIB), 0)
-            waiting = asyncio.ensure_future(work.join())
-            await until(lambda: work._withdraw is None)
-            assert not work.done()
-            waiting.cancel()
-            await asyncio.wait([waiting])
-            assert (await work == 1).all()
-
-    await run_ranks(2, rank, transport="unix")
+    if pg.rank() == 0:
+        await pg.send(np.ones(4 * MIB), 1)
+    else:
+        work = pg.recv(np.zeros(4 * MIB), 0)
+        waiting = asyncio.ensure_future(work.join())
+        await until(lambda: work._withdraw is None)
+        assert not work.done()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert (await work == 1).all()
 
 
 @pytest.mark.ranks(2)
@@ -268,30 +260,28 @@ async def test_strided_memory_is_staged(pg: ProcessGroup) -> None:
         np.testing.assert_array_equal(whole, np.arange(16.0).reshape(4, 4))
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
-async def test_incoming_yields_arrays_and_objects(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank():
-            await pg.send(np.arange(3, dtype="int16"), 0, tag=1)
-            await pg.send_object({"from": pg.rank()}, 0, tag=1)
-            await pg.send(np.ones(MIB), 0, tag=1)
-            await pg.send_object(None, 0, tag=1)
-            return
-        seen: dict[int, list[Any]] = {1: [], 2: []}
-        async for source, message in pg.incoming(tag=1):
-            seen[source].append(message)
-            if sum(map(len, seen.values())) == 8:
-                break
-        for source, (small, thing, big, nothing) in seen.items():
-            assert small.dtype == np.int16
-            assert small.tolist() == [0, 1, 2]
-            assert thing == {"from": source}
-            assert (big == 1).all()
-            assert len(big) == MIB
-            assert nothing is None
-            small[0] = 5  # it belongs to the receiver
-
-    await run_ranks(3, rank, transport=transport)
+@pytest.mark.ranks(3)
+@over("memory", "unix", "shm")
+async def test_incoming_yields_arrays_and_objects(pg: ProcessGroup) -> None:
+    if pg.rank():
+        await pg.send(np.arange(3, dtype="int16"), 0, tag=1)
+        await pg.send_object({"from": pg.rank()}, 0, tag=1)
+        await pg.send(np.ones(MIB), 0, tag=1)
+        await pg.send_object(None, 0, tag=1)
+        return
+    seen: dict[int, list[Any]] = {1: [], 2: []}
+    async for source, message in pg.incoming(tag=1):
+        seen[source].append(message)
+        if sum(map(len, seen.values())) == 8:
+            break
+    for source, (small, thing, big, nothing) in seen.items():
+        assert small.dtype == np.int16
+        assert small.tolist() == [0, 1, 2]
+        assert thing == {"from": source}
+        assert (big == 1).all()
+        assert len(big) == MIB
+        assert nothing is None
+        small[0] = 5  # it belongs to the receiver
 
 
 async def test_incoming_ends_with_the_group() -> None:
@@ -309,30 +299,28 @@ async def test_incoming_ends_with_the_group() -> None:
     await run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
-async def test_cancelling_incoming_loses_nothing(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 0:
-            for number in range(200):
-                await pg.send_object(number, 1)
-            return
-        got: list[int] = []
+@pytest.mark.ranks(2)
+@over("memory", "unix", "shm")
+async def test_cancelling_incoming_loses_nothing(pg: ProcessGroup) -> None:
+    if pg.rank() == 0:
+        for number in range(200):
+            await pg.send_object(number, 1)
+        return
+    got: list[int] = []
 
-        async def serve() -> None:
-            async for _, message in pg.incoming():
-                got.append(message)
+    async def serve() -> None:
+        async for _, message in pg.incoming():
+            got.append(message)
 
-        turns = 0
-        while len(got) < 200:
-            serving = asyncio.ensure_future(serve())
-            for _ in range(turns % 4):
-                await asyncio.sleep(0)
-            serving.cancel()
-            await asyncio.wait([serving])
-            turns += 1
-        assert got == list(range(200))
-
-    await run_ranks(2, rank, transport=transport)
+    turns = 0
+    while len(got) < 200:
+        serving = asyncio.ensure_future(serve())
+        for _ in range(turns % 4):
+            await asyncio.sleep(0)
+        serving.cancel()
+        await asyncio.wait([serving])
+        turns += 1
+    assert got == list(range(200))
 
 
 @pytest.mark.ranks(2)

@@ -14,7 +14,7 @@ from aiocoll import GroupError, ProcessGroup, SerializationError
 from aiocoll.codec import decode, dumps
 from aiocoll.group import objects
 
-from ..ranks import TRANSPORTS, run_ranks
+from ..ranks import TRANSPORTS, over, run_ranks
 
 NUMBERS = list(range(10_000, 40_000))
 #: Bytes that are read in one step.
@@ -119,33 +119,30 @@ async def test_what_is_no_object_in_the_end(call: str, monkeypatch: pytest.Monke
     await run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_cancelling_incoming_while_it_reads_loses_nothing(transport: str) -> None:
+@pytest.mark.ranks(2)
+@over(*TRANSPORTS)
+async def test_cancelling_incoming_while_it_reads_loses_nothing(pg: ProcessGroup) -> None:
     """Nor what has been read: who is always cancelled soon gets each message some time."""
-
-    async def rank(pg: ProcessGroup) -> None:
-        await pg.barrier()
-        hurry(pg)
-        if pg.rank() == 0:
-            for number in range(3):
-                await pg.send_object([number, NUMBERS], 1)
-        else:
-            got, cancelled = [], 0
-            while len(got) < 3:
-                task = asyncio.ensure_future(anext(pg.incoming()))
-                for _ in range(3):
-                    await asyncio.sleep(0)
-                task.cancel()
-                await asyncio.wait([task])
-                if task.cancelled():
-                    cancelled += 1
-                else:
-                    got.append(task.result())
-            assert got == [(0, [number, NUMBERS]) for number in range(3)]
-            assert cancelled >= STEPS
-        await pg.barrier()
-
-    await run_ranks(2, rank, transport=transport)
+    await pg.barrier()
+    hurry(pg)
+    if pg.rank() == 0:
+        for number in range(3):
+            await pg.send_object([number, NUMBERS], 1)
+    else:
+        got, cancelled = [], 0
+        while len(got) < 3:
+            task = asyncio.ensure_future(anext(pg.incoming()))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            if task.cancelled():
+                cancelled += 1
+            else:
+                got.append(task.result())
+        assert got == [(0, [number, NUMBERS]) for number in range(3)]
+        assert cancelled >= STEPS
+    await pg.barrier()
 
 
 def test_a_step_is_that_of_the_decoder() -> None:

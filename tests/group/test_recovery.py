@@ -31,7 +31,7 @@ from aiocoll import (
 from aiocoll.engine.consensus.completed import Completed, combine
 from aiocoll.transport.frame import HEADER, FrameKind
 
-from ..ranks import TRANSPORTS, options, run_ranks, until
+from ..ranks import TRANSPORTS, options, over, run_ranks, until
 
 
 async def works(pg: ProcessGroup) -> tuple[int, ...]:
@@ -80,21 +80,19 @@ async def test_frames_of_an_older_group_do_not_reach_a_newer_one_of_the_same_nam
     await together(rank(0), rank(1))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_an_aborted_group_is_shrunk_and_all_stay(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        await every_rank(pg)
-        pg.abort(f"by rank {pg.rank()}")
-        cause = await pg.wait_revoked()
-        async with await pg.shrink() as small:
-            assert await works(small) == (0, 1, 2)
-            assert (small.rank(), small.size(), small.group_name) == (pg.rank(), 3, "world:0~1")
-            assert small.timeout == pg.timeout
-            with pytest.raises(GroupRevokedError) as raised:
-                pg.barrier()
-            assert raised.value.__cause__ is cause
-
-    await run_ranks(3, rank, transport=transport)
+@pytest.mark.ranks(3)
+@over(*TRANSPORTS)
+async def test_an_aborted_group_is_shrunk_and_all_stay(pg: ProcessGroup) -> None:
+    await every_rank(pg)
+    pg.abort(f"by rank {pg.rank()}")
+    cause = await pg.wait_revoked()
+    async with await pg.shrink() as small:
+        assert await works(small) == (0, 1, 2)
+        assert (small.rank(), small.size(), small.group_name) == (pg.rank(), 3, "world:0~1")
+        assert small.timeout == pg.timeout
+        with pytest.raises(GroupRevokedError) as raised:
+            pg.barrier()
+        assert raised.value.__cause__ is cause
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -397,20 +395,17 @@ async def test_who_waits_for_rank_0_learns_that_it_was_cancelled() -> None:
     assert await run_ranks(2, rank) == [(0, 1)] * 2
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_old_and_new_groups_close_in_any_order(transport: str) -> None:
+@pytest.mark.ranks(4)
+@over(*TRANSPORTS)
+async def test_old_and_new_groups_close_in_any_order(pg: ProcessGroup) -> None:
     """Each rank in an order of its own, some before others have made the new group."""
-
-    async def rank(pg: ProcessGroup) -> None:
-        await every_rank(pg)
-        pg.abort("to shrink")
-        small = await pg.shrink()
-        smaller = await small.shrink()
-        groups = [pg, small, smaller]
-        for group in [groups[(number + pg.rank()) % 3] for number in range(3)]:
-            await group.shutdown()
-
-    await run_ranks(4, rank, transport=transport)
+    await every_rank(pg)
+    pg.abort("to shrink")
+    small = await pg.shrink()
+    smaller = await small.shrink()
+    groups = [pg, small, smaller]
+    for group in [groups[(number + pg.rank()) % 3] for number in range(3)]:
+        await group.shutdown()
 
 
 async def test_two_hubs_are_lost_in_one_turn(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ from aiocoll.group.dispatch.call import Call
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.work import Work
 
-from ..ranks import TRANSPORTS, run_ranks, until
+from ..ranks import TRANSPORTS, over, run_ranks, until
 
 FORMATS = ("coo_array", "coo_matrix", "csr_array", "csr_matrix", "csc_array", "csc_matrix")
 DTYPES = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
@@ -282,21 +282,19 @@ async def test_a_step_that_fails_on_one_rank_fails_on_all(step: str, way: str, m
     await run_ranks(2, one)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_keys_in_opposite_orders(transport: str, way: str) -> None:
-    async def one(pg: ProcessGroup) -> None:
-        arrays = [given(pg.rank()) for _ in range(4)]
-        order = range(4) if pg.rank() % 2 else reversed(range(4))
-        works = {index: pg.allreduce(arrays[index], key=f"layer{index}") for index in order}
-        dense = np.full(5, 1.0)
-        await pg.allreduce(dense)
-        for index, work in works.items():
-            assert await work is arrays[index]
-            assert (work.key, work.seq) == (f"layer{index}", 1)
-            assert np.array_equal(arrays[index].toarray(), total(2))
-        assert dense[0] == 2
-
-    await run_ranks(2, one, transport=transport)
+@pytest.mark.ranks(2)
+@over(*TRANSPORTS)
+async def test_keys_in_opposite_orders(pg: ProcessGroup, way: str) -> None:
+    arrays = [given(pg.rank()) for _ in range(4)]
+    order = range(4) if pg.rank() % 2 else reversed(range(4))
+    works = {index: pg.allreduce(arrays[index], key=f"layer{index}") for index in order}
+    dense = np.full(5, 1.0)
+    await pg.allreduce(dense)
+    for index, work in works.items():
+        assert await work is arrays[index]
+        assert (work.key, work.seq) == (f"layer{index}", 1)
+        assert np.array_equal(arrays[index].toarray(), total(2))
+    assert dense[0] == 2
 
 
 @pytest.mark.ranks(3)

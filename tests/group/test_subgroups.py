@@ -24,7 +24,7 @@ from aiocoll import (
 from aiocoll.engine import split_history
 from aiocoll.engine.job.ids import hash62
 
-from ..ranks import TRANSPORTS, options, run_ranks, until
+from ..ranks import TRANSPORTS, options, over, run_ranks, until
 
 
 async def works(pg: ProcessGroup) -> tuple[int, ...]:
@@ -43,27 +43,24 @@ async def part(pg: ProcessGroup, ranks: Any, **given: Any) -> ProcessGroup:
     return group
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-async def test_even_and_odd_ranks(size: int, transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        halves = [half for half in (range(0, size, 2), range(1, size, 2)) if half]
-        async with await part(pg, halves) as half, await part(pg, [range(size)]) as whole:
-            mine = tuple(halves[pg.rank() % 2])
-            assert (half.rank(), half.size()) == (pg.rank() // 2, len(mine))
-            assert whole.rank() == pg.rank()
-            # All at once: each group has its own numbers, and none waits for another.
-            assert await asyncio.gather(works(half), works(pg), works(whole)) == [
-                mine,
-                whole.global_ranks,
-                pg.global_ranks,
-            ]
-        for group in (half, whole):
-            with pytest.raises(GroupClosedError):
-                group.barrier()
-        assert await works(pg) == tuple(range(size))
-
-    await run_ranks(size, rank, transport=transport)
+@over(*TRANSPORTS)
+@pytest.mark.ranks(1, 2, 3, 4, 7)
+async def test_even_and_odd_ranks(pg: ProcessGroup) -> None:
+    halves = [half for half in (range(0, pg.size(), 2), range(1, pg.size(), 2)) if half]
+    async with await part(pg, halves) as half, await part(pg, [range(pg.size())]) as whole:
+        mine = tuple(halves[pg.rank() % 2])
+        assert (half.rank(), half.pg.size()()) == (pg.rank() // 2, len(mine))
+        assert whole.rank() == pg.rank()
+        # All at once: each group has its own numbers, and none waits for another.
+        assert await asyncio.gather(works(half), works(pg), works(whole)) == [
+            mine,
+            whole.global_ranks,
+            pg.global_ranks,
+        ]
+    for group in (half, whole):
+        with pytest.raises(GroupClosedError):
+            group.barrier()
+    assert await works(pg) == tuple(range(pg.size()))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -82,32 +79,30 @@ async def test_parts_of_parts(transport: str) -> None:
     assert results == [lists[: number + 1] for number in range(4)]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_messages_name_the_ranks_of_their_group(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        group = await pg.split_group([3, 1])
-        if pg.rank() % 2:
-            assert group is not None
-            peer = 1 - group.rank()
-            # The same tag, at the same time, in both groups.
-            works = [
-                group.send_object("in the part", peer, tag=5),
-                pg.send_object("in the whole", 4 - pg.rank(), tag=5),
-            ]
-            x = np.zeros(3)
-            assert await pg.recv_object(4 - pg.rank(), tag=5) == "in the whole"
-            assert await group.recv_object(peer, tag=5) == "in the part"
-            big = group.send(np.full(300_000, float(pg.rank())), peer)
-            y = np.zeros(300_000)
-            work = group.recv_anysource(y)
-            await work
-            assert work.source_rank() == peer
-            assert (y == 4 - pg.rank()).all()
-            await asyncio.gather(*(work.join() for work in works), big.join())
-            await group.broadcast(x, 1)
-        await pg.barrier()
-
-    await run_ranks(4, rank, transport=transport)
+@pytest.mark.ranks(4)
+@over(*TRANSPORTS)
+async def test_messages_name_the_ranks_of_their_group(pg: ProcessGroup) -> None:
+    group = await pg.split_group([3, 1])
+    if pg.rank() % 2:
+        assert group is not None
+        peer = 1 - group.rank()
+        # The same tag, at the same time, in both groups.
+        works = [
+            group.send_object("in the part", peer, tag=5),
+            pg.send_object("in the whole", 4 - pg.rank(), tag=5),
+        ]
+        x = np.zeros(3)
+        assert await pg.recv_object(4 - pg.rank(), tag=5) == "in the whole"
+        assert await group.recv_object(peer, tag=5) == "in the part"
+        big = group.send(np.full(300_000, float(pg.rank())), peer)
+        y = np.zeros(300_000)
+        work = group.recv_anysource(y)
+        await work
+        assert work.source_rank() == peer
+        assert (y == 4 - pg.rank()).all()
+        await asyncio.gather(*(work.join() for work in works), big.join())
+        await group.broadcast(x, 1)
+    await pg.barrier()
 
 
 async def test_what_it_is() -> None:
@@ -189,14 +184,12 @@ async def agreed(pg: ProcessGroup, group: ProcessGroup | None, words: str) -> No
     assert await works(pg) == pg.global_ranks
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_ranks_that_name_other_lists(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        group = await pg.split_group([0, 1] if pg.rank() == 0 else [0, 1, 2])
-        words = "following: ranks. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1); rank "
-        await agreed(pg, group, words)
-
-    await run_ranks(3, rank, transport=transport)
+@pytest.mark.ranks(3)
+@over(*TRANSPORTS)
+async def test_ranks_that_name_other_lists(pg: ProcessGroup) -> None:
+    group = await pg.split_group([0, 1] if pg.rank() == 0 else [0, 1, 2])
+    words = "following: ranks. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1); rank "
+    await agreed(pg, group, words)
 
 
 @pytest.mark.ranks(3)
@@ -307,23 +300,21 @@ async def test_a_rank_that_has_left_before_it_could_split(ends: bool) -> None:
 # -- failing and closing
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_a_failure_stays_in_its_group(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        pair, trio = await pg.split_group([0, 1]), await pg.split_group([1, 2, 3])
-        if pair is not None:
-            with pytest.raises(CollectiveMismatchError, match="SequenceNumber=1"):
-                await pair.allreduce(np.ones(3 + pg.rank()))
-        if trio is not None:
-            assert await works(trio) == (1, 2, 3)
-        assert await works(pg) == (0, 1, 2, 3)
-        await pg.barrier()
-        pg.abort("the whole fails")
-        await pg.wait_revoked()
-        if trio is not None:
-            assert await works(trio) == (1, 2, 3)
-
-    await run_ranks(4, rank, transport=transport)
+@pytest.mark.ranks(4)
+@over(*TRANSPORTS)
+async def test_a_failure_stays_in_its_group(pg: ProcessGroup) -> None:
+    pair, trio = await pg.split_group([0, 1]), await pg.split_group([1, 2, 3])
+    if pair is not None:
+        with pytest.raises(CollectiveMismatchError, match="SequenceNumber=1"):
+            await pair.allreduce(np.ones(3 + pg.rank()))
+    if trio is not None:
+        assert await works(trio) == (1, 2, 3)
+    assert await works(pg) == (0, 1, 2, 3)
+    await pg.barrier()
+    pg.abort("the whole fails")
+    await pg.wait_revoked()
+    if trio is not None:
+        assert await works(trio) == (1, 2, 3)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -354,25 +345,23 @@ async def test_a_rank_that_fails_takes_along_the_groups_it_is_in(transport: str)
         await run_ranks(4, rank, transport=transport)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_the_whole_closes_its_parts(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        group = await part(pg, range(3))
-        inner = await part(group, [[0], [1, 2]])
-        late = inner.allreduce(np.ones(100_000))
-        endpoint = pg._comm.endpoint
-        await pg.shutdown()
-        assert late.is_success()
-        for each in (pg, group, inner):
-            with pytest.raises(GroupClosedError):
-                each.barrier()
+@pytest.mark.ranks(3)
+@over(*TRANSPORTS)
+async def test_the_whole_closes_its_parts(pg: ProcessGroup) -> None:
+    group = await part(pg, range(3))
+    inner = await part(group, [[0], [1, 2]])
+    late = inner.allreduce(np.ones(100_000))
+    endpoint = pg._comm.endpoint
+    await pg.shutdown()
+    assert late.is_success()
+    for each in (pg, group, inner):
         with pytest.raises(GroupClosedError):
-            pg.split_group([0])
-        await group.shutdown()
-        assert endpoint.context.closed
-        assert endpoint.groups == {}
-
-    await run_ranks(3, rank, transport=transport)
+            each.barrier()
+    with pytest.raises(GroupClosedError):
+        pg.split_group([0])
+    await group.shutdown()
+    assert endpoint.context.closed
+    assert endpoint.groups == {}
 
 
 @pytest.mark.ranks(2)
@@ -386,24 +375,22 @@ async def test_a_group_that_is_being_closed_is_not_split(pg: ProcessGroup) -> No
     await ending
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_parts_shrink_and_their_parts_work(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        trio = await pg.split_group([1, 2, 3])
-        if trio is not None and trio.rank():
-            small = await trio.shrink(exclude=[0])
-            assert small.group_name == "world:0/0.1~1"
-            assert await works(small) == (2, 3)
-            inner = await part(small, [1, 0])
-            assert await works(inner) == (2, 3)
-            await pg.send_object("shrunk", 1)
-        elif trio is not None:
-            await trio.wait_revoked()
-            for peer in (2, 3):
-                await pg.recv_object(peer)
-        assert await works(pg) == (0, 1, 2, 3)
-
-    await run_ranks(4, rank, transport=transport)
+@pytest.mark.ranks(4)
+@over(*TRANSPORTS)
+async def test_parts_shrink_and_their_parts_work(pg: ProcessGroup) -> None:
+    trio = await pg.split_group([1, 2, 3])
+    if trio is not None and trio.rank():
+        small = await trio.shrink(exclude=[0])
+        assert small.group_name == "world:0/0.1~1"
+        assert await works(small) == (2, 3)
+        inner = await part(small, [1, 0])
+        assert await works(inner) == (2, 3)
+        await pg.send_object("shrunk", 1)
+    elif trio is not None:
+        await trio.wait_revoked()
+        for peer in (2, 3):
+            await pg.recv_object(peer)
+    assert await works(pg) == (0, 1, 2, 3)
 
 
 async def newcomer(where: dict[str, Any]) -> tuple[str, tuple[int, ...]]:

@@ -11,7 +11,7 @@ import pytest
 
 from aiocoll import CollectiveMismatchError, GroupOptions, PeerLostError, ProcessGroup, errors, testing
 
-from ..ranks import TRANSPORTS, options, run_ranks
+from ..ranks import TRANSPORTS, options, over, run_ranks
 
 WORLDS = (1, 2, 3, 4, 7)
 #: Elements that a rank gives, of p: none on some, one, about as many as ranks, as many as go in many frames.
@@ -100,24 +100,22 @@ async def test_shapes_follow_the_tensor_of_this_rank(pg: ProcessGroup) -> None:
     assert [(each.shape, each.item()) for each in scalars] == [((), 0), ((), 1), ((), 2)]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_keys_in_any_order_and_many_at_once(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        r = pg.rank()
-        keys = ["a", "b", "c"][:: 1 if r % 2 else -1]
-        works = {key: pg.allgather(None, given(r, 10 * r + ord(key)), key=key) for key in keys}
-        rooted = {key: pg.gather(None, given(r, r + ord(key)), 1, key=f"to {key}") for key in keys}
-        ordered = [pg.allgather(None, given(r, r + number)) for number in range(20)]
-        for key in "abc":
-            check(await works[key], [10 * each + ord(key) for each in range(3)])
-            if r == 1:
-                check(await rooted[key], [each + ord(key) for each in range(3)])
-        for number, work in enumerate(ordered):
-            check(await work, [each + number for each in range(3)])
-        assert [work.seq for work in ordered] == list(range(1, 21))
-        await pg.drain()
-
-    await run_ranks(3, rank, transport=transport)
+@pytest.mark.ranks(3)
+@over(*TRANSPORTS)
+async def test_keys_in_any_order_and_many_at_once(pg: ProcessGroup) -> None:
+    r = pg.rank()
+    keys = ["a", "b", "c"][:: 1 if r % 2 else -1]
+    works = {key: pg.allgather(None, given(r, 10 * r + ord(key)), key=key) for key in keys}
+    rooted = {key: pg.gather(None, given(r, r + ord(key)), 1, key=f"to {key}") for key in keys}
+    ordered = [pg.allgather(None, given(r, r + number)) for number in range(20)]
+    for key in "abc":
+        check(await works[key], [10 * each + ord(key) for each in range(3)])
+        if r == 1:
+            check(await rooted[key], [each + ord(key) for each in range(3)])
+    for number, work in enumerate(ordered):
+        check(await work, [each + number for each in range(3)])
+    assert [work.seq for work in ordered] == list(range(1, 21))
+    await pg.drain()
 
 
 @pytest.mark.ranks(3)

@@ -10,7 +10,7 @@ import pytest
 
 from aiocoll import GroupClosedError, GroupError, ProcessGroup, Recv, ReduceOp, Send, Work
 
-from ..ranks import run_ranks, until
+from ..ranks import over, run_ranks, until
 
 #: Seconds after which somebody gives up.
 SOON = 0.01
@@ -88,8 +88,10 @@ async def test_pending_is_what_has_not_ended_whoever_waits(pg: ProcessGroup) -> 
         await asyncio.gather(pg.allreduce(np.ones(3), key="first"), pg.send_object(None, 0, 7), pg.barrier())
 
 
+@pytest.mark.ranks(2)
+@over("unix")
 @pytest.mark.parametrize("way", ["sibling", "gather", "timeout", "first"])
-async def test_every_way_of_giving_up_leaves_the_collective_going(way: str) -> None:
+async def test_every_way_of_giving_up_leaves_the_collective_going(pg: ProcessGroup, way: str) -> None:
     async def fail(_: Any) -> None:
         raise KeyError(way)
 
@@ -119,21 +121,18 @@ async def test_every_way_of_giving_up_leaves_the_collective_going(way: str) -> N
                     future.cancel()
                 await asyncio.sleep(0)
 
-    async def rank(pg: ProcessGroup) -> None:
-        tensors = [np.full(n, 1.0) for n in (1, 1000, 1_000_000)]
-        if pg.rank():
-            await pg.recv_object(0)
-        works = [pg.allreduce(tensor) for tensor in tensors]
-        works += [pg.allreduce(tensor, ReduceOp.MAX, key="k") for tensor in tensors]
-        if pg.rank() == 0:
-            await wait(works)
-            assert pg.pending() == works
-            assert all((tensor == 1).all() for tensor in tensors)
-            await pg.send_object("go", 1)
-        await pg.drain()
-        assert all(work.is_success() for work in works)
-
-    await run_ranks(2, rank, transport="unix")
+    tensors = [np.full(n, 1.0) for n in (1, 1000, 1_000_000)]
+    if pg.rank():
+        await pg.recv_object(0)
+    works = [pg.allreduce(tensor) for tensor in tensors]
+    works += [pg.allreduce(tensor, ReduceOp.MAX, key="k") for tensor in tensors]
+    if pg.rank() == 0:
+        await wait(works)
+        assert pg.pending() == works
+        assert all((tensor == 1).all() for tensor in tensors)
+        await pg.send_object("go", 1)
+    await pg.drain()
+    assert all(work.is_success() for work in works)
 
 
 @pytest.mark.ranks(2)

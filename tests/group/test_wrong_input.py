@@ -33,7 +33,7 @@ from aiocoll import (
 )
 from aiocoll.elements.buffers import clash
 
-from ..ranks import TRANSPORTS, run_ranks
+from ..ranks import TRANSPORTS, over, run_ranks
 
 Row = tuple[Callable[[ProcessGroup], object], type[Exception], str]
 
@@ -178,26 +178,23 @@ WRONG: list[Row] = [
 ]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_a_refused_call_leaves_no_trace(transport: str) -> None:
+@pytest.mark.ranks(2)
+@over(*TRANSPORTS)
+async def test_a_refused_call_leaves_no_trace(pg: ProcessGroup) -> None:
     """After each of them, ordered calls, keyed calls and messages of both ranks still meet."""
-
-    async def rank(pg: ProcessGroup) -> None:
-        for number, (call, error, message) in enumerate(WRONG, start=1):
-            if pg.rank() == 0:
-                with pytest.raises(error, match=message):
-                    call(pg)
-                assert pg.pending() == []
-            ordered, keyed = pg.allreduce(number), pg.allreduce(-number, key="k")
-            assert (ordered.seq, keyed.seq) == (number, number)
-            assert (await ordered, await keyed) == (2 * number, -2 * number)
-            if pg.rank() == 0:
-                await pg.send(np.full(1, number), 1)
-            else:
-                await pg.recv(got := np.zeros(1, int), 0)
-                assert got[0] == number
-
-    await run_ranks(2, rank, transport=transport)
+    for number, (call, error, message) in enumerate(WRONG, start=1):
+        if pg.rank() == 0:
+            with pytest.raises(error, match=message):
+                call(pg)
+            assert pg.pending() == []
+        ordered, keyed = pg.allreduce(number), pg.allreduce(-number, key="k")
+        assert (ordered.seq, keyed.seq) == (number, number)
+        assert (await ordered, await keyed) == (2 * number, -2 * number)
+        if pg.rank() == 0:
+            await pg.send(np.full(1, number), 1)
+        else:
+            await pg.recv(got := np.zeros(1, int), 0)
+            assert got[0] == number
 
 
 async def test_narrow_floats_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,53 +260,50 @@ async def test_calls_from_another_thread_are_refused(pg: ProcessGroup, name: str
     assert await (work or pg.allreduce(1)) == 2
 
 
-async def test_a_forked_child_is_refused_and_disturbs_nobody() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 0:
-            out, into = os.pipe()
-            child = os.fork()
-            if child == 0:
-                os.write(into, "\n".join(_refusals(pg)).encode())
-                os._exit(0)
-            os.close(into)
-            with os.fdopen(out, "rb") as pipe:
-                messages = pipe.read().decode().splitlines()
-            os.waitpid(child, 0)  # noqa: ASYNC222 - it has ended its pipe, and so itself
-            assert len(messages) == 4
-            assert all("a forked child cannot use it: make a new group in the child" in each for each in messages)
-        assert await pg.allreduce(1) == 2
-
-    await run_ranks(2, rank, transport="unix")
-
-
-async def test_a_forked_child_that_awaits_takes_nothing_away() -> None:
-    """What it would poll are the connections of its parent."""
-
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 1:
-            await pg.recv(ones(), 0)
-            await pg.send(ones(), 0)
-            return
-        work = pg.recv(tensor := np.zeros(4), 1)
+@pytest.mark.ranks(2)
+@over("unix")
+async def test_a_forked_child_is_refused_and_disturbs_nobody(pg: ProcessGroup) -> None:
+    if pg.rank() == 0:
         out, into = os.pipe()
         child = os.fork()
         if child == 0:
-            try:
-                next(work.__await__())
-                os.write(into, b"polled")
-            except BaseException as error:
-                os.write(into, str(error).encode())
-            finally:
-                os._exit(0)
+            os.write(into, "\n".join(_refusals(pg)).encode())
+            os._exit(0)
         os.close(into)
         with os.fdopen(out, "rb") as pipe:
-            assert "belongs to another event loop" in pipe.read().decode()
+            messages = pipe.read().decode().splitlines()
         os.waitpid(child, 0)  # noqa: ASYNC222 - it has ended its pipe, and so itself
-        await pg.send(ones(), 1)
-        await work
-        assert tensor.tolist() == ones().tolist()
+        assert len(messages) == 4
+        assert all("a forked child cannot use it: make a new group in the child" in each for each in messages)
+    assert await pg.allreduce(1) == 2
 
-    await run_ranks(2, rank, transport="unix")
+
+@pytest.mark.ranks(2)
+@over("unix")
+async def test_a_forked_child_that_awaits_takes_nothing_away(pg: ProcessGroup) -> None:
+    """What it would poll are the connections of its parent."""
+    if pg.rank() == 1:
+        await pg.recv(ones(), 0)
+        await pg.send(ones(), 0)
+        return
+    work = pg.recv(tensor := np.zeros(4), 1)
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            next(work.__await__())
+            os.write(into, b"polled")
+        except BaseException as error:
+            os.write(into, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(into)
+    with os.fdopen(out, "rb") as pipe:
+        assert "belongs to another event loop" in pipe.read().decode()
+    os.waitpid(child, 0)  # noqa: ASYNC222 - it has ended its pipe, and so itself
+    await pg.send(ones(), 1)
+    await work
+    assert tensor.tolist() == ones().tolist()
 
 
 def _refusals(pg: ProcessGroup) -> Iterator[str]:
