@@ -258,6 +258,7 @@ async def test_default_streams_are_those_of_the_call(
         with on_stream():
             work = pg.allreduce(x)
         await work.on_stream()
+        await pg.barrier()  # the next wait is not the loop's: the other rank has to be past its launch
         seen: list[Any] = []
         cuda.kernel(stream, lambda: seen.append(host.tolist()), device)
         cuda.stream_synchronize(stream, device)
