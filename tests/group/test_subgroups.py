@@ -49,7 +49,7 @@ async def test_even_and_odd_ranks(pg: ProcessGroup) -> None:
     halves = [half for half in (range(0, pg.size(), 2), range(1, pg.size(), 2)) if half]
     async with await part(pg, halves) as half, await part(pg, [range(pg.size())]) as whole:
         mine = tuple(halves[pg.rank() % 2])
-        assert (half.rank(), half.pg.size()()) == (pg.rank() // 2, len(mine))
+        assert (half.rank(), half.size()) == (pg.rank() // 2, len(mine))
         assert whole.rank() == pg.rank()
         # All at once: each group has its own numbers, and none waits for another.
         assert await asyncio.gather(works(half), works(pg), works(whole)) == [
