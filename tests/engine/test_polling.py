@@ -1,0 +1,149 @@
+"""Polling by one rank, on a clock that the test moves: when it ends, when it rests, and how often it looks."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from aiocoll.engine.polling import TURN, Polling
+from aiocoll.runtime import BUDGET
+
+#: Seconds that a rank polls without result, and that one look at the links takes.
+SPIN, LOOK = 50e-6, 1e-6
+
+
+class Clock:
+    """A runtime whose clock goes on by `LOOK` whenever it is read."""
+
+    may_spin = True
+    due = False
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.turns: list[Callable[[], None]] = []
+        self.call_soon = self.turns.append
+
+    def ticks(self) -> float:
+        self.now += LOOK
+        return self.now
+
+    def turn(self) -> None:
+        turns, self.turns[:] = list(self.turns), []
+        for each in turns:
+            each()
+
+
+class Bench:
+    """A rank with one link, whose polls have the results that a test gives: what comes later is nothing."""
+
+    def __init__(self, results: list[bool], *, crowded: bool = False, spin: float = SPIN) -> None:
+        self.clock = Clock()
+        self.results = results
+        self.polls = 0
+        self.pending: list[Any] = []
+        self.work: Any = SimpleNamespace(_done=False)
+        self.ends_at = 0
+        context: Any = SimpleNamespace(runtime=self.clock, quiet=contextvars.copy_context())
+        self.polling = Polling(context, {1: self}, spin, crowded)  # type: ignore[dict-item]
+        self.polling.links = (self,)  # type: ignore[assignment]
+
+    def poll(self) -> bool:
+        self.polls += 1
+        if self.polls == self.ends_at:
+            self.work._done = True
+            self.pending.clear()
+        return self.polls <= len(self.results) and self.results[self.polls - 1]
+
+
+def test_an_await_polls_until_its_work_is_done() -> None:
+    bench = Bench([])
+    bench.ends_at = 3
+    bench.polling.spin(bench.work)
+    assert bench.polls == 3
+    bench.polling.spin(bench.work)
+    assert bench.polls == 4, "it may poll again in this turn"
+
+
+def test_without_result_it_polls_for_a_moment_once_in_a_turn() -> None:
+    bench = Bench([])
+    bench.polling.spin(bench.work)
+    first = bench.polls
+    assert first == pytest.approx(SPIN / LOOK, abs=1)
+    bench.polling.spin(bench.work)
+    assert bench.polls == first
+    bench.clock.turn()
+    bench.polling.spin(bench.work)
+    assert bench.polls == 2 * first
+
+
+def test_data_that_comes_makes_it_poll_on_but_no_longer_than_a_callback_may_take() -> None:
+    bench = Bench([True] * 20)
+    bench.polling.spin(bench.work)
+    assert bench.polls == pytest.approx(20 + SPIN / LOOK, abs=1)
+    bench = Bench([True] * 1000)
+    bench.polling.spin(bench.work)
+    assert bench.polls == pytest.approx(BUDGET / LOOK, abs=1)
+
+
+def test_time_on_a_core_that_it_yields_is_not_polling(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Bench] = []
+
+    def give_way() -> None:
+        given[0].clock.now += SPIN
+
+    monkeypatch.setattr("os.sched_yield", give_way, raising=False)
+    bench = Bench([], crowded=True)
+    given.append(bench)
+    bench.polling.spin(bench.work)
+    assert bench.polls == pytest.approx(BUDGET / SPIN, abs=1), "what bounds it is the time of a callback"
+
+
+@pytest.mark.parametrize(("spin", "links"), [(0.0, True), (SPIN, False)])
+def test_without_links_or_time_it_does_not_poll(spin: float, links: bool) -> None:
+    bench = Bench([True], spin=spin)
+    if not links:
+        bench.polling.links = ()
+    bench.polling.spin(bench.work)
+    assert bench.polls == 0
+
+
+def test_a_turn_in_which_something_moved_polls_on_until_an_operation_ends() -> None:
+    bench = Bench([True] * 1000)
+    bench.pending += ["one"]
+    bench.ends_at = 5
+    assert not bench.polling.linger(False)
+    assert bench.polling.linger(True)
+    assert bench.polls == 5
+    assert bench.polling.linger(True), "nothing is in flight: the next turn looks, this one does not"
+    assert bench.polls == 5
+
+
+def test_a_turn_in_which_nothing_comes_any_more_is_the_last_that_polls() -> None:
+    bench = Bench([True] * 3)
+    bench.pending += ["one"]
+    assert bench.polling.linger(True)
+    assert bench.polls == pytest.approx(3 + SPIN / LOOK, abs=1)
+    assert not bench.polling.linger(False)
+
+
+def test_a_turn_that_was_too_short_for_what_comes_is_followed_by_another_one() -> None:
+    bench = Bench([True] * 100_000)
+    bench.pending += ["one"]
+    assert bench.polling.linger(True)
+    first = bench.polls
+    assert first == pytest.approx(BUDGET / LOOK, abs=1)
+    assert bench.polling.linger(False), "it was busy"
+    assert bench.polls > first
+
+
+def test_an_await_yields_when_the_last_turn_is_long_ago() -> None:
+    bench = Bench([])
+    bench.clock.now = TURN
+    assert bench.polling.turn_is_due()
+    assert not bench.polling.turn_is_due()
+    bench.clock.now += TURN
+    assert bench.polling.turn_is_due()
