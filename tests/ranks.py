@@ -11,6 +11,8 @@ import pytest
 from aiocoll import GroupOptions, ProcessGroup, testing
 from aiocoll.transport.memory import Hub
 
+from .internals import comm_of
+
 #: What `transport=` of `run_ranks` may be: within one loop "auto" means memory.
 TRANSPORTS = ("memory", "unix", "tcp", "shm")
 
@@ -48,4 +50,4 @@ async def until(condition: Callable[[], object]) -> None:
 
 def hub(pg: ProcessGroup) -> Hub:
     """Return the network of a group in memory."""
-    return pg._comm.endpoint.context.transport._hub  # type: ignore[attr-defined]
+    return comm_of(pg).endpoint.context.transport._hub  # type: ignore[attr-defined]

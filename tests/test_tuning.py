@@ -20,6 +20,8 @@ from aiocoll.store import HashStore
 from aiocoll.testing import run_virtual
 from aiocoll.tuning import default_path, dumps, from_wire, load, to_wire
 
+from .internals import comm_of, dispatcher_of
+
 #: So much time to start a message that everything is sent at once, whatever its size.
 DEAR = Machine(1.0, 0.001, 1e-9, 1e-10)
 CHEAP = Machine(1e-6, 1e-6, 1e-9, 1e-10)
@@ -182,14 +184,14 @@ async def test_all_ranks_have_the_tuning_of_rank_0(path: Path, transport: Any) -
         *(group(store, rank, 2, transport=transport, tuning=theirs if rank else mine) for rank in range(2))
     )
     for pg in groups:
-        assert pg._comm.tuning._replace(crowd=1.0) == Tuning(**machines(), medium=transport)
+        assert comm_of(pg).tuning._replace(crowd=1.0) == Tuning(**machines(), medium=transport)
     arrays = [np.full(LARGE // 4, rank + 1, np.float32) for rank in range(2)]
     # A factor, since shared memory has its own way of summing whatever the tuning.
     await asyncio.gather(
         *(pg.allreduce(array, ReduceOp.PREMUL_SUM(2)) for pg, array in zip(groups, arrays, strict=True))
     )
     assert all((array == 6).all() for array in arrays)
-    assert {plan.algorithm for pg in groups for plan, _ in pg._dispatcher.planner._plans.values()} == {"exchange"}
+    assert {plan.algorithm for pg in groups for plan, _ in dispatcher_of(pg).planner._plans.values()} == {"exchange"}
     await asyncio.gather(*(pg.shutdown() for pg in groups))
     await store.aclose()
 
@@ -198,7 +200,7 @@ async def test_all_ranks_choose_for_the_medium_that_rank_0_names() -> None:
     """Ranks of one host meet even where one wants no shared memory."""
     store = HashStore()
     groups = await asyncio.gather(*(group(store, rank, 2, transport=("shm", "unix")[rank]) for rank in range(2)))
-    assert [pg._comm.tuning.medium for pg in groups] == ["shm", "shm"]
+    assert [comm_of(pg).tuning.medium for pg in groups] == ["shm", "shm"]
     assert await asyncio.gather(*(pg.allreduce(1) for pg in groups)) == [2, 2]
     await asyncio.gather(*(pg.shutdown() for pg in groups))
     await store.aclose()
@@ -217,7 +219,7 @@ async def test_if_rank_0_cannot_read_it_nobody_waits(path: Path) -> None:
 
 
 async def tuning_of(pg: aiocoll.ProcessGroup) -> Tuning:
-    return pg._comm.tuning
+    return comm_of(pg).tuning
 
 
 def test_a_virtual_run_does_not_depend_on_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

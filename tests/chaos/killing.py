@@ -24,6 +24,8 @@ import numpy as np
 from aiocoll import GroupError, GroupOptions, GroupRevokedError, ProcessGroup, new_group
 from tests.integration.conftest import free_port
 
+from ..internals import comm_of
+
 WORLD_SIZE = 4
 #: Seconds after which a run has failed; one takes less than a second.
 LIMIT = 60
@@ -115,7 +117,7 @@ async def rank(number: int, scenario: dict[str, Any], port: int, say: Callable[[
 async def linked(pg: ProcessGroup) -> None:
     """Return when this rank has a control link: to the next hub, if the victim was the hub."""
     async with asyncio.timeout(LIMIT / 6):
-        while not pg._comm.endpoint.control.links:  # noqa: ASYNC110
+        while not comm_of(pg).endpoint.control.links:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 

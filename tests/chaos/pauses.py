@@ -14,6 +14,8 @@ from aiocoll import ProcessGroup
 from aiocoll.transport.shm import sharing
 from aiocoll.transport.shm.fence import Fences, fences
 
+from ..internals import comm_of
+
 #: Elements of float64: in the line of a block, in blocks of both sizes, and in pieces of a lane.
 COUNTS = (1, 2, 5, 6, 17, 100, 511, 513, 3000, 40_000)
 #: Name of the environment variable that makes a rank pause.
@@ -83,7 +85,7 @@ async def sums(pg: ProcessGroup, operations: int) -> int:
 async def soak(pg: ProcessGroup, operations: int) -> Any:
     """Check that many sums; return how many it were, over what, and whether there were pauses."""
     done = await sums(pg, operations)
-    carriers = {channel.link.carrier for channel in pg._comm.channels if channel.link is not None}
+    carriers = {channel.link.carrier for channel in comm_of(pg).channels if channel.link is not None}
     return done, sorted(carriers), pauses > operations // 10
 
 

@@ -13,6 +13,8 @@ import numpy as np
 
 from aiocoll import ProcessGroup
 
+from ..internals import comm_of
+
 #: Bytes of the messages of a flood: short ones that travel unasked, and long ones that are asked for.
 SHORT, LONG = 64 * 1024, 1024 * 1024
 #: Seconds the slow rank takes for each message.
@@ -34,7 +36,7 @@ def resident() -> int:
 
 def early(pg: ProcessGroup) -> int:
     """Return the bytes kept here of messages that no call has asked for."""
-    member = pg._comm
+    member = comm_of(pg)
     collectives = sum(len(payload) for frames in member._early.values() for _, _, payload in frames)
     unmade = member.endpoint.registry.early._unmade.values()
     strangers = sum(len(payload) for group in unmade for _, _, payload in group.frames)

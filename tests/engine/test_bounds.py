@@ -21,6 +21,7 @@ from aiocoll.errors import PeerProtocolError, ProtocolError
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind
 
+from ..internals import comm_of
 from ..ranks import TRANSPORTS, over, run_ranks, until
 from .jobs import resident
 
@@ -62,13 +63,13 @@ FLOODS: dict[str, tuple[Flood, int | tuple[int, int], str]] = {
         f"{NARROW} bytes that may wait",
     ),
     "bytes for operations not entered": (
-        lambda link, pg, number: frame(link, DATA, EAGER, 0, pg._comm.id, 9 + number, 0, 0, payload=SOME),
+        lambda link, pg, number: frame(link, DATA, EAGER, 0, comm_of(pg).id, 9 + number, 0, 0, payload=SOME),
         (NARROW, len(SOME)),
         f"{NARROW} bytes that may wait",
     ),
     "messages that nobody receives": (
         lambda link, pg, number: frame(
-            link, DATA, EAGER, 0, pg._comm.id, 2 << 62 | 9 << 32 | number, 255, 0, payload=SOME
+            link, DATA, EAGER, 0, comm_of(pg).id, 2 << 62 | 9 << 32 | number, 255, 0, payload=SOME
         ),
         (NARROW, len(SOME)),
         f"{NARROW} bytes that may wait",
@@ -79,17 +80,17 @@ FLOODS: dict[str, tuple[Flood, int | tuple[int, int], str]] = {
         f"{NARROW} bytes that may wait",
     ),
     "messages without bytes": (
-        lambda link, pg, number: frame(link, DATA, EAGER, 0, pg._comm.id, 2 << 62 | 9 << 32 | number, 255, 0),
+        lambda link, pg, number: frame(link, DATA, EAGER, 0, comm_of(pg).id, 2 << 62 | 9 << 32 | number, 255, 0),
         (NARROW, LEAST),
         f"{NARROW} bytes that may wait",
     ),
     "news of messages that wait": (
-        lambda link, pg, number: frame(link, READY, EAGER, 0, pg._comm.id, 9 + number, 0, 0),
+        lambda link, pg, number: frame(link, READY, EAGER, 0, comm_of(pg).id, 9 + number, 0, 0),
         (2 * NARROW, LEAST),
         f"{2 * NARROW} bytes that may wait",
     ),
     "grants of operations not entered": (
-        lambda link, pg, number: frame(link, GRANT, 0, 0, pg._comm.id, 9 + number, 0, 0),
+        lambda link, pg, number: frame(link, GRANT, 0, 0, comm_of(pg).id, 9 + number, 0, 0),
         FEW,
         f"granted more than {FEW} operations",
     ),
@@ -109,7 +110,7 @@ FLOODS: dict[str, tuple[Flood, int | tuple[int, int], str]] = {
         "more than 16 control messages about devices",
     ),
     "notes about devices that are not in use": (
-        lambda link, pg, number: device(link, pg._comm.id),
+        lambda link, pg, number: device(link, comm_of(pg).id),
         early.DEVICE_MESSAGES,
         "more than 16 control messages about devices",
     ),
@@ -134,7 +135,7 @@ async def test_a_flood_is_refused_where_no_honest_peer_comes(
         await pg.send_object("ready", 1 - pg.rank())
         await pg.recv_object(1 - pg.rank())
         if pg.rank() == 0:
-            there = pg._comm.channels[1]
+            there = comm_of(pg).channels[1]
             link = there.link
             assert link is not None
             allowed = most if isinstance(most, int) else (most[0] - there._unasked) // most[1]
@@ -161,7 +162,7 @@ async def test_400_mib_for_a_group_that_there_is_not_take_4(pg: ProcessGroup) ->
     work = pg.recv(np.zeros(1), 1 - pg.rank(), tag=1)
     before = resident()
     if pg.rank() == 0:
-        link = pg._comm.channels[1].link
+        link = comm_of(pg).channels[1].link
         assert link is not None
         for number in range(400 * MIB // SEGMENT):
             frame(link, DATA, EAGER, 0, UNMADE, number, 0, 0, payload=SEGMENT_OF_ONES)
@@ -194,7 +195,7 @@ async def test_honest_ranks_never_meet_the_bounds(transport: str, seed: int) -> 
 
     async def rank(pg: ProcessGroup) -> None:
         peer = 1 - pg.rank()
-        one = pg._comm.channels[peer]
+        one = comm_of(pg).channels[peer]
 
         def call(number: int) -> Any:
             return pg.send(np.full(sizes[number], number % 251, "uint8"), peer, tag=number)
@@ -229,10 +230,10 @@ async def test_ten_thousand_messages_without_bytes_wait(pg: ProcessGroup) -> Non
         await pg.send_object("behind them", 1, tag=1)
     else:
         assert await pg.recv_object(0, tag=1) == "behind them"
-        assert pg._comm.channels[0]._waiting._nbytes == count * LEAST
+        assert comm_of(pg).channels[0]._waiting._nbytes == count * LEAST
         for _ in range(count):
             await pg.recv(np.zeros(0), 0)
-        assert pg._comm.channels[0]._waiting._nbytes == 0
+        assert comm_of(pg).channels[0]._waiting._nbytes == 0
 
 
 @pytest.mark.parametrize("room", [LEAST - 1, LEAST])
@@ -242,7 +243,7 @@ async def test_a_small_message_is_sent_unasked_if_what_it_counts_as_fits(transpo
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
-        there = pg._comm.channels[1 - pg.rank()]
+        there = comm_of(pg).channels[1 - pg.rank()]
         fill = LINK_WINDOW - room - there._unasked
         sizes = [*(fill // EAGER_WINDOW * [EAGER_WINDOW]), fill % EAGER_WINDOW]
         if pg.rank() == 1:
@@ -275,7 +276,7 @@ async def test_what_is_said_of_groups_that_there_are_not_is_bounded_for_each_pee
         return {**about, "what": "accept", "ballot": 0}
 
     async def rank(pg: ProcessGroup) -> None:
-        endpoint = pg._comm.endpoint
+        endpoint = comm_of(pg).endpoint
         for peer in (1, 2):
             for number in range(FEW):
                 endpoint.agreements.handle(peer, accepts(peer * UNMADE * FEW + number))

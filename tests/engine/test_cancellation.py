@@ -13,6 +13,7 @@ import pytest
 from aiocoll import ProcessGroup, Recv, ReduceOp, Send, Work
 from aiocoll.testing.virtual import run_virtual
 
+from ..internals import comm_of
 from ..ranks import run_ranks
 
 SIZE = 3
@@ -291,6 +292,6 @@ def test_several_tasks_share_what_comes_in() -> None:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        assert pg._comm.matching._listeners == {}
+        assert comm_of(pg).matching._listeners == {}
 
     run_virtual(size, rank, latency=(LATENCY / 10, LATENCY))

@@ -11,6 +11,7 @@ import pytest
 from aiocoll import GroupError, PeerLostError, ProcessGroup
 from aiocoll.engine.failure import failure_detector as module
 
+from ..internals import comm_of
 from ..ranks import run_ranks
 
 
@@ -20,7 +21,7 @@ async def test_a_rank_that_does_not_answer(lives: bool, monkeypatch: pytest.Monk
     dials: list[int] = []
 
     async def rank(pg: ProcessGroup) -> Any:
-        endpoint = pg._comm.endpoint
+        endpoint = comm_of(pg).endpoint
         if pg.rank() == 1:
             connect = endpoint.context.transport.connect
 
@@ -52,7 +53,7 @@ async def test_a_dial_ends_with_the_rank_that_dials(monkeypatch: pytest.MonkeyPa
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
-            monkeypatch.setattr(pg._comm.endpoint.context.transport, "connect", unanswered)
+            monkeypatch.setattr(comm_of(pg).endpoint.context.transport, "connect", unanswered)
             work = pg.send(np.ones(1), 1)
             await dialling.wait()
             pg.abort("a test")

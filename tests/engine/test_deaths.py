@@ -12,6 +12,7 @@ import pytest
 from aiocoll import GroupError, PeerLostError, ProcessGroup
 from aiocoll.process import PidFd
 
+from ..internals import comm_of
 from .test_shrink import Job, now
 
 
@@ -68,7 +69,7 @@ def test_what_is_done_about_it_raises_nothing_of_its_own() -> None:
 @pytest.mark.ranks(2)
 async def test_nobody_looks_at_processes_after_the_end(pg: ProcessGroup) -> None:
     """A rank may be about to shrink its group when its program closes that."""
-    failure_detector = pg._comm.endpoint.failure_detector
+    failure_detector = comm_of(pg).endpoint.failure_detector
     failure_detector._pidfds[1 - pg.rank()] = PidFd(os.pidfd_open(os.getpid()))
     failure_detector.look(1 - pg.rank())
     await pg.shutdown()

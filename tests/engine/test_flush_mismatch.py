@@ -15,6 +15,7 @@ from aiocoll.engine.operations.differences import mismatch
 from aiocoll.engine.operations.manifest import ROOM, Manifest
 from aiocoll.engine.operations.signature import Signature, description
 
+from ..internals import comm_of
 from ..ranks import TRANSPORTS, over, run_ranks
 
 Record = Callable[[ProcessGroup], object]
@@ -107,7 +108,7 @@ async def refused(pg: ProcessGroup, most: Record, one: Record, odd: int, text: s
             (one if pg.rank() == odd else most)(pg)
         # Complete here, perhaps: what only one rank reads is no news to its sender.
         await pg.wait_revoked()
-        raise pg._comm.cause  # type: ignore[misc]
+        raise comm_of(pg).cause  # type: ignore[misc]
     assert loop.time() - start < 1.0
     message = str(caught.value)
     assert "Collectives differ in the following: " in message

@@ -24,6 +24,7 @@ from aiocoll import (
 from aiocoll.algorithms.select import RULES
 from aiocoll.testing.virtual import run_virtual
 
+from ..internals import comm_of
 from ..ranks import TRANSPORTS, run_ranks
 
 #: Seconds a frame takes at least and at most where the ranks have links in memory.
@@ -432,7 +433,7 @@ def test_a_rank_that_sends_or_receives_instead_is_named(call: Any, named: str) -
 def test_a_coordinator_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
-            monkeypatch.setattr(pg._comm.stalls, "handle", lambda peer, note: None)
+            monkeypatch.setattr(comm_of(pg).stalls, "handle", lambda peer, note: None)
             await pg.wait_revoked()
             return
         started = asyncio.get_running_loop().time()

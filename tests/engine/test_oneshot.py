@@ -14,6 +14,7 @@ from aiocoll.engine.operations.oneshot import OneShot
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.work import Work
 
+from ..internals import comm_of
 from ..ranks import options, over, until
 
 #: Elements of float64: in the line of a block, in a small one, in a middle one.
@@ -23,7 +24,7 @@ COUNTS = [1, 5, 6, 512, 513, 8192]
 async def link(pgs: list[ProcessGroup]) -> None:
     """Open all data links."""
     await asyncio.gather(*(pg.allreduce(np.zeros(1)) for pg in pgs))
-    await until(lambda: all(pg._comm.channels[peer].shared for pg in pgs for peer in pg._comm.others))
+    await until(lambda: all(comm_of(pg).channels[peer].shared for pg in pgs for peer in comm_of(pg).others))
 
 
 @asynccontextmanager
@@ -50,7 +51,7 @@ async def jobs(world_size: int, names: str = "a") -> AsyncIterator[list[list[Pro
 
 def posts(pg: ProcessGroup, peer: int) -> int:
     """Return how often this rank has used the board of its link to `peer`."""
-    shared = pg._comm.channels[peer].shared
+    shared = comm_of(pg).channels[peer].shared
     assert shared is not None
     return sum(shared.slot_writer._posted)
 
@@ -75,12 +76,12 @@ async def check(calls: list[tuple[np.ndarray, Work[object]]], world_size: int) -
 @pytest.mark.parametrize("count", COUNTS)
 async def test_the_board_carries_what_fits(world_size: int, count: int) -> None:
     async with jobs(world_size) as (pgs,):
-        before = [posts(pg, peer) for pg in pgs for peer in pg._comm.others]
+        before = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
         calls = [call(pg, count) for pg in pgs]
-        fits = count * 8 * (world_size - 1) <= pgs[0]._comm.chunk_nbytes
-        assert {type(operation) is OneShot for pg in pgs for operation in pg._comm.pending} <= {fits}
+        fits = count * 8 * (world_size - 1) <= comm_of(pgs[0]).chunk_nbytes
+        assert {type(operation) is OneShot for pg in pgs for operation in comm_of(pg).pending} <= {fits}
         await check(calls, world_size)
-        after = [posts(pg, peer) for pg in pgs for peer in pg._comm.others]
+        after = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
         assert [new - old for old, new in zip(before, after, strict=True)] == [fits] * len(before)
 
 
@@ -89,7 +90,7 @@ async def test_the_board_carries_what_fits(world_size: int, count: int) -> None:
 @pytest.mark.parametrize("count", COUNTS)
 async def test_frames_serve_until_there_is_a_link(pg: ProcessGroup, count: int) -> None:
     calls = [call(pg, count) for _ in range(20)]
-    assert pg._comm.channels[1 - pg.rank()].link is None
+    assert comm_of(pg).channels[1 - pg.rank()].link is None
     await check(calls, 2)
     assert posts(pg, 1 - pg.rank()) < len(calls)
 

@@ -12,6 +12,7 @@ import pytest
 from aiocoll import GroupError, ProcessGroup, Work
 from aiocoll.transport.frame import HEADER, SEGMENT, FrameKind
 
+from ..internals import comm_of
 from ..ranks import TRANSPORTS, run_ranks
 
 #: Bytes too many: two elements.
@@ -69,7 +70,7 @@ async def test_what_is_longer_than_its_message_ends_the_group(transport: str, na
         whole = np.full(times * count + 4, MARK)
         array = whole[2:-2]
         if pg.rank() == 0:
-            channel = pg._comm.channels[1]
+            channel = comm_of(pg).channels[1]
             channel.link = Stretched(channel.link)  # type: ignore[assignment]
             await ready.wait()
             call(pg, array)

@@ -16,6 +16,8 @@ from aiocoll import GroupError, PeerLostError, ProcessGroup
 from aiocoll.engine.consensus.voter import Voter
 from aiocoll.testing.virtual import run_virtual
 
+from ..internals import comm_of
+
 #: Seconds a frame takes at least and at most.
 LATENCY = (0.0005, 0.02)
 
@@ -179,12 +181,12 @@ def test_a_coordinator_learns_from_a_vote_who_is_dead() -> None:
             await asyncio.sleep(60)
             return None
         if pg.rank() == 2:
-            pg._comm.endpoint.roster.died(3, "its process is gone", tell=False, how="killed")
+            comm_of(pg).endpoint.roster.died(3, "its process is gone", tell=False, how="killed")
         await pg.wait_revoked()
         start = asyncio.get_running_loop().time()
         small = await pg.shrink()
         assert asyncio.get_running_loop().time() - start < 1
-        assert set(pg._comm.endpoint.roster.dead) == {3}
+        assert set(comm_of(pg).endpoint.roster.dead) == {3}
         await small.shutdown()
         return small.global_ranks
 

@@ -15,6 +15,7 @@ from aiocoll.engine.operations.operation_log import HISTORY
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.testing import run_processes
 
+from ..internals import comm_of
 from ..ranks import TRANSPORTS, options, run_ranks, until
 from . import jobs
 
@@ -27,7 +28,7 @@ async def fill_the_window(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         for _ in range(LINK_WINDOW // EAGER_WINDOW):
             pg.send(np.zeros(EAGER_WINDOW, "uint8"), 1, tag=9)
-        await until(lambda: pg._comm.channels[1]._unasked == LINK_WINDOW)
+        await until(lambda: comm_of(pg).channels[1]._unasked == LINK_WINDOW)
 
 
 @pytest.mark.parametrize("nbytes", [1, EAGER_WINDOW, EAGER_WINDOW + 1, 3_000_000])
@@ -200,10 +201,10 @@ async def test_a_key_costs_its_name_and_a_count() -> None:
         names = [f"step {number}" for number in range(count)]
         for name in names:
             await pg.barrier(key=name)
-        assert len(pg._comm._counts) == count
-        assert sys.getsizeof(pg._comm._counts) < 100 * count
-        assert all(pg._comm._counts[name] == 1 for name in names)
-        assert not pg._comm.operations
-        assert not pg._comm._early
+        assert len(comm_of(pg)._counts) == count
+        assert sys.getsizeof(comm_of(pg)._counts) < 100 * count
+        assert all(comm_of(pg)._counts[name] == 1 for name in names)
+        assert not comm_of(pg).operations
+        assert not comm_of(pg)._early
 
     await run_ranks(2, rank)

@@ -18,16 +18,18 @@ from aiocoll.transport.frame import SEGMENT
 from aiocoll.unretrieved import line_of
 from tests.ranks import TRANSPORTS, run_ranks
 
+from ..internals import comm_of, dispatcher_of
+
 
 def recorder(pg: ProcessGroup) -> OperationLog:
-    return pg._comm.operation_log
+    return comm_of(pg).operation_log
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 async def test_an_entry_says_what_was_called_where_and_when_it_ended(world_size: int, transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
-        before = pg._dispatcher.runtime.stamp()
+        before = dispatcher_of(pg).runtime.stamp()
         await pg.allreduce(np.zeros((2, 3), np.float32))
         line = sys._getframe().f_lineno - 1
         await pg.broadcast(np.zeros(5), 0, key="weights")
@@ -37,7 +39,12 @@ async def test_an_entry_says_what_was_called_where_and_when_it_ended(world_size:
         assert first.ended is not None
         assert second.ended is not None
         assert (
-            before <= first.entered <= first.ended <= second.entered <= second.ended <= pg._dispatcher.runtime.stamp()
+            before
+            <= first.entered
+            <= first.ended
+            <= second.entered
+            <= second.ended
+            <= dispatcher_of(pg).runtime.stamp()
         )
         assert first.code is rank.__code__
         assert line_of(first.code, first.instruction) == line
@@ -93,7 +100,7 @@ def test_times_are_those_of_the_clock_of_the_group() -> None:
         await pg.barrier()
         (barrier,) = recorder(pg).snapshot()
         assert (barrier.entered, barrier.ended) == (pytest.approx(3.0 * pg.rank()), pytest.approx(3.0))
-        assert pg._dispatcher.runtime.wall() == pg._dispatcher.runtime.time()
+        assert dispatcher_of(pg).runtime.wall() == dispatcher_of(pg).runtime.time()
 
     run_virtual(2, rank)
 
@@ -111,7 +118,7 @@ def test_times_are_finer_than_those_of_a_coarse_loop() -> None:
             await pg.barrier()
         records = recorder(pg).snapshot()
         assert len({record.entered for record in records}) == len(records)
-        assert abs(records[-1].entered - pg._dispatcher.runtime.time()) < 1
+        assert abs(records[-1].entered - dispatcher_of(pg).runtime.time()) < 1
 
     with asyncio.Runner(loop_factory=Coarse) as runner:
         runner.run(run_ranks(1, rank))

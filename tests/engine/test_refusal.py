@@ -23,6 +23,7 @@ from aiocoll.testing import run_processes
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import EAGER, HEADER, FrameKind
 
+from ..internals import comm_of
 from ..ranks import TRANSPORTS, options, over, run_ranks, until
 
 Say = Callable[[ProcessGroup, ProcessGroup], Any]
@@ -34,11 +35,11 @@ SOON, OVER = 1.0, 10.0
 
 
 def control_link(pg: ProcessGroup, rank: int) -> Link:
-    return pg._comm.endpoint.control._links[rank]
+    return comm_of(pg).endpoint.control._links[rank]
 
 
 def data_link(pg: ProcessGroup, rank: int) -> Link:
-    link = pg._comm.channels[rank].link
+    link = comm_of(pg).channels[rank].link
     assert link is not None
     return link
 
@@ -54,7 +55,7 @@ def note(link: Link, what: Any) -> None:
 
 def noting(**what: Any) -> Say:
     """Say something to the hub about the group of all ranks."""
-    return lambda pg, _: note(control_link(pg, 0), {"g": pg._comm.id, **what})
+    return lambda pg, _: note(control_link(pg, 0), {"g": comm_of(pg).id, **what})
 
 
 def shrinking(**what: Any) -> Say:
@@ -74,20 +75,20 @@ def future_revocation(pg: ProcessGroup, pair: ProcessGroup) -> None:
 
 SAID: dict[str, Say] = {
     "a frame for a sub-group that its sender is not in": lambda pg, pair: frame(
-        data_link(pg, 0), FrameKind.DATA, EAGER, 0, pair._comm.id, 1, 0, 0, payload=b"x"
+        data_link(pg, 0), FrameKind.DATA, EAGER, 0, comm_of(pair).id, 1, 0, 0, payload=b"x"
     ),
     "a message of a dtype that there is not": lambda pg, _: frame(
-        data_link(pg, 0), FrameKind.DATA, EAGER, 0, pg._comm.id, P2P | 5 << 32 | 1, 200, 0, payload=b"x"
+        data_link(pg, 0), FrameKind.DATA, EAGER, 0, comm_of(pg).id, P2P | 5 << 32 | 1, 200, 0, payload=b"x"
     ),
     "a message of half an element": lambda pg, _: frame(
-        data_link(pg, 0), FrameKind.DATA, EAGER, 0, pg._comm.id, P2P | 5 << 32 | 1, 11, 0, payload=b"xyz"
+        data_link(pg, 0), FrameKind.DATA, EAGER, 0, comm_of(pg).id, P2P | 5 << 32 | 1, 11, 0, payload=b"xyz"
     ),
     "more credit than was given": lambda pg, _: frame(data_link(pg, 0), FrameKind.WINDOW, 0, 0, 0, 0, 0, 1 << 30),
     "bytes nobody asked for": lambda pg, _: frame(
-        data_link(pg, 0), FrameKind.DATA, 0, 0, pg._comm.id, 1000, 0, 0, payload=b"x"
+        data_link(pg, 0), FrameKind.DATA, 0, 0, comm_of(pg).id, 1000, 0, 0, payload=b"x"
     ),
     "a frame that is no note on a control link": lambda pg, _: frame(
-        control_link(pg, 0), FrameKind.GRANT, 0, 0, pg._comm.id, 1, 0, 0
+        control_link(pg, 0), FrameKind.GRANT, 0, 0, comm_of(pg).id, 1, 0, 0
     ),
     "a frame of no kind": lambda pg, _: frame(control_link(pg, 0), 9, 0, 0, 0, 0, 0, 0),
     "a note behind data that is no note": lambda pg, _: note(data_link(pg, 0), b"\xc1"),
@@ -115,7 +116,7 @@ SAID: dict[str, Say] = {
     "a proposal with nothing": shrinking(what="propose", ballot=2, outcome={}),
     "a revocation of a group to come": future_revocation,
     "a revocation of a group that its sender is not in": lambda pg, pair: note(
-        control_link(pg, 0), {"t": "revoke", "g": pair._comm.id, "cause": CAUSE}
+        control_link(pg, 0), {"t": "revoke", "g": comm_of(pair).id, "cause": CAUSE}
     ),
     "the end of all ranks": lambda pg, _: note(
         control_link(pg, 0), {"t": "ended", "ranks": [[0, []], [1, []], [2, []]]}
@@ -174,8 +175,8 @@ async def test_what_does_not_fit_ends_its_groups_by_name(transport: str, what: s
             waiting.append(pg.rank())
         else:
             await until(lambda: len(waiting) == 2)
-            named = pg._comm.endpoint.hash62  # the group of the others, which this rank has not made
-            identity = named(f"{pg._comm.id}\0split\0{(pg._comm.id, 0, None, (0, 1))}") & 0xFFFFFFFF
+            named = comm_of(pg).endpoint.hash62  # the group of the others, which this rank has not made
+            identity = named(f"{comm_of(pg).id}\0split\0{(comm_of(pg).id, 0, None, (0, 1))}") & 0xFFFFFFFF
             SAID[what](pg, _Named(identity))  # type: ignore[arg-type]
         await fails(pg, work, "")
         if pair.size() == 2:  # which has no part in it
@@ -239,7 +240,7 @@ async def test_an_exception_while_a_note_is_handled_ends_its_groups_by_name(
         await met(pg)
         work = pg.recv(np.zeros(1), 0 if pg.rank() else 1)
         if pg.rank() == 2:
-            what = {"t": "query", "g": pg._comm.id, "op": 9}
+            what = {"t": "query", "g": comm_of(pg).id, "op": 9}
             note(control_link(pg, 0), {"t": "relay", "to": 1, "note": what})
         with pytest.raises(PeerProtocolError, match="could not take the control message 'query' of rank 2: MemoryErr"):
             async with asyncio.timeout(SOON):
@@ -278,7 +279,7 @@ async def call(pg: ProcessGroup) -> str:
         def deliver(*_: Any) -> bool:
             raise MemoryError("no memory")
 
-        pg._comm.matching.deliver = deliver  # type: ignore[method-assign]
+        comm_of(pg).matching.deliver = deliver  # type: ignore[method-assign]
     try:
         async with asyncio.timeout(OVER):
             await pg.barrier()
@@ -374,16 +375,16 @@ async def test_more_than_a_message_is_refused(transport: str, what: str) -> None
         await met(pg)
         if pg.rank() == 0:
             work = pg.broadcast(np.zeros(100), 1)
-            waiting.append(pg._comm.entered)
+            waiting.append(comm_of(pg).entered)
         else:
             await until(lambda: waiting)
             work = pg.recv(np.zeros(1), 0)
             pg.broadcast(np.zeros(100), 1, key="alike").add_done_callback(lambda _: None)
-            signature = pg._comm.operation_log.last().signature  # type: ignore[union-attr]
+            signature = comm_of(pg).operation_log.last().signature  # type: ignore[union-attr]
             at = 0
             for length in lengths:
                 header = HEADER.pack(
-                    FrameKind.DATA, EAGER, 0, pg._comm.id, waiting[0], signature.fingerprint(), at, length, 800
+                    FrameKind.DATA, EAGER, 0, comm_of(pg).id, waiting[0], signature.fingerprint(), at, length, 800
                 )
                 data_link(pg, 0).write(header, memoryview(bytes(length)) if length else None)
                 at += length

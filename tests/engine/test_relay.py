@@ -15,6 +15,7 @@ from aiocoll.engine.operations import shm_ring
 from aiocoll.engine.operations.shm_ring import LAG, ShmRing, order
 from aiocoll.transport.shm.layout import CHUNKS
 
+from ..internals import comm_of
 from ..ranks import over, until
 from .test_oneshot import call, check, fails, jobs, mine, shrunk
 
@@ -72,18 +73,18 @@ def test_no_rank_waits_for_ever_with_the_blocks_of_a_lane(world_size: int, piece
 
 def pieces_put(pg: ProcessGroup, peer: int) -> int:
     """Return how many pieces this rank has put into its lane to `peer`."""
-    shared = pg._comm.channels[peer].shared
+    shared = comm_of(pg).channels[peer].shared
     assert shared is not None
     return shared.chunks_out._number
 
 
 def in_the_lane(pg: ProcessGroup) -> list[bool]:
-    return [operation._holds for operation in pg._comm.pending if isinstance(operation, ShmRing)]
+    return [operation._holds for operation in comm_of(pg).pending if isinstance(operation, ShmRing)]
 
 
 def look(pg: ProcessGroup) -> None:
     """Let this rank do all that it can without the other ones."""
-    while any(operation.look() for operation in list(pg._comm.pending) if isinstance(operation, ShmRing)):
+    while any(operation.look() for operation in list(comm_of(pg).pending) if isinstance(operation, ShmRing)):
         pass
 
 
@@ -196,10 +197,10 @@ class Gate:
 
 async def test_it_ends_with_its_last_frame_if_all_has_come() -> None:
     async with jobs(2) as ((zero, one),):
-        channel = zero._comm.channels[1]
+        channel = comm_of(zero).channels[1]
         gate = channel.link = Gate(channel.link)  # type: ignore[assignment]
         calls = [call(zero, 2 * PIECE), call(one, 2 * PIECE)]
-        (operation,) = zero._comm.pending
+        (operation,) = comm_of(zero).pending
         await until(lambda: not operation.awaited())
         assert not calls[0][1].done()
         gate.open = True
@@ -211,7 +212,7 @@ async def test_it_ends_with_its_last_frame_if_all_has_come() -> None:
 async def test_who_waits_has_nothing_to_do() -> None:
     async with jobs(2) as ((zero, one),):
         calls = [call(zero, 10 * PIECE)]
-        (waiting,) = zero._comm.pending
+        (waiting,) = comm_of(zero).pending
         assert isinstance(waiting, ShmRing)
         assert waiting.look() is False
         await check([*calls, call(one, 10 * PIECE)], 2)
@@ -270,7 +271,7 @@ async def test_a_writer_that_waits_for_a_block_is_woken_once(monkeypatch: pytest
         calls = [call(pgs[1], 6 * PIECE), call(pgs[0], 6 * PIECE)]
         look(pgs[0])
         full = pieces_put(pgs[0], 1) == CHUNKS
-        link = pgs[1]._comm.channels[0].shared
+        link = comm_of(pgs[1]).channels[0].shared
         assert link is not None
         put, announce = [pieces_put(pgs[1], 0)], link.announce
         monkeypatch.setattr(link, "announce", lambda: (put.append(pieces_put(pgs[1], 0)), announce()))

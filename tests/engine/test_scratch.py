@@ -8,6 +8,7 @@ import pytest
 from aiocoll import ProcessGroup
 from aiocoll.engine.operations.scratch import LARGE, MOST, Scratch
 
+from ..internals import comm_of
 from ..ranks import TRANSPORTS, run_ranks
 
 BYTE, DOUBLE = np.dtype("uint8"), np.dtype("float64")
@@ -58,6 +59,6 @@ async def test_a_second_reduction_uses_the_scratch_of_the_first(transport: str) 
             await pg.reduce(x, 0)
             if pg.rank() == 0:
                 assert (x == 3 * np.arange(count, dtype="float32") + 3).all()
-        return len(pg._comm.endpoint.scratch._kept)
+        return len(comm_of(pg).endpoint.scratch._kept)
 
     assert sum(await run_ranks(3, rank, transport=transport)) == 1

@@ -19,6 +19,8 @@ from aiocoll.store import HashStore
 from tests.engine.hosts import Hosts
 from tests.ranks import hub
 
+from ..internals import comm_of
+
 Body = Callable[[ProcessGroup], Any]
 
 
@@ -416,7 +418,7 @@ def test_ranks_that_cannot_be_reached_are_tried_again_and_count(lost: set[int]) 
             return None
         job.cut(lost, {0, 1, 2, 3} - lost)
         for rank in lost:
-            pg._comm.endpoint.roster.died(rank, "nothing has been heard of it", how="unreachable")
+            comm_of(pg).endpoint.roster.died(rank, "nothing has been heard of it", how="unreachable")
         start = now()
         if 0 in lost:
             with pytest.raises(
@@ -448,7 +450,7 @@ def test_a_death_is_proven_by_a_process_of_the_same_host() -> None:
         assert now() - start < 2
         small = await pg.shrink()
         assert now() - start < 2.5  # at once: nobody is tried again
-        assert [pg._comm.endpoint.roster.dead[1][0]] == ["killed"]
+        assert [comm_of(pg).endpoint.roster.dead[1][0]] == ["killed"]
         return await works(small)
 
     assert Job(hosts).run(4, body) == [(0, 2, 3), None, (0, 2, 3), (0, 2, 3)]

@@ -17,6 +17,7 @@ from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 
+from ..internals import comm_of
 from ..ranks import TRANSPORTS, options, over, run_ranks
 
 MIB = 1024 * 1024
@@ -54,7 +55,7 @@ def tap(monkeypatch: pytest.MonkeyPatch) -> Tap:
 
 def stash(pg: ProcessGroup) -> int:
     """Return the bytes that wait here for calls not made yet."""
-    return sum(len(payload) for frames in pg._comm._early.values() for _, _, payload in frames)
+    return sum(len(payload) for frames in comm_of(pg)._early.values() for _, _, payload in frames)
 
 
 async def settle(pg: ProcessGroup) -> None:
@@ -162,7 +163,7 @@ async def test_a_failed_group_gives_its_window_back(transport: str) -> None:
             await one.wait_revoked()
             await settle(two)
             if rank == 0:
-                assert two._comm.channels[1]._unasked < LINK_WINDOW // 2
+                assert comm_of(two).channels[1]._unasked < LINK_WINDOW // 2
             assert stash(one) == 0
 
     await asyncio.gather(rank(0), rank(1))

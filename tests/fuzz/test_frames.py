@@ -17,6 +17,7 @@ from aiocoll.transport.frame import EAGER, HEADER, HEADER_SIZE, SEGMENT, FrameKi
 from aiocoll.transport.stream.link import StreamLink
 from aiocoll.transport.stream.plain_stream import PlainStream
 
+from ..internals import comm_of
 from .budget import fuzz
 from .world import play
 
@@ -50,7 +51,7 @@ frames = st.tuples(
 @fuzz(st.lists(st.tuples(frames, st.integers(0, 1)), min_size=1, max_size=6), examples=150)
 def test_whatever_is_sent_every_work_ends(sent: list[tuple[tuple[int, ...], int]]) -> None:
     def attack(pg: Any, pair: int) -> None:
-        member = pg._comm
+        member = comm_of(pg)
         names = {ALL: member.id, PAIR: pair}
         keyed = KEYED | member.endpoint.hash62("k\0001")
         prints = fingerprints(pg)
@@ -73,9 +74,9 @@ def fingerprints(pg: Any) -> list[int]:
 
     found = []
     for call in (lambda: pg.allreduce(np.ones(4), key="x"), lambda: pg.broadcast(np.ones(200_000), 2, key="y")):
-        before = set(pg._comm.operations)
+        before = set(comm_of(pg).operations)
         call().add_done_callback(lambda _: None)
-        found += [each.fingerprint for op, each in pg._comm.operations.items() if op not in before]
+        found += [each.fingerprint for op, each in comm_of(pg).operations.items() if op not in before]
     return [*found, 11, 11, 11][:3]
 
 

@@ -12,6 +12,7 @@ from aiocoll.engine.control import messages as gate
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.frame import HEADER, FrameKind
 
+from ..internals import comm_of
 from .budget import fuzz
 from .mutation import at, mutated, paths
 from .notes import ALL, PAIR, valid
@@ -60,7 +61,7 @@ def test_whatever_is_said_every_work_ends(said: list[tuple[Any, bool, int]]) -> 
     nonsense: list[bool] = []
 
     def attack(pg: Any, pair: int) -> None:
-        member = pg._comm
+        member = comm_of(pg)
         for note, behind_data, to in said:
             body = packed(_renamed(note, {ALL: member.id, PAIR: pair}))
             if body is None:

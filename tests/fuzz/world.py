@@ -14,6 +14,8 @@ from aiocoll.engine.control.unmade_groups import GROUPS
 from aiocoll.engine.links.flow_control import ASK_WINDOW, EARLY_GRANTS, LINK_WINDOW
 from aiocoll.testing.virtual import run_virtual
 
+from ..internals import comm_of
+
 #: Virtual seconds for an operation, and for all of them to end.
 TIMEOUT, OVER = 5.0, 60.0
 
@@ -50,14 +52,14 @@ def play(attack: Attack) -> tuple[bool, bool]:
                 await work
         assert not pg.pending()
         _bounded(pg)
-        how, _ = pg._comm.endpoint.roster.dead.get(2, ("", ""))
+        how, _ = comm_of(pg).endpoint.roster.dead.get(2, ("", ""))
         refused.append(how == "protocol")
         try:
             good = (await pair.allreduce(np.ones(1), timeout=TIMEOUT)).tolist() == [2.0]
         except GroupError:
             good = False
         assert not pair.pending()
-        if not pg._comm.cause:
+        if not comm_of(pg).cause:
             pg.abort("the test is over")
         return good
 
@@ -68,12 +70,12 @@ def play(attack: Attack) -> tuple[bool, bool]:
 
 def _pair_identity(pg: ProcessGroup) -> int:
     """Return the id of the group of ranks 0 and 1, which rank 2 is not in."""
-    member = pg._comm
+    member = comm_of(pg)
     return member.endpoint.hash62(f"{member.id}\0split\0{(member.id, 0, None, (0, 1))}") & 0xFFFFFFFF
 
 
 def _bounded(pg: ProcessGroup) -> None:
-    endpoint = pg._comm.endpoint
+    endpoint = comm_of(pg).endpoint
     for channel in endpoint.channels._channels.values():
         waiting = channel._waiting
         assert 0 <= waiting._nbytes <= LINK_WINDOW + ASK_WINDOW

@@ -19,6 +19,7 @@ from aiocoll.gpu.provider import provide
 
 from ..fakes.cuda import FakeCuda, Gate
 from ..fakes.nccl import FakeNccl
+from ..internals import dispatcher_of
 from ..lookalikes import Torch
 
 #: How CUDA arrays go: by NCCL, or through the host.
@@ -113,7 +114,7 @@ def host(tensor: Any) -> NDArray[Any]:
 def is_native(pg: ProcessGroup) -> bool:
     """Whether the group has a communicator of NCCL."""
     return (
-        pg._dispatcher.device_state is not None
-        and pg._dispatcher.device_state.communicator is not None
-        and pg._dispatcher.device_state.communicator.is_begun
+        dispatcher_of(pg).device_state is not None
+        and dispatcher_of(pg).device_state.communicator is not None
+        and dispatcher_of(pg).device_state.communicator.is_begun
     )

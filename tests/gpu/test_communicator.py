@@ -14,6 +14,7 @@ from aiocoll.group.cuda import communicator
 from aiocoll.group.cuda import device_state as side_module
 from aiocoll.group.cuda.communicator import DeviceCommunicator
 
+from ..internals import comm_of, dispatcher_of
 from ..ranks import run_ranks, until
 from .groups import Gpus, gpus
 from .test_groups import allreduced
@@ -22,9 +23,9 @@ from .test_groups_failing import called, fails, ones
 
 def of(pg: ProcessGroup) -> DeviceCommunicator:
     """Return the communicator of a group, which has been called."""
-    assert pg._dispatcher.device_state is not None
-    assert pg._dispatcher.device_state.communicator is not None
-    return pg._dispatcher.device_state.communicator
+    assert dispatcher_of(pg).device_state is not None
+    assert dispatcher_of(pg).device_state.communicator is not None
+    return dispatcher_of(pg).device_state.communicator
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -62,7 +63,7 @@ async def test_one_question_at_a_time_and_late_answers_are_no_news(monkeypatch: 
         assert len(questions) == 1
         pg.abort("enough")
         answer.set()
-        await pg._dispatcher.device_state.device.run(lambda: None)  # type: ignore[union-attr]
+        await dispatcher_of(pg).device_state.device.run(lambda: None)  # type: ignore[union-attr]
         await fails(pg, work, "enough")
         gate.open()
 
@@ -130,10 +131,10 @@ async def test_who_has_said_that_he_ends_may_leave(monkeypatch: pytest.MonkeyPat
         ends[pg.rank()] = of(pg)._end
         await pg.barrier()
         if pg.rank() == 0:
-            pg._comm.timeout = 0.05
+            comm_of(pg).timeout = 0.05
         elif pg.rank() == 1:
             closing = asyncio.ensure_future(of(pg).close())
-            await until(lambda: 0 in pg._comm.left)
+            await until(lambda: 0 in comm_of(pg).left)
             assert not closing.done()
             await pg.send_object("all ready", 2)
             await closing

@@ -17,6 +17,7 @@ from aiocoll.group.cuda.cards import Decision
 from ..fakes.arrays import FakeArray
 from ..fakes.cuda import FakeCuda
 from ..fakes.nccl import FakeNccl
+from ..internals import dispatcher_of
 from ..ranks import run_ranks, until
 from .devices import begin, faked
 from .groups import WAYS, Gpus, gpus
@@ -62,7 +63,7 @@ async def test_a_rank_that_makes_a_communicator_only_to_abort_it() -> None:
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await pg.allreduce(gpu.tensor(np.ones(3), USED[pg.rank()]))
-        side = pg._dispatcher.device_state
+        side = dispatcher_of(pg).device_state
         assert side is not None
         name = await side.device.run(gpu.nccl.unique_id) if pg.rank() == 0 else None
         name = await pg.broadcast_object(name, 0)
@@ -136,7 +137,7 @@ async def test_the_communicator_is_ended_on_its_device(monkeypatch: pytest.Monke
         await pg.allreduce(tensor)
         await pg.barrier()
         if pg.rank() == 1:
-            await pg._dispatcher.device_state.close()  # type: ignore[union-attr]
+            await dispatcher_of(pg).device_state.close()  # type: ignore[union-attr]
 
     with gpus(3) as gpu:
         await run_ranks(2, body, gpu)

@@ -26,6 +26,7 @@ from aiocoll.group.cuda import device_state as side_module
 from aiocoll.group.cuda.agreed import Agreed
 
 from ..fakes.arrays import FakeArray
+from ..internals import dispatcher_of
 from ..ranks import run_ranks
 from ..reductions import numpy_dtype
 from .groups import WAYS, Gpus, gpus, host
@@ -84,9 +85,9 @@ async def test_a_dry_run_needs_no_device() -> None:
 async def decision(pg: ProcessGroup, gpu: Gpus, device: int | None = None) -> cards.Decision:
     device = pg.rank() if device is None else device
     await pg.allreduce(gpu.tensor(np.ones(3), device))
-    assert pg._dispatcher.device_state is not None
-    assert pg._dispatcher.device_state.decision is not None
-    return pg._dispatcher.device_state.decision
+    assert dispatcher_of(pg).device_state is not None
+    assert dispatcher_of(pg).device_state.decision is not None
+    return dispatcher_of(pg).device_state.decision
 
 
 async def test_ranks_with_a_device_each_use_nccl(caplog: pytest.LogCaptureFixture) -> None:
@@ -125,7 +126,7 @@ def test_versions_that_differ_and_hosts() -> None:
 
 async def test_nccl_alone_is_an_error_where_it_cannot_be_used() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        pg._dispatcher._nccl_only = True
+        dispatcher_of(pg)._nccl_only = True
         with pytest.raises(BackendUnavailableError, match=r"group .* is to use NCCL, but rank 0: it was left out"):
             await pg.allreduce(gpu.tensor(np.ones(3), pg.rank()))
         assert await pg.allreduce(1) == 2

@@ -23,6 +23,7 @@ from aiocoll.gpu.device import Device
 from aiocoll.group.cuda import communicator
 from aiocoll.group.cuda import device_state as side_module
 
+from ..internals import dispatcher_of
 from ..ranks import run_ranks, until
 from .groups import WAYS, Gpus, gpus, host
 from .test_groups import allreduced
@@ -319,7 +320,7 @@ async def test_blocks_that_differ_in_what_two_ranks_exchange(way: str) -> None:
 
 async def test_a_group_that_is_to_use_nccl() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        pg._dispatcher._nccl_only = True
+        dispatcher_of(pg)._nccl_only = True
         with pytest.raises(BackendUnavailableError, match="is to use NCCL, but rank 0"):
             await pg.allreduce_coalesced([gpu.tensor(np.ones(2), pg.rank()) for _ in range(2)])
 
@@ -392,7 +393,7 @@ async def test_an_abort_lets_the_launcher_finish_its_calls(patience: float, monk
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
-        end: Any = pg._dispatcher.device_state.communicator._end  # type: ignore[union-attr]
+        end: Any = dispatcher_of(pg).device_state.communicator._end  # type: ignore[union-attr]
         begin = gpu.nccl.begin
 
         def slow(call: str) -> None:

@@ -19,6 +19,7 @@ from aiocoll.group.cuda import communicator
 from aiocoll.group.cuda.cards import Decision
 from aiocoll.group.cuda.device_state import DeviceState
 
+from ..internals import comm_of, dispatcher_of
 from ..ranks import run_ranks, until
 from .groups import Gpus, gpus, host, is_native
 
@@ -70,7 +71,7 @@ async def test_groups_with_ranks_in_common_do_not_wait_for_each_other(monkeypatc
         first, second = groups[rank], groups[rank - 1]
         assert first is not None
         assert second is not None
-        firsts.append(first._comm)
+        firsts.append(comm_of(first))
         await pg.barrier()
         one, two = (gpu.tensor(np.full(3, rank), rank, "float32") for _ in range(2))
         await asyncio.gather(first.allreduce(one).join(), second.allreduce(two).join())
@@ -144,7 +145,7 @@ async def test_a_rank_may_make_its_group_after_others_have_called(late: int) -> 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         if rank == late:
-            early = pg._comm.endpoint.registry.early
+            early = comm_of(pg).endpoint.registry.early
             await until(lambda: early._unmade) if rank == 0 else await pg.recv_object(0)
         elif rank == 0:
             pg.send_object(None, late)
@@ -154,7 +155,7 @@ async def test_a_rank_may_make_its_group_after_others_have_called(late: int) -> 
         await part.allreduce(tensor)
         assert host(tensor).tolist() == [part.size()] * 3
         assert is_native(part)
-        assert not any(group.messages for group in pg._comm.endpoint.registry.early._unmade.values())
+        assert not any(group.messages for group in comm_of(pg).endpoint.registry.early._unmade.values())
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
@@ -162,11 +163,11 @@ async def test_a_rank_may_make_its_group_after_others_have_called(late: int) -> 
 
 async def test_notes_for_groups_that_are_over_or_of_others_are_not_kept() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        endpoint = pg._comm.endpoint
+        endpoint = comm_of(pg).endpoint
         part = await pg.split_group([[0, 1]])
         assert part is not None
         await part.shutdown()
-        for identity in (part._comm.id, 7):
+        for identity in (comm_of(part).id, 7):
             endpoint.control.tell(1 - pg.rank(), {"t": "device", "g": identity, "ready": True})
         await until(lambda: endpoint.registry.early._unmade)
         assert list(endpoint.registry.early._unmade) == [7]
@@ -200,7 +201,7 @@ class Stuck:
 async def around(pg: ProcessGroup, gpu: Gpus) -> None:
     """Send short messages from device to device, so that all ranks have been called with CUDA arrays."""
     rank, size = pg.rank(), pg.size()
-    device = pg._comm.endpoint.rank
+    device = comm_of(pg).endpoint.rank
     sent = pg.send(gpu.tensor(np.full(2, rank), device), (rank + 1) % size)
     into = gpu.tensor(np.zeros(2, int), device)
     await pg.recv(into, (rank - 1) % size)
@@ -226,7 +227,7 @@ async def test_a_rank_that_leaves_is_not_waited_for(monkeypatch: pytest.MonkeyPa
         if rank == leaver:
             await part.shutdown()
         else:
-            await until(lambda: leaver in part._comm.left)
+            await until(lambda: leaver in comm_of(part).left)
         await other.allreduce(gpu.tensor(np.ones(2), rank))
         assert is_native(other)
         if rank != leaver:
@@ -278,7 +279,7 @@ async def test_a_rank_that_left_before_all_were_called() -> None:
             await part.shutdown()
         elif rank == 0:
             await part.recv(short, 1)
-            await until(lambda: 1 in part._comm.left)
+            await until(lambda: 1 in comm_of(part).left)
             await pg.send_object(None, 2)
             await part.recv(short, 2)
         else:
@@ -286,10 +287,13 @@ async def test_a_rank_that_left_before_all_were_called() -> None:
             await part.send(short, 0)
         if rank != 1:
             await until(
-                lambda: part._dispatcher.device_state is not None and part._dispatcher.device_state.decision is not None
+                lambda: (
+                    dispatcher_of(part).device_state is not None
+                    and dispatcher_of(part).device_state.decision is not None
+                )
             )
-            assert part._dispatcher.device_state is not None
-            assert part._dispatcher.device_state.decision == Decision(False, "rank 1 has left")
+            assert dispatcher_of(part).device_state is not None
+            assert dispatcher_of(part).device_state.decision == Decision(False, "rank 1 has left")
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
@@ -299,7 +303,7 @@ async def test_turns_that_are_late_are_not_taken() -> None:
     """It was decided without them, since another rank has left."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        rank, member = pg.rank(), pg._comm
+        rank, member = pg.rank(), comm_of(pg)
         tensor = gpu.tensor(np.ones(1), rank)
         await pg.allreduce(tensor)
         await until(lambda: is_native(pg))
@@ -352,7 +356,7 @@ async def test_notes_that_make_no_sense_end_the_link(sender: int, note: dict[str
     """They come before the group has a device there, or after."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        rank, member = pg.rank(), pg._comm
+        rank, member = pg.rank(), comm_of(pg)
         if when == "after":
             await pg.allreduce(gpu.tensor(np.ones(1), rank))
         await pg.barrier()
@@ -381,7 +385,7 @@ async def test_a_rank_that_fails_when_others_make_the_communicator_holds_none_of
         await pg.barrier()
         work = first.allreduce(gpu.tensor(np.ones(1), rank))
         if rank == 2:
-            deciding = first._dispatcher.device_state._agreement  # type: ignore[union-attr]
+            deciding = dispatcher_of(first).device_state._agreement  # type: ignore[union-attr]
             await until(lambda: deciding._settled is not None)
             assert not deciding._is_decided
             first.abort("enough")
@@ -404,10 +408,10 @@ async def test_a_rank_that_said_something_of_a_group_it_is_not_in_is_refused_as_
     made: list[int] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        endpoint = pg._comm.endpoint
+        endpoint = comm_of(pg).endpoint
         if pg.rank() == 0:
             await until(lambda: len(made) == 2)
-            identity = Split(pg._comm.id, 0, None, (0, 1)).identity()
+            identity = Split(comm_of(pg).id, 0, None, (0, 1)).identity()
             endpoint.registry.early.keep_message(identity, 2, {"t": "device", "g": identity, "ready": True})
         part = await pg.split_group([[0, 1], [2]])
         assert part is not None

@@ -26,6 +26,7 @@ from aiocoll.group.cuda import communicator
 from aiocoll.group.cuda import device_state as side_module
 
 from ..fakes.cuda import Gate
+from ..internals import comm_of, dispatcher_of
 from ..ranks import hub, run_ranks, until
 from .groups import WAYS, Gpus, gpus
 from .test_groups import allreduced
@@ -190,7 +191,7 @@ async def test_a_message_that_a_device_refuses(how: str, way: str) -> None:
                     async with pg.coalescing():
                         works.extend([pg.recv(ones(pg, gpu), 0), pg.send(ones(pg, gpu), 0)])
         await fails(pg, None, "(RECV|SEND) .*failed on rank 1, device 1: event_record: invalid")
-        assert not pg._comm.pending
+        assert not comm_of(pg).pending
         for work in works:
             with pytest.raises(GroupError):
                 await work
@@ -235,7 +236,7 @@ async def test_a_collective_whose_stream_is_captured_before_its_block_ends(key: 
                 gpu.cuda.capture(stream, rank == 1, rank)
         gpu.cuda.capture(stream, False, rank)
         await fails(pg, work, "failed on rank 1, device 1: .* is being captured into a graph")
-        assert not pg._comm.pending
+        assert not comm_of(pg).pending
 
     with gpus(2, way) as gpu:
         await run_ranks(2, body, gpu)
@@ -289,10 +290,10 @@ async def test_a_group_of_nccl_calls_that_fails_is_ended() -> None:
 async def test_what_fails_on_the_way_is_asked_for() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
-        assert pg._dispatcher.device_state is not None
-        assert pg._dispatcher.device_state.communicator is not None
+        assert dispatcher_of(pg).device_state is not None
+        assert dispatcher_of(pg).device_state.communicator is not None
         if pg.rank() == 0:
-            pg._dispatcher.device_state.communicator._end.fail("remote process exited")  # type: ignore[union-attr]
+            dispatcher_of(pg).device_state.communicator._end.fail("remote process exited")  # type: ignore[union-attr]
         await pg.barrier()
         await fails(pg, called(pg, gpu), "failed on rank 0, device 0: NCCL: remote process exited")
 
@@ -317,7 +318,7 @@ async def test_a_communicator_that_is_never_made(
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        pg._comm.hosts = hosts
+        comm_of(pg).hosts = hosts
         gpu.nccl.init_hangs = True
         work = pg.allreduce(ones(pg, gpu), timeout=0.2)
         await fails(pg, work, f"NCCL has not made the communicator on device .: .*{match}", CollectiveTimeoutError)
@@ -370,7 +371,7 @@ async def test_the_end_of_a_group_is_that_of_its_communicator() -> None:
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
-        ends.append(pg._dispatcher.device_state.communicator._end)  # type: ignore[union-attr]
+        ends.append(dispatcher_of(pg).device_state.communicator._end)  # type: ignore[union-attr]
         await pg.shutdown()
 
     with gpus(3) as gpu:
@@ -386,7 +387,7 @@ async def test_who_closes_alone_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
         other = await pg.split_group([0, 1])
         assert other is not None
         await allreduced(other, gpu)
-        ends.append(other._dispatcher.device_state.communicator._end)  # type: ignore[union-attr]
+        ends.append(dispatcher_of(other).device_state.communicator._end)  # type: ignore[union-attr]
         if pg.rank() == 0:
             await other.shutdown()
         await pg.barrier()
@@ -417,15 +418,15 @@ async def test_who_comes_late_finds_that_the_others_have_left(monkeypatch: pytes
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
-        mine = pg._dispatcher.device_state.communicator  # type: ignore[union-attr]
+        mine = dispatcher_of(pg).device_state.communicator  # type: ignore[union-attr]
         ends.append(mine._end)  # type: ignore[union-attr]
         await pg.barrier()
         if pg.rank() == 0:
             mine.abort()  # type: ignore[union-attr]
         else:
-            await until(lambda: 0 in pg._comm.left)
+            await until(lambda: 0 in comm_of(pg).left)
         await pg.shutdown()
-        assert pg._comm.cause is None
+        assert comm_of(pg).cause is None
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
@@ -461,7 +462,7 @@ async def test_on_stream_tells_what_has_failed() -> None:
 async def test_a_question_that_fails() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
-        end: Any = pg._dispatcher.device_state.communicator._end  # type: ignore[union-attr]
+        end: Any = dispatcher_of(pg).device_state.communicator._end  # type: ignore[union-attr]
 
         def fail() -> None:
             raise DeviceError("async_error", "no answer")
@@ -506,7 +507,7 @@ async def test_a_first_call_that_a_device_refuses_leaves_nothing(call: str, monk
             with pytest.raises(DeviceError, match=call):
                 pg.allreduce(ones(pg, gpu))
         assert gpu.cuda.live()["streams"] == 0
-        assert not pg._comm.on_revoked + pg._comm.on_departed
+        assert not comm_of(pg).on_revoked + comm_of(pg).on_departed
         await allreduced(pg, gpu)
 
     with gpus(1) as gpu:

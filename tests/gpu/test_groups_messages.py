@@ -14,6 +14,7 @@ import pytest
 
 from aiocoll import CollectiveMismatchError, CollectiveTimeoutError, GroupError, ProcessGroup, Recv, Send
 
+from ..internals import comm_of
 from ..ranks import TRANSPORTS, run_ranks
 from ..reductions import DTYPES, data
 from .groups import Gpus, gpus, host
@@ -141,7 +142,7 @@ async def test_an_announced_message_is_forgotten_when_it_has_left() -> None:
             gate.open()
             await work
             del work
-            assert not pg._comm.channels[1]._blocked
+            assert not comm_of(pg).channels[1]._blocked
             await pg.barrier()
             gc.collect()
             assert sent() is None
@@ -342,14 +343,14 @@ async def test_a_batch_with_an_array_that_cannot_go_starts_nothing(called: bool)
         first = gpu.tensor(np.ones(1), rank)
         with pytest.raises(ValueError, match="make a group for each device"):
             pg.batch([Send(np.ones(1), 1 - rank), Send(first, 1 - rank), Send(gpu.tensor(np.ones(1), 2), 1 - rank)])
-        assert not pg._comm.pending
+        assert not comm_of(pg).pending
         stream = gpu.stream(rank)
         gpu.cuda.capture(stream, True, rank)
         with pytest.raises(RuntimeError, match="captured into a graph"):
             pg.batch([Send(np.ones(1), 1 - rank), Recv(gpu.tensor(np.ones(1), rank), 1 - rank)])
         gpu.cuda.capture(stream, False, rank)
-        assert not pg._comm.pending
-        assert not pg._comm.matching._sent
+        assert not comm_of(pg).pending
+        assert not comm_of(pg).matching._sent
 
     with gpus(3) as gpu:
         await run_ranks(2, body, gpu)

@@ -11,6 +11,7 @@ import pytest
 
 from aiocoll import GroupOptions, PeerLostError, ProcessGroup, ReduceOp, testing
 
+from ..internals import dispatcher_of
 from .groups import Gpus, gpus, host
 
 
@@ -51,9 +52,9 @@ async def every_call(pg: ProcessGroup) -> str:
         assert await pg.recv_anysource(tensor, tag=2) is tensor
         assert (host(tensor) == left).all()
         await sent
-        assert pg._dispatcher.device_state is not None
-        assert pg._dispatcher.device_state.decision is not None
-        why = pg._dispatcher.device_state.decision.why
+        assert dispatcher_of(pg).device_state is not None
+        assert dispatcher_of(pg).device_state.decision is not None
+        why = dispatcher_of(pg).device_state.decision.why
         await pg.shutdown()
     return why
 

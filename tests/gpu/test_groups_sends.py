@@ -26,6 +26,7 @@ from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.group.cuda import communicator, matching
 from aiocoll.group.cuda.matching import BatchMatching
 
+from ..internals import comm_of, dispatcher_of
 from ..ranks import TRANSPORTS, run_ranks, until
 from ..reductions import DTYPES
 from .groups import Gpus, gpus, host, is_native
@@ -275,7 +276,7 @@ async def test_what_incoming_has_asked_for_comes_from_the_host(counts: Counts) -
             counted.clear()
             await pg.send(full(gpu, 0, 5), 1, tag=3)
         else:
-            await until(lambda: pg._comm.matching._waiting)
+            await until(lambda: comm_of(pg).matching._waiting)
             step = asyncio.ensure_future(anext(pg.incoming(3)))
             await asyncio.sleep(0)
             step.cancel()
@@ -404,7 +405,7 @@ async def test_rank_0_is_named_if_it_does_not_let_a_message_begin(monkeypatch: p
         tensor = full(gpu, rank, 0)
         if rank:
             other = pg.recv(full(gpu, 1, 0), 0, tag=1)
-            assert [each.standing() for each in pg._comm.pending] == ["no message with tag 1 has come from rank 0"]
+            assert [each.standing() for each in comm_of(pg).pending] == ["no message with tag 1 has come from rank 0"]
         work = pg.recv(tensor, 0, timeout=0.05) if rank else pg.send(tensor, 1)
         error = await pg.wait_revoked()
         if rank:
@@ -499,14 +500,14 @@ async def test_messages_go_on_without_rank_0(when: str, monkeypatch: pytest.Monk
             if when == "matched":
                 await until(
                     lambda: (
-                        pg._dispatcher.device_state is not None
-                        and bool(pg._dispatcher.device_state.messages._matching._units)
+                        dispatcher_of(pg).device_state is not None
+                        and bool(dispatcher_of(pg).device_state.messages._matching._units)
                     )
                 )
             await pg.shutdown()
             return
         if when == "before":
-            await until(lambda: 0 in pg._comm.left)
+            await until(lambda: 0 in comm_of(pg).left)
         other = 3 - rank
         # The batch of rank 1 is not complete while rank 0 is there.
         tensors = [full(gpu, rank, 2 * rank + index) for index in range(2)]
@@ -516,7 +517,7 @@ async def test_messages_go_on_without_rank_0(when: str, monkeypatch: pytest.Monk
         else:
             first = pg.recv(into[0], other)
             if when == "matched":
-                await until(lambda: 0 in pg._comm.left)
+                await until(lambda: 0 in comm_of(pg).left)
             await first
             work = pg.recv(into[1], other, tag=1)
         await work
@@ -536,7 +537,7 @@ async def test_a_rank_that_leaves_while_a_message_flies_ends_the_group() -> None
         tensor = full(gpu, rank, 0)
         work = pg.recv(tensor, 0) if rank else pg.send(tensor, 1)
         if gate is not None:
-            await until(lambda: any(each.hangs_here() for each in pg._comm.pending))
+            await until(lambda: any(each.hangs_here() for each in comm_of(pg).pending))
             pg.timeout = 0.01
             asyncio.get_running_loop().call_later(0.1, gate.open)
             await pg.shutdown()
@@ -561,12 +562,12 @@ async def test_once_a_rank_has_left_messages_are_staged(monkeypatch: pytest.Monk
         rank = pg.rank()
         await begun(pg, gpu)
         if rank == 0:
-            side = pg._dispatcher.device_state
+            side = dispatcher_of(pg).device_state
             assert side is not None
             await until(lambda: len(side.messages._matching._units) == 2)
             counted.clear()
             held.set()
-            await until(lambda: 3 in pg._comm.left)
+            await until(lambda: 3 in comm_of(pg).left)
             for unit in list(side.messages._matching._units.values()):
                 side.messages._matching._stop_waiting(unit)
             assert holds(await pg.recv(full(gpu, 0, -1), 1), 5)
@@ -617,7 +618,7 @@ async def test_nothing_begins_because_the_rest_of_its_batch_has_failed(
                 await pg.shutdown()
         else:
             work = pg.recv(tensors[0], 1)
-            side = pg._dispatcher.device_state
+            side = dispatcher_of(pg).device_state
             assert side is not None
             await until(lambda: side.messages._matching._units)
             await pg.send_object(None, 1)
@@ -628,7 +629,7 @@ async def test_nothing_begins_because_the_rest_of_its_batch_has_failed(
             else:
                 with pytest.raises(PeerLostError, match="needs rank 1, which has left"):
                     await work
-                assert pg._comm.cause is None
+                assert comm_of(pg).cause is None
         if end == "abort":
             await pg.wait_revoked()
 
@@ -671,9 +672,9 @@ async def test_ends_that_are_gone_do_not_begin() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await begun(pg, gpu)
-        assert pg._dispatcher.device_state is not None
+        assert dispatcher_of(pg).device_state is not None
         if rank == 0:
-            pg._dispatcher.device_state.messages._number([matching.Match(1, 2, 999)])
+            dispatcher_of(pg).device_state.messages._number([matching.Match(1, 2, 999)])
         await pg.barrier()
         tensor = full(gpu, rank, rank)
         if rank:

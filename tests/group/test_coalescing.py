@@ -28,6 +28,7 @@ from aiocoll.group.interceptors.fuse import LARGE
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import FrameKind
 
+from ..internals import comm_of, dispatcher_of
 from ..pairwise import Case
 from ..ranks import TRANSPORTS, over, run_ranks, until
 from ..reductions import DTYPES, OPS, equal
@@ -82,7 +83,7 @@ async def everything(pg: ProcessGroup) -> list[bytes]:
     calls = [(case, Call(case, pg.rank())) for case in mixed(pg.size())]
     async with pg.coalescing() as batch:
         found = await asyncio.gather(*(call.run(pg) for _, call in calls))
-    assert pg._comm.entered == batch.seq == 1
+    assert comm_of(pg).entered == batch.seq == 1
     for (case, call), arrays in zip(calls, found, strict=True):
         for array, right in zip(arrays, call.expected(), strict=True):
             assert equal(array, right), f"{label(case)} on rank {pg.rank()}: {array} instead of {right}"
@@ -211,7 +212,7 @@ async def test_small_calls_of_a_block_are_one_frame_to_each_peer(frames: Frames)
                 pg.allreduce(ones(3, number))
             for number in range(50):
                 pg.broadcast(ones(3, number), 0)
-        assert pg._comm.entered == 1
+        assert comm_of(pg).entered == 1
 
     await run_ranks(2, rank, transport="tcp")
     # Each rank sends its tensors, and one of them what it broadcasts.
@@ -223,7 +224,7 @@ async def test_an_empty_block_takes_no_number(frames: Frames) -> None:
         async with pg.coalescing() as batch:
             pass
         assert batch.seq is None
-        assert pg._comm.entered == 0
+        assert comm_of(pg).entered == 0
 
     await run_ranks(2, rank)
     assert frames.count == 0
@@ -270,7 +271,7 @@ async def test_whoever_waits_inside_sends_what_is_recorded(pg: ProcessGroup, how
         else:
             await asyncio.create_task(waiting(first))
         assert first.result().tolist() == second.result().tolist() == [2.0] * 4
-        assert batch.seq == pg._comm.entered == 1
+        assert batch.seq == comm_of(pg).entered == 1
         third = pg.allreduce(ones())
     assert third.result().tolist() == [2.0] * 4
     assert batch.seq == 2
@@ -284,7 +285,7 @@ async def test_what_is_called_in_the_same_turn_is_sent_together(pg: ProcessGroup
     async with pg.coalescing() as batch, asyncio.TaskGroup() as tasks:
         for number in range(10):
             tasks.create_task(called(pg, number))
-    assert batch.seq == pg._comm.entered == 1
+    assert batch.seq == comm_of(pg).entered == 1
 
 
 @pytest.mark.ranks(2)
@@ -341,7 +342,7 @@ async def test_a_wrong_key_is_refused_at_the_call(pg: ProcessGroup) -> None:
             pg.allreduce(ones(), key="\ud800")
         with pytest.raises(TypeError, match="tensor must be"):
             pg.allreduce("text")
-    assert pg._comm.entered == 0
+    assert comm_of(pg).entered == 0
 
 
 @pytest.mark.ranks(2)
@@ -490,7 +491,7 @@ async def test_calls_that_share_memory_are_refused_before_anything_is_sent(frame
             async with pg.coalescing():
                 pg.allgather(None, whole)
                 await pg.allreduce(whole[2:3])
-        assert pg._comm.entered == 0
+        assert comm_of(pg).entered == 0
         assert pg.pending() == []
         # Reading twice is fine, and so are neighbours.
         async with pg.coalescing():
@@ -535,7 +536,7 @@ async def test_an_exception_inside_sends_nothing_more(pg: ProcessGroup, frames: 
             await work
         assert isinstance(e.value.__cause__, KeyError)
     assert tensor.tolist() == [1.0] * 4
-    assert pg._comm.entered == 2
+    assert comm_of(pg).entered == 2
     assert (await pg.allreduce(tensor)).tolist() == [2.0] * 4
 
 
@@ -707,17 +708,17 @@ async def test_calls_on_lists(transport: str, frames: Frames) -> None:
         await pg.reduce_scatter_tensor_coalesced(outputs, inputs, ReduceOp.MAX)
         assert [each.tolist() for each in outputs] == [[rank], [2 * rank, 2 * rank + 1]]
         assert await pg.allreduce_coalesced([]) == []
-        assert pg._comm.entered == 4
+        assert comm_of(pg).entered == 4
         keyed = pg.allreduce_coalesced([ones(), ones(2)], key="k")
         assert (keyed.key, keyed.seq, [each[0] for each in await keyed]) == ("k", 1, [size, size])
-        assert pg._comm.entered == 4
+        assert comm_of(pg).entered == 4
         async with pg.coalescing() as batch:
             one = pg.allreduce_coalesced([ones(), ones(2)])
             two = pg.allreduce(ones())
             assert pg.pending() == [one, two]
             assert await pg.allreduce_coalesced([]) == []
             assert one.result()[0].tolist() == two.result().tolist() == [size] * 4
-        assert batch.seq == pg._comm.entered == 5
+        assert batch.seq == comm_of(pg).entered == 5
 
     await run_ranks(2, rank, transport=transport)
 
@@ -737,7 +738,7 @@ async def test_a_wrong_tensor_of_a_list_is_refused_before_anything_is_sent(pg: P
             pg.allreduce_coalesced([ones(), "text"])
         work = pg.allreduce(ones())
         assert pg.pending() == [work]
-    assert pg._comm.entered == 1
+    assert comm_of(pg).entered == 1
     assert work.result().tolist() == [2.0] * 4
 
 
@@ -754,10 +755,10 @@ class Passing:
     def take(self, call: TakenCall) -> Work[Any]:
         pg = self.pg
         self.ops.append(call.op)
-        identity, seq = (2 << 62, None) if call.signature is None else pg._dispatcher.numbered(call.key)
-        work: Work[Any] = Work(pg._comm.endpoint, call.op, seq, call.key, pg)
+        identity, seq = (2 << 62, None) if call.signature is None else dispatcher_of(pg).numbered(call.key)
+        work: Work[Any] = Work(comm_of(pg).endpoint, call.op, seq, call.key, pg)
         call.expect(work)
-        pg._dispatcher.enter(call.make(identity, work))
+        dispatcher_of(pg).enter(call.make(identity, work))
         return work
 
 
@@ -765,7 +766,7 @@ class Faking(Passing):
     """Takes the calls of a group, and does nothing."""
 
     def take(self, call: TakenCall) -> Work[Any]:
-        work: Work[Any] = Work(self.pg._comm.endpoint, call.op, None, None, self.pg)
+        work: Work[Any] = Work(comm_of(self.pg).endpoint, call.op, None, None, self.pg)
         call.expect(work)
         work._finish(call.result)
         return work
@@ -774,7 +775,7 @@ class Faking(Passing):
 @pytest.mark.ranks(2)
 async def test_the_groups_own_taker_gets_what_the_calls_are_fused_to(pg: ProcessGroup) -> None:
     interceptor = Passing(pg)
-    pg._dispatcher.intercept(interceptor)
+    dispatcher_of(pg).intercept(interceptor)
     outputs = [ones(2, -1) for _ in range(pg.size())]
     async with pg.coalescing():
         works = [pg.allreduce(ones(2, number)) for number in range(3)]
@@ -792,7 +793,7 @@ async def test_the_groups_own_taker_gets_what_the_calls_are_fused_to(pg: Process
 
 @pytest.mark.ranks(2)
 async def test_a_taker_that_moves_nothing_leaves_arrays_as_they_are(pg: ProcessGroup) -> None:
-    pg._dispatcher.intercept(Faking(pg))
+    dispatcher_of(pg).intercept(Faking(pg))
     tensors = [ones(2, 5), ones(3, 6)]
     outputs = [[ones(2, -1) for _ in range(pg.size())] for _ in range(2)]
     async with pg.coalescing():
@@ -810,7 +811,7 @@ async def test_a_message_of_the_block_that_ends_the_group_ends_all_of_it(pg: Pro
         pg.send(np.zeros(3, np.int32), 0)
         await pg.wait_revoked()
         return
-    await until(lambda: pg._comm.matching._waiting)
+    await until(lambda: comm_of(pg).matching._waiting)
     works: list[Work[Any]] = []
 
     async def block() -> None:
@@ -821,4 +822,4 @@ async def test_a_message_of_the_block_that_ends_the_group_ends_all_of_it(pg: Pro
     with pytest.raises(GroupError):
         await block()
     assert all(isinstance(work.exception(), GroupError) for work in works)
-    assert not pg._comm.pending
+    assert not comm_of(pg).pending

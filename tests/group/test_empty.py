@@ -22,6 +22,7 @@ from aiocoll.transport.shm import registered_memory
 from aiocoll.transport.shm.chunk_queue import ChunkQueueWriter
 from aiocoll.transport.shm.layout import CHUNKS, LinkLayout
 
+from ..internals import comm_of
 from ..pairwise import Case, cover
 from ..ranks import over, run_ranks, until
 from ..reductions import DTYPES, OPS, allowed, data, equal, reduce_op, reduced
@@ -73,7 +74,7 @@ def mappings() -> int:
 
 
 def segments(pg: ProcessGroup) -> int:
-    return len(pg._comm.endpoint.registered_memory.segments)
+    return len(comm_of(pg).endpoint.registered_memory.segments)
 
 
 async def filled(pg: ProcessGroup, values: Any) -> Any:
@@ -438,7 +439,7 @@ async def test_the_last_view_may_be_dropped_in_any_thread(pg: ProcessGroup) -> N
 async def test_an_address_of_a_dropped_array_is_nobodys(pg: ProcessGroup) -> None:
     """Memory of another kind may be there by now."""
     array = await filled(pg, np.ones(LARGE))
-    registry = pg._comm.endpoint.registered_memory
+    registry = comm_of(pg).endpoint.registered_memory
     (segment,) = registry.segments
     assert registry.find(array[10:]) == (segment, 80)
     interface = dict(array.__array_interface__)

@@ -21,6 +21,7 @@ from aiocoll.group.interceptors.estimate import Estimate
 from aiocoll.transport.memory import MemoryLink
 from aiocoll.work import Work
 
+from ..internals import comm_of
 from ..ranks import TRANSPORTS, over, run_ranks
 from ..rendezvous.test_fake import ARRAYS
 
@@ -67,7 +68,7 @@ async def test_an_estimate_is_the_prediction(world_size: int, count: int) -> Non
                 assert each.seconds == 0
             else:
                 assert each.algorithm is not None
-                machine = pg._comm.tuning.machine
+                machine = comm_of(pg).tuning.machine
                 assert each.seconds == predict(each.algorithm, kind, each.nbytes, p, machine)
         assert estimate.seconds == sum(each.seconds for each in estimate.calls)
 
@@ -77,7 +78,7 @@ async def test_an_estimate_is_the_prediction(world_size: int, count: int) -> Non
 @pytest.mark.parametrize("world_size", WORLDS)
 async def test_messages_and_objects(world_size: int) -> None:
     async def rank(pg: ProcessGroup) -> None:
-        machine, others, peer = pg._comm.tuning.machine, pg.size() - 1, (pg.rank() + 1) % pg.size()
+        machine, others, peer = comm_of(pg).tuning.machine, pg.size() - 1, (pg.rank() + 1) % pg.size()
         tensor, obj = np.zeros(1000), {"some": "object"}
         nbytes = len(dumps(obj, allow_pickle=False))
         if others:
@@ -110,7 +111,7 @@ async def test_sparse_arrays() -> None:
         (one,) = estimate.calls
         # A hundred places and a hundred values for each of the two others.
         assert (one.op, one.nbytes) == ("ALLREDUCE_SPARSE", 2 * 100 * 16)
-        assert one.seconds == seconds_of(Load(1, 2, 2, one.nbytes, 0, 0), pg._comm.tuning.machine)
+        assert one.seconds == seconds_of(Load(1, 2, 2, one.nbytes, 0, 0), comm_of(pg).tuning.machine)
 
     await run_ranks(3, rank)
 
@@ -122,7 +123,7 @@ async def test_a_gather_of_a_block_whose_counts_are_not_known_yet(pg: ProcessGro
             pg.allgather(None, np.zeros(5))
     (one,) = estimate.calls
     assert one.op == "ALLGATHER_ALLOCATED"
-    assert one.seconds == seconds_of(Load(1, 2, 2, 2 * 40, 0, 0), pg._comm.tuning.machine)
+    assert one.seconds == seconds_of(Load(1, 2, 2, 2 * 40, 0, 0), comm_of(pg).tuning.machine)
 
 
 @pytest.mark.ranks(3)
@@ -141,7 +142,7 @@ async def test_memory_that_all_ranks_share_has_formulas_of_its_own() -> None:
     a, v, b, g = 1000.0, 100.0, 0.5, 0.25
 
     async def rank(pg: ProcessGroup) -> None:
-        pg._comm.tuning = Tuning(shm=Machine(a, v, b, g), medium="shm")
+        comm_of(pg).tuning = Tuning(shm=Machine(a, v, b, g), medium="shm")
         with pg.time_estimator() as estimate:
             pg.allreduce(np.zeros(16))
             pg.barrier()
@@ -159,8 +160,8 @@ async def test_memory_that_all_ranks_share_has_formulas_of_its_own() -> None:
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 1, 1)])
 async def test_ranks_on_several_hosts(pg: ProcessGroup, hosts: tuple[int, ...]) -> None:
-    pg._comm.hosts = hosts
-    machine = pg._comm.tuning.machine
+    comm_of(pg).hosts = hosts
+    machine = comm_of(pg).tuning.machine
     for count in (1000, 80_000, 1_000_000):
         with pg.time_estimator() as estimate:
             pg.allreduce(np.zeros(count))
@@ -187,7 +188,7 @@ async def test_the_fake_backend_predicts(world_size: int) -> None:
 @over(*TRANSPORTS)
 @pytest.mark.ranks(2, 3)
 async def test_nothing_is_sent_and_nothing_is_touched(pg: ProcessGroup) -> None:
-    history = len(pg._comm.operation_log.collectives)
+    history = len(comm_of(pg).operation_log.collectives)
     with pg.time_estimator() as estimate:
         for name, call in ARRAYS.items():
             x = np.arange(6.0)
@@ -201,7 +202,7 @@ async def test_nothing_is_sent_and_nothing_is_touched(pg: ProcessGroup) -> None:
         assert all(work.done() for work in works)
         assert await pg.allreduce(2.5, ReduceOp.MAX) == 2.5
     assert len(estimate.calls) == len(ARRAYS) + len(works) + 1
-    assert (len(pg._comm.operation_log.collectives), pg.pending()) == (history, [])
+    assert (len(comm_of(pg).operation_log.collectives), pg.pending()) == (history, [])
     # No number was taken, not of a key either.
     assert (pg.barrier().seq, pg.allreduce(1, key="a").seq) == (1, 1)
     await pg.drain()

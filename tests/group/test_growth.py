@@ -22,6 +22,7 @@ from aiocoll import (
 from aiocoll.meeting.growth import await_assignment
 from aiocoll.store import Store, StoreServer
 
+from ..internals import comm_of
 from ..ranks import TRANSPORTS, options, until
 
 
@@ -78,7 +79,7 @@ async def test_a_death_while_newcomers_are_waited_for(victim: int) -> None:
         growing = asyncio.ensure_future(growth(pg, 2))
         await until(lambda: asks_for_newcomers(store))
         if pg.rank() == (victim + 1) % 3:
-            pg._comm.endpoint.roster.died(victim, "its process is gone")
+            comm_of(pg).endpoint.roster.died(victim, "its process is gone")
         failure = await growing
         if pg.rank() == victim:
             return None

@@ -22,6 +22,7 @@ from aiocoll.engine.matching import posted as module
 from aiocoll.engine.operations.signature import P2P
 from aiocoll.transport.frame import EAGER, FrameKind
 
+from ..internals import comm_of
 from ..ranks import TRANSPORTS, over, run_ranks, until
 
 MIB = 1024 * 1024
@@ -291,7 +292,7 @@ async def test_incoming_ends_with_the_group() -> None:
 
         serving = asyncio.ensure_future(serve())
         await pg.send_object(pg.rank(), 1 - pg.rank())
-        await until(lambda: pg._comm.matching._listeners)
+        await until(lambda: comm_of(pg).matching._listeners)
         await pg.barrier()
         await pg.shutdown()
         assert await serving == [(1 - pg.rank(), 1 - pg.rank())]
@@ -347,12 +348,12 @@ async def test_an_object_above_the_limit_is_refused_and_its_bytes_are_let_go(mon
             await pg.send_object("small", 1)
         else:
             # The first is here, whole, when it is asked for; the second comes after.
-            await until(lambda: [each for each in pg._comm.matching._active.values() if each.complete])
+            await until(lambda: [each for each in comm_of(pg).matching._active.values() if each.complete])
             for _ in range(2):
                 with pytest.raises(SerializationError, match=r"rank 0 sent an object of .* bytes; the limit is 1000"):
                     await pg.recv_object(0)
             assert await pg.recv_object(0) == "small"
-            assert pg._comm.matching._active == {}
+            assert comm_of(pg).matching._active == {}
 
     await run_ranks(2, rank)
 
@@ -376,7 +377,7 @@ async def test_an_empty_message_completes_its_receive_once(monkeypatch: pytest.M
             await pg.send_object("posted", 0)
             await work
             assert ended.count(work) == 1
-            assert pg._comm.matching._active == {}
+            assert comm_of(pg).matching._active == {}
 
     await run_ranks(2, rank)
 
@@ -389,7 +390,7 @@ async def test_incoming_asks_for_a_message_that_its_sender_holds_back(
     if pg.rank() == 1:
         await pg.recv_object(0)
         return
-    member, op = pg._comm, P2P | 5 << 32
+    member, op = comm_of(pg), P2P | 5 << 32
     channel = member.channels[1]
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(Channel, "control", lambda channel, *args: asked.append(args))

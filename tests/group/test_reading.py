@@ -14,6 +14,7 @@ from aiocoll import GroupError, ProcessGroup, SerializationError
 from aiocoll.codec import decode, dumps
 from aiocoll.group import objects
 
+from ..internals import comm_of
 from ..ranks import TRANSPORTS, over, run_ranks
 
 NUMBERS = list(range(10_000, 40_000))
@@ -25,7 +26,7 @@ STEPS = len(dumps(NUMBERS)) // STEP
 def hurry(pg: ProcessGroup) -> None:
     """Let every callback of this rank be long when it has done one step."""
     seconds = itertools.count()
-    pg._comm.endpoint.runtime.ticks = lambda: float(next(seconds))
+    comm_of(pg).endpoint.runtime.ticks = lambda: float(next(seconds))
 
 
 class Turns:

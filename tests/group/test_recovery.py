@@ -31,6 +31,7 @@ from aiocoll import (
 from aiocoll.engine.consensus.completed import Completed, combine
 from aiocoll.transport.frame import HEADER, FrameKind
 
+from ..internals import comm_of
 from ..ranks import TRANSPORTS, options, over, run_ranks, until
 
 
@@ -62,7 +63,7 @@ async def test_frames_of_an_older_group_do_not_reach_a_newer_one_of_the_same_nam
                 await again.barrier()
                 x = np.full(3, 1.0 - number)
                 if number == 0:
-                    link = again._comm.channels[1].link
+                    link = comm_of(again).channels[1].link
                     for frame in older:
                         assert link is not None
                         link.write(frame, memoryview(np.full(3, 7.0)).cast("B"))
@@ -71,8 +72,10 @@ async def test_frames_of_an_older_group_do_not_reach_a_newer_one_of_the_same_nam
                     assert await again.recv_object(0) == "sent"
                 await again.broadcast(x, 0)
                 assert (x == 1).all()
-                op, _, signature, *_ = again._comm.operation_log.collectives[-1]
-                older.append(HEADER.pack(FrameKind.DATA, 0, 0, again._comm.id, op, signature.fingerprint(), 0, 24, 24))
+                op, _, signature, *_ = comm_of(again).operation_log.collectives[-1]
+                older.append(
+                    HEADER.pack(FrameKind.DATA, 0, 0, comm_of(again).id, op, signature.fingerprint(), 0, 24, 24)
+                )
                 await again.shutdown()
                 await pg.barrier()
             assert len(set(older)) == 3
@@ -413,7 +416,7 @@ async def test_two_hubs_are_lost_in_one_turn(caplog: pytest.LogCaptureFixture) -
         await pg.barrier()
         if pg.rank() == 3:
             for hub in (0, 1):
-                pg._comm.endpoint.roster.died(hub, "its process is gone")
+                comm_of(pg).endpoint.roster.died(hub, "its process is gone")
         await pg.wait_revoked()
         if pg.rank() < 2:
             return None

@@ -12,6 +12,7 @@ from aiocoll import ProcessGroup, Recv, ReduceOp, Send
 from aiocoll.engine.channels import FEW
 from aiocoll.engine.control import star as control
 
+from ..internals import comm_of
 from ..ranks import hub, run_ranks
 
 MANY = 64
@@ -82,15 +83,15 @@ async def test_in_a_large_group_channels_are_made_when_they_are_needed() -> None
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
-        channels = pg._comm.channels
+        channels = comm_of(pg).channels
         # Of a barrier, log p to each side: those that this rank has sent on, and those that it has only heard on.
         assert list(channels) == [
-            pg._comm.endpoint.channels._channels[peer] for peer in sorted(pg._comm.endpoint.channels._channels)
+            comm_of(pg).endpoint.channels._channels[peer] for peer in sorted(comm_of(pg).endpoint.channels._channels)
         ]
         assert 0 < sum(channel.link is not None for channel in channels) <= 2 * size.bit_length()
         assert len(channels) == size
         peer = (pg.rank() + size // 2) % size
-        assert channels[peer] is channels[peer] is pg._comm.endpoint.channels.to(peer)
+        assert channels[peer] is channels[peer] is comm_of(pg).endpoint.channels.to(peer)
         await objects(pg)
         await pg.barrier()
         pg.abort("enough")
@@ -125,7 +126,7 @@ async def test_a_thousand_ranks() -> None:
         await pg.barrier()
         # Nobody is linked to everybody, and the cards of all ranks were read once.
         assert len(hub(pg).links) < size * 64
-        assert pg._comm.endpoint.cards is first.setdefault("cards", pg._comm.endpoint.cards)
+        assert comm_of(pg).endpoint.cards is first.setdefault("cards", comm_of(pg).endpoint.cards)
 
     first: dict[str, Any] = {}
     await run_ranks(size, rank, timeout=300)

@@ -21,6 +21,7 @@ from aiocoll.group.dispatch.call import Call
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.work import Work
 
+from ..internals import comm_of, dispatcher_of
 from ..ranks import TRANSPORTS, over, run_ranks, until
 
 FORMATS = ("coo_array", "coo_matrix", "csr_array", "csr_matrix", "csc_array", "csc_matrix")
@@ -453,7 +454,7 @@ async def test_a_taker_may_start_it_later() -> None:
             self.calls: list[tuple[Call, Work[Any]]] = []
 
         def take(self, call: Call) -> Work[Any]:
-            work: Work[Any] = Work(group._comm.endpoint, call.op, 1, call.key, group)
+            work: Work[Any] = Work(comm_of(group).endpoint, call.op, 1, call.key, group)
             call.expect(work)
             self.calls.append((call, work))
             return work
@@ -462,14 +463,14 @@ async def test_a_taker_may_start_it_later() -> None:
         nonlocal group
         later, array = Later(), given(pg.rank())
         group = pg
-        with pg._dispatcher.scoped(later):
+        with dispatcher_of(pg).scoped(later):
             work = pg.allreduce(array)
         ((call, same),) = later.calls
         assert same is work
         assert call.op == "ALLREDUCE_SPARSE"
         assert call.result is array
-        identity, _ = pg._dispatcher.numbered(call.key)
-        pg._comm.enter(call.make(identity, work))
+        identity, _ = dispatcher_of(pg).numbered(call.key)
+        comm_of(pg).enter(call.make(identity, work))
         assert await work is array
         assert np.array_equal(array.toarray(), total(2))
 

@@ -24,6 +24,7 @@ from aiocoll import (
 from aiocoll.engine import split_history
 from aiocoll.engine.job.ids import hash62
 
+from ..internals import comm_of
 from ..ranks import TRANSPORTS, options, over, run_ranks, until
 
 
@@ -231,7 +232,7 @@ async def test_a_rank_that_has_not_split_yet_is_waited_for() -> None:
         if pg.rank() == 0:
             group = await part(pg, [0, 1])
             work = group.barrier()
-            operation, missing = group._comm.operations[1], group._comm.stalls.missing
+            operation, missing = comm_of(group).operations[1], comm_of(group).stalls.missing
             await until(lambda: "rank 1 (which has split group 'world:0' 0 times only" in missing(operation)[1])
             called.set()
             await work
@@ -351,7 +352,7 @@ async def test_the_whole_closes_its_parts(pg: ProcessGroup) -> None:
     group = await part(pg, range(3))
     inner = await part(group, [[0], [1, 2]])
     late = inner.allreduce(np.ones(100_000))
-    endpoint = pg._comm.endpoint
+    endpoint = comm_of(pg).endpoint
     await pg.shutdown()
     assert late.is_success()
     for each in (pg, group, inner):
@@ -457,12 +458,12 @@ async def test_groups_share_what_there_is(transport: str) -> None:
         await pg.alltoall_object([None] * size)  # every pair is linked
         await pg.barrier()
         files = len(os.listdir("/proc/self/fd"))
-        links = [id(link) for link in pg._comm.endpoint._all_links()]
+        links = [id(link) for link in comm_of(pg).endpoint._all_links()]
         groups = [await part(pg, range(size)) for _ in range(20)]
         await pg.barrier()
         for group in groups:
             await group.alltoall_object([None] * size)
-        assert [id(link) for link in pg._comm.endpoint._all_links()] == links
+        assert [id(link) for link in comm_of(pg).endpoint._all_links()] == links
         assert len(os.listdir("/proc/self/fd")) == files
         await pg.barrier()
 
@@ -473,14 +474,14 @@ async def test_groups_share_what_there_is(transport: str) -> None:
 async def test_a_split_sends_nothing(pg: ProcessGroup) -> None:
     await pg.barrier()
     frames: list[object] = []
-    for link in pg._comm.endpoint._all_links():
+    for link in comm_of(pg).endpoint._all_links():
         link.write = lambda *frame: frames.append(frame)  # type: ignore[method-assign, return-value, misc]
-    before = len(pg._comm.endpoint.channels._channels)
+    before = len(comm_of(pg).endpoint.channels._channels)
     for _ in range(10):
         pg.split_group(range(7))
     assert frames == []
-    assert len(pg._comm.endpoint.channels._channels) == before
-    for link in pg._comm.endpoint._all_links():
+    assert len(comm_of(pg).endpoint.channels._channels) == before
+    for link in comm_of(pg).endpoint._all_links():
         del link.write
     await pg.barrier()
 

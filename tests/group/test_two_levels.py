@@ -14,6 +14,7 @@ from aiocoll.group.dispatch import planner
 from aiocoll.transport.frame import HEADER, FrameKind
 from aiocoll.transport.memory import MemoryLink
 
+from ..internals import comm_of, dispatcher_of
 from ..ranks import run_ranks
 from .test_collectives import ROOTED, check
 
@@ -24,8 +25,8 @@ SIZES = {"leaders": 1000, "lanes": 80_000, "lines": 1_000_000}
 
 def place(pg: ProcessGroup, hosts: tuple[int, ...]) -> None:
     """Pretend that the ranks of `pg` are on these hosts, which therefore share no memory."""
-    pg._comm.hosts = hosts
-    pg._comm.chunk_nbytes = 0
+    comm_of(pg).hosts = hosts
+    comm_of(pg).chunk_nbytes = 0
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ async def test_bytes_of_an_allreduce_between_hosts(
         place(pg, hosts)
         result = await pg.allreduce(np.full(count, pg.rank(), np.float32))
         assert (result == sum(range(pg.size()))).all()
-        return {plan.algorithm for plan, _ in pg._dispatcher.planner._plans.values()}
+        return {plan.algorithm for plan, _ in dispatcher_of(pg).planner._plans.values()}
 
     assert await run_ranks(len(hosts), rank) == [{algorithm}] * len(hosts)
     crossing = [nbytes for source, target, nbytes in frames if hosts[source] != hosts[target]]

@@ -10,6 +10,7 @@ import pytest
 
 from aiocoll import GroupClosedError, GroupError, ProcessGroup, Recv, ReduceOp, Send, Work
 
+from ..internals import comm_of
 from ..ranks import over, run_ranks, until
 
 #: Seconds after which somebody gives up.
@@ -138,7 +139,7 @@ async def test_every_way_of_giving_up_leaves_the_collective_going(pg: ProcessGro
 @pytest.mark.ranks(2)
 async def test_waiting_for_a_revocation_may_end_otherwise(pg: ProcessGroup) -> None:
     await give_up(pg.wait_revoked())
-    assert pg._comm.on_revoked == []
+    assert comm_of(pg).on_revoked == []
     watching = asyncio.ensure_future(pg.wait_revoked())
     await pg.barrier()
     await pg.shutdown()
@@ -179,7 +180,7 @@ async def test_a_tag_used_once_leaves_nothing_behind(pg: ProcessGroup, taking: s
                 await pg.send_object(tag, peer, tag)
             await task
         await asyncio.wait([task])
-    matching = pg._comm.matching
+    matching = comm_of(pg).matching
     for table in (matching._waiting, matching._posted, matching._listeners, matching._active, matching.outgoing):
         assert not table
     await pg.barrier()

@@ -22,6 +22,7 @@ import pytest
 from aiocoll import CollectiveTimeoutError, FileStore, GroupOptions, PeerLostError, ProcessGroup, new_group
 from aiocoll.testing import run_processes
 
+from ..internals import comm_of
 from ..ranks import until
 
 #: Seconds by which a timeout may be late: the contract's second for whatever is to be noticed.
@@ -68,7 +69,7 @@ async def apart(pg: ProcessGroup, path: Path, fn: Callable[..., Awaitable[Any]],
     options = GroupOptions(host_id="ab"[pg.rank() > 0], bind="127.0.0.1", job_key="of this test and no other")
     async with FileStore(str(path), pg.size()) as store:
         async with new_group(store=store, rank=pg.rank(), world_size=pg.size(), options=options) as inner:
-            watchdog = inner._comm.endpoint.failure_detector._watchdog
+            watchdog = comm_of(inner).endpoint.failure_detector._watchdog
             assert watchdog is not None
             watched = [0] if pg.rank() else range(1, pg.size())
             await until(lambda: all(watchdog.silence(rank) is not None for rank in watched))

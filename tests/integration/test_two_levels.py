@@ -16,6 +16,7 @@ from aiocoll.transport.frame import HEADER, FrameKind
 from aiocoll.transport.stream.link import StreamLink
 
 from ..group.test_collectives import COUNTS, REDUCING, ROOTED, check
+from ..internals import comm_of
 from ..pairwise import Case
 
 KINDS = ("allreduce", "reduce", "reduce_scatter", "broadcast", "allgather")
@@ -90,9 +91,9 @@ async def apart(pg: ProcessGroup, path: Path, names: str, cases: list[Case]) -> 
         FileStore(str(path), pg.size()) as store,
         new_group(store=store, rank=pg.rank(), world_size=pg.size(), options=options) as inner,
     ):
-        assert pg._comm.hosts == (0,) * pg.size()
-        assert inner._comm.hosts == host_numbers(names)
-        crossing = Crossing(inner._comm.hosts, inner.rank())
+        assert comm_of(pg).hosts == (0,) * pg.size()
+        assert comm_of(inner).hosts == host_numbers(names)
+        crossing = Crossing(comm_of(inner).hosts, inner.rank())
         for case in cases:
             bits += await check(inner, [case])
             crossed.append(crossing.taken())

@@ -26,6 +26,7 @@ from aiocoll import (
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.stream.transport import StreamTransport
 
+from ..internals import comm_of
 from ..ranks import until
 
 Rank = Callable[[int], Awaitable[Any]]
@@ -161,7 +162,7 @@ async def test_groups_of_one_environment_share_endpoint_and_store(port: int) -> 
             return new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, options=options, **more)
 
         async with make() as one, make(name="second") as two, make() as three:
-            assert one._comm.endpoint is two._comm.endpoint is three._comm.endpoint
+            assert comm_of(one).endpoint is comm_of(two).endpoint is comm_of(three).endpoint
             assert [await check(pg) for pg in (one, two, three)] == ["world:0", "second", "world:2"]
             with pytest.raises(ValueError, match="name='second' is the name of an open group"):
                 await make(name="second")

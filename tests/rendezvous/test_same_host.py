@@ -15,6 +15,8 @@ import pytest
 from aiocoll import AuthenticationError, GroupOptions, ProcessGroup, RendezvousError, new_group
 from aiocoll.store import HashStore, Store
 
+from ..internals import comm_of
+
 KEY = b"k" * 32
 NOBODY = 65534
 
@@ -54,7 +56,7 @@ class Machine(Store):
 
 
 def carriers(pg: ProcessGroup) -> list[tuple[str, str | None]]:
-    transport = pg._comm.endpoint.context.transport
+    transport = comm_of(pg).endpoint.context.transport
     return [transport.carrier(peer) for peer in range(pg.size()) if peer != pg.rank()]  # type: ignore[attr-defined]
 
 

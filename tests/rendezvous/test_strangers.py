@@ -39,6 +39,8 @@ from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.transport import StreamTransport
 from tests.chaos.proxy import Proxy, overheard  # noqa: F401
 
+from ..internals import comm_of
+
 KEY = b"k" * 32
 OTHER = b"another key of this length"
 CONTROL, DATA = ConnKind.CONTROL, ConnKind.DATA
@@ -394,7 +396,7 @@ async def test_a_thousand_strangers_disturb_nobody(transport: str) -> None:
         store = TCPStore(*there, key=KEY)
         options = GroupOptions(transport=transport, job_key=KEY)
         async with new_group(store=store, rank=number, world_size=3, options=options) as pg:
-            card = pg._comm.endpoint.cards[number]
+            card = comm_of(pg).endpoint.cards[number]
             visitors = asyncio.create_task(visit(*where(card), 200))
             for count in (1, 1000, 100_000) * 5:
                 got = await pg.allreduce(np.full(count, float(number)))

@@ -10,6 +10,7 @@ import numpy as np
 from aiocoll import new_group
 from aiocoll.store import HashStore
 
+from ...internals import dispatcher_of
 from ...reductions import numpy_dtype
 from .worlds import World, world
 
@@ -23,9 +24,9 @@ async def body(made: World) -> None:
             assert (made.host(tensor) == expected).all(), dtype
             await pg.allreduce(tensor).on_stream()
             print(f"{made.kind}, {dtype}: reduced", flush=True)
-        assert pg._dispatcher.device_state is not None
-        assert pg._dispatcher.device_state.decision is not None
-        assert pg._dispatcher.device_state.decision.native, pg._dispatcher.device_state.decision.why
+        assert dispatcher_of(pg).device_state is not None
+        assert dispatcher_of(pg).device_state.decision is not None
+        assert dispatcher_of(pg).device_state.decision.native, dispatcher_of(pg).device_state.decision.why
 
 
 def main(kind: str) -> None:

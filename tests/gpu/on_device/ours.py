@@ -27,6 +27,7 @@ from aiocoll import GroupError, PeerLostError, ProcessGroup, new_group
 from aiocoll.gpu.provider import provide, runtime
 
 from ...fakes.cuda import FakeCuda
+from ...internals import dispatcher_of
 from .far_nccl import FarNccl
 from .two import Posing
 from .worlds import Fake, World, world
@@ -67,9 +68,9 @@ async def first(pg: ProcessGroup, made: World) -> None:
     """Make the communicator."""
     start = perf_counter()
     await reduced(pg, made, 1)
-    assert pg._dispatcher.device_state is not None
-    assert pg._dispatcher.device_state.decision is not None
-    assert pg._dispatcher.device_state.decision.native, pg._dispatcher.device_state.decision.why
+    assert dispatcher_of(pg).device_state is not None
+    assert dispatcher_of(pg).device_state.decision is not None
+    assert dispatcher_of(pg).device_state.decision.native, dispatcher_of(pg).device_state.decision.why
     print(f"rank {pg.rank()}: the first allreduce took {perf_counter() - start:.1f} s", flush=True)
 
 

@@ -12,6 +12,7 @@ import pytest
 from aiocoll import ProcessGroup
 
 from ...group.test_collectives import MARGIN, MOVING, REDUCING, Call, label, valid
+from ...internals import dispatcher_of
 from ...pairwise import Case, cover
 from ...ranks import run_ranks
 from ...reductions import DTYPES, OPS, equal, numpy_dtype
@@ -116,10 +117,10 @@ async def test_tensors_that_require_gradients(kind: str, way: str) -> None:
 async def test_which_way_is_gone(kind: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> str:
         await pg.allreduce(made.tensor(np.ones(3), pg.rank() % made.devices))
-        assert pg._dispatcher.device_state is not None
-        assert pg._dispatcher.device_state.decision is not None
-        assert pg._dispatcher.device_state.decision.native, pg._dispatcher.device_state.decision.why
-        return pg._dispatcher.device_state.decision.why
+        assert dispatcher_of(pg).device_state is not None
+        assert dispatcher_of(pg).device_state.decision is not None
+        assert dispatcher_of(pg).device_state.decision.native, dispatcher_of(pg).device_state.decision.why
+        return dispatcher_of(pg).device_state.decision.why
 
     with world(kind, "nccl", 2) as made:
         found = await run_ranks(ranks(made, "nccl", 2), body, made)

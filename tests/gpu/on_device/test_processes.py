@@ -14,6 +14,7 @@ import pytest
 from aiocoll import AiocollError, GroupRevokedError, PeerLostError, ProcessGroup, Recv, ReduceOp, Send, testing
 from aiocoll.gpu.provider import provide, runtime
 
+from ...internals import dispatcher_of
 from ...ranks import run_ranks
 from .two import Posing, settings, way
 from .worlds import World, world
@@ -49,9 +50,9 @@ async def talk(pg: ProcessGroup, made: World) -> str:
         into = made.tensor(np.zeros(100_000, int), device)
         await pg.batch([Send(tensor, right), Recv(into, left)])
         assert (made.host(into) == (left - 1) % size).all()
-    assert pg._dispatcher.device_state is not None
-    assert pg._dispatcher.device_state.decision is not None
-    return "nccl" if pg._dispatcher.device_state.decision.native else "staged"
+    assert dispatcher_of(pg).device_state is not None
+    assert dispatcher_of(pg).device_state.decision is not None
+    return "nccl" if dispatcher_of(pg).device_state.decision.native else "staged"
 
 
 async def staged(pg: ProcessGroup, kind: str) -> str:
