@@ -13,12 +13,13 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
 
+from .internals import Limits, set_limits
 from .ranks import options
 
 _FDS = Path("/proc/self/fd")
@@ -47,6 +48,12 @@ def _loop_factories(chosen: str) -> Mapping[str, Callable[[], asyncio.AbstractEv
         uvloop.new_event_loop().close()
         return {chosen: uvloop.new_event_loop}
     raise pytest.UsageError(f"AIOCOLL_TEST_LOOP={chosen!r}: must be asyncio or uvloop")
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
+    """Change seconds, sizes and counts of aiocoll by their names in `LIMITS`: ``limits(device_parting=0.05)``."""
+    return partial(set_limits, monkeypatch)
 
 
 @pytest.fixture

@@ -19,15 +19,13 @@ import numpy as np
 import pytest
 
 from aiocoll import AiocollError, GroupOptions, new_group
-from aiocoll.engine import endpoint
-from aiocoll.engine.control import star as control
 from aiocoll.security.handshake import CHALLENGE_SIZE, CONFIRM_SIZE, HELLO_SIZE, PROOF_SIZE, VERDICT_SIZE, ConnKind
 from aiocoll.store import HashStore, Store, StoreServer, TCPStore
-from aiocoll.store import client as store_client
-from aiocoll.store import session as store_session
 from aiocoll.transport.frame import HEADER, HEADER_SIZE
 from aiocoll.transport.stream.transport import StreamTransport
 from tests.chaos.proxy import Detour, Fault, Proxy, overheard  # noqa: F401
+
+from ..internals import Limits
 
 KEY = b"k" * 32
 CONTROL, DATA, STORE = ConnKind.CONTROL, ConnKind.DATA, ConnKind.STORE
@@ -53,13 +51,10 @@ pytestmark = pytest.mark.usefixtures("overheard")
 
 
 @pytest.fixture(autouse=True)
-def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+def _impatience(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
     """Deadlines of seconds become shorter ones: ranks whose links are stalled wait for them."""
     monkeypatch.setitem(StreamTransport.__init__.__kwdefaults__, "handshake_timeout", 1.0)
-    monkeypatch.setattr(store_client, "HANDSHAKE_TIMEOUT", 1.0)
-    monkeypatch.setattr(store_session, "HANDSHAKE_TIMEOUT", 1.0)
-    monkeypatch.setattr(control, "PARTING", 0.3)
-    monkeypatch.setattr(endpoint, "LINGER", 0.3)
+    limits(store_handshake=1.0, control_parting=0.3, linger=0.3)
 
 
 async def work(store: Store, rank: int, flavour: str) -> str:

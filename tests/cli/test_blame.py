@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiocoll.cli import main, supervise
+from aiocoll.cli import main
+
+from ..internals import Limits
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Launch
@@ -110,10 +112,10 @@ finally:
 
 @pytest.mark.parametrize("reaction", REACTIONS)
 def test_what_came_of_the_failure_of_another_is_not_to_blame(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], reaction: str
+    launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str], reaction: str
 ) -> None:
     """Rank 1 takes its time to end: it reports when the others are gone."""
-    monkeypatch.setattr(supervise, "RELEASE", 30)
+    limits(run_release=30)
     script = SCRIPT.format(fault="raise ValueError('no data')", other=REACTIONS[reaction])
     script = script.replace("asyncio.run(main())", ENDING)
     os.mkfifo(launch.path / "fifo")

@@ -23,6 +23,8 @@ from aiocoll.cli.main import main
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.socket_buffers import LOOPBACK_BUFFER
 
+from ..internals import Limits
+
 LIMIT = 120
 #: What changes the outcome or, on a busy machine, the output, and may be set where the tests run.
 OURS = ("AIOCOLL_", "MASTER_", "RANK", "WORLD_SIZE", "PYTHONASYNCIODEBUG")
@@ -292,8 +294,8 @@ def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None
     assert "interface='nope0'" in finding.advice
 
 
-def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "_PATIENCE", 1e-3)
+def test_ranks_that_do_not_meet(limits: Limits, capsys: pytest.CaptureFixture[str]) -> None:
+    limits(doctor_patience=1e-3)
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out
     assert "failed (TimeoutError)" in said

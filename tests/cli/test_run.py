@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiocoll.cli import main, supervise
+from aiocoll.cli import main
+
+from ..internals import Limits
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Launch
@@ -135,10 +137,8 @@ def test_an_uncaught_exception_is_shown_with_its_rank(launch: Launch) -> None:
     ]
 
 
-def test_ranks_that_will_not_stop_are_killed(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(supervise, "GRACE", 0.1)
+def test_ranks_that_will_not_stop_are_killed(launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]) -> None:
+    limits(run_grace=0.1)
     script = launch.write("""
         import os, signal, sys
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -232,9 +232,9 @@ def test_ranks_die_with_a_killed_launcher(launch: Launch) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="watches it by a pidfd")
 def test_a_process_that_a_rank_left_behind_does_not_hold_the_launcher(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(supervise, "DRAIN", 0.1)
+    limits(run_drain=0.1)
     script = launch.write("""
         import subprocess, sys
         left = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])

@@ -10,6 +10,8 @@ from aiocoll.cli import tune
 from aiocoll.errors import RendezvousError
 from aiocoll.tuning import default_path, load
 
+from ..internals import Limits
+
 ARGS = argparse.Namespace(tune=True)
 QUIET, BUSY = Machine(20e-6, 5e-6, 1e-9, 1e-10), Machine(80e-6, 4e-6, 2e-9, 2e-10)
 
@@ -35,8 +37,8 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path(default_path(environ))
 
 
-async def test_two_processes_measure_every_transport(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "ENOUGH", 0.0)
+async def test_two_processes_measure_every_transport(limits: Limits) -> None:
+    limits(tune_enough=0.0)
     found = await tune.measure(launches=3, seconds=0.0)
     assert {"tcp", "unix"} <= found.keys()
     for (machine,) in found.values():

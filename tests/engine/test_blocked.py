@@ -19,6 +19,8 @@ from aiocoll.engine.failure import watchdog
 from aiocoll.engine.failure.blocked import place
 from aiocoll.engine.failure.watchdog import Watchdog
 
+from ..internals import Limits
+
 
 def frame_in(function: Callable[[Any], object]) -> FrameType:
     """Return the frame of `function` itself, which calls its argument."""
@@ -81,12 +83,9 @@ def test_no_frame_is_an_unknown_place() -> None:
     assert place(None) == "an unknown place"
 
 
-async def test_the_warning_has_the_users_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_warning_has_the_users_line(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
     """The loop waits three calls deep in the standard library."""
-    for name in ("ROUND", "BLOCKED_AFTER"):
-        monkeypatch.setattr(watchdog, name, getattr(watchdog, name) / 20)
+    limits(watchdog_round=watchdog.ROUND / 20, blocked_after=watchdog.BLOCKED_AFTER / 20)
     watch = Watchdog(3, asyncio.get_running_loop(), time.perf_counter, lambda *_: None, lambda *_: None)
     watch.start()
     try:

@@ -13,15 +13,13 @@ import pytest
 
 from aiocoll import ProcessGroup
 from aiocoll.engine.control import unmade_groups as early
-from aiocoll.engine.links import channel
-from aiocoll.engine.links import flow_control as windows
 from aiocoll.engine.links.flow_control import LEAST, LINK_WINDOW
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.errors import PeerProtocolError, ProtocolError
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind
 
-from ..internals import comm_of
+from ..internals import Limits, comm_of
 from ..ranks import TRANSPORTS, over, run_ranks, until
 from .jobs import resident
 
@@ -119,15 +117,9 @@ FLOODS: dict[str, tuple[Flood, int | tuple[int, int], str]] = {
 
 @pytest.mark.parametrize("what", FLOODS)
 @pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
-async def test_a_flood_is_refused_where_no_honest_peer_comes(
-    transport: str, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_flood_is_refused_where_no_honest_peer_comes(transport: str, what: str, limits: Limits) -> None:
     flood, most, words = FLOODS[what]
-    for module in (channel, windows):
-        monkeypatch.setattr(module, "LINK_WINDOW", NARROW)
-        monkeypatch.setattr(module, "ASK_WINDOW", NARROW)
-    monkeypatch.setattr(windows, "EARLY_GRANTS", FEW)
-    monkeypatch.setattr(early, "GROUPS", FEW)
+    limits(link_window=NARROW, ask_window=NARROW, early_grants=FEW, unmade_groups=FEW)
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
@@ -175,12 +167,9 @@ async def test_400_mib_for_a_group_that_there_is_not_take_4(pg: ProcessGroup) ->
 
 
 @pytest.fixture
-def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+def _narrow(limits: Limits) -> None:
     """Windows of some tens of frames, so that everything that they do happens often."""
-    for module in (channel, windows):
-        monkeypatch.setattr(module, "LINK_WINDOW", 40 * LEAST)
-        monkeypatch.setattr(module, "ASK_WINDOW", 60 * LEAST)
-    monkeypatch.setattr(channel, "WINDOW_LOT", 10 * LEAST)
+    limits(link_window=40 * LEAST, ask_window=60 * LEAST, window_lot=10 * LEAST)
 
 
 @pytest.mark.usefixtures("_narrow")
@@ -266,10 +255,10 @@ async def test_a_small_message_is_sent_unasked_if_what_it_counts_as_fits(transpo
 
 
 async def test_what_is_said_of_groups_that_there_are_not_is_bounded_for_each_peer(
-    monkeypatch: pytest.MonkeyPatch,
+    limits: Limits,
 ) -> None:
     """Who speaks of agreements of groups is counted as who speaks of the groups."""
-    monkeypatch.setattr(early, "GROUPS", FEW)
+    limits(unmade_groups=FEW)
 
     def accepts(identity: int) -> dict[str, Any]:
         about = {"t": "shrink", "g": identity, "n": 0, "ranks": [0, 1, 2], "dead": [], "assumed": []}
@@ -286,8 +275,8 @@ async def test_what_is_said_of_groups_that_there_are_not_is_bounded_for_each_pee
     await run_ranks(3, rank)
 
 
-def test_groups_that_a_peer_splits_off_are_bounded_for_each_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "GROUPS", FEW)
+def test_groups_that_a_peer_splits_off_are_bounded_for_each_peer(limits: Limits) -> None:
+    limits(unmade_groups=FEW)
     kept = early.Early()
     for peer in (1, 2):
         for number in range(FEW):

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 
 from aiocoll import GroupError, PeerLostError, ProcessGroup
-from aiocoll.engine.failure import failure_detector as module
 
-from ..internals import comm_of
+from ..internals import Limits, comm_of
 from ..ranks import run_ranks
 
 
 @pytest.mark.parametrize("lives", [True, False])
-async def test_a_rank_that_does_not_answer(lives: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CONNECT_AGAIN", 0.0)
+async def test_a_rank_that_does_not_answer(lives: bool, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
+    limits(connect_again=0.0)
     dials: list[int] = []
 
     async def rank(pg: ProcessGroup) -> Any:

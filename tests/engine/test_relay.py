@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
-from aiocoll.engine.failure import deadlines as watch
-from aiocoll.engine.operations import shm_ring
 from aiocoll.engine.operations.shm_ring import LAG, ShmRing, order
 from aiocoll.transport.shm.layout import CHUNKS
 
-from ..internals import comm_of
+from ..internals import Limits, comm_of
 from ..ranks import over, until
 from .test_oneshot import call, check, fails, jobs, mine, shrunk
 
@@ -25,9 +23,9 @@ PIECE = 32768
 
 
 @pytest.fixture(autouse=True)
-def _nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nobody_asks(limits: Limits) -> None:
     """Who waits looks again when it reports that. Here nothing but what it waits for wakes it."""
-    monkeypatch.setattr(watch, "REPORT_AFTER", 1000.0)
+    limits(report_after=1000.0)
 
 
 @pytest.mark.parametrize("pieces", range(1, 10))
@@ -122,14 +120,12 @@ async def test_one_operation_has_the_lane_and_the_others_go_on_in_frames(world_s
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-async def test_what_a_rank_has_put_before_it_left_is_not_missing(
-    world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_a_rank_has_put_before_it_left_is_not_missing(world_size: int, limits: Limits) -> None:
     """The others have read a part of it when they hear that it has left: one piece takes all the time they have."""
     async with jobs(world_size) as (pgs,):
-        monkeypatch.setattr(shm_ring, "BUDGET", -1.0)
+        limits(ring_budget=-1.0)
         calls = [call(pg, 300_000) for pg in pgs]
-        first, *others = (operation for pg in pgs for operation in pg._comm.pending)
+        first, *others = (operation for pg in pgs for operation in comm_of(pg).pending)
         while not first.done:
             look(pgs[0])
             for operation in others:
@@ -140,7 +136,7 @@ async def test_what_a_rank_has_put_before_it_left_is_not_missing(
                 for operation in others:
                     operation._take_next()
         assert not others[0].done
-        pgs[1]._comm.departed(0)
+        comm_of(pgs[1]).departed(0)
         assert others[0].done
         await check(calls, world_size)
 

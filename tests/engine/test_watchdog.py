@@ -18,6 +18,7 @@ from aiocoll.engine.failure.watchdog import Watchdog
 from aiocoll.process import this_process
 from aiocoll.transport.stream.plain_stream import PlainStream
 
+from ..internals import Limits
 from ..ranks import TRANSPORTS, over
 
 
@@ -50,10 +51,13 @@ async def started() -> AsyncIterator[tuple[Watchdog, Heard]]:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(limits: Limits) -> None:
     """Let its seconds pass twenty times as fast."""
-    for name in ("ROUND", "UNREACHABLE_AFTER", "BLOCKED_AFTER"):
-        monkeypatch.setattr(watchdog, name, getattr(watchdog, name) / 20)
+    limits(
+        watchdog_round=watchdog.ROUND / 20,
+        unreachable_after=watchdog.UNREACHABLE_AFTER / 20,
+        blocked_after=watchdog.BLOCKED_AFTER / 20,
+    )
 
 
 @pytest.fixture

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 from aiocoll import ProcessGroup
-from aiocoll.group.cuda import communicator
-from aiocoll.group.cuda import device_state as side_module
 from aiocoll.group.cuda.communicator import DeviceCommunicator
 
-from ..internals import comm_of, dispatcher_of
+from ..internals import Limits, comm_of, dispatcher_of
 from ..ranks import run_ranks, until
 from .groups import Gpus, gpus
 from .test_groups import allreduced
@@ -28,7 +26,7 @@ def of(pg: ProcessGroup) -> DeviceCommunicator:
     return dispatcher_of(pg).device_state.communicator
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def counted(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> list[int]:
     """Let it be asked all the time what has failed; return a list that gets an entry each time."""
     asked: list[int] = []
     ask = DeviceCommunicator._ask
@@ -37,13 +35,15 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(1)
         ask(self)
 
-    monkeypatch.setattr(communicator, "ASK_EVERY", 0.001)
+    limits(device_ask_every=0.001)
     monkeypatch.setattr(DeviceCommunicator, "_ask", count)
     return asked
 
 
-async def test_one_question_at_a_time_and_late_answers_are_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = counted(monkeypatch)
+async def test_one_question_at_a_time_and_late_answers_are_no_news(
+    monkeypatch: pytest.MonkeyPatch, limits: Limits
+) -> None:
+    asked = counted(monkeypatch, limits)
     answer = threading.Event()
     questions: list[int] = []
 
@@ -71,8 +71,8 @@ async def test_one_question_at_a_time_and_late_answers_are_no_news(monkeypatch: 
         await run_ranks(1, body, gpu)
 
 
-async def test_nothing_is_asked_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = counted(monkeypatch)
+async def test_nothing_is_asked_before_it_is_made(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
+    asked = counted(monkeypatch, limits)
     make = threading.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -88,8 +88,10 @@ async def test_nothing_is_asked_before_it_is_made(monkeypatch: pytest.MonkeyPatc
         await run_ranks(1, body, gpu)
 
 
-async def test_a_group_that_ends_before_its_communicator_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_module, "RELEASE", 0.05)
+async def test_a_group_that_ends_before_its_communicator_is_made(
+    monkeypatch: pytest.MonkeyPatch, limits: Limits
+) -> None:
+    limits(device_release=0.05)
     make = threading.Event()
     made: list[Any] = []
 
@@ -122,8 +124,8 @@ async def test_a_communicator_that_cannot_be_made_ends_a_group_of_which_nothing_
         await run_ranks(1, body, gpu)
 
 
-async def test_who_has_said_that_he_ends_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicator, "PARTING", 60)
+async def test_who_has_said_that_he_ends_may_leave(limits: Limits) -> None:
+    limits(device_parting=60)
     ends: dict[int, Any] = {}
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

@@ -11,13 +11,12 @@ import pytest
 from aiocoll import ProcessGroup
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.events import Events
-from aiocoll.group.cuda import communicator
 from aiocoll.group.cuda.cards import Decision
 
 from ..fakes.arrays import FakeArray
 from ..fakes.cuda import FakeCuda
 from ..fakes.nccl import FakeNccl
-from ..internals import dispatcher_of
+from ..internals import Limits, dispatcher_of
 from ..ranks import run_ranks, until
 from .devices import begin, faked
 from .groups import WAYS, Gpus, gpus
@@ -128,9 +127,9 @@ def test_a_thread_goes_back_to_its_device_where_that_has_been_used() -> None:
         assert sorted(cuda.contexts) == [1, 2]
 
 
-async def test_the_communicator_is_ended_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_communicator_is_ended_on_its_device(limits: Limits) -> None:
     """Where the ranks do not end it together, too."""
-    monkeypatch.setattr(communicator, "PARTING", 0.01)
+    limits(device_parting=0.01)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = gpu.tensor(np.ones(3), USED[pg.rank()])

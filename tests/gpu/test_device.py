@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll.gpu import waiter as waiter_module
 from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.launcher import Launched
 
 from ..fakes.arrays import FakeArray
 from ..fakes.cuda import FakeCuda
+from ..internals import Limits
 from ..ranks import until
 from .devices import Batch, Gated, Kept, begin, faked, hold_up, nothing
 
@@ -228,11 +228,9 @@ async def test_a_short_call_ends_without_a_thread_that_waits(cuda: FakeCuda, dev
     assert cuda.calls["event_synchronize"] == 0
 
 
-async def test_the_launcher_looks_no_longer_when_it_is_wanted(
-    cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_launcher_looks_no_longer_when_it_is_wanted(cuda: FakeCuda, device: Device, limits: Limits) -> None:
     looks = 1 << 14  # a second or more
-    monkeypatch.setattr(waiter_module, "LOOKS", looks)
+    limits(device_looks=looks)
     stream = device.stream()
     held = Gated(cuda, stream)
     launched, ended = begin(device, stream, held)

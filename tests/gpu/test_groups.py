@@ -22,11 +22,10 @@ from aiocoll import (
     testing,
 )
 from aiocoll.group.cuda import cards
-from aiocoll.group.cuda import device_state as side_module
 from aiocoll.group.cuda.agreed import Agreed
 
 from ..fakes.arrays import FakeArray
-from ..internals import dispatcher_of
+from ..internals import Limits, dispatcher_of
 from ..ranks import run_ranks
 from ..reductions import numpy_dtype
 from .groups import WAYS, Gpus, gpus, host
@@ -585,8 +584,8 @@ async def test_a_source_that_lies_across_its_own_output(way: str) -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_of_many_kinds_of_calls_few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_module, "KEPT", 1)
+async def test_of_many_kinds_of_calls_few_are_remembered(limits: Limits) -> None:
+    limits(device_kept_calls=1)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         for count in (1, 2, 1, 2):

@@ -20,10 +20,9 @@ from aiocoll import (
     testing,
 )
 from aiocoll.gpu.device import Device
-from aiocoll.group.cuda import communicator
 from aiocoll.group.cuda import device_state as side_module
 
-from ..internals import dispatcher_of
+from ..internals import Limits, dispatcher_of
 from ..ranks import run_ranks, until
 from .groups import WAYS, Gpus, gpus, host
 from .test_groups import allreduced
@@ -387,8 +386,10 @@ async def test_groups_that_compare_every_call() -> None:
 
 
 @pytest.mark.parametrize("patience", [60.0, 0.01])
-async def test_an_abort_lets_the_launcher_finish_its_calls(patience: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicator, "FINISHING", patience)
+async def test_an_abort_lets_the_launcher_finish_its_calls(
+    patience: float, monkeypatch: pytest.MonkeyPatch, limits: Limits
+) -> None:
+    limits(device_finishing=patience)
     calling, go_on = threading.Event(), threading.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

@@ -14,12 +14,10 @@ from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.engine.split_history import Split
 from aiocoll.errors import PeerProtocolError
 from aiocoll.gpu.turns import Turn, Turns
-from aiocoll.group.cuda import backend_agreement as deciding
-from aiocoll.group.cuda import communicator
 from aiocoll.group.cuda.cards import Decision
 from aiocoll.group.cuda.device_state import DeviceState
 
-from ..internals import comm_of, dispatcher_of
+from ..internals import Limits, comm_of, dispatcher_of
 from ..ranks import run_ranks, until
 from .groups import Gpus, gpus, host, is_native
 
@@ -211,10 +209,12 @@ async def around(pg: ProcessGroup, gpu: Gpus) -> None:
 
 @pytest.mark.parametrize("leaver", [0, 1, 2])
 @pytest.mark.parametrize("stuck", [1, 2])
-async def test_a_rank_that_leaves_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, stuck: int, leaver: int) -> None:
+async def test_a_rank_that_leaves_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, limits: Limits, stuck: int, leaver: int
+) -> None:
     """It leaves before it had its turn, or before others had theirs: their devices are free for other groups."""
     turns = Stuck(monkeypatch)
-    monkeypatch.setattr(deciding, "PARTING", 0.05)
+    limits(agreement_parting=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -242,9 +242,11 @@ async def test_a_rank_that_leaves_is_not_waited_for(monkeypatch: pytest.MonkeyPa
         await run_ranks(3, body, gpu)
 
 
-async def test_a_rank_that_leaves_makes_the_communicator_that_others_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rank_that_leaves_makes_the_communicator_that_others_wait_for(
+    monkeypatch: pytest.MonkeyPatch, limits: Limits
+) -> None:
     turns = Stuck(monkeypatch)
-    monkeypatch.setattr(communicator, "PARTING", 0.05)
+    limits(device_parting=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()

@@ -20,13 +20,10 @@ from aiocoll import (
     Recv,
     ReduceOp,
 )
-from aiocoll.engine.operations.verify import Compared
 from aiocoll.gpu.api import DeviceError
-from aiocoll.group.cuda import communicator
-from aiocoll.group.cuda import device_state as side_module
 
 from ..fakes.cuda import Gate
-from ..internals import comm_of, dispatcher_of
+from ..internals import Limits, comm_of, dispatcher_of
 from ..ranks import hub, run_ranks, until
 from .groups import WAYS, Gpus, gpus
 from .test_groups import allreduced
@@ -264,8 +261,8 @@ async def test_a_device_that_is_lost(way: str) -> None:
     ("failing", "call"),
     [("all_reduce", one), ("init", one), ("all_reduce", several), ("group_start", several), ("group_end", several)],
 )
-async def test_nccl_refuses(failing: str, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_module, "RELEASE", 0.05)  # the others wait for one whose start has failed
+async def test_nccl_refuses(failing: str, call: Any, limits: Limits) -> None:
+    limits(device_release=0.05)  # the others wait for one whose start has failed
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 1:
@@ -310,9 +307,9 @@ async def test_what_fails_on_the_way_is_asked_for() -> None:
     ],
 )
 async def test_a_communicator_that_is_never_made(
-    hosts: tuple[int, ...], chosen: str | None, match: str, monkeypatch: pytest.MonkeyPatch
+    hosts: tuple[int, ...], chosen: str | None, match: str, monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
-    monkeypatch.setattr(side_module, "RELEASE", 0.05)
+    limits(device_release=0.05)
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     if chosen is not None:
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen)
@@ -327,11 +324,8 @@ async def test_a_communicator_that_is_never_made(
         await run_ranks(3, body, gpu)
 
 
-async def test_an_abort_that_does_not_come_back(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(side_module, "RELEASE", 0.1)
-    monkeypatch.setattr(communicator, "ABORTING", 0.05)
+async def test_an_abort_that_does_not_come_back(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
+    limits(device_release=0.1, device_aborting=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
@@ -379,8 +373,8 @@ async def test_the_end_of_a_group_is_that_of_its_communicator() -> None:
     assert [(end.destroyed, end.aborted) for end in ends] == [(True, False)] * 3
 
 
-async def test_who_closes_alone_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicator, "PARTING", 0.05)
+async def test_who_closes_alone_aborts(limits: Limits) -> None:
+    limits(device_parting=0.05)
     ends: list[Any] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -412,8 +406,8 @@ async def test_bit_ops_are_staged_where_nccl_is_used() -> None:
         assert gpu.cuda.calls["copy_to_host"] == 2
 
 
-async def test_who_comes_late_finds_that_the_others_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicator, "PARTING", 60)
+async def test_who_comes_late_finds_that_the_others_have_left(limits: Limits) -> None:
+    limits(device_parting=60)
     ends: list[Any] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -486,8 +480,8 @@ async def test_a_stream_that_cannot_be_made() -> None:
         await run_ranks(1, body, gpu)
 
 
-async def test_a_description_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Compared, "LIMIT", 8)
+async def test_a_description_that_is_too_long(limits: Limits) -> None:
+    limits(compared_size=8)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await fails(pg, called(pg, gpu), "ALLREDUCE was not compared: rank 1 sent an object of .* bytes")

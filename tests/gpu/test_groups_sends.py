@@ -23,10 +23,10 @@ from aiocoll import (
     Send,
 )
 from aiocoll.engine.operations.plan import EAGER_WINDOW
-from aiocoll.group.cuda import communicator, matching
+from aiocoll.group.cuda import matching
 from aiocoll.group.cuda.matching import BatchMatching
 
-from ..internals import comm_of, dispatcher_of
+from ..internals import Limits, comm_of, dispatcher_of
 from ..ranks import TRANSPORTS, run_ranks, until
 from ..reductions import DTYPES
 from .groups import Gpus, gpus, host, is_native
@@ -489,9 +489,8 @@ async def test_on_stream_orders_what_comes_after(count: int) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "matched"])
-async def test_messages_go_on_without_rank_0(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matching, "PATIENCE", 1e6)
-    monkeypatch.setattr(communicator, "PARTING", 0.05)
+async def test_messages_go_on_without_rank_0(when: str, limits: Limits) -> None:
+    limits(device_patience=1e6, device_parting=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -552,10 +551,9 @@ async def test_a_rank_that_leaves_while_a_message_flies_ends_the_group() -> None
         await run_ranks(2, body, gpu)
 
 
-async def test_once_a_rank_has_left_messages_are_staged(monkeypatch: pytest.MonkeyPatch, counts: Counts) -> None:
+async def test_once_a_rank_has_left_messages_are_staged(limits: Limits, counts: Counts) -> None:
     """NCCL needs all ranks of a communicator; so does what is matched and has not begun."""
-    monkeypatch.setattr(matching, "PATIENCE", 1e6)
-    monkeypatch.setattr(communicator, "PARTING", 0.05)
+    limits(device_patience=1e6, device_parting=0.05)
     held = asyncio.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -597,10 +595,9 @@ async def test_once_a_rank_has_left_messages_are_staged(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
 async def test_nothing_begins_because_the_rest_of_its_batch_has_failed(
-    end: str, monkeypatch: pytest.MonkeyPatch, counts: Counts
+    end: str, limits: Limits, counts: Counts
 ) -> None:
-    monkeypatch.setattr(matching, "PATIENCE", 1e6)
-    monkeypatch.setattr(communicator, "PARTING", 0.05)
+    limits(device_patience=1e6, device_parting=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -640,10 +637,8 @@ async def test_nothing_begins_because_the_rest_of_its_batch_has_failed(
 
 
 @pytest.mark.parametrize("captured", ["send", "recv"])
-async def test_a_block_does_not_wait_for_a_message_that_could_not_start(
-    captured: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(matching, "PATIENCE", 1e6)
+async def test_a_block_does_not_wait_for_a_message_that_could_not_start(captured: str, limits: Limits) -> None:
+    limits(device_patience=1e6)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from aiocoll.gpu import staging
 from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.staging import SMALLEST, Staging
 
 from ..fakes.cuda import FakeCuda
+from ..internals import Limits
 
 
 def at_once(call: Callable[[], None]) -> None:
@@ -45,10 +45,8 @@ def test_what_comes_back_is_used_again_the_last_first(cuda: FakeCuda) -> None:
     assert cuda.calls["pinned"] == 3
 
 
-def test_what_was_not_used_for_longest_is_freed_beyond_the_limit(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging, "KEPT", 3 * SMALLEST)
+def test_what_was_not_used_for_longest_is_freed_beyond_the_limit(cuda: FakeCuda, limits: Limits) -> None:
+    limits(staging_kept=3 * SMALLEST)
     pool = Staging(cuda, at_once)
     small, large = [pool.take(1) for _ in range(3)], pool.take(2 * SMALLEST)
     while small:
@@ -76,9 +74,9 @@ def test_what_cuda_refuses_is_told(cuda: FakeCuda) -> None:
     assert pool.kept == SMALLEST
 
 
-def test_memory_is_freed_elsewhere(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_freed_elsewhere(cuda: FakeCuda, limits: Limits) -> None:
     """Freeing waits for the device, and who gives a block back may be the loop."""
-    monkeypatch.setattr(staging, "KEPT", SMALLEST)
+    limits(staging_kept=SMALLEST)
     calls: list[Callable[[], None]] = []
     pool = Staging(cuda, calls.append)
     blocks = [pool.take(1), pool.take(1)]

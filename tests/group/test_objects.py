@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveMismatchError, ProcessGroup, SerializationError
-from aiocoll.engine.operations.object_exchange import ObjectExchange
 
+from ..internals import Limits
 from ..ranks import TRANSPORTS, run_ranks
 
 
@@ -86,8 +86,8 @@ async def test_roots_that_differ_are_named(pg: ProcessGroup) -> None:
         await pg.gather_object(1, pg.rank())
 
 
-async def test_an_object_above_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ObjectExchange, "LIMIT", 1000)
+async def test_an_object_above_the_limit_is_refused(limits: Limits) -> None:
+    limits(exchanged_size=1000)
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:

@@ -18,11 +18,10 @@ from aiocoll import (
     Work,
 )
 from aiocoll.engine.links.channel import Channel
-from aiocoll.engine.matching import posted as module
 from aiocoll.engine.operations.signature import P2P
 from aiocoll.transport.frame import EAGER, FrameKind
 
-from ..internals import comm_of
+from ..internals import Limits, comm_of
 from ..ranks import TRANSPORTS, over, run_ranks, until
 
 MIB = 1024 * 1024
@@ -338,8 +337,8 @@ async def test_incoming_raises_when_the_group_fails(pg: ProcessGroup) -> None:
         await serving
 
 
-async def test_an_object_above_the_limit_is_refused_and_its_bytes_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_BYTES", 1000)
+async def test_an_object_above_the_limit_is_refused_and_its_bytes_are_let_go(limits: Limits) -> None:
+    limits(received_size=1000)
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:

@@ -21,7 +21,7 @@ from aiocoll.group.dispatch.call import Call
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.work import Work
 
-from ..internals import comm_of, dispatcher_of
+from ..internals import Limits, comm_of, dispatcher_of
 from ..ranks import TRANSPORTS, over, run_ranks, until
 
 FORMATS = ("coo_array", "coo_matrix", "csr_array", "csr_matrix", "csc_array", "csc_matrix")
@@ -51,11 +51,11 @@ def stored(array: Any) -> int:
 
 
 @pytest.fixture(params=[f"{way}-{place}" for way, place in product(("gather", "dense"), ("loop", "thread"))])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> str:
     """Force how it is done, and where."""
     how, place = request.param.split("-")
     monkeypatch.setattr(sparse_reduce, "dense_pays", lambda *_: how == "dense")
-    monkeypatch.setattr(sparse_reduce, "INLINE", -1 if place == "thread" else 1 << 30)
+    limits(sparse_inline=-1 if place == "thread" else 1 << 30)
     return str(request.param)
 
 
@@ -249,8 +249,8 @@ async def test_what_is_refused_at_the_call(pg: ProcessGroup) -> None:
     await work
 
 
-async def test_wrong_indices_of_a_large_array_fail_it_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_reduce, "INLINE", -1)
+async def test_wrong_indices_of_a_large_array_fail_it_everywhere(limits: Limits) -> None:
+    limits(sparse_inline=-1)
 
     async def one(pg: ProcessGroup) -> None:
         array = scipy.sparse.csr_array(np.eye(3))
@@ -328,8 +328,8 @@ async def test_cancelling_the_await_leaves_the_collective(pg: ProcessGroup, way:
     assert np.array_equal(array.toarray(), total(2))
 
 
-async def test_aborting_it_while_a_thread_calculates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_reduce, "INLINE", -1)
+async def test_aborting_it_while_a_thread_calculates(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
+    limits(sparse_inline=-1)
     held = threading.Event()
     started: list[int] = []
 

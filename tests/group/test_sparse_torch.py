@@ -14,6 +14,7 @@ from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.errors import CollectiveMismatchError
 from aiocoll.group import sparse_reduce
 
+from ..internals import Limits
 from ..ranks import run_ranks
 
 torch = pytest.importorskip("torch", reason="torch is not installed: sparse tensors of torch are not tested")
@@ -31,11 +32,11 @@ def checked() -> Any:
 
 
 @pytest.fixture(params=[f"{way}-{place}" for way, place in product(("gather", "dense"), ("loop", "thread"))])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> str:
     """Force how it is done, and where."""
     how, place = request.param.split("-")
     monkeypatch.setattr(sparse_reduce, "dense_pays", lambda *_: how == "dense")
-    monkeypatch.setattr(sparse_reduce, "INLINE", -1 if place == "thread" else 1 << 30)
+    limits(sparse_inline=-1 if place == "thread" else 1 << 30)
     return str(request.param)
 
 

@@ -25,8 +25,9 @@ from aiocoll.testing import (
     skip_if_world_smaller_than,
     skips,
     spawn_ranks,
-    team,
 )
+
+from ..internals import set_limits
 
 COVERS = {
     "skip_if_no_gpu": "test_skip_if_no_gpu",
@@ -201,7 +202,7 @@ def outcome() -> dict[str, str | None]:
     cases = [Continuous(name) for name in names]
     cases[names.index("hang")].timeout = 0.5
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(team, "RELEASE", 0.2)
+        set_limits(patch, testing_release=0.2)
         result = run(*cases)
     texts = [*result.skipped, *result.failures, *result.errors]
     with pytest.raises(ChildProcessError):

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from aiocoll.errors import StoreError
-from aiocoll.store import core as module
 from aiocoll.store.core import StoreCore
+
+from ..internals import Limits
 
 
 def popped(core: StoreCore, count: int) -> list[bytes | None]:
@@ -44,10 +45,9 @@ def test_what_is_put_back_goes_to_who_has_waited_longest() -> None:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> StoreCore:
+def small(limits: Limits) -> StoreCore:
     """A store of 4 keys and queued items, and of 20 bytes."""
-    monkeypatch.setattr(module, "MAX_ENTRIES", 4)
-    monkeypatch.setattr(module, "MAX_TOTAL_BYTES", 20)
+    limits(store_entries=4, store_size=20)
     return StoreCore()
 
 

@@ -375,8 +375,8 @@ async def test_silent_clients_keep_nobody_out(server):
         assert len(server._unproven) <= MIN_PLACES
 
 
-async def test_a_silent_client_is_closed_at_the_deadline(monkeypatch):
-    monkeypatch.setattr("aiocoll.store.session.HANDSHAKE_TIMEOUT", 0.01)
+async def test_a_silent_client_is_closed_at_the_deadline(limits):
+    limits(store_handshake=0.01)
     server = StoreServer(LOCAL, 0, key=KEY)
     server.start()
     async with raw_connection(server) as (reader, _):

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from aiocoll.testing import team
 from tests.testing import samples
+
+from ..internals import Limits
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,8 +77,8 @@ def test_each_test_has_processes_of_its_own() -> None:
     assert text.index("KeyError: 'lost'\nits traceback on rank 1 of 2:\nTraceback") < text.index("in test_failure")
 
 
-def test_continuous_ranks_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(team, "RELEASE", 0.5)
+def test_continuous_ranks_live_on(limits: Limits) -> None:
+    limits(testing_release=0.5)
     result = run_all(samples.Continuous)
     assert result.testsRun == 7
     assert not result.failures

@@ -20,6 +20,7 @@ from aiocoll.engine.failure.watchdog import Watchdog
 from aiocoll.transport.byte_stream import ByteStream, receive_message, send_message
 from aiocoll.transport.stream.plain_stream import PlainStream, open_plain
 
+from ..internals import Limits
 from .links import sockets
 from .record_stream import SOME, RecordStream, open_records
 from .test_stream import say, settle, started
@@ -268,10 +269,13 @@ async def test_a_connection_whose_stream_cannot_be_opened_is_no_connection() -> 
 
 
 @each_stream
-async def test_two_watchdogs_hear_each_other_through_any_stream(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_watchdogs_hear_each_other_through_any_stream(kind: str, limits: Limits) -> None:
     """In their threads, while the loop is blocked."""
-    for name in ("ROUND", "UNREACHABLE_AFTER", "BLOCKED_AFTER"):
-        monkeypatch.setattr(watchdog, name, getattr(watchdog, name) / 20)
+    limits(
+        watchdog_round=watchdog.ROUND / 20,
+        unreachable_after=watchdog.UNREACHABLE_AFTER / 20,
+        blocked_after=watchdog.BLOCKED_AFTER / 20,
+    )
     lost: list[Any] = []
     loop = asyncio.get_running_loop()
     watchdogs = [

@@ -34,9 +34,10 @@ from aiocoll.security.unproven import MIN_PLACES
 from aiocoll.transport.base import Card, Header, Link
 from aiocoll.transport.frame import HEADER, SEGMENT, FrameKind
 from aiocoll.transport.stream import addresses as address
-from aiocoll.transport.stream import transport as stream
 from aiocoll.transport.stream.link import StreamLink
 from aiocoll.transport.stream.transport import StreamTransport
+
+from ..internals import Limits
 
 KEY = b"k" * 32
 CONTROL, DATA = ConnKind.CONTROL, ConnKind.DATA
@@ -526,12 +527,12 @@ async def test_a_silent_client_is_dropped(flavour: str, proven: bool) -> None:
         assert (b.accepted, runtime.held) == ([], [])
 
 
-async def test_what_came_while_the_loop_was_blocked_came_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_came_while_the_loop_was_blocked_came_in_time(limits: Limits) -> None:
     """A deadline that passes in a blocked loop does not hit a peer that has long answered."""
     async with started(2, handshake_timeout=0.01) as (_, b), stranger(b.card) as sock:
         loop = asyncio.get_running_loop()
         client = client_of(0)
-        monkeypatch.setattr(stream, "_GRACE", 30.0)  # however slow this machine is
+        limits(stream_grace=30.0)  # however slow this machine is
         assert await greet(sock, client) is Status.OK
         sock.send(client.last_word)
         end = loop.time() + 0.02
