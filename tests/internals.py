@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import wraps
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 import pytest
@@ -10,7 +13,19 @@ from aiocoll import ProcessGroup
 from aiocoll.engine.communicator import Communicator
 from aiocoll.group.dispatch.dispatcher import Dispatcher
 
-__all__ = ["LIMITS", "Limits", "comm_of", "dispatcher_of", "set_limits"]
+__all__ = [
+    "LIMITS",
+    "PARTS",
+    "Limits",
+    "comm_of",
+    "dispatcher_of",
+    "failing",
+    "group_of",
+    "replaced",
+    "set_limits",
+    "spied",
+    "wrapped",
+]
 
 #: Seconds, sizes and counts that tests change, by a plain name: where each is read.
 LIMITS = {
@@ -59,6 +74,71 @@ LIMITS = {
     "tune_enough": ("aiocoll.cli.tune.ENOUGH",),
 }
 
+#: Functions, methods and other things that tests watch, replace or let fail, by a plain name.
+PARTS = {
+    # what the machine and the system tell
+    "cgroup_folder": "aiocoll.cli.checks._CGROUP",
+    "far_addresses": "aiocoll.transport.stream.route._ELSEWHERE",
+    "gpu_count": "aiocoll.testing.skips._gpus",
+    "interface_address": "aiocoll.transport.stream.route.interface_address",
+    "is_own_address": "aiocoll.transport.stream.route.is_own",
+    "memory_available": "aiocoll.transport.shm.registered_memory._available",
+    "peer_uid": "aiocoll.transport.stream.addresses.peer_uid",
+    "populate": "aiocoll.transport.shm.region._populate",
+    "proc_folder": "aiocoll.cli.checks._PROC",
+    "routable_address": "aiocoll.transport.stream.route.routable_address",
+    "shm_folder": "aiocoll.cli.checks._SHM",
+    "signal_listeners": "aiocoll.dump.signals._listeners",
+    "store_resolve": "aiocoll.store.listening.resolve",
+    # what goes over links and into memory
+    "chunk_pointed": "aiocoll.transport.shm.chunk_queue.ChunkQueueWriter.point",
+    "chunk_put": "aiocoll.transport.shm.chunk_queue.ChunkQueueWriter.put",
+    "client_hello": "aiocoll.security.handshake.ClientHandshake.hello",
+    "control_said": "aiocoll.engine.control.star.send_message",
+    "create_mapped": "aiocoll.transport.shm.registered_memory.create_mapped",
+    "dial": "aiocoll.transport.stream.transport.StreamTransport.connect",
+    "frame_asked": "aiocoll.engine.links.channel.Channel.control",
+    "frame_delivered": "aiocoll.engine.links.channel.Channel.deliver",
+    "memory_arrived": "aiocoll.transport.memory.MemoryLink._arrive",
+    "memory_written": "aiocoll.transport.memory.MemoryLink.write",
+    "message_delivered": "aiocoll.engine.matching.matching.Matching.deliver",
+    # operations
+    "choose": "aiocoll.group.dispatch.planner.choose",
+    "group_id": "aiocoll.engine.split_history.hash62",
+    "message_sent": "aiocoll.engine.matching.outbound.OutboundMessage.sent",
+    "object_dumped": "aiocoll.group.objects.dumps",
+    "object_reading": "aiocoll.group.objects.reading",
+    "one_shot_looked": "aiocoll.engine.operations.oneshot.OneShot.look",
+    "receive_entered": "aiocoll.engine.matching.posted.PostedReceive.enter",
+    "sparse_dense_pays": "aiocoll.group.sparse_reduce.dense_pays",
+    "sparse_gathered": "aiocoll.group.sparse_reduce.gathered",
+    "sparse_merged": "aiocoll.group.sparse_reduce.merged",
+    "sparse_scattered": "aiocoll.group.sparse_reduce.scattered",
+    "sparse_unpack": "aiocoll.group.sparse_reduce.unpack",
+    "work_finished": "aiocoll.work.Work._finish",
+    # failure
+    "peer_seen": "aiocoll.engine.failure.failure_detector.FailureDetector.sees",
+    "stall_gathered": "aiocoll.engine.failure.stall_inspector.StallInspector._gathered",
+    "stall_heard": "aiocoll.engine.failure.stall_inspector.StallInspector.handle",
+    "stall_reported": "aiocoll.engine.failure.stall_inspector.StallInspector.report",
+    "stall_told": "aiocoll.engine.failure.stall_inspector.StallInspector._tell",
+    "vote_heard": "aiocoll.engine.consensus.voter.Voter.handle",
+    "vote_said": "aiocoll.engine.consensus.voter.Voter.say",
+    # stores and commands
+    "store_applied": "aiocoll.store.core.StoreCore.apply",
+    "store_reply": "aiocoll.store.session.Session._reply",
+    "tune_measure": "aiocoll.cli.tune.measure",
+    # devices
+    "device_ask": "aiocoll.group.cuda.communicator.DeviceCommunicator._ask",
+    "device_decided": "aiocoll.group.cuda.device_state.DeviceState._decided",
+    "device_judge": "aiocoll.group.cuda.device_state.DeviceState.judge",
+    "device_launch": "aiocoll.gpu.device.Device.launch",
+    "device_matched": "aiocoll.group.cuda.matching.BatchMatching.matched",
+    "device_parted": "aiocoll.group.cuda.communicator.DeviceCommunicator._parted",
+    "device_stage": "aiocoll.group.cuda.agreed.Agreed._stage",
+    "take_turn": "aiocoll.gpu.turns.Turns.take",
+}
+
 
 class Limits(Protocol):
     """The fixture `limits`: change limits of `LIMITS` for one test."""
@@ -68,11 +148,59 @@ class Limits(Protocol):
 
 def set_limits(patch: pytest.MonkeyPatch, **values: float) -> None:
     """Change limits of `LIMITS`, by their names there."""
-    if unknown := values.keys() - LIMITS.keys():
-        raise ValueError(f"no limits: {', '.join(sorted(unknown))}; there are: {', '.join(sorted(LIMITS))}")
+    _check(values, LIMITS)
     for name, value in values.items():
         for place in LIMITS[name]:
             patch.setattr(place, value)
+
+
+def replaced(patch: pytest.MonkeyPatch, **parts: Any) -> None:
+    """Put something else in the place of `PARTS`, by their names there."""
+    _check(parts, PARTS)
+    for name, part in parts.items():
+        patch.setattr(PARTS[name], part)
+
+
+def wrapped(patch: pytest.MonkeyPatch, **calls: Callable[..., Any]) -> None:
+    """Let what is given be called in the place of `PARTS`, each with what it stands for before the arguments."""
+    _check(calls, PARTS)
+    for name, call in calls.items():
+        replaced(patch, **{name: _around(resolve_name(PARTS[name]), call)})
+
+
+def spied(patch: pytest.MonkeyPatch, **spies: Callable[..., object]) -> None:
+    """Let what is given be told the arguments of each call of `PARTS` before it is made; it may raise."""
+
+    def telling(spy: Callable[..., object]) -> Callable[..., Any]:
+        def tell(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+            spy(*args, **named)
+            return original(*args, **named)
+
+        return tell
+
+    wrapped(patch, **{name: telling(spy) for name, spy in spies.items()})
+
+
+def failing(patch: pytest.MonkeyPatch, error: BaseException, *parts: str) -> None:
+    """Let calls of `PARTS` raise."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    replaced(patch, **dict.fromkeys(parts, fail))
+
+
+def _around(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def instead(*args: Any, **named: Any) -> Any:
+        return call(original, *args, **named)
+
+    return instead
+
+
+def _check(given: Mapping[str, object], there: Mapping[str, object]) -> None:
+    if unknown := given.keys() - there.keys():
+        raise ValueError(f"no such: {', '.join(sorted(unknown))}; there are: {', '.join(sorted(there))}")
 
 
 def comm_of(holder: Any) -> Communicator:
@@ -84,3 +212,8 @@ def comm_of(holder: Any) -> Communicator:
 def dispatcher_of(pg: ProcessGroup) -> Dispatcher:
     """Return what all calls of a group go through."""
     return pg._dispatcher
+
+
+def group_of(part: Any) -> Any:
+    """Return the group that a part of one has been made for."""
+    return part._group

@@ -6,7 +6,7 @@ from pkgutil import resolve_name
 
 import pytest
 
-from .internals import LIMITS, Limits
+from .internals import LIMITS, PARTS, Limits, failing, replaced, spied, wrapped
 
 
 def test_every_limit_is_the_same_wherever_it_is_read() -> None:
@@ -21,5 +21,31 @@ def test_a_limit_is_changed_wherever_it_is_read(limits: Limits) -> None:
 
 
 def test_a_limit_that_there_is_not_is_an_error_that_lists_those_there_are(limits: Limits) -> None:
-    with pytest.raises(ValueError, match=r"no limits: lingers; there are: .*, linger, link_window, "):
+    with pytest.raises(ValueError, match=r"no such: lingers; there are: .*, linger, link_window, "):
         limits(linger=0.5, lingers=0.5)
+
+
+def test_every_part_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, place in PARTS.items():
+        part = resolve_name(place)
+        replaced(monkeypatch, **{name: None})
+        assert resolve_name(place) is None
+        monkeypatch.undo()
+        assert resolve_name(place) is part
+
+
+def test_a_part_is_watched_wrapped_and_failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = PARTS["group_id"]
+    told: list[str] = []
+    original = resolve_name(place)("a")
+    spied(monkeypatch, group_id=told.append)
+    assert resolve_name(place)("a") == original
+    assert told == ["a"]
+    wrapped(monkeypatch, group_id=lambda before, text: before(text) + 1)
+    assert resolve_name(place)("a") == original + 1
+    assert told == ["a", "a"]
+    failing(monkeypatch, KeyError("planted"), "group_id", "choose")
+    with pytest.raises(KeyError, match="planted"):
+        resolve_name(place)("a")
+    with pytest.raises(ValueError, match=r"no such: chose; there are: .*, choose, "):
+        failing(monkeypatch, KeyError("planted"), "chose")

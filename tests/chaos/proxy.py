@@ -20,6 +20,8 @@ from aiocoll.security.handshake import HELLO_SIZE, ClientHandshake, ConnKind
 from aiocoll.store import Store
 from aiocoll.transport.stream import addresses as address
 
+from ..internals import wrapped
+
 CHUNK = 1 << 16
 #: What each HELLO of this process was for.
 kinds: dict[bytes, ConnKind] = {}
@@ -28,14 +30,13 @@ kinds: dict[bytes, ConnKind] = {}
 @pytest.fixture
 def overheard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tell proxies the kind of each connection that this process dials."""
-    hello = ClientHandshake.hello
 
-    def overhear(self: ClientHandshake) -> bytes:
-        said = hello(self)
-        kinds[said] = self._identity.kind
+    def overhear(hello: Any, handshake: ClientHandshake) -> bytes:
+        said: bytes = hello(handshake)
+        kinds[said] = handshake._identity.kind
         return said
 
-    monkeypatch.setattr(ClientHandshake, "hello", overhear)
+    wrapped(monkeypatch, client_hello=overhear)
     monkeypatch.setattr("tests.chaos.proxy.kinds", {})
 
 

@@ -90,17 +90,17 @@ async def test_descriptors_run_out_at_every_point_on_each_transport(transport: s
 
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
-async def test_a_dial_waits_for_descriptors(flavour: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dial_waits_for_descriptors(flavour: str) -> None:
     """A lack of our own says nothing about the peer: it is dialled again, at ever longer intervals."""
-    loop, sleep = asyncio.get_running_loop(), Runtime.sleep
+    loop = asyncio.get_running_loop()
     pauses: list[float] = []
 
-    async def noting(runtime: Runtime, seconds: float) -> None:
-        pauses.append(seconds)
-        await sleep(runtime, seconds)
+    class Noting(Runtime):
+        async def sleep(self, seconds: float) -> None:
+            pauses.append(seconds)
+            await super().sleep(seconds)
 
-    monkeypatch.setattr(Runtime, "sleep", noting)
-    ranks = [StreamTransport(Runtime(loop), rank, 2, "job", KEY, transport=flavour) for rank in range(2)]
+    ranks = [StreamTransport(Noting(loop), rank, 2, "job", KEY, transport=flavour) for rank in range(2)]
     accepted: asyncio.Queue[Any] = asyncio.Queue()
     ranks[1].accepted = accepted.put_nowait
     card = await (ranks[1].listen() if flavour == "unix" else ranks[1].listen_tcp("127.0.0.1"))

@@ -23,7 +23,7 @@ from aiocoll.cli.main import main
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.socket_buffers import LOOPBACK_BUFFER
 
-from ..internals import Limits
+from ..internals import Limits, replaced
 
 LIMIT = 120
 #: What changes the outcome or, on a busy machine, the output, and may be set where the tests run.
@@ -161,7 +161,7 @@ def test_a_call_that_python_was_built_without(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_unix_sockets_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(address, "peer_uid", lambda sock: os.geteuid() + 1)
+    replaced(monkeypatch, peer_uid=lambda sock: os.geteuid() + 1)
     finding = found("unix sockets")
     assert not finding.fine
     assert f"sockets are of user {os.geteuid() + 1}" in finding.value
@@ -172,7 +172,7 @@ def test_nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.listdir("/proc/self/fd")
     list(look(2))
     monkeypatch.setattr(os, "posix_fallocate", refuse(errno.ENOSPC))
-    monkeypatch.setattr(address, "peer_uid", refuse(errno.ENOPROTOOPT))
+    replaced(monkeypatch, peer_uid=refuse(errno.ENOPROTOOPT))
     list(look(2))
     assert os.listdir("/proc/self/fd") == before
 
@@ -218,8 +218,7 @@ def test_memory_of_the_cgroup(
     (tmp_path / "self" / "cgroup").write_text("8:pids:/\n0::/job\n")
     (tmp_path / path).parent.mkdir(exist_ok=True)
     (tmp_path / path).write_text(f"{text}\n")
-    monkeypatch.setattr(checks, "_PROC", tmp_path)
-    monkeypatch.setattr(checks, "_CGROUP", tmp_path)
+    replaced(monkeypatch, proc_folder=tmp_path, cgroup_folder=tmp_path)
     assert found("memory of the cgroup").value == value
 
 
@@ -229,7 +228,7 @@ def test_buffers_of_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nby
     folder.mkdir(parents=True)
     for name in ("rmem_max", "wmem_max"):
         (folder / name).write_text(f"{nbytes}\n")
-    monkeypatch.setattr(checks, "_PROC", tmp_path)
+    replaced(monkeypatch, proc_folder=tmp_path)
     for name in ("rmem_max", "wmem_max"):
         finding = found(f"net.core.{name}")
         assert finding.fine, "it is what most systems have"
@@ -237,9 +236,7 @@ def test_buffers_of_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nby
 
 
 def test_what_cannot_be_read_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(checks, "_PROC", tmp_path)
-    monkeypatch.setattr(checks, "_CGROUP", tmp_path)
-    monkeypatch.setattr(checks, "_SHM", tmp_path / "none")
+    replaced(monkeypatch, proc_folder=tmp_path, cgroup_folder=tmp_path, shm_folder=tmp_path / "none")
     names = {finding.name for finding in look(1)}
     assert "open files" in names
     assert not {"memory of the cgroup", "net.core.rmem_max", str(tmp_path / "none")} & names

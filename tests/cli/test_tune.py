@@ -10,7 +10,7 @@ from aiocoll.cli import tune
 from aiocoll.errors import RendezvousError
 from aiocoll.tuning import default_path, load
 
-from ..internals import Limits
+from ..internals import Limits, replaced
 
 ARGS = argparse.Namespace(tune=True)
 QUIET, BUSY = Machine(20e-6, 5e-6, 1e-9, 1e-10), Machine(80e-6, 4e-6, 2e-9, 2e-10)
@@ -24,7 +24,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> dict:
     async def measure(*_: object) -> dict:
         return launches
 
-    monkeypatch.setattr(tune, "measure", measure)
+    replaced(monkeypatch, tune_measure=measure)
     return launches
 
 
@@ -81,7 +81,7 @@ def test_what_cannot_be_measured_is_not_written(
     async def measure(*_: object) -> dict:
         raise error
 
-    monkeypatch.setattr(tune, "measure", measure)
+    replaced(monkeypatch, tune_measure=measure)
     interrupted = isinstance(error, KeyboardInterrupt)
     assert tune.run(ARGS) == (130 if interrupted else 1)
     assert capsys.readouterr().err == ("" if interrupted else f"aiocoll bench: {error}\n")

@@ -17,6 +17,8 @@ from aiocoll import HashStore, ProcessGroup, new_group
 from aiocoll.dump import signals
 from tests.ranks import run_ranks
 
+from ..internals import replaced
+
 
 async def one_rank(name: str | None = None) -> ProcessGroup:
     return await new_group(store=HashStore(), rank=0, world_size=1, name=name)
@@ -25,7 +27,7 @@ async def one_rank(name: str | None = None) -> ProcessGroup:
 @pytest.fixture
 def default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The signal would end the process, and nobody listens, not even what other tests have left to the collector."""
-    monkeypatch.setattr(signals, "_listeners", WeakSet())
+    replaced(monkeypatch, signal_listeners=WeakSet())
     old = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     yield
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL, "it would again"

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from aiocoll import GroupError, PeerLostError, ProcessGroup
+from aiocoll.transport.stream.transport import StreamTransport
 
-from ..internals import Limits, comm_of
+from ..internals import Limits, replaced, wrapped
 from ..ranks import run_ranks
 
 
@@ -19,19 +20,17 @@ async def test_a_rank_that_does_not_answer(lives: bool, monkeypatch: pytest.Monk
     limits(connect_again=0.0)
     dials: list[int] = []
 
+    async def unanswered(dial: Any, transport: StreamTransport, peer: int, *args: Any) -> Any:
+        if transport.rank == 1:
+            dials.append(peer)
+            if len(dials) < 3:
+                raise PeerLostError("no answer", ranks=[peer])
+        return await dial(transport, peer, *args)
+
     async def rank(pg: ProcessGroup) -> Any:
-        endpoint = comm_of(pg).endpoint
         if pg.rank() == 1:
-            connect = endpoint.context.transport.connect
-
-            async def unanswered(peer: int, *args: Any) -> Any:
-                dials.append(peer)
-                if len(dials) < 3:
-                    raise PeerLostError("no answer", ranks=[peer])
-                return await connect(peer, *args)
-
-            monkeypatch.setattr(endpoint.context.transport, "connect", unanswered)
-            monkeypatch.setattr(endpoint.failure_detector, "sees", lambda _: lives)
+            wrapped(monkeypatch, dial=unanswered)
+            replaced(monkeypatch, peer_seen=lambda *_: lives)
         call = pg.recv(np.zeros(1), 1) if pg.rank() == 0 else pg.send(np.ones(1), 0)
         if lives:
             return float((await call)[0])
@@ -52,7 +51,7 @@ async def test_a_dial_ends_with_the_rank_that_dials(monkeypatch: pytest.MonkeyPa
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
-            monkeypatch.setattr(comm_of(pg).endpoint.context.transport, "connect", unanswered)
+            replaced(monkeypatch, dial=unanswered)
             work = pg.send(np.ones(1), 1)
             await dialling.wait()
             pg.abort("a test")

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveTimeoutError, GroupOptions, ProcessGroup
-from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.testing.virtual import run_virtual
+
+from ..internals import spied
 
 LATENCY = (0.0005, 0.002)
 
@@ -92,14 +93,12 @@ def test_what_is_said_of_a_rank_is_not_older_than_the_last_report() -> None:
 def test_waiting_takes_messages_in_proportion_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """All report, and the coordinator asks and answers all; not all of them because of each of them."""
     told = 0
-    tell = StallInspector._tell
 
-    def counted(self: StallInspector, rank: int, message: dict[str, Any]) -> None:
+    def count(*_: Any) -> None:
         nonlocal told
         told += 1
-        tell(self, rank, message)
 
-    monkeypatch.setattr(StallInspector, "_tell", counted)
+    spied(monkeypatch, stall_told=count)
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 5:

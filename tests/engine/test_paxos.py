@@ -16,7 +16,7 @@ from aiocoll import GroupError, PeerLostError, ProcessGroup
 from aiocoll.engine.consensus.voter import Voter
 from aiocoll.testing.virtual import run_virtual
 
-from ..internals import comm_of
+from ..internals import comm_of, replaced
 
 #: Seconds a frame takes at least and at most.
 LATENCY = (0.0005, 0.02)
@@ -68,7 +68,7 @@ def shrunk(
         return small.global_ranks
 
     with monkeypatch.context() as patch:
-        patch.setattr(Voter, "say", between)
+        replaced(patch, vote_said=between)
         return run_virtual(world_size, rank, seed=seed, latency=LATENCY)
 
 

@@ -13,17 +13,15 @@ import pytest
 from aiocoll import GroupError, GroupRevokedError, ProcessGroup, ProtocolError
 from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.engine.links.channel import Channel
-from aiocoll.engine.matching.matching import Matching, PostedReceive
-from aiocoll.engine.matching.outbound import OutboundMessage
+from aiocoll.engine.matching.matching import Matching
 from aiocoll.engine.operations.base import Operation
-from aiocoll.engine.operations.oneshot import OneShot
 from aiocoll.engine.operations.signature import P2P
 from aiocoll.errors import PeerProtocolError
 from aiocoll.testing import run_processes
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import EAGER, HEADER, FrameKind
 
-from ..internals import comm_of
+from ..internals import comm_of, failing, group_of, spied
 from ..ranks import TRANSPORTS, options, over, run_ranks, until
 
 Say = Callable[[ProcessGroup, ProcessGroup], Any]
@@ -198,13 +196,11 @@ class _Named:
 async def test_an_exception_while_a_frame_is_handled_ends_its_groups_by_name(
     transport: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Matching.deliver
     waiting: list[int] = []
 
-    def deliver(matching: Matching, channel: Channel, peer: int, *args: Any) -> bool:
+    def refuse(matching: Matching, channel: Channel, peer: int, *_: Any) -> None:
         if matching.group.rank == 0 and peer == 2:
             raise error(12, "no memory")
-        return original(matching, channel, peer, *args)
 
     async def rank(pg: ProcessGroup) -> None:
         await met(pg)
@@ -213,7 +209,7 @@ async def test_an_exception_while_a_frame_is_handled_ends_its_groups_by_name(
         waiting.append(pg.rank())
         await until(lambda: len(waiting) == 3)
         if pg.rank() == 2:
-            monkeypatch.setattr(Matching, "deliver", deliver)
+            spied(monkeypatch, message_delivered=refuse)
             pg.send(np.zeros(1), 0).add_done_callback(lambda _: None)
         await fails(pg, work, error.__name__)
         if pair.size() == 2:
@@ -227,15 +223,12 @@ async def test_an_exception_while_a_note_is_handled_ends_its_groups_by_name(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Be it that it was passed on: whose note it was is named, not who passed it on."""
-    original = StallInspector.handle
 
-    def handle(stalls: StallInspector, peer: int, what: dict[str, Any]) -> None:
-        if stalls._group.rank == 1 and peer == 2:
+    def refuse(stalls: StallInspector, peer: int, _: dict[str, Any]) -> None:
+        if group_of(stalls).rank == 1 and peer == 2:
             raise MemoryError("no memory")
-        original(stalls, peer, what)
 
     async def rank(pg: ProcessGroup) -> None:
-        monkeypatch.setattr(StallInspector, "handle", handle)
         pair = await pg.split_group([0, 1] if pg.rank() < 2 else [2])
         await met(pg)
         work = pg.recv(np.zeros(1), 0 if pg.rank() else 1)
@@ -248,6 +241,7 @@ async def test_an_exception_while_a_note_is_handled_ends_its_groups_by_name(
         if pair.size() == 2:
             assert (await pair.allreduce(np.ones(1))).tolist() == [2.0]
 
+    spied(monkeypatch, stall_heard=refuse)
     await run_ranks(3, rank, transport=transport)
 
 
@@ -301,7 +295,7 @@ async def test_processes_hear_of_an_exception(transport: str) -> None:
 # -- what runs for a group of its own accord
 
 #: Called by timers: as an operation waits for long, and as the answers about it have gathered.
-CALLBACKS = {"a report": "report", "an answer": "_gathered"}
+CALLBACKS = {"a report": "stall_reported", "an answer": "stall_gathered"}
 
 
 @pytest.mark.ranks(3)
@@ -309,11 +303,8 @@ CALLBACKS = {"a report": "report", "an answer": "_gathered"}
 async def test_an_exception_in_a_timer_ends_the_group_by_name(
     pg: ProcessGroup, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: Any) -> None:
-        raise LookupError("planted")
-
     await pg.barrier()
-    monkeypatch.setattr(StallInspector, CALLBACKS[where], broken)
+    failing(monkeypatch, LookupError("planted"), CALLBACKS[where])
     work: Any = pg.recv(np.zeros(1), 0) if pg.rank() == 2 else pg.allreduce(np.ones(1))
     with pytest.raises(GroupError, match=r"failed on rank ., where the library raised LookupError: planted"):
         async with asyncio.timeout(2 * SOON):
@@ -321,10 +312,10 @@ async def test_an_exception_in_a_timer_ends_the_group_by_name(
 
 
 #: What an operation does, by the class of what a call of `Start` makes.
-STEPS: dict[str, tuple[type[Operation], str, Callable[[ProcessGroup], Any]]] = {
-    "at the call": (PostedReceive, "enter", lambda pg: pg.recv(np.zeros(1), 0)),
-    "as bytes leave": (OutboundMessage, "sent", lambda pg: pg.send(np.zeros(1), 0)),
-    "as it looks into shared memory": (OneShot, "look", lambda pg: pg.allreduce(np.zeros(1))),
+STEPS: dict[str, tuple[str, Callable[[ProcessGroup], Any]]] = {
+    "at the call": ("receive_entered", lambda pg: pg.recv(np.zeros(1), 0)),
+    "as bytes leave": ("message_sent", lambda pg: pg.send(np.zeros(1), 0)),
+    "as it looks into shared memory": ("one_shot_looked", lambda pg: pg.allreduce(np.zeros(1))),
 }
 
 
@@ -335,20 +326,18 @@ STEPS: dict[str, tuple[type[Operation], str, Callable[[ProcessGroup], Any]]] = {
 async def test_an_exception_in_an_operation_ends_the_group_by_name(
     transport: str, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, name, start = STEPS[step]
-    original = getattr(owner, name)
+    part, start = STEPS[step]
 
-    def broken(operation: Operation, *args: Any) -> Any:
+    def broken(operation: Operation, *_: Any) -> None:
         if operation.comm.rank == 1:
             raise LookupError("planted")
-        return original(operation, *args)
 
     async def rank(pg: ProcessGroup) -> None:
         await met(pg)
         work = pg.recv(np.zeros(1), 0, tag=5) if pg.rank() == 2 else None
         await pg.barrier()
         if pg.rank() == 1:
-            monkeypatch.setattr(owner, name, broken)
+            spied(monkeypatch, **{part: broken})
         with pytest.raises(GroupError, match="failed on rank 1, where the library raised LookupError: planted"):
             async with asyncio.timeout(SOON):
                 await (work or (start(pg) if pg.rank() == 1 else pg.recv(np.zeros(1), 2, tag=5)))

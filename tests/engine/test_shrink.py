@@ -19,7 +19,7 @@ from aiocoll.store import HashStore
 from tests.engine.hosts import Hosts
 from tests.ranks import hub
 
-from ..internals import comm_of
+from ..internals import comm_of, replaced, wrapped
 
 Body = Callable[[ProcessGroup], Any]
 
@@ -222,7 +222,7 @@ def test_another_rank_dies_at_any_message_of_the_agreement(
                 await pg.allreduce(np.ones(3))
             return await recover(pg)
 
-        monkeypatch.setattr(Voter, "say", watched)
+        replaced(monkeypatch, vote_said=watched)
         results = job.run(5, body, seed)
         living = tuple(rank for rank in range(5) if rank not in job.killed)
         assert [results[rank] for rank in living] == [living] * len(living), f"message {step}, seed {seed}"
@@ -337,11 +337,9 @@ def test_one_of_two_waits_for_the_other_and_gives_up_and_may_try_again() -> None
 
 
 def test_a_coordinator_that_answers_nothing_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = Voter.handle
-
-    def deaf(self: Voter, peer: int, note: dict[str, Any]) -> None:
-        if self.rank != 1:
-            heard(self, peer, note)
+    def deaf(handle: Any, voter: Voter, *heard: Any) -> None:
+        if voter.rank != 1:
+            handle(voter, *heard)
 
     async def body(pg: ProcessGroup) -> Any:
         if pg.rank() in (0, 1):
@@ -352,7 +350,7 @@ def test_a_coordinator_that_answers_nothing_is_passed_over(monkeypatch: pytest.M
         assert 8 <= now() - start < 8.5  # two seconds for an answer, six for the vote
         return await works(small)
 
-    monkeypatch.setattr(Voter, "handle", deaf)
+    wrapped(monkeypatch, vote_heard=deaf)
     assert Job().run(4, body) == [None, None, (2, 3), (2, 3)]
 
 
@@ -532,7 +530,7 @@ def test_any_ranks_die_at_any_messages(seeds: range, monkeypatch: pytest.MonkeyP
             await asyncio.sleep(chance.choice([0, 0.01, 1.5]))
             return await recover(pg)
 
-        monkeypatch.setattr(Voter, "say", watched)
+        replaced(monkeypatch, vote_said=watched)
         results = job.run(world_size, body, seed)
         living = tuple(rank for rank in range(world_size) if rank not in job.killed)
         assert [results[rank] for rank in living] == [living] * len(living), f"seed {seed}"

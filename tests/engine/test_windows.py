@@ -17,7 +17,7 @@ from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 
-from ..internals import comm_of
+from ..internals import comm_of, spied
 from ..ranks import TRANSPORTS, options, over, run_ranks
 
 MIB = 1024 * 1024
@@ -28,13 +28,10 @@ class Tap:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.frames: list[tuple[int, Header]] = []
-        deliver = Channel.deliver
+        spied(monkeypatch, frame_delivered=self._tapped)
 
-        def tapped(channel: Channel, link: Any, header: Header, payload: memoryview | None) -> None:
-            self.frames.append((channel.peer, header))
-            deliver(channel, link, header, payload)
-
-        monkeypatch.setattr(Channel, "deliver", tapped)
+    def _tapped(self, channel: Channel, _: Any, header: Header, __: memoryview | None) -> None:
+        self.frames.append((channel.peer, header))
 
     def count(self, kind: FrameKind, sender: int) -> int:
         return sum(peer == sender and header[0] == kind for peer, header in self.frames)

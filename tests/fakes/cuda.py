@@ -63,6 +63,7 @@ class FakeCuda:
         latency: seconds that every kernel and copy takes.
         memory: of the devices and the page-locked one of the host.
         calls: how often each function of the runtime was called.
+        hooks: what is told each call by its name as it begins; it may wait or raise.
         contexts: of each device that has a context, the call that has made it, and the thread it was made in.
         stalls: a query of what is not done does not come back before it is: the kernel holds the driver up.
         stalled: the threads whose queries were held up.
@@ -75,6 +76,7 @@ class FakeCuda:
         self.latency = 0.0
         self.memory = FakeMemory()
         self.calls: defaultdict[str, int] = defaultdict(int)
+        self.hooks: list[Callable[[str], object]] = []
         self.contexts: dict[int, str] = {}
         self.stalls = False
         self.stalled: list[str] = []
@@ -169,10 +171,12 @@ class FakeCuda:
 
     def bus_id(self, device: int) -> str:
         """Return what tells the device from all others of this host."""
+        self._count("bus_id")
         return self.bus_ids[self._device(device, "bus_id").ordinal]
 
     def capability(self, device: int) -> tuple[int, int]:
         """Return the compute capability of the device, such as (9, 0): what its generation can do."""
+        self._count("capability")
         return self.capabilities[self._device(device, "capability").ordinal]
 
     def has_context(self, device: int) -> bool:
@@ -192,6 +196,7 @@ class FakeCuda:
 
     def use(self, device: int) -> None:
         """Make `device` the one that calls of this thread are for."""
+        self._count("use")
         self._thread.device = self._device(device, "use").ordinal
         self.enter("use", device)
 
@@ -358,6 +363,8 @@ class FakeCuda:
 
     def _count(self, call: str) -> None:
         """Count the call, and let it fail if it has to."""
+        for hook in self.hooks:
+            hook(call)
         self.calls[call] += 1
         if waiting := self._next.get(call):
             error = waiting.pop(0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 
 from aiocoll.gpu.api import DeviceError
 
@@ -53,6 +54,7 @@ class FakeNccl:
         complaints: what was called that does not belong together, which is why nothing ends: the real one is silent.
         init_hangs: `init` does not come back.
         abort_hangs: `abort` does not come back, and ends nothing.
+        hooks: what is told each call by its name as it begins; it may wait or raise.
     """
 
     #: Worlds that form, by unique id.
@@ -64,6 +66,7 @@ class FakeNccl:
         self.complaints: list[str] = []
         self.init_hangs = False
         self.abort_hangs = False
+        self.hooks: list[Callable[[str], object]] = []
         self._version = version
         self._thread = threading.local()
         self._next: dict[str, list[DeviceError]] = {}
@@ -138,6 +141,8 @@ class FakeNccl:
 
     def begin(self, call: str) -> None:
         """Make a context on the thread's device, to which NCCL goes back in the end; let the call fail if it has to."""
+        for hook in self.hooks:
+            hook(call)
         self.cuda.enter(call, self.cuda.current())
         if waiting := self._next.get(call):
             raise waiting.pop(0)

@@ -8,8 +8,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import pytest
-
 from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.device import Device, close_devices
 from aiocoll.gpu.launcher import Launched
@@ -102,22 +100,20 @@ class Gated:
 class Batch(Gated):
     """The first of some calls, which the thread that waits sees only when all of them have ended."""
 
-    def __init__(self, cuda: FakeCuda, device: Device, stream: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, cuda: FakeCuda, device: Device, stream: int) -> None:
         super().__init__(cuda, stream)
         self._waiter = device._waiters[stream]
         self._waits, self._seen = threading.Event(), threading.Event()
-        synchronize = cuda.event_synchronize
-
-        def wait(event: int) -> None:
-            self._waits.set()
-            self._seen.wait(10)
-            synchronize(event)
-
-        monkeypatch.setattr(cuda, "event_synchronize", wait)
+        cuda.hooks.append(self._called)
 
     async def waited_for(self, calls: int) -> None:
         """Wait until so many are on the stream, and the thread waits for the first."""
         await until(lambda: self._waits.is_set() and len(self._waiter._calls) == calls)
+
+    def _called(self, call: str) -> None:
+        if call == "event_synchronize":
+            self._waits.set()
+            self._seen.wait(10)
 
     def open(self) -> None:
         super().open()

@@ -12,7 +12,7 @@ import pytest
 from aiocoll import ProcessGroup
 from aiocoll.group.cuda.communicator import DeviceCommunicator
 
-from ..internals import Limits, comm_of, dispatcher_of
+from ..internals import Limits, comm_of, dispatcher_of, group_of, spied, wrapped
 from ..ranks import run_ranks, until
 from .groups import Gpus, gpus
 from .test_groups import allreduced
@@ -29,14 +29,8 @@ def of(pg: ProcessGroup) -> DeviceCommunicator:
 def counted(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> list[int]:
     """Let it be asked all the time what has failed; return a list that gets an entry each time."""
     asked: list[int] = []
-    ask = DeviceCommunicator._ask
-
-    def count(self: DeviceCommunicator) -> None:
-        asked.append(1)
-        ask(self)
-
     limits(device_ask_every=0.001)
-    monkeypatch.setattr(DeviceCommunicator, "_ask", count)
+    spied(monkeypatch, device_ask=lambda _: asked.append(1))
     return asked
 
 
@@ -83,34 +77,23 @@ async def test_nothing_is_asked_before_it_is_made(monkeypatch: pytest.MonkeyPatc
         assert await work is tensor
 
     with gpus(1) as gpu:
-        init = gpu.nccl.init
-        monkeypatch.setattr(gpu.nccl, "init", lambda *given: make.wait(10) and init(*given))
+        gpu.nccl.hooks.append(lambda call: call != "init" or make.wait(10))
         await run_ranks(1, body, gpu)
 
 
-async def test_a_group_that_ends_before_its_communicator_is_made(
-    monkeypatch: pytest.MonkeyPatch, limits: Limits
-) -> None:
+async def test_a_group_that_ends_before_its_communicator_is_made(limits: Limits) -> None:
     limits(device_release=0.05)
     make = threading.Event()
-    made: list[Any] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        called = gpu.calls()
         await pg.allreduce(gpu.tensor(np.ones(0), 0))
         await pg.shutdown()
         make.set()
-        await until(lambda: made)
-        await until(lambda: made[0].aborted)
+        await until(lambda: called and called[-1] == "abort")
 
     with gpus(1) as gpu:
-        init = gpu.nccl.init
-
-        def late(*given: Any) -> Any:
-            assert make.wait(10)
-            made.append(init(*given))
-            return made[0]
-
-        monkeypatch.setattr(gpu.nccl, "init", late)
+        gpu.nccl.hooks.append(lambda call: call != "init" or make.wait(10))
         await run_ranks(1, body, gpu)
 
 
@@ -186,13 +169,12 @@ async def test_groups_that_end_at_once_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each rank comes to end another one of them first."""
-    parted = DeviceCommunicator._parted
 
-    async def late(end: DeviceCommunicator) -> bool:
-        is_first = end._group.rank == int(end._group.name.endswith("other"))
+    async def late(parted: Any, end: DeviceCommunicator) -> bool:
+        is_first = group_of(end).rank == int(group_of(end).name.endswith("other"))
         return await parted(end) and (is_first or await asyncio.sleep(0.05, True))
 
-    monkeypatch.setattr(DeviceCommunicator, "_parted", late)
+    wrapped(monkeypatch, device_parted=late)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         groups = [await pg.split_group([[0, 1]], group_name=name) for name in ("one", "other")]

@@ -95,9 +95,8 @@ async def test_threads_of_their_own_use_the_device() -> None:
 async def test_a_device_that_nobody_may_use_is_told_by_what_is_called() -> None:
     with faked(1) as cuda:
         device = Device.of(cuda, 0)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cuda, "use", lambda ordinal: cuda._device(7, "use"))
-            assert await device.run_in_thread(lambda: 5) == 5
+        cuda.fail_next("use", "invalid device ordinal 7")
+        assert await device.run_in_thread(lambda: 5) == 5
 
 
 def elsewhere(cuda: FakeCuda, call: Any) -> Any:

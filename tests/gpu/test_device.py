@@ -363,12 +363,10 @@ class Counting:
         self._loop.call_soon(call, *args)
 
 
-async def test_a_batch_wakes_the_loop_once_and_is_told_in_several_turns(
-    cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_batch_wakes_the_loop_once_and_is_told_in_several_turns(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     loop = Counting(asyncio.get_running_loop())
-    batch = Batch(cuda, device, stream, monkeypatch)
+    batch = Batch(cuda, device, stream)
     calls = [begin(device, stream, call) for call in [batch, *[nothing] * 99]]
     await batch.waited_for(100)
     for launched, _ in calls:
@@ -379,12 +377,10 @@ async def test_a_batch_wakes_the_loop_once_and_is_told_in_several_turns(
 
 
 @pytest.mark.parametrize("by", ["thread", "launcher"])
-async def test_a_batch_that_is_told_in_several_turns_keeps_its_place(
-    cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch, by: str
-) -> None:
+async def test_a_batch_that_is_told_in_several_turns_keeps_its_place(cuda: FakeCuda, device: Device, by: str) -> None:
     stream = device.stream()
     waiter, told = device._waiters[stream], list[int]()
-    batch = Batch(cuda, device, stream, monkeypatch)
+    batch = Batch(cuda, device, stream)
     more: list[asyncio.Future[None]] = []
 
     def first(error: object) -> None:

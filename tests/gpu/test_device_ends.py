@@ -112,20 +112,19 @@ async def test_the_first_of_two_errors_is_told(cuda: FakeCuda, device: Device) -
 
 
 @pytest.mark.parametrize("call", ["event_record", "event_done", "event_synchronize"])
-async def test_no_error_ends_a_thread(
-    cuda: FakeCuda, device: Device, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_error_ends_a_thread(cuda: FakeCuda, device: Device, call: str) -> None:
     stream = device.stream()
     held = Gated(cuda, stream)
 
-    def fail(*args: int) -> None:
-        raise KeyError(7)
+    def fail(called: str) -> None:
+        if called == call:
+            raise KeyError(7)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(cuda, call, fail)
-        _, ended = begin(device, stream, held, before=None)
-        with pytest.raises(DeviceError, match=r"KeyError\(7\)"):
-            await ended
+    cuda.hooks.append(fail)
+    _, ended = begin(device, stream, held, before=None)
+    with pytest.raises(DeviceError, match=r"KeyError\(7\)"):
+        await ended
+    cuda.hooks.remove(fail)
     held.open()
     await begin(device, stream)[1]
 
@@ -159,11 +158,9 @@ async def test_a_device_that_fails_fails_all_that_is_pending(cuda: FakeCuda, dev
     assert await device.close_stream(stream, 10)
 
 
-async def test_an_error_of_one_look_is_of_one_call(
-    cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_error_of_one_look_is_of_one_call(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
-    batch = Batch(cuda, device, stream, monkeypatch)
+    batch = Batch(cuda, device, stream)
     calls = [begin(device, stream, call) for call in (batch, nothing, nothing)]
     await batch.waited_for(3)
     cuda.fail_next("event_done", "what")
@@ -237,13 +234,11 @@ def test_a_loop_that_is_closed_before_the_ends_have_their_turn(cuda: FakeCuda, d
     assert cuda.live()["events"] == 0
 
 
-def test_a_loop_that_is_closed_in_the_midst_of_a_batch(
-    cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_that_is_closed_in_the_midst_of_a_batch(cuda: FakeCuda, device: Device) -> None:
     kept = Kept()
     stream = device.stream()
     loop = asyncio.new_event_loop()
-    batch = Batch(cuda, device, stream, monkeypatch)
+    batch = Batch(cuda, device, stream)
 
     async def main() -> None:
         device.launch(stream, batch, None, lambda error: loop.stop())

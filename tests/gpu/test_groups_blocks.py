@@ -19,10 +19,8 @@ from aiocoll import (
     ReduceOp,
     testing,
 )
-from aiocoll.gpu.device import Device
-from aiocoll.group.cuda import device_state as side_module
 
-from ..internals import Limits, dispatcher_of
+from ..internals import Limits, dispatcher_of, spied
 from ..ranks import run_ranks, until
 from .groups import WAYS, Gpus, gpus, host
 from .test_groups import allreduced
@@ -41,23 +39,14 @@ class Counts:
         self.nccl: Counter[str] = Counter()
         self.launches = 0
         self.agreements = 0
-        begin, launch, judge = gpu.nccl.begin, Device.launch, side_module.DeviceState.judge
+        gpu.nccl.hooks.append(lambda call: self.nccl.update([call]))
+        spied(monkeypatch, device_launch=self._launched, device_judge=self._judged)
 
-        def counted(call: str) -> None:
-            self.nccl[call] += 1
-            begin(call)
+    def _launched(self, *_: Any) -> None:
+        self.launches += 1
 
-        def launched(device: Device, *args: Any) -> Any:
-            self.launches += 1
-            return launch(device, *args)
-
-        def judged(side: Any, *args: Any) -> Any:
-            self.agreements += 1
-            return judge(side, *args)
-
-        monkeypatch.setattr(gpu.nccl, "begin", counted)
-        monkeypatch.setattr(Device, "launch", launched)
-        monkeypatch.setattr(side_module.DeviceState, "judge", judged)
+    def _judged(self, *_: Any) -> None:
+        self.agreements += 1
 
     def reset(self) -> None:
         self.nccl.clear()
@@ -386,24 +375,20 @@ async def test_groups_that_compare_every_call() -> None:
 
 
 @pytest.mark.parametrize("patience", [60.0, 0.01])
-async def test_an_abort_lets_the_launcher_finish_its_calls(
-    patience: float, monkeypatch: pytest.MonkeyPatch, limits: Limits
-) -> None:
+async def test_an_abort_lets_the_launcher_finish_its_calls(patience: float, limits: Limits) -> None:
     limits(device_finishing=patience)
     calling, go_on = threading.Event(), threading.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
         end: Any = dispatcher_of(pg).device_state.communicator._end  # type: ignore[union-attr]
-        begin = gpu.nccl.begin
 
         def slow(call: str) -> None:
-            begin(call)
             if call == "group_end":
                 calling.set()
                 assert go_on.wait(10)
 
-        monkeypatch.setattr(gpu.nccl, "begin", slow)
+        gpu.nccl.hooks.append(slow)
         work = several(pg, gpu)
         await until(calling.is_set)
         pg.abort("enough")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from aiocoll import ProcessGroup
-from aiocoll.group.cuda.agreed import Agreed
 
 from ..group.test_collectives import MARGIN, MOVING, REDUCING, ROOTED, Call, label, valid
+from ..internals import spied
 from ..pairwise import Case, cover
 from ..ranks import run_ranks
 from ..reductions import DTYPES, OPS, equal, numpy_dtype
@@ -94,11 +94,9 @@ async def test_what_nccl_cannot_reduce_is_staged_and_nothing_else(
 ) -> None:
     """All reductions in one group, each compared with NumPy."""
     staged = [0] * world_size
-    stage = Agreed._stage
 
-    def counted(operation: Agreed) -> None:
+    def counted(operation: Any) -> None:
         staged[operation.comm.rank] += 1
-        stage(operation)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         for kind, op, dtype in product(REDUCING, OPS, DTYPES):
@@ -108,7 +106,7 @@ async def test_what_nccl_cannot_reduce_is_staged_and_nothing_else(
                 await check(pg, [case], gpu)
                 assert staged[pg.rank()] - before == (not is_native(kind, op, dtype)), label(case)
 
-    monkeypatch.setattr(Agreed, "_stage", counted)
+    spied(monkeypatch, device_stage=counted)
     with gpus(world_size) as gpu:
         await run_ranks(world_size, body, gpu)
 

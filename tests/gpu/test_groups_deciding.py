@@ -17,7 +17,7 @@ from aiocoll.gpu.turns import Turn, Turns
 from aiocoll.group.cuda.cards import Decision
 from aiocoll.group.cuda.device_state import DeviceState
 
-from ..internals import Limits, comm_of, dispatcher_of
+from ..internals import Limits, comm_of, dispatcher_of, wrapped
 from ..ranks import run_ranks, until
 from .groups import Gpus, gpus, host, is_native
 
@@ -57,9 +57,9 @@ async def test_messages_alone_are_enough(late: int) -> None:
 
 async def test_groups_with_ranks_in_common_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three ranks begin with groups of each two of them at once, each with another group first."""
-    decided, firsts = DeviceState._decided, []
+    firsts = []
 
-    def delayed(side: DeviceState, number: int, decision: Decision) -> None:
+    def delayed(decided: Any, side: DeviceState, number: int, decision: Decision) -> None:
         wait = 0.0 if side.comm in firsts else 0.05
         asyncio.get_running_loop().call_later(wait, decided, side, number, decision)
 
@@ -78,7 +78,7 @@ async def test_groups_with_ranks_in_common_do_not_wait_for_each_other(monkeypatc
         assert host(one).tolist() == [rank + (rank + 1) % 3] * 3
         assert host(two).tolist() == [rank + (rank - 1) % 3] * 3
 
-    monkeypatch.setattr(DeviceState, "_decided", delayed)
+    wrapped(monkeypatch, device_decided=delayed)
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
 
@@ -86,9 +86,7 @@ async def test_groups_with_ranks_in_common_do_not_wait_for_each_other(monkeypatc
 async def test_jobs_that_number_the_same_devices_differently_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    take = Turns.take
-
-    def held(turns: Turns, call: Callable[[], None]) -> Turn:
+    def held(take: Any, turns: Turns, call: Callable[[], None]) -> Turn:
         """Let all first turns be taken before any second one is asked for."""
 
         def later() -> None:
@@ -96,7 +94,7 @@ async def test_jobs_that_number_the_same_devices_differently_do_not_wait_for_eac
 
         return take(turns, later)
 
-    monkeypatch.setattr(Turns, "take", held)
+    wrapped(monkeypatch, take_turn=held)
 
     async def body(pg: ProcessGroup, gpu: Gpus, devices: list[int]) -> None:
         tensor = gpu.tensor(np.ones(3), devices[pg.rank()])
@@ -110,9 +108,9 @@ async def test_jobs_that_number_the_same_devices_differently_do_not_wait_for_eac
 
 async def test_a_group_that_fails_lets_others_have_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of one group does not hear that its turn has come."""
-    take, deaf = Turns.take, []
+    deaf = []
 
-    def taken(turns: Turns, call: Callable[[], None]) -> Turn:
+    def taken(take: Any, turns: Turns, call: Callable[[], None]) -> Turn:
         if not deaf:
             deaf.append(turns)
             return take(turns, lambda: None)
@@ -133,7 +131,7 @@ async def test_a_group_that_fails_lets_others_have_its_turn(monkeypatch: pytest.
         assert is_native(other)
         assert host(tensor).tolist() == [2]
 
-    monkeypatch.setattr(Turns, "take", taken)
+    wrapped(monkeypatch, take_turn=taken)
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
 
@@ -182,15 +180,14 @@ class Stuck:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[Callable[[], None]] = []
         self.device = -1
-        take = Turns.take
 
-        def taken(turns: Turns, call: Callable[[], None]) -> Turn:
+        def taken(take: Any, turns: Turns, call: Callable[[], None]) -> Turn:
             if not self.calls and turns is self.turns:
                 self.calls.append(call)
                 return take(turns, lambda: None)
             return take(turns, call)
 
-        monkeypatch.setattr(Turns, "take", taken)
+        wrapped(monkeypatch, take_turn=taken)
 
     def on(self, gpu: Gpus, device: int) -> None:
         self.turns = gpu.engine(device).turns

@@ -189,21 +189,20 @@ async def test_messages_of_other_lengths_are_told() -> None:
 
 
 class Locking:
-    """Takes the place of `FakeCuda.pinned`: notes which threads call it, and lets them wait until `go` is set."""
+    """Notes which threads call `FakeCuda.pinned`, and lets them wait until `go` is set."""
 
-    def __init__(self, gpu: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, gpu: Gpus) -> None:
         self.threads: list[int] = []
         self.go = threading.Event()
-        self._pinned = gpu.cuda.pinned
-        monkeypatch.setattr(gpu.cuda, "pinned", self)
+        gpu.cuda.hooks.append(self._called)
 
-    def __call__(self, nbytes: int) -> Any:
-        self.threads.append(threading.get_ident())
-        assert self.go.wait(10)
-        return self._pinned(nbytes)
+    def _called(self, call: str) -> None:
+        if call == "pinned":
+            self.threads.append(threading.get_ident())
+            assert self.go.wait(10)
 
 
-async def test_the_loop_never_waits_for_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_loop_never_waits_for_page_locked_memory() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         for count in (1, 3000, 300_000):
@@ -213,14 +212,14 @@ async def test_the_loop_never_waits_for_page_locked_memory(monkeypatch: pytest.M
             await pg.allreduce(tensor)
 
     with gpus(2, "staged") as gpu:
-        locking = Locking(gpu, monkeypatch)
+        locking = Locking(gpu)
         locking.go.set()
         await run_ranks(2, body, gpu)
     assert len(locking.threads) >= 6
     assert threading.get_ident() not in locking.threads
 
 
-async def test_receives_keep_their_order_while_there_is_no_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_receives_keep_their_order_while_there_is_no_memory_for_them() -> None:
     counts = (1, 300_000, 0)  # eager, granted, and empty
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -240,11 +239,11 @@ async def test_receives_keep_their_order_while_there_is_no_memory_for_them(monke
                 assert work.source_rank() == 0
 
     with gpus(2, "staged") as gpu:
-        locking = Locking(gpu, monkeypatch)
+        locking = Locking(gpu)
         await run_ranks(2, body, gpu)
 
 
-async def test_a_matched_receive_without_memory_cannot_be_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_matched_receive_without_memory_cannot_be_taken_back() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             await pg.send(np.full(1, 1.0), 1)
@@ -263,11 +262,11 @@ async def test_a_matched_receive_without_memory_cannot_be_taken_back(monkeypatch
             await pg.barrier()
 
     with gpus(2, "staged") as gpu:
-        locking = Locking(gpu, monkeypatch)
+        locking = Locking(gpu)
         await run_ranks(2, body, gpu)
 
 
-async def test_a_group_that_ends_while_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_group_that_ends_while_there_is_no_memory() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 1:
             works = [pg.recv(gpu.tensor(np.ones(9), 1), 0) for _ in range(2)]
@@ -284,7 +283,7 @@ async def test_a_group_that_ends_while_there_is_no_memory(monkeypatch: pytest.Mo
             await pg.wait_revoked()
 
     with gpus(2, "staged") as gpu:
-        locking = Locking(gpu, monkeypatch)
+        locking = Locking(gpu)
         await run_ranks(2, body, gpu)
         assert gpu.engine(1).close(10.0)
         assert gpu.cuda.live()["pinned"] == 0

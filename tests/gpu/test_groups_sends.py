@@ -7,7 +7,6 @@ import contextlib
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,8 @@ from aiocoll import (
 )
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.group.cuda import matching
-from aiocoll.group.cuda.matching import BatchMatching
 
-from ..internals import Limits, comm_of, dispatcher_of
+from ..internals import Limits, comm_of, dispatcher_of, replaced
 from ..ranks import TRANSPORTS, run_ranks, until
 from ..reductions import DTYPES
 from .groups import Gpus, gpus, host, is_native
@@ -36,26 +34,12 @@ from .test_groups import allreduced
 LARGE, SMALL = EAGER_WINDOW // 8 + 1, EAGER_WINDOW // 8
 
 
-@pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Gpus], Counter[str]]:
-    """Return a function that counts calls of NCCL and of page-locked memory from there on, on all ranks."""
-
-    def start(gpu: Gpus) -> Counter[str]:
-        counted: Counter[str] = Counter()
-        for owner, name in ((gpu.nccl, "begin"), (gpu.cuda, "pinned")):
-            before = getattr(owner, name)
-
-            def count(given: Any, before: Any = before, name: str = name) -> Any:
-                counted[given if name == "begin" else name] += 1
-                return before(given)
-
-            monkeypatch.setattr(owner, name, count)
-        return counted
-
-    return start
-
-
-Counts = Callable[[Gpus], "Counter[str]"]
+def counts(gpu: Gpus) -> Counter[str]:
+    """Count calls of NCCL and of page-locked memory from now on, on all ranks."""
+    counted: Counter[str] = Counter()
+    gpu.nccl.hooks.append(lambda call: counted.update([call]))
+    gpu.cuda.hooks.append(lambda call: counted.update([call] * (call == "pinned")))
+    return counted
 
 
 async def begun(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -72,7 +56,7 @@ def holds(tensor: Any, value: float) -> bool:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_long_messages_go_by_nccl_and_short_ones_do_not_wait(transport: str, counts: Counts) -> None:
+async def test_long_messages_go_by_nccl_and_short_ones_do_not_wait(transport: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await begun(pg, gpu)
@@ -100,7 +84,7 @@ async def test_long_messages_go_by_nccl_and_short_ones_do_not_wait(transport: st
         await run_ranks(2, body, gpu, transport=transport)
 
 
-async def test_every_dtype_goes_without_a_copy(counts: Counts) -> None:
+async def test_every_dtype_goes_without_a_copy() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await begun(pg, gpu)
@@ -122,7 +106,7 @@ async def test_every_dtype_goes_without_a_copy(counts: Counts) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-async def test_a_ring_in_a_batch_is_one_group_of_calls(world_size: int, counts: Counts) -> None:
+async def test_a_ring_in_a_batch_is_one_group_of_calls(world_size: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
         await begun(pg, gpu)
@@ -143,7 +127,7 @@ async def test_a_ring_in_a_batch_is_one_group_of_calls(world_size: int, counts: 
         assert counted == {"send": each, "recv": each, "group_start": each, "group_end": each, "destroy": world_size}
 
 
-async def test_the_messages_of_a_block_are_one_group_of_calls(counts: Counts) -> None:
+async def test_the_messages_of_a_block_are_one_group_of_calls() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
         await begun(pg, gpu)
@@ -225,7 +209,7 @@ async def test_a_batch_that_others_wait_for_begins_in_parts() -> None:
 
 
 @pytest.mark.parametrize("sender", ["device", "host"])
-async def test_the_other_end_may_be_on_the_host(sender: str, counts: Counts) -> None:
+async def test_the_other_end_may_be_on_the_host(sender: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await begun(pg, gpu)
@@ -266,7 +250,7 @@ async def test_a_message_that_nobody_asks_for_is_taken_by_incoming() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_what_incoming_has_asked_for_comes_from_the_host(counts: Counts) -> None:
+async def test_what_incoming_has_asked_for_comes_from_the_host() -> None:
     """A message that an iterator has asked for, and that a receive takes then."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -397,7 +381,7 @@ async def test_a_short_message_that_its_device_holds_up_says_so() -> None:
 
 
 async def test_rank_0_is_named_if_it_does_not_let_a_message_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BatchMatching, "matched", lambda *_: None)
+    replaced(monkeypatch, device_matched=lambda *_: None)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -551,7 +535,7 @@ async def test_a_rank_that_leaves_while_a_message_flies_ends_the_group() -> None
         await run_ranks(2, body, gpu)
 
 
-async def test_once_a_rank_has_left_messages_are_staged(limits: Limits, counts: Counts) -> None:
+async def test_once_a_rank_has_left_messages_are_staged(limits: Limits) -> None:
     """NCCL needs all ranks of a communicator; so does what is matched and has not begun."""
     limits(device_patience=1e6, device_parting=0.05)
     held = asyncio.Event()
@@ -594,9 +578,7 @@ async def test_once_a_rank_has_left_messages_are_staged(limits: Limits, counts: 
 
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
-async def test_nothing_begins_because_the_rest_of_its_batch_has_failed(
-    end: str, limits: Limits, counts: Counts
-) -> None:
+async def test_nothing_begins_because_the_rest_of_its_batch_has_failed(end: str, limits: Limits) -> None:
     limits(device_patience=1e6, device_parting=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

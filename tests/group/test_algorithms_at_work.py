@@ -9,8 +9,8 @@ import pytest
 
 from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.algorithms.select import ALGORITHMS
-from aiocoll.group.dispatch import planner
 
+from ..internals import replaced
 from ..ranks import run_ranks
 from .test_collectives import ROOTED, Call, check
 
@@ -28,7 +28,7 @@ async def test_every_algorithm_runs(kind: str, algorithm: str, transport: str, m
         asked.append(of_kind)
         return algorithm
 
-    monkeypatch.setattr(planner, "choose", choose)
+    replaced(monkeypatch, choose=choose)
     if kind in ("barrier", "monitored_barrier"):
         await run_ranks(world_size, lambda pg: getattr(pg, kind)(), transport=transport)
     else:

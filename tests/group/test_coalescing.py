@@ -22,13 +22,12 @@ from aiocoll import (
     Work,
     new_group,
 )
-from aiocoll.engine.links.channel import Channel
 from aiocoll.group.dispatch.call import Call as TakenCall
 from aiocoll.group.interceptors.fuse import LARGE
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import FrameKind
 
-from ..internals import comm_of, dispatcher_of
+from ..internals import comm_of, dispatcher_of, spied
 from ..pairwise import Case
 from ..ranks import TRANSPORTS, over, run_ranks, until
 from ..reductions import DTYPES, OPS, equal
@@ -42,13 +41,10 @@ class Frames:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        deliver = Channel.deliver
+        spied(monkeypatch, frame_delivered=self._counted)
 
-        def counted(channel: Channel, link: Any, header: Any, payload: Any) -> None:
-            self.count += header[0] == FrameKind.DATA and header[7] > 0
-            deliver(channel, link, header, payload)
-
-        monkeypatch.setattr(Channel, "deliver", counted)
+    def _counted(self, _: Any, __: Any, header: Any, ___: Any) -> None:
+        self.count += header[0] == FrameKind.DATA and header[7] > 0
 
     def taken(self) -> int:
         count, self.count = self.count, 0

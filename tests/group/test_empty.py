@@ -18,11 +18,10 @@ from aiocoll import GroupClosedError, GroupError, GroupRevokedError, ProcessGrou
 from aiocoll.engine.operations.shm_ring import order
 from aiocoll.group.dispatch.planner import CIRCLE
 from aiocoll.testing import run_processes
-from aiocoll.transport.shm import registered_memory
 from aiocoll.transport.shm.chunk_queue import ChunkQueueWriter
 from aiocoll.transport.shm.layout import CHUNKS, LinkLayout
 
-from ..internals import comm_of
+from ..internals import comm_of, failing, replaced, wrapped
 from ..pairwise import Case, cover
 from ..ranks import over, run_ranks, until
 from ..reductions import DTYPES, OPS, allowed, data, equal, reduce_op, reduced
@@ -48,22 +47,21 @@ class Puts:
 
 @pytest.fixture
 def puts(monkeypatch: pytest.MonkeyPatch) -> Puts:
-    counts, put, point = Puts(), ChunkQueueWriter.put, ChunkQueueWriter.point
+    counts = Puts()
 
-    def counted_put(self: ChunkQueueWriter, identity: int, tag: int, piece: memoryview) -> bool:
-        done = put(self, identity, tag, piece)
+    def counted_put(put: Any, lane: ChunkQueueWriter, identity: int, tag: int, piece: memoryview) -> bool:
+        done: bool = put(lane, identity, tag, piece)
         counts.nbytes += piece.nbytes * done
-        counts.lanes.add(id(self))
+        counts.lanes.add(id(lane))
         return done
 
-    def counted_point(self: ChunkQueueWriter, identity: int, tag: int, segment: int, offset: int) -> bool:
-        done = point(self, identity, tag, segment, offset)
+    def counted_point(point: Any, lane: ChunkQueueWriter, *args: int) -> bool:
+        done: bool = point(lane, *args)
         counts.places += done
-        counts.lanes.add(id(self))
+        counts.lanes.add(id(lane))
         return done
 
-    monkeypatch.setattr(ChunkQueueWriter, "put", counted_put)
-    monkeypatch.setattr(ChunkQueueWriter, "point", counted_point)
+    wrapped(monkeypatch, chunk_put=counted_put, chunk_pointed=counted_point)
     return counts
 
 
@@ -539,11 +537,8 @@ async def test_the_loop_turns_meanwhile(pg: ProcessGroup) -> None:
 async def test_without_memory_it_is_an_ordinary_array(
     code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def refuse(nbytes: int) -> Any:
-        raise OSError(code, os.strerror(code))
-
     async def rank(pg: ProcessGroup) -> None:
-        monkeypatch.setattr(registered_memory, "create_mapped", refuse)
+        failing(monkeypatch, OSError(code, os.strerror(code)), "create_mapped")
         for _ in range(3):
             array = await filled(pg, np.ones(LARGE))
             await pg.allreduce(array)
@@ -559,7 +554,7 @@ async def test_without_memory_it_is_an_ordinary_array(
 
 async def test_more_than_there_is_is_not_even_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel would not refuse: it would end some process."""
-    monkeypatch.setattr(registered_memory, "_available", lambda: LARGE)
+    replaced(monkeypatch, memory_available=lambda: LARGE)
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.empty(LARGE, np.float64)

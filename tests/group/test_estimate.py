@@ -18,10 +18,9 @@ from aiocoll.algorithms.machine import Machine, Tuning
 from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.codec import dumps
 from aiocoll.group.interceptors.estimate import Estimate
-from aiocoll.transport.memory import MemoryLink
 from aiocoll.work import Work
 
-from ..internals import comm_of
+from ..internals import comm_of, spied
 from ..ranks import TRANSPORTS, over, run_ranks
 from ..rendezvous.test_fake import ARRAYS
 
@@ -210,13 +209,7 @@ async def test_nothing_is_sent_and_nothing_is_touched(pg: ProcessGroup) -> None:
 
 async def test_frames_are_counted_after_the_links_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     frames: list[Any] = []
-    write = MemoryLink.write
-
-    def counted(link: MemoryLink, *args: Any) -> bool:
-        frames.append(args)
-        return write(link, *args)
-
-    monkeypatch.setattr(MemoryLink, "write", counted)
+    spied(monkeypatch, memory_written=lambda *args: frames.append(args))
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.alltoall([np.zeros(1) for _ in range(3)], [np.ones(1)] * 3)

@@ -15,13 +15,11 @@ from aiocoll import (
     Recv,
     Send,
     SerializationError,
-    Work,
 )
-from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.operations.signature import P2P
 from aiocoll.transport.frame import EAGER, FrameKind
 
-from ..internals import Limits, comm_of
+from ..internals import Limits, comm_of, replaced, spied
 from ..ranks import TRANSPORTS, over, run_ranks, until
 
 MIB = 1024 * 1024
@@ -359,13 +357,7 @@ async def test_an_object_above_the_limit_is_refused_and_its_bytes_are_let_go(lim
 
 async def test_an_empty_message_completes_its_receive_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Any] = []
-    finish = Work._finish
-
-    def counted(work: Work[Any], *args: Any) -> None:
-        ended.append(work)
-        finish(work, *args)
-
-    monkeypatch.setattr(Work, "_finish", counted)
+    spied(monkeypatch, work_finished=lambda work, *_: ended.append(work))
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
@@ -392,7 +384,7 @@ async def test_incoming_asks_for_a_message_that_its_sender_holds_back(
     member, op = comm_of(pg), P2P | 5 << 32
     channel = member.channels[1]
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(Channel, "control", lambda channel, *args: asked.append(args))
+    replaced(monkeypatch, frame_asked=lambda channel, *args: asked.append(args))
     listening = asyncio.ensure_future(anext(aiter(pg.incoming(tag=5))))
     await asyncio.sleep(0)
     member.deliver(channel, (FrameKind.DATA, EAGER, 0, member.id, op, 6, 0, 2, 4), memoryview(b"ab"))

@@ -12,9 +12,8 @@ import pytest
 
 from aiocoll import GroupError, ProcessGroup, SerializationError
 from aiocoll.codec import decode, dumps
-from aiocoll.group import objects
 
-from ..internals import comm_of
+from ..internals import comm_of, replaced
 from ..ranks import TRANSPORTS, over, run_ranks
 
 NUMBERS = list(range(10_000, 40_000))
@@ -86,7 +85,7 @@ async def test_what_ends_the_group_ends_the_reading(call: str, monkeypatch: pyte
         while True:
             yield
 
-    monkeypatch.setattr(objects, "reading", endless)
+    replaced(monkeypatch, object_reading=endless)
 
     async def rank(pg: ProcessGroup) -> None:
         work = CALLS[call][0](pg)
@@ -105,7 +104,7 @@ async def test_what_ends_the_group_ends_the_reading(call: str, monkeypatch: pyte
 @pytest.mark.parametrize("call", ["allgather_object", "recv_object", "incoming"])
 async def test_what_is_no_object_in_the_end(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes are read in many turns, and then refused; everything else goes on."""
-    monkeypatch.setattr(objects, "dumps", lambda obj, **_: dumps(obj) + b"\xc0")
+    replaced(monkeypatch, object_dumped=lambda obj, **_: dumps(obj) + b"\xc0")
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()

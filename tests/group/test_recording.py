@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 
 from aiocoll import GroupOptions, HashStore, ProcessGroup, new_group, testing
-from aiocoll.dump import signals
 from aiocoll.dump.files import file_name
 from aiocoll.dump.timeline import chrome_trace, lanes
 from aiocoll.testing.virtual import run_virtual
 from tests.ranks import TRANSPORTS, options, run_ranks
+
+from ..internals import replaced
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -266,7 +267,7 @@ async def test_without_a_directory_the_log_says_how_to_get_a_dump(caplog: pytest
 @pytest.fixture
 def before(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Have a handler before any group, also such as other tests have left; yields the signals it has had."""
-    monkeypatch.setattr(signals, "_listeners", WeakSet())
+    replaced(monkeypatch, signal_listeners=WeakSet())
     had: list[int] = []
 
     def handler(number: int, _: object) -> None:

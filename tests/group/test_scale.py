@@ -10,9 +10,8 @@ import pytest
 
 from aiocoll import ProcessGroup, Recv, ReduceOp, Send
 from aiocoll.engine.channels import FEW
-from aiocoll.engine.control import star as control
 
-from ..internals import comm_of
+from ..internals import comm_of, spied
 from ..ranks import hub, run_ranks
 
 MANY = 64
@@ -101,14 +100,11 @@ async def test_in_a_large_group_channels_are_made_when_they_are_needed() -> None
 
 async def test_many_ranks_end_in_few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    send = control.send_message
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         if pg.rank() == 0:
-            monkeypatch.setattr(
-                control, "send_message", lambda link, note: (said.append(note["t"]), send(link, note))[1]
-            )
+            spied(monkeypatch, control_said=lambda _, note: said.append(note["t"]))
         await pg.barrier()
 
     await run_ranks(32, rank)

@@ -21,7 +21,7 @@ from aiocoll.group.dispatch.call import Call
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.work import Work
 
-from ..internals import Limits, comm_of, dispatcher_of
+from ..internals import Limits, comm_of, dispatcher_of, failing, replaced
 from ..ranks import TRANSPORTS, over, run_ranks, until
 
 FORMATS = ("coo_array", "coo_matrix", "csr_array", "csr_matrix", "csc_array", "csc_matrix")
@@ -54,7 +54,7 @@ def stored(array: Any) -> int:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> str:
     """Force how it is done, and where."""
     how, place = request.param.split("-")
-    monkeypatch.setattr(sparse_reduce, "dense_pays", lambda *_: how == "dense")
+    replaced(monkeypatch, sparse_dense_pays=lambda *_: how == "dense")
     limits(sparse_inline=-1 if place == "thread" else 1 << 30)
     return str(request.param)
 
@@ -267,13 +267,8 @@ async def test_wrong_indices_of_a_large_array_fail_it_everywhere(limits: Limits)
 
 @pytest.mark.parametrize("step", ["first", "last"])
 async def test_a_step_that_fails_on_one_rank_fails_on_all(step: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {"first": ("unpack", "scattered"), "last": ("merged", "gathered")}[step]
-
-    def fails(*_: Any) -> Any:
-        raise MemoryError("no room")
-
-    for name in names:
-        monkeypatch.setattr(sparse_reduce, name, fails)
+    parts = {"first": ("sparse_unpack", "sparse_scattered"), "last": ("sparse_merged", "sparse_gathered")}[step]
+    failing(monkeypatch, MemoryError("no room"), *parts)
 
     async def one(pg: ProcessGroup) -> None:
         with pytest.raises(GroupError, match=r"failed on rank \d: MemoryError: no room"):
@@ -338,8 +333,7 @@ async def test_aborting_it_while_a_thread_calculates(monkeypatch: pytest.MonkeyP
         assert held.wait(20)
         return merged(parts, dtype)
 
-    monkeypatch.setattr(sparse_reduce, "merged", waits)
-    monkeypatch.setattr(sparse_reduce, "dense_pays", lambda *_: False)
+    replaced(monkeypatch, sparse_merged=waits, sparse_dense_pays=lambda *_: False)
 
     async def one(pg: ProcessGroup) -> None:
         array = given(pg.rank())
@@ -362,14 +356,10 @@ async def test_aborting_it_while_a_thread_calculates(monkeypatch: pytest.MonkeyP
 async def test_what_failed_in_a_later_step_was_not_complete(
     pg: ProcessGroup, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: Any) -> Any:
-        raise MemoryError("no room")
-
     await pg.allreduce(given(pg.rank()))
     await pg.allreduce(given(pg.rank()), key="k")
     await pg.barrier()
-    monkeypatch.setattr(sparse_reduce, "merged", fails)
-    monkeypatch.setattr(sparse_reduce, "gathered", fails)
+    failing(monkeypatch, MemoryError("no room"), "sparse_merged", "sparse_gathered")
     works = [pg.allreduce(given(pg.rank()), key="k"), pg.allreduce(given(pg.rank()))]
     for work in works:
         with pytest.raises(GroupError):

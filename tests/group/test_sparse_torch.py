@@ -12,9 +12,8 @@ import scipy.sparse
 
 from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.errors import CollectiveMismatchError
-from aiocoll.group import sparse_reduce
 
-from ..internals import Limits
+from ..internals import Limits, replaced
 from ..ranks import run_ranks
 
 torch = pytest.importorskip("torch", reason="torch is not installed: sparse tensors of torch are not tested")
@@ -35,7 +34,7 @@ def checked() -> Any:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> str:
     """Force how it is done, and where."""
     how, place = request.param.split("-")
-    monkeypatch.setattr(sparse_reduce, "dense_pays", lambda *_: how == "dense")
+    replaced(monkeypatch, sparse_dense_pays=lambda *_: how == "dense")
     limits(sparse_inline=-1 if place == "thread" else 1 << 30)
     return str(request.param)
 

@@ -21,10 +21,9 @@ from aiocoll import (
     ProcessGroup,
     new_group,
 )
-from aiocoll.engine import split_history
 from aiocoll.engine.job.ids import hash62
 
-from ..internals import comm_of
+from ..internals import comm_of, replaced
 from ..ranks import TRANSPORTS, options, over, run_ranks, until
 
 
@@ -487,7 +486,7 @@ async def test_a_split_sends_nothing(pg: ProcessGroup) -> None:
 
 
 async def test_an_id_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_history, "hash62", lambda text: 7)
+    replaced(monkeypatch, group_id=lambda text: 7)
 
     async def rank(pg: ProcessGroup) -> None:
         group = await part(pg, [0, 1])
@@ -496,7 +495,7 @@ async def test_an_id_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -
                 pg.split_group([0, 1])
             await group.shutdown()
         await pg.barrier()
-        monkeypatch.setattr(split_history, "hash62", hash62)
+        replaced(monkeypatch, group_id=hash62)
         assert await works(await part(pg, [0, 1])) == (0, 1)
 
     await run_ranks(2, rank)

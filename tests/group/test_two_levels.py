@@ -10,11 +10,10 @@ import pytest
 
 from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.algorithms.two_level import select as two_level
-from aiocoll.group.dispatch import planner
 from aiocoll.transport.frame import HEADER, FrameKind
 from aiocoll.transport.memory import MemoryLink
 
-from ..internals import comm_of, dispatcher_of
+from ..internals import comm_of, dispatcher_of, replaced, spied
 from ..ranks import run_ranks
 from .test_collectives import ROOTED, check
 
@@ -33,14 +32,12 @@ def place(pg: ProcessGroup, hosts: tuple[int, ...]) -> None:
 def frames(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """Collect sender, receiver and payload of every data frame in memory."""
     seen: list[tuple[int, int, int]] = []
-    write = MemoryLink.write
 
-    def counted(link: MemoryLink, header: bytes, payload: memoryview | None = None) -> bool:
+    def see(link: MemoryLink, header: bytes, payload: memoryview | None = None) -> None:
         if HEADER.unpack(header)[0] == FrameKind.DATA:
-            seen.append((link._rank, link.peer, 0 if payload is None else payload.nbytes))
-        return write(link, header, payload)
+            seen.append((sum(link.ends) - link.peer, link.peer, 0 if payload is None else payload.nbytes))
 
-    monkeypatch.setattr(MemoryLink, "write", counted)
+    spied(monkeypatch, memory_written=see)
     return seen
 
 
@@ -56,7 +53,7 @@ async def test_every_algorithm_runs(
         asked.append((of_kind, named["hosts"]))
         return algorithm
 
-    monkeypatch.setattr(planner, "choose", choose)
+    replaced(monkeypatch, choose=choose)
     world_size = len(hosts)
     roots = range(world_size) if kind in ROOTED else (0,)
     case = {"kind": kind, "op": "PREMUL_SUM", "dtype": "float32", "world_size": world_size}

@@ -23,11 +23,10 @@ from aiocoll.testing import (
     run_virtual,
     skip_if_world_is_odd,
     skip_if_world_smaller_than,
-    skips,
     spawn_ranks,
 )
 
-from ..internals import set_limits
+from ..internals import replaced, set_limits
 
 COVERS = {
     "skip_if_no_gpu": "test_skip_if_no_gpu",
@@ -107,7 +106,7 @@ async def reason(skip: Callable[[Any], Any], world_size: int) -> str | None:
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skips, "_gpus", lambda: 2)
+    replaced(monkeypatch, gpu_count=lambda: 2)
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -26,7 +26,7 @@ from aiocoll import (
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.stream.transport import StreamTransport
 
-from ..internals import comm_of
+from ..internals import comm_of, spied
 from ..ranks import until
 
 Rank = Callable[[int], Awaitable[Any]]
@@ -150,11 +150,9 @@ async def test_groups_one_after_the_other_on_one_address(port: int) -> None:
 
 async def test_groups_of_one_environment_share_endpoint_and_store(port: int) -> None:
     connected: list[tuple[int, int, ConnKind]] = []
-    connect = StreamTransport.connect
 
-    async def counted(transport: StreamTransport, peer: int, card: Any, kind: ConnKind) -> Any:
+    def count(transport: StreamTransport, peer: int, _: Any, kind: ConnKind) -> None:
         connected.append((transport.rank, peer, kind))
-        return await connect(transport, peer, card, kind)
 
     async def rank(rank: int) -> None:
         def make(**more: Any) -> new_group:
@@ -173,7 +171,7 @@ async def test_groups_of_one_environment_share_endpoint_and_store(port: int) -> 
             await check(one)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StreamTransport, "connect", counted)
+        spied(patch, dial=count)
         await together(2, rank)
     assert len(connected) == len(set(connected)) <= 3
 

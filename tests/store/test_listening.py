@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from aiocoll.errors import AuthenticationError, StoreUnavailableError
-from aiocoll.store import TCPStore, listening
+from aiocoll.store import TCPStore
 from aiocoll.store.address import StoreEndpoint
 from aiocoll.store.listening import find_address, local_address
+
+from ..internals import replaced
 
 KEY = b"of this test and no other"
 #: Of no machine at all: one of the addresses for examples.
@@ -49,13 +51,13 @@ class Names:
 async def found(
     monkeypatch: pytest.MonkeyPatch, host: str, names: Names, bind: str | None = None, key: bytes | None = KEY
 ) -> tuple[str, str | None]:
-    monkeypatch.setattr(listening, "resolve", names.resolve)
+    replaced(monkeypatch, store_resolve=names.resolve)
     clock: Any = Clock()
     return await find_address(host, bind, key=key, runtime=clock, timeout=3.0, trouble=lambda _: None)
 
 
 async def test_a_name_may_become_known_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "resolve", Names("127.0.0.1", unknown=3).resolve)
+    replaced(monkeypatch, store_resolve=Names("127.0.0.1", unknown=3).resolve)
     clock: Any = Clock()
     told: list[str] = []
     where = await find_address("localhost", None, key=None, runtime=clock, timeout=3.0, trouble=told.append)
@@ -121,7 +123,7 @@ async def test_a_master_finds_its_own_store_wherever_it_listens(monkeypatch: pyt
 
 
 async def test_why_others_may_not_reach_it_is_told_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "resolve", Names("127.0.0.1").resolve)
+    replaced(monkeypatch, store_resolve=Names("127.0.0.1").resolve)
     async with TCPStore("myhost", 0, is_master=True) as store:
         assert store.trouble is not None
         assert "the store listens on 127.0.0.1 only, since 'myhost' resolves to it here" in store.trouble

@@ -17,6 +17,8 @@ from aiocoll.store import FileStore
 from aiocoll.store.core import StoreCore
 from aiocoll.store.records import MAGIC, MAX_RECORD, PREFIX_SIZE, seal
 
+from ..internals import wrapped
+
 HEADER_SIZE = 32
 KEYS = ["a", "b", "c"]
 
@@ -287,16 +289,15 @@ async def test_a_replay_that_is_interrupted_applies_nothing_twice(path, monkeypa
     async with FileStore(path) as writer:
         for _ in range(3):
             await writer.add("n", 1)
-    apply = StoreCore.apply
 
-    def interrupt(core: StoreCore, command: str, arguments: tuple[Any, ...]) -> Any:
+    def interrupt(apply: Any, core: StoreCore, command: str, arguments: tuple[Any, ...]) -> Any:
         apply(core, command, arguments)
         if core.changes == 5:
             raise MemoryError
 
     async with FileStore(path) as reader:
         with monkeypatch.context() as patch:
-            patch.setattr(StoreCore, "apply", interrupt)
+            wrapped(patch, store_applied=interrupt)
             with pytest.raises(MemoryError):
                 await reader.get("n")
         assert await reader.get("n") == b"3"

@@ -26,6 +26,8 @@ from aiocoll.store import PrefixStore, StoreServer, TCPStore
 from aiocoll.store.frames import pack
 from aiocoll.store.session import Session
 
+from ..internals import replaced, spied
+
 try:
     import uvloop
 except ImportError:
@@ -486,7 +488,7 @@ async def test_answers_that_no_store_gives_end_the_connection_by_name(server, co
             await other.multi_set(["k", "l"], [b"", b""])
             await other.queue_push("q", b"")
             with monkeypatch.context() as lying:
-                lying.setattr(Session, "_reply", lambda self, number, *_, say=answer: send(self, [number, *say]))
+                replaced(lying, store_reply=lambda session, number, *_, say=answer: send(session, [number, *say]))
                 with pytest.raises(StoreUnavailableError, match=r"store 127.0.0.1:\d+: .* answer to " + command):
                     await call(store)
             await other.num_keys()
@@ -620,14 +622,12 @@ async def test_an_exception_while_a_request_is_carried_out_ends_its_connection_o
     async with client(server) as store:
         waiting = asyncio.create_task(store.get("k"))
         await store.num_keys()
-        apply = server.core.apply
 
-        def broken(command, arguments):
+        def broken(core, command, arguments):
             if command == "append":
                 raise MemoryError("no memory")
-            return apply(command, arguments)
 
-        monkeypatch.setattr(server.core, "apply", broken)
+        spied(monkeypatch, store_applied=broken)
         async with client(server) as other:
             with pytest.raises(StoreUnavailableError, match="closed the connection"):
                 await other.append("k", b"1")
@@ -640,14 +640,12 @@ async def test_an_exception_while_a_wait_is_answered_ends_the_connection_that_wa
     async with client(server) as store, client(server) as other:
         waiting = asyncio.create_task(other.get("k"))
         await other.num_keys()
-        reply = Session._reply
 
         def broken(session, number, outcome, payload):
             if payload == b"wanted":
                 raise MemoryError("no memory")
-            reply(session, number, outcome, payload)
 
-        monkeypatch.setattr(Session, "_reply", broken)
+        spied(monkeypatch, store_reply=broken)
         await store.set("k", b"wanted")
         with pytest.raises(StoreUnavailableError, match="closed the connection"):
             await waiting

@@ -18,6 +18,8 @@ from aiocoll.testing import (
 )
 from aiocoll.testing.skips import skip_early
 
+from ..internals import replaced
+
 
 def no_devices() -> int:
     return 0
@@ -39,7 +41,7 @@ def no_devices() -> int:
 async def test_a_requirement_has_a_reason(
     skip: Any, world_size: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(skips, "_gpus", no_devices)
+    replaced(monkeypatch, gpu_count=no_devices)
     ran = []
 
     @skip

@@ -19,6 +19,8 @@ from aiocoll.transport.frame import Header
 from aiocoll.transport.memory import MemoryLink
 from tests.testing.every import every_call
 
+from ..internals import spied
+
 
 def now() -> float:
     return asyncio.get_running_loop().time()
@@ -98,14 +100,12 @@ Trace = list[tuple[float, int, int, Header]]
 def trace(seed: int, monkeypatch: pytest.MonkeyPatch) -> Trace:
     """Return every delivery of a run: when, from whom, to whom, what."""
     found: Trace = []
-    deliver = MemoryLink._arrive
 
-    def arrive(link: MemoryLink, header: Header, payload: bytes) -> None:
-        found.append((link._hub.runtime.time(), link.peer, link._rank, header))
-        deliver(link, header, payload)
+    def arrived(link: MemoryLink, header: Header, _: bytes) -> None:
+        found.append((asyncio.get_running_loop().time(), link.peer, sum(link.ends) - link.peer, header))
 
     with monkeypatch.context() as patch:
-        patch.setattr(MemoryLink, "_arrive", arrive)
+        spied(patch, memory_arrived=arrived)
         run_virtual(4, every_call, (2, 20_000), seed=seed, latency=(0.001, 0.2))
     return found
 

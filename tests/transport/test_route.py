@@ -13,6 +13,8 @@ from aiocoll.errors import RendezvousError
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream import route
 
+from ..internals import replaced
+
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells these facts only")
 
 
@@ -126,7 +128,7 @@ FOREIGN = ("192.0.2.7", "192.0.2.8")
 @pytest.fixture
 def no_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no default route: only the way to loopback."""
-    monkeypatch.setattr(route, "_ELSEWHERE", ())
+    replaced(monkeypatch, far_addresses=())
 
 
 @pytest.fixture
@@ -134,7 +136,7 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The interfaces of this host and their addresses, to be changed."""
     there = {"lo": "127.0.0.1"}
     monkeypatch.setattr("socket.if_nameindex", lambda: list(enumerate(there)))
-    monkeypatch.setattr(route, "interface_address", there.__getitem__)
+    replaced(monkeypatch, interface_address=there.__getitem__)
     return there
 
 
@@ -164,14 +166,17 @@ def test_all_addresses_are_listened_on_and_one_is_told() -> None:
 
 def test_the_host_of_the_store_is_known_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the addresses by which they have found it the one that is its own."""
-    monkeypatch.setattr(route, "is_own", lambda host: host == FOREIGN[1])
-    monkeypatch.setattr(route, "routable_address", lambda master, *_: master)
+    replaced(
+        monkeypatch,
+        is_own_address=lambda host: host == FOREIGN[1],
+        routable_address=lambda master, *_: master,
+    )
     assert find(["127.0.0.1", *FOREIGN, "127.0.0.1"]) == (FOREIGN[1], FOREIGN[1])
 
 
 @pytest.mark.usefixtures("no_way_out")
 def test_the_only_address_is_taken(interfaces: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route, "routable_address", lambda master, *_: master)
+    replaced(monkeypatch, routable_address=lambda master, *_: master)
     interfaces["eth0"] = FOREIGN[0]
     assert find(["", ""]) == (FOREIGN[0], FOREIGN[0])
     assert find(["127.0.0.1", "10.96.0.1"]) == (FOREIGN[0], FOREIGN[0])  # a service's, which is nobody's own

@@ -10,7 +10,7 @@ import random
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,7 +20,6 @@ from aiocoll.errors import PeerLostError
 from aiocoll.runtime import Runtime
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
-from aiocoll.transport.shm import region
 from aiocoll.transport.shm.chunk_queue import ChunkQueueReader, ChunkQueueWriter
 from aiocoll.transport.shm.fence import Fences, fences
 from aiocoll.transport.shm.layout import CHUNKS, FIRST, SLOTS, Direction, LinkLayout
@@ -29,6 +28,7 @@ from aiocoll.transport.shm.ring import RingWriter
 from aiocoll.transport.shm.sharing import Sharing
 from aiocoll.transport.shm.slots import SlotReader, SlotWriter
 
+from ..internals import replaced, wrapped
 from ..ranks import run_ranks
 from .links import Idle, frame, linked, shm_ends, sockets
 from .test_contract import payload
@@ -45,7 +45,6 @@ class Kernel:
     """Populates, and keeps what; or has no memory, or does not know how."""
 
     def __init__(self) -> None:
-        self.original = region._populate
         self.spans: list[tuple[int, int]] = []
         self.code = 0
         #: Calls that succeed before.
@@ -54,12 +53,12 @@ class Kernel:
     def fails(self, code: int, after: int = 0) -> None:
         self.code, self.left = code, after
 
-    def __call__(self, memory: mmap.mmap, start: int, nbytes: int) -> None:
+    def __call__(self, populate: Any, memory: mmap.mmap, start: int, nbytes: int) -> None:
         assert start % PAGE == 0
         if self.code and not self.left:
             raise OSError(self.code, os.strerror(self.code))
         self.left -= 1
-        self.original(memory, start, nbytes)
+        populate(memory, start, nbytes)
         self.spans.append((start, start + nbytes))
 
     def reserved(self) -> int:
@@ -73,7 +72,7 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     kernel = Kernel()
-    monkeypatch.setattr(region, "_populate", kernel)
+    wrapped(monkeypatch, populate=kernel)
     return kernel
 
 
@@ -427,7 +426,7 @@ async def test_a_frame_without_memory_is_tried_once(kernel: Kernel) -> None:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(region, "_populate", count)
+            replaced(patch, populate=count)
             near.write(*frame(1, payload(1, 100_000)))
             for _ in range(5):
                 assert not near.poll()

@@ -15,8 +15,9 @@ from collections.abc import Callable
 import pytest
 
 from aiocoll.errors import ProtocolError
-from aiocoll.transport.shm import region
 from aiocoll.transport.shm.region import PAGE, SharedRegion, create, open_region
+
+from ..internals import failing
 
 NBYTES = 3 * PAGE
 #: More than is reserved in one turn, and no multiple of it.
@@ -25,20 +26,20 @@ LARGE = 1024 * 1024 + PAGE
 Make = Callable[[int], tuple[int, mmap.mmap]]
 
 
-def refuse_to_populate(memory: mmap.mmap, start: int, nbytes: int) -> None:
-    """What kernels before 5.14 do."""
-    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+def refuse_to_populate(patch: pytest.MonkeyPatch) -> None:
+    """Do what kernels before 5.14 do."""
+    failing(patch, OSError(errno.EINVAL, os.strerror(errno.EINVAL)), "populate")
 
 
 @pytest.fixture
 def old_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region, "_populate", refuse_to_populate)
+    refuse_to_populate(monkeypatch)
 
 
 def in_turns(nbytes: int) -> tuple[int, mmap.mmap]:
     """Make a region on an old kernel."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(region, "_populate", refuse_to_populate)
+        refuse_to_populate(patch)
         fd, made = asyncio.run(SharedRegion.create(nbytes, [(0, PAGE)]))
     return fd, made.memory
 

@@ -37,7 +37,7 @@ from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.link import StreamLink
 from aiocoll.transport.stream.transport import StreamTransport
 
-from ..internals import Limits
+from ..internals import Limits, replaced
 
 KEY = b"k" * 32
 CONTROL, DATA = ConnKind.CONTROL, ConnKind.DATA
@@ -485,7 +485,7 @@ async def test_connect_to_another_rank() -> None:
 async def test_a_process_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
     async with started(2, handshake_timeout=3600.0) as (a, b):
         ours = os.geteuid()
-        monkeypatch.setattr(address, "peer_uid", lambda _: ours + 1)
+        replaced(monkeypatch, peer_uid=lambda _: ours + 1)
         async with stranger(b.card) as sock:
             assert await read(sock, 1) == b""
         with pytest.raises(AuthenticationError, match=f"unix socket @.* belongs to user {ours + 1}, not to us"):
@@ -695,7 +695,7 @@ async def test_tcp_in_place_of_a_unix_socket_that_leads_nowhere(trouble: str, mo
             rank.card = {**rank.card, "unix": "@aiocoll-elsewhere"}
     if trouble == "another user":
         ours = os.geteuid()
-        monkeypatch.setattr(address, "peer_uid", lambda _: ours + 1)
+        replaced(monkeypatch, peer_uid=lambda _: ours + 1)
     for kind, (one, other) in ((CONTROL, ranks), (DATA, ranks[::-1])):
         link = await one.connect(other, kind)
         assert link is not None
