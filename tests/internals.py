@@ -17,13 +17,28 @@ __all__ = [
     "LIMITS",
     "PARTS",
     "Limits",
+    "callbacks_of",
+    "channels_of",
     "comm_of",
     "dispatcher_of",
+    "early_bytes",
     "failing",
     "group_of",
+    "links_of",
+    "matched_units",
+    "matching_of",
+    "nccl_end",
+    "plans_of",
     "replaced",
     "set_limits",
+    "set_nccl_only",
+    "sock_of",
     "spied",
+    "unasked",
+    "unmade_groups",
+    "waiter_of",
+    "waiting_bytes",
+    "waits_of",
     "wrapped",
 ]
 
@@ -217,3 +232,78 @@ def dispatcher_of(pg: ProcessGroup) -> Dispatcher:
 def group_of(part: Any) -> Any:
     """Return the group that a part of one has been made for."""
     return part._group
+
+
+def callbacks_of(work: Any) -> Any:
+    """Return who is told of the end of a work; None, or what holds the place of a waiting thread."""
+    return work._callbacks
+
+
+def channels_of(pg: ProcessGroup) -> dict[int, Any]:
+    """Return the channels that the ranks of a job have, by peer."""
+    return comm_of(pg).endpoint.channels._channels
+
+
+def early_bytes(pg: ProcessGroup) -> int:
+    """Return the bytes that wait for collectives that are not called yet."""
+    return sum(len(payload) for frames in comm_of(pg)._early.values() for _, _, payload in frames)
+
+
+def links_of(pg: ProcessGroup) -> list[Any]:
+    """Return all links of a rank, those of control too."""
+    return list(comm_of(pg).endpoint._all_links())
+
+
+def matched_units(pg: ProcessGroup) -> Any:
+    """Return the units of messages between devices that have not begun."""
+    return matching_of(pg)._units
+
+
+def matching_of(pg: ProcessGroup) -> Any:
+    """Return what matches messages between devices."""
+    return dispatcher_of(pg).device_state.messages._matching  # type: ignore[union-attr]
+
+
+def nccl_end(pg: ProcessGroup) -> Any:
+    """Return a rank's end of the communicator of NCCL."""
+    return dispatcher_of(pg).device_state.communicator._end  # type: ignore[union-attr]
+
+
+def plans_of(pg: ProcessGroup) -> Any:
+    """Return the plans that are kept, each with what belongs to it."""
+    return dispatcher_of(pg).planner._plans.values()
+
+
+def sock_of(link: Any) -> Any:
+    """Return the socket of a link."""
+    return link._stream.sock
+
+
+def unasked(channel: Any) -> int:
+    """Return the bytes that were sent over a channel and nobody has asked for."""
+    return channel._unasked
+
+
+def unmade_groups(pg: ProcessGroup) -> Any:
+    """Return what was said of groups that are not made yet, by their ids."""
+    return comm_of(pg).endpoint.registry.early._unmade
+
+
+def waiter_of(device: Any, stream: int) -> Any:
+    """Return what waits for the calls on a stream of a device."""
+    return device._waiters[stream]
+
+
+def waiting_bytes(channel: Any) -> int:
+    """Return the bytes that have come over a channel and nobody has taken."""
+    return channel._waiting._nbytes
+
+
+def waits_of(store: Any) -> Any:
+    """Return the waits in a store in memory, by their numbers."""
+    return store._waits
+
+
+def set_nccl_only(pg: ProcessGroup, on: bool) -> None:
+    """Let a group take CUDA arrays by NCCL or not at all, as backend="nccl" does."""
+    dispatcher_of(pg)._nccl_only = on

@@ -31,8 +31,8 @@ class Module:
 
     def __init__(self, enqueue: Enqueue = at_once, allocate: Allocate = on_host) -> None:
         self._enqueue, self._allocate = enqueue, allocate
-        self._current = 0
-        self._streams: dict[int, int] = {}
+        self.current = 0
+        self.streams: dict[int, int] = {}
         #: (what, device, stream) of everything enqueued.
         self.enqueued: list[tuple[str, int, int]] = []
 
@@ -44,33 +44,33 @@ class Module:
         return made.view(kind).reshape(shape)
 
     def put(self, what: str, device: int, work: Callable[[], None]) -> None:
-        self.enqueued.append((what, device, self._streams.get(device, 0)))
-        self._enqueue(self._streams.get(device, 0), device, work)
+        self.enqueued.append((what, device, self.streams.get(device, 0)))
+        self._enqueue(self.streams.get(device, 0), device, work)
 
     @contextmanager
     def on_device(self, device: int) -> Iterator[None]:
-        before, self._current = self._current, device
+        before, self.current = self.current, device
         try:
             yield
         finally:
-            self._current = before
+            self.current = before
 
     @contextmanager
     def on_stream(self, stream: int, device: int) -> Iterator[None]:
-        before, self._streams[device] = self._streams.get(device, 0), stream
+        before, self.streams[device] = self.streams.get(device, 0), stream
         try:
             yield
         finally:
-            self._streams[device] = before
+            self.streams[device] = before
 
 
 class JaxArray:
     """An array of JAX 0.10 on the CPU: read-only; of dtypes of ml_dtypes neither a buffer nor by DLPack."""
 
     def __init__(self, source: Any) -> None:
-        self._host = np.array(source)
-        self._host.flags.writeable = False
-        self.dtype, self.shape = self._host.dtype, self._host.shape
+        self.host = np.array(source)
+        self.host.flags.writeable = False
+        self.dtype, self.shape = self.host.dtype, self.host.shape
         self._foreign = self.dtype.type.__module__ == "ml_dtypes"
 
     def __buffer__(self, flags: int) -> memoryview:  # which Python 3.12 looks for
@@ -78,7 +78,7 @@ class JaxArray:
             raise BufferError(
                 f"INVALID_ARGUMENT: Buffers of type {self.dtype} are not supported by the buffer protocol."
             )
-        return memoryview(self._host)
+        return memoryview(self.host)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (1, 0)
@@ -86,10 +86,10 @@ class JaxArray:
     def __dlpack__(self, **options: Any) -> object:
         if self._foreign:
             raise RuntimeError(f"UNIMPLEMENTED: XLA type {self.dtype} has no DLPack equivalent")
-        return self._host.__dlpack__(**options)
+        return self.host.__dlpack__(**options)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self._host
+        return self.host
 
     def __array_namespace__(self) -> SimpleNamespace:
         return SimpleNamespace(asarray=JaxArray)
@@ -130,7 +130,7 @@ class Cupy(Module):
                 return cls(ptr)
 
             def __enter__(self) -> Stream:
-                self._block = outer.on_stream(self.ptr, outer._current)
+                self._block = outer.on_stream(self.ptr, outer.current)
                 self._block.__enter__()
                 return self
 
@@ -143,7 +143,7 @@ class Cupy(Module):
             __array__ = _unreadable
 
             def __init__(self, host: np.ndarray, device: int = 0) -> None:
-                self._host = host
+                self.host = host
                 self.device = Device(device)
                 self.shape, self.strides, self.size = host.shape, host.strides, host.size
                 self.dtype, self.nbytes = host.dtype, host.nbytes
@@ -156,29 +156,29 @@ class Cupy(Module):
 
             def __setitem__(self, where: object, other: ndarray) -> None:
                 assert where is Ellipsis
-                assert self.device.id == other.device.id == outer._current, "Array device must be the current device"
-                outer.put("copy", outer._current, lambda: np.copyto(self._host, other._host.reshape(self.shape)))
+                assert self.device.id == other.device.id == outer.current, "Array device must be the current device"
+                outer.put("copy", outer.current, lambda: np.copyto(self.host, other.host.reshape(self.shape)))
 
             def get(self) -> np.ndarray:
-                return self._host.copy()
+                return self.host.copy()
 
         self.ndarray = ndarray
         self.cuda = SimpleNamespace(Device=Device, Stream=Stream, get_current_stream=self._stream)
 
     def _stream(self, device_id: int = -1) -> Any:
-        return self.cuda.Stream(self._streams.get(self._current if device_id < 0 else device_id, 0))
+        return self.cuda.Stream(self.streams.get(self.current if device_id < 0 else device_id, 0))
 
     def ascontiguousarray(self, array: Any) -> Any:
-        assert array.device.id == self._current, "Array device must be the current device"
-        dense = self.ndarray(self.new(array.shape, array.dtype, self._current), self._current)
-        self.put("dense", self._current, lambda: np.copyto(dense._host, array._host))
+        assert array.device.id == self.current, "Array device must be the current device"
+        dense = self.ndarray(self.new(array.shape, array.dtype, self.current), self.current)
+        self.put("dense", self.current, lambda: np.copyto(dense.host, array.host))
         return dense
 
     def empty(self, shape: Any, dtype: Any) -> Any:
-        return self.ndarray(self.new(shape, dtype, self._current), self._current)
+        return self.ndarray(self.new(shape, dtype, self.current), self.current)
 
     def from_dlpack(self, other: Any) -> Any:
-        return self.ndarray(np.from_dlpack(other), self._current)
+        return self.ndarray(np.from_dlpack(other), self.current)
 
 
 class Torch(Module):
@@ -197,7 +197,7 @@ class Torch(Module):
             __array__ = _unreadable
 
             def __init__(self, host: np.ndarray, dtype: str, device: int = 0, **more: Any) -> None:
-                self._host = host
+                self.host = host
                 self._ptr = int(host.__array_interface__["data"][0]) if host.size else 0
                 self.dtype = f"torch.{dtype}"
                 self.shape = host.shape
@@ -221,40 +221,40 @@ class Torch(Module):
                 return int(self.device.index)
 
             def detach(self) -> Tensor:
-                return Tensor(self._host, self.dtype[6:], self.device.index, conj=self._conj)
+                return Tensor(self.host, self.dtype[6:], self.device.index, conj=self._conj)
 
             def resolve_conj(self) -> Tensor:
                 if not self._conj:
                     return self
-                made = self._like(outer.new(self.shape, self._host.dtype, self.get_device()))
-                outer.put("conj", self.get_device(), lambda: np.copyto(made._host, self._host.conj()))
+                made = self._like(outer.new(self.shape, self.host.dtype, self.get_device()))
+                outer.put("conj", self.get_device(), lambda: np.copyto(made.host, self.host.conj()))
                 return made
 
             def resolve_neg(self) -> Tensor:
                 return self
 
             def contiguous(self) -> Tensor:
-                if self._host.flags.c_contiguous:
+                if self.host.flags.c_contiguous:
                     return self
-                made = self._like(outer.new(self.shape, self._host.dtype, self.get_device()))
-                outer.put("dense", self.get_device(), lambda: np.copyto(made._host, self._host))
+                made = self._like(outer.new(self.shape, self.host.dtype, self.get_device()))
+                outer.put("dense", self.get_device(), lambda: np.copyto(made.host, self.host))
                 return made
 
             def data_ptr(self) -> int:
                 return self._ptr
 
             def numel(self) -> int:
-                return int(self._host.size)
+                return int(self.host.size)
 
             def stride(self) -> tuple[int, ...]:
-                return tuple(each // self._host.itemsize for each in self._host.strides)
+                return tuple(each // self.host.itemsize for each in self.host.strides)
 
             def copy_(self, other: Tensor) -> Tensor:
                 assert not self.requires_grad, (
                     "a leaf Variable that requires grad is being used in an in-place operation"
                 )
-                host = other._host.conj() if self._conj else other._host
-                outer.put("copy", self.get_device(), lambda: np.copyto(self._host, host))
+                host = other.host.conj() if self._conj else other.host
+                outer.put("copy", self.get_device(), lambda: np.copyto(self.host, host))
                 return self
 
         class ExternalStream:
@@ -264,7 +264,7 @@ class Torch(Module):
 
         self.Tensor = Tensor
         self.cuda = SimpleNamespace(
-            current_stream=lambda device: SimpleNamespace(cuda_stream=self._streams.get(device, 0)),
+            current_stream=lambda device: SimpleNamespace(cuda_stream=self.streams.get(device, 0)),
             default_stream=lambda device: SimpleNamespace(cuda_stream=0, device=device),
             ExternalStream=ExternalStream,
             stream=lambda stream: self.on_stream(stream.cuda_stream, stream.device.index),
@@ -278,4 +278,4 @@ class Torch(Module):
 
     def from_dlpack(self, other: Any) -> Any:
         host = np.from_dlpack(other)
-        return self.Tensor(host, host.dtype.name, self._current)
+        return self.Tensor(host, host.dtype.name, self.current)

@@ -20,6 +20,7 @@ import pytest
 from aiocoll import CollectiveTimeoutError, FileStore, GroupError, HashStore, ProcessGroup, TCPStore, new_group
 from aiocoll.work import Work
 
+from .internals import callbacks_of
 from .ranks import TRANSPORTS, options, over, run_ranks
 
 
@@ -132,7 +133,7 @@ async def test_a_failure_that_a_thread_waits_for_is_no_news_at_the_end(caplog: p
     first, second = await asyncio.gather(*(new_group(store=store, rank=rank, world_size=2) for rank in range(2)))
     work = first.allreduce(1)
     waiting = loop.run_in_executor(None, work.wait)
-    while work._callbacks is None:  # noqa: ASYNC110 - until the thread waits
+    while callbacks_of(work) is None:  # noqa: ASYNC110 - until the thread waits
         await asyncio.sleep(0)
     second.abort("it is over")
     await close([first, second])
@@ -150,7 +151,7 @@ async def test_a_thread_that_gave_up_is_forgotten(pg: ProcessGroup) -> None:
         with pytest.raises(TimeoutError, match=r"<Work RECV src=[01] tag=0 pending> has not ended within"):
             await loop.run_in_executor(None, work.wait, limit)
     await pg.barrier()
-    assert work._callbacks is None
+    assert callbacks_of(work) is None
     await pg.send(np.ones(1), 1 - pg.rank())
     assert (await loop.run_in_executor(None, work.wait)).tolist() == [1]
 
@@ -175,7 +176,7 @@ def test_a_loop_that_is_closed_ends_the_waiting() -> None:
 
 async def calling_back(work: Work[Any]) -> None:
     """Return when both threads wait."""
-    while len(work._callbacks or ()) < 2:  # noqa: ASYNC110
+    while len(callbacks_of(work) or ()) < 2:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 
@@ -236,7 +237,7 @@ def test_an_interrupt_ends_the_waiting_and_nothing_else() -> None:
         work = elsewhere.run(calling(groups[0].allreduce, 1))
 
         async def interrupt() -> None:
-            while work._callbacks is None:  # noqa: ASYNC110
+            while callbacks_of(work) is None:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -246,7 +247,7 @@ def test_an_interrupt_ends_the_waiting_and_nothing_else() -> None:
         interrupting.result(30)
         elsewhere.run(calling(groups[1].allreduce, 1))
         assert work.wait(30) == 2
-        assert work._callbacks is None
+        assert callbacks_of(work) is None
         elsewhere.run(close(groups))
 
 

@@ -20,7 +20,7 @@ from aiocoll.store import HashStore
 from aiocoll.testing import run_virtual
 from aiocoll.tuning import default_path, dumps, from_wire, load, to_wire
 
-from .internals import comm_of, dispatcher_of
+from .internals import comm_of, plans_of
 
 #: So much time to start a message that everything is sent at once, whatever its size.
 DEAR = Machine(1.0, 0.001, 1e-9, 1e-10)
@@ -191,7 +191,7 @@ async def test_all_ranks_have_the_tuning_of_rank_0(path: Path, transport: Any) -
         *(pg.allreduce(array, ReduceOp.PREMUL_SUM(2)) for pg, array in zip(groups, arrays, strict=True))
     )
     assert all((array == 6).all() for array in arrays)
-    assert {plan.algorithm for pg in groups for plan, _ in dispatcher_of(pg).planner._plans.values()} == {"exchange"}
+    assert {plan.algorithm for pg in groups for plan, _ in plans_of(pg)} == {"exchange"}
     await asyncio.gather(*(pg.shutdown() for pg in groups))
     await store.aclose()
 

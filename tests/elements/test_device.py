@@ -87,7 +87,7 @@ def test_other_layouts_of_cupy_are_copied_on_the_callers_stream(cupy: Cupy, layo
         buffer = view(x)
     assert cupy.enqueued == [("dense", 1, 0x70)]
     assert buffer.array.keep[0] is x
-    dense = buffer.array.keep[1]._host
+    dense = buffer.array.keep[1].host
     assert buffer.array.ptr == address(dense) != address(host)
     assert np.array_equal(dense.ravel(), want)
     assert buffer.shape == host.shape
@@ -100,7 +100,7 @@ def test_other_layouts_of_cupy_are_copied_on_the_callers_stream(cupy: Cupy, layo
 def test_a_copy_goes_back_once_on_the_stream_it_is_put_on(cupy: Cupy) -> None:
     host = np.zeros((3, 2), "float32").T
     buffer = view(cupy.ndarray(host))
-    buffer.array.keep[1]._host[...] = 1
+    buffer.array.keep[1].host[...] = 1
     back = buffer.array[2:4].back
     assert back is buffer.array.back is buffer.writeback
     back.on(0x90)
@@ -121,7 +121,7 @@ def test_a_copy_of_input_does_not_go_back(cupy: Cupy) -> None:
 
 def test_broadcast_arrays_of_cupy_are_only_read(cupy: Cupy) -> None:
     x = cupy.ndarray(np.broadcast_to(np.float32(3), (2, 3)))
-    assert view(x, writable=False).array.keep[1]._host.tolist() == [[3, 3, 3]] * 2
+    assert view(x, writable=False).array.keep[1].host.tolist() == [[3, 3, 3]] * 2
     with pytest.raises(
         ValueError, match=r"^grad is a broadcast array whose elements share memory; pass grad.copy\(\)$"
     ):
@@ -171,7 +171,7 @@ def test_other_layouts_of_tensors_are_copied(torch: Torch, requires_grad: bool, 
     tensor = torch.Tensor(host, "bfloat16", 1, requires_grad=requires_grad)
     with torch.on_stream(0x70, 1):
         buffer = view(tensor)
-    dense = buffer.array.keep[1]._host
+    dense = buffer.array.keep[1].host
     assert buffer.array.ptr == address(dense) != address(host)
     assert np.array_equal(dense.ravel(), want)
     dense += 1
@@ -186,7 +186,7 @@ def test_conjugated_tensors_are_resolved(torch: Torch) -> None:
     host = np.array([1 + 2j, 3 - 4j], "complex64")
     tensor = torch.Tensor(host, "complex64", conj=True)
     buffer = view(tensor)
-    dense = buffer.array.keep[1]._host
+    dense = buffer.array.keep[1].host
     assert dense.tolist() == [1 - 2j, 3 + 4j]
     dense *= 2
     buffer.finish()
@@ -418,7 +418,7 @@ def test_new_memory_in_place_of_a_buffer(kind: str, cupy: Cupy, torch: Torch) ->
     buffer = spare(given)
     assert (buffer.dtype, buffer.shape, buffer.count) == (FLOAT32, (2, 3), 6)
     assert not overlaps(buffer.array, given.array)
-    fresh = buffer.array if kind == "numpy" else buffer.array.keep[1]._host
+    fresh = buffer.array if kind == "numpy" else buffer.array.keep[1].host
     fresh[...] = np.arange(6).reshape(fresh.shape)
     assert buffer.finish() is x
     assert host.flatten().tolist() == [0, 1, 2, 3, 4, 5]

@@ -13,7 +13,7 @@ import numpy as np
 
 from aiocoll import ProcessGroup
 
-from ..internals import comm_of
+from ..internals import comm_of, early_bytes, unmade_groups
 
 #: Bytes of the messages of a flood: short ones that travel unasked, and long ones that are asked for.
 SHORT, LONG = 64 * 1024, 1024 * 1024
@@ -37,11 +37,10 @@ def resident() -> int:
 def early(pg: ProcessGroup) -> int:
     """Return the bytes kept here of messages that no call has asked for."""
     member = comm_of(pg)
-    collectives = sum(len(payload) for frames in member._early.values() for _, _, payload in frames)
-    unmade = member.endpoint.registry.early._unmade.values()
+    unmade = unmade_groups(pg).values()
     strangers = sum(len(payload) for group in unmade for _, _, payload in group.frames)
     messages = sum(len(part) for arrival in member.matching._active.values() for part in arrival.parts)
-    return collectives + strangers + messages
+    return early_bytes(pg) + strangers + messages
 
 
 async def flood(pg: ProcessGroup, seconds: float) -> Used:

@@ -19,7 +19,7 @@ from aiocoll.errors import PeerProtocolError, ProtocolError
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind
 
-from ..internals import Limits, comm_of
+from ..internals import Limits, comm_of, unasked, waiting_bytes
 from ..ranks import TRANSPORTS, over, run_ranks, until
 from .jobs import resident
 
@@ -130,7 +130,7 @@ async def test_a_flood_is_refused_where_no_honest_peer_comes(transport: str, wha
             there = comm_of(pg).channels[1]
             link = there.link
             assert link is not None
-            allowed = most if isinstance(most, int) else (most[0] - there._unasked) // most[1]
+            allowed = most if isinstance(most, int) else (most[0] - unasked(there)) // most[1]
             for number in range(allowed):
                 flood(link, pg, number)
                 await until(lambda: link.writable)
@@ -204,7 +204,7 @@ async def test_honest_ranks_never_meet_the_bounds(transport: str, seed: int) -> 
             await receive(number)
         for work in works:
             await work
-        await until(lambda: one._waiting._nbytes == 0 and one._unasked < 20 * LEAST)
+        await until(lambda: waiting_bytes(one) == 0 and unasked(one) < 20 * LEAST)
 
     async with asyncio.timeout(30):
         await run_ranks(2, rank, transport=transport)
@@ -219,10 +219,10 @@ async def test_ten_thousand_messages_without_bytes_wait(pg: ProcessGroup) -> Non
         await pg.send_object("behind them", 1, tag=1)
     else:
         assert await pg.recv_object(0, tag=1) == "behind them"
-        assert comm_of(pg).channels[0]._waiting._nbytes == count * LEAST
+        assert waiting_bytes(comm_of(pg).channels[0]) == count * LEAST
         for _ in range(count):
             await pg.recv(np.zeros(0), 0)
-        assert comm_of(pg).channels[0]._waiting._nbytes == 0
+        assert waiting_bytes(comm_of(pg).channels[0]) == 0
 
 
 @pytest.mark.parametrize("room", [LEAST - 1, LEAST])
@@ -233,7 +233,7 @@ async def test_a_small_message_is_sent_unasked_if_what_it_counts_as_fits(transpo
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         there = comm_of(pg).channels[1 - pg.rank()]
-        fill = LINK_WINDOW - room - there._unasked
+        fill = LINK_WINDOW - room - unasked(there)
         sizes = [*(fill // EAGER_WINDOW * [EAGER_WINDOW]), fill % EAGER_WINDOW]
         if pg.rank() == 1:
             await sent.wait()
@@ -242,7 +242,7 @@ async def test_a_small_message_is_sent_unasked_if_what_it_counts_as_fits(transpo
             assert ((await pg.recv(np.zeros(8), 0)) == 1).all()
             return
         works = [pg.send(np.zeros(size, "uint8"), 1) for size in sizes]
-        await until(lambda: there._unasked == LINK_WINDOW - room)
+        await until(lambda: unasked(there) == LINK_WINDOW - room)
         last = pg.send(np.ones(8), 1)
         for _ in range(20):
             await asyncio.sleep(0)

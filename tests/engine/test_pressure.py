@@ -15,7 +15,7 @@ from aiocoll.engine.operations.operation_log import HISTORY
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.testing import run_processes
 
-from ..internals import comm_of
+from ..internals import comm_of, unasked
 from ..ranks import TRANSPORTS, options, run_ranks, until
 from . import jobs
 
@@ -28,7 +28,7 @@ async def fill_the_window(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         for _ in range(LINK_WINDOW // EAGER_WINDOW):
             pg.send(np.zeros(EAGER_WINDOW, "uint8"), 1, tag=9)
-        await until(lambda: comm_of(pg).channels[1]._unasked == LINK_WINDOW)
+        await until(lambda: unasked(comm_of(pg).channels[1]) == LINK_WINDOW)
 
 
 @pytest.mark.parametrize("nbytes", [1, EAGER_WINDOW, EAGER_WINDOW + 1, 3_000_000])

@@ -17,7 +17,7 @@ from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 
-from ..internals import comm_of, spied
+from ..internals import comm_of, early_bytes, spied, unasked
 from ..ranks import TRANSPORTS, options, over, run_ranks
 
 MIB = 1024 * 1024
@@ -52,7 +52,7 @@ def tap(monkeypatch: pytest.MonkeyPatch) -> Tap:
 
 def stash(pg: ProcessGroup) -> int:
     """Return the bytes that wait here for calls not made yet."""
-    return sum(len(payload) for frames in comm_of(pg)._early.values() for _, _, payload in frames)
+    return early_bytes(pg)
 
 
 async def settle(pg: ProcessGroup) -> None:
@@ -160,7 +160,7 @@ async def test_a_failed_group_gives_its_window_back(transport: str) -> None:
             await one.wait_revoked()
             await settle(two)
             if rank == 0:
-                assert comm_of(two).channels[1]._unasked < LINK_WINDOW // 2
+                assert unasked(comm_of(two).channels[1]) < LINK_WINDOW // 2
             assert stash(one) == 0
 
     await asyncio.gather(rank(0), rank(1))

@@ -14,7 +14,7 @@ from aiocoll.engine.control.unmade_groups import GROUPS
 from aiocoll.engine.links.flow_control import ASK_WINDOW, EARLY_GRANTS, LINK_WINDOW
 from aiocoll.testing.virtual import run_virtual
 
-from ..internals import comm_of
+from ..internals import channels_of, comm_of
 
 #: Virtual seconds for an operation, and for all of them to end.
 TIMEOUT, OVER = 5.0, 60.0
@@ -76,7 +76,7 @@ def _pair_identity(pg: ProcessGroup) -> int:
 
 def _bounded(pg: ProcessGroup) -> None:
     endpoint = comm_of(pg).endpoint
-    for channel in endpoint.channels._channels.values():
+    for channel in channels_of(pg).values():
         waiting = channel._waiting
         assert 0 <= waiting._nbytes <= LINK_WINDOW + ASK_WINDOW
         assert 0 <= waiting._grants <= EARLY_GRANTS

@@ -13,6 +13,7 @@ from aiocoll.gpu.device import Device, close_devices
 from aiocoll.gpu.launcher import Launched
 
 from ..fakes.cuda import FakeCuda, Gate
+from ..internals import waiter_of
 from ..ranks import until
 
 
@@ -102,7 +103,7 @@ class Batch(Gated):
 
     def __init__(self, cuda: FakeCuda, device: Device, stream: int) -> None:
         super().__init__(cuda, stream)
-        self._waiter = device._waiters[stream]
+        self._waiter = waiter_of(device, stream)
         self._waits, self._seen = threading.Event(), threading.Event()
         cuda.hooks.append(self._called)
 

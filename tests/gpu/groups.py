@@ -54,12 +54,12 @@ class Gpus:
     def stream(self, device: int) -> int:
         """Make a new stream current on a device, and return it."""
         stream = Events(self.cuda, device).on_device(self.cuda.stream_create)
-        self.torch._streams[device] = stream
+        self.torch.streams[device] = stream
         return stream
 
     def gate(self, device: int) -> Gate:
         """Let nothing end that comes on the current stream of a device until the gate is opened."""
-        return self.cuda.gate(self.torch._streams.get(device, 0), device)
+        return self.cuda.gate(self.torch.streams.get(device, 0), device)
 
     def calls(self) -> list[str]:
         """Return the names of all calls of NCCL from now on, on all ranks."""

@@ -12,7 +12,7 @@ import pytest
 from aiocoll import ProcessGroup
 from aiocoll.group.cuda.communicator import DeviceCommunicator
 
-from ..internals import Limits, comm_of, dispatcher_of, group_of, spied, wrapped
+from ..internals import Limits, comm_of, dispatcher_of, group_of, nccl_end, spied, wrapped
 from ..ranks import run_ranks, until
 from .groups import Gpus, gpus
 from .test_groups import allreduced
@@ -48,7 +48,7 @@ async def test_one_question_at_a_time_and_late_answers_are_no_news(
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
-        of(pg)._end.async_error = slow  # type: ignore[union-attr, method-assign]
+        nccl_end(pg).async_error = slow
         gate = gpu.gate(0)
         work = called(pg, gpu)
         await until(lambda: questions)
@@ -113,7 +113,7 @@ async def test_who_has_said_that_he_ends_may_leave(limits: Limits) -> None:
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
-        ends[pg.rank()] = of(pg)._end
+        ends[pg.rank()] = nccl_end(pg)
         await pg.barrier()
         if pg.rank() == 0:
             comm_of(pg).timeout = 0.05

@@ -20,7 +20,7 @@ from aiocoll.gpu.launcher import Launched
 
 from ..fakes.arrays import FakeArray
 from ..fakes.cuda import FakeCuda
-from ..internals import Limits
+from ..internals import Limits, waiter_of
 from ..ranks import until
 from .devices import Batch, Gated, Kept, begin, faked, hold_up, nothing
 
@@ -258,7 +258,7 @@ async def test_what_comes_while_the_thread_waits_is_left_to_it(cuda: FakeCuda, d
     await third
     assert first.done()
     assert second.done()
-    waiter = device._waiters[stream]
+    waiter = waiter_of(device, stream)
     await until(lambda: not waiter._is_awake)
     waits = cuda.calls["event_synchronize"]
     await begin(device, stream)[1]
@@ -379,7 +379,7 @@ async def test_a_batch_wakes_the_loop_once_and_is_told_in_several_turns(cuda: Fa
 @pytest.mark.parametrize("by", ["thread", "launcher"])
 async def test_a_batch_that_is_told_in_several_turns_keeps_its_place(cuda: FakeCuda, device: Device, by: str) -> None:
     stream = device.stream()
-    waiter, told = device._waiters[stream], list[int]()
+    waiter, told = waiter_of(device, stream), list[int]()
     batch = Batch(cuda, device, stream)
     more: list[asyncio.Future[None]] = []
 

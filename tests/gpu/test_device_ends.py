@@ -25,6 +25,7 @@ from aiocoll.gpu.device import Device, close_devices
 from ..fakes.arrays import FakeArray
 from ..fakes.cuda import FakeCuda
 from ..fakes.nccl import FakeNccl
+from ..internals import waiter_of
 from ..ranks import until
 from .devices import Batch, Gated, Kept, begin, faked, hold_up, nothing
 
@@ -224,7 +225,7 @@ def test_a_loop_that_is_closed_before_the_ends_have_their_turn(cuda: FakeCuda, d
     launched = loop.run_until_complete(main())
     busy.set()
     stopped = threading.Event()
-    device._launcher.put(lambda: device._waiters[stream].stop(stopped.set))
+    device._launcher.put(lambda: waiter_of(device, stream).stop(stopped.set))
     assert stopped.wait(10)
     loop.close()
     gc.collect()
@@ -251,7 +252,7 @@ def test_a_loop_that_is_closed_in_the_midst_of_a_batch(cuda: FakeCuda, device: D
     loop.run_forever()
     assert 0 < len(kept.gone) < 99
     loop.close()
-    waiter = device._waiters[stream]
+    waiter = waiter_of(device, stream)
     assert device.close(10)  # its thread may have had a batch in its hands
     gc.collect()
     assert len(kept.gone) == 99

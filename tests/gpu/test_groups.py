@@ -25,7 +25,7 @@ from aiocoll.group.cuda import cards
 from aiocoll.group.cuda.agreed import Agreed
 
 from ..fakes.arrays import FakeArray
-from ..internals import Limits, dispatcher_of
+from ..internals import Limits, dispatcher_of, set_nccl_only
 from ..ranks import run_ranks
 from ..reductions import numpy_dtype
 from .groups import WAYS, Gpus, gpus, host
@@ -125,7 +125,7 @@ def test_versions_that_differ_and_hosts() -> None:
 
 async def test_nccl_alone_is_an_error_where_it_cannot_be_used() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        dispatcher_of(pg)._nccl_only = True
+        set_nccl_only(pg, True)
         with pytest.raises(BackendUnavailableError, match=r"group .* is to use NCCL, but rank 0: it was left out"):
             await pg.allreduce(gpu.tensor(np.ones(3), pg.rank()))
         assert await pg.allreduce(1) == 2

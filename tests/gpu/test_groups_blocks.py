@@ -20,7 +20,7 @@ from aiocoll import (
     testing,
 )
 
-from ..internals import Limits, dispatcher_of, spied
+from ..internals import Limits, nccl_end, set_nccl_only, spied
 from ..ranks import run_ranks, until
 from .groups import WAYS, Gpus, gpus, host
 from .test_groups import allreduced
@@ -308,7 +308,7 @@ async def test_blocks_that_differ_in_what_two_ranks_exchange(way: str) -> None:
 
 async def test_a_group_that_is_to_use_nccl() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        dispatcher_of(pg)._nccl_only = True
+        set_nccl_only(pg, True)
         with pytest.raises(BackendUnavailableError, match="is to use NCCL, but rank 0"):
             await pg.allreduce_coalesced([gpu.tensor(np.ones(2), pg.rank()) for _ in range(2)])
 
@@ -381,7 +381,7 @@ async def test_an_abort_lets_the_launcher_finish_its_calls(patience: float, limi
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
-        end: Any = dispatcher_of(pg).device_state.communicator._end  # type: ignore[union-attr]
+        end: Any = nccl_end(pg)
 
         def slow(call: str) -> None:
             if call == "group_end":

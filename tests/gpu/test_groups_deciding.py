@@ -17,7 +17,7 @@ from aiocoll.gpu.turns import Turn, Turns
 from aiocoll.group.cuda.cards import Decision
 from aiocoll.group.cuda.device_state import DeviceState
 
-from ..internals import Limits, comm_of, dispatcher_of, wrapped
+from ..internals import Limits, comm_of, dispatcher_of, unmade_groups, wrapped
 from ..ranks import run_ranks, until
 from .groups import Gpus, gpus, host, is_native
 
@@ -141,8 +141,7 @@ async def test_a_rank_may_make_its_group_after_others_have_called(late: int) -> 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         if rank == late:
-            early = comm_of(pg).endpoint.registry.early
-            await until(lambda: early._unmade) if rank == 0 else await pg.recv_object(0)
+            await until(lambda: unmade_groups(pg)) if rank == 0 else await pg.recv_object(0)
         elif rank == 0:
             pg.send_object(None, late)
         part = await pg.split_group([[0, 1], [2]])
@@ -151,7 +150,7 @@ async def test_a_rank_may_make_its_group_after_others_have_called(late: int) -> 
         await part.allreduce(tensor)
         assert host(tensor).tolist() == [part.size()] * 3
         assert is_native(part)
-        assert not any(group.messages for group in comm_of(pg).endpoint.registry.early._unmade.values())
+        assert not any(group.messages for group in unmade_groups(pg).values())
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
@@ -165,10 +164,10 @@ async def test_notes_for_groups_that_are_over_or_of_others_are_not_kept() -> Non
         await part.shutdown()
         for identity in (comm_of(part).id, 7):
             endpoint.control.tell(1 - pg.rank(), {"t": "device", "g": identity, "ready": True})
-        await until(lambda: endpoint.registry.early._unmade)
-        assert list(endpoint.registry.early._unmade) == [7]
+        await until(lambda: unmade_groups(pg))
+        assert list(unmade_groups(pg)) == [7]
         endpoint.registry.early.disown(7, 1 - pg.rank())
-        assert not endpoint.registry.early._unmade
+        assert not unmade_groups(pg)
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)

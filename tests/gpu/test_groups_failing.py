@@ -23,7 +23,7 @@ from aiocoll import (
 from aiocoll.gpu.api import DeviceError
 
 from ..fakes.cuda import Gate
-from ..internals import Limits, comm_of, dispatcher_of
+from ..internals import Limits, comm_of, dispatcher_of, nccl_end
 from ..ranks import hub, run_ranks, until
 from .groups import WAYS, Gpus, gpus
 from .test_groups import allreduced
@@ -205,7 +205,7 @@ async def test_a_message_whose_stream_is_captured_before_its_block_ends() -> Non
         with contextlib.suppress(RuntimeError):
             async with pg.coalescing():
                 works = [pg.recv(ones(pg, gpu), 1 - rank, tag=1)]
-                gpu.torch._streams.pop(rank)
+                gpu.torch.streams.pop(rank)
                 works += [pg.recv(into, 1 - rank), pg.send(ones(pg, gpu), 1 - rank)]
                 gpu.cuda.capture(stream, True, rank)
         gpu.cuda.capture(stream, False, rank)
@@ -290,7 +290,7 @@ async def test_what_fails_on_the_way_is_asked_for() -> None:
         assert dispatcher_of(pg).device_state is not None
         assert dispatcher_of(pg).device_state.communicator is not None
         if pg.rank() == 0:
-            dispatcher_of(pg).device_state.communicator._end.fail("remote process exited")  # type: ignore[union-attr]
+            nccl_end(pg).fail("remote process exited")
         await pg.barrier()
         await fails(pg, called(pg, gpu), "failed on rank 0, device 0: NCCL: remote process exited")
 
@@ -365,7 +365,7 @@ async def test_the_end_of_a_group_is_that_of_its_communicator() -> None:
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
-        ends.append(dispatcher_of(pg).device_state.communicator._end)  # type: ignore[union-attr]
+        ends.append(nccl_end(pg))
         await pg.shutdown()
 
     with gpus(3) as gpu:
@@ -381,7 +381,7 @@ async def test_who_closes_alone_aborts(limits: Limits) -> None:
         other = await pg.split_group([0, 1])
         assert other is not None
         await allreduced(other, gpu)
-        ends.append(dispatcher_of(other).device_state.communicator._end)  # type: ignore[union-attr]
+        ends.append(nccl_end(other))
         if pg.rank() == 0:
             await other.shutdown()
         await pg.barrier()
@@ -413,7 +413,7 @@ async def test_who_comes_late_finds_that_the_others_have_left(limits: Limits) ->
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
         mine = dispatcher_of(pg).device_state.communicator  # type: ignore[union-attr]
-        ends.append(mine._end)  # type: ignore[union-attr]
+        ends.append(nccl_end(pg))
         await pg.barrier()
         if pg.rank() == 0:
             mine.abort()  # type: ignore[union-attr]
@@ -456,7 +456,7 @@ async def test_on_stream_tells_what_has_failed() -> None:
 async def test_a_question_that_fails() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
-        end: Any = dispatcher_of(pg).device_state.communicator._end  # type: ignore[union-attr]
+        end: Any = nccl_end(pg)
 
         def fail() -> None:
             raise DeviceError("async_error", "no answer")

@@ -11,7 +11,7 @@ import pytest
 from aiocoll import BackendUnavailableError, GroupOptions, ProcessGroup, ReduceOp, Work, testing
 from aiocoll.group.cuda import cards
 
-from ..internals import dispatcher_of
+from ..internals import set_nccl_only
 from ..ranks import run_ranks
 from .groups import WAYS, Gpus, gpus, host
 from .test_groups import allreduced
@@ -72,7 +72,7 @@ async def test_all_ranks_refuse_it(
 @pytest.mark.parametrize("backends", [{"cpu": "aio", "cuda": "aio"}, {"cpu": "aio", "cuda": "nccl"}])
 async def test_groups_of_any_backend_refuse_it(backends: dict[str, str]) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        dispatcher_of(pg)._nccl_only = backends.get("cuda") == "nccl"
+        set_nccl_only(pg, backends.get("cuda") == "nccl")
         assert "takes no CUDA arrays: rank 1 has" in await first_call(pg, gpu.tensor(np.ones(2), pg.rank()), (1,))
 
     with gpus(2) as gpu:

@@ -24,7 +24,7 @@ from aiocoll import (
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.group.cuda import matching
 
-from ..internals import Limits, comm_of, dispatcher_of, replaced
+from ..internals import Limits, comm_of, dispatcher_of, matched_units, matching_of, replaced
 from ..ranks import TRANSPORTS, run_ranks, until
 from ..reductions import DTYPES
 from .groups import Gpus, gpus, host, is_native
@@ -481,12 +481,7 @@ async def test_messages_go_on_without_rank_0(when: str, limits: Limits) -> None:
         await begun(pg, gpu)
         if rank == 0:
             if when == "matched":
-                await until(
-                    lambda: (
-                        dispatcher_of(pg).device_state is not None
-                        and bool(dispatcher_of(pg).device_state.messages._matching._units)
-                    )
-                )
+                await until(lambda: dispatcher_of(pg).device_state is not None and bool(matched_units(pg)))
             await pg.shutdown()
             return
         if when == "before":
@@ -544,14 +539,12 @@ async def test_once_a_rank_has_left_messages_are_staged(limits: Limits) -> None:
         rank = pg.rank()
         await begun(pg, gpu)
         if rank == 0:
-            side = dispatcher_of(pg).device_state
-            assert side is not None
-            await until(lambda: len(side.messages._matching._units) == 2)
+            await until(lambda: len(matched_units(pg)) == 2)
             counted.clear()
             held.set()
             await until(lambda: 3 in comm_of(pg).left)
-            for unit in list(side.messages._matching._units.values()):
-                side.messages._matching._stop_waiting(unit)
+            for unit in list(matched_units(pg).values()):
+                matching_of(pg)._stop_waiting(unit)
             assert holds(await pg.recv(full(gpu, 0, -1), 1), 5)
         elif rank == 1:
             work = pg.batch([Send(full(gpu, 1, 3), 2), Send(full(gpu, 1, 4), 3, tag=1), Send(full(gpu, 1, 5), 0)])
@@ -597,9 +590,7 @@ async def test_nothing_begins_because_the_rest_of_its_batch_has_failed(end: str,
                 await pg.shutdown()
         else:
             work = pg.recv(tensors[0], 1)
-            side = dispatcher_of(pg).device_state
-            assert side is not None
-            await until(lambda: side.messages._matching._units)
+            await until(lambda: matched_units(pg))
             await pg.send_object(None, 1)
             if end == "abort":
                 pg.abort("enough")
@@ -635,7 +626,7 @@ async def test_a_block_does_not_wait_for_a_message_that_could_not_start(captured
                 async with pg.coalescing():
                     lost = full(gpu, rank, 0)
                     work = pg.send(lost, 0, tag=1) if captured == "send" else pg.recv(lost, 0, tag=1)
-                    gpu.torch._streams.pop(rank)
+                    gpu.torch.streams.pop(rank)
                     pg.send(tensor, 0)
                     gpu.cuda.capture(stream, True, rank)
             gpu.cuda.capture(stream, False, rank)

@@ -129,7 +129,7 @@ async def test_gathered_arrays_are_made_by_the_library_of_the_first(
     host[...] = device + 1
     made = await pg.allgather(None, libraries.array(library, host, "float32", device))
     assert [type(each) for each in made] == [type(libraries.array(library, host, "float32", device))] * 2
-    assert [each._host.tolist() for each in made] == [[1, 1], [2, 2]]
+    assert [each.host.tolist() for each in made] == [[1, 1], [2, 2]]
 
 
 @pytest.mark.ranks(2)
@@ -181,7 +181,7 @@ async def test_tensors_that_require_gradients_are_written_in_place(libraries: Li
             host[...] = values
             return libraries.array("torch", host, "float32", pg.rank(), requires_grad=True)
 
-        await gradients(pg, leaf, lambda tensor: tensor._host.tolist())
+        await gradients(pg, leaf, lambda tensor: tensor.host.tolist())
 
     await run_ranks(2, rank)
 

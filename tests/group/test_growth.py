@@ -22,7 +22,7 @@ from aiocoll import (
 from aiocoll.meeting.growth import await_assignment
 from aiocoll.store import Store, StoreServer
 
-from ..internals import comm_of
+from ..internals import comm_of, waits_of
 from ..ranks import TRANSPORTS, options, until
 
 
@@ -39,7 +39,7 @@ async def on_ranks(where: dict[str, Any], world_size: int, then: Any, *others: A
 
 def asks_for_newcomers(store: HashStore) -> bool:
     """Whether rank 0 waits for another one."""
-    return any(waiter.command == "queue_pop" for waiter in store._waits.values())
+    return any(waiter.command == "queue_pop" for waiter in waits_of(store).values())
 
 
 async def growth(pg: ProcessGroup, n: int) -> tuple[type[GroupError], str]:
@@ -215,7 +215,7 @@ async def test_a_merger_fails_with_its_group() -> None:
     async def rank(pg: ProcessGroup) -> Any:
         merging = asyncio.ensure_future(pg.merge_remote_group(store, 4, timeout=float("inf")))
         if pg.rank() == 1:
-            await until(lambda: store._waits)  # rank 0 waits for the other groups
+            await until(lambda: waits_of(store))  # rank 0 waits for the other groups
             pg.abort("on purpose")
         with pytest.raises(GroupError, match="was aborted by rank 1: on purpose"):
             await merging

@@ -31,7 +31,7 @@ from aiocoll import (
 from aiocoll.engine.consensus.completed import Completed, combine
 from aiocoll.transport.frame import HEADER, FrameKind
 
-from ..internals import comm_of
+from ..internals import comm_of, waits_of
 from ..ranks import TRANSPORTS, options, over, run_ranks, until
 
 
@@ -329,7 +329,7 @@ async def test_a_newcomer_that_gives_up_gets_no_seat() -> None:
         with pytest.raises(RendezvousError, match=r"no group has grown within 0\.05 s"):
             await new_group(join=True, timeout=0.05, **where)
         joining = asyncio.ensure_future(new_group(join=True, **where)._make())
-        await until(lambda: store._waits)
+        await until(lambda: waits_of(store))
         joining.cancel()
         with pytest.raises(asyncio.CancelledError):
             await joining

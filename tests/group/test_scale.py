@@ -11,7 +11,7 @@ import pytest
 from aiocoll import ProcessGroup, Recv, ReduceOp, Send
 from aiocoll.engine.channels import FEW
 
-from ..internals import comm_of, spied
+from ..internals import channels_of, comm_of, spied
 from ..ranks import hub, run_ranks
 
 MANY = 64
@@ -84,9 +84,7 @@ async def test_in_a_large_group_channels_are_made_when_they_are_needed() -> None
         await pg.barrier()
         channels = comm_of(pg).channels
         # Of a barrier, log p to each side: those that this rank has sent on, and those that it has only heard on.
-        assert list(channels) == [
-            comm_of(pg).endpoint.channels._channels[peer] for peer in sorted(comm_of(pg).endpoint.channels._channels)
-        ]
+        assert list(channels) == [channels_of(pg)[peer] for peer in sorted(channels_of(pg))]
         assert 0 < sum(channel.link is not None for channel in channels) <= 2 * size.bit_length()
         assert len(channels) == size
         peer = (pg.rank() + size // 2) % size

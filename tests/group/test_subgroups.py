@@ -23,7 +23,7 @@ from aiocoll import (
 )
 from aiocoll.engine.job.ids import hash62
 
-from ..internals import comm_of, replaced
+from ..internals import channels_of, comm_of, links_of, replaced
 from ..ranks import TRANSPORTS, options, over, run_ranks, until
 
 
@@ -457,12 +457,12 @@ async def test_groups_share_what_there_is(transport: str) -> None:
         await pg.alltoall_object([None] * size)  # every pair is linked
         await pg.barrier()
         files = len(os.listdir("/proc/self/fd"))
-        links = [id(link) for link in comm_of(pg).endpoint._all_links()]
+        links = [id(link) for link in links_of(pg)]
         groups = [await part(pg, range(size)) for _ in range(20)]
         await pg.barrier()
         for group in groups:
             await group.alltoall_object([None] * size)
-        assert [id(link) for link in comm_of(pg).endpoint._all_links()] == links
+        assert [id(link) for link in links_of(pg)] == links
         assert len(os.listdir("/proc/self/fd")) == files
         await pg.barrier()
 
@@ -473,14 +473,14 @@ async def test_groups_share_what_there_is(transport: str) -> None:
 async def test_a_split_sends_nothing(pg: ProcessGroup) -> None:
     await pg.barrier()
     frames: list[object] = []
-    for link in comm_of(pg).endpoint._all_links():
+    for link in links_of(pg):
         link.write = lambda *frame: frames.append(frame)  # type: ignore[method-assign, return-value, misc]
-    before = len(comm_of(pg).endpoint.channels._channels)
+    before = len(channels_of(pg))
     for _ in range(10):
         pg.split_group(range(7))
     assert frames == []
-    assert len(comm_of(pg).endpoint.channels._channels) == before
-    for link in comm_of(pg).endpoint._all_links():
+    assert len(channels_of(pg)) == before
+    for link in links_of(pg):
         del link.write
     await pg.barrier()
 

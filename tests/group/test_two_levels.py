@@ -13,7 +13,7 @@ from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.transport.frame import HEADER, FrameKind
 from aiocoll.transport.memory import MemoryLink
 
-from ..internals import comm_of, dispatcher_of, replaced, spied
+from ..internals import comm_of, plans_of, replaced, spied
 from ..ranks import run_ranks
 from .test_collectives import ROOTED, check
 
@@ -105,7 +105,7 @@ async def test_bytes_of_an_allreduce_between_hosts(
         place(pg, hosts)
         result = await pg.allreduce(np.full(count, pg.rank(), np.float32))
         assert (result == sum(range(pg.size()))).all()
-        return {plan.algorithm for plan, _ in dispatcher_of(pg).planner._plans.values()}
+        return {plan.algorithm for plan, _ in plans_of(pg)}
 
     assert await run_ranks(len(hosts), rank) == [{algorithm}] * len(hosts)
     crossing = [nbytes for source, target, nbytes in frames if hosts[source] != hosts[target]]

@@ -19,6 +19,7 @@ from aiocoll import (
     new_group,
 )
 
+from ..internals import waits_of
 from ..ranks import TRANSPORTS, options, run_ranks, until
 
 Rank = Callable[[ProcessGroup], Awaitable[Any]]
@@ -78,7 +79,7 @@ async def test_parts_of_a_world_follow_each_other_by_their_lowest_rank(transport
         part = await pg.split_group([[1, 3], [0], [2]])
         assert part is not None
         if pg.rank() == 0:
-            await until(lambda: len(store._waits) == 2)  # it comes last
+            await until(lambda: len(waits_of(store)) == 2)  # it comes last
         async with await part.merge_remote_group(store, 4) as merged:
             await works(merged)
             assert (merged.group_name, merged.timeout) == ("merged", pg.timeout)
@@ -195,7 +196,7 @@ async def test_a_rank_that_gives_up() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
             merging = asyncio.ensure_future(pg.merge_remote_group(store, 3))
-            await until(lambda: store._waits)
+            await until(lambda: waits_of(store))
             merging.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await merging
@@ -213,7 +214,7 @@ async def test_a_group_that_fails_meanwhile() -> None:
     async def rank(pg: ProcessGroup) -> None:
         merging = asyncio.ensure_future(pg.merge_remote_group(store, 4, timeout=5))
         if pg.rank() == 0:
-            await until(lambda: store._waits)
+            await until(lambda: waits_of(store))
             pg.abort("enough")
             # The first rank waits in the store: it is the others who hear of it at once.
             merging.cancel()

@@ -19,6 +19,7 @@ from aiocoll.transport.shm.region import PAGE, create
 from aiocoll.transport.shm.registered_memory import MemorySegment, RegisteredMemory
 from aiocoll.transport.shm.segment_sharing import _ENDED, _MESSAGE, _OFFER, _TAKEN
 
+from ..internals import sock_of
 from ..ranks import until
 from .links import linked
 
@@ -100,7 +101,7 @@ async def test_what_does_not_fit_in_the_socket_is_said_later(ends: Ends) -> None
     """Both an offer, which is made again, and that a segment has ended."""
     segments = [await ends.share() for _ in range(3)]
     _array, late = await ends.make()
-    fill(ends.near._stream.sock)
+    fill(sock_of(ends.near))
     assert not ends.near.segment_sharing.can_map(late)
     assert not late.readers
     numbers = [segment for _, segment in segments]
@@ -113,7 +114,7 @@ async def test_what_does_not_fit_in_the_socket_is_said_later(ends: Ends) -> None
 
 async def test_a_link_may_close_with_words_unsaid(ends: Ends) -> None:
     _array, segment = await ends.share()
-    fill(ends.near._stream.sock)
+    fill(sock_of(ends.near))
     ends.near.segment_sharing.withdraw(segment.number)
     ends.near.close()
     await until(lambda: ends.far.sink.losses)
@@ -122,7 +123,7 @@ async def test_a_link_may_close_with_words_unsaid(ends: Ends) -> None:
 
 async def test_a_descriptor_that_was_lost_on_the_way_is_no_harm(ends: Ends) -> None:
     _array, segment = await ends.make()
-    ends.near._stream.sock.send(_MESSAGE.pack(_OFFER, segment.number, segment.nbytes))
+    sock_of(ends.near).send(_MESSAGE.pack(_OFFER, segment.number, segment.nbytes))
     ends.near.segment_sharing._offered.add(segment.number)
     _other, other = await ends.share()
     assert ends.seen(segment) is None
@@ -150,7 +151,7 @@ async def test_an_answer_that_comes_too_late_counts_no_more(ends: Ends) -> None:
     _array, segment = await ends.make()
     ends.near.segment_sharing.can_map(segment)
     ends.near.segment_sharing.withdraw(segment.number)
-    ends.far._stream.sock.send(_MESSAGE.pack(_TAKEN, 99, 0))
+    sock_of(ends.far).send(_MESSAGE.pack(_TAKEN, 99, 0))
     _other, _ = await ends.share()
     assert ends.near.segment_sharing._taken.isdisjoint({segment.number, 99})
 
@@ -168,7 +169,7 @@ async def test_nonsense_ends_the_link(ends: Ends, what: str) -> None:
     message, fds = NONSENSE[what]
     fd, _memory = create(PAGE)
     try:
-        socket.send_fds(ends.near._stream.sock, [message], [fd] * fds)
+        socket.send_fds(sock_of(ends.near), [message], [fd] * fds)
     finally:
         os.close(fd)
     await until(lambda: ends.far.sink.losses)
@@ -177,7 +178,7 @@ async def test_nonsense_ends_the_link(ends: Ends, what: str) -> None:
 
 async def test_an_offer_of_what_is_no_sealed_memory_ends_the_link(ends: Ends) -> None:
     zeros = os.open("/dev/zero", os.O_RDWR)
-    socket.send_fds(ends.near._stream.sock, [_MESSAGE.pack(_OFFER, 1, PAGE)], [zeros])
+    socket.send_fds(sock_of(ends.near), [_MESSAGE.pack(_OFFER, 1, PAGE)], [zeros])
     os.close(zeros)
     await until(lambda: ends.far.sink.losses)
     assert isinstance(ends.far.sink.losses[0], ProtocolError)
@@ -185,7 +186,7 @@ async def test_an_offer_of_what_is_no_sealed_memory_ends_the_link(ends: Ends) ->
 
 async def test_no_number_is_offered_twice(ends: Ends) -> None:
     _array, segment = await ends.share()
-    socket.send_fds(ends.near._stream.sock, [_MESSAGE.pack(_OFFER, segment.number, segment.nbytes)], [segment.fd])
+    socket.send_fds(sock_of(ends.near), [_MESSAGE.pack(_OFFER, segment.number, segment.nbytes)], [segment.fd])
     await until(lambda: ends.far.sink.losses)
     assert isinstance(ends.far.sink.losses[0], ProtocolError)
 

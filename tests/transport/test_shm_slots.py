@@ -49,6 +49,12 @@ class Stepwise:
         self.words[index] = value
 
 
+def step_by_step(end: Any) -> Stepwise:
+    """Let something happen between any two accesses of an end to the words that both share."""
+    end._words = words = Stepwise(end._words)
+    return words
+
+
 def tag(group: int, fingerprint: int = 1) -> int:
     return group << 32 | fingerprint
 
@@ -117,7 +123,7 @@ def test_a_group_ends_while_another_posts(step: int, order: Any) -> None:
     slot_writer, slot_reader, *_ = both(Fences(order, lambda: None))
     assert slot_writer.post(5, 5, tag(OLD), block_of(1))
     assert take(slot_reader, 5, 5, OLD) == 1
-    slot_writer._words = words = Stepwise(slot_writer._words)  # type: ignore[assignment]
+    words = step_by_step(slot_writer)
     words.interrupt(step, lambda: slot_reader.purge(OLD))
     assert slot_writer.post(5, 5, tag(NEW), block_of(2))
     slot_reader.purge(OLD)
@@ -132,7 +138,7 @@ def test_another_group_posts_while_one_ends(step: int) -> None:
     slot_writer, slot_reader, *_ = both()
     assert slot_writer.post(0, 5, tag(OLD), block_of(1))
     assert take(slot_reader, 0, 5, OLD) == 1
-    slot_reader._words = words = Stepwise(slot_reader._words)  # type: ignore[assignment]
+    words = step_by_step(slot_reader)
     words.interrupt(step, lambda: slot_writer.post(0, 5, tag(NEW), block_of(2)))
     slot_reader.purge(OLD)
     words.interrupt(-1, list)
@@ -148,7 +154,7 @@ def test_operations_of_two_groups_have_the_same_number(step: int) -> None:
     assert slot_writer.post(5, 5, tag(OLD), block_of(1))
     assert take(slot_reader, 5, 5, OLD) == 1
     got: list[float | None] = []
-    slot_writer._words = words = Stepwise(slot_writer._words)  # type: ignore[assignment]
+    words = step_by_step(slot_writer)
     words.interrupt(step, lambda: got.append(take(slot_reader, 5, 5, NEW)))
     assert slot_writer.post(5, 5, tag(NEW), block_of(2))
     words.interrupt(-1, list)
@@ -164,7 +170,7 @@ def test_operations_of_two_groups_have_the_same_number(step: int) -> None:
 def test_the_block_is_looked_at_while_it_is_written(step: int) -> None:
     slot_writer, slot_reader, *_ = both()
     got: list[float | None] = []
-    slot_writer._words = words = Stepwise(slot_writer._words)  # type: ignore[assignment]
+    words = step_by_step(slot_writer)
     words.interrupt(step, lambda: got.append(take(slot_reader, 5, 6, NEW)))
     assert slot_writer.post(5, 6, tag(NEW), block_of(2))
     words.interrupt(-1, list)
@@ -258,7 +264,7 @@ def test_space_comes_while_the_writer_begins_to_wait(step: int) -> None:
     for number in range(CHUNKS):
         assert put(writer, number)
     told: list[bool] = []
-    writer._words = words = Stepwise(writer._words)  # type: ignore[assignment]
+    words = step_by_step(writer)
     words.interrupt(step, lambda: told.append(reader.free()))
     assert put(writer, CHUNKS) or told in ([], [True])
 

@@ -37,7 +37,7 @@ from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.link import StreamLink
 from aiocoll.transport.stream.transport import StreamTransport
 
-from ..internals import Limits, replaced
+from ..internals import Limits, replaced, sock_of
 
 KEY = b"k" * 32
 CONTROL, DATA = ConnKind.CONTROL, ConnKind.DATA
@@ -217,12 +217,12 @@ async def test_connect_and_talk(flavour: str) -> None:
         await b.until(lambda: b.heard)
         await a.until(lambda: a.heard)
         assert (a.heard, b.heard) == ([(1, 8)], [(0, 7)])
-        sock = link._stream.sock
+        sock = sock_of(link)
         assert sock.gettimeout() == 0
         assert not sock.get_inheritable()
-        assert not back._stream.sock.get_inheritable()
+        assert not sock_of(back).get_inheritable()
         if flavour.startswith("tcp"):
-            assert all(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for s in (sock, back._stream.sock))
+            assert all(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for s in (sock, sock_of(back)))
 
 
 async def test_one_link_of_each_kind() -> None:
@@ -675,8 +675,8 @@ async def test_auto_takes_unix_on_one_host_and_tcp_between_hosts() -> None:
         await rank.transport.listen()
         rank.card = await rank.transport.listen_tcp("127.0.0.1")
     same, other = await asyncio.gather(ranks[0].connect(ranks[1]), ranks[0].connect(ranks[2]))
-    assert same._stream.sock.family == socket.AF_UNIX
-    assert other._stream.sock.family == socket.AF_INET
+    assert sock_of(same).family == socket.AF_UNIX
+    assert sock_of(other).family == socket.AF_INET
     await settle(*ranks)
     for rank in ranks:
         await rank.transport.aclose()
@@ -699,7 +699,7 @@ async def test_tcp_in_place_of_a_unix_socket_that_leads_nowhere(trouble: str, mo
     for kind, (one, other) in ((CONTROL, ranks), (DATA, ranks[::-1])):
         link = await one.connect(other, kind)
         assert link is not None
-        assert link._stream.sock.family == socket.AF_INET
+        assert sock_of(link).family == socket.AF_INET
         carrier, why = one.transport.carrier(other.transport.rank)
         assert carrier == ("tcp" if kind is DATA else "none")
         assert ("Connection refused" if trouble == "missing" else f"belongs to user {os.geteuid() + 1}") in why
@@ -823,7 +823,7 @@ async def test_a_link_that_is_over_for_the_peer_gives_way_to_another(flavour: st
             assert link is not None
             await one.until(lambda: one.links)
             (other,) = one.links
-            asyncio.get_running_loop().remove_reader(other._stream.sock.fileno())
+            asyncio.get_running_loop().remove_reader(sock_of(other).fileno())
             link.close()
             assert not other.closed
             await zero.connect(one)

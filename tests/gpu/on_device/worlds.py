@@ -132,7 +132,7 @@ class Fake(World):
 
     def part(self, tensor: Any, start: int, stop: int) -> Any:
         values = tensor.values[start:stop]
-        made = self.gpu.torch.Tensor(tensor._host[start:stop], tensor.dtype.removeprefix("torch."), tensor.get_device())
+        made = self.gpu.torch.Tensor(tensor.host[start:stop], tensor.dtype.removeprefix("torch."), tensor.get_device())
         made.values, made.around = values, tensor.around
         return made
 
@@ -145,7 +145,7 @@ class Fake(World):
         return self.gpu.stream(device)
 
     def default_stream(self, device: int, per_thread: bool) -> None:
-        self.gpu.torch._streams[device] = 2 if per_thread else 0
+        self.gpu.torch.streams[device] = 2 if per_thread else 0
 
     def add(self, tensor: Any, number: float) -> None:
         device, values = tensor.get_device(), tensor.values
@@ -170,7 +170,7 @@ class Fake(World):
         cuda.event_destroy(event)
 
     def current(self, device: int) -> int:
-        return int(self.gpu.torch._streams.get(device, 0))
+        return int(self.gpu.torch.streams.get(device, 0))
 
 
 class _Flag(NamedTuple):
