@@ -1,4 +1,4 @@
-"""Where tests reach into a group: the only file that knows the names of its private parts."""
+"""Where tests reach into aiocoll: the limits and parts that they change, and what is private of a group, by name."""
 
 from __future__ import annotations
 
