@@ -4,12 +4,13 @@ PYTHON ?= python3
 # What pytest or the benchmark gets besides: make test ARGS="tests/store -x"
 ARGS ?=
 
-.PHONY: help demo test check coverage-gpu matrix planted soak bench gpu clean
+.PHONY: help demo test test-rest test-all check coverage-gpu matrix planted soak bench gpu clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo          4 processes reduce real arrays, in .venv'
-	@echo 'make test          every test that needs no GPU'
+	@echo 'make test          every feature once, in three minutes on 2 cores'
+	@echo 'make test-all      everything that needs no GPU and no hour'
 	@echo 'make check         format, lint and types'
 	@echo 'make coverage-gpu  whether tests on fake devices reach all that is for GPUs'
 	@echo 'make matrix        the full matrices, Pythons 3.11 to 3.13, asyncio and uvloop'
@@ -29,8 +30,19 @@ help:
 demo: .venv/installed
 	.venv/bin/aiocoll run -n 4 examples/allreduce.py
 
+PYTEST = PYTHONASYNCIODEBUG=1 .venv/bin/python -m pytest
+
+# First what runs in one process, on several cores; then what starts processes, one test at a time. With ARGS, one of the
+# two may have no test: pytest says so with the status 5.
 test: .venv/installed
-	PYTHONASYNCIODEBUG=1 .venv/bin/python -m pytest -m 'not matrix and not soak' $(ARGS)
+	$(PYTEST) -m 'not processes and not slow and not matrix and not soak' -n auto --maxprocesses=4 $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m 'processes and not slow and not matrix and not soak' $(ARGS) || [ $$? = 5 ]
+
+# What `test-all` has besides.
+test-rest: .venv/installed
+	$(PYTEST) -m 'slow and not matrix and not soak' $(ARGS) || [ $$? = 5 ]
+
+test-all: test test-rest
 
 check: .venv/installed
 	.venv/bin/ruff format --check .

@@ -55,6 +55,7 @@ def test_the_table_of_reference_tests_is_current() -> None:
     assert not wrong, f"run `python docs/generate.py`: the table has no good result for {wrong}"
 
 
+@pytest.mark.slow
 def test_the_page_on_hangs_shows_what_its_programs_say(tmp_path: Path) -> None:
     """Numbers aside: which rank is the first and how long it took depend on the machine."""
     write(files(HANGS), tmp_path)

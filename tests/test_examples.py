@@ -51,6 +51,7 @@ def test_the_page_on_failures_has_every_error() -> None:
     assert [name for name in errors.__all__ if f"`{name}`" not in page] == []
 
 
+@pytest.mark.slow
 def test_the_demo_learns_the_same_on_every_rank() -> None:
     pytest.importorskip("sklearn")
     lines = run(2, ROOT / "examples" / "allreduce.py")
@@ -63,6 +64,7 @@ def test_the_demo_learns_the_same_on_every_rank() -> None:
     assert max(sizes) == 16 << 20
 
 
+@pytest.mark.slow
 def test_the_parameter_server_learns_while_workers_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn")
     monkeypatch.setenv("TMPDIR", str(tmp_path))

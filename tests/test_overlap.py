@@ -70,6 +70,7 @@ async def test_ranks_learn_the_same_from_different_data() -> None:
     assert await run_ranks(2, body) == [3.0, 3.0]
 
 
+@pytest.mark.slow
 def test_the_program_of_the_page_says_what_it_shows(tmp_path: Path) -> None:
     write(files(PAGE), tmp_path)
     (measure,) = commands(PAGE)

@@ -211,6 +211,7 @@ async def test_the_ported_example_runs() -> None:
     await run_ranks(4, body)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_the_example_before_it_was_ported_runs(tmp_path: Path, unused_tcp_port: int) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
@@ -248,6 +249,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_the_recorder_says_what_its_page_shows(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     (tmp_path / "train.py").write_text(TRAIN)

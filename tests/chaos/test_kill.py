@@ -76,6 +76,7 @@ def few() -> list[int]:
     return chosen
 
 
+@pytest.mark.slow
 def test_some_kills(tmp_path: Path) -> None:
     taken = judge(kill(few(), tmp_path))
     assert np.percentile(taken, 99) <= SOON, sorted(taken)

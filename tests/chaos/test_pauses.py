@@ -26,6 +26,7 @@ async def run(world_size: int, operations: int, seed: int, monkeypatch: pytest.M
     assert all(paused for _, _, paused in told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", FEW)
 async def test_some_sums(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     await run(world_size, FEW[world_size], 1, monkeypatch)

@@ -79,6 +79,7 @@ async def run_out(transports: tuple[str, ...]) -> None:
     assert await meet(transport, 20) == ["right", "right"]
 
 
+@pytest.mark.slow
 async def test_descriptors_run_out_at_every_point() -> None:
     await run_out(("unix", "tcp", "shm"))
 

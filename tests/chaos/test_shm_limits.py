@@ -43,6 +43,7 @@ def run(limit: str, value: int) -> tuple[str, list[str]]:
     return done.stdout.strip(), done.stderr.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "value", "reason"),
     [

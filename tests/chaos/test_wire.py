@@ -167,11 +167,13 @@ async def try_stores(whats: Iterable[str], step: int) -> None:
             judge(fault, results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["cut", "stall", "garble"])
 async def test_links(what: str) -> None:
     await try_links(what, 13)
 
 
+@pytest.mark.slow
 async def test_stores() -> None:
     await try_stores(["cut", "stall", "garble"], 29)
 

@@ -131,6 +131,7 @@ def bench(*args: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_writes_a_table(tmp_path: Path) -> None:
     done = bench("allgather", "-n", 3, "--min", 48, "--max", "3K", "--transport", "unix", "--csv", tmp_path / "x.csv")
     assert (done.returncode, done.stderr) == (0, "")
@@ -154,6 +155,7 @@ def test_the_command_prints_and_writes_a_table(tmp_path: Path) -> None:
         assert int(row["iterations"]) >= 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "error"),
     [

@@ -52,6 +52,7 @@ def blocks(err: str) -> list[list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_the_rank_that_raised_comes_last_with_its_whole_traceback(launch: Launch, ranks: int) -> None:
     script = SCRIPT.format(fault="raise ValueError('no data')", other=BARRIER)
@@ -76,6 +77,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_end_without_a_traceback_is_blamed_on_its_rank(launch: Launch, fault: str) -> None:
     done = launch("-n", 3, script=SCRIPT.format(fault=fault, other=BARRIER)).finish()
@@ -110,6 +112,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reaction", REACTIONS)
 def test_what_came_of_the_failure_of_another_is_not_to_blame(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str], reaction: str
@@ -126,6 +129,7 @@ def test_what_came_of_the_failure_of_another_is_not_to_blame(
     assert [block[0][:19] for block in others] == ["aiocoll run: rank 0", "aiocoll run: rank 2"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_before_it_meets_the_others_is_to_blame(launch: Launch, tmp_path: Path) -> None:
     for source, error in {
         "import absent_module": "[1] ModuleNotFoundError: No module named 'absent_module'",
@@ -141,6 +145,7 @@ def test_a_rank_that_fails_before_it_meets_the_others_is_to_blame(launch: Launch
         assert [block[0] for block in others] == ["aiocoll run: rank 0 was stopped (SIGTERM)"]
 
 
+@pytest.mark.slow
 def test_a_script_that_cannot_be_read_is_shown_as_python_shows_it(launch: Launch) -> None:
     done = launch("-n", 1, script="x = = 1").finish()
     assert done.returncode == 1
@@ -158,6 +163,7 @@ def test_a_script_that_cannot_be_read_is_shown_as_python_shows_it(launch: Launch
     assert "No module named absent_module" in done.stderr
 
 
+@pytest.mark.slow
 def test_when_nobody_failed_by_itself_the_first_to_hear_comes_last(launch: Launch) -> None:
     """Rank 1 ends well while the others need it."""
     done = launch("-n", 3, script=SCRIPT.format(fault="os._exit(0)", other=BARRIER)).finish()
@@ -171,6 +177,7 @@ def test_when_nobody_failed_by_itself_the_first_to_hear_comes_last(launch: Launc
     assert "aiocoll run: rank 1 ended well" in (block[0] for block in others)
 
 
+@pytest.mark.slow
 def test_another_hosts_launcher_names_what_it_knows(launch: Launch, tmp_path: Path, unused_tcp_port: int) -> None:
     file = tmp_path / "job.key"
     file.write_text("0123456789abcdef")
@@ -200,6 +207,7 @@ def test_the_tracebacks_of_all_ranks_are_whole_after_ctrl_c(launch: Launch) -> N
     ]
 
 
+@pytest.mark.slow
 def test_a_traceback_that_a_rank_prints_itself_is_not_mixed_with_others(launch: Launch) -> None:
     """The ranks print theirs in turns, line by line."""
     script = """
@@ -226,6 +234,7 @@ def test_a_traceback_that_a_rank_prints_itself_is_not_mixed_with_others(launch: 
     assert len([1 for a, b in pairwise(ranks) if a != b]) == 2, done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_failing_may_take_its_time_to_end(launch: Launch) -> None:
     """What it does at exit is its own affair: it is not told to end."""
     script = """
@@ -250,6 +259,7 @@ def test_a_rank_that_is_failing_may_take_its_time_to_end(launch: Launch) -> None
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "[1] ValueError: no data")
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_when_it_is_told_to_is_not_to_blame(launch: Launch) -> None:
     """Rank 1 never comes; the others know it only by a timeout, and it says nothing until it is stopped."""
     script = """
@@ -274,6 +284,7 @@ asyncio.run(main())
     assert done.returncode == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_failed_and_does_not_end_is_told_of(launch: Launch) -> None:
     """A thread keeps the interpreter; the user sees why, and the job ends when the thread does."""
     script = """
@@ -318,6 +329,7 @@ print(json.dumps([__name__, __file__, sys.argv, sys.path[0], __spec__ and __spec
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["script", "relative", "link", "pyc", "archive", "module", "package"])
 def test_a_program_finds_what_python_would_give_it(launch: Launch, tmp_path: Path, form: str) -> None:
     (tmp_path / "place.py").write_text(PLACE)

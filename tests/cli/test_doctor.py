@@ -77,6 +77,7 @@ def refuse(code: int) -> Callable[..., Any]:
 # -- for real
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_meet_and_say_how_they_are_connected(ranks: int) -> None:
     _, pairs, findings = report("-n", str(ranks))
@@ -90,6 +91,7 @@ def test_ranks_meet_and_say_how_they_are_connected(ranks: int) -> None:
         assert findings[name].fine
 
 
+@pytest.mark.slow
 def test_its_text_can_be_read() -> None:
     done = run()
     assert done.stderr == ""
@@ -106,6 +108,7 @@ def test_its_text_can_be_read() -> None:
     assert (lines[-1] == "all fine") == (done.returncode == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["tcp", "unix"])
 def test_another_transport_is_seen_and_explained(transport: str) -> None:
     _, pairs, findings = report(AIOCOLL_TRANSPORT=transport)
@@ -115,6 +118,7 @@ def test_another_transport_is_seen_and_explained(transport: str) -> None:
     assert findings["meeting"].fine, "it is what was asked for"
 
 
+@pytest.mark.slow
 def test_what_the_environment_says_is_checked() -> None:
     code, pairs, findings = report(AIOCOLL_TRANSPORT="pigeon")
     assert (code, pairs) == (1, {})

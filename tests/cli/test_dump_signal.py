@@ -62,6 +62,7 @@ def read_until(job: Job, *patterns: str) -> str:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_launcher_has_its_ranks_tell_and_goes_on(launch: Launch, tmp_path: Path, ranks: int) -> None:
     os.mkfifo(tmp_path / "fifo")
@@ -94,6 +95,7 @@ def test_a_rank_alone_tells_and_goes_on(launch: Launch, tmp_path: Path) -> None:
     assert job.finish().returncode == 0
 
 
+@pytest.mark.slow
 def test_with_a_directory_it_is_written_there(launch: Launch, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     job = launch("-n", 2, script=SCRIPT, args=[tmp_path / "fifo"], env={"AIOCOLL_DUMP_DIR": str(tmp_path / "dumps")})

@@ -107,6 +107,7 @@ def test_the_first_failure_stops_the_others_and_is_what_the_user_sees_last(launc
     assert last_line(done.stderr) == "aiocoll run: rank 2 exited with code 3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 137), (signal.SIGSEGV, 139), (signal.SIGTERM, 143)])
 def test_a_killed_rank_is_named_with_its_signal(launch: Launch, number: signal.Signals, code: int) -> None:
     script = (
@@ -117,6 +118,7 @@ def test_a_killed_rank_is_named_with_its_signal(launch: Launch, number: signal.S
     assert last_line(done.stderr) == f"aiocoll run: rank 1 was killed by {number.name}"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="numbers of real-time signals")
 def test_a_signal_without_a_name_is_given_by_number(launch: Launch) -> None:
     done = launch("-n", 1, script="import os; os.kill(os.getpid(), 40)").finish()
@@ -156,6 +158,7 @@ def test_ranks_that_will_not_stop_are_killed(launch: Launch, limits: Limits, cap
     assert last_line(capfd.readouterr().err) == "aiocoll run: rank 0 exited with code 9"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_are_forwarded_and_end_the_launcher_as_people_expect(launch: Launch, number: signal.Signals) -> None:
     job = launch("-n", 2, script=WAIT)
@@ -214,6 +217,7 @@ def test_a_second_ctrl_c_kills(launch: Launch) -> None:
     assert last_line(done.stderr) == "aiocoll run: stopped by SIGINT"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a process to its parent")
 def test_ranks_die_with_a_killed_launcher(launch: Launch) -> None:
     job = launch("-n", 2, script="import os\nprint('pid', os.getpid())\n" + WAIT)
@@ -275,6 +279,7 @@ KEY = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_job_key_comes_by_a_pipe_and_by_nothing_else(launch: Launch, tmp_path: Path) -> None:
     def keys(*args: Any, **kwargs: Any) -> set[str]:
@@ -310,11 +315,13 @@ MEET = """
 """
 
 
+@pytest.mark.slow
 def test_the_launcher_holds_the_store(launch: Launch) -> None:
     done = launch("-n", 3, script=MEET).finish()
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] b'0' b'0' b'0'" for rank in range(3)], done.stderr
 
 
+@pytest.mark.slow
 def test_several_hosts_meet_at_host_0(launch: Launch, tmp_path: Path, unused_tcp_port: int) -> None:
     file = tmp_path / "job.key"
     file.write_text("0123456789abcdef")

@@ -90,6 +90,7 @@ async def test_a_mismatch_names_both_calls(tmp_path: Path, capsys: pytest.Captur
     assert said.count(f"{HERE}:") >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loop", "blocked"), [("asyncio", True), ("uvloop", False)])
 async def test_a_signal_has_a_living_rank_dump(
     loop: Any, blocked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -182,6 +183,7 @@ def test_the_first_of_several_differences_counts(
     assert "    and 2 later collectives diverged too\n" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 1])
 def test_who_has_forgotten_sooner_is_not_missing(late: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The rank that lacks the last collective remembers one more of the first ones, be it ahead of the other or not."""
@@ -315,6 +317,7 @@ def drawing(tmp_path_factory: pytest.TempPathFactory) -> None:
     picture.draw(collect([str(path / "one")]), str(path / "one.png"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("drawing")
 @pytest.mark.parametrize("calls", [0, 3, 40])
 @pytest.mark.parametrize("hangs", [False, True])

@@ -37,6 +37,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path(default_path(environ))
 
 
+@pytest.mark.slow
 async def test_two_processes_measure_every_transport(limits: Limits) -> None:
     limits(tune_enough=0.0)
     found = await tune.measure(launches=3, seconds=0.0)

@@ -275,6 +275,7 @@ async def batches(r: int, p: int) -> None:
     same(got[3], filled(2 * following))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("name", CASES)
 async def test_every_function(name: str, world_size: int) -> None:

@@ -185,6 +185,7 @@ async def init_from_the_environment(pg: ProcessGroup) -> tuple[int, int, int]:
     return dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank()
 
 
+@pytest.mark.slow
 async def test_processes() -> None:
     assert await run_processes(2, init_from_the_environment) == [(0, 2, 0), (1, 2, 1)]
 

@@ -172,6 +172,7 @@ def _narrow(limits: Limits) -> None:
     limits(link_window=40 * LEAST, ask_window=60 * LEAST, window_lot=10 * LEAST)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_narrow")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -111,6 +111,7 @@ async def at_every_step(pg: ProcessGroup, call: Call, n: int, seconds: float) ->
             return
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0, LATENCY / 2], ids=["turns", "latency"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_collective_goes_on_whenever_its_await_is_cancelled(name: str, seconds: float) -> None:
@@ -121,6 +122,7 @@ def test_a_collective_goes_on_whenever_its_await_is_cancelled(name: str, seconds
     run_virtual(SIZE, rank, latency=(LATENCY, LATENCY) if seconds else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", COUNTS)
 async def test_over_sockets_too(n: int) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -232,6 +234,7 @@ def test_objects_and_batches_are_taken_back_alike(run: Runner) -> None:
     run(rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", range(8))
 @RUNNERS
 def test_incoming_loses_no_message(run: Runner, steps: int) -> None:

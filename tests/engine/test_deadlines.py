@@ -50,6 +50,7 @@ def test_a_timeout_is_kept_to_the_report_period(timeout: float) -> None:
     run_virtual(3, rank, latency=LATENCY)
 
 
+@pytest.mark.slow
 def test_the_oldest_of_many_expires_first() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank():
@@ -84,6 +85,7 @@ def test_who_is_missing_is_logged_before_the_timeout(caplog: pytest.LogCaptureFi
         assert re.search(r"it waits for rank 1 \(last in BARRIER\(.*SequenceNumber=1\), 30\.\d s ago\)$", warning)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_any_latency_gives_the_same_results(seed: int) -> None:
     """Frames of different links overtake each other in a different way with each seed."""

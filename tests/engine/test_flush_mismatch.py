@@ -118,6 +118,7 @@ async def refused(pg: ProcessGroup, most: Record, one: Record, odd: int, text: s
     return message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("name", CASES)
 async def test_ranks_that_record_other_calls(name: str, transport: str) -> None:

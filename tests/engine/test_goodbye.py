@@ -23,6 +23,7 @@ async def all_links(pg: ProcessGroup) -> None:
     await pg.alltoall_object([None] * pg.size())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("ends", [False, True], ids=["leaves a group", "ends"])
@@ -44,6 +45,7 @@ def test_what_a_rank_has_sent_arrives_though_it_has_left(ends: bool, world_size:
         run_virtual(world_size, rank, seed=seed, latency=LATENCY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 def test_who_has_its_result_may_leave_at_once(world_size: int) -> None:
     """The last messages of a collective are on their way when the ranks that have sent them are done with it."""
@@ -64,6 +66,7 @@ def test_who_has_its_result_may_leave_at_once(world_size: int) -> None:
         run_virtual(world_size, rank, seed=seed, latency=LATENCY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("ends", [False, True], ids=["leaves a group", "ends"])
 def test_who_waits_for_a_rank_that_has_left_is_told_behind_its_data(ends: bool, world_size: int) -> None:

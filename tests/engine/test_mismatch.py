@@ -271,6 +271,7 @@ def find(case: Case, place: tuple[int, int], terms: tuple[Any, str]) -> None:
         raise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(TABLE)), ids=lambda number: TABLE[number].name)
 def test_it_is_found_on_every_rank(number: int) -> None:
     """In every place, on terms that take turns; `test_it_is_always_found_on_every_rank` has all of them."""
@@ -285,6 +286,7 @@ def test_it_is_always_found_on_every_rank(case: Case) -> None:
         find(case, place, terms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, len(TABLE), CHUNK), ids=lambda start: TABLE[start].name)
 async def test_it_is_found_over_sockets(start: int) -> None:
     """Several groups at a time: what no data tells takes a report, and waiting for them one by one takes minutes."""

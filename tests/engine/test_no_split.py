@@ -192,6 +192,7 @@ class Trial:
 FAILED = [17391, 19108]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds",
     [range(FEW), FAILED, pytest.param(range(FEW, MANY), marks=pytest.mark.soak)],

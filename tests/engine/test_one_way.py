@@ -97,6 +97,7 @@ async def test_both_ends_send(world_size: int, barred: set[tuple[int, int]]) -> 
     await run(world_size, barred, work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "barred"), BARRED)
 async def test_only_the_barred_end_sends(world_size: int, barred: set[tuple[int, int]]) -> None:
     """Who waits for a rank opens a link to it, since that one may not be able to."""

@@ -193,6 +193,7 @@ def test_a_coordinator_learns_from_a_vote_who_is_dead() -> None:
     assert run_virtual(4, rank, latency=LATENCY) == [(0, 1, 2)] * 3 + [None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds", [range(100), pytest.param(range(100, 3000), marks=pytest.mark.soak)], ids=["few", "many"]
 )

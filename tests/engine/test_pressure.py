@@ -76,6 +76,7 @@ async def exchange(pg: ProcessGroup, nbytes: int, keys: str, tasks: bool) -> Non
     assert all((array == 6).all() for array in arrays.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tasks", [False, True], ids=["calls", "tasks"])
 @pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 async def test_giants_in_opposite_orders_share_the_links_with_everything(transport: str, tasks: bool) -> None:
@@ -106,6 +107,7 @@ async def test_giants_in_opposite_orders_share_the_links_with_everything(transpo
     await store.aclose()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "keyed"),
     [
@@ -172,6 +174,7 @@ async def test_what_comes_for_groups_not_made_yet_counts_too(transport: str) -> 
     await store.aclose()
 
 
+@pytest.mark.slow
 @linux_only
 @pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.soak)])
 async def test_a_fast_sender_fills_the_windows_of_a_slow_receiver_and_no_more(seconds: float) -> None:
@@ -183,6 +186,7 @@ async def test_a_fast_sender_fills_the_windows_of_a_slow_receiver_and_no_more(se
     assert slow.received > 8 * LINK_WINDOW, "more has come than may have been kept"
 
 
+@pytest.mark.slow
 @linux_only
 @pytest.mark.parametrize(("count", "warm"), [(25_000, 5_000), pytest.param(1_000_000, 10_000, marks=pytest.mark.soak)])
 async def test_memory_is_flat_over_many_operations(count: int, warm: int) -> None:

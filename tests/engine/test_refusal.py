@@ -159,6 +159,7 @@ async def fails(pg: ProcessGroup, work: Any, words: str) -> None:
     assert isinstance(later.value.__cause__, PeerProtocolError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", SAID)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_what_does_not_fit_ends_its_groups_by_name(transport: str, what: str) -> None:
@@ -245,6 +246,7 @@ async def test_an_exception_while_a_note_is_handled_ends_its_groups_by_name(
     await run_ranks(3, rank, transport=transport)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2, 4, 7)
 @over(*TRANSPORTS)
 async def test_the_one_that_is_refused_hears_why(pg: ProcessGroup) -> None:
@@ -286,6 +288,7 @@ async def call(pg: ProcessGroup) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["tcp", "unix", "shm"])
 async def test_processes_hear_of_an_exception(transport: str) -> None:
     told = await run_processes(2, call, options=options(transport))

@@ -88,6 +88,7 @@ async def test_a_giant_nobody_asked_for_sends_its_window_and_blocks_nothing(tran
     assert max(tap.eager(sender=0).values()) == EAGER_WINDOW
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PREMUL_SUM(2)], ids=["arena-or-links", "links"])
 @over(*TRANSPORTS)
@@ -100,6 +101,7 @@ async def test_giants_called_in_opposite_orders_complete(pg: ProcessGroup, op: R
     assert all((tensor == expected).all() for tensor in tensors.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 async def test_ten_thousand_early_operations_stay_within_the_window(transport: str, tap: Tap) -> None:
     """Their bytes are three times what a link may carry unasked."""
@@ -201,6 +203,7 @@ async def test_all_that_was_consumed_is_reported(transport: str) -> None:
     await run_ranks(2, rank, transport=transport)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["memory", "unix"])
 @pytest.mark.parametrize("fate", ["received", "aborted", "never made"])
 @pytest.mark.parametrize("sort", ["collectives", "messages"])
@@ -258,6 +261,7 @@ def test_what_comes_when_its_group_is_over_gives_its_window_back() -> None:
     run_virtual(2, rank, latency=(0.01, 0.02))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("seed", range(3))
 async def test_any_mix_of_keyed_calls_in_any_order_completes(seed: int, transport: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from aiocoll import ProcessGroup
@@ -44,6 +45,7 @@ def dumped() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @fuzz(mutated(st.deferred(lambda: st.just(dumped()))), examples=150)
 def test_dumps_are_reported_on_or_refused(dumps: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 from aiocoll.engine.operations.signature import KEYED, P2P
@@ -48,6 +49,7 @@ frames = st.tuples(
 )
 
 
+@pytest.mark.slow
 @fuzz(st.lists(st.tuples(frames, st.integers(0, 1)), min_size=1, max_size=6), examples=150)
 def test_whatever_is_sent_every_work_ends(sent: list[tuple[tuple[int, ...], int]]) -> None:
     def attack(pg: Any, pair: int) -> None:

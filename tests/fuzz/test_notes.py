@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import msgpack
+import pytest
 from hypothesis import strategies as st
 
 from aiocoll.engine.control import messages as gate
@@ -55,6 +56,7 @@ def test_bytes_fit_or_are_refused(body: bytes, way: str) -> None:
         return
 
 
+@pytest.mark.slow
 @fuzz(st.lists(st.tuples(mutated(valid), st.booleans(), st.integers(0, 1)), min_size=1, max_size=3), examples=150)
 def test_whatever_is_said_every_work_ends(said: list[tuple[Any, bool, int]]) -> None:
     """And if all of it is nonsense, groups of the others go on."""

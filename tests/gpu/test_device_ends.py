@@ -517,6 +517,7 @@ print("end", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["waiting", "stuck"])
 def test_an_interpreter_exits_quietly_though_work_is_pending(how: str) -> None:
     done = subprocess.run(

@@ -67,6 +67,7 @@ async def run(world_size: int, way: str, cases: list[Case]) -> None:
     assert all(each == first for each in others), "the ranks differ in their bits"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world_size", SIZES)
 async def test_pairwise_cover(world_size: int, way: str) -> None:
@@ -88,6 +89,7 @@ def is_native(kind: str, op: str, dtype: str) -> bool:
     return op in ("SUM", "PRODUCT", "MIN", "MAX", "AVG", "PREMUL_SUM")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 async def test_what_nccl_cannot_reduce_is_staged_and_nothing_else(
     world_size: int, monkeypatch: pytest.MonkeyPatch

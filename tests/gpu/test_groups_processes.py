@@ -77,12 +77,14 @@ async def one_dies(pg: ProcessGroup, heard: Path) -> None:
         await pg.shutdown()
 
 
+@pytest.mark.slow
 async def test_a_process_that_dies(tmp_path: Path) -> None:
     with pytest.raises(ChildProcessError, match="rank 1"):
         await testing.run_processes(3, one_dies, tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["0", "2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "unix"])
 async def test_ranks_in_processes(transport: str) -> None:
     options = GroupOptions(transport=transport)  # type: ignore[arg-type]

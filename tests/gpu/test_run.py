@@ -206,6 +206,7 @@ def test_how_a_step_ends(code: str, state: str, why: str, tmp_path: Path) -> Non
     assert said.startswith("of the step before")
 
 
+@pytest.mark.slow
 def test_tests_that_are_all_skipped_have_not_passed(tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text("import pytest\ndef test_it():\n    pytest.skip('no')\n")
@@ -292,6 +293,7 @@ def test_the_way_of_two_ranks_depends_on_nccl() -> None:
 # -- all of it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "only", ["raw,killed,two ranks fake", pytest.param("", marks=pytest.mark.soak, id="everything")]
 )

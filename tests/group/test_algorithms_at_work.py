@@ -18,6 +18,7 @@ from .test_collectives import ROOTED, Call, check
 ORDERED = ("oneround", "bruck", "pairwise", "linear", "fold")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["memory", "unix"])
 @pytest.mark.parametrize(("kind", "algorithm"), ALGORITHMS, ids=lambda value: value)
 async def test_every_algorithm_runs(kind: str, algorithm: str, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:

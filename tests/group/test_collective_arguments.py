@@ -305,6 +305,7 @@ async def test_memory_that_would_be_overwritten_is_refused(pg: ProcessGroup) -> 
     await pg.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
 async def test_sixty_four_ranks_run_every_collective(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:

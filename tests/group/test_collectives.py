@@ -195,6 +195,7 @@ async def check(pg: ProcessGroup, cases: list[Case]) -> list[bytes]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", list(pairs()), ids=label)
 async def test_pairwise_cover(case: Case) -> None:
     first, *others = await run_ranks(case["world_size"], check, [case], transport=case["transport"])

@@ -87,6 +87,7 @@ def check(case: Case, told: list[list[str]]) -> None:
         assert text.count("SequenceNumber=") == text.count(" called ") >= 2, text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(TABLE)), ids=lambda number: TABLE[number].name)
 def test_every_rank_hears_it_and_goes_on(number: int) -> None:
     """In places and orders that take turns; `test_every_place_and_order` has all of them."""

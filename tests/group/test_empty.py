@@ -109,6 +109,7 @@ FULL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [COVER, pytest.param(FULL, marks=pytest.mark.matrix)], ids=["cover", "all"])
 @pytest.mark.parametrize("world_size", SIZES)
 async def test_results_are_those_of_plain_arrays(world_size: int, cases: list[Case]) -> None:
@@ -129,6 +130,7 @@ async def test_results_are_those_of_plain_arrays(world_size: int, cases: list[Ca
     await run_ranks(world_size, rank, transport="shm", timeout=240.0)
 
 
+@pytest.mark.slow
 @over("shm", "memory", "unix")
 @pytest.mark.ranks(1, 2, 3, 4, 7)
 async def test_counts_around_pieces(pg: ProcessGroup) -> None:
@@ -591,6 +593,7 @@ async def _ring(pg: ProcessGroup) -> list[bool]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 async def test_real_processes(world_size: int) -> None:
     assert await run_processes(world_size, _ring) == [[True] * 6] * world_size

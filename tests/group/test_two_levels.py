@@ -41,6 +41,7 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["memory", "unix"])
 @pytest.mark.parametrize("hosts", SPLITS, ids=str)
 @pytest.mark.parametrize(("kind", "algorithm"), two_level.ALGORITHMS, ids=lambda value: value)
@@ -72,6 +73,7 @@ async def test_every_algorithm_runs(
     assert set(asked) == {(kind, hosts)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", SPLITS, ids=str)
 @pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT", "PREMUL_SUM"])
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])

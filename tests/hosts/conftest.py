@@ -27,6 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == here:
             item.add_marker(pytest.mark.hosts)
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

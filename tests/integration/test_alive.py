@@ -143,6 +143,7 @@ def check_lost(results: list[tuple[str, float, list[str]]], victim: int, how: st
             assert took <= LOST_WITHIN
 
 
+@pytest.mark.slow
 async def test_a_blocked_loop_is_slow_not_dead() -> None:
     """The lowest rank, which is asked first who is missing, and another."""
     both = await asyncio.gather(*(run_processes(3, busy, victim, "block", 3.0) for victim in (0, 2)))
@@ -165,6 +166,7 @@ async def late(pg: ProcessGroup, victim: int, timeout: float) -> tuple[Any, floa
     return None, 0.0
 
 
+@pytest.mark.slow
 async def test_a_timeout_names_the_blocked_rank_that_is_asked_first() -> None:
     results = await run_processes(4, late, 0, 0.4)
     for error, took in results[1:]:
@@ -174,6 +176,7 @@ async def test_a_timeout_names_the_blocked_rank_that_is_asked_first() -> None:
         assert 0.3 < took < 0.4 + LATE
 
 
+@pytest.mark.slow
 async def test_a_call_that_holds_the_gil_is_slow_not_dead(tmp_path: Path) -> None:
     here, there = await asyncio.gather(
         run_processes(2, busy, 1, "hog", 3.0), run_processes(3, apart, tmp_path / "store", busy, 0, "hog", 3.0)
@@ -182,6 +185,7 @@ async def test_a_call_that_holds_the_gil_is_slow_not_dead(tmp_path: Path) -> Non
     check_busy(there, 0, "", None, 2)
 
 
+@pytest.mark.slow
 async def test_a_rank_that_is_stopped_for_two_seconds_goes_on() -> None:
     both = await asyncio.gather(*(run_processes(3, stopped, victim, 2.0) for victim in (0, 1)))
     for victim, results in zip((0, 1), both, strict=True):
@@ -193,12 +197,14 @@ async def test_a_rank_that_is_stopped_for_two_seconds_goes_on() -> None:
                 assert re.search(slow + re.escape("(stopped)"), text)
 
 
+@pytest.mark.slow
 async def test_a_rank_that_stays_stopped_is_lost() -> None:
     both = await asyncio.gather(*(run_processes(3, stopped, victim, LOST_WITHIN) for victim in (0, 1)))
     for victim, results in zip((0, 1), both, strict=True):
         check_lost(results, victim, "stopped")
 
 
+@pytest.mark.slow
 async def test_between_hosts_silence_is_death_and_a_blocked_loop_is_not(tmp_path: Path) -> None:
     """All blocked or stopped for longer than a heartbeat may be silent."""
     cut = await asyncio.gather(

@@ -42,6 +42,7 @@ async def bursts(pg: aiocoll.ProcessGroup) -> None:
         await work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "transport"), [(2, "tcp"), (3, "unix")])
 def test_everything_started_at_once_ends_right(world_size: int, transport: Literal["unix", "tcp"]) -> None:
     asyncio.run(run_processes(world_size, bursts, options=GroupOptions(transport=transport)))

@@ -41,6 +41,7 @@ async def each_in_a_group(pg: aiocoll.ProcessGroup) -> list[Told]:
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "transport"), [(2, "tcp"), (3, "shm"), (4, "unix")])
 def test_it_is_found_on_every_rank(world_size: int, transport: Literal["unix", "tcp", "shm"]) -> None:
     assert len(CASES) == len(NAMES)
@@ -64,6 +65,7 @@ async def beside_a_blocked_rank(pg: aiocoll.ProcessGroup) -> tuple[float, float,
     return told.called, told.heard, told.text
 
 
+@pytest.mark.slow
 def test_ranks_need_no_third_one_to_disagree() -> None:
     results = asyncio.run(run_processes(3, beside_a_blocked_rank))
     called, heard, texts = zip(*results, strict=True)

@@ -19,6 +19,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ENDS)
 def test_the_one_that_ends_is_quiet_and_the_other_one_knows(how: str, ranks: Ranks, port: int) -> None:
     processes = [ranks.start(ENDING, how, f"tcp://127.0.0.1:{port}", str(rank)) for rank in range(2)]

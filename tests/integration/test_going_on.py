@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 PROGRAM = str(Path(__file__).with_name("going_on.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("death", "second"), [("shrink", 0), ("shrinking", 1), ("growing", 0), ("growing", 1), ("grown", 1)]
 )
@@ -46,6 +47,7 @@ async def test_the_recipe_outlives_a_death_while_it_is_at_work(ranks: Ranks, dea
         await server.aclose()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("death", ["shrink", "shrinking"])
 async def test_the_recipe_of_the_guide_outlives_a_death_while_it_shrinks(ranks: Ranks, death: str) -> None:
     server = StoreServer(key=KEY)

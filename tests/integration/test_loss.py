@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tests.integration.conftest import Ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
 @pytest.mark.parametrize("victim", [0, 2])  # the hub, which hosts the store too, and another
 def test_a_rank_is_killed(ranks: Ranks, port: int, victim: int, transport: str) -> None:
@@ -21,6 +22,7 @@ def test_a_rank_is_killed(ranks: Ranks, port: int, victim: int, transport: str) 
         assert f"rank {victim} of group 'world:0' is gone: its" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_rank_is_killed_whose_memory_others_read(ranks: Ranks, port: int, victim: int) -> None:
     """It stays as it is until they give it back."""
@@ -38,6 +40,7 @@ def test_a_rank_is_killed_and_its_child_holds_its_connections(ranks: Ranks, port
         assert "rank 0 of group 'world:0' is gone: its process is gone" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_leaves(ranks: Ranks, port: int, victim: int) -> None:
     results = ranks("leave", f"tcp://127.0.0.1:{port}", 4, env={"VICTIM": str(victim)})

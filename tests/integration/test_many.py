@@ -13,6 +13,7 @@ from aiocoll.testing import run_processes
 from tests.testing.every import every_call
 
 
+@pytest.mark.slow
 def test_sixteen_processes_make_every_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)

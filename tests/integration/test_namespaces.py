@@ -25,6 +25,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_death_in_another_process_namespace_is_seen(ranks: Ranks, port: int, victim: int) -> None:
     """Neither sees the other in /proc; the socket between them tells of the process."""

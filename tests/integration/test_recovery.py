@@ -38,6 +38,7 @@ async def store(ranks: Ranks) -> AsyncIterator[dict[str, str]]:
     await server.aclose()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("victim", "transport"), [(0, "tcp"), (0, "shm"), (1, "unix"), (2, "tcp"), (3, "shm")])
 def test_the_others_go_on_and_another_takes_its_place(
     ranks: Ranks, store: dict[str, str], victim: int, transport: str
@@ -54,6 +55,7 @@ def test_the_others_go_on_and_another_takes_its_place(
     assert not list(ranks.temporary.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("victim", "transport"), [(0, "tcp"), (0, "shm"), (1, "unix"), (3, "tcp"), (3, "shm")])
 def test_a_death_while_newcomers_are_waited_for_ends_growth_on_all_ranks(
     ranks: Ranks, store: dict[str, str], victim: int, transport: str
@@ -66,6 +68,7 @@ def test_a_death_while_newcomers_are_waited_for_ends_growth_on_all_ranks(
         assert took <= LOST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_death_while_newcomers_are_waited_for_where_rank_0_hosts_the_store(
     ranks: Ranks, port: int, victim: int
@@ -77,6 +80,7 @@ def test_a_death_while_newcomers_are_waited_for_where_rank_0_hosts_the_store(
         assert took <= LOST
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_that_was_replaced_learns_of_it_when_it_goes_on(ranks: Ranks, store: dict[str, str]) -> None:
     env = {**store, "VICTIM": "1", "WORLD_SIZE": "3"}
     processes = [ranks.start(PROGRAM, "replace", "env://", env={**env, "RANK": str(rank)}) for rank in range(3)]

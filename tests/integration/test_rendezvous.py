@@ -55,6 +55,7 @@ def test_in_a_file(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks("every", f"file://{tmp_path}/meet", 3) == [COUNTS] * 3
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_port_of_its_agent_is_left_alone(ranks: Ranks) -> None:
     with socket.create_server(("127.0.0.1", 0)) as agent:
         port = agent.getsockname()[1]
@@ -72,6 +73,7 @@ def test_under_torchrun_the_port_of_its_agent_is_left_alone(ranks: Ranks) -> Non
             agent.accept()
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 def test_under_torchrun_itself(ranks: Ranks) -> None:
@@ -94,11 +96,13 @@ def test_under_the_launcher(ranks: Ranks) -> None:
     assert results == [{"rank": rank, "size": 4, "result": COUNTS} for rank in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["tcp://127.0.0.1:{port}", "file://{path}/meet"])
 def test_the_same_ranks_meet_again_and_again(ranks: Ranks, port: int, tmp_path: Path, method: str) -> None:
     assert ranks("meet", method.format(port=port, path=tmp_path), 3) == [3] * 3
 
 
+@pytest.mark.slow
 def test_the_same_ranks_meet_again_and_again_under_the_launcher(ranks: Ranks) -> None:
     ranks.environment.pop("AIOCOLL_JOB_KEY_FILE")
     process = ranks.start("-m", "aiocoll", "run", "-n", "3", PROGRAM, "meet", "env://")

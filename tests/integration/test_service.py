@@ -128,6 +128,7 @@ async def test_requests_that_are_cancelled_disturb_no_collective(service: Servic
     assert [line.split(" in ")[0] for line in service.end()] == [f"{CLIENTS * REQUESTS} counted"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 async def test_a_rank_that_is_killed_is_replaced(victim: int, service: Service) -> None:
     """Not one answer is missing at the other rank, nor one count of what all ranks knew."""

@@ -102,6 +102,7 @@ async def apart(pg: ProcessGroup, path: Path, names: str, cases: list[Case]) -> 
     return bits, crossed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", ["aabb", "aaab", "abab"])
 async def test_results_and_what_crosses_between_hosts(names: str, tmp_path: Path) -> None:
     cases = matrix(len(names))

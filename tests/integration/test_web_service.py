@@ -48,6 +48,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
     return {"STORE": str(tmp_path / "store" / "file"), "WORKERS": str(WORKERS), "PYTHONPATH": path}
 
 
+@pytest.mark.slow
 def test_workers_are_killed_replaced_and_stopped(ranks: Ranks, environ: dict[str, str]) -> None:
     def serve() -> int:
         processes.append(ranks.start(SERVER, APP, env=environ))
@@ -94,6 +95,7 @@ def test_workers_are_killed_replaced_and_stopped(ranks: Ranks, environ: dict[str
         assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_two_deaths_in_a_row(ranks: Ranks, environ: dict[str, str]) -> None:
     """The second while the others are finding out about the first, or soon after."""
     processes: list[Any] = [ranks.start(SERVER, APP, env=environ) for _ in range(WORKERS)]

@@ -209,6 +209,7 @@ def outcome() -> dict[str, str | None]:
     return dict.fromkeys(names) | {case.id().rpartition(".")[2]: text for case, text in texts}
 
 
+@pytest.mark.slow
 def test_every_rank_is_a_process_that_runs_the_test(outcome: dict[str, str]) -> None:
     assert outcome["place"] is None
 

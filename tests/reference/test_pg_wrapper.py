@@ -120,6 +120,7 @@ def shape_mismatches(pg: ProcessGroup) -> list[tuple[Call, np.ndarray]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("debug", ["off", "detail"])
 async def test_collective_hang(debug: str, transport: str) -> None:

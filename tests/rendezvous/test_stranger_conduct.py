@@ -199,6 +199,7 @@ async def job(there: tuple[str, int], transport: str, world_size: int) -> None:
             ranks.create_task(rank(number))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("transport", "world_size"), [("unix", 3), ("tcp", 2), ("tcp", 4), ("shm", 2), ("hosts", 3)])
 @pytest.mark.parametrize("conduct", [hold, repeat, flood, half_open])
 async def test_strangers_at_every_listener(conduct: Conduct, transport: str, world_size: int) -> None:

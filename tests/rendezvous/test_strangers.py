@@ -126,6 +126,7 @@ def resident() -> int:
 # -- keys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [(KEY, OTHER), (KEY, None), (None, KEY)])
 @pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
 async def test_ranks_with_different_keys(transport: str, first: bytes | None, second: bytes | None) -> None:
@@ -232,6 +233,7 @@ async def test_a_rank_does_not_talk_to_itself(flavour: str, kind: ConnKind) -> N
         assert rank.links == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(ConnKind))
 async def test_an_echo_is_no_answer(kind: ConnKind) -> None:
     """What comes back is what was said, made up to the right length."""

@@ -77,6 +77,7 @@ def test_each_test_has_processes_of_its_own() -> None:
     assert text.index("KeyError: 'lost'\nits traceback on rank 1 of 2:\nTraceback") < text.index("in test_failure")
 
 
+@pytest.mark.slow
 def test_continuous_ranks_live_on(limits: Limits) -> None:
     limits(testing_release=0.5)
     result = run_all(samples.Continuous)

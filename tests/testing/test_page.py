@@ -43,6 +43,7 @@ def page(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.P
     return pytester
 
 
+@pytest.mark.slow
 def test_the_tests_of_the_page_do_what_it_says(page: pytest.Pytester) -> None:
     result = page.runpytest_subprocess("-p", "asyncio", "-p", "aiocoll.testing.plugin", "-W", "error", "-rA")
     summary = [line for line in result.outlines if line.startswith(("FAILED", "ERROR"))]
@@ -52,6 +53,7 @@ def test_the_tests_of_the_page_do_what_it_says(page: pytest.Pytester) -> None:
         result.stdout.fnmatch_lines(report)
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_print_what_it_shows(tmp_path: Path) -> None:
     write(FILES, tmp_path)
     (tmp_path / ".coveragerc").write_text(code(PAGE, "Coverage", language="ini"))

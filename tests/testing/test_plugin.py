@@ -99,6 +99,7 @@ def test_a_marked_test_runs_on_all_ranks_of_each_world_size(project: Project, mo
     result.stdout.fnmatch_lines(OUTCOMES)
 
 
+@pytest.mark.slow
 def test_processes_of_xdist_share_the_tests(project: Project) -> None:
     pytest.importorskip("xdist")
     result = project.run(GOOD, "-p", "xdist.plugin", "-n", "2")
@@ -269,6 +270,7 @@ async def test_drawing(pg, data):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "strict"])
 def test_every_example_of_hypothesis_runs_on_all_ranks(project: Project, mode: str) -> None:
     result = project.run(EXAMPLES, "-p", "_hypothesis_pytestplugin", mode=mode)
@@ -286,6 +288,7 @@ def test_every_example_of_hypothesis_runs_on_all_ranks(project: Project, mode: s
     result.stdout.no_fnmatch_line("*Interrupted*")
 
 
+@pytest.mark.slow
 def test_examples_run_on_processes_that_stand_ready(project: Project) -> None:
     source = """
 import os

@@ -57,6 +57,7 @@ async def test_an_exception_arrives_with_its_traceback() -> None:
     assert first == "rank 1 of 3 failed first"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "error", "text"),
     [
@@ -78,6 +79,7 @@ async def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
         await run_processes(1, jobs.fail, "return")
 
 
+@pytest.mark.slow
 async def test_a_timeout_tells_where_every_rank_stands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Time is up when all ranks hang, and when two have said where, however long that takes on a busy machine."""
     file = tmp_path / "hanging"

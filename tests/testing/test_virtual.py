@@ -84,6 +84,7 @@ def test_a_rank_that_leaves_fails_what_needs_it() -> None:
     assert run_virtual(3, leave, latency=(0.01, 0.1)) == ["left", None, "left"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 5, 8])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_call_over_a_slow_network(world_size: int, seed: int) -> None:

@@ -457,6 +457,7 @@ async def test_wrong_identities_are_refused_by_name(changes: dict, status: Statu
         assert b.accepted == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

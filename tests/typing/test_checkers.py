@@ -85,6 +85,7 @@ def commented(path: Path, pattern: str) -> dict[tuple[str, int], str]:
 both = pytest.mark.parametrize("checker", [mypy, pyright], ids=["mypy", "pyright"])
 
 
+@pytest.mark.slow
 @both
 def test_an_expression_has_the_type_of_what_it_yields(checker: Callable[[], Verdict]) -> None:
     expected = commented(ACCEPTED, r"^ *reveal_type\(.*\)  # (.*)$")

@@ -69,6 +69,7 @@ async def staged(pg: ProcessGroup, kind: str) -> str:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 async def test_processes_on_one_device(kind: str, world_size: int) -> None:
     if kind == "fake" and world_size > 2:
