@@ -1,0 +1,106 @@
+"""Every worked example of CONTRIBUTING.md is made in a copy of the tree and run; what the pages name exists."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .pages import ROOT, Block, blocks, commands, files, shell, write
+
+PAGE = "CONTRIBUTING.md"
+SECURITY = "SECURITY.md"
+#: The examples, and how many files of the package each takes.
+EXAMPLES = {"A hook": 0, "A store": 1, "A schedule": 3, "A collective": 4, "A transport": 4}
+
+
+def of(example: str) -> list[Block]:
+    return [block for block in blocks(PAGE) if block.heading == example]
+
+
+def touched(example: str) -> list[str]:
+    """Return the files that an example makes or changes."""
+    changed = {path for block in of(example) for path in re.findall(r"^\+\+\+ b/(.*)$", block.code, re.MULTILINE)}
+    return sorted(changed | {block.file for block in of(example) if block.file is not None})
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the tree; what Python has compiled is copied along and stays valid."""
+    for name in ("aiocoll", "examples", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy2(ROOT / "pyproject.toml", tmp_path)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    return tmp_path
+
+
+def run(script: str, root: Path) -> str:
+    """Run commands with the package below `root`; return what they print. Pytest loads only the plugins it needs."""
+    plugins = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_asyncio.plugin,aiocoll.testing.plugin"}
+    said = shell(f"exec 2>&1\nset -e\n{script}\necho all done", root, PYTHONPATH=str(root), **plugins)
+    assert said.endswith("all done\n"), said
+    return said.removesuffix("all done\n")
+
+
+def apply(diff: str, root: Path) -> None:
+    # Where `root` is inside a repository, paths would be those of the repository.
+    environ = {**os.environ, "GIT_CEILING_DIRECTORIES": str(root.parent)}
+    subprocess.run(["git", "apply"], input=diff, text=True, cwd=root, env=environ, check=True)
+
+
+def test_there_is_an_example_of_each() -> None:
+    assert list(dict.fromkeys(block.heading for block in blocks(PAGE) if block.heading.startswith("A "))) == [*EXAMPLES]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_is_made_and_run(example: str, copy: Path) -> None:
+    said = ""
+    for block in of(example):
+        if block.file is not None:
+            write({block.file: files(PAGE)[block.file]}, copy)
+        elif block.language == "diff":
+            apply(block.code, copy)
+        elif block.code in commands(PAGE):
+            said += run(block.code, copy)
+        else:
+            assert (block.language, block.code) == ("text", said)
+    python = " ".join(path for path in touched(example) if path.endswith(".py"))
+    run(f".venv/bin/python -m ruff check --no-cache {python}", copy)
+    run(f".venv/bin/python -m ruff format --no-cache --diff {python}", copy)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_takes_as_few_files_as_it_says(example: str) -> None:
+    assert len([path for path in touched(example) if path.startswith("aiocoll/")]) == EXAMPLES[example]
+
+
+def test_the_commands_of_make_are_there() -> None:
+    named = set(re.findall(r"^\| `make ([\w-]+)` \|", (ROOT / PAGE).read_text(), re.MULTILINE))
+    made = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"check", "test"} <= named <= made
+
+
+@pytest.mark.parametrize("page", [PAGE, SECURITY])
+def test_the_files_that_a_page_names_are_there(page: str) -> None:
+    made = {path for example in EXAMPLES for path in touched(example)}
+    named = re.findall(r"(?<![\w/.-])((?:aiocoll|docs|examples|bench|tests)/[\w./-]*\w)", (ROOT / page).read_text())
+    assert len(set(named) - made) > 10
+    assert {name for name in set(named) - made if not (ROOT / name).exists()} == set()
+
+
+def test_every_promise_has_a_test() -> None:
+    text = (ROOT / SECURITY).read_text().replace("|---|---|\n", "")
+    _, *rows = re.findall(r"^\| (.*) \| (.*) \|$", text, re.MULTILINE)
+    assert len(rows) > 10
+    for promise, shown in rows:
+        tests = re.findall(r"`(tests/[\w/]+\.py)`", shown)
+        assert tests, promise
+        assert [test for test in tests if not (ROOT / test).is_file()] == []
