@@ -104,7 +104,8 @@ class Reconfigurer:
         limit = self._dispatcher.limit(timeout)
         self._dispatcher.check()
         assignment = await self._unless_revoked(self._assign(n, limit))
-        return await self._grown(assignment, limit)
+        async with self._calling_off(assignment):
+            return await self._grown(assignment, limit)
 
     async def _assign(self, n: int, limit: float) -> Assignment:
         comm, name = self._comm, _following(self._comm.name)
@@ -233,7 +234,8 @@ class Reconfigurer:
             assignment = await self._invited()
         else:
             assignment = await self._find_assignment(store, party, name, limit)
-        return await self._meet_anew(assignment, limit, limit, store)
+        async with self._calling_off(assignment, store):
+            return await self._meet_anew(assignment, limit, limit, store)
 
     async def _find_assignment(self, store: Store, party: Party, name: str, limit: float) -> Assignment:
         """As rank 0, find the other groups, and tell the ranks of this one the outcome."""
@@ -251,15 +253,14 @@ class Reconfigurer:
 
     async def _meet_anew(self, assignment: Assignment, limit: float, timeout: float, store: Store | None = None) -> Any:
         """Meet the newcomers."""
-        async with self._calling_off(assignment, store):
-            self._dispatcher.check()
-            spec = self._spec._replace(name=assignment.name, timeout=timeout, completed=(None, None))
-            try:
-                return await self._origin.meet_anew(assignment, limit, spec, store)
-            except AiocollError as error:
-                if not isinstance(error.__cause__, TimeoutError):
-                    await self._dispatcher.runtime.sleep(NEWS)
-                raise
+        self._dispatcher.check()
+        spec = self._spec._replace(name=assignment.name, timeout=timeout, completed=(None, None))
+        try:
+            return await self._origin.meet_anew(assignment, limit, spec, store)
+        except AiocollError as error:
+            if not isinstance(error.__cause__, TimeoutError):
+                await self._dispatcher.runtime.sleep(NEWS)
+            raise
 
     async def _unless_revoked(self, doing: Coroutine[Any, Any, T]) -> T:
         """Return the result of `doing`; if this group fails or is closed meanwhile, cancel it and raise the reason."""
@@ -289,7 +290,10 @@ class Reconfigurer:
 
     @contextlib.asynccontextmanager
     async def _calling_off(self, assignment: Assignment, store: Store | None = None) -> AsyncIterator[None]:
-        """If this group fails in the block, tell the newcomers that have an assignment not to wait for it."""
+        """If this group fails in the block, tell the newcomers that have an assignment not to wait for it.
+
+        A task that is cancelled before it has begun runs none of its code, so this is no part of what a task runs.
+        """
         try:
             yield
         except BaseException:

@@ -11,11 +11,13 @@ from aiocoll.errors import RendezvousError
 from aiocoll.store import Store
 from aiocoll.transport.base import Card
 
-__all__ = ["CALLED_OFF", "CardCache", "call_off", "cores", "raise_if_called_off", "ranks_on_host"]
+__all__ = ["CALLED_OFF", "ENDED", "CardCache", "call_off", "cores", "raise_if_called_off", "ranks_on_host"]
 
 #: Prefix of a value in the store that says why the ranks cannot meet. No job name (hexadecimal) and no card (a msgpack
 #: map) begins like that.
 CALLED_OFF = b"off:"
+#: Key of the reason why ranks that have each other's cards do not meet.
+ENDED = "ended"
 
 #: Types of the fields of a card: host, event loop, unix socket, address of the store, process (namespace, pid, start),
 #: host and port of TCP, bytes of a piece in shared memory.
@@ -71,7 +73,7 @@ def _decoded(rank: int, data: bytes) -> Card:
 
 async def call_off(store: Store, world_size: int, reason: str) -> None:
     """Publish the reason why the ranks cannot meet under every key that a rank may be waiting for."""
-    keys = ["job", *(f"{what}/{rank}" for what in ("card", "tcp") for rank in range(world_size))]
+    keys = ["job", ENDED, *(f"{what}/{rank}" for what in ("card", "tcp") for rank in range(world_size))]
     await store.multi_set(keys, [CALLED_OFF + reason.encode()] * len(keys))
 
 

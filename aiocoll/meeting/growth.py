@@ -15,10 +15,11 @@ from typing import NamedTuple
 import msgpack
 
 from aiocoll.errors import RendezvousError, StoreError, StoreTimeoutError
+from aiocoll.meeting.cards import call_off
 from aiocoll.runtime import Runtime
-from aiocoll.store import Store
+from aiocoll.store import PrefixStore, Store
 
-__all__ = ["Assignment", "await_assignment", "invite"]
+__all__ = ["Assignment", "await_assignment", "invite", "meeting_store"]
 
 #: Keys and queues of newcomers that wait; the keys of a world begin with a number, so none of them is one of these.
 WAITING = "aiocoll/grow/waiting"
@@ -80,6 +81,7 @@ async def invite(store: Store, n: int, size: int, name: str, timeout: float) -> 
     runtime = Runtime.of(asyncio.get_running_loop())
     deadline = runtime.time() + timeout
     tickets: list[int] = []
+    head: Assignment | None = None
     try:
         while len(tickets) < n:
             ticket = int(await store.queue_pop(WAITING, timeout=max(0.0, deadline - runtime.time())))
@@ -98,6 +100,9 @@ async def invite(store: Store, n: int, size: int, name: str, timeout: float) -> 
             async with asyncio.timeout(GIVE_BACK):
                 for ticket in tickets:
                     await store.queue_push(WAITING, str(ticket).encode())
+                if head is not None:
+                    why = f"the group that was to meet them does not grow: {str(error) or 'its rank 0 was cancelled'}"
+                    await call_off(meeting_store(head, store), head.world_size, why)
         if isinstance(error, StoreTimeoutError):
             raise RendezvousError(
                 f"{len(tickets)} of {n} newcomers came within {timeout:g} s: start the others with "
@@ -105,6 +110,11 @@ async def invite(store: Store, n: int, size: int, name: str, timeout: float) -> 
             ) from error
         raise
     return head
+
+
+def meeting_store(assignment: Assignment, store: Store) -> Store:
+    """Return the part of `store` where the ranks of an assignment meet, for the first time and only once."""
+    return PrefixStore(f"{assignment.prefix}/aiocoll/1", store)
 
 
 def _key(ticket: int) -> str:

@@ -18,9 +18,9 @@ from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, S
 from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.log import logger
-from aiocoll.meeting.cards import CALLED_OFF, CardCache, call_off, cores, raise_if_called_off, ranks_on_host
+from aiocoll.meeting.cards import CALLED_OFF, ENDED, CardCache, call_off, cores, raise_if_called_off, ranks_on_host
 from aiocoll.meeting.claim import call_off_all, claim
-from aiocoll.meeting.growth import Assignment, invite
+from aiocoll.meeting.growth import Assignment, invite, meeting_store
 from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.same_host import tell_hosts_apart
@@ -103,7 +103,8 @@ class Job:
         try:
             async with self._opening:
                 if self.endpoint is None:
-                    self.endpoint = await self._open()
+                    await self._open()
+            assert self.endpoint is not None
             return self._join(self.endpoint, spec)
         except BaseException:
             await self.release()
@@ -176,12 +177,10 @@ class Job:
 
     async def call_off(self, assignment: Assignment, reason: str, store: Store | None = None) -> None:
         """Publish to newcomers of the same world why the ranks cannot meet, if the store is still there."""
-        meeting_store = PrefixStore(
-            f"{assignment.prefix}/aiocoll/1", self._store_handle.store if store is None else store
-        )
+        place = meeting_store(assignment, self._store_handle.store if store is None else store)
         with contextlib.suppress(StoreError, TimeoutError):
             async with asyncio.timeout(LAST_LOOK):
-                await call_off(meeting_store, assignment.world_size, reason)
+                await call_off(place, assignment.world_size, reason)
 
     # -- meeting
 
@@ -190,11 +189,12 @@ class Job:
         store = self._store_handle.store
         return store if self._prefix is None else PrefixStore(self._prefix, store)
 
-    async def _open(self) -> Endpoint:
+    async def _open(self) -> None:
+        """Meet the other ranks. From when the endpoint is there, `release` closes it, whatever else fails."""
         warning = self._runtime.create_task(self._warn(), f"aiocoll meeting {self.rank}")
         try:
             async with asyncio.timeout(None if self._timeout == float("inf") else self._timeout):
-                return await self._meet()
+                await self._meet()
         except TimeoutError as error:
             raise RendezvousError(await self._unmet(self._timeout)) from error
         except OSError as error:
@@ -231,14 +231,16 @@ class Job:
         except (StoreError, TimeoutError):
             return []
 
-    async def _meet(self) -> Endpoint:
+    async def _meet(self) -> None:
         while True:
             try:
-                return await self._meet_once()
+                await self._meet_once()
+                return
             except StoreUnavailableError as error:
                 # The ranks may have met before on a store that its last user is closing: there is a new one soon.
                 if (
                     self._prefix is not None
+                    or self.endpoint is not None
                     or not self._store_handle.replaceable
                     or isinstance(error, AuthenticationError)
                 ):
@@ -250,7 +252,7 @@ class Job:
                 await self._runtime.sleep(PAUSE)
                 self._store_handle.reopen()
 
-    async def _meet_once(self) -> Endpoint:
+    async def _meet_once(self) -> None:
         generation = await claim(self._store, self.rank, self.world_size)
         tuning = await self._tune() if self.rank == 0 else None
         store = PrefixStore(f"aiocoll/{generation}", self._store)
@@ -277,15 +279,38 @@ class Job:
             self._joining = endpoint
             for link in early:
                 endpoint.accept(link)
-            await endpoint.join(cards)
+            await self._connect(endpoint, cards, store)
             stream.all_met()
         except BaseException:
             for link in early:
                 link.close()
             await transport.aclose()
             raise
+        self.endpoint = endpoint
         await store.set(f"member/{self.rank}", b"in")
-        return endpoint
+
+    async def _connect(self, endpoint: Endpoint, cards: Mapping[int, Card], store: Store) -> None:
+        """Connect to all ranks, unless the group that is to meet newcomers publishes that it has failed."""
+        if self._prefix is None:
+            await endpoint.join(cards)
+            return
+        joining = self._runtime.create_task(endpoint.join(cards), f"aiocoll joining {self.rank}")
+        told = self._runtime.create_task(store.get(ENDED, timeout=float("inf")), f"aiocoll joining {self.rank} news")
+        try:
+            await asyncio.wait([joining, told], return_when=asyncio.FIRST_COMPLETED)
+            if not joining.done() and told.exception() is None:
+                raise_if_called_off(told.result())
+            await joining
+        except BaseException:
+            joining.cancel()
+            await asyncio.wait([joining])
+            if not joining.cancelled() and joining.exception() is None:
+                await endpoint.aclose()
+            raise
+        finally:
+            # Nobody waits for its end: who is cancelled in a wait behind `joining` would lose the endpoint.
+            told.add_done_callback(lambda done: done.cancelled() or done.exception())
+            told.cancel()
 
     @property
     def _medium(self) -> Medium:

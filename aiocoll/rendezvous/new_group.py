@@ -233,20 +233,18 @@ def _where(
         numbers = _numbers(rank, world_size, {}, "with store=")
         return _Where(("store", id(store)), *numbers, store, "store", "", 0, True, "")
     method = "env://" if init_method is None else init_method
-    from urllib.parse import urlsplit  # takes two milliseconds, which an import of this package need not
-
-    parts = urlsplit(method)
+    scheme, _, place = method.partition("://")
     job = env.get("AIOCOLL_JOB_ID", "")
-    if parts.scheme == "env":
+    if scheme == "env":
         numbers = _numbers(rank, world_size, env, "with init_method='env://'")
         host, port, hosted = _from_environment(env)
         return _Where((method, host, port, job), *numbers, None, "tcp", host, port, hosted, job)
     numbers = _numbers(rank, world_size, {}, f"with init_method={method!r}")
-    if parts.scheme == "tcp":
-        host, port = parse_endpoint(parts.netloc)
+    if scheme == "tcp":
+        host, port = parse_endpoint(place.partition("/")[0])
         return _Where((method, job), *numbers, None, "tcp", host, port, False, job)
-    if parts.scheme == "file" and parts.path and not parts.netloc:
-        return _Where((method, job), *numbers, None, "file", parts.path, 0, False, job)
+    if scheme == "file" and place.startswith("/"):
+        return _Where((method, job), *numbers, None, "file", place, 0, False, job)
     raise ValueError(f"init_method={method!r} must be env://, tcp://host:port or file:///path")
 
 

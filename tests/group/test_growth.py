@@ -19,7 +19,7 @@ from aiocoll import (
     TCPStore,
     new_group,
 )
-from aiocoll.meeting.growth import await_assignment
+from aiocoll.meeting.growth import Assignment, await_assignment, invite
 from aiocoll.store import Store, StoreServer
 
 from ..internals import comm_of, waits_of
@@ -139,6 +139,64 @@ async def test_a_group_that_fails_while_newcomers_are_met(world_size: int, trans
     results = await on_ranks(where, world_size, rank, newcomer())
     told = f"group 'world:0' was aborted by rank {world_size - 1}: on purpose"
     assert results == [*[(GroupError, told)] * world_size, None]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("turns", range(12))
+async def test_a_group_that_fails_at_any_turn_after_a_newcomer_has_its_seat(turns: int, world_size: int) -> None:
+    store = HashStore()
+
+    async def rank(pg: ProcessGroup) -> None:
+        growing = asyncio.ensure_future(growth(pg, 1))
+        if pg.rank() == 0:
+            await store.get("aiocoll/grow/seat/1")
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            pg.abort("on purpose")
+        assert await growing == (GroupError, "group 'world:0' was aborted by rank 0: on purpose")
+
+    async def newcomer() -> None:
+        why = "the group that was to meet them has failed: .*: on purpose|that assigned this process a rank failed to grow"
+        with pytest.raises(RendezvousError, match=why):
+            await new_group(store=store, join=True, timeout=float("inf"))
+
+    await on_ranks({"store": store}, world_size, rank, newcomer())
+
+
+class Far(HashStore):
+    """A store whose answer to an assignment is on its way."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.stored = asyncio.Event()
+        self._of_all = store
+
+    async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
+        answer = await self._of_all._call(command, arguments)
+        if command == "compare_set" and arguments[0] == "aiocoll/grow/seat/1":
+            self.stored.set()
+            await asyncio.Event().wait()
+        return answer
+
+    async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
+        return await self._of_all._wait(command, arguments, timeout)
+
+
+async def test_a_newcomer_is_told_whose_assignment_was_stored_when_rank_0_was_cancelled() -> None:
+    store = HashStore()
+    far = Far(store)
+    newcomers = [asyncio.ensure_future(await_assignment(store, 30)) for _ in range(2)]
+    await asyncio.sleep(0)
+    inviting = asyncio.ensure_future(invite(far, 2, 1, "large", 30))
+    await far.stored.wait()
+    inviting.cancel()
+    await asyncio.wait([inviting])
+    assert inviting.cancelled()
+    told = await store.get(f"{(await newcomers[0]).prefix}/aiocoll/1/job")
+    assert told == b"off:the group that was to meet them does not grow: its rank 0 was cancelled"
+    # The other one waits for another group.
+    assert await invite(store, 1, 1, "larger", 30) == Assignment("aiocoll/grown/2", 0, 2, "larger")
+    assert await newcomers[1] == Assignment("aiocoll/grown/2", 1, 2, "larger")
 
 
 async def test_a_group_that_fails_while_its_seats_are_given_out() -> None:

@@ -79,7 +79,7 @@ async def test_in_a_store_of_the_callers_which_stays_open() -> None:
 
 async def test_in_a_file(tmp_path: Path) -> None:
     async def rank(rank: int) -> None:
-        async with new_group(init_method=f"file://{tmp_path}/meet", rank=rank, world_size=3) as pg:
+        async with new_group(init_method=f"file://{tmp_path}/meet?here#now", rank=rank, world_size=3) as pg:
             await check(pg)
 
     await together(3, rank)
