@@ -26,6 +26,8 @@ _FDS = Path("/proc/self/fd")
 _HERE = Path(__file__).parent
 #: Folders and files whose tests start processes: `make test` runs these after the others, one at a time.
 _PROCESSES = ("bench", "chaos", "cli", "hosts", "integration", "reference", "testing", "typing")
+#: Tests after those of other libraries: what they show has tests of our own.
+_SECOND_LOOK = "reference"
 _PAGES = ("test_contributing.py", "test_docs.py", "test_examples.py", "test_overlap.py", "test_pages.py")
 
 # What somebody has measured on this machine must not decide what is tested: there is no file below this one.
@@ -69,8 +71,11 @@ def transport(request: pytest.FixtureRequest) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give the ranks of a test the transport that it is parametrised with, and mark tests that start processes."""
     for item in items:
-        if item.path.relative_to(_HERE).parts[0] in (*_PROCESSES, *_PAGES):
+        top = item.path.relative_to(_HERE).parts[0]
+        if top in (*_PROCESSES, *_PAGES):
             item.add_marker(pytest.mark.processes)
+        if top == _SECOND_LOOK:
+            item.add_marker(pytest.mark.slow)
         mark, case = item.get_closest_marker("ranks"), getattr(item, "callspec", None)
         if mark is not None and case is not None and "transport" in case.params:
             chosen = options(case.params["transport"])

@@ -28,6 +28,7 @@ def test_result_does_not_depend_on_the_order_of_events(kind: str, algorithm: str
             assert execute(programs, case.memory(), seed=number + 1, rendezvous=True) == eager
 
 
+@pytest.mark.slow
 @each("world_size", [32, 33, 64])
 @each(("kind", "algorithm"), [pair for pair in ALL if pair[1] in LOGARITHMIC])
 def test_many_ranks(kind: str, algorithm: str, world_size: int) -> None:

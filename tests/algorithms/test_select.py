@@ -98,6 +98,7 @@ def usable(kind: str, world_size: int, ordered: bool, portable: bool) -> list[st
     ]
 
 
+@pytest.mark.slow
 @each("machine", MACHINES)
 @each("kind", RULES)
 def test_what_is_chosen_is_predicted_to_be_about_the_fastest(kind: str, machine: str) -> None:

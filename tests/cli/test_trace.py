@@ -80,6 +80,7 @@ async def test_a_hang_names_collective_line_and_who_is_missing(
     assert "missing" not in said
 
 
+@pytest.mark.slow
 async def test_a_mismatch_names_both_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     await run_processes(3, recorded.differ, options=GroupOptions(dump_dir=str(tmp_path)))
     code, said = trace(capsys, *files(tmp_path))

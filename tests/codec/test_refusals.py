@@ -97,6 +97,7 @@ SAMPLE = {
 }
 
 
+@pytest.mark.slow
 def test_every_changed_byte_is_read_or_refused_properly() -> None:
     data = dumps(SAMPLE)
     refused = 0

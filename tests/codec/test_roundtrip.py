@@ -159,6 +159,7 @@ def test_an_array_is_copied() -> None:
     assert np.array_equal(loads(data), array)
 
 
+@pytest.mark.slow
 @each("length", [15, 16, 32767, 32768, 32769, 65537])
 def test_long_sequences_travel_in_pieces(length: int) -> None:
     numbers = list(range(length))

@@ -106,6 +106,7 @@ def test_what_there_is_here(tmp_path: Path) -> None:
         assert {"device", "two devices"} <= things.missing(found, fake=False).keys()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(_gpus() > 0, reason="there is a CUDA device: see `make gpu`")
 def test_without_a_device_nothing_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert module.main([str(tmp_path)]) == 2
@@ -253,6 +254,7 @@ def test_what_hangs_leaves_its_stacks_and_nothing_else() -> None:
 # -- two ranks
 
 
+@pytest.mark.slow
 def test_ranks_that_fail(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     told = two.main("raw", "nonsense", "fake", str(tmp_path))
     assert told == "raw, nonsense: rank 0 ended with code 1, rank 1 ended with code 1"

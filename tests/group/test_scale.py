@@ -67,6 +67,7 @@ async def objects(pg: ProcessGroup) -> None:
     assert x[0] == left
 
 
+@pytest.mark.slow
 async def test_many_ranks_do_every_collective() -> None:
     async def rank(pg: ProcessGroup) -> None:
         await arrays(pg)
@@ -77,6 +78,7 @@ async def test_many_ranks_do_every_collective() -> None:
     await run_ranks(MANY, rank)
 
 
+@pytest.mark.slow
 async def test_in_a_large_group_channels_are_made_when_they_are_needed() -> None:
     size = FEW + 1
 

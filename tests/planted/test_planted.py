@@ -65,6 +65,7 @@ def fault(where: str, old: str, new: str) -> Mutant:
 HANGS = fault("count", "left.pop()", "pass")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("planted", "test"),
     [

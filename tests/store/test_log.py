@@ -102,6 +102,7 @@ async def test_every_bit_of_a_length_flipped(path) -> None:
             )
 
 
+@pytest.mark.slow
 async def test_every_truncation_of_a_damaged_log(path) -> None:
     """A tail that is torn excuses nothing before it."""
     whole = path.read_bytes()

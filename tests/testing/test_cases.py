@@ -43,6 +43,7 @@ def test_every_rank_goes_through_all_steps() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [samples.InProcess, samples.MultiProcess])
 def test_every_outcome_of_a_test_is_that_of_its_ranks(cls: type[unittest.TestCase]) -> None:
     result = run_all(cls)

@@ -107,6 +107,7 @@ def test_processes_of_xdist_share_the_tests(project: Project) -> None:
     result.stdout.fnmatch_lines_random(OUTCOMES)
 
 
+@pytest.mark.slow
 def test_loops_of_a_factory_are_used(project: Project, pytester: pytest.Pytester) -> None:
     pytester.makeconftest("""
 import asyncio
@@ -167,6 +168,7 @@ class TestProcesses:
     result.stdout.no_fnmatch_line("*aiocoll*processes.py:*")
 
 
+@pytest.mark.slow
 def test_what_cannot_run_is_explained(project: Project) -> None:
     source = """
 import pytest
@@ -200,6 +202,7 @@ WRONG = {
 MARKS = {"async def test_it(pg): pass": "2, 0", "async def test_it(*, pg): pass": "2, process=True"}
 
 
+@pytest.mark.slow
 def test_a_wrong_mark_is_explained(project: Project, pytester: pytest.Pytester) -> None:
     for number, test in enumerate(WRONG):
         source = f"import pytest\n@pytest.mark.ranks({MARKS.get(test, 2)})\n{test}\n"
@@ -336,6 +339,7 @@ def test_nothing_ran_here():
     )
 
 
+@pytest.mark.slow
 def test_examples_need_an_async_test_too(project: Project) -> None:
     source = """
 import pytest

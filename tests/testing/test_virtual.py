@@ -125,6 +125,7 @@ print(hashlib.sha256(repr(trace(1, pytest.MonkeyPatch())).encode()).hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_the_order_does_not_depend_on_the_process() -> None:
     root = str(Path(__file__).parents[2])
 

@@ -33,6 +33,7 @@ def test_no_order_of_more_events_loses_a_wake_up(case: Case) -> None:
     assert {received(end) for end in ends} == {case.total}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("without", ["look again", "look at status", "look at waiting", "another number", "last look"])
 def test_the_model_notices_what_is_left_out(without: str) -> None:
     """Each of the fences is needed, the last look before sleeping, and another number for each sleep."""
@@ -40,6 +41,7 @@ def test_the_model_notices_what_is_left_out(without: str) -> None:
     assert any(received(end) < case.total for case, ends in zip(CASES, found, strict=True) for end in ends)
 
 
+@pytest.mark.slow
 def test_the_fence_of_a_writer_that_waits_is_not_needed() -> None:
     """Before it sleeps it looks again anyway, after a fence."""
     for case in CASES:
