@@ -26,9 +26,9 @@ _FDS = Path("/proc/self/fd")
 _HERE = Path(__file__).parent
 #: Folders and files whose tests start processes: `make test` runs these after the others, one at a time.
 _PROCESSES = ("bench", "chaos", "cli", "hosts", "integration", "reference", "testing", "typing")
+_PAGES = ("test_contributing.py", "test_docs.py", "test_examples.py", "test_overlap.py", "test_pages.py")
 #: Tests after those of other libraries: what they show has tests of our own.
 _SECOND_LOOK = "reference"
-_PAGES = ("test_contributing.py", "test_docs.py", "test_examples.py", "test_overlap.py", "test_pages.py")
 
 # What somebody has measured on this machine must not decide what is tested: there is no file below this one.
 os.environ["XDG_CACHE_HOME"] = os.devnull
