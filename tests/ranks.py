@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -39,6 +40,24 @@ async def run_ranks(
 ) -> list[Any]:
     """Run `fn(pg, *args)` on every rank; return the results in rank order, or raise the error that came first."""
     return await testing.run_ranks(world_size, fn, *args, options=options(transport), timeout=timeout)
+
+
+def in_a_fork(call: Callable[[], object]) -> str:
+    """Make a call in a forked child; return the error that it raises, or nothing."""
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            call()
+        except BaseException as error:
+            os.write(into, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(into)
+    with os.fdopen(out, "rb") as pipe:
+        raised = pipe.read().decode()
+    os.waitpid(child, 0)
+    return raised
 
 
 async def until(condition: Callable[[], object]) -> None:

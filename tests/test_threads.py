@@ -21,7 +21,7 @@ from aiocoll import CollectiveTimeoutError, FileStore, GroupError, HashStore, Pr
 from aiocoll.work import Work
 
 from .internals import callbacks_of
-from .ranks import TRANSPORTS, options, over, run_ranks
+from .ranks import TRANSPORTS, in_a_fork, options, over, run_ranks
 
 
 class Loop:
@@ -212,19 +212,7 @@ def test_a_forked_child_does_not_wait() -> None:
     with Loop() as elsewhere:
         groups = elsewhere.run(pair())
         work = elsewhere.run(calling(groups[0].allreduce, 1))
-        out, into = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                work.wait()
-            except BaseException as error:
-                os.write(into, str(error).encode())
-            finally:
-                os._exit(0)
-        os.close(into)
-        with os.fdopen(out, "rb") as pipe:
-            assert b"belongs to the process that this one was forked from" in pipe.read()
-        os.waitpid(child, 0)
+        assert "belongs to the process that this one was forked from" in in_a_fork(work.wait)
         elsewhere.run(calling(groups[1].allreduce, 1))
         assert work.wait(30) == 2
         elsewhere.run(close(groups))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import threading
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from aiocoll.security.handshake import CONFIRM_SIZE
 from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.stream import transport as stream
 
-from ..ranks import TRANSPORTS, hub, over, run_ranks, until
+from ..ranks import TRANSPORTS, hub, in_a_fork, over, run_ranks, until
 
 
 @pytest.mark.ranks(3)
@@ -418,21 +417,7 @@ async def test_a_call_from_another_loop_is_refused() -> None:
 
 @pytest.mark.ranks(1)
 async def test_a_forked_child_is_refused(pg: ProcessGroup) -> None:
-    out, into = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            pg.barrier()
-            os.write(into, b"accepted")
-        except BaseException as error:
-            os.write(into, str(error).encode())
-        finally:
-            os._exit(0)
-    os.close(into)
-    with os.fdopen(out, "rb") as pipe:
-        message = pipe.read().decode()
-    os.waitpid(child, 0)  # noqa: ASYNC222 - it has ended its pipe, and so itself
-    assert "a forked child cannot use it: make a new group in the child" in message
+    assert "a forked child cannot use it: make a new group in the child" in in_a_fork(pg.barrier)
 
 
 def test_a_forked_child_that_runs_the_loop_itself_is_refused() -> None:
@@ -443,20 +428,8 @@ def test_a_forked_child_that_runs_the_loop_itself_is_refused() -> None:
         await pg.barrier()
 
     pg = loop.run_until_complete(new_group(store=store, rank=0, world_size=1).__aenter__())
-    out, into = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            loop.run_until_complete(call(pg))
-            os.write(into, b"accepted")
-        except BaseException as error:
-            os.write(into, str(error).encode())
-        finally:
-            os._exit(0)
-    os.close(into)
-    with os.fdopen(out, "rb") as pipe:
-        assert "a forked child cannot use it: make a new group in the child" in pipe.read().decode()
-    os.waitpid(child, 0)
+    raised = in_a_fork(lambda: loop.run_until_complete(call(pg)))
+    assert "a forked child cannot use it: make a new group in the child" in raised
     loop.run_until_complete(call(pg))
     loop.run_until_complete(pg.shutdown())
     loop.run_until_complete(store.aclose())

@@ -33,7 +33,7 @@ from aiocoll import (
 )
 from aiocoll.elements.buffers import clash
 
-from ..ranks import TRANSPORTS, over, run_ranks
+from ..ranks import TRANSPORTS, in_a_fork, over, run_ranks
 
 Row = tuple[Callable[[ProcessGroup], object], type[Exception], str]
 
@@ -287,20 +287,7 @@ async def test_a_forked_child_that_awaits_takes_nothing_away(pg: ProcessGroup) -
         await pg.send(ones(), 0)
         return
     work = pg.recv(tensor := np.zeros(4), 1)
-    out, into = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            next(work.__await__())
-            os.write(into, b"polled")
-        except BaseException as error:
-            os.write(into, str(error).encode())
-        finally:
-            os._exit(0)
-    os.close(into)
-    with os.fdopen(out, "rb") as pipe:
-        assert "belongs to another event loop" in pipe.read().decode()
-    os.waitpid(child, 0)  # noqa: ASYNC222 - it has ended its pipe, and so itself
+    assert "belongs to another event loop" in in_a_fork(lambda: next(work.__await__()))
     await pg.send(ones(), 1)
     await work
     assert tensor.tolist() == ones().tolist()
