@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -310,7 +311,8 @@ async def test_a_failure_stays_in_its_group(pg: ProcessGroup) -> None:
     if trio is not None:
         assert await works(trio) == (1, 2, 3)
     assert await works(pg) == (0, 1, 2, 3)
-    await pg.barrier()
+    with suppress(GroupError):  # if the abort of a rank that is past it is faster than what another has sent
+        await pg.barrier()
     pg.abort("the whole fails")
     await pg.wait_revoked()
     if trio is not None:
