@@ -10,6 +10,7 @@ import asyncio.constants
 import gc
 import inspect
 import os
+import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
@@ -29,6 +30,10 @@ _PROCESSES = ("bench", "chaos", "cli", "hosts", "integration", "reference", "tes
 _PAGES = ("test_contributing.py", "test_docs.py", "test_examples.py", "test_overlap.py", "test_pages.py")
 #: Tests after those of other libraries: what they show has tests of our own.
 _SECOND_LOOK = "reference"
+
+# What a shell runs in the background ignores SIGINT, and so would the processes that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What somebody has measured on this machine must not decide what is tested: there is no file below this one.
 os.environ["XDG_CACHE_HOME"] = os.devnull
