@@ -1,10 +1,11 @@
 # `make demo` and `make test` need python3 >= 3.11 and nothing else: they make their own environment in .venv.
 
 PYTHON ?= python3
+VENV ?= .venv
 # What pytest or the benchmark gets besides: make test ARGS="tests/store -x"
 ARGS ?=
 
-.PHONY: help demo test test-rest test-all check coverage-gpu matrix planted soak bench gpu clean
+.PHONY: help demo test test-rest test-all check coverage-gpu matrix products planted soak bench gpu clean
 .DELETE_ON_ERROR:
 
 help:
@@ -13,47 +14,53 @@ help:
 	@echo 'make test-all      everything that needs no GPU and no hour'
 	@echo 'make check         format, lint and types'
 	@echo 'make coverage-gpu  whether tests on fake devices reach all that is for GPUs'
-	@echo 'make matrix        the full matrices, Pythons 3.11 to 3.13, asyncio and uvloop'
+	@echo 'make matrix        every product of arguments; test-all with Python 3.11 to 3.13, asyncio and uvloop'
 	@echo 'make soak          what takes long: many operations, a slow receiver, chaos'
 	@echo 'make planted       faults planted in a copy of the tree, one at a time: which ones do the tests not notice?'
 	@echo 'make bench         against Gloo, MPICH and Open MPI (installs them); ARGS=--quick: a glance'
 	@echo 'make gpu           what needs a GPU, in under 8 minutes; PYTHON= one with CuPy, NCCL, pytest-asyncio; ARGS=--fake'
 	@echo 'make clean         remove the environments and caches'
 
-.venv/installed: pyproject.toml
+$(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo 'aiocoll needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
-	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --editable '.[dev]'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
-demo: .venv/installed
-	.venv/bin/aiocoll run -n 4 examples/allreduce.py
+demo: $(VENV)/installed
+	$(VENV)/bin/aiocoll run -n 4 examples/allreduce.py
 
-PYTEST = PYTHONASYNCIODEBUG=1 .venv/bin/python -m pytest
+PYTEST = PYTHONASYNCIODEBUG=1 $(VENV)/bin/python -m pytest
+PARALLEL = -n auto --maxprocesses=4
 
 # First what runs in one process, on several cores; then what starts processes, one test at a time. With ARGS, one of the
 # two may have no test: pytest says so with the status 5.
-test: .venv/installed
-	$(PYTEST) -m 'not processes and not slow and not matrix and not soak' -n auto --maxprocesses=4 $(ARGS) || [ $$? = 5 ]
+test: $(VENV)/installed
+	$(PYTEST) -m 'not processes and not slow and not matrix and not soak' $(PARALLEL) $(ARGS) || [ $$? = 5 ]
 	$(PYTEST) -m 'processes and not slow and not matrix and not soak' $(ARGS) || [ $$? = 5 ]
 
 # What `test-all` has besides.
-test-rest: .venv/installed
-	$(PYTEST) -m 'slow and not matrix and not soak' $(ARGS) || [ $$? = 5 ]
+test-rest: $(VENV)/installed
+	$(PYTEST) -m 'not processes and slow and not matrix and not soak' $(PARALLEL) $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m 'processes and slow and not matrix and not soak' $(ARGS) || [ $$? = 5 ]
 
 test-all: test test-rest
 
-check: .venv/installed
-	.venv/bin/ruff format --check .
-	.venv/bin/ruff check .
-	.venv/bin/mypy
+check: $(VENV)/installed
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
 
-coverage-gpu: .venv/installed
-	.venv/bin/python -m coverage run -m pytest -q -m 'not matrix and not soak' tests/gpu tests/elements/test_device*.py $(ARGS)
-	.venv/bin/python -m coverage report
+coverage-gpu: $(VENV)/installed
+	$(VENV)/bin/python -m coverage run -m pytest -q -m 'not matrix and not soak' tests/gpu tests/elements/test_device*.py $(ARGS)
+	$(VENV)/bin/python -m coverage report
 
-matrix: matrix-3.11 matrix-3.12 matrix-3.13
+matrix: products matrix-3.11 matrix-3.12 matrix-3.13
+
+# Of every world size, count, op, dtype and root.
+products: $(VENV)/installed
+	$(PYTEST) -m matrix $(PARALLEL) $(ARGS)
 
 # A Python is taken from the PATH or from pyenv; its shims are on the PATH even for versions that they refuse to run.
 matrix-%:
@@ -62,19 +69,17 @@ matrix-%:
 	done; \
 	if [ -z "$$found" ]; then echo "Python $*: skipped, none found"; exit 0; fi; \
 	set -ex; \
-	$$found -m venv .venv-$*; \
-	.venv-$*/bin/python -m pip install --quiet --editable '.[dev]'; \
 	for loop in asyncio uvloop; do \
-		PYTHONASYNCIODEBUG=1 AIOCOLL_TEST_LOOP=$$loop .venv-$*/bin/python -m pytest -m 'not soak' $(ARGS); \
+		AIOCOLL_TEST_LOOP=$$loop $(MAKE) test-all PYTHON=$$found VENV=.venv-$*; \
 	done
 
 # Not in asyncio's debug mode: it is the library's memory and time that are looked at. Each fuzzer of tests/fuzz runs for
 # a minute, or for AIOCOLL_FUZZ_SECONDS.
-soak: .venv/installed
-	.venv/bin/python -m pytest -m soak -o faulthandler_timeout=0 $(ARGS)
+soak: $(VENV)/installed
+	$(VENV)/bin/python -m pytest -m soak -o faulthandler_timeout=0 $(ARGS)
 
-planted: .venv/installed
-	.venv/bin/python -m tests.planted $(ARGS)
+planted: $(VENV)/installed
+	$(VENV)/bin/python -m tests.planted $(ARGS)
 
 .venv-bench/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-bench

@@ -30,6 +30,10 @@ _PROCESSES = ("bench", "chaos", "cli", "hosts", "integration", "reference", "tes
 _PAGES = ("test_contributing.py", "test_docs.py", "test_examples.py", "test_overlap.py", "test_pages.py")
 #: Tests after those of other libraries: what they show has tests of our own.
 _SECOND_LOOK = "reference"
+#: Tests of what is above the transports: `make test` takes the first one that a test names.
+_ABOVE = ("engine", "group", "gpu", "meeting", "test_threads.py", "test_work.py")
+#: But in these, of what every transport must do, it takes all.
+_CONTRACT = ("test_collectives.py", "test_point_to_point.py")
 
 # What a shell runs in the background ignores SIGINT, and so would the processes that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -74,17 +78,25 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the ranks of a test the transport that it is parametrised with, and mark tests that start processes."""
+    """Give the ranks of a test its transport; mark what starts processes, and what is slow."""
+    first: dict[tuple[Path, str], str] = {}
     for item in items:
         top = item.path.relative_to(_HERE).parts[0]
         if top in (*_PROCESSES, *_PAGES):
             item.add_marker(pytest.mark.processes)
         if top == _SECOND_LOOK:
             item.add_marker(pytest.mark.slow)
-        mark, case = item.get_closest_marker("ranks"), getattr(item, "callspec", None)
-        if mark is not None and case is not None and "transport" in case.params:
-            chosen = options(case.params["transport"])
+        case = getattr(item, "callspec", None)
+        if case is None or "transport" not in case.params:
+            continue
+        transport = case.params["transport"]
+        if (mark := item.get_closest_marker("ranks")) is not None:
+            chosen = options(transport)
             item.add_marker(pytest.mark.ranks(*mark.args, **mark.kwargs, options=chosen), append=False)
+        if top in _ABOVE and item.path.name not in _CONTRACT:
+            test = item.path, getattr(item, "originalname", item.name)
+            if first.setdefault(test, transport) != transport:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -114,11 +114,11 @@ def shell(script: str, folder: Path, **environ: str) -> str:
 
 
 def is_shown(shown: str, said: str) -> bool:
-    """Return whether a text on a page is in what was printed: numbers and spaces aside, anything at each `…`."""
+    """Return whether a text on a page is in what was printed: numbers, times and spaces aside, anything at each `…`."""
     pattern = ".*?".join(map(re.escape, without_numbers(shown).split("…")))
     return re.search(pattern, without_numbers(said)) is not None
 
 
 def without_numbers(text: str) -> str:
-    """Return the text on one line, with `#` for each number."""
-    return re.sub(r"\s+", " ", re.sub(r"[0-9]+(\.[0-9]+)?", "#", text)).strip()
+    """Return the text on one line, with `#` for each number and each time."""
+    return re.sub(r"\s+", " ", re.sub(r"[0-9]+(\.[0-9]+)?( (µs|ms|s)\b)?", "#", text)).strip()

@@ -16,6 +16,8 @@ from .internals import comm_of
 
 #: What `transport=` of `run_ranks` may be: within one loop "auto" means memory.
 TRANSPORTS = ("memory", "unix", "tcp", "shm")
+#: A transport of each kind: objects handed over, a stream of bytes, shared memory. For tests of what is above them.
+LINKS = ("memory", "unix", "shm")
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 

@@ -21,7 +21,7 @@ from aiocoll import CollectiveTimeoutError, FileStore, GroupError, HashStore, Pr
 from aiocoll.work import Work
 
 from .internals import callbacks_of
-from .ranks import TRANSPORTS, in_a_fork, options, over, run_ranks
+from .ranks import LINKS, in_a_fork, options, over, run_ranks
 
 
 class Loop:
@@ -75,7 +75,7 @@ async def close(groups: list[ProcessGroup]) -> None:
 
 
 @pytest.mark.ranks(2)
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_many_threads_wait_for_one_work(pg: ProcessGroup) -> None:
     loop = asyncio.get_running_loop()
     work = pg.allreduce(tensor := np.full(5, pg.rank())) if pg.rank() else pg.recv_object(1)
@@ -93,7 +93,7 @@ async def test_many_threads_wait_for_one_work(pg: ProcessGroup) -> None:
         assert await loop.run_in_executor(threads, work.wait, 0) is work.result()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_threads_call_through_the_loop(transport: str) -> None:
     rounds = 10
 
@@ -258,7 +258,7 @@ def test_a_call_from_another_thread_is_told_the_way(inside: bool) -> None:
         elsewhere.run(close(groups))
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
+@pytest.mark.parametrize("transport", LINKS[1:])
 def test_two_loops_in_two_threads_are_two_ranks(transport: str) -> None:
     async def rank(port: int, number: int) -> list[Any]:
         store = TCPStore("127.0.0.1", port, timeout=30)

@@ -108,6 +108,7 @@ def test_every_split_of_a_few_ranks(kind: str, algorithm: str, world_size: int) 
             prove(replace(case, hosts=hosts), number)
 
 
+@pytest.mark.slow
 @each("world_size", range(6, 18))
 @pytest.mark.parametrize(("kind", "algorithm"), ALL)
 def test_random_splits(kind: str, algorithm: str, world_size: int) -> None:

@@ -44,11 +44,17 @@ async def hang(pg: ProcessGroup, steps: int, absent: int) -> int:
 
 
 async def differ(pg: ProcessGroup) -> None:
-    """The last rank reduces more than the others."""
+    """The last rank reduces more than the others, after they have called: who calls later is told of the failure."""
     await train(pg, 3)
-    last = pg.rank() == pg.size() - 1
+    last = pg.size() - 1
+    if pg.rank() == last:
+        for peer in range(last):
+            await pg.recv_object(peer)
+    work = pg.allreduce(np.zeros(8 if pg.rank() == last else 7), timeout=20)
+    if pg.rank() != last:
+        await pg.send_object("called", last)
     try:
-        await pg.allreduce(np.zeros(8 if last else 7), timeout=20)
+        await work
     except CollectiveMismatchError:
         return
     raise AssertionError("the group has not failed")

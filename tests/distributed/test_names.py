@@ -13,7 +13,7 @@ import pytest
 import aiocoll.distributed as dist
 from aiocoll import GroupError, ProcessGroup, SerializationError, Work
 
-from ..ranks import over, run_ranks
+from ..ranks import LINKS, over, run_ranks
 
 WORLDS = (1, 2, 3, 4, 7)
 OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
@@ -286,7 +286,7 @@ async def test_every_function(name: str, world_size: int) -> None:
 
 
 @pytest.mark.ranks(3)
-@over("unix", "tcp", "shm")
+@over(*LINKS[1:])
 async def test_every_function_over_every_transport(pg: ProcessGroup) -> None:
     for each in CASES.values():
         await each(pg.rank(), pg.size())

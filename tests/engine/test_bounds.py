@@ -20,7 +20,7 @@ from aiocoll.transport.base import Link
 from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind
 
 from ..internals import Limits, comm_of, unasked, waiting_bytes
-from ..ranks import TRANSPORTS, over, run_ranks, until
+from ..ranks import LINKS, over, run_ranks, until
 from .jobs import resident
 
 MIB = 1 << 20
@@ -116,7 +116,7 @@ FLOODS: dict[str, tuple[Flood, int | tuple[int, int], str]] = {
 
 
 @pytest.mark.parametrize("what", FLOODS)
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+@pytest.mark.parametrize("transport", LINKS)
 async def test_a_flood_is_refused_where_no_honest_peer_comes(transport: str, what: str, limits: Limits) -> None:
     flood, most, words = FLOODS[what]
     limits(link_window=NARROW, ask_window=NARROW, early_grants=FEW, unmade_groups=FEW)
@@ -148,7 +148,7 @@ async def test_a_flood_is_refused_where_no_honest_peer_comes(transport: str, wha
 
 
 @pytest.mark.ranks(2)
-@over("unix", "tcp", "shm")
+@over(*LINKS[1:])
 async def test_400_mib_for_a_group_that_there_is_not_take_4(pg: ProcessGroup) -> None:
     await pg.barrier()
     work = pg.recv(np.zeros(1), 1 - pg.rank(), tag=1)
@@ -175,7 +175,7 @@ def _narrow(limits: Limits) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_narrow")
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_honest_ranks_never_meet_the_bounds(transport: str, seed: int) -> None:
     """Many more calls ahead than the windows hold in order, and as many as they hold in another order."""
     chance = random.Random(seed)
@@ -227,7 +227,7 @@ async def test_ten_thousand_messages_without_bytes_wait(pg: ProcessGroup) -> Non
 
 
 @pytest.mark.parametrize("room", [LEAST - 1, LEAST])
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+@pytest.mark.parametrize("transport", LINKS)
 async def test_a_small_message_is_sent_unasked_if_what_it_counts_as_fits(transport: str, room: int) -> None:
     sent = asyncio.Event()
 

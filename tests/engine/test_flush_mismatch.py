@@ -16,7 +16,7 @@ from aiocoll.engine.operations.manifest import ROOM, Manifest
 from aiocoll.engine.operations.signature import Signature, description
 
 from ..internals import comm_of
-from ..ranks import TRANSPORTS, over, run_ranks
+from ..ranks import LINKS, over, run_ranks
 
 Record = Callable[[ProcessGroup], object]
 
@@ -119,7 +119,7 @@ async def refused(pg: ProcessGroup, most: Record, one: Record, odd: int, text: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("name", CASES)
 async def test_ranks_that_record_other_calls(name: str, transport: str) -> None:
     most, one, text = CASES[name]
@@ -128,7 +128,7 @@ async def test_ranks_that_record_other_calls(name: str, transport: str) -> None:
 
 
 @pytest.mark.ranks(3)
-@over(*TRANSPORTS)
+@over(*LINKS)
 @pytest.mark.parametrize("which", [0, 1])
 async def test_one_rank_coalesces_and_the_others_do_not(pg: ProcessGroup, which: int) -> None:
     tensors = [x() for _ in range(3)]
@@ -148,7 +148,7 @@ async def test_one_rank_coalesces_and_the_others_do_not(pg: ProcessGroup, which:
         assert all((tensor == 7).all() for tensor in tensors)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_no_array_is_touched(transport: str) -> None:
     arrays: list[Any] = []
 

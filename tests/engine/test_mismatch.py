@@ -26,7 +26,7 @@ from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.testing.virtual import run_virtual
 
 from ..internals import group_of, wrapped
-from ..ranks import TRANSPORTS, run_ranks
+from ..ranks import LINKS, run_ranks
 
 #: Seconds a frame takes at least and at most where the ranks have links in memory.
 LATENCY = (0.0005, 0.02)
@@ -321,7 +321,7 @@ def test_sizes_that_choose_different_schedules(kind: str) -> None:
                 run(Case(kind, "counts, shape", most, other), world_size, odd, DELAYS["together"], LATENCY)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("kind", ["allreduce", "broadcast"])
 async def test_a_word_against_64_mib(kind: str, transport: str) -> None:
     word, giant = counting(kind, 1, "float32"), counting(kind, 16 * 1024 * 1024, "float32")
@@ -400,7 +400,7 @@ def test_a_message_that_does_not_fit(send: Call, receive: Call, fields: str, lat
     assert len(set(run_virtual(3, misfit, send, receive, fields, delay, latency=latency))) == 1
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
+@pytest.mark.parametrize("transport", LINKS[1:])
 async def test_a_message_that_does_not_fit_over_sockets(transport: str) -> None:
     runs = [run_ranks(3, misfit, *row, 0.0, transport=transport) for row in P2P_TABLE]
     assert all(len(set(texts)) == 1 for texts in await asyncio.gather(*runs))

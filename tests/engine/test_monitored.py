@@ -12,10 +12,10 @@ from aiocoll import ProcessGroup
 from aiocoll.errors import CollectiveTimeoutError
 from aiocoll.testing.virtual import run_virtual
 
-from ..ranks import TRANSPORTS, over, run_ranks
+from ..ranks import LINKS, over, run_ranks
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_nobody_passes_before_all_have_come(transport: str) -> None:
     came = 0
 
@@ -86,7 +86,7 @@ def test_a_rank_that_knows_nothing_points_to_rank_0() -> None:
 
 
 @pytest.mark.ranks(5)
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_a_sub_group_names_its_own_ranks(pg: ProcessGroup) -> None:
     """Of the group of ranks 1, 2 and 4, the last two do not come: its ranks 1 and 2."""
     part = await pg.split_group([1, 2, 4])

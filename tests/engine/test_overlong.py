@@ -13,7 +13,7 @@ from aiocoll import GroupError, ProcessGroup, Work
 from aiocoll.transport.frame import HEADER, SEGMENT, FrameKind
 
 from ..internals import comm_of
-from ..ranks import TRANSPORTS, run_ranks
+from ..ranks import LINKS, run_ranks
 
 #: Bytes too many: two elements.
 EXTRA = 16
@@ -59,7 +59,7 @@ CALLS: dict[str, tuple[int, Callable[[ProcessGroup, Any], Work[Any]]]] = {
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_what_is_longer_than_its_message_ends_the_group(transport: str, name: str, count: int) -> None:
     times, call = CALLS[name]
     ready = asyncio.Event()

@@ -16,7 +16,7 @@ from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.testing import run_processes
 
 from ..internals import comm_of, unasked
-from ..ranks import TRANSPORTS, options, run_ranks, until
+from ..ranks import LINKS, options, run_ranks, until
 from . import jobs
 
 MIB = 1024 * 1024
@@ -32,7 +32,7 @@ async def fill_the_window(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, EAGER_WINDOW, EAGER_WINDOW + 1, 3_000_000])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_a_message_behind_a_full_window_is_announced(nbytes: int, transport: str) -> None:
     """Else its receive would wait for ever, or a later message of the same tag would take its place."""
 
@@ -51,7 +51,7 @@ async def test_a_message_behind_a_full_window_is_announced(nbytes: int, transpor
     await run_ranks(2, rank, transport=transport, timeout=5)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_an_object_behind_a_full_window_is_announced(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await fill_the_window(pg)
@@ -78,7 +78,7 @@ async def exchange(pg: ProcessGroup, nbytes: int, keys: str, tasks: bool) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tasks", [False, True], ids=["calls", "tasks"])
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+@pytest.mark.parametrize("transport", LINKS)
 async def test_giants_in_opposite_orders_share_the_links_with_everything(transport: str, tasks: bool) -> None:
     """Two groups, each rank in its own order; giant messages both ways; and small calls that need not wait for them."""
     store = HashStore()
@@ -139,7 +139,7 @@ async def test_ten_thousand_tasks_each_in_a_collective(transport: str, keyed: bo
     await run_ranks(2, rank, transport=transport)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+@pytest.mark.parametrize("transport", LINKS)
 async def test_what_comes_for_groups_not_made_yet_counts_too(transport: str) -> None:
     store = HashStore()
     over = options(transport)

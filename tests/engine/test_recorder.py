@@ -16,7 +16,7 @@ from aiocoll.engine.operations.operation_log import HISTORY, MESSAGES, NBYTES, O
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.unretrieved import line_of
-from tests.ranks import TRANSPORTS, run_ranks
+from tests.ranks import LINKS, run_ranks
 
 from ..internals import comm_of, dispatcher_of
 
@@ -25,7 +25,7 @@ def recorder(pg: ProcessGroup) -> OperationLog:
     return comm_of(pg).operation_log
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 async def test_an_entry_says_what_was_called_where_and_when_it_ended(world_size: int, transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -55,7 +55,7 @@ async def test_an_entry_says_what_was_called_where_and_when_it_ended(world_size:
     await run_ranks(world_size, rank, transport=transport)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_messages_have_a_ring_of_their_own(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()

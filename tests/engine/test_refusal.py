@@ -22,7 +22,7 @@ from aiocoll.transport.base import Link
 from aiocoll.transport.frame import EAGER, HEADER, FrameKind
 
 from ..internals import comm_of, failing, group_of, spied
-from ..ranks import TRANSPORTS, options, over, run_ranks, until
+from ..ranks import LINKS, options, over, run_ranks, until
 
 Say = Callable[[ProcessGroup, ProcessGroup], Any]
 
@@ -161,7 +161,7 @@ async def fails(pg: ProcessGroup, work: Any, words: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", SAID)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_what_does_not_fit_ends_its_groups_by_name(transport: str, what: str) -> None:
     waiting: list[int] = []
 
@@ -193,7 +193,7 @@ class _Named:
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyError, RecursionError, OSError])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_an_exception_while_a_frame_is_handled_ends_its_groups_by_name(
     transport: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +219,7 @@ async def test_an_exception_while_a_frame_is_handled_ends_its_groups_by_name(
     await run_ranks(3, rank, transport=transport)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_an_exception_while_a_note_is_handled_ends_its_groups_by_name(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +248,7 @@ async def test_an_exception_while_a_note_is_handled_ends_its_groups_by_name(
 
 @pytest.mark.slow
 @pytest.mark.ranks(2, 4, 7)
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_the_one_that_is_refused_hears_why(pg: ProcessGroup) -> None:
     """Also where it is the hub, and where much is on its way to it."""
     await met(pg)
@@ -289,7 +289,7 @@ async def call(pg: ProcessGroup) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["tcp", "unix", "shm"])
+@pytest.mark.parametrize("transport", LINKS[1:])
 async def test_processes_hear_of_an_exception(transport: str) -> None:
     told = await run_processes(2, call, options=options(transport))
     assert all("could not take what rank 1 sent, a DATA frame" in each and "MemoryError" in each for each in told)
@@ -324,7 +324,7 @@ STEPS: dict[str, tuple[str, Callable[[ProcessGroup], Any]]] = {
 
 @pytest.mark.parametrize(
     ("transport", "step"),
-    [(transport, step) for transport in TRANSPORTS for step in STEPS if transport == "shm" or "shared" not in step],
+    [(transport, step) for transport in LINKS for step in STEPS if transport == "shm" or "shared" not in step],
 )
 async def test_an_exception_in_an_operation_ends_the_group_by_name(
     transport: str, step: str, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ from aiocoll import ProcessGroup
 from aiocoll.engine.operations.scratch import LARGE, MOST, Scratch
 
 from ..internals import comm_of
-from ..ranks import TRANSPORTS, run_ranks
+from ..ranks import LINKS, run_ranks
 
 BYTE, DOUBLE = np.dtype("uint8"), np.dtype("float64")
 
@@ -49,7 +49,7 @@ def test_the_oldest_goes_when_more_than_the_limit_is_kept() -> None:
     assert scratch._nbytes == MOST
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_a_second_reduction_uses_the_scratch_of_the_first(transport: str) -> None:
     count = 1_000_000
 

@@ -19,7 +19,7 @@ from aiocoll.process import this_process
 from aiocoll.transport.stream.plain_stream import PlainStream
 
 from ..internals import Limits
-from ..ranks import TRANSPORTS, over
+from ..ranks import LINKS, over
 
 
 class Heard:
@@ -147,7 +147,7 @@ def test_a_loop_that_does_not_run_is_not_blocked(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.ranks(3)
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_ranks_of_one_process_have_none(pg: ProcessGroup) -> None:
     await pg.barrier()
     assert not [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]

@@ -18,7 +18,7 @@ from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 
 from ..internals import comm_of, early_bytes, spied, unasked
-from ..ranks import TRANSPORTS, options, over, run_ranks
+from ..ranks import LINKS, options, over, run_ranks
 
 MIB = 1024 * 1024
 
@@ -66,7 +66,7 @@ async def settle(pg: ProcessGroup) -> None:
         await pg.send(np.zeros(1), peer, tag=99)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+@pytest.mark.parametrize("transport", LINKS)
 async def test_a_giant_nobody_asked_for_sends_its_window_and_blocks_nothing(transport: str, tap: Tap) -> None:
     async def rank(pg: ProcessGroup) -> None:
         giant = np.full(64 * MIB, pg.rank(), "uint8")
@@ -91,7 +91,7 @@ async def test_a_giant_nobody_asked_for_sends_its_window_and_blocks_nothing(tran
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PREMUL_SUM(2)], ids=["arena-or-links", "links"])
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_giants_called_in_opposite_orders_complete(pg: ProcessGroup, op: ReduceOp) -> None:
     tensors = {key: np.full(64 * MIB // 4, 1 + pg.rank(), "float32") for key in ("a", "b")}
     works = [pg.allreduce(tensors[key], op, key=key) for key in ("ab" if pg.rank() else "ba")]
@@ -102,7 +102,7 @@ async def test_giants_called_in_opposite_orders_complete(pg: ProcessGroup, op: R
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+@pytest.mark.parametrize("transport", LINKS)
 async def test_ten_thousand_early_operations_stay_within_the_window(transport: str, tap: Tap) -> None:
     """Their bytes are three times what a link may carry unasked."""
     count, nbytes = 10_000, 1200
@@ -141,7 +141,7 @@ async def test_messages_of_several_operations_take_turns(tap: Tap) -> None:
     assert min(last.values()) > order.index(3)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+@pytest.mark.parametrize("transport", LINKS)
 async def test_a_failed_group_gives_its_window_back(transport: str) -> None:
     """Two groups share the link; the early bytes of the one that fails must not burden the other for ever."""
     store = HashStore()
@@ -188,7 +188,7 @@ async def window_is_whole(pg: ProcessGroup) -> None:
         await work
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+@pytest.mark.parametrize("transport", LINKS)
 async def test_all_that_was_consumed_is_reported(transport: str) -> None:
     """Some windows of messages go by, which never fill a lot exactly."""
     nbytes = 200_003
@@ -262,7 +262,7 @@ def test_what_comes_when_its_group_is_over_gives_its_window_back() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("seed", range(3))
 async def test_any_mix_of_keyed_calls_in_any_order_completes(seed: int, transport: str) -> None:
     sizes = [0, 1, 1000, 100_000, 3_000_000]

@@ -11,7 +11,7 @@ import pytest
 
 from aiocoll import ProcessGroup
 
-from ..group.test_collectives import MARGIN, MOVING, REDUCING, ROOTED, Call, label, valid
+from ..group.test_collectives import MARGIN, MOVING, REDUCING, Call, everything, label, valid
 from ..internals import spied
 from ..pairwise import Case, cover
 from ..ranks import run_ranks
@@ -117,13 +117,5 @@ async def test_what_nccl_cannot_reduce_is_staged_and_nothing_else(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", REDUCING + MOVING)
-async def test_full_product(kind: str, dtype: str, world_size: int, way: str) -> None:
-    ops = [op for op in OPS if valid({"kind": kind, "op": op, "dtype": dtype})] if kind in REDUCING else [None]
-    roots = range(world_size) if kind in ROOTED else range(1)
-    cases = [
-        {"kind": kind, "dtype": dtype, "count": count, "root": root, "world_size": world_size}
-        | ({} if op is None else {"op": op})
-        for op, count, root in product(ops, COUNTS, roots)
-    ]
-    await run(world_size, way, cases)
+async def test_full_product(dtype: str, world_size: int, way: str) -> None:
+    await run(world_size, way, [case for case in everything(dtype, world_size) if case["count"] in COUNTS])

@@ -15,13 +15,13 @@ import pytest
 from aiocoll import CollectiveMismatchError, CollectiveTimeoutError, GroupError, ProcessGroup, Recv, Send
 
 from ..internals import comm_of
-from ..ranks import TRANSPORTS, run_ranks
+from ..ranks import LINKS, run_ranks
 from ..reductions import DTYPES, data
 from .groups import Gpus, gpus, host
 from .test_groups_failing import ended
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_messages_of_any_length_and_dtype(transport: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()

@@ -25,7 +25,7 @@ from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.group.cuda import matching
 
 from ..internals import Limits, comm_of, dispatcher_of, matched_units, matching_of, replaced
-from ..ranks import TRANSPORTS, run_ranks, until
+from ..ranks import LINKS, run_ranks, until
 from ..reductions import DTYPES
 from .groups import Gpus, gpus, host, is_native
 from .test_groups import allreduced
@@ -55,7 +55,7 @@ def holds(tensor: Any, value: float) -> bool:
     return bool((host(tensor) == value).all())
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_long_messages_go_by_nccl_and_short_ones_do_not_wait(transport: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -711,7 +711,7 @@ async def test_any_program_that_would_end_on_the_host_ends(seed: int) -> None:
         await run_ranks(world_size, body, gpu)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_ranks_that_rank_0_has_no_link_to(transport: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()

@@ -29,7 +29,7 @@ from aiocoll.transport.frame import FrameKind
 
 from ..internals import comm_of, dispatcher_of, spied
 from ..pairwise import Case
-from ..ranks import TRANSPORTS, over, run_ranks, until
+from ..ranks import LINKS, over, run_ranks, until
 from ..reductions import DTYPES, OPS, equal
 from .test_collectives import COUNTS, MOVING, REDUCING, ROOTED, SIZES, Call, label, valid
 
@@ -89,7 +89,7 @@ async def everything(pg: ProcessGroup) -> list[bytes]:
 @pytest.mark.parametrize(
     ("world_size", "transport"),
     [(1, "memory"), (3, "memory"), (2, "shm")]
-    + [pytest.param(size, transport, marks=pytest.mark.matrix) for size in SIZES for transport in TRANSPORTS],
+    + [pytest.param(size, transport, marks=pytest.mark.matrix) for size in SIZES for transport in LINKS],
 )
 async def test_every_kind_dtype_and_op_in_one_block(world_size: int, transport: str) -> None:
     first, *others = await run_ranks(world_size, everything, transport=transport)
@@ -97,7 +97,7 @@ async def test_every_kind_dtype_and_op_in_one_block(world_size: int, transport: 
 
 
 @pytest.mark.ranks(3)
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_small_and_large_staged_and_scalar_calls_of_one_block(pg: ProcessGroup) -> None:
     size, mine = pg.size(), pg.rank() + 1.0
     total = size * (size + 1) / 2
@@ -342,7 +342,7 @@ async def test_a_wrong_key_is_refused_at_the_call(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_messages_of_a_block_are_sent_with_it(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     incoming, other, third = ones(3, 0), ones(3, 0), ones(2, 0)
@@ -508,7 +508,7 @@ async def test_calls_that_share_memory_are_refused_before_anything_is_sent(frame
 
 
 @pytest.mark.ranks(2)
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_an_exception_inside_sends_nothing_more(pg: ProcessGroup, frames: Frames) -> None:
     await pg.barrier()
     await pg.barrier()
@@ -683,7 +683,7 @@ async def test_a_flush_that_is_not_complete_is_not_among_what_is_completed(pg: P
 # -- calls on lists
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_calls_on_lists(transport: str, frames: Frames) -> None:
     async def rank(pg: ProcessGroup) -> None:
         size, rank = pg.size(), pg.rank()

@@ -11,12 +11,12 @@ import pytest
 
 from aiocoll import ProcessGroup, ReduceOp
 
-from ..ranks import TRANSPORTS, run_ranks
+from ..ranks import LINKS, run_ranks
 
 # -- parts of different lengths
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 0], [0, 100_000, 1], [1, 2, 300_000]])
 async def test_parts_of_any_length(counts: list[int], transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -67,7 +67,7 @@ async def test_outputs_are_allocated_on_request(pg: ProcessGroup) -> None:
             assert (each == source).all()
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+@pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("count", [1, 1000, 300_000])
 async def test_whole_tensors(count: int, transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -306,7 +306,7 @@ async def test_memory_that_would_be_overwritten_is_refused(pg: ProcessGroup) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+@pytest.mark.parametrize("transport", LINKS)
 async def test_sixty_four_ranks_run_every_collective(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         size, rank = pg.size(), pg.rank()
@@ -333,7 +333,7 @@ async def test_sixty_four_ranks_run_every_collective(transport: str) -> None:
 # -- a call like one before it, whose plan is found by kind, dtype and shape
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_a_second_call_of_the_same_shape_is_a_call_of_its_own(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         rank, world = pg.rank(), pg.size()

@@ -13,7 +13,7 @@ import pytest
 from aiocoll import ProcessGroup
 
 from ..pairwise import Case, cover
-from ..ranks import run_ranks
+from ..ranks import TRANSPORTS, run_ranks
 from ..reductions import DTYPES, OPS, allowed, data, equal, numpy_dtype, reduce_op, reduced
 
 REDUCING = ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")
@@ -35,7 +35,7 @@ SPACE = {
     "count": tuple(COUNTS),
     "root": range(max(SIZES)),
     "world_size": SIZES,
-    "transport": ("memory", "unix"),
+    "transport": TRANSPORTS,
 }
 #: Elements beyond both ends of a rank's memory, which must stay as they are.
 MARGIN = 8
@@ -195,11 +195,19 @@ async def check(pg: ProcessGroup, cases: list[Case]) -> list[bytes]:
     return seen
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", list(pairs()), ids=label)
-async def test_pairwise_cover(case: Case) -> None:
-    first, *others = await run_ranks(case["world_size"], check, [case], transport=case["transport"])
+async def run(world_size: int, transport: str, cases: list[Case]) -> None:
+    first, *others = await run_ranks(world_size, check, cases, transport=transport, timeout=240.0)
     assert all(each == first for each in others), "the ranks differ in their bits"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world_size", SIZES)
+async def test_pairwise_cover(world_size: int, transport: str) -> None:
+    await run(
+        world_size,
+        transport,
+        [case for case in pairs() if (case["world_size"], case["transport"]) == (world_size, transport)],
+    )
 
 
 def test_the_cover_covers_every_pair() -> None:
@@ -213,22 +221,20 @@ def test_the_cover_covers_every_pair() -> None:
         assert any(case["root"] == root and case["world_size"] == size for case in cases) == (root < size)
 
 
-def everything(kind: str, dtype: str, world_size: int) -> Iterator[Case]:
-    """Yield all cases of a kind on a dtype."""
-    ops = [op for op in OPS if valid({"kind": kind, "op": op, "dtype": dtype})] if kind in REDUCING else [None]
-    roots = range(world_size) if kind in ROOTED else range(1)
-    for op, count, root in product(ops, COUNTS, roots):
-        yield {"kind": kind, "dtype": dtype, "count": count, "root": root, "world_size": world_size} | (
-            {} if op is None else {"op": op}
-        )
+def everything(dtype: str, world_size: int) -> Iterator[Case]:
+    """Yield all cases on a dtype."""
+    for kind in REDUCING + MOVING:
+        ops = [op for op in OPS if valid({"kind": kind, "op": op, "dtype": dtype})] if kind in REDUCING else [None]
+        roots = range(world_size) if kind in ROOTED else range(1)
+        for op, count, root in product(ops, COUNTS, roots):
+            yield {"kind": kind, "dtype": dtype, "count": count, "root": root, "world_size": world_size} | (
+                {} if op is None else {"op": op}
+            )
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("transport", ["memory", "unix", "tcp", "shm"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", REDUCING + MOVING)
-async def test_full_product(kind: str, dtype: str, world_size: int, transport: str) -> None:
-    cases = list(everything(kind, dtype, world_size))
-    first, *others = await run_ranks(world_size, check, cases, transport=transport, timeout=120.0)
-    assert all(each == first for each in others), "the ranks differ in their bits"
+async def test_full_product(dtype: str, world_size: int, transport: str) -> None:
+    await run(world_size, transport, list(everything(dtype, world_size)))

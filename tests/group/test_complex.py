@@ -12,7 +12,7 @@ import pytest
 from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.group.messages import Recv, Send
 
-from ..ranks import TRANSPORTS, run_ranks
+from ..ranks import LINKS, run_ranks
 
 DTYPES = ("complex64", "complex128")
 SIZES = (1, 2, 3, 4, 7)
@@ -115,14 +115,14 @@ async def everything(pg: ProcessGroup, counts: tuple[int, ...], dtype: str) -> N
 
 @pytest.mark.parametrize(("dtype", "size", "transport"), [
     *((dtype, size, "memory") for dtype, size in product(DTYPES, SIZES)),
-    *((dtype, 3, transport) for dtype, transport in product(DTYPES, TRANSPORTS[1:])),
+    *((dtype, 3, transport) for dtype, transport in product(DTYPES, LINKS[1:])),
 ])  # fmt: skip
 async def test_every_call(dtype: str, size: int, transport: str) -> None:
     await run_ranks(size, everything, (1, 1000, 40_000), dtype, transport=transport)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 async def test_every_call_everywhere(dtype: str, size: int, transport: str) -> None:

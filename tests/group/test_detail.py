@@ -29,7 +29,7 @@ from aiocoll.engine.operations.signature import Signature, description
 from aiocoll.testing.virtual import run_virtual
 
 from ..engine.test_mismatch import DELAYS, KINDS, LATENCY, P2P_TABLE, PLACES, SIZED, TABLE, Call, Case, Memory, counting
-from ..ranks import TRANSPORTS, options
+from ..ranks import LINKS, options
 
 DETAIL = GroupOptions(debug="detail")
 #: Cases that run at the same time over sockets.
@@ -165,7 +165,7 @@ async def uneven(pg: ProcessGroup) -> None:
     assert [each.tolist() for each in got] == [[other] * (rank + 1) for other in range(size)]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 async def test_what_agrees_is_carried_out(world_size: int, transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -311,7 +311,7 @@ def test_whatever_comes_in_whatever_order(seed: int) -> None:
     assert all(each == told[0] for each in told)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_giants_called_in_opposite_orders(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         keys = ["a", "b"] if pg.rank() else ["b", "a"]
@@ -334,7 +334,7 @@ async def in_a_block(pg: ProcessGroup, *calls: Callable[[], Work[Any]]) -> None:
             call()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_a_block_is_one_call(transport: str) -> None:
     """It takes one number on every rank, however many buckets its calls make, so the next calls meet."""
 
@@ -496,7 +496,7 @@ def test_one_warning_says_who_is_missing(caplog: pytest.LogCaptureFixture) -> No
     assert all("ALLREDUCE (sequence 1)" in text and "waits for rank 1" in text for text in texts)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_a_rank_that_has_left_is_missed(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
@@ -571,7 +571,7 @@ async def test_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> N
 # -- messages between two ranks
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_messages_need_only_two(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() < 2:

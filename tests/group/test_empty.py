@@ -23,7 +23,7 @@ from aiocoll.transport.shm.layout import CHUNKS, LinkLayout
 
 from ..internals import comm_of, failing, replaced, wrapped
 from ..pairwise import Case, cover
-from ..ranks import over, run_ranks, until
+from ..ranks import LINKS, over, run_ranks, until
 from ..reductions import DTYPES, OPS, allowed, data, equal, reduce_op, reduced
 
 PIECE = LinkLayout(2).directions[0].chunk_nbytes
@@ -131,7 +131,7 @@ async def test_results_are_those_of_plain_arrays(world_size: int, cases: list[Ca
 
 
 @pytest.mark.slow
-@over("shm", "memory", "unix")
+@over(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
 async def test_counts_around_pieces(pg: ProcessGroup) -> None:
     for pieces in (0, 1, 2, 2 * CHUNKS + 1):

@@ -21,7 +21,7 @@ from aiocoll.group.interceptors.estimate import Estimate
 from aiocoll.work import Work
 
 from ..internals import comm_of, spied
-from ..ranks import TRANSPORTS, over, run_ranks
+from ..ranks import LINKS, over, run_ranks
 from ..rendezvous.test_fake import ARRAYS
 
 WORLDS = [1, 2, 3, 4, 7]
@@ -126,7 +126,7 @@ async def test_a_gather_of_a_block_whose_counts_are_not_known_yet(pg: ProcessGro
 
 
 @pytest.mark.ranks(3)
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_more_takes_longer(pg: ProcessGroup) -> None:
     for call in (pg.allreduce, pg.scan, lambda tensor: pg.broadcast(tensor, 1)):
         times = [seconds(pg, lambda n=n, call=call: call(np.zeros(n))) for n in (1, 100, 10_000, 1_000_000)]
@@ -184,7 +184,7 @@ async def test_the_fake_backend_predicts(world_size: int) -> None:
 # -- what is not done
 
 
-@over(*TRANSPORTS)
+@over(*LINKS)
 @pytest.mark.ranks(2, 3)
 async def test_nothing_is_sent_and_nothing_is_touched(pg: ProcessGroup) -> None:
     history = len(comm_of(pg).operation_log.collectives)

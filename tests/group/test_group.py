@@ -28,7 +28,7 @@ from aiocoll.security.handshake import CONFIRM_SIZE
 from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.stream import transport as stream
 
-from ..ranks import TRANSPORTS, hub, in_a_fork, over, run_ranks, until
+from ..ranks import LINKS, hub, in_a_fork, over, run_ranks, until
 
 
 @pytest.mark.ranks(3)
@@ -57,7 +57,7 @@ async def go_on(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_abort_fails_every_rank_and_keeps_the_first_cause(pg: ProcessGroup) -> None:
     revoked = asyncio.ensure_future(pg.wait_revoked())
     if pg.rank() == 1:
@@ -78,7 +78,7 @@ async def test_abort_fails_every_rank_and_keeps_the_first_cause(pg: ProcessGroup
 
 
 @pytest.mark.ranks(3)
-@over("memory", "unix", "shm")
+@over(*LINKS)
 async def test_a_timeout_fails_every_rank_and_names_the_missing(pg: ProcessGroup) -> None:
     if pg.rank() == 2:
         assert isinstance(await pg.wait_revoked(), CollectiveTimeoutError)
@@ -135,7 +135,7 @@ async def test_the_timeout_of_the_group_is_the_default() -> None:
 
 
 @pytest.mark.ranks(3)
-@over("memory", "unix", "shm")
+@over(*LINKS)
 async def test_an_op_of_the_user_that_raises_fails_every_rank(pg: ProcessGroup) -> None:
     def broken(a: object, b: object, out: object) -> None:
         raise ZeroDivisionError("the user's own")
@@ -166,7 +166,7 @@ async def test_a_cut_link_fails_every_rank(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_a_rank_that_left_is_named_where_it_is_needed(pg: ProcessGroup) -> None:
     await pg.barrier()
     if pg.rank() == 2:
@@ -177,7 +177,7 @@ async def test_a_rank_that_left_is_named_where_it_is_needed(pg: ProcessGroup) ->
     assert raised.value.ranks == (2,)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("leaver", [0, 1, 3])
 async def test_leaving_disturbs_nobody_who_does_not_need_it(leaver: int, transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -196,7 +196,7 @@ async def test_leaving_disturbs_nobody_who_does_not_need_it(leaver: int, transpo
     await run_ranks(4, rank, transport=transport)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_what_was_sent_before_leaving_is_received(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
@@ -209,7 +209,7 @@ async def test_what_was_sent_before_leaving_is_received(transport: str) -> None:
         await run_ranks(3, rank, transport=transport)
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
+@pytest.mark.parametrize("transport", LINKS[1:])
 async def test_a_goodbye_does_not_overtake_what_was_sent_on_a_link_still_to_be_accepted(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,7 +233,7 @@ async def test_a_goodbye_does_not_overtake_what_was_sent_on_a_link_still_to_be_a
     await run_ranks(2, rank, transport=transport)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_a_collective_that_needs_no_more_of_a_rank_survives_its_leaving(transport: str) -> None:
     """Rank 2 has given its part and left; rank 0 calls when it knows that, and still waits for rank 1."""
     left = asyncio.Event()
@@ -259,7 +259,7 @@ async def test_a_collective_that_needs_no_more_of_a_rank_survives_its_leaving(tr
     await run_ranks(3, rank, transport=transport)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("call", ["barrier", "allreduce", "allgather_object"])
 async def test_leaving_right_after_a_collective_is_no_failure(call: str, transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -273,7 +273,7 @@ async def test_leaving_right_after_a_collective_is_no_failure(call: str, transpo
         await run_ranks(5, rank, transport=transport)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+@pytest.mark.parametrize("transport", LINKS)
 async def test_ranks_leave_one_after_the_other(transport: str) -> None:
     """In any order, each time with those that stay still able to talk."""
 
@@ -289,7 +289,7 @@ async def test_ranks_leave_one_after_the_other(transport: str) -> None:
         await run_ranks(4, rank, order, transport=transport)
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+@pytest.mark.parametrize("transport", LINKS)
 async def test_a_failure_reaches_all_after_the_first_ranks_have_left(transport: str) -> None:
     """Notes go through the lowest rank that is there: by now that is rank 2, which followed rank 1 and rank 0."""
     knowing = set()
@@ -326,7 +326,7 @@ async def test_a_closed_group_refuses_calls(pg: ProcessGroup) -> None:
     pg.abort("too late, and no error")
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
+@pytest.mark.parametrize("transport", LINKS)
 async def test_leaving_waits_for_started_works(transport: str) -> None:
     tensors = [np.ones(300_000) for _ in range(2)]
 
@@ -473,7 +473,7 @@ def test_a_group_goes_with_its_loop_to_another_thread() -> None:
 
 
 @pytest.mark.ranks(2)
-@over("memory", "unix", "shm")
+@over(*LINKS)
 @pytest.mark.parametrize(
     ("field", "calls"),
     [
@@ -511,7 +511,7 @@ async def test_disagreement_is_an_error_on_both_ranks(pg: ProcessGroup, field: s
 
 
 @pytest.mark.ranks(5)
-@over("memory", "unix", "shm")
+@over(*LINKS)
 async def test_disagreement_of_two_is_an_error_on_all(pg: ProcessGroup) -> None:
     tensor = np.ones(50_000, "float32" if pg.rank() == 3 else "float64")
     with pytest.raises(CollectiveMismatchError, match=r"dtype=float32.*") as raised:
@@ -522,7 +522,7 @@ async def test_disagreement_of_two_is_an_error_on_all(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-@over("memory", "unix", "shm")
+@over(*LINKS)
 async def test_another_order_is_found(pg: ProcessGroup) -> None:
     x, y = np.ones(10), np.ones(20)
     works = [pg.allreduce(each) for each in ((x, y) if pg.rank() else (y, x))]

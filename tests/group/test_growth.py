@@ -23,7 +23,7 @@ from aiocoll.meeting.growth import Assignment, await_assignment, invite
 from aiocoll.store import Store, StoreServer
 
 from ..internals import comm_of, waits_of
-from ..ranks import TRANSPORTS, options, until
+from ..ranks import LINKS, options, until
 
 
 async def on_ranks(where: dict[str, Any], world_size: int, then: Any, *others: Awaitable[Any]) -> list[Any]:
@@ -49,7 +49,7 @@ async def growth(pg: ProcessGroup, n: int) -> tuple[type[GroupError], str]:
     return type(raised.value), str(raised.value)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 async def test_a_group_that_fails_before_newcomers_have_come(world_size: int, transport: str) -> None:
     store = HashStore()
@@ -115,7 +115,7 @@ class Late(HashStore):
         return await self._of_all._wait(command, arguments, timeout)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 async def test_a_group_that_fails_while_newcomers_are_met(world_size: int, transport: str) -> None:
     store = HashStore()

@@ -11,7 +11,7 @@ from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.group.messages import Recv, Send
 from aiocoll.testing.virtual import run_virtual
 
-from ..ranks import TRANSPORTS, run_ranks
+from ..ranks import LINKS, run_ranks
 
 SIZES = (1, 2, 3, 4, 7)
 SHAPES: tuple[tuple[int, ...], ...] = ((0,), (3, 0), (0, 4), (2, 0, 3), ())
@@ -127,13 +127,13 @@ async def test_every_call(size: int) -> None:
     await run_ranks(size, every_call)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS[1:])
+@pytest.mark.parametrize("transport", LINKS[1:])
 async def test_every_transport(transport: str) -> None:
     await run_ranks(3, every_call, transport=transport)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("size", SIZES)
 async def test_every_call_everywhere(size: int, transport: str) -> None:
     await run_ranks(size, every_call, transport=transport)

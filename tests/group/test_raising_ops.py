@@ -12,7 +12,7 @@ import pytest
 
 from aiocoll import GroupError, GroupRevokedError, ProcessGroup, ReduceOp
 
-from ..ranks import TRANSPORTS, run_ranks
+from ..ranks import LINKS, run_ranks
 
 #: As large as one step, as many steps, and as a lane of shared memory take.
 COUNTS = (1, 1000, 400_003)
@@ -63,7 +63,7 @@ CALLS: dict[str, Callable[[ProcessGroup, ReduceOp, int], Awaitable[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("kind", CALLS)
 async def test_the_line_is_in_the_traceback(kind: str, world_size: int, transport: str) -> None:
@@ -78,7 +78,7 @@ async def test_the_line_is_in_the_traceback(kind: str, world_size: int, transpor
         assert any(culprits)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_the_line_is_in_the_traceback_of_a_block(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> bool:
         op = Op()

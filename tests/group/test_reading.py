@@ -14,7 +14,7 @@ from aiocoll import GroupError, ProcessGroup, SerializationError
 from aiocoll.codec import decode, dumps
 
 from ..internals import comm_of, replaced
-from ..ranks import TRANSPORTS, over, run_ranks
+from ..ranks import LINKS, over, run_ranks
 
 NUMBERS = list(range(10_000, 40_000))
 #: Bytes that are read in one step.
@@ -57,7 +57,7 @@ CALLS: dict[str, tuple[Callable[[ProcessGroup], Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("call", CALLS)
 async def test_the_loop_turns_while_an_object_is_read(call: str, transport: str) -> None:
     start, expected = CALLS[call]
@@ -120,7 +120,7 @@ async def test_what_is_no_object_in_the_end(call: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.ranks(2)
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_cancelling_incoming_while_it_reads_loses_nothing(pg: ProcessGroup) -> None:
     """Nor what has been read: who is always cancelled soon gets each message some time."""
     await pg.barrier()

@@ -23,7 +23,7 @@ from aiocoll import GroupError, GroupOptions, HashStore, ProcessGroup, new_group
 from aiocoll.dump.files import file_name
 from aiocoll.dump.timeline import chrome_trace, lanes
 from aiocoll.testing.virtual import run_virtual
-from tests.ranks import TRANSPORTS, options, run_ranks
+from tests.ranks import LINKS, options, run_ranks
 
 from ..internals import replaced
 
@@ -41,7 +41,7 @@ async def one_rank(name: str | None = None, **given: Any) -> ProcessGroup:
     return await new_group(store=HashStore(), rank=0, world_size=1, name=name, options=GroupOptions(**given))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("world_size", [2, 3])
 async def test_a_dump_has_what_was_called(world_size: int, transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -174,7 +174,7 @@ def test_no_operation_and_one_that_is_pending_have_a_trace() -> None:
 # -- dumping by itself
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_a_failed_group_is_dumped_by_all_ranks(transport: str, tmp_path: Path) -> None:
     where = tmp_path / "made" / "when needed"
 

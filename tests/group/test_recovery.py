@@ -32,7 +32,7 @@ from aiocoll.engine.consensus.completed import Completed, combine
 from aiocoll.transport.frame import HEADER, FrameKind
 
 from ..internals import comm_of, waits_of
-from ..ranks import TRANSPORTS, options, over, run_ranks, until
+from ..ranks import LINKS, options, over, run_ranks, until
 
 
 async def works(pg: ProcessGroup) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ async def every_rank(pg: ProcessGroup) -> None:
         await pg.barrier()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_frames_of_an_older_group_do_not_reach_a_newer_one_of_the_same_name(transport: str) -> None:
     store = HashStore()
 
@@ -84,7 +84,7 @@ async def test_frames_of_an_older_group_do_not_reach_a_newer_one_of_the_same_nam
 
 
 @pytest.mark.ranks(3)
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_an_aborted_group_is_shrunk_and_all_stay(pg: ProcessGroup) -> None:
     await every_rank(pg)
     pg.abort(f"by rank {pg.rank()}")
@@ -98,7 +98,7 @@ async def test_an_aborted_group_is_shrunk_and_all_stay(pg: ProcessGroup) -> None
         assert raised.value.__cause__ is cause
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_a_healthy_group_goes_on_without_the_excluded(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> Any:
         await pg.allreduce(1)
@@ -258,7 +258,7 @@ async def grow_by_two(pg: ProcessGroup) -> Any:
         return grown.rank(), grown.group_name, await works(grown)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_newcomers_come_after_the_others(transport: str) -> None:
     where = {"store": HashStore(), "options": options(transport)}
     ranks = [member(where, rank, 3, grow_by_two) for rank in range(3)]
@@ -399,7 +399,7 @@ async def test_who_waits_for_rank_0_learns_that_it_was_cancelled() -> None:
 
 
 @pytest.mark.ranks(4)
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_old_and_new_groups_close_in_any_order(pg: ProcessGroup) -> None:
     """Each rank in an order of its own, some before others have made the new group."""
     await every_rank(pg)

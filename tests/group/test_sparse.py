@@ -22,7 +22,7 @@ from aiocoll.testing.virtual import run_virtual
 from aiocoll.work import Work
 
 from ..internals import Limits, comm_of, dispatcher_of, failing, replaced
-from ..ranks import TRANSPORTS, over, run_ranks, until
+from ..ranks import LINKS, over, run_ranks, until
 
 FORMATS = ("coo_array", "coo_matrix", "csr_array", "csr_matrix", "csc_array", "csc_matrix")
 DTYPES = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
@@ -96,7 +96,7 @@ async def test_every_dtype(dtype: str, way: str) -> None:
     await run_ranks(4, reduce_one, "coo_array", dtype)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_every_transport(transport: str, way: str) -> None:
     await run_ranks(3, reduce_one, "csc_array", "int64", transport=transport)
 
@@ -194,7 +194,7 @@ async def mismatched(pg: ProcessGroup, *arrays: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize(
     ("one", "other", "words"),
     [
@@ -279,7 +279,7 @@ async def test_a_step_that_fails_on_one_rank_fails_on_all(step: str, way: str, m
 
 
 @pytest.mark.ranks(2)
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_keys_in_opposite_orders(pg: ProcessGroup, way: str) -> None:
     arrays = [given(pg.rank()) for _ in range(4)]
     order = range(4) if pg.rank() % 2 else reversed(range(4))

@@ -25,7 +25,7 @@ from aiocoll import (
 from aiocoll.engine.job.ids import hash62
 
 from ..internals import channels_of, comm_of, links_of, replaced
-from ..ranks import TRANSPORTS, options, over, run_ranks, until
+from ..ranks import LINKS, options, over, run_ranks, until
 
 
 async def works(pg: ProcessGroup) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ async def part(pg: ProcessGroup, ranks: Any, **given: Any) -> ProcessGroup:
     return group
 
 
-@over(*TRANSPORTS)
+@over(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
 async def test_even_and_odd_ranks(pg: ProcessGroup) -> None:
     halves = [half for half in (range(0, pg.size(), 2), range(1, pg.size(), 2)) if half]
@@ -64,7 +64,7 @@ async def test_even_and_odd_ranks(pg: ProcessGroup) -> None:
     assert await works(pg) == tuple(range(pg.size()))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_parts_of_parts(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> Any:
         found = []
@@ -81,7 +81,7 @@ async def test_parts_of_parts(transport: str) -> None:
 
 
 @pytest.mark.ranks(4)
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_messages_name_the_ranks_of_their_group(pg: ProcessGroup) -> None:
     group = await pg.split_group([3, 1])
     if pg.rank() % 2:
@@ -186,7 +186,7 @@ async def agreed(pg: ProcessGroup, group: ProcessGroup | None, words: str) -> No
 
 
 @pytest.mark.ranks(3)
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_ranks_that_name_other_lists(pg: ProcessGroup) -> None:
     group = await pg.split_group([0, 1] if pg.rank() == 0 else [0, 1, 2])
     words = "following: ranks. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1); rank "
@@ -302,7 +302,7 @@ async def test_a_rank_that_has_left_before_it_could_split(ends: bool) -> None:
 
 
 @pytest.mark.ranks(4)
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_a_failure_stays_in_its_group(pg: ProcessGroup) -> None:
     pair, trio = await pg.split_group([0, 1]), await pg.split_group([1, 2, 3])
     if pair is not None:
@@ -319,7 +319,7 @@ async def test_a_failure_stays_in_its_group(pg: ProcessGroup) -> None:
         assert await works(trio) == (1, 2, 3)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_a_rank_that_fails_takes_along_the_groups_it_is_in(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> Any:
         pairs, inner = await part(pg, [[0, 1], [2, 3]]), await part(pg, [1, 3]) if pg.rank() % 2 else None
@@ -348,7 +348,7 @@ async def test_a_rank_that_fails_takes_along_the_groups_it_is_in(transport: str)
 
 
 @pytest.mark.ranks(3)
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_the_whole_closes_its_parts(pg: ProcessGroup) -> None:
     group = await part(pg, range(3))
     inner = await part(group, [[0], [1, 2]])
@@ -378,7 +378,7 @@ async def test_a_group_that_is_being_closed_is_not_split(pg: ProcessGroup) -> No
 
 
 @pytest.mark.ranks(4)
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_parts_shrink_and_their_parts_work(pg: ProcessGroup) -> None:
     trio = await pg.split_group([1, 2, 3])
     if trio is not None and trio.rank():
@@ -400,7 +400,7 @@ async def newcomer(where: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
         return pg.group_name, await works(pg)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_parts_grow(transport: str) -> None:
     """One without rank 0 of the whole, which stays as it is next to another part."""
     where: dict[str, Any] = {"store": HashStore(), "options": options(transport)}
@@ -423,7 +423,7 @@ async def test_parts_grow(transport: str) -> None:
     assert results == [("world:0/0.0", (0,))] + [("world:0/0.1~1", (0, 1, 2, 3, 4))] * 5
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_parts_grow_at_once_and_outlive_the_whole(transport: str) -> None:
     where: dict[str, Any] = {"store": HashStore(), "options": options(transport)}
 

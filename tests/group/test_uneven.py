@@ -13,7 +13,7 @@ from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.errors import CollectiveMismatchError
 from aiocoll.testing.virtual import run_virtual
 
-from ..ranks import TRANSPORTS, run_ranks
+from ..ranks import LINKS, run_ranks
 
 SIZES = (1, 2, 3, 4, 7)
 #: How many elements rank r of p has. 32,768 of eight bytes are what may travel unasked: one less, and one more.
@@ -102,13 +102,13 @@ async def test_every_call(size: int) -> None:
     await run_ranks(size, every_call, list(LENGTHS))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS[1:])
+@pytest.mark.parametrize("transport", LINKS[1:])
 async def test_every_transport(transport: str) -> None:
     await run_ranks(3, every_call, list(LENGTHS), transport=transport)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("size", SIZES)
 async def test_every_call_everywhere(size: int, transport: str) -> None:
     await run_ranks(size, every_call, list(LENGTHS), transport=transport)

@@ -12,7 +12,7 @@ import pytest
 from aiocoll import CollectiveMismatchError, GroupOptions, PeerLostError, ProcessGroup, errors, testing
 
 from ..internals import comm_of
-from ..ranks import TRANSPORTS, options, over, run_ranks
+from ..ranks import LINKS, options, over, run_ranks
 
 WORLDS = (1, 2, 3, 4, 7)
 #: Elements that a rank gives, of p: none on some, one, about as many as ranks, as many as go in many frames.
@@ -41,7 +41,7 @@ def check(outputs: Any, lengths: list[int], dtype: str = "float64") -> None:
         assert np.array_equal(each, given(rank, lengths[rank], dtype))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("world_size", WORLDS)
 async def test_lengths(world_size: int, transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -102,7 +102,7 @@ async def test_shapes_follow_the_tensor_of_this_rank(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_keys_in_any_order_and_many_at_once(pg: ProcessGroup) -> None:
     r = pg.rank()
     keys = ["a", "b", "c"][:: 1 if r % 2 else -1]

@@ -33,7 +33,7 @@ from aiocoll import (
 )
 from aiocoll.elements.buffers import clash
 
-from ..ranks import TRANSPORTS, in_a_fork, over, run_ranks
+from ..ranks import LINKS, in_a_fork, over, run_ranks
 
 Row = tuple[Callable[[ProcessGroup], object], type[Exception], str]
 
@@ -179,7 +179,7 @@ WRONG: list[Row] = [
 
 
 @pytest.mark.ranks(2)
-@over(*TRANSPORTS)
+@over(*LINKS)
 async def test_a_refused_call_leaves_no_trace(pg: ProcessGroup) -> None:
     """After each of them, ordered calls, keyed calls and messages of both ranks still meet."""
     for number, (call, error, message) in enumerate(WRONG, start=1):

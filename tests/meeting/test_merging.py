@@ -20,7 +20,7 @@ from aiocoll import (
 )
 
 from ..internals import waits_of
-from ..ranks import TRANSPORTS, options, run_ranks, until
+from ..ranks import LINKS, options, run_ranks, until
 
 Rank = Callable[[ProcessGroup], Awaitable[Any]]
 
@@ -53,7 +53,7 @@ async def worlds(*sizes: int, fn: Rank, transport: str = "memory", names: tuple[
         ]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_worlds_follow_each_other_by_name(transport: str) -> None:
     store = HashStore()
 
@@ -71,7 +71,7 @@ async def test_worlds_follow_each_other_by_name(transport: str) -> None:
     assert results == [[3, 4, 5, 6], [0, 1], [2]]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_parts_of_a_world_follow_each_other_by_their_lowest_rank(transport: str) -> None:
     store = HashStore()
 

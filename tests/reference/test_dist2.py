@@ -10,7 +10,7 @@ import pytest
 import aiocoll
 from aiocoll import HashStore, ProcessGroup, ReduceOp, TCPStore
 
-from ..ranks import TRANSPORTS, run_ranks
+from ..ranks import LINKS, run_ranks
 
 COVERS = {
     "ProcessGroupTest.test_context_manager": "test_context_manager",
@@ -39,7 +39,7 @@ LEFT_OUT = {
 
 LIMIT = timedelta(seconds=30)
 
-transports = pytest.mark.parametrize("transport", TRANSPORTS)
+transports = pytest.mark.parametrize("transport", LINKS)
 
 
 def full(value: float, count: int = 10) -> np.ndarray:

@@ -21,7 +21,7 @@ from aiocoll import (
     testing,
 )
 
-from ..ranks import TRANSPORTS, options
+from ..ranks import LINKS, options
 
 COVERS = {
     "AbstractProcessGroupWrapperTest._test_collective_hang": "test_collective_hang",
@@ -121,7 +121,7 @@ def shape_mismatches(pg: ProcessGroup) -> list[tuple[Call, np.ndarray]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("debug", ["off", "detail"])
 async def test_collective_hang(debug: str, transport: str) -> None:
     """All ranks but one call: every one of them names it."""
@@ -138,7 +138,7 @@ async def test_collective_hang(debug: str, transport: str) -> None:
     await run_wrapped(4, rank, transport, debug)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("wait_all_ranks", [False, True])
 async def test_monitored_barrier_hang(wait_all_ranks: bool, transport: str) -> None:
     """Rank 0 reports, and the others say that rank 0 does."""
@@ -214,7 +214,7 @@ async def refused_off(pg: ProcessGroup, call: Call, tensor: np.ndarray | None) -
         assert str(work.exception()) == str(cause)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_500_allreduces_then_op_then_shape_then_number_of_ranks(transport: str) -> None:
     """Several mismatches on one group, the last one of a list that is not one array per rank."""
 
@@ -236,7 +236,7 @@ async def test_500_allreduces_then_op_then_shape_then_number_of_ranks(transport:
     await run_wrapped(3, rank, transport)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_nccl_only_op_mismatch(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         part, whole = np.zeros(4), np.ones(4 * pg.size())
@@ -261,7 +261,7 @@ async def test_nccl_only_shape_mismatch() -> None:
     await run_wrapped(2, rank, "memory")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", LINKS)
 async def test_coalescing_manager_debug_mode_detail(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         tensor = np.ones(1)
