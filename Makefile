@@ -31,6 +31,9 @@ $(VENV)/installed: pyproject.toml
 demo: $(VENV)/installed
 	$(VENV)/bin/aiocoll run -n 4 examples/allreduce.py
 
+# Tests start hundreds of interpreters: what one has compiled serves the others, where images of containers forbid it, too.
+export PYTHONDONTWRITEBYTECODE :=
+
 PYTEST = PYTHONASYNCIODEBUG=1 $(VENV)/bin/python -m pytest
 PARALLEL = -n auto --maxprocesses=4
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from .places import Package, Place
 from .run import BY_HAND, ROOT, Tree, key, read, reasons
 from .subjects import COUNT, SUBJECTS, files, found, quota
 
-PACKAGE = Package(ROOT / "aiocoll")
+package = cache(partial(Package, ROOT / "aiocoll"))
 FAULTS = read()
 
 TOY = """\
@@ -124,7 +125,7 @@ def test_drawing_is_decided_by_the_seed_and_takes_of_all_kinds(toy: Path) -> Non
 
 @each("mutant", FAULTS)
 def test_every_place_is_there(mutant: Mutant) -> None:
-    spots = PACKAGE.find(mutant.place)
+    spots = package().find(mutant.place)
     what_to_do = "change it in faults.json" if mutant.kind == BY_HAND else "run `python -m tests.planted --draw`"
     assert len(spots) == 1, f"{mutant.where} has no {'; '.join(mutant.old)!r} any more: {what_to_do}"
     source = spots[0].path.read_bytes()
@@ -147,6 +148,6 @@ def test_every_reason_is_of_a_fault() -> None:
 
 @each("subject", SUBJECTS)
 def test_the_modules_and_the_tests_of_a_subject_are_there(subject: str) -> None:
-    assert files(PACKAGE, subject)
+    assert files(package(), subject)
     for run in SUBJECTS[subject].tests:
         assert found(ROOT / "tests", run)
