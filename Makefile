@@ -71,10 +71,11 @@ matrix-%:
 		if $$python -c '' 2>/dev/null; then found=$$python; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then echo "Python $*: skipped, none found"; exit 0; fi; \
-	set -ex; \
+	set -x; \
 	for loop in asyncio uvloop; do \
-		AIOCOLL_TEST_LOOP=$$loop $(MAKE) test-all PYTHON=$$found VENV=.venv-$*; \
-	done
+		AIOCOLL_TEST_LOOP=$$loop $(MAKE) --keep-going test-all PYTHON=$$found VENV=.venv-$* || failed=1; \
+	done; \
+	[ -z "$$failed" ]
 
 # Not in asyncio's debug mode: it is the library's memory and time that are looked at. Each fuzzer of tests/fuzz runs for
 # a minute, or for AIOCOLL_FUZZ_SECONDS.

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from types import ModuleType, UnionType
-from typing import Any
+from typing import Any, NewType
 
 import aiocoll
 
@@ -89,11 +89,7 @@ def _parameters(found: Any, *, method: bool = False) -> str:
         return ""
     if not callable(found) or (inspect.isclass(found) and not _has_constructor(found)) or _is_for_checkers(found):
         return ""
-    try:
-        signature = inspect.signature(found)
-    except ValueError:  # a NewType
-        return ""
-    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in inspect.signature(found).parameters.values()]
     signature = inspect.Signature(parameters[1:] if method else parameters)
     return re.sub(r"<_\w+\.(\w+): .*?>", r"\1", str(signature))  # a member of an enumeration of ours
 
@@ -106,8 +102,8 @@ def _has_constructor(cls: type) -> bool:
 
 
 def _is_for_checkers(found: Any) -> bool:
-    """Whether it is a type that nobody makes objects of: a union or a protocol."""
-    return isinstance(found, UnionType) or getattr(found, "_is_protocol", False)
+    """Whether it is a type that nobody makes objects of: another name of one, a union or a protocol."""
+    return isinstance(found, NewType | UnionType) or getattr(found, "_is_protocol", False)
 
 
 def _is_ours(cls: type) -> bool:
