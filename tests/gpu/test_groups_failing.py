@@ -155,7 +155,8 @@ async def ended(pg: ProcessGroup, works: list[Any], end: str, gate: Gate) -> Non
     gate.open()
     await ending
     for work in works:
-        with pytest.raises(GroupError, match="enough" if end == "abort" else "closed"):
+        # Of two ranks that shut down, one may hear that the other has left before its own time is up.
+        with pytest.raises(GroupError, match="enough" if end == "abort" else "closed|has left"):
             await work
 
 
