@@ -59,5 +59,7 @@ async def test_a_dial_ends_with_the_rank_that_dials(monkeypatch: pytest.MonkeyPa
                 await work
             await pg.shutdown()
             assert [task for task in asyncio.all_tasks() if task.get_name() == "aiocoll dial 1"] == []
+        else:
+            await pg.wait_revoked()
 
     await run_ranks(2, rank, transport="unix")
