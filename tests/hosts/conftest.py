@@ -31,12 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def network() -> Iterator[Callable[[int], Network]]:
-    """Make a network of so many hosts, one in a test."""
+def network() -> Iterator[Callable[..., Network]]:
+    """Make a network of so many hosts, one in a test; or of so many with ``pods=True``."""
     if reason := _obstacle():
         pytest.skip(reason)
     with ExitStack() as stack:
-        yield lambda size: stack.enter_context(Network(size))
+        yield lambda size, **how: stack.enter_context(Network(size, **how))
 
 
 class Ranks:
@@ -69,13 +69,13 @@ class Ranks:
         size = len(network.hosts)
         return [await self.start(host, what, host.number, size, method, **env) for host in network.hosts]
 
-    async def launch(self, network: Network, what: str, master: str, **env: str) -> list[Process]:
-        """Start one rank on each host by `aiocoll run`; the launcher of host 0, which is `master`, has the store."""
+    async def launch(self, network: Network, what: str, master: str, each: int = 1, **env: str) -> list[Process]:
+        """Start ranks, `each` on a host, by `aiocoll run`; the launcher of host 0, which is `master`, has the store."""
         environment = self.environment | {"METHOD": "env://"} | env
         key = str(self._key_of(0))
         for host in network.hosts:
             hosts = ["--nnodes", str(len(network.hosts)), "--node-rank", str(host.number), "--master-addr", master]
-            command = ["-m", "aiocoll", "run", "-n", "1", *hosts, "--job-key-file", key, PROGRAM, what]
+            command = ["-m", "aiocoll", "run", "-n", str(each), *hosts, "--job-key-file", key, PROGRAM, what]
             self._processes.append(await Process.start(host, command, environment))
         return self._processes[-len(network.hosts) :]
 

@@ -3,8 +3,9 @@
     switch (a namespace of its own): a bridge with the ports p0, p1, ...
     host i: eth0 at the other end of p<i>, 10.77.0.<i+1> and fd77::<i+1>, no way out of here
 
-Faults happen at the switch, as with real cables and firewalls: no rank is told. Everything is named with the number of
-this process, so that what a killed run has left is found by a later one.
+Faults happen at the switch, as with real cables and firewalls: no rank is told. A cable gets a rate, a delay and losses
+by `cable.c`, which carries its frames from one interface to another. Everything is named with the number of this
+process, so that what a killed run has left is found by a later one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,15 +29,25 @@ LIMIT = 60
 #: Files of /etc that processes of one namespace see in place of the machine's own; `ip netns exec` mounts them.
 _ETC = Path("/etc/netns")
 _MARK = "aiocoll-test"
+#: What runs a command in a pod.
+_POD = (
+    *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount", "--uts", "--ipc", "sh", "-c"),
+    'hostname "$0" && mount -t tmpfs pod /dev/shm && exec "$@"',
+    "pod",
+)
+_CABLE = Path(__file__).with_name("cable.c")
+MIB = 1 << 20
+#: Bytes of a packet, the most of them that the kernel hands over at once, and seconds that these may take a cable.
+_PACKET, _SEGMENTS, _BURST = 1500, 65535, 1e-4
 
 
 def obstacle() -> str | None:
     """Say why there can be no hosts here; None if there can."""
     if os.geteuid() != 0:
         return "needs root, to make network namespaces"
-    for tool in ("ip", "nft"):
+    for tool in ("ip", "nft", "cc"):
         if shutil.which(tool) is None:
-            return f"needs {tool}: apt-get install iproute2 nftables"
+            return f"needs {tool}: apt-get install iproute2 nftables gcc libc6-dev"
     try:
         with Network(1):
             return None
@@ -46,14 +58,19 @@ def obstacle() -> str | None:
 class Host:
     """One network namespace.
 
-    Attributes:
+    Args:
         number: of the host, and of its port at the switch.
+        pods: whether each command runs in a container of its own, with other processes, another name and other shared
+            memory than the rest of the machine.
+
+    Attributes:
         name: of its namespace.
         ipv4, ipv6: its addresses.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, pods: bool = False) -> None:
         self.number = number
+        self.pods = pods
         self.name = f"{_MARK}-{os.getpid()}-{number}"
         self.ipv4 = f"10.77.0.{number + 1}"
         self.ipv6 = f"fd77::{number + 1}"
@@ -65,8 +82,8 @@ class Host:
         (folder / name).write_text(text)
 
     def command(self, *arguments: str) -> list[str]:
-        """Return what runs `arguments` on this host, as the same process."""
-        return ["ip", "netns", "exec", self.name, *arguments]
+        """Return what runs `arguments` on this host, as the same process or, in a pod, as its only child."""
+        return ["ip", "netns", "exec", self.name, *(_POD if self.pods else ()), *arguments]
 
     def run(self, *arguments: str) -> str:
         """Run a command on this host; return what it prints."""
@@ -78,11 +95,13 @@ class Network:
 
     Args:
         size: number of hosts.
+        pods: see `Host`.
     """
 
-    def __init__(self, size: int) -> None:
-        self.hosts = [Host(number) for number in range(size)]
+    def __init__(self, size: int, pods: bool = False) -> None:
+        self.hosts = [Host(number, pods) for number in range(size)]
         self._switch = f"{_MARK}-{os.getpid()}-switch"
+        self._cables: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Network:
         _remove_leftovers()
@@ -120,15 +139,54 @@ class Network:
         self.drop(one, other, what)
         self.drop(other, one, what)
 
+    def reset(self, one: int, other: int) -> None:
+        """End the connections between two hosts, both ways, as a firewall does that has forgotten them."""
+        for source, target in ((one, other), (other, one)):
+            for family, address in (("ip", self.hosts[target].ipv4), ("ip6", self.hosts[target].ipv6)):
+                rule = f"{family} daddr {address} meta l4proto tcp reject with tcp reset"
+                self.hosts[source].run("nft", f"add rule inet filter output {rule}")
+
     def heal(self) -> None:
-        """Lose nothing any more."""
+        """Lose and end nothing any more."""
         _run("ip", "netns", "exec", self._switch, "nft", "flush chain bridge filter forward")
+        for host in self.hosts:
+            host.run("nft", "flush chain inet filter output")
+
+    def shape(
+        self, rate: float = 0, delay: float = 0, loss: float = 0, queue: int = MIB, hosts: Iterable[int] | None = None
+    ) -> list[int]:
+        """Give the cables of all `hosts`, or of some, a rate, a delay and losses, in both directions.
+
+        Args:
+            rate: bits per second, headers and gaps of Ethernet included; 0: as fast as this machine can.
+            delay: seconds from one end of a cable to the other. From host to host it is that of both cables.
+            loss: share of the packets that are lost.
+            queue: bytes that may wait to enter the cable; what is more is lost.
+
+        Returns:
+            How many packets each of these cables has lost since it was shaped before.
+        """
+        if self._cables is None:
+            self._cables = self._lengthen()
+        assert self._cables.stdin is not None
+        assert self._cables.stdout is not None
+        lost = []
+        for number in range(len(self.hosts)) if hosts is None else hosts:
+            # What the kernel hands over as one frame is lost as one, and comes when all of it has.
+            segments = 1 if loss else max(1, int(rate * _BURST / 8 / _PACKET)) if rate else _SEGMENTS
+            _batch(self.hosts[number].name, f"link set eth0 gso_max_segs {segments}")
+            print(number, int(rate), int(delay * 1e9), int(loss * 1e6), queue, file=self._cables.stdin, flush=True)
+            lost.append(sum(map(int, self._cables.stdout.readline().split())))
+        return lost
 
     # -- making and removing
 
     def _build(self) -> None:
         for name in (self._switch, *(host.name for host in self.hosts)):
             _run("ip", "netns", "add", name)
+        # Interfaces that only carry the frames of others must say nothing of their own.
+        off = "echo 1 | tee /proc/sys/net/ipv6/conf/{all,default}/disable_ipv6"
+        _run("ip", "netns", "exec", self._switch, "bash", "-c", off)
         _batch(self._switch, "link add br0 type bridge", "link set br0 up", "link set lo up")
         nft = "add table bridge filter; add chain bridge filter forward { type filter hook forward priority 0; }"
         _run("ip", "netns", "exec", self._switch, "nft", nft)
@@ -147,8 +205,40 @@ class Network:
                 f"addr add {host.ipv6}/64 dev eth0 nodad",  # an address is of no use while it is looked for elsewhere
                 "link set eth0 up",
             )
+            host.run(
+                "nft", "add table inet filter; add chain inet filter output { type filter hook output priority 0; }"
+            )
+
+    def _lengthen(self) -> subprocess.Popen[str]:
+        """Put a program between both ends of each cable: n<i> is what eth0 leads to now, f<i> what p<i> does."""
+        ends = []
+        for host in self.hosts:
+            near, far, port = f"n{host.number}", f"f{host.number}", f"p{host.number}"
+            ends += [near, far]
+            _batch(
+                self._switch,
+                f"link set {port} nomaster down",
+                f"link set {port} name {near}",
+                f"link set {near} up",
+                f"link add {port} type veth peer name {far}",
+                f"link set {port} master br0",
+                f"link set {port} up",
+                f"link set {far} up",
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            program = f"{folder}/cable"
+            _run("cc", "-O2", "-o", program, str(_CABLE))
+            command = ["ip", "netns", "exec", self._switch, program, *ends]
+            cables = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            assert cables.stdin is not None
+            assert cables.stdout is not None
+            print("0 0 0 0 0", file=cables.stdin, flush=True)
+            assert cables.stdout.readline(), "the cables have ended"
+        return cables
 
     def _remove(self) -> None:
+        if self._cables is not None:
+            self._cables.communicate()  # the end of its input is its own
         for name in (*(host.name for host in self.hosts), self._switch):
             _forget(name)
 

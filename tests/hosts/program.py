@@ -17,6 +17,7 @@ import numpy as np
 
 import aiocoll
 from aiocoll.store import StoreServer
+from tests.internals import comm_of
 
 
 def tell(what: Any) -> None:
@@ -42,6 +43,13 @@ async def total(pg: aiocoll.ProcessGroup) -> Any:
     """Return a sum, and where peers find this rank."""
     result = await pg.allreduce(np.full(1000, pg.rank() + 1.0))
     return float(result[0]), float(result[-1])
+
+
+async def carriers(pg: aiocoll.ProcessGroup) -> Any:
+    """Return over what this rank talks to each of the others."""
+    assert await pg.alltoall_object([pg.rank()] * pg.size()) == list(range(pg.size()))
+    transport: Any = comm_of(pg).endpoint.context.transport
+    return [None if peer == pg.rank() else transport.carrier(peer)[0] for peer in range(pg.size())]
 
 
 async def one_way(pg: aiocoll.ProcessGroup) -> Any:

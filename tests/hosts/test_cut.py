@@ -53,6 +53,19 @@ async def test_two_ranks_cut_off_from_each_other_are_lost_to_one_another(
         assert told["at"] - cut <= UNREACHABLE
 
 
+async def test_connections_that_a_firewall_forgets_end_the_group_at_once(
+    network: Callable[..., Network], ranks: Ranks
+) -> None:
+    net = network(3)
+    started = await ranks.start_all(net, "busy")
+    await ready(started)
+    net.reset(1, 2)
+    cut = time.monotonic()
+    for told in [await process.result() for process in started]:
+        assert told["ranks"] in ([1], [2])
+        assert told["at"] - cut <= 1.0, told
+
+
 async def test_of_two_ranks_cut_off_from_each_other_one_goes_on_with_the_rest(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,6 +49,28 @@ async def test_ranks_on_several_hosts_meet(
     assert [await process.result() for process in started] == [expected] * size
 
 
+async def test_pods_are_hosts(network: Callable[..., Network], ranks: Ranks) -> None:
+    net = network(2, pods=True)
+    started = await ranks.launch(net, "carriers", net.hosts[0].ipv4, each=2)
+    for process, expected in zip(started, ("shm tcp tcp", "tcp tcp shm"), strict=True):
+        told = [await process.told(), await process.told()]
+        assert (await process.end()) == (0, "")
+        assert sorted(" ".join(filter(None, each)) for each in told) == [expected] * 2
+
+
+async def test_pods_of_one_network_share_memory(network: Callable[..., Network], ranks: Ranks) -> None:
+    """As containers with the network of their host: they have unix sockets in common, and memory goes through these."""
+    (host,) = network(1, pods=True).hosts
+    started = [await ranks.start(host, "carriers", rank, 2, f"tcp://{host.ipv4}:29500") for rank in range(2)]
+    assert [await process.result() for process in started] == [[None, "shm"], ["shm", None]]
+
+
+def test_a_pod_sees_nothing_of_others(network: Callable[..., Network]) -> None:
+    (host,) = network(1, pods=True).hosts
+    assert host.run("sh", "-c", "echo $$; hostname; ls /dev/shm") == "1\npod\n"
+    assert socket.gethostname() != "pod"
+
+
 def test_cables_and_firewalls(network: Callable[[int], Network]) -> None:
     net = network(3)
     one, two, three = net.hosts
@@ -63,6 +86,90 @@ def test_cables_and_firewalls(network: Callable[[int], Network]) -> None:
     assert not answers(one, two.ipv4)
     net.plug(1)
     assert answers(one, two.ipv4)
+
+
+#: Sends back what comes alone.
+ECHO = """
+import socket
+with socket.create_server(("", 9000)) as listening:
+    print("ready", flush=True)
+    connection, _ = listening.accept()
+with connection:
+    while data := connection.recv(1 << 20):
+        if len(data) == 1:
+            connection.sendall(data)
+"""
+#: Prints the least time of a byte there and back, and how long a megabyte takes.
+MEASURE = """
+import socket, sys, time
+with socket.create_connection((sys.argv[1], 9000)) as connection:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        connection.sendall(b"x")
+        assert connection.recv(1) == b"x"
+        times.append(time.perf_counter() - began)
+    began = time.perf_counter()
+    connection.sendall(bytes(1_000_000))
+    connection.shutdown(socket.SHUT_WR)
+    assert connection.recv(1) == b""
+    print(min(times), time.perf_counter() - began)
+"""
+
+
+def measured(net: Network, one: int, other: int) -> tuple[float, float]:
+    server = net.hosts[other].command(sys.executable, "-c", ECHO)
+    with subprocess.Popen(server, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        latency, time = net.hosts[one].run(sys.executable, "-c", MEASURE, net.hosts[other].ipv4).split()
+    return float(latency), float(time)
+
+
+def test_a_cable_takes_its_time(network: Callable[..., Network]) -> None:
+    net = network(3)
+    net.shape(rate=20e6, delay=0.003)
+    net.shape(hosts=[2])
+    latency, time = measured(net, 0, 1)
+    assert latency >= 4 * 0.003
+    assert time >= 1e6 * 8 / 20e6
+    latency, _ = measured(net, 1, 2)
+    assert latency >= 2 * 0.003
+    net.shape()
+    latency, time = measured(net, 0, 1)
+    assert latency < 2 * 0.003
+    assert time < 1e6 * 8 / 20e6
+
+
+#: Sends so many datagrams of 1,000 bytes at once.
+BURST = "import socket, sys\nfor _ in range(200): socket.socket(2, 2).sendto(bytes(1000), (sys.argv[1], 9000))"
+
+
+def test_a_cable_loses_what_it_is_to_lose(network: Callable[..., Network]) -> None:
+    net = network(2)
+    net.shape()
+    assert answers(net.hosts[0], net.hosts[1].ipv4)
+    net.shape(loss=0.5)
+    net.hosts[0].run(sys.executable, "-c", BURST, net.hosts[1].ipv4)
+    lost, _ = net.shape(loss=1.0)
+    assert 50 < lost < 150  # 100 ± 7
+    # The other way, because the kernel answers few of so many datagrams.
+    assert not answers(net.hosts[1], net.hosts[0].ipv4)
+    assert sum(net.shape()) > 0
+    assert answers(net.hosts[1], net.hosts[0].ipv4)
+    assert net.shape() == [0, 0]
+
+
+def test_what_does_not_fit_the_queue_of_a_cable_is_lost(network: Callable[..., Network]) -> None:
+    net = network(2)
+    net.shape()
+    assert answers(net.hosts[0], net.hosts[1].ipv4)
+    net.shape(rate=1e6, queue=20_000)
+    net.hosts[0].run(sys.executable, "-c", BURST, net.hosts[1].ipv4)
+    lost, _ = net.shape()
+    # 1,066 bytes each, of which the cable carries one in 8.5 ms meanwhile.
+    assert 100 < lost <= 200 - 20_000 // 1066
 
 
 def test_a_host_has_files_of_its_own(network: Callable[[int], Network]) -> None:
