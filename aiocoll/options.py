@@ -4,6 +4,8 @@
     transport     AIOCOLL_TRANSPORT       "auto"
     interface     AIOCOLL_INTERFACE       none: the one that routes to the master
     bind          AIOCOLL_BIND            none: the address of that interface
+    port_range    AIOCOLL_PORT_RANGE      none: any free port
+    advertise     AIOCOLL_ADVERTISE       none: the address and the port on which this rank listens
     encryption    AIOCOLL_ENCRYPTION      "auto"
     job_key       see `job_key`           none
     spin_us       AIOCOLL_SPIN_US         50
@@ -28,6 +30,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any, Final, Literal
 
+from aiocoll.endpoints import check_ports, parse_advertised, parse_ports
 from aiocoll.environment import take
 from aiocoll.errors import BackendUnavailableError
 from aiocoll.log import logger
@@ -68,6 +71,8 @@ _DEFAULTS: Mapping[str, Any] = {
     "transport": "auto",
     "interface": None,
     "bind": None,
+    "port_range": None,
+    "advertise": None,
     "encryption": "auto",
     "job_key": None,
     "spin_us": 50.0,  # two wake-ups through the kernel: after that, suspending costs no more than polling has
@@ -88,6 +93,11 @@ class GroupOptions:
         transport: `"auto"` (the fastest available), `"tcp"`, `"unix"` (one host only) or `"shm"`.
         interface: name of the network interface whose address this rank publishes to its peers.
         bind: local address to listen on and to publish, or `"any"` to listen on all.
+        port_range: the first and the last TCP port that this rank may listen on, for firewalls that are open there
+            only; each rank of a host takes one, and another one while its group grows.
+        advertise: numeric address by which ranks on other hosts reach this rank where that is not one of its host, as
+            behind NAT, like `"203.0.113.5"`; with a port, like `"203.0.113.5:40000"`, if that is translated, too: then
+            `port_range` is the one port that it leads to.
         encryption: `"auto"`, `"none"` or `"tls"`.
         job_key: secret that all ranks of the job share, at least 16 bytes; a string is encoded as UTF-8.
         spin_us: microseconds an await may poll in one iteration of the loop before it suspends; 0 = never polls.
@@ -108,6 +118,8 @@ class GroupOptions:
     transport: Literal["auto", "tcp", "unix", "shm"] = _UNSET
     interface: str | None = _UNSET
     bind: str | None = _UNSET
+    port_range: tuple[int, int] | None = _UNSET
+    advertise: str | None = _UNSET
     encryption: Literal["auto", "none", "tls"] = _UNSET
     job_key: bytes | str | None = _UNSET
     spin_us: float = _UNSET
@@ -147,7 +159,9 @@ class GroupOptions:
             ValueError: a variable is unknown or its value unusable; the message names both and what is allowed.
             BackendUnavailableError: a variable needs something that is not installed or not built.
         """
-        return cls(**{**_DEFAULTS, **_from_environ(environ), **(explicit._given() if explicit else {})})
+        resolved = cls(**{**_DEFAULTS, **_from_environ(environ), **(explicit._given() if explicit else {})})
+        _check_together(resolved.advertise, resolved.port_range)
+        return resolved
 
 
 def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -172,6 +186,11 @@ def _parse(name: str, variable: str, text: str) -> Any:
             return parse_float(text)
         except ValueError:
             raise ValueError(f"{variable}={text!r}: must be a number") from None
+    if name == "port_range":
+        try:
+            return parse_ports(text)
+        except ValueError as error:
+            raise ValueError(f"{variable}={text!r}: {error}") from None
     if name == "allow_pickle":
         try:
             return _TRUTH[text.lower()]
@@ -197,6 +216,36 @@ def _check_text(label: str, value: Any) -> None:
         raise TypeError(f"{label} must be a str or None, not {type(value).__name__}")
     if value == "":
         raise ValueError(f"{label}='': must not be empty; leave it out instead")
+
+
+def _check(label: str, value: Any, check: Callable[..., object], *arguments: Any) -> None:
+    try:
+        check(*arguments)
+    except ValueError as error:
+        raise ValueError(f"{label}={value!r}: {error}") from None
+
+
+def _check_ports(label: str, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, tuple) or [type(port) for port in value] != [int, int]:
+        raise TypeError(f"{label} must be a tuple of two ports, the first and the last, or None, not {value!r}")
+    _check(label, value, check_ports, *value)
+
+
+def _check_advertised(label: str, value: Any) -> None:
+    _check_text(label, value)
+    if value is not None:
+        _check(label, value, parse_advertised, value)
+
+
+def _check_together(advertise: str | None, port_range: tuple[int, int] | None) -> None:
+    port = None if advertise is None else parse_advertised(advertise)[1]
+    if port is not None and (port_range is None or port_range[0] != port_range[1]):
+        raise ValueError(
+            f"advertise={advertise!r} names a port, so this rank has to listen on the one port that it leads to: give "
+            f"port_range=({port}, {port}), or the port that it is translated to; it is {port_range!r}"
+        )
 
 
 def _check_number(label: str, value: Any) -> None:
@@ -226,6 +275,8 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     **{option: _check_choice(option) for option in _CHOICES},
     "interface": _check_text,
     "bind": _check_text,
+    "port_range": _check_ports,
+    "advertise": _check_advertised,
     "host_id": _check_text,
     "tuning": _check_text,
     "dump_dir": _check_text,

@@ -15,6 +15,8 @@ DEFAULTS = {
     "transport": "auto",
     "interface": None,
     "bind": None,
+    "port_range": None,
+    "advertise": None,
     "encryption": "auto",
     "job_key": None,
     "spin_us": 50.0,
@@ -39,6 +41,9 @@ def test_defaults() -> None:
         ("transport", "tcp", "tcp", "unix"),
         ("interface", "eth0", "eth0", "lo"),
         ("bind", "any", "any", "10.0.0.1"),
+        ("port_range", "31000-31009", (31000, 31009), (1, 65535)),
+        ("port_range", "31000", (31000, 31000), None),
+        ("advertise", "203.0.113.5", "203.0.113.5", "::1"),
         ("encryption", "none", "none", "auto"),
         ("spin_us", "0", 0.0, 7),
         ("warn_after", "inf", math.inf, 1.5),
@@ -85,6 +90,12 @@ def test_variables_of_others_are_left_alone(name: str) -> None:
         ("AIOCOLL_WARN_AFTER", "nan", ">= 0"),
         ("AIOCOLL_ALLOW_PICKLE", "perhaps", "1, true, yes, 0, false, no"),
         ("AIOCOLL_INTERFACE", "", "must not be empty"),
+        ("AIOCOLL_PORT_RANGE", "many", "must be two ports from 1 to 65535, the first and the last, like 31000-31099"),
+        ("AIOCOLL_PORT_RANGE", "0-9", "must be two ports from 1 to 65535"),
+        ("AIOCOLL_PORT_RANGE", "9-8", "must be two ports from 1 to 65535"),
+        ("AIOCOLL_PORT_RANGE", "9-65536", "must be two ports from 1 to 65535"),
+        ("AIOCOLL_ADVERTISE", "node-1", "must be an IPv4 or IPv6 address"),
+        ("AIOCOLL_ADVERTISE", "", "must not be empty"),
         ("AIOCOLL_TRANSPROT", "tcp", "known are .*AIOCOLL_TRANSPORT"),
     ],
 )
@@ -118,6 +129,12 @@ def test_what_is_not_built_is_refused_rather_than_ignored(name: str, value: str,
         ({"allow_pickle": 1}, TypeError, "allow_pickle must be True or False, not 1"),
         ({"interface": 3}, TypeError, "interface must be a str or None, not int"),
         ({"host_id": ""}, ValueError, "host_id='': must not be empty"),
+        ({"port_range": 31000}, TypeError, "port_range must be a tuple of two ports"),
+        ({"port_range": (1, 2, 3)}, TypeError, "port_range must be a tuple of two ports"),
+        ({"port_range": (True, 2)}, TypeError, "port_range must be a tuple of two ports"),
+        ({"port_range": (5, 4)}, ValueError, r"port_range=\(5, 4\): must be two ports from 1 to 65535"),
+        ({"advertise": 5}, TypeError, "advertise must be a str or None, not int"),
+        ({"advertise": "far"}, ValueError, "advertise='far': must be an IPv4 or IPv6 address"),
         ({"tuning": 1}, TypeError, "tuning must be a str or None, not int"),
         ({"job_key": 5}, TypeError, "job_key must be bytes or str, not int"),
         ({"job_key": "short"}, ValueError, "at least 16 bytes, this one has 5; make one with"),
@@ -126,6 +143,18 @@ def test_what_is_not_built_is_refused_rather_than_ignored(name: str, value: str,
 def test_unusable_arguments_are_named(given: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         GroupOptions(**given)
+
+
+@pytest.mark.parametrize("port_range", [None, (31000, 31001)])
+def test_a_port_that_is_advertised_leads_to_the_only_one_there_is(port_range: tuple[int, int] | None) -> None:
+    said = r"advertise='10\.0\.0\.1:40000' names a port, .* port_range=\(40000, 40000\), or .* it is "
+    options = GroupOptions(advertise="10.0.0.1:40000", port_range=port_range)
+    with pytest.raises(ValueError, match=said):
+        GroupOptions.resolve(options, {})
+    with pytest.raises(ValueError, match=said):
+        GroupOptions.resolve(GroupOptions(port_range=port_range), {"AIOCOLL_ADVERTISE": "10.0.0.1:40000"})
+    known = GroupOptions(advertise="10.0.0.1:40000", port_range=(31000, 31000))
+    assert GroupOptions.resolve(known, {}).port_range == (31000, 31000)
 
 
 def test_repr_shows_what_was_given_but_never_the_key() -> None:

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import aiocoll
-from aiocoll.errors import AiocollError
+from aiocoll.errors import AiocollError, RendezvousError
 from aiocoll.options import GroupOptions
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream import route
@@ -198,6 +198,20 @@ def _addresses() -> Iterator[CheckResult]:
         why = f"the way to MASTER_ADDR={master}" if master else "MASTER_ADDR is not set, so for ranks of this host"
         why = f"bind={options.bind}" if options.bind else f"interface={options.interface}" if options.interface else why
         yield CheckResult("network", "address for peers", f"{chosen} ({why})")
+        if options.port_range is not None:
+            yield _ports(chosen, *options.port_range)
+    if options.advertise is not None:
+        yield CheckResult("network", "told to other hosts", options.advertise)
+
+
+def _ports(host: str, first: int, last: int) -> CheckResult:
+    """Return how many ports of a range can be listened on."""
+    free = 0
+    for port in range(first, last + 1):
+        with suppress(RendezvousError), address.open_tcp(host, (port, port)):
+            free += 1
+    advice = "" if free else "no rank can listen there: give another port_range= (AIOCOLL_PORT_RANGE)"
+    return CheckResult("network", "ports for peers", f"{first} to {last}, {free} of them free", advice, fine=free > 0)
 
 
 def _size(nbytes: float) -> str:

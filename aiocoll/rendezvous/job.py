@@ -12,6 +12,7 @@ from typing import Any
 import msgpack
 
 from aiocoll.algorithms.machine import Medium, Tuning
+from aiocoll.endpoints import parse_advertised
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, StoreError, StoreUnavailableError
@@ -385,7 +386,10 @@ class Job:
         options = self._options
         try:
             host, told = find_route(self.rank, stores, options.interface, options.bind, together=alone)
-            return await stream.listen_tcp(host, told)
+            port = None
+            if options.advertise is not None and not alone:
+                told, port = parse_advertised(options.advertise)
+            return await stream.listen_tcp(host, told, port, options.port_range)
         except (AiocollError, ValueError) as error:
             await store.set(f"tcp/{self.rank}", CALLED_OFF + f"rank {self.rank} could not join: {error}".encode())
             raise

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from aiocoll.backends import Backend, BackendConfig, factory_of, refuse_device, sole_backend
+from aiocoll.endpoints import parse_endpoint
 from aiocoll.errors import GroupError, RendezvousError
 from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.process_group import ProcessGroup
@@ -22,7 +23,6 @@ from aiocoll.options import GroupOptions, job_key, seconds
 from aiocoll.rendezvous.job import Job, shared
 from aiocoll.runtime import running_loop
 from aiocoll.store import FileStore, Store, TCPStore
-from aiocoll.transport.stream.addresses import parse_endpoint
 
 __all__ = ["new_group"]
 

@@ -295,6 +295,18 @@ def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None
     assert "interface='nope0'" in finding.advice
 
 
+def test_ports_and_an_address_that_others_are_told(monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int) -> None:
+    monkeypatch.setenv("AIOCOLL_PORT_RANGE", f"{unused_tcp_port}")
+    assert found("ports for peers").value == f"{unused_tcp_port} to {unused_tcp_port}, 1 of them free"
+    with socket.create_server(("127.0.0.1", unused_tcp_port)):
+        finding = found("ports for peers")
+    assert finding.value == f"{unused_tcp_port} to {unused_tcp_port}, 0 of them free"
+    assert not finding.fine
+    assert "AIOCOLL_PORT_RANGE" in finding.advice
+    monkeypatch.setenv("AIOCOLL_ADVERTISE", "203.0.113.5")
+    assert found("told to other hosts").value == "203.0.113.5"
+
+
 def test_ranks_that_do_not_meet(limits: Limits, capsys: pytest.CaptureFixture[str]) -> None:
     limits(doctor_patience=1e-3)
     assert main(["doctor"]) == 1

@@ -130,9 +130,9 @@ class Network:
         rule = f"add rule bridge filter forward iifname p{source} oifname p{target} {what} drop"
         _run("ip", "netns", "exec", self._switch, "nft", rule)
 
-    def refuse_dials(self, source: int, target: int) -> None:
-        """Lose what opens connections from one host to another, as a firewall does that is open one way only."""
-        self.drop(source, target, "tcp flags & (syn | ack) == syn")
+    def refuse_dials(self, source: int, target: int, what: str = "") -> None:
+        """Lose what opens connections from one host to another, or what of that matches `what`, as firewalls do."""
+        self.drop(source, target, f"tcp flags & (syn | ack) == syn {what}")
 
     def separate(self, one: int, other: int, what: str = "") -> None:
         """Lose all packets between two hosts, or those that match `what`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,32 @@ async def test_a_firewall_that_is_open_one_way(network: Callable[[int], Network]
     started = await ranks.start_all(net, what)
     expected = {"total": [[6.0, 6.0]] * 3, "one_way": [0.0, 1.0, 1.0]}[what]
     assert [await process.result() for process in started] == expected
+
+
+async def test_a_firewall_that_is_open_for_some_ports(network: Callable[[int], Network], ranks: Ranks) -> None:
+    net = network(3)
+    for host, other in itertools.permutations(range(3), 2):
+        net.refuse_dials(other, host, "tcp dport != { 29500, 31000-31001 }")
+    started = await ranks.start_all(net, "total", AIOCOLL_PORT_RANGE="31000-31001")
+    assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
+
+
+async def test_routers_that_translate_addresses(network: Callable[[int], Network], ranks: Ranks) -> None:
+    """Both ranks know themselves by an address that means nothing elsewhere; one by another port, too."""
+    net = network(2)
+    method = f"tcp://{net.hosts[0].ipv4}:29500"
+    started = []
+    for host, port in zip(net.hosts, (31000, 40000), strict=True):
+        host.run("ip", "addr", "add", "192.168.7.1/32", "dev", "lo")
+        host.run("nft", "add table ip nat; add chain ip nat in { type nat hook prerouting priority -100; }")
+        host.run("nft", f"add rule ip nat in ip daddr {host.ipv4} tcp dport {port} dnat to 192.168.7.1:31000")
+        options = {
+            "AIOCOLL_BIND": "192.168.7.1",
+            "AIOCOLL_PORT_RANGE": "31000-31000",
+            "AIOCOLL_ADVERTISE": host.ipv4 if port == 31000 else f"{host.ipv4}:{port}",
+        }
+        started.append(await ranks.start(host, "total", host.number, 2, method, **options))
+    assert [await process.result() for process in started] == [[3.0, 3.0]] * 2
 
 
 async def test_copies_of_one_machine(network: Callable[[int], Network], ranks: Ranks) -> None:

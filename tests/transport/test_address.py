@@ -7,6 +7,8 @@ import re
 import socket
 import stat
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 
@@ -47,40 +49,6 @@ def test_host_identity_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({real, first, address.host_identity()}) == 3
 
 
-@pytest.mark.parametrize(
-    ("text", "endpoint"),
-    [
-        ("10.0.0.1:29500", ("10.0.0.1", 29500)),
-        ("[::1]:0", ("::1", 0)),
-        ("[fe80::1%eth0]:65535", ("fe80::1%eth0", 65535)),
-        ("node-1.example:80", ("node-1.example", 80)),
-    ],
-)
-def test_parse_endpoint(text: str, endpoint: tuple[str, int]) -> None:
-    assert address.parse_endpoint(text) == endpoint
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "must be host:port"),
-        ("host", "must be host:port"),
-        (":80", "must be host:port"),
-        ("[]:80", "must be host:port"),
-        ("host:", "the port '' must be a number"),
-        ("host:http", "the port 'http' must be a number"),
-        ("host:65536", "the port '65536' must be a number from 0 to 65535"),
-        ("host:-1", "the port '-1' must be a number"),
-        ("host:\u0661", "must be a number"),
-        ("::1:80", "put an IPv6 address in brackets"),
-    ],
-)
-def test_parse_endpoint_refuses(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        address.parse_endpoint(text)
-    assert repr(text) in str(caught.value)
-
-
 @linux_only
 def test_abstract_listener_leaves_nothing_on_disk() -> None:
     listener, name = address.open_unix(lambda n: b"\xab" * n)
@@ -104,8 +72,36 @@ def test_listener_on_disk_is_ours_alone() -> None:
 
 
 def test_tcp_listener_on_an_address_that_is_not_ours() -> None:
-    with pytest.raises(RendezvousError, match=r"cannot listen on 192\.0\.2\.254: .*bind= and interface="):
+    with pytest.raises(RendezvousError, match=r"cannot listen on 192\.0\.2\.254: .*bind=, interface= and port_range="):
         address.open_tcp("192.0.2.254")
+
+
+def test_tcp_listeners_take_the_ports_of_a_range(unused_tcp_port_factory: Callable[[], int]) -> None:
+    first = next(port for port in iter(unused_tcp_port_factory, 0) if port < 65000)
+    with ExitStack() as stack:
+        taken = [stack.enter_context(address.open_tcp("127.0.0.1", (first, first + 2))) for _ in range(3)]
+        assert [listener.getsockname()[1] for listener in taken] == [first, first + 1, first + 2]
+        said = rf"cannot listen on 127\.0\.0\.1: no port of port_range=\({first}, {first + 2}\) is free; each rank "
+        with pytest.raises(RendezvousError, match=said):
+            address.open_tcp("127.0.0.1", (first, first + 2))
+        taken[1].close()
+        assert stack.enter_context(address.open_tcp("127.0.0.1", (first, first + 2))).getsockname()[1] == first + 1
+
+
+def test_a_port_of_a_range_may_have_connections_of_a_job_that_has_ended(unused_tcp_port: int) -> None:
+    where = "127.0.0.1", unused_tcp_port
+    with address.open_tcp("127.0.0.1", (unused_tcp_port,) * 2) as listener, socket.create_connection(where) as client:
+        listener.setblocking(True)
+        accepted, _ = listener.accept()
+        accepted.close()  # it closes first, so its end keeps the port for a minute
+        assert client.recv(1) == b""
+    address.open_tcp("127.0.0.1", (unused_tcp_port,) * 2).close()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may listen on any port")
+def test_a_port_of_a_range_that_is_not_for_us() -> None:
+    with pytest.raises(RendezvousError, match=r"cannot listen on port 1 of 127\.0\.0\.1: .*port_range="):
+        address.open_tcp("127.0.0.1", (1, 1))
 
 
 def test_who_may_connect() -> None:

@@ -31,7 +31,6 @@ __all__ = [
     "may_pass",
     "open_tcp",
     "open_unix",
-    "parse_endpoint",
     "peer_uid",
     "reach",
     "remove_unix",
@@ -77,24 +76,6 @@ def host_identity(override: str | None = None) -> str:
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
-def parse_endpoint(text: str) -> tuple[str, int]:
-    """Split `"host:port"` or `"[::1]:port"`.
-
-    Raises:
-        ValueError: `text` has another form, or the port is not 0 to 65535.
-    """
-    host, colon, port = text.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        raise ValueError(f"endpoint {text!r}: put an IPv6 address in brackets, like [::1]:29500")
-    if not colon or not host:
-        raise ValueError(f"endpoint {text!r}: must be host:port, like 10.0.0.1:29500 or [::1]:29500")
-    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
-        raise ValueError(f"endpoint {text!r}: the port {port!r} must be a number from 0 to 65535")
-    return host, int(port)
-
-
 def is_wildcard(host: str) -> bool:
     """Whether `host` means all addresses of this host, which is nothing that peers could be told."""
     return host in ANY.values()
@@ -105,23 +86,40 @@ def family_of(host: str) -> int:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def open_tcp(host: str) -> socket.socket:
-    """Return a socket that listens on a free port of the numeric address `host`.
+def open_tcp(host: str, ports: tuple[int, int] | None = None) -> socket.socket:
+    """Return a socket that listens on the numeric address `host`, on a free port, the first free one of `ports`.
 
     Raises:
-        RendezvousError: it is no address of this host.
+        RendezvousError: it is no address of this host, or all ports from the first of `ports` to the last are in use.
     """
+    first, last = ports or (0, 0)
+    for port in range(first, last + 1):
+        try:
+            return _open_tcp(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                where = f"port {port} of {host}" if port else host
+                raise RendezvousError(
+                    f"cannot listen on {where}: {error.strerror}; check the options bind=, interface= and port_range="
+                ) from error
+    raise RendezvousError(
+        f"cannot listen on {host}: no port of port_range=({first}, {last}) is free; each rank of a host takes one, and "
+        "another one while its group grows"
+    )
+
+
+def _open_tcp(host: str, port: int) -> socket.socket:
     listener = socket.socket(family_of(host), socket.SOCK_STREAM)
     try:
         if listener.family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # "::" is to mean the same everywhere
-        listener.bind((host, 0))
+        if port:  # connections of a job that has ended may still use it
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
         return _listening(listener)
-    except OSError as error:
+    except OSError:
         listener.close()
-        raise RendezvousError(
-            f"cannot listen on {host}: {error.strerror}; check the options bind= and interface="
-        ) from error
+        raise
 
 
 def open_unix(

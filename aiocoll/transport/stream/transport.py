@@ -162,25 +162,34 @@ class StreamTransport:
         self._addresses.host = host
         self._addresses.apart = trouble
 
-    async def listen_tcp(self, host: str, advertise: str | None = None) -> Card:
-        """Listen on a free TCP port of the numeric address `host`, too; return the new card.
+    async def listen_tcp(
+        self,
+        host: str,
+        advertise: str | None = None,
+        advertise_port: int | None = None,
+        ports: tuple[int, int] | None = None,
+    ) -> Card:
+        """Listen on a TCP port of the numeric address `host`, too; return the new card.
 
         Args:
             host: address to listen on.
             advertise: the address to advertise to peers, if it is another one; must be given for a wildcard `host`.
+            advertise_port: the port to advertise to peers, if it is another one.
+            ports: the first and the last of which one is to be taken; None: any free one.
 
         Raises:
             AuthenticationError: other machines can reach `host`, and there is no job key.
-            RendezvousError: `host` is no address of this host.
+            RendezvousError: `host` is no address of this host, or none of `ports` is free.
             ValueError: `advertise` is missing, or `transport="unix"`.
         """
         if self._transport in ("unix", "shm"):
             raise ValueError(f"transport={self._transport!r} opens no TCP listener; use transport='auto' or 'tcp'")
         if advertise is None and address.is_wildcard(host):
             raise ValueError(f"listening on {host} needs advertise=, an address of this host that peers can reach")
-        self._addresses.check_key(host)
-        listener = address.open_tcp(host)
-        self._tcp = (advertise or host, listener.getsockname()[1])
+        for each in {host, advertise or host}:
+            self._addresses.check_key(each)
+        listener = address.open_tcp(host, ports)
+        self._tcp = (advertise or host, advertise_port or listener.getsockname()[1])
         self._listeners.add(listener)
         return self.card
 
