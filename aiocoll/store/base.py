@@ -207,7 +207,8 @@ class Store(ABC):
         """List the keys.
 
         Returns:
-            All keys, in the order they were first set; queues are not listed.
+            All keys, in the order they were first set, or in that of the server of a `KeyValueStore`; queues are not
+            listed.
         """
         keys: list[str] = await self._checked("list_keys", "")
         return keys

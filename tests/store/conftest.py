@@ -21,6 +21,8 @@ def has_ipv6() -> bool:
 
 
 KINDS = ["hash", "file", "tcp4", "tcp6", "unix", "unix-abstract", "minimal"]
+#: Those of servers that have another limit of keys, or none.
+UNLIMITED: set[str] = set()
 
 
 @pytest.fixture(params=[*KINDS, *(f"prefix-{kind}" for kind in ("hash", "file", "tcp4", "minimal"))])

@@ -7,6 +7,9 @@ from datetime import timedelta
 import pytest
 
 from aiocoll.errors import StoreError, StoreTimeoutError, StoreUnavailableError
+from aiocoll.store import KeyValueStore
+
+from .conftest import UNLIMITED
 
 MIB = 1 << 20
 
@@ -111,7 +114,10 @@ async def test_num_keys_and_list_keys(store):
     assert (await store.num_keys(), await store.list_keys()) == (0, [])
     await store.multi_set(["b", "a", "ü/ü"], [b"1", b"2", b"3"])
     await store.queue_push("queue", b"not a key")
-    assert (await store.num_keys(), await store.list_keys()) == (3, ["b", "a", "ü/ü"])
+    listed = await store.list_keys()
+    if isinstance(getattr(store, "_store", store), KeyValueStore):  # the order is that of its server
+        listed.sort(key=["b", "a", "ü/ü"].index)
+    assert (await store.num_keys(), listed) == (3, ["b", "a", "ü/ü"])
 
 
 async def test_append(store, other):
@@ -264,7 +270,9 @@ async def test_limits(store):
     assert not await store.check(["larger"])
 
 
-async def test_the_number_of_keys_is_limited(store):
+async def test_the_number_of_keys_is_limited(store, request):
+    if request.node.callspec.params["open_store"].removeprefix("prefix-") in UNLIMITED:
+        pytest.skip("the limit is that of its server")
     half = 1 << 15
     await store.multi_set([str(i) for i in range(half)], [b""] * half)
     await store.multi_set([str(i) for i in range(half, 2 * half - 1)], [b""] * (half - 1))
