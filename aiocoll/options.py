@@ -32,7 +32,6 @@ from typing import Any, Final, Literal
 
 from aiocoll.endpoints import check_ports, parse_advertised, parse_ports
 from aiocoll.environment import take
-from aiocoll.errors import BackendUnavailableError
 from aiocoll.log import logger
 from aiocoll.numerals import parse_float, parse_int
 
@@ -61,10 +60,6 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "transport": ("auto", "tcp", "unix", "shm"),
     "encryption": ("auto", "none", "tls"),
     "debug": ("off", "detail"),
-}
-# Values that are refused: ignoring one of them silently would be worse.
-_NOT_BUILT: Mapping[str, str] = {
-    "tls": "encryption is not built yet; use 'auto' and a network you trust, or a tunnel",
 }
 _TRUTH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 _DEFAULTS: Mapping[str, Any] = {
@@ -98,7 +93,8 @@ class GroupOptions:
         advertise: numeric address by which ranks on other hosts reach this rank where that is not one of its host, as
             behind NAT, like `"203.0.113.5"`; with a port, like `"203.0.113.5:40000"`, if that is translated, too: then
             `port_range` is the one port that it leads to.
-        encryption: `"auto"`, `"none"` or `"tls"`.
+        encryption: `"auto"`: TLS 1.3 between hosts; `"tls"`: for all TCP connections, on one host, too; `"none"`:
+            nothing is encrypted, if every rank says so.
         job_key: secret that all ranks of the job share, at least 16 bytes; a string is encoded as UTF-8.
         spin_us: microseconds an await may poll in one iteration of the loop before it suspends; 0 = never polls.
         warn_after: seconds after which a pending operation is logged with the ranks it waits for; inf = never.
@@ -112,7 +108,6 @@ class GroupOptions:
     Raises:
         TypeError: a value has a wrong type.
         ValueError: a value is not allowed; the message lists the allowed ones.
-        BackendUnavailableError: a value needs something that is not installed or not built.
     """
 
     transport: Literal["auto", "tcp", "unix", "shm"] = _UNSET
@@ -157,7 +152,6 @@ class GroupOptions:
 
         Raises:
             ValueError: a variable is unknown or its value unusable; the message names both and what is allowed.
-            BackendUnavailableError: a variable needs something that is not installed or not built.
         """
         resolved = cls(**{**_DEFAULTS, **_from_environ(environ), **(explicit._given() if explicit else {})})
         _check_together(resolved.advertise, resolved.port_range)
@@ -205,8 +199,6 @@ def _check_choice(option: str) -> Callable[[str, Any], None]:
     def check(label: str, value: Any) -> None:
         if value not in allowed:
             raise ValueError(f"{label}={value!r}: must be one of {', '.join(map(repr, allowed))}")
-        if value in _NOT_BUILT:
-            raise BackendUnavailableError(f"{label}={value!r}: {_NOT_BUILT[value]}")
 
     return check
 

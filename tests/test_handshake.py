@@ -90,6 +90,21 @@ def test_ends_with_different_keys_refuse_each_other(ours, theirs):
         c.confirm(verdict)
 
 
+def test_ends_that_see_different_certificates_refuse_each_other():
+    """As when somebody sits between them, and passes on what both say."""
+    for ours, theirs in ((b"1" * 32, b"2" * 32), (b"", b"2" * 32), (b"1" * 32, b"")):
+        c = ClientHandshake(CLIENT, KEY, os.urandom, ours)
+        s = ServerHandshake(SERVER, KEY, os.urandom, theirs)
+        verdict = s.verdict(c.prove(s.challenge(c.hello())), nobody)
+        assert isinstance(s.refusal, UnprovenError)
+        with pytest.raises(UnprovenError, match="other end did not prove"):
+            c.confirm(verdict)
+    c, s = (
+        ends(who, KEY, os.urandom, b"1" * 32) for ends, who in ((ClientHandshake, CLIENT), (ServerHandshake, SERVER))
+    )
+    assert exchange(c, s) == Peer(*CLIENT)
+
+
 def test_a_stranger_is_told_nothing_by_a_server():
     """Whatever it says and whatever the server is: a nonce, then zeros."""
     said = set()

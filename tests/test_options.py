@@ -7,7 +7,6 @@ from datetime import timedelta
 
 import pytest
 
-from aiocoll.errors import BackendUnavailableError
 from aiocoll.options import GroupOptions, job_key, read_key_file, seconds
 
 KEY = "0123456789abcdef"
@@ -44,7 +43,7 @@ def test_defaults() -> None:
         ("port_range", "31000-31009", (31000, 31009), (1, 65535)),
         ("port_range", "31000", (31000, 31000), None),
         ("advertise", "203.0.113.5", "203.0.113.5", "::1"),
-        ("encryption", "none", "none", "auto"),
+        ("encryption", "none", "none", "tls"),
         ("spin_us", "0", 0.0, 7),
         ("warn_after", "inf", math.inf, 1.5),
         ("allow_pickle", "1", True, False),
@@ -104,19 +103,6 @@ def test_unusable_variables_are_named(variable: str, text: str, allowed: str) ->
         GroupOptions.resolve(None, {variable: text})
     assert str(caught.value).startswith(f"{variable}=")
     assert text in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("encryption", "tls", "encryption .* use 'auto'"),
-    ],
-)
-def test_what_is_not_built_is_refused_rather_than_ignored(name: str, value: str, message: str) -> None:
-    with pytest.raises(BackendUnavailableError, match=f"AIOCOLL_{name.upper()}='{value}': {message}"):
-        GroupOptions.resolve(None, {f"AIOCOLL_{name.upper()}": value})
-    with pytest.raises(BackendUnavailableError, match=f"{name}='{value}': {message}"):
-        GroupOptions(**{name: value})
 
 
 @pytest.mark.parametrize(

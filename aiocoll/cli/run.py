@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from aiocoll.cli.arguments import integer, positive
 from aiocoll.cli.supervise import supervise
 from aiocoll.errors import AiocollError
-from aiocoll.options import job_key, read_key_file
+from aiocoll.options import GroupOptions, job_key, read_key_file
 from aiocoll.runtime import Runtime, running_loop
 from aiocoll.store import StoreServer
 from aiocoll.store.listening import find_address, local_address
@@ -83,6 +83,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     try:
         job = _job(args, os.environ)
+        encryption = GroupOptions.resolve(None, os.environ).encryption
     except ValueError as error:
         parser.error(str(error))
     environ = dict(os.environ)
@@ -92,7 +93,8 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         if job.node_rank == 0:
             try:
                 host = asyncio.run(_where_to_listen(job, environ.get("AIOCOLL_BIND")))
-                server = StoreServer(host, port, key=job.key, job=job.name, world_size=job.nproc * job.nnodes)
+                size = job.nproc * job.nnodes
+                server = StoreServer(host, port, key=job.key, job=job.name, world_size=size, encryption=encryption)
                 _, port = server.start()
             except AiocollError as error:
                 print(f"aiocoll run: {error}", file=sys.stderr)

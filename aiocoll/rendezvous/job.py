@@ -27,10 +27,12 @@ from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.same_host import tell_hosts_apart
 from aiocoll.rendezvous.unmet import not_come, not_connected
 from aiocoll.runtime import Runtime
+from aiocoll.security.tls import agreed, of_this_process
 from aiocoll.store import PrefixStore, Store
 from aiocoll.transport.base import Card, Link, Transport
 from aiocoll.transport.memory import Hub, MemoryTransport
 from aiocoll.transport.stream.route import find_route
+from aiocoll.transport.stream.tls_stream import OpenEncrypted
 from aiocoll.transport.stream.transport import StreamTransport
 from aiocoll.tuning import from_wire, load, to_wire
 
@@ -87,6 +89,7 @@ class Job:
         self._runtime = Runtime.of(self._loop)
         self._hub: Hub | None = None
         self._tuning = Tuning()
+        self._open_stream = OpenEncrypted()
         self._opening = asyncio.Lock()
         self._cards: CardCache | None = None
         # What meeting waits for: keys in a store, in the order of the ranks that publish them; then links.
@@ -347,9 +350,11 @@ class Job:
             transport=options.transport,
             host_id=options.host_id,
             connect_timeout=self._timeout,
+            open_stream=self._open_stream,
         )
         card = await transport.listen() if self._runtime.may_listen else transport.card
-        return transport, {**card, "loop": f"{os.getpid()}/{id(self._loop)}", "store": self._store.reached}
+        place = {"loop": f"{os.getpid()}/{id(self._loop)}", "store": self._store.reached}
+        return transport, card | place | {"encryption": options.encryption}
 
     async def _tell_hosts_apart(self, store: Store, stream: StreamTransport) -> Card:
         try:
@@ -378,13 +383,18 @@ class Job:
                 + "".join(f" (rank {rank}: {card['apart']})" for rank, card in cards.items() if card.get("apart"))
             )
         if options.transport == "tcp" or hosts > 1:
+            encrypted = agreed({rank: card["encryption"] for rank, card in cards.items()}, hosts)
             stores = {rank: card["store"] for rank, card in cards.items()}
-            cards = await self._exchange(store, "tcp", await self._listen_tcp(store, stream, stores, hosts == 1))
+            card = await self._listen_tcp(store, stream, stores, hosts == 1, encrypted)
+            cards = await self._exchange(store, "tcp", card)
         return stream, cards
 
-    async def _listen_tcp(self, store: Store, stream: StreamTransport, stores: Mapping[int, str], alone: bool) -> Card:
+    async def _listen_tcp(
+        self, store: Store, stream: StreamTransport, stores: Mapping[int, str], alone: bool, encrypted: bool
+    ) -> Card:
         options = self._options
         try:
+            self._open_stream.tls = of_this_process() if encrypted else None
             host, told = find_route(self.rank, stores, options.interface, options.bind, together=alone)
             port = None
             if options.advertise is not None and not alone:

@@ -156,7 +156,7 @@ class new_group:
 
     def _open_store_handle(self, options: GroupOptions) -> StoreHandle:
         where, key = self._where, _key(options, self._where.job)
-        return StoreHandle(where.store, lambda: where.open(self._timeout, key, options.bind), where.hosts)
+        return StoreHandle(where.store, lambda: where.open(self._timeout, key, options), where.hosts)
 
     def _job(self, identity: tuple[Any, ...], options: GroupOptions) -> Job:
         where = self._where
@@ -166,11 +166,7 @@ class new_group:
 
     async def _make_by(self, factory: Callable[..., Any], options: GroupOptions) -> ProcessGroup:
         where = self._where
-        store = (
-            where.store
-            if where.store is not None
-            else where.open(self._timeout, _key(options, where.job), options.bind)
-        )
+        store = where.store if where.store is not None else where.open(self._timeout, _key(options, where.job), options)
         made = factory(store, where.rank, where.world_size, self._timeout, self._device, options=options)
         group: ProcessGroup = await made if inspect.isawaitable(made) else made
         return group
@@ -209,7 +205,7 @@ class _Where(NamedTuple):
         """Whether this rank serves the store."""
         return self.scheme == "tcp" and self.rank == 0 and not self.hosted
 
-    def open(self, timeout: float, key: bytes | None, bind: str | None) -> Store:
+    def open(self, timeout: float, key: bytes | None, options: GroupOptions) -> Store:
         """Open the store of the init method."""
         if self.scheme == "file":
             return FileStore(self.host, self.world_size or None)
@@ -222,7 +218,8 @@ class _Where(NamedTuple):
             wait_for_workers=False,
             key=key,
             job=self.job,
-            bind=bind,
+            bind=options.bind,
+            encryption=options.encryption,
         )
 
 

@@ -24,8 +24,9 @@
         36    32  mac
 
 CONFIRM is only a mac. A mac is HMAC-SHA256(K, its label | all messages so far, its own up to the mac), and K is
-HKDF-SHA256 (RFC 5869) of the job key, salted by HELLO and CHALLENGE. So the labels prevent reflection, the two nonces
-prevent replay, and all claims of both sides are covered by both macs.
+HKDF-SHA256 (RFC 5869) of the job key, salted by HELLO, CHALLENGE and the hash of the certificate, if one secures the
+connection. So the labels prevent reflection, the two nonces prevent replay, the certificate prevents that somebody in
+between passes on the messages of both, and all claims of both sides are covered by both macs.
 
 - Unproven claims have no effect. The server reads a client's claims, and asks `decide`, only if the mac of PROOF is
   right; the client reads the server's answer only if the mac of VERDICT is right.
@@ -159,14 +160,19 @@ class ClientHandshake:
         identity: the identity of this end.
         key: the job key, None for the null key of loopback.
         random_bytes: source of the nonce, normally `Runtime.random_bytes`.
+        bound: see the attribute.
 
     Attributes:
+        bound: what secures the connection, as both ends know it (`aiocoll.security.tls.binding`); known at `prove`.
         peer: the server's identity, proven, once `confirm` has returned.
     """
 
-    def __init__(self, identity: Identity, key: bytes | None, random_bytes: Callable[[int], bytes]) -> None:
+    def __init__(
+        self, identity: Identity, key: bytes | None, random_bytes: Callable[[int], bytes], bound: bytes = b""
+    ) -> None:
         self._identity = identity
         self._key = key
+        self.bound = bound
         self._transcript = _opening(random_bytes)
         self._secret = b""
         self.peer: Peer | None = None
@@ -185,7 +191,7 @@ class ClientHandshake:
         if version != WIRE_VERSION:
             raise _wrong_version(version)
         self._transcript += challenge
-        self._secret = _derive(self._key, self._transcript)
+        self._secret = _derive(self._key, self._transcript + self.bound)
         proof = _claim(self._identity, self._identity.kind)
         proof += _mac(self._secret, b"C", self._transcript + proof)
         self._transcript += proof
@@ -215,14 +221,18 @@ class ServerHandshake:
         identity: the identity of this end. Kind STORE accepts only STORE connections, another kind only the others.
         key: the job key, None for the null key of loopback.
         random_bytes: source of the nonce, normally `Runtime.random_bytes`.
+        bound: what secures the connection, as both ends know it (`aiocoll.security.tls.binding`).
 
     Attributes:
         refusal: the error of a client that was refused. Send the answer, which tells it what it may know, and close.
     """
 
-    def __init__(self, identity: Identity, key: bytes | None, random_bytes: Callable[[int], bytes]) -> None:
+    def __init__(
+        self, identity: Identity, key: bytes | None, random_bytes: Callable[[int], bytes], bound: bytes = b""
+    ) -> None:
         self._identity = identity
         self._key = key
+        self._bound = bound
         self._opening = _opening(random_bytes)
         self._transcript = self._secret = b""
         self._peer: Peer | None = None
@@ -238,7 +248,7 @@ class ServerHandshake:
         if version != WIRE_VERSION:
             self.refusal = _wrong_version(version)
         self._transcript = hello + self._opening
-        self._secret = _derive(self._key, self._transcript)
+        self._secret = _derive(self._key, self._transcript + self._bound)
         return self._opening
 
     def verdict(
@@ -301,12 +311,9 @@ def _version(message: bytes, who: str) -> int:
     return message[len(MAGIC)]
 
 
-def _derive(key: bytes | None, opening: bytes) -> bytes:
-    """Return K by HKDF-SHA256: extract, then the first block of expand.
-
-    The salt binds the connection: a certificate that secures its bytes would belong there.
-    """
-    extracted = hmac.digest(opening, key or b"", "sha256")
+def _derive(key: bytes | None, salt: bytes) -> bytes:
+    """Return K by HKDF-SHA256: extract, then the first block of expand."""
+    extracted = hmac.digest(salt, key or b"", "sha256")
     return hmac.digest(extracted, b"aiocoll/2\x01", "sha256")
 
 

@@ -7,7 +7,7 @@ is no limit per address: all ranks of a host, or behind one router, have the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 __all__ = ["MIN_PLACES", "Unproven"]
@@ -34,6 +34,9 @@ class Unproven(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._oldest_first)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._oldest_first)
 
     def __contains__(self, connection: T) -> bool:
         return connection in self._oldest_first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ from aiocoll.security.handshake import (
     Identity,
     may_be_ours,
 )
-from aiocoll.store.address import StoreEndpoint, check_peer, describe, resolve
+from aiocoll.security.tls import Tls, binding, is_encrypted, of_this_process
+from aiocoll.store.address import StoreEndpoint, check_peer, describe, is_unix, resolve
 from aiocoll.store.base import settled, timed_out
 from aiocoll.store.frames import FrameProtocol, pack
 from aiocoll.store.replies import ReplyStatus, check_reply
@@ -101,6 +103,8 @@ class ClientLink(FrameProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin the handshake."""
         super().connection_made(transport)
+        if secured := transport.get_extra_info("ssl_object"):
+            self._handshake.bound = binding(secured.getpeercert(binary_form=True))
         self._expect(CHALLENGE_SIZE, self._challenge_received)
         self.transport.write(self._handshake.hello())
 
@@ -202,6 +206,7 @@ async def connect(
     *,
     key: bytes | None,
     identity: Identity,
+    encryption: str,
     runtime: Runtime,
     timeout: float,
     trouble: Callable[[str], None],
@@ -213,6 +218,7 @@ async def connect(
     Raises:
         StoreUnavailableError: the message says where, why, and for how long it was tried.
         StoreAuthenticationError: one end refused the other, or the other end is not a store.
+        BackendUnavailableError: the connection is to be encrypted, and what that needs is not installed.
     """
     where = describe(host, port)
     began = runtime.time()
@@ -224,12 +230,16 @@ async def connect(
                 endpoint.require_key(key)
                 remaining = began + timeout - runtime.time()
                 link = ClientLink(ClientHandshake(identity, key, runtime.random_bytes), where)
+                secured = not is_unix(host) and is_encrypted(encryption, endpoint.sockaddr[0])
+                tls = of_this_process() if secured else None
                 try:
-                    return await _attempt(link, endpoint, min(HANDSHAKE_TIMEOUT, max(remaining, _LAST_RETRY)))
+                    return await _attempt(link, endpoint, tls, min(HANDSHAKE_TIMEOUT, max(remaining, _LAST_RETRY)))
                 except AuthenticationError:
                     raise
                 except OSError as exc:
                     reason = _explain(exc)
+                    if encryption != "auto" and isinstance(exc, ConnectionResetError | ssl.SSLError):
+                        reason += f"; is it, too, given encryption={encryption!r} (AIOCOLL_ENCRYPTION)?"
         except AuthenticationError as exc:
             raise StoreAuthenticationError(f"cannot use the store at {where}: {exc}") from exc
         except _UnresolvedError as exc:
@@ -254,7 +264,7 @@ async def _resolve(host: str, port: int) -> list[StoreEndpoint]:
         raise _UnresolvedError(f"the host name {host!r} cannot be resolved ({why})") from exc
 
 
-async def _attempt(link: ClientLink, endpoint: StoreEndpoint, timeout: float) -> ClientLink:
+async def _attempt(link: ClientLink, endpoint: StoreEndpoint, tls: Tls | None, timeout: float) -> ClientLink:
     """Connect `link` and wait for the end of its handshake; OSError or AuthenticationError if that fails."""
     loop = asyncio.get_running_loop()
     sock = endpoint.socket()
@@ -265,6 +275,8 @@ async def _attempt(link: ClientLink, endpoint: StoreEndpoint, timeout: float) ->
             check_peer(sock)
             if isinstance(endpoint.sockaddr, str):
                 transport, _ = await loop.create_unix_connection(lambda: link, sock=sock)
+            elif tls is not None:
+                transport, _ = await loop.create_connection(lambda: link, sock=sock, ssl=tls.client, server_hostname="")
             else:
                 transport, _ = await loop.create_connection(lambda: link, sock=sock)
             failure = await link.ready
@@ -285,6 +297,8 @@ async def _attempt(link: ClientLink, endpoint: StoreEndpoint, timeout: float) ->
 def _explain(exc: OSError) -> str:
     if isinstance(exc, ConnectionRefusedError | FileNotFoundError):
         return "nothing listens there (connection refused); is rank 0, or the launcher, running at this address?"
+    if isinstance(exc, ssl.SSLError):
+        return f"what listens there does not speak TLS as expected ({exc.reason or exc})"
     if isinstance(exc, TimeoutError):
         return str(exc) or "no answer to the connection attempt; is the address right, and open in the firewall?"
     return exc.strerror or str(exc)

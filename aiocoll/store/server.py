@@ -14,11 +14,13 @@ import socket
 import threading
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from typing import Literal
 
-from aiocoll.errors import AuthenticationError, StoreUnavailableError
+from aiocoll.errors import AuthenticationError, BackendUnavailableError, StoreUnavailableError
 from aiocoll.log import logger
 from aiocoll.runtime import Runtime
-from aiocoll.security.handshake import ConnKind, Identity, ServerHandshake, job_id
+from aiocoll.security.handshake import HANDSHAKE_TIMEOUT, ConnKind, Identity, ServerHandshake, job_id
+from aiocoll.security.tls import binding, is_encrypted, of_this_process
 from aiocoll.security.unproven import Unproven
 from aiocoll.store.address import check_peer, describe, is_unix, listen
 from aiocoll.store.core import StoreCore
@@ -43,6 +45,8 @@ class StoreServer:
         key: the job key; None is the null key, for loopback and unix sockets only.
         job: name of the job; clients of another job are refused.
         world_size: expected number of clients, to size the handshake queue; None if not known.
+        encryption: `"auto"` encrypts connections of other hosts, `"tls"` all but those of unix sockets, `"none"` none;
+            the same for all clients.
     """
 
     def __init__(
@@ -53,13 +57,17 @@ class StoreServer:
         key: bytes | None = None,
         job: str = "",
         world_size: int | None = None,
+        encryption: Literal["auto", "none", "tls"] = "auto",
     ) -> None:
         self.host = host
         self.port = port
         self.core = StoreCore()
         self._key = key
         self._identity = Identity(job_id(job), 0, -1, 0, ConnKind.STORE)
+        self._encryption = encryption
         self._unproven: Unproven[Session] = Unproven(world_size or 0, Session.abort)
+        # Those that are not even encrypted yet.
+        self._securing: Unproven[asyncio.Task[None]] = Unproven(world_size or 0, asyncio.Task.cancel)
         self._members = StoreCore()
         self._sessions: set[Session] = set()
         self._changed = asyncio.Event()
@@ -173,6 +181,11 @@ class StoreServer:
         accepting.cancel()
         await asyncio.wait([accepting])
         self._unlink()
+        securing = list(self._securing)
+        for task in securing:
+            task.cancel()
+        if securing:
+            await asyncio.wait(securing)
         for session in list(self._sessions):
             session.abort()
         while self._sessions:
@@ -189,28 +202,26 @@ class StoreServer:
             except BlockingIOError:
                 continue
             except OSError as exc:
-                self._warn(exc)
+                self._warn(f"{exc.strerror}; trying again every {_ACCEPT_PAUSE:g} s")
                 await self.runtime.sleep(_ACCEPT_PAUSE)
                 continue
             try:
                 await self._start_session(connection)
             except (AuthenticationError, OSError) as exc:
-                logger.debug("store on %s refused a connection: %s", describe(self.host, self.port), exc)
-                connection.close()
+                self._refused(connection, exc)
             except asyncio.CancelledError:
                 connection.close()
                 raise
 
-    def _warn(self, exc: OSError) -> None:
+    def _refused(self, connection: socket.socket, why: Exception) -> None:
+        logger.debug("store on %s refused a connection: %s", describe(self.host, self.port), why)
+        connection.close()
+
+    def _warn(self, why: str) -> None:
         now = self.runtime.time()
         if now - self._warned >= _WARN_EVERY:
             self._warned = now
-            logger.warning(
-                "store on %s cannot accept connections (%s); trying again every %g s",
-                describe(self.host, self.port),
-                exc.strerror,
-                _ACCEPT_PAUSE,
-            )
+            logger.warning("store on %s cannot accept connections: %s", describe(self.host, self.port), why)
 
     async def _readable(self, sock: socket.socket) -> None:
         """Wait for a connection; unlike in `sock_accept`, none is lost when this is cancelled."""
@@ -225,9 +236,31 @@ class StoreServer:
         check_peer(connection)
         if connection.family != getattr(socket, "AF_UNIX", None):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if is_encrypted(self._encryption, connection.getpeername()[0]):
+                connection.setblocking(False)
+                task = self.runtime.create_task(self._start_secured(connection), "aiocoll-store-secure")
+                self._securing.admit(task)
+                task.add_done_callback(self._securing.release)
+                return
         connection.setblocking(False)
         handshake = ServerHandshake(self._identity, self._key, self.runtime.random_bytes)
         await self._loop.connect_accepted_socket(lambda: Session(self, handshake), connection)
+
+    async def _start_secured(self, connection: socket.socket) -> None:
+        try:
+            tls = of_this_process()
+            handshake = ServerHandshake(self._identity, self._key, self.runtime.random_bytes, binding(tls.certificate))
+            await self._loop.connect_accepted_socket(
+                lambda: Session(self, handshake), connection, ssl=tls.server, ssl_handshake_timeout=HANDSHAKE_TIMEOUT
+            )
+        except OSError as error:
+            self._refused(connection, error)
+        except BackendUnavailableError as error:
+            self._warn(str(error))
+            connection.close()
+        except asyncio.CancelledError:
+            connection.close()
+            raise
 
     def _unlink(self) -> None:
         name = self.host.removeprefix("unix:")

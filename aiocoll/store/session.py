@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -51,7 +52,7 @@ class Session(FrameProtocol):
         self._waits: dict[int, tuple[StoreCore, PendingWait, tuple[Any, ...]]] = {}
         self._joined = False
         self._reason: Exception | None = None
-        self._deadline = owner.runtime.call_later(HANDSHAKE_TIMEOUT, self.abort)
+        self._deadline: asyncio.TimerHandle | None = None
 
     def abort(self) -> None:
         """Close at once."""
@@ -60,12 +61,14 @@ class Session(FrameProtocol):
     def connection_made(self, transport: Any) -> None:
         """Wait for the client's first message."""
         super().connection_made(transport)
+        self._deadline = self._owner.runtime.call_later(HANDSHAKE_TIMEOUT, self.abort)
         self._expect(HELLO_SIZE, self._hello_received)
         self._owner.session_opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Drop the client's waits."""
-        self._deadline.cancel()
+        if self._deadline is not None:
+            self._deadline.cancel()
         for core, waiter, _ in self._waits.values():
             core.drop(waiter)
         self._waits.clear()
@@ -125,6 +128,7 @@ class Session(FrameProtocol):
 
     def _confirm_received(self, block: bytearray) -> None:
         self._handshake.accept(bytes(block))
+        assert self._deadline is not None
         self._deadline.cancel()
         self._expect_frame()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from aiocoll.errors import StoreUnavailableError
 from aiocoll.runtime import Runtime, running_loop
@@ -36,6 +36,8 @@ class TCPStore(Store):
         key: the job key, needed where other machines can reach the address.
         job: name of the job; a server of another job is refused.
         bind: where the master listens if `host` is no address of its machine, or only its loopback; or "any".
+        encryption: `"auto"` encrypts the connection if the server is on another host, `"tls"` always but over unix
+            sockets, `"none"` never; the server has to be given the same.
         runtime: clock and randomness to use; None is the running loop's.
     """
 
@@ -51,6 +53,7 @@ class TCPStore(Store):
         key: bytes | None = None,
         job: str = "",
         bind: str | None = None,
+        encryption: Literal["auto", "none", "tls"] = "auto",
         runtime: Runtime | None = None,
     ) -> None:
         super().__init__(timeout)
@@ -69,6 +72,7 @@ class TCPStore(Store):
         self._identity = Identity(job_id(job), 0, -1, 0, ConnKind.STORE)
         self._job = job
         self._bind = bind
+        self._encryption = encryption
         self._runtime = runtime
         self._server: StoreServer | None = None
         self._link: ClientLink | None = None
@@ -145,6 +149,7 @@ class TCPStore(Store):
                 self.port,
                 key=self._key,
                 identity=self._identity,
+                encryption=self._encryption,
                 runtime=runtime,
                 timeout=max(0.0, deadline - runtime.time()),
                 trouble=self._set_trouble,
@@ -173,7 +178,14 @@ class TCPStore(Store):
             timeout=self.timeout,
             trouble=self._set_trouble,
         )
-        server = StoreServer(host, self.port, key=self._key, job=self._job, world_size=self._world_size)
+        server = StoreServer(
+            host,
+            self.port,
+            key=self._key,
+            job=self._job,
+            world_size=self._world_size,
+            encryption=self._encryption,
+        )
         _, self.port = server.start()
         self._server = server
         return local_address(host)

@@ -24,6 +24,10 @@ class ByteStream(Protocol):
         """The underlying socket, for its options and for what the kernel knows of the other end; not for bytes."""
 
     @property
+    def bound(self) -> bytes:
+        """What a handshake must bind of this connection: which certificate secures it; nothing without encryption."""
+
+    @property
     def send(self) -> Callable[[Bytes], int]:
         """Send some bytes; return how many were taken. After `BlockingIOError` the same bytes are offered again."""
 

@@ -18,8 +18,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,27 @@ class Network:
             print(number, int(rate), int(delay * 1e9), int(loss * 1e6), queue, file=self._cables.stdin, flush=True)
             lost.append(sum(map(int, self._cables.stdout.readline().split())))
         return lost
+
+    @contextmanager
+    def captured(self, number: int) -> Iterator[list[bytes]]:
+        """Put all bytes that cross the cable of a host meanwhile into the list, in the end."""
+        program = str(Path(__file__).with_name("capture.py"))
+        command = ["ip", "netns", "exec", self._switch, sys.executable, program, f"p{number}"]
+        found: list[bytes] = []
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stderr.readline() == b"capturing\n"
+            read = process.stdout.read
+            reader = threading.Thread(target=lambda: found.append(read()))
+            reader.start()
+            try:
+                yield found
+            finally:
+                process.stdin.close()
+                reader.join()
 
     # -- making and removing
 

@@ -52,6 +52,20 @@ async def carriers(pg: aiocoll.ProcessGroup) -> Any:
     return [None if peer == pg.rank() else transport.carrier(peer)[0] for peer in range(pg.size())]
 
 
+async def confide(pg: aiocoll.ProcessGroup) -> Any:
+    """Send what nobody else is to know, in every way there is."""
+    words = np.frombuffer(b"a tensor is secret " * 10_000, np.uint8).copy()
+    await pg.broadcast(words, 0)
+    said = await pg.allgather_object("an object is secret")
+    if pg.rank():
+        await pg.send_object("a message is secret", 0)
+        await pg.send(words[:19].copy(), 0)
+    else:
+        said.append(await pg.recv_object(1))
+        await pg.recv(words[:19], 1)
+    return len(said)
+
+
 async def one_way(pg: aiocoll.ProcessGroup) -> Any:
     """Rank 0 sends to 1, and 1 to 2, and none of them anything else."""
     array = np.full(300_000, float(pg.rank() == 0))

@@ -3,6 +3,7 @@
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ def has_ipv6() -> bool:
     return True
 
 
-KINDS = ["hash", "file", "tcp4", "tcp6", "unix", "unix-abstract", "minimal"]
+KINDS = ["hash", "file", "tcp4", "tcp6", "tls", "unix", "unix-abstract", "minimal"]
 #: Those of servers that have another limit of keys, or none.
 UNLIMITED: set[str] = set()
 
@@ -43,12 +44,14 @@ async def open_store(request: pytest.FixtureRequest, tmp_path) -> AsyncIterator[
         else:
             host = {
                 "tcp4": "127.0.0.1",
+                "tls": "127.0.0.1",
                 "tcp6": "::1",
                 "unix": f"unix:{tmp_path}/socket",
                 "unix-abstract": f"unix:@aiocoll-{tmp_path}",
             }[kind]
-            master = await stack.enter_async_context(TCPStore(host, 0, is_master=True))
-            handle = lambda: TCPStore(host, master.port)  # noqa: E731
+            how: dict[str, Any] = {"encryption": "tls"} if kind == "tls" else {}
+            master = await stack.enter_async_context(TCPStore(host, 0, is_master=True, **how))
+            handle = lambda: TCPStore(host, master.port, **how)  # noqa: E731
 
         def open_one() -> Store:
             store = handle()

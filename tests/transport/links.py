@@ -6,10 +6,12 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind
+from aiocoll.security.tls import of_this_process
 from aiocoll.transport.base import Link
 from aiocoll.transport.buffer_pool import BufferPool
 from aiocoll.transport.frame import HEADER, FrameKind, Header
@@ -17,12 +19,13 @@ from aiocoll.transport.memory import Hub, MemoryTransport
 from aiocoll.transport.shm.link import ShmLink
 from aiocoll.transport.shm.sharing import Sharing
 from aiocoll.transport.stream.link import StreamLink
-from aiocoll.transport.stream.plain_stream import PlainStream
+from aiocoll.transport.stream.plain_stream import PlainStream, open_plain
+from aiocoll.transport.stream.tls_stream import open_tls
 
-from .record_stream import RecordStream
+from .record_stream import open_records
 
-#: The last one is over a stream that behaves as encryption may make it.
-KINDS = ("memory", "unix", "tcp", "shm", "records")
+#: The last but one is over a stream that is as awkward as encryption may be.
+KINDS = ("memory", "unix", "tcp", "shm", "records", "tls")
 
 
 class Recorder:
@@ -132,11 +135,11 @@ async def linked(kind: str, runtime: Runtime | None = None) -> AsyncIterator[tup
     elif kind == "shm":
         ends = await shm_ends(runtime)
     else:
-        kind_of_stream = RecordStream if kind == "records" else PlainStream
-        pair = enumerate(sockets("unix" if kind == "records" else kind))
+        opening = {"records": open_records, "tls": partial(open_tls, of_this_process())}.get(kind, open_plain)
+        pair = enumerate(sockets(kind if kind == "tcp" else "unix"))
+        streams = await asyncio.gather(*(opening(runtime.loop, sock, dialled=not rank) for rank, sock in pair))
         ends = [
-            StreamLink(runtime, kind_of_stream(runtime.loop, sock), 1 - rank, ConnKind.DATA, BufferPool())
-            for rank, sock in pair
+            StreamLink(runtime, stream, 1 - rank, ConnKind.DATA, BufferPool()) for rank, stream in enumerate(streams)
         ]
     for end in ends:
         end.sink = Recorder()

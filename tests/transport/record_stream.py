@@ -24,6 +24,8 @@ class RecordStream:
     - It sends no more before the answer of the other end has come.
     """
 
+    bound = b""
+
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
         self.sock = sock
         self.closed = False

@@ -17,22 +17,29 @@ import pytest
 
 from aiocoll.engine.failure import watchdog
 from aiocoll.engine.failure.watchdog import Watchdog
-from aiocoll.transport.byte_stream import ByteStream, receive_message, send_message
+from aiocoll.security.tls import of_this_process
+from aiocoll.transport.byte_stream import ByteStream, OpenStream, receive_message, send_message
 from aiocoll.transport.stream.plain_stream import PlainStream, open_plain
+from aiocoll.transport.stream.tls_stream import open_tls
 
 from ..internals import Limits
 from .links import sockets
 from .record_stream import SOME, RecordStream, open_records
 from .test_stream import say, settle, started
 
-STREAMS: dict[str, Callable[..., Any]] = {"plain": PlainStream, "records": RecordStream}
+STREAMS: dict[str, OpenStream] = {
+    "plain": open_plain,
+    "records": open_records,
+    "tls": lambda loop, sock, dialled: open_tls(of_this_process(), loop, sock, dialled=dialled),
+}
 each_stream = pytest.mark.parametrize("kind", STREAMS)
 
 
 @asynccontextmanager
 async def ends_of(kind: str) -> AsyncIterator[tuple[ByteStream, ByteStream]]:
     loop = asyncio.get_running_loop()
-    ends = [STREAMS[kind](loop, sock) for sock in sockets("unix")]
+    opening = (STREAMS[kind](loop, sock, dialled=bool(end)) for end, sock in enumerate(sockets("unix")))
+    ends = await asyncio.gather(*opening)
     try:
         yield ends[0], ends[1]
     finally:

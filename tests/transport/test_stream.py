@@ -8,6 +8,7 @@ import random
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
 
 import pytest
@@ -30,18 +31,21 @@ from aiocoll.security.handshake import (
     Status,
     job_id,
 )
+from aiocoll.security.tls import of_this_process
 from aiocoll.security.unproven import MIN_PLACES
 from aiocoll.transport.base import Card, Header, Link
 from aiocoll.transport.frame import HEADER, SEGMENT, FrameKind
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.link import StreamLink
+from aiocoll.transport.stream.tls_stream import open_tls
 from aiocoll.transport.stream.transport import StreamTransport
 
 from ..internals import Limits, replaced, sock_of
 
 KEY = b"k" * 32
 CONTROL, DATA = ConnKind.CONTROL, ConnKind.DATA
-FLAVOURS = ["unix", "tcp", "tcp6", "shm"]
+PLAIN = ["unix", "tcp", "tcp6", "shm"]
+FLAVOURS = [*PLAIN, "tls"]
 
 
 class Rank:
@@ -119,6 +123,8 @@ async def settle(*ranks: Rank) -> None:
 async def started(world_size: int, flavour: str = "unix", **options: object) -> AsyncIterator[list[Rank]]:
     options = {"job": "job", "key": KEY, "connect_timeout": 20.0, **options}
     transport = flavour if flavour in ("unix", "shm") else "tcp"
+    if flavour == "tls":
+        options["open_stream"] = partial(open_tls, of_this_process())
     runtime = options.pop("runtime", None) or Runtime(asyncio.get_running_loop())
     ranks = [Rank(StreamTransport(runtime, r, world_size, transport=transport, **options)) for r in range(world_size)]
     try:
@@ -515,6 +521,7 @@ class HeldTimers(Runtime):
         return delay
 
 
+@pytest.mark.parametrize("flavour", PLAIN, indirect=True)
 @pytest.mark.parametrize("proven", [False, True])
 async def test_a_silent_client_is_dropped(flavour: str, proven: bool) -> None:
     runtime = HeldTimers(asyncio.get_running_loop())
@@ -766,6 +773,7 @@ async def test_listening_on_all_addresses_needs_one_to_tell() -> None:
         assert await a.connect(b) is not None
 
 
+@pytest.mark.parametrize("flavour", PLAIN, indirect=True)
 async def test_closing_ends_handshakes_and_dials(flavour: str) -> None:
     async with started(3, flavour) as (a, b, c):
         await c.transport.aclose()

@@ -17,6 +17,8 @@ class PlainStream:
         sock: connected and non-blocking; closed by `close`.
     """
 
+    bound = b""
+
     __slots__ = ("_loop", "_reading", "_writing", "receive_into", "send", "send_parts", "sock")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:

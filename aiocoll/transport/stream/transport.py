@@ -286,7 +286,7 @@ class StreamTransport:
 
     async def _answer(self, stream: ByteStream) -> Callable[[], None] | None:
         """Answer a handshake; return the call that hands over its result, None if there is another connection."""
-        exchange = ServerHandshake(self._identity, self._key, self._runtime.random_bytes)
+        exchange = ServerHandshake(self._identity, self._key, self._runtime.random_bytes, stream.bound)
         send_message(stream, exchange.challenge(await receive_message(stream, handshake.HELLO_SIZE)))
         if exchange.refusal is not None:
             raise exchange.refusal

@@ -1,0 +1,137 @@
+"""TLS 1.3 for connections between hosts: the contexts of this process, and what a handshake proves of a connection.
+
+Without certificates of the user's, each process makes one for itself, which says nothing: no name in it is checked, and
+it lives as long as the process. The handshake binds it: both ends mix the hash of the certificate that the dialled end
+has shown into the key that they prove (`binding`), so whoever sits between them, with another certificate, can neither
+prove the job key nor use the proofs of others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import ssl
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from functools import cache
+from typing import NamedTuple
+
+from aiocoll.errors import BackendUnavailableError, RendezvousError
+from aiocoll.security.keys import is_loopback
+
+__all__ = ["Tls", "agreed", "binding", "is_encrypted", "of_this_process"]
+
+#: How far the clocks of hosts may be apart, and how long a process may live. Nobody checks either.
+_SKEW, _LIFE = timedelta(days=1), timedelta(days=3650)
+
+
+class Tls(NamedTuple):
+    """The contexts of the end that is dialled and of the one that dials, and the certificate of this process (DER)."""
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+    certificate: bytes
+
+
+@cache
+def of_this_process() -> Tls:
+    """Return contexts with a certificate that this process has made for itself.
+
+    Raises:
+        BackendUnavailableError: the package `cryptography` is not installed.
+    """
+    certificate, chain = _certificate()
+    server = _context(ssl.PROTOCOL_TLS_SERVER)
+    server.num_tickets = 0  # no connection is resumed
+    _load(server, chain)
+    client = _context(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_mode = ssl.CERT_NONE  # `binding` takes its place
+    return Tls(server, client, certificate)
+
+
+def is_encrypted(encryption: str, host: str) -> bool:
+    """Return whether a connection with the other end at `host` is encrypted, by the option `encryption` of both."""
+    return encryption == "tls" or (encryption == "auto" and not is_loopback(host))
+
+
+def agreed(said: Mapping[int, str], hosts: int) -> bool:
+    """Return whether TCP between ranks is encrypted, by the option that each has; the same on all ranks.
+
+    Args:
+        said: the option `encryption` of each rank.
+        hosts: how many hosts they are on.
+
+    Raises:
+        RendezvousError: some ranks have "none", and others have not.
+    """
+    plain = [rank for rank, encryption in said.items() if encryption == "none"]
+    if plain and len(plain) < len(said):
+        others = [rank for rank in said if rank not in plain]
+        raise RendezvousError(
+            f"rank(s) {', '.join(map(str, plain))} have encryption='none', and rank(s) {', '.join(map(str, others))} "
+            "have not: TCP is plain only where every rank says so (AIOCOLL_ENCRYPTION)"
+        )
+    return not plain and (hosts > 1 or "tls" in said.values())
+
+
+def binding(shown: bytes | None) -> bytes:
+    """Return what a handshake binds of a connection: the hash of the certificate that the dialled end has shown."""
+    return hashlib.sha256(shown).digest() if shown is not None else b""
+
+
+def _context(protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # The end of one side only is the end of the TCP stream: links and stores know by what they were told whether it
+    # came too soon.
+    context.options |= ssl.OP_IGNORE_UNEXPECTED_EOF
+    return context
+
+
+def _certificate() -> tuple[bytes, bytes]:
+    """Return a certificate signed by its own key: in DER, and with the key in PEM."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError as error:
+        raise BackendUnavailableError(
+            "connections between hosts are encrypted, which needs the package cryptography: pip install aiocoll[tls]; "
+            "on a network that you trust, encryption='none' (AIOCOLL_ENCRYPTION=none) on every rank does without"
+        ) from error
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "aiocoll")])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _SKEW)
+        .not_valid_after(now + _LIFE)
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return made.public_bytes(serialization.Encoding.DER), made.public_bytes(serialization.Encoding.PEM) + private
+
+
+def _load(context: ssl.SSLContext, chain: bytes) -> None:
+    """Load a certificate and its key, which `ssl` reads from a file only: one that has no name, or is ours alone."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("aiocoll", os.MFD_CLOEXEC)
+        try:
+            os.write(fd, chain)
+            context.load_cert_chain(f"/proc/self/fd/{fd}")
+        finally:
+            os.close(fd)
+        return
+    import tempfile
+
+    with tempfile.NamedTemporaryFile() as file:  # readable by this user only
+        file.write(chain)
+        file.flush()
+        context.load_cert_chain(file.name)

@@ -1,0 +1,228 @@
+"""A byte stream with TLS 1.3 on a socket, from its first byte to its last."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import ssl
+from collections.abc import Callable, Iterable, Iterator
+
+from aiocoll.security.tls import Tls, binding
+from aiocoll.transport.byte_stream import Bytes, ByteStream
+from aiocoll.transport.stream.plain_stream import open_plain
+
+__all__ = ["OpenEncrypted", "TlsStream", "open_tls"]
+
+#: Bytes of the largest record. One that was made leaves before any other, so what is sent after a `BlockingIOError`
+#: must begin with the same bytes, and as many of them in one piece.
+_RECORD = 1 << 14
+_WAIT = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class TlsStream:
+    """See `aiocoll.transport.byte_stream.ByteStream`.
+
+    Args:
+        loop: whose readers and writers there will be.
+        sock: after its handshake; closed by `close`.
+        bound: see `aiocoll.security.tls.binding`.
+    """
+
+    __slots__ = ("_held", "_loop", "_readable", "_soon", "_ssl", "_writing", "bound")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: ssl.SSLSocket, bound: bytes) -> None:
+        self.bound = bound
+        self._ssl = sock
+        self._loop = loop
+        self._readable: Callable[[], object] | None = None
+        self._soon = self._writing = False
+        # Bytes of the record that was made and is not taken yet.
+        self._held = 0
+
+    @property
+    def sock(self) -> socket.socket:
+        """The socket, for its options."""
+        return self._ssl
+
+    def send(self, data: Bytes) -> int:
+        """Encrypt and send some bytes; return how many were taken."""
+        rest = memoryview(data)
+        sent, size = 0, len(rest)
+        if size < self._held:
+            raise BlockingIOError  # not what was offered before
+        while sent < size:
+            record = rest[sent : sent + _RECORD]
+            try:
+                self._ssl.send(record)
+            except _WAIT:
+                self._held = len(record)
+                if sent:
+                    return sent
+                raise BlockingIOError from None
+            except ssl.SSLError as error:
+                raise _broken(error) from error
+            self._held = 0
+            sent += len(record)
+        return sent
+
+    def send_parts(self, parts: Iterable[Bytes]) -> int:
+        """As `send`, for several buffers; small ones share a record."""
+        sent = 0
+        for piece in _pieces(parts):
+            try:
+                taken = self.send(piece)
+            except BlockingIOError:
+                if sent:
+                    return sent
+                raise
+            sent += taken
+            if taken < len(piece):
+                return sent
+        return sent
+
+    def receive_into(self, space: memoryview) -> int:
+        """Receive and decrypt some bytes; return how many, 0 if the other end sends no more."""
+        got = 0
+        while got < len(space):
+            try:
+                more = self._ssl.recv_into(space[got:])
+            except _WAIT:
+                if got:
+                    return got
+                raise BlockingIOError from None
+            except ssl.SSLError as error:
+                raise _broken(error) from error
+            if not more:
+                break
+            got += more
+        return got
+
+    def start_reading(self, readable: Callable[[], object]) -> None:
+        """Have `readable` called while there is something to receive."""
+        self._readable = readable
+        self._loop.add_reader(self._ssl.fileno(), self._read)
+        self._look_again()
+
+    def stop_reading(self) -> None:
+        """Call `readable` no more."""
+        if self._readable is not None:
+            self._readable = None
+            self._loop.remove_reader(self._ssl.fileno())
+
+    def start_writing(self, writable: Callable[[], object]) -> None:
+        """Have `writable` called while bytes would be taken."""
+        self._writing = True
+        self._loop.add_writer(self._ssl.fileno(), writable)
+
+    def stop_writing(self) -> None:
+        """Call `writable` no more."""
+        if self._writing:
+            self._writing = False
+            self._loop.remove_writer(self._ssl.fileno())
+
+    def shutdown(self) -> None:
+        """Shut down the sending side of the socket: TLS of this Python cannot end one side and read the other."""
+        socket.socket.shutdown(self._ssl, socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.stop_reading()
+        self.stop_writing()
+        self._ssl.close()
+
+    def _read(self) -> None:
+        if self._readable is not None:
+            self._readable()
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """Have what was decrypted and not received looked for: no poller tells of it."""
+        if self._readable is not None and not self._soon and self._ssl.pending():
+            self._soon = True
+            self._loop.call_soon(self._again)
+
+    def _again(self) -> None:
+        self._soon = False
+        self._read()
+
+
+def _broken(error: ssl.SSLError) -> ConnectionResetError:
+    return ConnectionResetError(errno.ECONNRESET, f"TLS: {error.reason or error}")
+
+
+def _pieces(parts: Iterable[Bytes]) -> Iterator[Bytes]:
+    """Yield the bytes of `parts` in pieces that fill whole records, but for the last."""
+    joined = bytearray()
+    for part in parts:
+        rest = memoryview(part)
+        if joined or len(rest) < _RECORD:
+            head = rest[: _RECORD - len(joined)]
+            joined += head
+            if len(joined) < _RECORD:
+                continue
+            yield joined
+            joined = bytearray()
+            rest = rest[len(head) :]
+        if whole := len(rest) - len(rest) % _RECORD:
+            yield rest[:whole]
+        joined += rest[whole:]
+    if joined:
+        yield joined
+
+
+class OpenEncrypted:
+    """Opens the streams of a rank, see `aiocoll.transport.byte_stream.OpenStream`: plain ones, until TCP is encrypted.
+
+    Attributes:
+        tls: what encrypts connections over TCP; None: nothing.
+    """
+
+    def __init__(self) -> None:
+        self.tls: Tls | None = None
+
+    async def __call__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> ByteStream:
+        """Return a stream on a connected socket."""
+        if self.tls is None or sock.family == getattr(socket, "AF_UNIX", None):
+            return await open_plain(loop, sock, dialled=dialled)
+        return await open_tls(self.tls, loop, sock, dialled=dialled)
+
+
+async def open_tls(tls: Tls, loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> TlsStream:
+    """Return an encrypted stream; see `aiocoll.transport.byte_stream.OpenStream`.
+
+    Raises:
+        ConnectionResetError: the other end does not speak TLS 1.3, or ended the connection.
+    """
+    context = tls.client if dialled else tls.server
+    secured = context.wrap_socket(sock, server_side=not dialled, do_handshake_on_connect=False)
+    try:
+        await _shake_hands(loop, secured)
+        return TlsStream(loop, secured, binding(secured.getpeercert(binary_form=True) if dialled else tls.certificate))
+    except BaseException:
+        secured.close()
+        raise
+
+
+async def _shake_hands(loop: asyncio.AbstractEventLoop, sock: ssl.SSLSocket) -> None:
+    while True:
+        ready = loop.create_future()
+        try:
+            sock.do_handshake()
+            return
+        except ssl.SSLWantReadError:
+            watch, forget = loop.add_reader, loop.remove_reader
+        except ssl.SSLWantWriteError:
+            watch, forget = loop.add_writer, loop.remove_writer
+        except ssl.SSLError as error:
+            raise _broken(error) from error
+        watch(sock.fileno(), _resolve, ready)
+        try:
+            await ready
+        finally:
+            forget(sock.fileno())
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,250 @@
+"""Encryption: what it is, what the handshake binds of it, and what it needs."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import os
+import socket
+import ssl
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import numpy as np
+import pytest
+
+from aiocoll import AuthenticationError, GroupOptions, HashStore, ProcessGroup, RendezvousError, TCPStore, new_group
+from aiocoll.errors import BackendUnavailableError
+from aiocoll.security import tls
+from aiocoll.security.tls import Tls, binding, is_encrypted, of_this_process
+from aiocoll.transport.stream.plain_stream import PlainStream
+from aiocoll.transport.stream.tls_stream import TlsStream, open_tls
+
+from .internals import comm_of
+
+KEY = b"a key of this test and no other"
+
+
+@pytest.mark.parametrize(
+    ("encryption", "here", "elsewhere"), [("auto", False, True), ("tls", True, True), ("none", False, False)]
+)
+def test_what_is_encrypted(encryption: str, here: bool, elsewhere: bool) -> None:
+    assert [is_encrypted(encryption, host) for host in ("127.0.0.1", "::1", "localhost")] == [here] * 3
+    assert [is_encrypted(encryption, host) for host in ("10.0.0.1", "fd77::1", "0.0.0.0")] == [elsewhere] * 3
+
+
+def another_process() -> Tls:
+    return of_this_process.__wrapped__()
+
+
+def test_every_process_has_a_certificate_and_a_key_of_its_own() -> None:
+    made = [another_process() for _ in range(3)]
+    assert len({each.certificate for each in made}) == 3
+    assert of_this_process() is of_this_process()
+
+
+def test_a_binding_is_the_hash_of_the_certificate() -> None:
+    assert binding(b"x") == hashlib.sha256(b"x").digest()
+    assert binding(None) == b""
+
+
+def test_no_file_is_left_of_the_private_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[tuple[str, int]] = []
+
+    load = ssl.SSLContext.load_cert_chain
+
+    def spy(context: ssl.SSLContext, certfile: str) -> None:
+        loaded.append((certfile, os.stat(certfile).st_mode & 0o777))
+        load(context, certfile)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", spy, raising=False)
+    another_process()
+    monkeypatch.delattr(os, "memfd_create")
+    another_process()
+    (hidden, _), (file, mode) = loaded
+    assert hidden.startswith("/proc/self/fd/")
+    assert mode == 0o600
+    assert not os.path.exists(file)
+
+
+def test_without_cryptography_it_is_said_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(BackendUnavailableError, match=r"pip install aiocoll\[tls\]; .*encryption='none' .*every rank"):
+        another_process()
+
+
+@asynccontextmanager
+async def connected(server: Tls, client: Tls) -> AsyncIterator[tuple[TlsStream, TlsStream]]:
+    loop = asyncio.get_running_loop()
+    ends = socket.socketpair()
+    for end in ends:
+        end.setblocking(False)
+    streams = await asyncio.gather(
+        open_tls(server, loop, ends[0], dialled=False), open_tls(client, loop, ends[1], dialled=True)
+    )
+    try:
+        yield streams[0], streams[1]
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+async def test_both_ends_are_bound_to_the_certificate_of_the_one_that_was_dialled() -> None:
+    server, client = another_process(), another_process()
+    async with connected(server, client) as (dialled, dialling):
+        assert dialled.bound == dialling.bound == binding(server.certificate)
+        assert isinstance(dialled.sock, ssl.SSLSocket)
+        assert dialled.sock.version() == "TLSv1.3"
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"aioc" + bytes(36), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff", b"\xff" * 99]
+)
+@pytest.mark.parametrize("dialled", [False, True])
+async def test_who_does_not_speak_tls_is_turned_away(said: bytes, dialled: bool) -> None:
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    with far:
+        far.sendall(said)
+        far.shutdown(socket.SHUT_WR)
+        with pytest.raises(ConnectionResetError, match="TLS: "):
+            await open_tls(of_this_process(), asyncio.get_running_loop(), near, dialled=dialled)
+        far.settimeout(5)
+        with suppress(ConnectionResetError):
+            while far.recv(4096):
+                pass  # an alert; then it is closed
+
+
+async def test_a_handshake_that_is_given_up_closes_the_socket() -> None:
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    with far:
+        opening = asyncio.create_task(open_tls(of_this_process(), asyncio.get_running_loop(), near, dialled=False))
+        await asyncio.sleep(0)
+        opening.cancel()
+        await asyncio.wait([opening])
+        assert opening.cancelled()
+        far.settimeout(5)
+        assert far.recv(1) == b""
+    gc.collect()
+
+
+async def test_an_old_version_is_refused() -> None:
+    """With what a client of another program offers at most."""
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    old.check_hostname, old.verify_mode, old.maximum_version = False, ssl.CERT_NONE, ssl.TLSVersion.TLSv1_2
+    opening = asyncio.create_task(open_tls(of_this_process(), asyncio.get_running_loop(), near, dialled=False))
+    with far, pytest.raises(ssl.SSLError):
+        await asyncio.to_thread(old.wrap_socket, far)
+    with pytest.raises(ConnectionResetError, match="TLS: "):
+        await opening
+
+
+async def test_who_sits_between_store_and_client_is_found_out() -> None:
+    """It has a certificate of its own, as everybody has, and passes on what both say."""
+    between = another_process()
+    passing: set[asyncio.Task[None]] = set()
+    async with TCPStore("127.0.0.1", 0, is_master=True, key=KEY, encryption="tls") as store:
+
+        async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                while data := await reader.read(4096):
+                    writer.write(data)
+            except OSError:
+                pass
+            finally:
+                writer.close()
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            there, back = await asyncio.open_connection("127.0.0.1", store.port, ssl=between.client, server_hostname="")
+            passing.update({asyncio.create_task(pump(reader, back)), asyncio.create_task(pump(there, writer))})
+
+        server = await asyncio.start_server(relay, "127.0.0.1", 0, ssl=between.server)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            client = TCPStore("127.0.0.1", port, key=KEY, encryption="tls", timeout=5)
+            with pytest.raises(AuthenticationError, match="did not prove that it holds this job's key"):
+                await client.open()
+        if passing:
+            await asyncio.wait(passing)
+
+
+def streams(pg: ProcessGroup) -> set[type]:
+    """Return of what kind the connections of a rank are."""
+    endpoint = comm_of(pg).endpoint
+    links = [*endpoint.control._links.values(), *(channel.link for channel in comm_of(pg).channels if channel.link)]
+    return {type(link._stream) for link in links}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("said", "hosts", "expected"),
+    [
+        (("auto", "auto"), "ab", TlsStream),
+        (("auto", "auto"), "aa", PlainStream),
+        (("tls", "auto"), "aa", TlsStream),
+        (("tls", "tls"), "ab", TlsStream),
+        (("none", "none"), "ab", PlainStream),
+        (("none", "none"), "aa", PlainStream),
+    ],
+)
+async def test_ranks_encrypt_what_leaves_their_hosts(said: tuple[str, str], hosts: str, expected: type) -> None:
+    store = HashStore()
+
+    async def rank(rank: int) -> set[type]:
+        options = GroupOptions(
+            transport="tcp",
+            job_key=KEY,
+            encryption=said[rank],
+            host_id=hosts[rank],
+            bind="127.0.0.1",  # type: ignore[arg-type]
+        )
+        async with new_group(store=store, rank=rank, world_size=2, options=options) as pg:
+            total = await pg.allreduce(np.full(1_000_000, rank + 1.0))
+            assert (total == 3).all()
+            assert await pg.allgather_object(rank) == [0, 1]
+            return streams(pg)
+
+    assert await asyncio.gather(rank(0), rank(1)) == [{expected}] * 2
+    await store.aclose()
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aab"])
+@pytest.mark.parametrize("other", ["auto", "tls"])
+async def test_ranks_that_differ_say_so(hosts: str, other: str) -> None:
+    store = HashStore()
+    said = (other, "none", other)
+
+    async def rank(rank: int) -> None:
+        options = GroupOptions(
+            transport="tcp",
+            job_key=KEY,
+            encryption=said[rank],
+            host_id=hosts[rank],
+            bind="127.0.0.1",  # type: ignore[arg-type]
+        )
+        await new_group(store=store, rank=rank, world_size=3, options=options)
+
+    for error in await asyncio.gather(*map(rank, range(3)), return_exceptions=True):
+        assert isinstance(error, RendezvousError)
+        assert "rank(s) 1 have encryption='none', and rank(s) 0, 2 have not" in str(error)
+    await store.aclose()
+
+
+async def test_a_rank_without_cryptography_tells_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others do not wait for it."""
+    store = HashStore()
+    monkeypatch.setattr("aiocoll.rendezvous.job.of_this_process", tls.of_this_process.__wrapped__)
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+
+    async def rank(rank: int) -> None:
+        options = GroupOptions(transport="tcp", job_key=KEY, host_id="ab"[rank], bind="127.0.0.1")
+        await new_group(store=store, rank=rank, world_size=2, options=options)
+
+    for error in await asyncio.gather(rank(0), rank(1), return_exceptions=True):
+        assert isinstance(error, BackendUnavailableError | RendezvousError)
+        assert "pip install aiocoll[tls]" in str(error)
+    await store.aclose()
