@@ -67,7 +67,11 @@ LIMITS = {
     "watchdog_round": ("aiocoll.engine.failure.watchdog.ROUND", "aiocoll.engine.failure.failure_detector.ROUND"),
     # stores
     "store_entries": ("aiocoll.store.core.MAX_ENTRIES",),
-    "store_handshake": ("aiocoll.store.client.HANDSHAKE_TIMEOUT", "aiocoll.store.session.HANDSHAKE_TIMEOUT"),
+    "store_handshake": (
+        "aiocoll.store.client.HANDSHAKE_TIMEOUT",
+        "aiocoll.store.server.HANDSHAKE_TIMEOUT",
+        "aiocoll.store.session.HANDSHAKE_TIMEOUT",
+    ),
     "store_size": ("aiocoll.store.core.MAX_TOTAL_BYTES",),
     # devices
     "agreement_parting": ("aiocoll.group.cuda.backend_agreement.PARTING",),

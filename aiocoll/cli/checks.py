@@ -202,6 +202,18 @@ def _addresses() -> Iterator[CheckResult]:
             yield _ports(chosen, *options.port_range)
     if options.advertise is not None:
         yield CheckResult("network", "told to other hosts", options.advertise)
+    yield _encryption(options.encryption)
+
+
+def _encryption(option: str) -> CheckResult:
+    name = "between hosts"
+    if option == "none":
+        return CheckResult("network", name, "nothing is encrypted", "on a network that you trust")
+    try:
+        return CheckResult("network", name, f"TLS 1.3 (cryptography {version('cryptography')})")
+    except PackageNotFoundError:
+        advice = "ranks on several hosts need it, or encryption='none' on all: pip install aiocoll[tls]"
+        return CheckResult("network", name, "cryptography is not installed", advice)
 
 
 def _ports(host: str, first: int, last: int) -> CheckResult:

@@ -394,7 +394,7 @@ class Job:
     ) -> Card:
         options = self._options
         try:
-            self._open_stream.tls = of_this_process() if encrypted else None
+            self._open_stream.tls = await asyncio.to_thread(of_this_process) if encrypted else None
             host, told = find_route(self.rank, stores, options.interface, options.bind, together=alone)
             port = None
             if options.advertise is not None and not alone:

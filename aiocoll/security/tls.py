@@ -35,7 +35,7 @@ class Tls(NamedTuple):
 
 @cache
 def of_this_process() -> Tls:
-    """Return contexts with a certificate that this process has made for itself.
+    """Return contexts with a certificate that this process has made for itself; the first time takes up to a second.
 
     Raises:
         BackendUnavailableError: the package `cryptography` is not installed.

@@ -231,7 +231,7 @@ async def connect(
                 remaining = began + timeout - runtime.time()
                 link = ClientLink(ClientHandshake(identity, key, runtime.random_bytes), where)
                 secured = not is_unix(host) and is_encrypted(encryption, endpoint.sockaddr[0])
-                tls = of_this_process() if secured else None
+                tls = await asyncio.to_thread(of_this_process) if secured else None
                 try:
                     return await _attempt(link, endpoint, tls, min(HANDSHAKE_TIMEOUT, max(remaining, _LAST_RETRY)))
                 except AuthenticationError:

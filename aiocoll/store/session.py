@@ -52,6 +52,8 @@ class Session(FrameProtocol):
         self._waits: dict[int, tuple[StoreCore, PendingWait, tuple[Any, ...]]] = {}
         self._joined = False
         self._reason: Exception | None = None
+        # From here on, though there is no connection to end before it has been encrypted.
+        self._end_of_handshake = owner.runtime.time() + HANDSHAKE_TIMEOUT
         self._deadline: asyncio.TimerHandle | None = None
 
     def abort(self) -> None:
@@ -61,7 +63,8 @@ class Session(FrameProtocol):
     def connection_made(self, transport: Any) -> None:
         """Wait for the client's first message."""
         super().connection_made(transport)
-        self._deadline = self._owner.runtime.call_later(HANDSHAKE_TIMEOUT, self.abort)
+        runtime = self._owner.runtime
+        self._deadline = runtime.call_later(self._end_of_handshake - runtime.time(), self.abort)
         self._expect(HELLO_SIZE, self._hello_received)
         self._owner.session_opened(self)
 

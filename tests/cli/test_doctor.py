@@ -307,6 +307,22 @@ def test_ports_and_an_address_that_others_are_told(monkeypatch: pytest.MonkeyPat
     assert found("told to other hosts").value == "203.0.113.5"
 
 
+def test_encryption_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found("between hosts").value.startswith("TLS 1.3 (cryptography ")
+    monkeypatch.setenv("AIOCOLL_ENCRYPTION", "none")
+    assert found("between hosts").value == "nothing is encrypted"
+    monkeypatch.delenv("AIOCOLL_ENCRYPTION")
+    real = checks.version
+
+    def missing(name: str) -> str:
+        if name == "cryptography":
+            raise PackageNotFoundError
+        return real(name)
+
+    monkeypatch.setattr(checks, "version", missing)
+    assert "pip install aiocoll[tls]" in found("between hosts").advice
+
+
 def test_ranks_that_do_not_meet(limits: Limits, capsys: pytest.CaptureFixture[str]) -> None:
     limits(doctor_patience=1e-3)
     assert main(["doctor"]) == 1

@@ -7,6 +7,7 @@ import socket
 import stat
 import struct
 import threading
+import time
 
 import pytest
 
@@ -21,12 +22,14 @@ from aiocoll.security.handshake import (
     Identity,
     job_id,
 )
+from aiocoll.security.tls import of_this_process
 from aiocoll.security.unproven import MIN_PLACES
 from aiocoll.store import PrefixStore, StoreServer, TCPStore
 from aiocoll.store.frames import pack
 from aiocoll.store.session import Session
 
 from ..internals import replaced, spied
+from ..ranks import until
 
 try:
     import uvloop
@@ -377,14 +380,41 @@ async def test_silent_clients_keep_nobody_out(server):
         assert len(server._unproven) <= MIN_PLACES
 
 
-async def test_a_silent_client_is_closed_at_the_deadline(limits):
+@pytest.mark.parametrize("encryption", ["none", "tls"])
+async def test_a_silent_client_is_closed_at_the_deadline(limits, encryption):
     limits(store_handshake=0.01)
-    server = StoreServer(LOCAL, 0, key=KEY)
+    server = StoreServer(LOCAL, 0, key=KEY, encryption=encryption)
     server.start()
     async with raw_connection(server) as (reader, _):
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
     await server.aclose()
+
+
+async def test_a_client_that_is_silent_once_it_is_encrypted_is_closed_too(limits):
+    limits(store_handshake=0.5)
+    server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
+    server.start()
+    began = time.monotonic()
+    tls = of_this_process()
+    reader, writer = await asyncio.open_connection(LOCAL, server.port, ssl=tls.client, server_hostname="")
+    assert await reader.read() == b""
+    assert time.monotonic() - began >= 0.5
+    writer.close()
+    await server.aclose()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_server_ends_while_a_client_is_not_encrypted_yet(begun):
+    server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
+    server.start()
+    async with raw_connection(server) as (reader, writer):
+        if begun:
+            writer.write(b"\x16\x03\x01\x02\x00\x01")
+        await until(lambda: server._securing)
+        await server.aclose()
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
 
 
 @pytest.mark.parametrize(
