@@ -107,7 +107,7 @@ async def test_who_insists_on_one_host_is_told_why_it_is_none(transport: str) ->
 PROGRAM = f"""
 import asyncio, concurrent.futures.thread, encodings.idna, os, sys  # nothing of it can be read by the other user
 import numpy as np
-import aiocoll, aiocoll.rendezvous.new_group, aiocoll.store, aiocoll.transport.shm.link
+import aiocoll, aiocoll.rendezvous.new_group, aiocoll.security.tls, aiocoll.store, aiocoll.transport.shm.link
 from aiocoll import GroupOptions, new_group
 
 async def main(port, key):
@@ -118,6 +118,7 @@ async def main(port, key):
         await pg.barrier()
         print(got[0], got[-1], pg._comm.endpoint.context.transport.carrier(0)[0])
 
+aiocoll.security.tls.of_this_process()
 os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
 asyncio.run(main(*sys.argv[1:]))
 """
