@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.hosts.network import Network, Process
+from tests.pages import code, is_shown
 
 if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
@@ -29,6 +30,10 @@ async def test_a_firewall_that_hides_a_rank_is_found(network: Callable[[int], Ne
     net.drop(0, 1, "tcp sport != 29500")
     started = await ranks.start_all(net, "total", TIMEOUT="3", AIOCOLL_WARN_AFTER="1")
     last = r"aiocoll\.errors\.RendezvousError: "
+    shown = [
+        code("docs/several-hosts.md", "When they do not meet", 1, "text"),
+        code("docs/several-hosts.md", "When they do not meet", 2, "text"),
+    ]
     expected = [
         r"rank\(s\) 1 \(at 10\.77\.0\.2 port \d+\) have not connected to rank 0 at 10\.77\.0\.1 port \d+: "
         r"do they run, and do firewalls let them\?",
@@ -37,6 +42,7 @@ async def test_a_firewall_that_hides_a_rank_is_found(network: Callable[[int], Ne
     for rank, (process, text) in enumerate(zip(started, expected, strict=True)):
         error, complaints = await failure(process)
         assert re.fullmatch(rf"{last}rank {rank} of 2 did not meet the others within 3 s: {text}", error)
+        assert is_shown(shown[rank], error)
         warning = rf"^rank {rank} of 2 did not meet the others within 1 s: {text}; waiting on$"
         assert re.search(warning, complaints, re.MULTILINE)
 
