@@ -87,7 +87,9 @@ def test_the_key_is_gone_from_the_environment_that_a_process_was_started_with(
 def test_the_key_is_gone_from_the_launcher_and_never_comes_to_its_ranks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os; print('ready', os.getpid(), flush=True); os.read(os.open(os.environ['FIFO'], os.O_RDWR), 1)"
+        # Opened before anybody writes: what waits in it goes when nobody has it open any more.
+        "import os; fifo = os.open(os.environ['FIFO'], os.O_RDWR); print('ready', os.getpid(), flush=True); "
+        "os.read(fifo, 1)"
     )
     os.mkfifo(tmp_path / "fifo")
     with start(["-m", "aiocoll", "run", "-n", "2", str(script)], FIFO=str(tmp_path / "fifo")) as process:
