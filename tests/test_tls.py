@@ -180,6 +180,11 @@ def streams(pg: ProcessGroup) -> set[type]:
     return {type(link._stream) for link in links}  # type: ignore[attr-defined]
 
 
+def over_tcp(encryption: str, host: str) -> GroupOptions:
+    """Return the options of a rank that pretends to be on `host`."""
+    return GroupOptions(transport="tcp", job_key=KEY, encryption=encryption, host_id=host, bind="127.0.0.1")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("said", "hosts", "expected"),
     [
@@ -195,13 +200,7 @@ async def test_ranks_encrypt_what_leaves_their_hosts(said: tuple[str, str], host
     store = HashStore()
 
     async def rank(rank: int) -> set[type]:
-        options = GroupOptions(
-            transport="tcp",
-            job_key=KEY,
-            encryption=said[rank],
-            host_id=hosts[rank],
-            bind="127.0.0.1",  # type: ignore[arg-type]
-        )
+        options = over_tcp(said[rank], hosts[rank])
         async with new_group(store=store, rank=rank, world_size=2, options=options) as pg:
             total = await pg.allreduce(np.full(1_000_000, rank + 1.0))
             assert (total == 3).all()
@@ -219,13 +218,7 @@ async def test_ranks_that_differ_say_so(hosts: str, other: str) -> None:
     said = (other, "none", other)
 
     async def rank(rank: int) -> None:
-        options = GroupOptions(
-            transport="tcp",
-            job_key=KEY,
-            encryption=said[rank],
-            host_id=hosts[rank],
-            bind="127.0.0.1",  # type: ignore[arg-type]
-        )
+        options = over_tcp(said[rank], hosts[rank])
         await new_group(store=store, rank=rank, world_size=3, options=options)
 
     for error in await asyncio.gather(*map(rank, range(3)), return_exceptions=True):
@@ -241,7 +234,7 @@ async def test_a_rank_without_cryptography_tells_all(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "cryptography", None)
 
     async def rank(rank: int) -> None:
-        options = GroupOptions(transport="tcp", job_key=KEY, host_id="ab"[rank], bind="127.0.0.1")
+        options = over_tcp("auto", "ab"[rank])
         await new_group(store=store, rank=rank, world_size=2, options=options)
 
     for error in await asyncio.gather(rank(0), rank(1), return_exceptions=True):
