@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-__all__ = ["ByteStream", "Bytes", "OpenStream", "receive_message", "send_message"]
+__all__ = ["ByteStream", "Bytes", "OpenStream", "receive_message", "resolve", "send_message"]
 
 Bytes = bytes | bytearray | memoryview
 
@@ -106,13 +106,14 @@ def send_message(stream: ByteStream, message: bytes) -> None:
 
 async def _readable(stream: ByteStream) -> None:
     readable = asyncio.get_running_loop().create_future()
-    stream.start_reading(lambda: _resolve(readable))
+    stream.start_reading(lambda: resolve(readable))
     try:
         await readable
     finally:
         stream.stop_reading()
 
 
-def _resolve(future: asyncio.Future[None]) -> None:
+def resolve(future: asyncio.Future[None]) -> None:
+    """End the wait for a future; a poller may do so again and again."""
     if not future.done():
         future.set_result(None)

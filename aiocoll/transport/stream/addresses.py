@@ -18,6 +18,7 @@ from aiocoll.errors import RendezvousError
 from aiocoll.log import logger
 from aiocoll.runtime import Runtime
 from aiocoll.sockets import retry_soon
+from aiocoll.transport.byte_stream import resolve
 
 __all__ = [
     "ANY",
@@ -194,7 +195,7 @@ async def reach(loop: asyncio.AbstractEventLoop, family: int, address: Any) -> s
         code = sock.connect_ex(address)
         if code == errno.EINPROGRESS:
             connected = loop.create_future()
-            loop.add_writer(sock, _resolve, connected)
+            loop.add_writer(sock, resolve, connected)
             try:
                 await connected
             finally:
@@ -224,11 +225,6 @@ def is_outage(error: OSError) -> bool:
 def is_missing(error: OSError) -> bool:
     """Whether a unix socket is not there, or not for us, however often it is tried."""
     return isinstance(error, ConnectionRefusedError | FileNotFoundError | PermissionError)
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 class Listeners:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+
+from aiocoll.transport.stream.socket_stream import SocketStream
 
 __all__ = ["PlainStream", "open_plain"]
 
 
-class PlainStream:
+class PlainStream(SocketStream):
     """See `aiocoll.transport.byte_stream.ByteStream`.
 
     Args:
@@ -19,46 +20,16 @@ class PlainStream:
 
     bound = b""
 
-    __slots__ = ("_loop", "_reading", "_writing", "receive_into", "send", "send_parts", "sock")
+    __slots__ = ("receive_into", "send", "send_parts")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
-        self.sock = sock
+        super().__init__(loop, sock)
         # The socket's own methods: none of ours is called per message.
         self.send, self.send_parts, self.receive_into = sock.send, sock.sendmsg, sock.recv_into
-        self._loop = loop
-        self._reading = self._writing = False
-
-    def start_reading(self, readable: Callable[[], object]) -> None:
-        """Have `readable` called while there is something to receive."""
-        self._reading = True
-        self._loop.add_reader(self.sock.fileno(), readable)
-
-    def stop_reading(self) -> None:
-        """Call `readable` no more."""
-        if self._reading:
-            self._reading = False
-            self._loop.remove_reader(self.sock.fileno())
-
-    def start_writing(self, writable: Callable[[], object]) -> None:
-        """Have `writable` called while bytes would be taken."""
-        self._writing = True
-        self._loop.add_writer(self.sock.fileno(), writable)
-
-    def stop_writing(self) -> None:
-        """Call `writable` no more."""
-        if self._writing:
-            self._writing = False
-            self._loop.remove_writer(self.sock.fileno())
 
     def shutdown(self) -> None:
         """Shut down the sending side."""
         self.sock.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        """Close the socket."""
-        self.stop_reading()
-        self.stop_writing()
-        self.sock.close()
 
 
 async def open_plain(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> PlainStream:

@@ -9,8 +9,9 @@ import ssl
 from collections.abc import Callable, Iterable, Iterator
 
 from aiocoll.security.tls import Tls, binding
-from aiocoll.transport.byte_stream import Bytes, ByteStream
+from aiocoll.transport.byte_stream import Bytes, ByteStream, resolve
 from aiocoll.transport.stream.plain_stream import open_plain
+from aiocoll.transport.stream.socket_stream import SocketStream
 
 __all__ = ["OpenEncrypted", "TlsStream", "open_tls"]
 
@@ -20,7 +21,7 @@ _RECORD = 1 << 14
 _WAIT = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
-class TlsStream:
+class TlsStream(SocketStream):
     """See `aiocoll.transport.byte_stream.ByteStream`.
 
     Args:
@@ -29,21 +30,16 @@ class TlsStream:
         bound: see `aiocoll.security.tls.binding`.
     """
 
-    __slots__ = ("_held", "_loop", "_readable", "_soon", "_ssl", "_writing", "bound")
+    __slots__ = ("_held", "_readable", "_soon", "_ssl", "bound")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: ssl.SSLSocket, bound: bytes) -> None:
+        super().__init__(loop, sock)
         self.bound = bound
         self._ssl = sock
-        self._loop = loop
         self._readable: Callable[[], object] | None = None
-        self._soon = self._writing = False
+        self._soon = False
         # Bytes of the record that was made and is not taken yet.
         self._held = 0
-
-    @property
-    def sock(self) -> socket.socket:
-        """The socket, for its options."""
-        return self._ssl
 
     def send(self, data: Bytes) -> int:
         """Encrypt and send some bytes; return how many were taken."""
@@ -101,35 +97,17 @@ class TlsStream:
     def start_reading(self, readable: Callable[[], object]) -> None:
         """Have `readable` called while there is something to receive."""
         self._readable = readable
-        self._loop.add_reader(self._ssl.fileno(), self._read)
+        super().start_reading(self._read)
         self._look_again()
 
     def stop_reading(self) -> None:
         """Call `readable` no more."""
-        if self._readable is not None:
-            self._readable = None
-            self._loop.remove_reader(self._ssl.fileno())
-
-    def start_writing(self, writable: Callable[[], object]) -> None:
-        """Have `writable` called while bytes would be taken."""
-        self._writing = True
-        self._loop.add_writer(self._ssl.fileno(), writable)
-
-    def stop_writing(self) -> None:
-        """Call `writable` no more."""
-        if self._writing:
-            self._writing = False
-            self._loop.remove_writer(self._ssl.fileno())
+        self._readable = None
+        super().stop_reading()
 
     def shutdown(self) -> None:
         """Shut down the sending side of the socket: TLS of this Python cannot end one side and read the other."""
         socket.socket.shutdown(self._ssl, socket.SHUT_WR)
-
-    def close(self) -> None:
-        """Close the socket."""
-        self.stop_reading()
-        self.stop_writing()
-        self._ssl.close()
 
     def _read(self) -> None:
         if self._readable is not None:
@@ -216,13 +194,8 @@ async def _shake_hands(loop: asyncio.AbstractEventLoop, sock: ssl.SSLSocket) -> 
             watch, forget = loop.add_writer, loop.remove_writer
         except ssl.SSLError as error:
             raise _broken(error) from error
-        watch(sock.fileno(), _resolve, ready)
+        watch(sock.fileno(), resolve, ready)
         try:
             await ready
         finally:
             forget(sock.fileno())
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

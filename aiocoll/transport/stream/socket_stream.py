@@ -1,0 +1,53 @@
+"""What byte streams on a socket have in common: when the loop calls their owner, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+__all__ = ["SocketStream"]
+
+
+class SocketStream:
+    """A part of `aiocoll.transport.byte_stream.ByteStream`; what moves bytes is missing.
+
+    Args:
+        loop: whose readers and writers there will be.
+        sock: connected and non-blocking; closed by `close`.
+    """
+
+    __slots__ = ("_loop", "_reading", "_writing", "sock")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+        self.sock = sock
+        self._loop = loop
+        self._reading = self._writing = False
+
+    def start_reading(self, readable: Callable[[], object]) -> None:
+        """Have `readable` called while there is something to receive."""
+        self._reading = True
+        self._loop.add_reader(self.sock.fileno(), readable)
+
+    def stop_reading(self) -> None:
+        """Call `readable` no more."""
+        if self._reading:
+            self._reading = False
+            self._loop.remove_reader(self.sock.fileno())
+
+    def start_writing(self, writable: Callable[[], object]) -> None:
+        """Have `writable` called while bytes would be taken."""
+        self._writing = True
+        self._loop.add_writer(self.sock.fileno(), writable)
+
+    def stop_writing(self) -> None:
+        """Call `writable` no more."""
+        if self._writing:
+            self._writing = False
+            self._loop.remove_writer(self.sock.fileno())
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.stop_reading()
+        self.stop_writing()
+        self.sock.close()
