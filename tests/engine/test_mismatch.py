@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Callable
 from itertools import pairwise, product
@@ -450,6 +451,34 @@ def test_a_coordinator_that_is_silent_is_not_waited_for(monkeypatch: pytest.Monk
         assert asyncio.get_running_loop().time() - started <= SOON
 
     run_virtual(3, rank, latency=LATENCY)
+
+
+def test_a_rank_that_answers_again_is_not_slow_since_the_coordinator_hears_it_late(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 hears nothing for three seconds; then rank 2, whom it answers at once, hears of it from rank 1."""
+
+    def handle(original: Any, stalls: StallInspector, peer: int, message: Any) -> None:
+        here = (group_of(stalls).rank, peer)
+        late = {(0, 1): 3 - loop().time(), (0, 2): 3 - loop().time(), (1, 0): 0.9}.get(here, 0.0)
+        if late > 0:
+            loop().call_later(late, original, stalls, peer, message)
+        else:
+            original(stalls, peer, message)
+
+    loop = asyncio.get_running_loop
+    wrapped(monkeypatch, stall_heard=handle)
+
+    async def rank(pg: ProcessGroup) -> None:
+        await asyncio.sleep(0 if pg.rank() else 6)
+        await pg.barrier()
+
+    with caplog.at_level(logging.INFO, logger="aiocoll"):
+        run_virtual(3, rank, latency=LATENCY)
+    said = [each.getMessage().partition("rank 2: rank 0 ")[2] for each in caplog.records]
+    slow, again = filter(None, said)
+    assert slow.startswith("is slow: it has not answered for 1.0 s")
+    assert again == "answers again"
 
 
 def test_the_next_rank_coordinates_when_the_lowest_has_left() -> None:

@@ -99,11 +99,12 @@ class StallInspector:
         self._sender = sender
         self._now = runtime.time
         self._state = failure_detector.state
-        # As a waiting rank: the last answer by operation; the rank asked and when, while it has not answered; and the
-        # ranks logged as slow since they last answered.
+        # As a waiting rank: the last answer by operation; the rank asked and when, while it has not answered; the
+        # ranks logged as slow since they last answered; and when each last answered, to this rank or to a coordinator.
         self._findings: dict[int, Finding] = {}
         self._asked: dict[int, tuple[int, float]] = {}
         self._slow: set[int] = set()
+        self._answered: dict[int, float] = {}
         # As the coordinator: reports by operation. In both roles: since when a rank has owed an answer.
         self._reports: dict[int, StallReport] = {}
         self._silent: dict[int, float] = {}
@@ -178,13 +179,14 @@ class StallInspector:
 
     def _status(self, peer: int, message: dict[str, Any]) -> None:
         """The coordinator has answered."""
-        op = message["op"]
+        op, now = message["op"], self._now()
         self._asked.pop(op, None)
         known = tuple(Absence(*each) for each in message["known"])
-        _bounded(self._findings)[op] = Finding(tuple(message["missing"]), known, self._now())
+        _bounded(self._findings)[op] = Finding(tuple(message["missing"]), known, now)
         silent = {each.rank: each for each in known if each.silent}
         for rank in self._slow - silent.keys():
             self._slow.remove(rank)
+            self._answered[rank] = now
             logger.info(
                 "group %r, rank %d: rank %d answers again",
                 self._group.name,
@@ -194,14 +196,16 @@ class StallInspector:
             )
         operation = self._group.operations.get(op)
         for rank, each in silent.items():
-            if operation is not None and each.silent >= SLOW_AFTER and rank not in self._slow:
+            # What it has answered others may not have reached the coordinator yet.
+            seconds = min(each.silent, now - self._answered.get(rank, -inf))
+            if operation is not None and seconds >= SLOW_AFTER and rank not in self._slow:
                 self._slow.add(rank)
                 logger.warning(
                     "group %r, rank %d: rank %d is slow: it has not answered for %.1f s%s; %s waits for it",
                     self._group.name,
                     self._group.rank,
                     rank,
-                    each.silent,
+                    seconds,
                     f", {each.state}" if each.state else "",
                     called(operation.describe()),
                     extra=self._group.log_extra,
@@ -213,6 +217,7 @@ class StallInspector:
         """Handle a message of `peer` (a rank of the group) about an operation."""
         if "asked" in message or message["t"] == "status":
             self._silent.pop(peer, None)
+            self._answered[peer] = self._now()
         elif peer in self._silent:
             self._silent[peer] = self._now()
         handler = {
