@@ -49,7 +49,9 @@ async def carriers(pg: aiocoll.ProcessGroup) -> Any:
     """Return over what this rank talks to each of the others."""
     assert await pg.alltoall_object([pg.rank()] * pg.size()) == list(range(pg.size()))
     transport: Any = comm_of(pg).endpoint.context.transport
-    return [None if peer == pg.rank() else transport.carrier(peer)[0] for peer in range(pg.size())]
+    found = [None if peer == pg.rank() else transport.carrier(peer)[0] for peer in range(pg.size())]
+    await pg.barrier()  # whoever has left is talked to over nothing
+    return found
 
 
 async def confide(pg: aiocoll.ProcessGroup) -> Any:
