@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from inflight import Case
 from systems import System
@@ -39,8 +40,37 @@ class Launch:
     seconds: float
 
 
+class Place(Protocol):
+    """Where the ranks of a launch run, and how they meet there."""
+
+    def config(self, system: System) -> dict[str, Any]:
+        """Return what the ranks are to know of it."""
+
+    def commands(self, system: System, python: str, folder: str, world_size: int) -> list[list[str]]:
+        """Return what starts them, each in `folder`."""
+
+
+class OneHost:
+    """This host, where they meet by a file."""
+
+    def config(self, system: System) -> dict[str, Any]:
+        return {"method": None, "interface": "lo", "encryption": "auto"}
+
+    def commands(self, system: System, python: str, folder: str, world_size: int) -> list[list[str]]:
+        if system.mpiexec is None:
+            return [[python, RANK, folder, str(rank)] for rank in range(world_size)]
+        mpiexec = str(Path(python).with_name("mpiexec"))
+        return [[mpiexec, *system.mpiexec, "-n", str(world_size), python, RANK, folder]]
+
+
 def launch(
-    system: System, python: Path | None, world_size: int, cases: Sequence[Case], effort: Effort, limit: int
+    system: System,
+    python: Path | None,
+    world_size: int,
+    cases: Sequence[Case],
+    effort: Effort,
+    limit: int,
+    place: Place | None = None,
 ) -> Launch:
     """Measure `cases` with `system` on `world_size` new processes.
 
@@ -51,7 +81,9 @@ def launch(
         cases: in this order.
         effort: for each case.
         limit: seconds for all of it.
+        place: where they run; by default on this host.
     """
+    place = place or OneHost()
     start = time.monotonic()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
@@ -63,7 +95,7 @@ def launch(
             "cases": cases,
             "effort": effort,
             "limit": limit,
-        }
+        } | place.config(system)
         (folder / "config.json").write_text(json.dumps(config))
         stack.callback(_end_strangers, folder)
         # Debug mode would be what is measured.
@@ -71,7 +103,7 @@ def launch(
         environment |= MPI_ENVIRONMENT
         processes = []
         errors = []  # a file for each, or their lines would be mixed
-        for command in _commands(system, str(python or sys.executable), str(folder), world_size):
+        for command in place.commands(system, str(python or sys.executable), str(folder), world_size):
             errors.append(stack.enter_context(open(folder / f"errors.{len(errors)}", "w+")))
             process = subprocess.Popen(
                 command,
@@ -93,13 +125,6 @@ def launch(
                 file.seek(0)
             failure = _reason(failure, "".join(file.read() for file in errors))
     return Launch(timings, failure, time.monotonic() - start)
-
-
-def _commands(system: System, python: str, folder: str, world_size: int) -> list[list[str]]:
-    if system.mpiexec is None:
-        return [[python, RANK, folder, str(rank)] for rank in range(world_size)]
-    mpiexec = str(Path(python).with_name("mpiexec"))
-    return [[mpiexec, *system.mpiexec, "-n", str(world_size), python, RANK, folder]]
 
 
 def _failure(processes: Sequence[subprocess.Popen[bytes]], deadline: float, limit: int) -> str | None:

@@ -30,6 +30,11 @@ class Library:
 Run = Callable[[Library], Awaitable[None]]
 
 
+def _method(config: dict[str, Any]) -> str:
+    """Return the address where ranks meet; they have been started in a folder that all of them see."""
+    return config["method"] or f"file://{os.getcwd()}/store"
+
+
 def aiocoll(config: dict[str, Any], rank: int, run: Run) -> None:
     import uvloop
 
@@ -37,10 +42,12 @@ def aiocoll(config: dict[str, Any], rank: int, run: Run) -> None:
 
     async def main() -> None:
         async with new_group(
-            init_method=f"file://{os.getcwd()}/store",
+            init_method=_method(config),
             rank=rank,
             world_size=config["world_size"],
-            options=GroupOptions(transport=config["transport"], job_key=config["job_key"]),
+            options=GroupOptions(
+                transport=config["transport"], job_key=config["job_key"], encryption=config["encryption"]
+            ),
         ) as pg:
 
             def times(loads: Sequence[Workload]) -> Times:
@@ -52,13 +59,11 @@ def aiocoll(config: dict[str, Any], rank: int, run: Run) -> None:
 
 
 def gloo(config: dict[str, Any], rank: int, run: Run, awaited: bool = False) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = config["interface"]
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group(
-        "gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=config["world_size"]
-    )
+    dist.init_process_group("gloo", init_method=_method(config), rank=rank, world_size=config["world_size"])
 
     async def combine(values: Any, how: Literal["sum", "max"]) -> None:
         dist.all_reduce(torch.from_numpy(values), dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)

@@ -1,0 +1,201 @@
+"""Allreduce between hosts over real links, beside Gloo and MPICH: python bench/hosts.py [--quick].
+
+Hosts are network namespaces of this machine; their cables have a rate, a delay and losses (tests/hosts/network.py), so
+it needs root. TCP is cubic. What is compared: aiocoll as it is there by default, encrypted, and with encryption="none";
+torch's Gloo; MPICH. Each rank is on a host of its own. A cell is the share of the link: 100 % is what its rate leaves of
+TCP's payload, 94.15 %, in both directions at a time. The environments of the peers are those of bench/main.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from environments import ROOT, Unavailable, prepare
+from inflight import Case
+from launch import RANK, launch
+from machine import machine
+from markdown import size_of, table
+from results import Results
+from systems import PEERS, System, ours
+
+from aiocoll.cli.measure import Effort
+
+sys.path.insert(0, str(ROOT))
+from tests.hosts.network import Network
+
+KIB, MIB = 1 << 10, 1 << 20
+#: Of what is on the wire, payload: 1448 of 1538 bytes of a full frame.
+PAYLOAD = 1448 / 1538
+#: Where the store listens, and where Gloo's does; every network is new.
+METHOD = "tcp://10.77.0.1:29500"
+EFFORT = Effort(1.0, 3, 100)
+#: Seconds of one launch: more than the slowest of them takes over the slowest link.
+LIMIT = 240
+
+
+class Link(NamedTuple):
+    """What the hosts of one row are joined by: bits per second, seconds there and back, and share of losses."""
+
+    rate: float
+    rtt: float
+    loss: float = 0
+
+    def __str__(self) -> str:
+        rate = f"{self.rate / 1e9:g} Gbit/s" if self.rate >= 1e9 else f"{self.rate / 1e6:g} Mbit/s"
+        return f"{rate}, {self.rtt * 1e3:g} ms" + (f", {self.loss:.1%} lost" if self.loss else "")
+
+
+class Row(NamedTuple):
+    """A link, how many hosts it joins, and the bytes of the arrays."""
+
+    link: Link
+    hosts: int
+    sizes: tuple[int, ...]
+
+
+BIG = (MIB, 16 * MIB, 64 * MIB)
+ROWS = (
+    *(Row(Link(1e9, rtt), 2, BIG) for rtt in (0.2e-3, 10e-3, 50e-3)),
+    *(Row(Link(1e8, rtt), 2, BIG[:2]) for rtt in (0.2e-3, 10e-3, 50e-3)),
+    *(Row(Link(1e8, rtt, loss), 2, (8 * MIB,)) for loss in (0.001, 0.01) for rtt in (0.2e-3, 10e-3)),
+    Row(Link(1e9, 0.2e-3), 4, (64 * KIB, MIB)),
+    Row(Link(1e9, 50e-3), 4, (64 * KIB, MIB)),
+)
+QUICK_ROWS = (Row(Link(1e9, 10e-3), 2, (MIB, 16 * MIB)), Row(Link(1e9, 50e-3), 4, (64 * KIB,)))
+
+SYSTEMS = {
+    "plain": replace(ours("auto"), name="aiocoll plain"),
+    "tls": replace(ours("auto"), name="aiocoll"),
+    "gloo": PEERS["gloo"],
+    "mpich": PEERS["mpich"],
+}
+
+
+class Hosts:
+    """The hosts of a network, on which the ranks of a launch run."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+
+    def config(self, system: System) -> dict[str, Any]:
+        encryption = "none" if system.name == "aiocoll plain" else "auto"
+        return {"method": METHOD, "interface": "eth0", "encryption": encryption, "transport": "auto"}
+
+    def commands(self, system: System, python: str, folder: str, world_size: int) -> list[list[str]]:
+        hosts = self._network.hosts[:world_size]
+        if system.mpiexec is None:
+            return [host.command(python, RANK, folder, str(host.number)) for host in hosts]
+        # mpiexec reaches other hosts as by ssh: with a program that is told the host and a command.
+        reach = Path(folder) / "reach"
+        names = "".join(f"{host.ipv4}) name={host.name};; " for host in hosts)
+        reach.write_text(
+            '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\n'
+            f'case $1 in {names}esac\nshift\nexec ip netns exec "$name" sh -c "$*"\n'
+        )
+        reach.chmod(0o700)
+        # One kernel is one host to it, with memory in common, unless it is told.
+        apart = ("-genv", "UCX_TLS", "tcp,self", "-genv", "MPIR_CVAR_NOLOCAL", "1")
+        how = ("-launcher", "ssh", "-launcher-exec", str(reach), "-iface", "eth0", "-ppn", "1", *apart)
+        where = ("-hosts", ",".join(host.ipv4 for host in hosts), "-n", str(world_size))
+        mpiexec = str(Path(python).with_name("mpiexec"))
+        return [hosts[0].command(mpiexec, *how, *where, python, RANK, folder)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare allreduce between hosts with Gloo and MPICH.")
+    add = parser.add_argument
+    add("--launches", type=int, default=3, metavar="N", help="of each system on each link (default: 3)")
+    add("--rows", type=int, nargs="+", metavar="ROW", help="of the table, from 0 (default: all)")
+    add("--systems", nargs="+", choices=tuple(SYSTEMS), default=list(SYSTEMS), help="default: all")
+    add("--quick", action="store_true", help="two links, one launch")
+    args = parser.parse_args()
+    rows = QUICK_ROWS if args.quick else [ROWS[number] for number in args.rows] if args.rows else ROWS
+    launches = 1 if args.quick else args.launches
+    systems = [SYSTEMS[name] for name in args.systems]
+    pythons = {}
+    for name in {system.environment for system in systems if system.environment}:
+        try:
+            pythons[name] = prepare(name)
+        except Unavailable as error:
+            print(f"{name} is skipped: {error}")
+    systems = [system for system in systems if system.environment in (None, *pythons)]
+    print("# Allreduce between hosts\n", machine(), "", sep="\n", flush=True)
+    found = [(row, *measured(row, systems, pythons, launches)) for row in rows]
+    print(report(systems, found))
+
+
+def measured(row: Row, systems: Sequence[System], pythons: dict[str, Path], launches: int) -> tuple[Results, float]:
+    """Return what was found over one link, and what iperf3 gets through it both ways, as a share; 0 if it is not there."""
+    results = Results(row.hosts, [system.name for system in systems])
+    cases = [Case("allreduce", nbytes) for nbytes in row.sizes]
+    with Network(row.hosts) as network:
+        for host in network.hosts:
+            routes = [
+                f"{net} dev eth0 src {mine}" for net, mine in (("10.77.0.0/24", host.ipv4), ("fd77::/64", host.ipv6))
+            ]
+            for route in routes:
+                host.run("ip", "route", "replace", *route.split(), "proto", "kernel", "congctl", "cubic")
+        network.shape(row.link.rate, row.link.rtt / 4, row.link.loss / 2)
+        both = both_ways(network, row.link) if row.hosts == 2 else 0.0
+        for number in range(launches):
+            results.rounds.append({})
+            first = number % len(systems)
+            for system in (*systems[first:], *systems[:first]):
+                if results.failure(system.name) is None:
+                    python = None if system.environment is None else pythons[system.environment]
+                    done = launch(system, python, row.hosts, cases, EFFORT, LIMIT, Hosts(network))
+                    results.rounds[-1][system.name] = done
+                    print(
+                        f"{row.link}, {row.hosts} hosts: {system.name} {done.seconds:.0f} s",
+                        done.failure or "",
+                        file=sys.stderr,
+                    )
+    return results, both
+
+
+def both_ways(network: Network, link: Link) -> float:
+    """Return the share of the link that iperf3 fills in the slower of two directions at a time."""
+    if shutil.which("iperf3") is None:
+        return 0.0
+    one, two = network.hosts
+    with subprocess.Popen(one.command("iperf3", "--server", "--one-off"), stdout=subprocess.DEVNULL) as server:
+        deadline = time.monotonic() + 10
+        while "5201" not in one.run("ss", "-ltn"):
+            assert time.monotonic() < deadline, "iperf3 does not listen"
+        told = json.loads(two.run("iperf3", "--client", one.ipv4, "--bidir", "--time", "8", "--omit", "2", "--json"))
+        server.wait(10)
+    streams = [each["receiver"]["bits_per_second"] for each in told["end"]["streams"]]
+    return float(min(streams) / link.rate / PAYLOAD)
+
+
+def report(systems: Sequence[System], found: Sequence[tuple[Row, Results, float]]) -> str:
+    """Return the tables: shares of the link, then milliseconds."""
+    names = [system.name for system in systems]
+    shares, times = [], []
+    for row, results, both in found:
+        for nbytes in row.sizes:
+            summaries = [results.summary(name, Case("allreduce", nbytes)) for name in names]
+            seconds = [None if each is None else each.figures.p50 for each in summaries]
+            place = (f"{row.link}, {row.hosts} hosts", size_of(nbytes))
+            ideal = 2 * nbytes * (row.hosts - 1) / row.hosts * 8 / (row.link.rate * PAYLOAD)
+            cells = ["failed" if each is None else f"{ideal / each:.0%}" for each in seconds]
+            shares.append((*place, *cells, f"{both:.0%}" if both else ""))
+            times.append((*place, *("failed" if each is None else f"{each * 1e3:,.1f}" for each in seconds)))
+    head = ("what", "size", *names)
+    return f"## Share of the link\n\n{table((*head, 'iperf3'), shares)}\n\n## Milliseconds\n\n{table(head, times)}"
+
+
+if __name__ == "__main__":
+    main()
