@@ -6,8 +6,9 @@ import socket
 import struct
 import sys
 from contextlib import suppress
+from math import inf
 
-__all__ = ["UNREACHABLE_AFTER", "between_hosts", "keep_asking", "retry_soon", "silence"]
+__all__ = ["UNREACHABLE_AFTER", "between_hosts", "keep_asking", "retry_soon", "round_trip", "send_in_bursts", "silence"]
 
 #: Seconds without an answer of a peer's host after which it is unreachable. The kernel sends a probe every second, so
 #: the fifth probe still gets its time; the rest of the contract's 6 s is for noticing it and telling all ranks.
@@ -27,6 +28,8 @@ _ASK_AFTER = _ASK_EVERY = 1
 _ASK_TIMES = 10
 #: struct tcp_info: retransmissions, unanswered probes; milliseconds since data and since an acknowledgement came.
 _INFO = struct.Struct("=2xBB48xII")
+#: struct tcp_info: the shortest round trip in microseconds, of which a kernel before 4.6 says nothing.
+_ROUND_TRIP = struct.Struct("=148xI")
 
 
 def between_hosts(sock: socket.socket) -> bool:
@@ -51,6 +54,13 @@ def retry_soon(sock: socket.socket, give_up_after: float | None = None) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(give_up_after * 1000))
 
 
+def send_in_bursts(sock: socket.socket) -> None:
+    """Send what the window allows at once, not spread over the round trip as BBR does; before `sock` is connected."""
+    if _LINUX:
+        with suppress(OSError):  # a kernel that was built without it
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+
+
 def keep_asking(sock: socket.socket) -> None:
     """Let the kernel send keepalive probes to the other host while the connection is idle, as `silence` needs."""
     if _LINUX:
@@ -73,3 +83,17 @@ def silence(sock: socket.socket) -> float:
     if max(sent_again, asked) < UNANSWERED:
         return 0.0
     return float(min(since_data, since_answer)) / 1000
+
+
+def round_trip(sock: socket.socket) -> float:
+    """Return the seconds of the shortest round trip on a TCP connection so far; inf if the kernel cannot tell.
+
+    No process takes part in it, so it is the network's, however busy both hosts are.
+    """
+    if not _LINUX:
+        return inf
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size)
+    if len(info) < _ROUND_TRIP.size:
+        return inf
+    (microseconds,) = _ROUND_TRIP.unpack(info)
+    return float(microseconds) / 1e6 or inf

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from aiocoll import sockets
-from aiocoll.sockets import between_hosts, keep_asking, retry_soon, silence
+from aiocoll.sockets import between_hosts, keep_asking, retry_soon, round_trip, send_in_bursts, silence
 from aiocoll.store import address
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="these are options of Linux")
@@ -115,3 +115,20 @@ def test_silence_is_time_with_questions(
     known: socket.socket = Known()  # type: ignore[assignment]
     assert silence(known) == expected
     assert silence(pair[0]) == 0.0
+
+
+def test_the_kernel_knows_the_round_trip(pair: tuple[socket.socket, socket.socket]) -> None:
+    here, there = pair
+    here.sendall(b"x")
+    assert there.recv(1) == b"x"
+    there.sendall(b"x")
+    assert here.recv(1) == b"x"
+    for end in pair:
+        assert 1e-6 <= round_trip(end) < 1.0
+
+
+def test_a_connection_that_sends_in_bursts_is_not_bbr() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as here:
+        send_in_bursts(here)
+        here.connect(listener.getsockname())
+        assert here.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"reno"

@@ -56,8 +56,8 @@ class Tuning(NamedTuple):
     more than under MPI, hence limits ten to thirty times those in its literature.
 
     Attributes:
-        tcp, unix, shm: the numbers of each medium. Those of "tcp" are of the loopback interface unless a user has
-            measured a network.
+        tcp, unix, shm: the numbers of each medium. Those of "tcp" are of the loopback interface, or of the slowest link
+            between the hosts of a group (`rendezvous.measured_links`).
         medium: what the group's messages go over.
         crowd: ranks per core, if more than one: processor time is multiplied by it.
     """

@@ -73,7 +73,7 @@ def _decoded(rank: int, data: bytes) -> Card:
 
 async def call_off(store: Store, world_size: int, reason: str) -> None:
     """Publish the reason why the ranks cannot meet under every key that a rank may be waiting for."""
-    keys = ["job", ENDED, *(f"{what}/{rank}" for what in ("card", "tcp") for rank in range(world_size))]
+    keys = ["job", ENDED, *(f"{what}/{rank}" for what in ("card", "tcp", "links") for rank in range(world_size))]
     await store.multi_set(keys, [CALLED_OFF + reason.encode()] * len(keys))
 
 

@@ -9,8 +9,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgpack
-
 from aiocoll.algorithms.machine import Medium, Tuning
 from aiocoll.endpoints import parse_advertised
 from aiocoll.engine.communicator import Communicator
@@ -24,6 +22,8 @@ from aiocoll.meeting.claim import call_off_all, claim
 from aiocoll.meeting.growth import Assignment, invite, meeting_store
 from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.options import GroupOptions
+from aiocoll.rendezvous.exchange import LAST_LOOK, Exchange
+from aiocoll.rendezvous.measured_links import MeasuredLinks, leaders, measure_links, read_links
 from aiocoll.rendezvous.same_host import tell_hosts_apart
 from aiocoll.rendezvous.unmet import not_come, not_connected
 from aiocoll.runtime import Runtime
@@ -41,8 +41,6 @@ __all__ = ["Job", "shared"]
 
 #: Seconds before reconnecting to a lost store: long enough not to load the host, short compared to any timeout.
 PAUSE = 0.05
-#: Seconds to ask the store which ranks are missing after a timeout, and to publish that the ranks cannot meet.
-LAST_LOOK = 1.0
 
 #: Jobs by (loop, rendezvous, rank) and hubs by (loop, job): a second group finds what the first one made.
 shared: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
@@ -89,11 +87,12 @@ class Job:
         self._runtime = Runtime.of(self._loop)
         self._hub: Hub | None = None
         self._tuning = Tuning()
+        self._links = MeasuredLinks({})
         self._open_stream = OpenEncrypted()
         self._opening = asyncio.Lock()
         self._cards: CardCache | None = None
-        # What meeting waits for: keys in a store, in the order of the ranks that publish them; then links.
-        self._awaited: tuple[Store, list[str]] | None = None
+        # What meeting waits for: what others publish; then links.
+        self._exchange: Exchange | None = None
         self._stream: StreamTransport | None = None
         self._joining: Endpoint | None = None
         self._members = 0
@@ -126,11 +125,13 @@ class Job:
 
     def _form(self, endpoint: Endpoint, identity: int, ranks: Sequence[int], spec: GroupSpec) -> ProcessGroup:
         cards = [endpoint.cards[rank] for rank in ranks]
-        together = self._hub is None and len({card["host"] for card in cards}) == 1
+        hosts = {card["host"] for card in cards}
+        together = self._hub is None and len(hosts) == 1
         chunk_nbytes = min(card["piece"] for card in cards) if together else 0
+        tuning = self._tuning if self._hub is not None or together else self._links.tune(self._tuning, hosts)
         assert spec.name is not None
         comm = Communicator(
-            endpoint, identity, spec.name, ranks, chunk_nbytes, spec.timeout, spec.options.warn_after, self._tuning
+            endpoint, identity, spec.name, ranks, chunk_nbytes, spec.timeout, spec.options.warn_after, tuning
         )
         endpoint.add(comm)
         return ProcessGroup(comm, spec, self)
@@ -219,21 +220,10 @@ class Job:
     async def _unmet(self, seconds: float) -> str:
         """Return why the ranks have not met in so many seconds."""
         trouble = self._store.trouble
-        if missing := await self._missing():
+        if self._exchange is not None and (missing := await self._exchange.missing()):
             return f"rank {self.rank} waited {seconds:g} s for {not_come(missing, self.world_size, trouble)}"
         why = trouble or not_connected(self._joining, self._stream)
         return f"rank {self.rank} of {self.world_size} did not meet the others within {seconds:g} s: {why}"
-
-    async def _missing(self) -> list[int]:
-        """Return the ranks that have not published what this one waits for; [] if the store does not answer."""
-        if self._awaited is None:
-            return []
-        store, keys = self._awaited
-        try:
-            async with asyncio.timeout(LAST_LOOK):
-                return [rank for rank, key in enumerate(keys) if not await store.check([key])]
-        except (StoreError, TimeoutError):
-            return []
 
     async def _meet(self) -> None:
         while True:
@@ -260,8 +250,8 @@ class Job:
         generation = await claim(self._store, self.rank, self.world_size)
         tuning = await self._tune() if self.rank == 0 else None
         store = PrefixStore(f"aiocoll/{generation}", self._store)
-        self._awaited = store, ["job"]
-        job = await self._job(store)
+        exchange = self._exchange = Exchange(store, self.rank, self.world_size, self._timeout)
+        job = await exchange.job(self._runtime.random_bytes)
         self._cards = shared.setdefault((id(self._loop), "cards", job), CardCache())
         stream, card = await self._listen(job)
         self._stream = stream
@@ -273,10 +263,11 @@ class Job:
         transport.accepted = early.append
         try:
             card |= await self._tell_hosts_apart(store, stream)
-            cards = await self._exchange(store, "card", card)
-            told = from_wire(cards[0].get("tuning"), cards[0].get("medium"), ranks_on_host(0, cards))
-            transport, cards = await self._settle(store, stream, job, cards)
-            self._tuning = told.over("tcp") if cards[0]["tcp"] else told
+            cards = await exchange.cards("card", card, self._cards)
+            self._tuning = from_wire(cards[0].get("tuning"), cards[0].get("medium"), ranks_on_host(0, cards))
+            transport, cards = await self._settle(exchange, stream, job, cards)
+            if self._hub is None:
+                self._links = await self._measure_links(exchange, stream, cards)
             endpoint = Endpoint(
                 self._runtime, transport, self.rank, self.world_size, self._spin(cards), self._crowded(cards)
             )
@@ -319,7 +310,7 @@ class Job:
     @property
     def _medium(self) -> Medium:
         """The medium of most messages if all ranks are on one host; links that cannot use it are only slower."""
-        return "shm" if self._options.transport in ("auto", "shm") else "unix"
+        return "shm" if self._options.transport == "auto" else self._options.transport
 
     async def _tune(self) -> Tuning | None:
         """Read the tuning file, if any; a run on a virtual clock must not depend on the machine."""
@@ -330,14 +321,6 @@ class Job:
         except ValueError as error:
             await call_off_all(self._store, self.world_size, f"rank 0 could not join: {error}")
             raise
-
-    async def _job(self, store: Store) -> str:
-        """Agree on a name that no other job has, so that a rank of an older job cannot connect."""
-        if self.rank == 0:
-            await store.set("job", self._runtime.random_bytes(16).hex().encode())
-        job = await store.get("job", timeout=self._timeout)
-        raise_if_called_off(job)
-        return job.decode(errors="replace")
 
     async def _listen(self, job: str) -> tuple[StreamTransport, Card]:
         options = self._options
@@ -364,7 +347,7 @@ class Job:
             raise
 
     async def _settle(
-        self, store: Store, stream: StreamTransport, job: str, cards: Mapping[int, Card]
+        self, exchange: Exchange, stream: StreamTransport, job: str, cards: Mapping[int, Card]
     ) -> tuple[Transport, Mapping[int, Card]]:
         """Choose the transport from the cards, so that all ranks choose the same."""
         options = self._options
@@ -385,8 +368,9 @@ class Job:
         if options.transport == "tcp" or hosts > 1:
             encrypted = agreed({rank: card["encryption"] for rank, card in cards.items()}, hosts)
             stores = {rank: card["store"] for rank, card in cards.items()}
-            card = await self._listen_tcp(store, stream, stores, hosts == 1, encrypted)
-            cards = await self._exchange(store, "tcp", card)
+            card = await self._listen_tcp(exchange.store, stream, stores, hosts == 1, encrypted)
+            assert self._cards is not None
+            cards = await exchange.cards("tcp", card, self._cards)
         return stream, cards
 
     async def _listen_tcp(
@@ -404,13 +388,14 @@ class Job:
             await store.set(f"tcp/{self.rank}", CALLED_OFF + f"rank {self.rank} could not join: {error}".encode())
             raise
 
-    async def _exchange(self, store: Store, what: str, card: Card) -> Mapping[int, Card]:
-        """Publish `card`; return the cards of all ranks."""
-        assert self._cards is not None
-        keys = [f"{what}/{rank}" for rank in range(self.world_size)]
-        self._awaited = store, keys
-        await store.set(keys[self.rank], msgpack.packb(card))
-        return self._cards.read(await store.multi_get(keys, timeout=self._timeout))
+    async def _measure_links(
+        self, exchange: Exchange, stream: StreamTransport, cards: Mapping[int, Card]
+    ) -> MeasuredLinks:
+        ranks = leaders(cards)
+        if len(ranks) == 1:
+            return MeasuredLinks({})
+        found = await measure_links(stream, cards) if self.rank in ranks else None
+        return read_links(await exchange.values("links", found, ranks), cards)
 
     def _spin(self, cards: Mapping[int, Card]) -> float:
         """Return the seconds to poll: 0 if a peer is in this process, since polling would keep it from running."""

@@ -94,6 +94,8 @@ class ConnKind(IntEnum):
     DATA = 2
     HEARTBEAT = 3
     """Heartbeats, a byte each, in both directions; no frames."""
+    PROBE = 4
+    """What the way between two hosts can do is measured, once; no frames."""
 
 
 class Status(IntEnum):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 import aiocoll
+from aiocoll.algorithms.machine import Tuning
 from aiocoll.store import StoreServer
 from tests.internals import comm_of
 
@@ -52,6 +53,13 @@ async def carriers(pg: aiocoll.ProcessGroup) -> Any:
     found = [None if peer == pg.rank() else transport.carrier(peer)[0] for peer in range(pg.size())]
     await pg.barrier()  # whoever has left is talked to over nothing
     return found
+
+
+async def links(pg: aiocoll.ProcessGroup) -> Any:
+    """Return what this rank believes of the link between hosts: round trip and bytes per second."""
+    tcp = comm_of(pg).tuning.tcp
+    await pg.barrier()
+    return 2 * (tcp.alpha - Tuning().tcp.alpha), 1 / tcp.beta
 
 
 async def confide(pg: aiocoll.ProcessGroup) -> Any:

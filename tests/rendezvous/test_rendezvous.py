@@ -230,7 +230,7 @@ async def test_a_connection_that_is_not_made_is_named_on_both_sides(
 ) -> None:
     """All have come, but nothing answers: also in a warning, long before the time is over."""
 
-    async def reach(*_: Any) -> socket.socket:
+    async def reach(*_: Any, **__: Any) -> socket.socket:
         await asyncio.Event().wait()
         raise AssertionError
 

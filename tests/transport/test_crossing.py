@@ -76,7 +76,7 @@ class Gate:
         receive, reach = byte_stream.receive_message, address.reach
         self._receive = receive
 
-        async def reached(loop: Any, family: int, target: Any) -> socket.socket:
+        async def reached(loop: Any, family: int, target: Any, **_: Any) -> socket.socket:
             sock = await reach(loop, family, target)
             task = asyncio.current_task()
             assert task is not None

@@ -17,7 +17,7 @@ from typing import Any
 from aiocoll.errors import RendezvousError
 from aiocoll.log import logger
 from aiocoll.runtime import Runtime
-from aiocoll.sockets import retry_soon
+from aiocoll.sockets import retry_soon, send_in_bursts
 from aiocoll.transport.byte_stream import resolve
 
 __all__ = [
@@ -180,8 +180,10 @@ def may_connect(uid: int | None, own_uid: int) -> bool:
     return uid in (None, own_uid)
 
 
-async def reach(loop: asyncio.AbstractEventLoop, family: int, address: Any) -> socket.socket:
-    """Return a non-blocking socket connected to `address`.
+async def reach(
+    loop: asyncio.AbstractEventLoop, family: int, address: Any, *, in_bursts: bool = False
+) -> socket.socket:
+    """Return a non-blocking socket connected to `address`; TCP may be told to `send_in_bursts`.
 
     Raises:
         OSError: of the class of its errno; BlockingIOError if the backlog of a unix listener is full.
@@ -191,6 +193,8 @@ async def reach(loop: asyncio.AbstractEventLoop, family: int, address: Any) -> s
         sock.setblocking(False)
         if family != getattr(socket, "AF_UNIX", None):
             retry_soon(sock)
+            if in_bursts:
+                send_in_bursts(sock)
         # Not `loop.sock_connect`: it takes EAGAIN, a full backlog of a unix socket, for a connection being made.
         code = sock.connect_ex(address)
         if code == errno.EINPROGRESS:

@@ -15,6 +15,7 @@ from aiocoll.security.handshake import (
     CHALLENGE_SIZE,
     VERDICT_SIZE,
     ClientHandshake,
+    ConnKind,
     HandshakeRefusedError,
     Identity,
     Peer,
@@ -179,7 +180,7 @@ class Dialler:
     async def _attempt(self, dial: Dial, key: Key, adopt: _Adopt[T]) -> T:
         target = dial.target
         try:
-            sock = await self._reach(target)
+            sock = await self._reach(target, key[1])
             dial.answered()
             stream = await self._open_stream(self._runtime.loop, sock, dialled=True)
             try:
@@ -200,10 +201,11 @@ class Dialler:
                 raise _RetryError(error.strerror or str(error)) from None
             raise target.unreachable(key[0], str(error)) from error
 
-    async def _reach(self, target: DialAddress) -> socket.socket:
+    async def _reach(self, target: DialAddress, kind: ConnKind) -> socket.socket:
         """Connect; to a process of this user, where that can be seen."""
         try:
-            sock = await address.reach(self._runtime.loop, target.family, target.address)
+            in_bursts = kind is ConnKind.PROBE
+            sock = await address.reach(self._runtime.loop, target.family, target.address, in_bursts=in_bursts)
         except OSError as error:
             if target.instead is not None and address.is_missing(error):
                 raise _NoRouteError(f"{target.label}: {error.strerror}") from None

@@ -96,8 +96,8 @@ class LinkTable:
         self._theirs[key] = peer.ended
         return link
 
-    async def adopt_heartbeat(self, stream: ByteStream, peer: Peer) -> ByteStream | None:
-        """Return `stream`, which is to carry heartbeats: it counts as a link that is over."""
+    async def adopt_bare(self, stream: ByteStream, peer: Peer) -> ByteStream | None:
+        """Return `stream`, which is to carry no frames: it counts as a link that is over."""
         self._ended[peer.rank, peer.kind] += 1
         return stream
 

@@ -32,6 +32,7 @@ from aiocoll.transport.stream.dial_address import DialAddresses
 from aiocoll.transport.stream.dialler import Dialler
 from aiocoll.transport.stream.link_table import Key, LinkTable
 from aiocoll.transport.stream.plain_stream import open_plain
+from aiocoll.transport.stream.probe import answer
 
 __all__ = ["StreamTransport"]
 
@@ -40,6 +41,9 @@ __all__ = ["StreamTransport"]
 _GRACE = 0.05
 #: Seconds until a unix socket is tried again whose backlog is full, or for which a descriptor was lacking.
 _TRY_AGAIN = 0.01
+
+#: Seconds for which a peer may measure the way to us: several times what it takes.
+_MEASURED_FOR = 10.0
 
 _AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
 
@@ -100,8 +104,9 @@ class StreamTransport:
         # Handshakes that others have begun with us, each with the timer that ends it; those ended early;
         self._serving: dict[asyncio.Task[bool], asyncio.TimerHandle] = {}
         self._evicted: set[asyncio.Task[bool]] = set()
-        # ... and those among them in which nothing has been proven.
+        # ... and those among them in which nothing has been proven. Then, answers to those who measure the way to us.
         self._unproven: Unproven[asyncio.Task[bool]] = Unproven(world_size, self._evict)
+        self._answering: set[asyncio.Task[None]] = set()
         wanted = transport in ("auto", "shm")
         self._links = LinkTable(runtime, Sharing(runtime, rank, world_size, self, wanted=wanted))
         self.registered_memory = self._links.sharing.registered_memory
@@ -214,7 +219,14 @@ class StreamTransport:
     async def connect_heartbeat(self, peer: int, card: Card) -> ByteStream | None:
         """Open a connection for heartbeats; returns and raises what `connect` does."""
         target = self._addresses.find(peer, card)
-        return await self._dialler.connect((peer, ConnKind.HEARTBEAT), target, self._links.adopt_heartbeat)
+        return await self._dialler.connect((peer, ConnKind.HEARTBEAT), target, self._links.adopt_bare)
+
+    async def connect_probe(self, peer: int, card: Card) -> ByteStream:
+        """Open a connection to `transport.stream.probe.measure` the way to a rank; raises what `connect` does."""
+        target = self._addresses.find(peer, card)
+        stream = await self._dialler.connect((peer, ConnKind.PROBE), target, self._links.adopt_bare)
+        assert stream is not None  # a link, which it might be refused for, is never made of it
+        return stream
 
     def carrier(self, peer: int) -> tuple[str, str | None]:
         """Return what carries data to `peer` ("none" before the first), and why it is not shared memory."""
@@ -232,9 +244,14 @@ class StreamTransport:
         if self._unix is not None:
             address.remove_unix(self._unix)
         self._unix = self._tcp = None
-        for task in self._serving:
+        for task in (*self._serving, *self._answering):
             task.cancel()
-        unfinished: set[asyncio.Future[Any]] = {*self._serving, *self._evicted, *self._dialler.close()}
+        unfinished: set[asyncio.Future[Any]] = {
+            *self._serving,
+            *self._evicted,
+            *self._answering,
+            *self._dialler.close(),
+        }
         if unfinished:
             await asyncio.wait(unfinished)
 
@@ -317,7 +334,24 @@ class StreamTransport:
 
     async def _adopt(self, stream: ByteStream, peer: Peer) -> Callable[[], None] | None:
         if peer.kind is ConnKind.HEARTBEAT:
-            await self._links.adopt_heartbeat(stream, peer)
+            await self._links.adopt_bare(stream, peer)
             return partial(self.heartbeat_accepted, peer.rank, stream)
+        if peer.kind is ConnKind.PROBE:
+            await self._links.adopt_bare(stream, peer)
+            return partial(self._let_measure, stream)
         link = await self._links.adopt(stream, peer, dialled=False)
         return None if link is None else partial(self.accepted, link)
+
+    def _let_measure(self, stream: ByteStream) -> None:
+        task = self._runtime.create_task(self._be_measured(stream), f"aiocoll-measured-{self.rank}")
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _be_measured(self, stream: ByteStream) -> None:
+        try:
+            async with asyncio.timeout(_MEASURED_FOR):
+                await answer(stream, self._runtime.time)
+        except (OSError, TimeoutError):
+            pass  # the other end has what it wanted
+        finally:
+            stream.close()

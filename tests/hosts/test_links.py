@@ -1,0 +1,42 @@
+"""What ranks find out of the links between their hosts while they meet, and what they make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.hosts.network import Network
+
+if TYPE_CHECKING:
+    from tests.hosts.conftest import Ranks
+
+
+@pytest.mark.parametrize("encryption", ["auto", "none"])
+@pytest.mark.parametrize("size", [2, 3])
+async def test_all_ranks_know_the_slowest_link(
+    network: Callable[[int], Network], ranks: Ranks, size: int, encryption: str
+) -> None:
+    """So slow that the work of a loaded machine is little beside it: a packet takes a millisecond."""
+    net = network(size)
+    net.shape(rate=10e6, delay=10e-3, hosts=[1])
+    started = await ranks.start_all(net, "links", AIOCOLL_ENCRYPTION=encryption)
+    first, *others = [await process.result() for process in started]
+    assert all(told == first for told in others)
+    rtt, rate = first
+    assert 20e-3 < rtt < 40e-3
+    assert 0.5e6 / size < rate < 10e6 / 8
+
+
+async def test_a_link_that_only_one_side_may_dial_delays_nobody_for_long(
+    network: Callable[[int], Network], ranks: Ranks
+) -> None:
+    """Two of the four ways between three hosts are measured."""
+    net = network(3)
+    net.shape(delay=10e-3, hosts=[2])
+    net.refuse_dials(1, 2)
+    started = await ranks.start_all(net, "links", TIMEOUT="20")
+    told = [await process.result() for process in started]
+    assert told[0] == told[1] == told[2]
+    assert told[0][0] > 20e-3

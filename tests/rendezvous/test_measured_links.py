@@ -1,0 +1,144 @@
+"""What is made of measured links: which are, what a group on some hosts goes by, and what of it can be believed."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from aiocoll import GroupOptions, RendezvousError, new_group
+from aiocoll.algorithms.machine import Machine, Tuning
+from aiocoll.rendezvous import measured_links
+from aiocoll.rendezvous.measured_links import MeasuredLinks, leaders, measure_links, read_links
+from aiocoll.transport.base import Card
+from aiocoll.transport.stream.probe import LinkFigures
+
+from ..internals import comm_of
+
+SLOW, FAST = LinkFigures(50e-3, 1e6), LinkFigures(1e-6, 1e12)
+LINKS = MeasuredLinks({frozenset("ab"): SLOW, frozenset("ac"): FAST, frozenset("bc"): LinkFigures(10e-3, 0.0)})
+TUNING = Tuning(tcp=Machine(1e-4, 2e-5, 1e-9, 3e-10), medium="shm")
+
+
+def cards(hosts: str) -> dict[int, Card]:
+    return {rank: {"host": host} for rank, host in enumerate(hosts)}
+
+
+class Recorder:
+    """A transport that is asked for probes, and has none."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.asked: list[int] = []
+
+    async def connect_probe(self, peer: int, card: Card) -> Any:
+        self.asked.append(peer)
+        raise RendezvousError("no way")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "there", "beta"),
+    [("abc", 25e-3, 1e-6), ("ab", 25e-3, 1e-6), ("bc", 5e-3, 1e-9), ("ac", 5e-7, 1e-9), ("ad", 25e-3, 1e-6)],
+)
+def test_a_group_goes_by_the_slowest_link_between_its_hosts(hosts: str, there: float, beta: float) -> None:
+    """What the software takes comes on top; no link is faster than loopback; one that was not measured is as others."""
+    assert LINKS.tune(TUNING, set(hosts)) == TUNING._replace(tcp=Machine(1e-4 + there, 2e-5, beta, 3e-10), medium="tcp")
+
+
+def test_without_figures_everything_stays() -> None:
+    assert MeasuredLinks({}).tune(TUNING, {"a", "b"}) == TUNING.over("tcp")
+
+
+def test_the_lowest_rank_of_each_host_leads() -> None:
+    assert leaders(cards("abacbd")) == [0, 1, 3, 5]
+
+
+@pytest.mark.parametrize("size", range(2, 9))
+async def test_between_few_hosts_every_pair_is_measured(size: int) -> None:
+    pairs = await asked(size)
+    assert {frozenset(pair) for pair in pairs} == {frozenset(pair) for pair in combinations(range(size), 2)}
+    assert len(pairs) <= size * (size // 2)
+
+
+@pytest.mark.parametrize("size", [9, 16, 100, 1000])
+async def test_between_many_hosts_the_pairs_of_doubling_distance_are(size: int) -> None:
+    expected = {
+        (rank, (rank + 2**power) % size) for rank in range(size) for power in range(10) if 2**power <= size // 2
+    }
+    assert set(await asked(size)) == expected
+
+
+async def asked(size: int) -> list[tuple[int, int]]:
+    everybody = {rank: {"host": str(rank)} for rank in range(size)}
+    found = []
+    for rank in range(size):
+        transport: Any = Recorder(rank)
+        assert msgpack.unpackb(await measure_links(transport, everybody)) == []
+        found += [(rank, peer) for peer in transport.asked]
+    return found
+
+
+def test_what_leaders_publish_is_read() -> None:
+    told = {0: msgpack.packb([[2, *SLOW]]), 2: msgpack.packb([])}
+    assert read_links(told, cards("aabb")).tune(TUNING, {"a", "b"}).tcp.alpha == TUNING.tcp.alpha + 25e-3
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"\xc1", *map(msgpack.packb, (7, [7], [[1, 1.0]], [[9, 1.0, 1.0]], [[1, "x", 1.0]], [[1, -1.0, 1.0]]))]
+    + [msgpack.packb([[1, float(bad), 1.0]]) for bad in ("nan", "inf")],
+)
+def test_whatever_else_is_refused(value: bytes) -> None:
+    with pytest.raises(RendezvousError, match="rank 0 published invalid links in the store"):
+        read_links({0: value, 1: msgpack.packb([])}, cards("ab"))
+
+
+async def machines(hosts: str, path: Path) -> list[dict[str, Machine]]:
+    """Return what each rank goes by in the world, and in a group of the ranks of its host; each has its own loop."""
+
+    async def rank(number: int) -> dict[str, Machine]:
+        how = GroupOptions(host_id=hosts[number], job_key=b"k" * 32, bind="127.0.0.1")
+        place = {"init_method": f"file://{path}/store", "rank": number, "world_size": len(hosts)}
+        async with new_group(**place, timeout=30, options=how) as pg:
+            here = [other for other, host in enumerate(hosts) if host == hosts[number]]
+            inner = await pg.split_group(here)
+            found = {"world": comm_of(pg).tuning.machine, "host": comm_of(inner).tuning.machine}
+            await pg.barrier()
+            return found
+
+    def in_thread(number: int) -> dict[str, Machine]:
+        return asyncio.run(rank(number))
+
+    return await asyncio.gather(*(asyncio.to_thread(in_thread, number) for number in range(len(hosts))))
+
+
+async def test_all_ranks_go_by_the_same_figures(tmp_path: Path) -> None:
+    found = await machines("aab", tmp_path)
+    assert len({each["world"] for each in found}) == 1
+    assert found[0]["world"].alpha > Tuning().tcp.alpha
+
+
+async def test_the_ranks_of_one_host_go_by_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def measured(*_: Any) -> LinkFigures:
+        return SLOW
+
+    monkeypatch.setattr(measured_links, "_measured", measured)
+    for each in await machines("aab", tmp_path):
+        assert each["world"].alpha == Tuning().tcp.alpha + 25e-3
+        assert each["host"].alpha == Tuning(medium="shm").machine.alpha
+
+
+@pytest.mark.parametrize("error", [RendezvousError("no way"), ConnectionResetError(), TimeoutError()])
+async def test_a_link_that_cannot_be_measured_keeps_nobody_out(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(measured_links, "measure", fails)
+    for each in await machines("ab", tmp_path):
+        assert each["world"] == Tuning().tcp

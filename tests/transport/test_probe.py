@@ -1,0 +1,155 @@
+"""Measuring a link: a link of known figures on a virtual clock has just these, and a connection that ends is told."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from aiocoll.testing.virtual import VirtualLoop
+from aiocoll.transport.byte_stream import Bytes, ByteStream
+from aiocoll.transport.stream.plain_stream import PlainStream
+from aiocoll.transport.stream.probe import PACKET, TRAINS, LinkFigures, answer, measure
+
+
+class Wire:
+    """One end of a connection: what is sent leaves at `rate` bytes per second, and comes `delay` seconds later.
+
+    Attributes:
+        other: the other end.
+        sent: bytes so far.
+    """
+
+    bound = b""
+    other: Wire
+
+    def __init__(self, rate: float, delay: float, room: int, piece: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._rate, self._delay, self._room, self._piece = rate, delay, room, piece
+        self._idle = 0.0
+        self._waiting = 0
+        self._came = bytearray()
+        self._readable: Callable[[], object] | None = None
+        self._writable: Callable[[], object] | None = None
+        self.sent = 0
+
+    def send(self, data: Bytes) -> int:
+        taken = min(len(data), self._room - self._waiting)
+        if not taken:
+            raise BlockingIOError
+        for start in range(0, taken, self._piece):
+            part = bytes(data[start : min(start + self._piece, taken)])
+            self._idle = max(self._idle, self._loop.time()) + len(part) / self._rate
+            self._waiting += len(part)
+            self._loop.call_at(self._idle, self._left, len(part))
+            self._loop.call_at(self._idle + self._delay, self.other._comes, part)
+        self.sent += taken
+        return taken
+
+    def _left(self, nbytes: int) -> None:
+        self._waiting -= nbytes
+        if self._writable is not None:
+            self._writable()
+
+    def _comes(self, part: bytes) -> None:
+        self._came += part
+        if self._readable is not None:
+            self._readable()
+
+    def receive_into(self, space: memoryview) -> int:
+        if not self._came:
+            raise BlockingIOError
+        taken = min(len(space), len(self._came))
+        space[:taken] = self._came[:taken]
+        del self._came[:taken]
+        return taken
+
+    def start_reading(self, readable: Callable[[], object]) -> None:
+        self._readable = readable
+        if self._came:
+            self._loop.call_soon(lambda: self._came and self._readable and self._readable())
+
+    def stop_reading(self) -> None:
+        self._readable = None
+
+    def start_writing(self, writable: Callable[[], object]) -> None:
+        self._writable = writable
+
+    def stop_writing(self) -> None:
+        self._writable = None
+
+    def send_parts(self, parts: Iterable[Bytes]) -> int:
+        raise NotImplementedError
+
+    sock: Any = None
+
+    def shutdown(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+def measured(rate: float, delay: float, *, room: int = 1 << 20, piece: int = PACKET, seconds: float = 1e9) -> Any:
+    """Return the figures of a link, and the bytes that were sent to measure it."""
+
+    async def main() -> tuple[LinkFigures, int]:
+        one, two = (Wire(rate, delay, room, piece) for _ in range(2))
+        one.other, two.other = two, one
+        loop = asyncio.get_running_loop()
+        answering = asyncio.ensure_future(answer(two, loop.time))
+        found = await measure(one, loop.time, seconds)
+        answering.cancel()
+        await asyncio.wait([answering])
+        return found, one.sent
+
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(0, None)) as runner:
+        return runner.run(main())
+
+
+@pytest.mark.parametrize("rate", [1e4, 1e6, 125e6, 1e9])
+@pytest.mark.parametrize("delay", [0.0, 50e-6, 25e-3, 1.0])
+@pytest.mark.parametrize("room", [1 << 20, 5000], ids=["", "full"])
+def test_a_link_has_the_figures_it_is_given(rate: float, delay: float, room: int) -> None:
+    """The round trip is that of a byte and its answer of twelve."""
+    found, sent = measured(rate, delay, room=room)
+    assert found.rtt == pytest.approx(2 * delay + 13 / rate)
+    assert found.rate == pytest.approx(rate)
+    assert sent == len(TRAINS) + sum(TRAINS) * PACKET
+
+
+def test_what_comes_at_once_has_no_rate() -> None:
+    assert measured(float("inf"), 1e-3)[0] == LinkFigures(2e-3, 0.0)
+
+
+def test_a_far_host_is_asked_once() -> None:
+    found, sent = measured(1e6, 2.0, seconds=1.0)
+    assert found == LinkFigures(pytest.approx(4.0, rel=1e-4), 0.0)
+    assert sent == 1
+
+
+def test_as_much_is_sent_as_there_is_time_for() -> None:
+    found, sent = measured(1e6, 0.2, seconds=1.0)
+    assert found.rate == pytest.approx(1e6)
+    assert sent == 3 + sum(TRAINS[:3]) * PACKET
+
+
+@pytest.mark.parametrize("side", [measure, answer])
+@pytest.mark.parametrize("sent", [b"", b"\x02", b"\x02" + bytes(PACKET)], ids=len)
+async def test_a_connection_that_ends_is_told(side: Callable[..., Any], sent: bytes) -> None:
+    here, there = socket.socketpair()
+    here.setblocking(False)
+    loop = asyncio.get_running_loop()
+    stream: ByteStream = PlainStream(loop, here)
+    arguments = (stream, loop.time) if side is answer else (stream, loop.time, 1.0)
+    task = asyncio.ensure_future(side(*arguments))
+    with there:
+        there.sendall(sent)
+    try:
+        with pytest.raises(ConnectionError):
+            await task
+    finally:
+        stream.close()
