@@ -2,8 +2,8 @@
 
 Hosts are network namespaces of this machine; their cables have a rate, a delay and losses (tests/hosts/network.py), so
 it needs root. TCP is cubic. What is compared: aiocoll as it is there by default, encrypted, and with encryption="none";
-torch's Gloo; MPICH. Each rank is on a host of its own. A cell is the share of the link: 100 % is what its rate leaves of
-TCP's payload, 94.15 %, in both directions at a time. The environments of the peers are those of bench/main.py.
+torch's Gloo; MPICH. Each rank is on a host of its own. A cell is the share of the link: 100 % is what its rate leaves
+of TCP's payload, 94.15 %, in both directions at a time. The environments of the peers are those of bench/main.py.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ import json
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from environments import ROOT, Unavailable, prepare
@@ -137,7 +134,7 @@ def main() -> None:
 
 
 def measured(row: Row, systems: Sequence[System], pythons: dict[str, Path], launches: int) -> tuple[Results, float]:
-    """Return what was found over one link, and what iperf3 gets through it both ways, as a share; 0 if it is not there."""
+    """Return what was found over one link, and the share of it that iperf3 fills both ways; 0 without iperf3."""
     results = Results(row.hosts, [system.name for system in systems])
     cases = [Case("allreduce", nbytes) for nbytes in row.sizes]
     with Network(row.hosts) as network:
