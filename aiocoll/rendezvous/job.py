@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aiocoll.algorithms.machine import Medium, Tuning
-from aiocoll.endpoints import parse_advertised
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, StoreError, StoreUnavailableError
@@ -23,6 +22,7 @@ from aiocoll.meeting.growth import Assignment, invite, meeting_store
 from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.exchange import LAST_LOOK, Exchange
+from aiocoll.rendezvous.listening import listen_between_hosts
 from aiocoll.rendezvous.measured_links import MeasuredLinks, leaders, measure_links, read_links
 from aiocoll.rendezvous.same_host import tell_hosts_apart
 from aiocoll.rendezvous.unmet import not_come, not_connected
@@ -31,7 +31,6 @@ from aiocoll.security.tls import agreed, of_this_process
 from aiocoll.store import PrefixStore, Store
 from aiocoll.transport.base import Card, Link, Transport
 from aiocoll.transport.memory import Hub, MemoryTransport
-from aiocoll.transport.stream.route import find_route
 from aiocoll.transport.stream.tls_stream import OpenEncrypted
 from aiocoll.transport.stream.transport import StreamTransport
 from aiocoll.tuning import from_wire, load, to_wire
@@ -379,11 +378,7 @@ class Job:
         options = self._options
         try:
             self._open_stream.tls = await asyncio.to_thread(of_this_process) if encrypted else None
-            host, told = find_route(self.rank, stores, options.interface, options.bind, together=alone)
-            port = None
-            if options.advertise is not None and not alone:
-                told, port = parse_advertised(options.advertise)
-            return await stream.listen_tcp(host, told, port, options.port_range)
+            return await listen_between_hosts(stream, options, stores, together=alone)
         except (AiocollError, ValueError) as error:
             await store.set(f"tcp/{self.rank}", CALLED_OFF + f"rank {self.rank} could not join: {error}".encode())
             raise

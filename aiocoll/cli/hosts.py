@@ -1,0 +1,128 @@
+"""The hosts of a job on a command line: how many, which one this is, where host 0 serves the store, and the key."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
+
+from aiocoll.cli.arguments import integer, positive
+from aiocoll.options import GroupOptions, job_key, read_key_file
+from aiocoll.runtime import Runtime, running_loop
+from aiocoll.store import StoreServer
+from aiocoll.store.listening import find_address
+
+__all__ = ["Hosts", "add_host_arguments", "read_hosts", "serve"]
+
+#: torchrun's, for several hosts; one host takes a free port.
+_DEFAULT_PORT = 29500
+#: 256 bits, the width of the hash that the handshake uses.
+_KEY_SIZE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """What the hosts of a job have in common, and which one this is.
+
+    Attributes:
+        nnodes: how many there are.
+        node_rank: this one.
+        master: address and port of the store, which host 0 serves.
+        key: the job key.
+        name: of the job.
+    """
+
+    nnodes: int
+    node_rank: int
+    master: tuple[str, int]
+    key: bytes = field(repr=False)
+    name: str
+
+
+def add_host_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `read_hosts` reads."""
+    parser.add_argument("--nnodes", type=positive, default=1, metavar="N", help="number of hosts (default: 1)")
+    parser.add_argument("--node-rank", type=integer, default=0, metavar="K", help="which of them this one is (from 0)")
+    parser.add_argument("--master-addr", metavar="HOST", help="address of host 0, as every host can reach it")
+    parser.add_argument(
+        "--master-port",
+        type=integer,
+        metavar="PORT",
+        help=f"port of the store (default: a free one; with several hosts {_DEFAULT_PORT})",
+    )
+    parser.add_argument("--job-key-file", metavar="PATH", help="file with the job key, readable by you alone")
+
+
+def read_hosts(args: argparse.Namespace, environ: MutableMapping[str, str]) -> Hosts:
+    """Check the arguments; takes a job key out of `environ`.
+
+    Raises:
+        ValueError: says which argument to change.
+    """
+    if not 0 <= args.node_rank < args.nnodes:
+        raise ValueError(f"--node-rank {args.node_rank}: must be from 0 to {args.nnodes - 1}, one less than --nnodes")
+    if args.nnodes > 1 and args.master_addr is None:
+        raise ValueError("--master-addr: needed with several hosts; give the address of host 0")
+    port = args.master_port if args.master_port is not None else _DEFAULT_PORT if args.nnodes > 1 else 0
+    if not (args.nnodes > 1) <= port <= 65535:
+        raise ValueError(f"--master-port {port}: must be from 1 to 65535 (0, a free one, only with one host)")
+    given = job_key(environ, None)
+    key = read_key_file(args.job_key_file, "--job-key-file") if args.job_key_file else given
+    if key is None and args.nnodes > 1:
+        raise ValueError(
+            "several hosts need one job key, or any stranger could join them: make one with "
+            '`(umask 077; python -c "import secrets; print(secrets.token_hex(32))" > job.key)`, '
+            "copy the file to every host, and pass --job-key-file job.key (or set AIOCOLL_JOB_KEY)"
+        )
+    host = args.master_addr or "127.0.0.1"
+    return Hosts(
+        nnodes=args.nnodes,
+        node_rank=args.node_rank,
+        master=(host, port),
+        key=key or secrets.token_bytes(_KEY_SIZE),
+        # All hosts must come to the same name without talking; on one host, jobs that follow each other differ.
+        name=f"{host}:{port}" if args.nnodes > 1 else secrets.token_hex(8),
+    )
+
+
+async def serve(
+    hosts: Hosts, world_size: int, options: GroupOptions, timeout: float, trouble: Callable[[str], None]
+) -> StoreServer:
+    """Start the store, on host 0.
+
+    Args:
+        hosts: of the job.
+        world_size: ranks of the job.
+        options: resolved.
+        timeout: seconds in which the name of host 0 must become known there.
+        trouble: called with the reason why this waits, once for each.
+
+    Raises:
+        AiocollError: it cannot listen there.
+    """
+    said: set[str] = set()
+
+    def say(why: str) -> None:
+        if why not in said:
+            said.add(why)
+            trouble(why)
+
+    host, _ = await find_address(
+        hosts.master[0],
+        options.bind if hosts.nnodes > 1 else None,
+        key=hosts.key,
+        runtime=Runtime.of(running_loop()),
+        timeout=timeout,
+        trouble=say,
+    )
+    server = StoreServer(
+        host,
+        hosts.master[1],
+        key=hosts.key,
+        job=hosts.name,
+        world_size=world_size,
+        encryption=options.encryption,
+    )
+    server.start()
+    return server
