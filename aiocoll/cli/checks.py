@@ -60,8 +60,13 @@ class CheckResult:
     fine: bool = True
 
 
-def look(ranks: int) -> Iterator[CheckResult]:
-    """Yield the results of all checks for `ranks` ranks; imports nothing heavy and leaves nothing behind."""
+def look(ranks: int, master: str | None = None) -> Iterator[CheckResult]:
+    """Yield the results of all checks for `ranks` ranks; imports nothing heavy and leaves nothing behind.
+
+    Args:
+        ranks: on this host.
+        master: name or address of the master; None: what the environment says.
+    """
     yield from _versions()
     yield from _host(ranks)
     yield from _limits()
@@ -69,7 +74,7 @@ def look(ranks: int) -> Iterator[CheckResult]:
     yield _try("shared memory", _use_memfd, unshared)
     yield _try("wake-ups", _use_eventfd, unshared)
     yield _try("unix sockets", _use_unix, "ranks of one host can only meet over TCP: set AIOCOLL_TRANSPORT=tcp")
-    yield from _addresses()
+    yield from _addresses(master)
 
 
 def _versions() -> Iterator[CheckResult]:
@@ -176,7 +181,7 @@ def _use_unix() -> str:
         address.remove_unix(name)
 
 
-def _addresses() -> Iterator[CheckResult]:
+def _addresses(master: str | None) -> Iterator[CheckResult]:
     """Yield the interfaces, and the address a job over several hosts would use."""
     try:
         options = GroupOptions.resolve(None, os.environ)
@@ -189,7 +194,7 @@ def _addresses() -> Iterator[CheckResult]:
             with suppress(ValueError):
                 found[route.interface_address(name, family)] = None
         yield CheckResult("network", f"interface {name}", ", ".join(found) or "no address found")
-    master = os.environ.get("MASTER_ADDR")
+    master = master or os.environ.get("MASTER_ADDR")
     try:
         chosen = route.routable_address(master, options.interface, options.bind)
     except (ValueError, AiocollError) as error:

@@ -1,4 +1,4 @@
-"""`aiocoll doctor`: check this host, and let some ranks meet."""
+"""`aiocoll doctor`: check this host, let some ranks meet on it, and this host meet others."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import argparse
 import asyncio
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from aiocoll.cli.arguments import positive
 from aiocoll.cli.checks import CheckResult, look
+from aiocoll.cli.doctor_hosts import meet_hosts
+from aiocoll.cli.hosts import Hosts, add_host_arguments, read_hosts
+from aiocoll.cli.reach import HostsMet, findings
+from aiocoll.errors import AiocollError
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.testing.processes import run_processes
@@ -29,24 +33,66 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `doctor` to the subcommands."""
     parser = commands.add_parser(
         "doctor",
-        help="check this host for problems and for causes of slowness",
-        description="Check this host as a rank would see it, then let ranks meet. The exit code is 1 if something "
-        "fails or is slower than it could be; each problem is printed with its remedy.",
+        help="check this host, and the ways to others, for problems and for causes of slowness",
+        description="Check this host as a rank would see it, then let ranks meet. With --nnodes, started on each of so "
+        "many hosts, dial each of the others as a rank would, too: all print who reaches whom, and why not. The exit "
+        "code is 1 if something fails or is slower than it could be, 0 if not: then a job would meet and run. Each "
+        "problem is printed with its remedy.",
     )
     parser.add_argument("-n", "--nproc", type=positive, default=2, metavar="N", help="ranks that meet (default: 2)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(command=_run)
+    add_host_arguments(parser)
+    parser.add_argument(
+        "--timeout",
+        type=positive,
+        default=30,
+        metavar="SECONDS",
+        help="how long to look for host 0, and then for the others (default: 30)",
+    )
+    parser.set_defaults(command=lambda args: _run(args, parser))
 
 
-def _run(args: argparse.Namespace) -> int:
-    pairs, met = _meeting(args.nproc)
-    findings = [*look(args.nproc), met]
-    fine = all(finding.fine for finding in findings)
+def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    try:
+        hosts = read_hosts(args, os.environ) if args.nnodes > 1 or args.node_rank else None
+    except ValueError as error:
+        parser.error(str(error))
+    say: Callable[[str], None] = (lambda text: None) if args.json else (lambda text: print(text, flush=True))
+    try:
+        pairs, met = _meeting(args.nproc)
+        found = [*look(args.nproc, args.master_addr), met]
+        say("\n".join(_lines(found, pairs)))
+        between: list[CheckResult] = []
+        dialled: list[dict[str, Any]] = []
+        if hosts is not None:
+            between, dialled = _between(hosts, args.timeout, say)
+            say("\n".join(_lines(between, [])))
+    except KeyboardInterrupt:
+        return 130
+    found += between
+    problems = sum(not finding.fine for finding in found)
+    say(f"{problems} problem{'s' if problems > 1 else ''}, see above" if problems else "all fine")
     if args.json:
-        print(json.dumps({"fine": fine, "findings": [asdict(each) for each in findings], "pairs": pairs}, indent=1))
-    else:
-        print("\n".join(_lines(findings, pairs)))
-    return 0 if fine else 1
+        told = {"fine": not problems, "findings": [asdict(each) for each in found], "pairs": pairs}
+        print(json.dumps(told | ({} if hosts is None else {"hosts": dialled}), indent=1))
+    return 1 if problems else 0
+
+
+def _between(
+    hosts: Hosts, timeout: float, say: Callable[[str], None]
+) -> tuple[list[CheckResult], list[dict[str, Any]]]:
+    """Meet the other hosts; return what was found, and each attempt to dial."""
+    try:
+        options = GroupOptions.resolve(None, os.environ)
+        met: HostsMet = asyncio.run(meet_hosts(hosts, options, timeout, say))
+    except (AiocollError, OSError, ValueError) as error:
+        return [CheckResult("between hosts", "meeting", "failed", str(error), fine=False)], []
+    dialled = [
+        {"from": source, "to": target, "seconds": attempt.seconds, "trouble": attempt.trouble}
+        for source, row in sorted(met.rows.items())
+        for target, attempt in sorted(row.items())
+    ]
+    return list(findings(met)), dialled
 
 
 def _meeting(ranks: int) -> tuple[list[dict[str, Any]], CheckResult]:
@@ -88,10 +134,10 @@ def _transport_of(pg: ProcessGroup, peer: int) -> tuple[str, str]:
     return carrier, f"both are on this host, but without shared memory: {trouble or f'rank {peer} has none'}"
 
 
-def _lines(findings: Sequence[CheckResult], pairs: list[dict[str, Any]]) -> Iterator[str]:
+def _lines(found: Sequence[CheckResult], pairs: list[dict[str, Any]]) -> Iterator[str]:
     topic = ""
-    width = max(len(finding.name) for finding in findings)
-    for finding in findings:
+    width = max(len(finding.name) for finding in found)
+    for finding in found:
         if finding.topic != topic:
             topic = finding.topic
             yield topic
@@ -104,5 +150,3 @@ def _lines(findings: Sequence[CheckResult], pairs: list[dict[str, Any]]) -> Iter
     for kind, names in kinds.items():
         more = f" and {len(names) - _NAMED} more pairs" if len(names) > _NAMED else ""
         yield f"  {' '.join(names[:_NAMED])}{more}: {kind}"
-    problems = sum(not finding.fine for finding in findings)
-    yield f"{problems} problem{'s' if problems > 1 else ''}, see above" if problems else "all fine"

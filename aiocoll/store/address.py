@@ -15,7 +15,7 @@ from aiocoll.errors import AuthenticationError, StoreUnavailableError
 from aiocoll.security.keys import require_key
 from aiocoll.sockets import retry_soon
 
-__all__ = ["StoreEndpoint", "check_peer", "describe", "is_unix", "listen", "literal", "resolve"]
+__all__ = ["StoreEndpoint", "check_peer", "describe", "is_unix", "listen", "literal", "means_loopback", "resolve"]
 
 _UNIX = "unix:"
 #: Connections that the kernel queues until they are accepted: all ranks of a large job at once.
@@ -125,6 +125,11 @@ def literal(host: str, port: int) -> StoreEndpoint | None:
         # The scope's number must be looked up; numeric hosts never ask a name server.
         return _first(host, port)
     return StoreEndpoint(socket.AF_INET6, (host, port, 0, 0))
+
+
+def means_loopback(name: str) -> bool:
+    """Whether a name always means loopback."""
+    return name.split(".")[0].lower() in ("localhost", "ip6-localhost", "ip6-loopback", "localhost4", "localhost6")
 
 
 def _first(host: str, port: int) -> StoreEndpoint:

@@ -17,8 +17,9 @@ from aiocoll.security.handshake import (
     Identity,
     may_be_ours,
 )
+from aiocoll.security.keys import is_loopback
 from aiocoll.security.tls import Tls, binding, is_encrypted, of_this_process
-from aiocoll.store.address import StoreEndpoint, check_peer, describe, is_unix, resolve
+from aiocoll.store.address import StoreEndpoint, check_peer, describe, is_unix, literal, means_loopback, resolve
 from aiocoll.store.base import settled, timed_out
 from aiocoll.store.frames import FrameProtocol, pack
 from aiocoll.store.replies import ReplyStatus, check_reply
@@ -237,7 +238,7 @@ async def connect(
                 except AuthenticationError:
                     raise
                 except OSError as exc:
-                    reason = _explain(exc)
+                    reason = _explain(exc) + _astray(host, endpoint)
                     if encryption != "auto" and isinstance(exc, ConnectionResetError | ssl.SSLError):
                         reason += f"; is it, too, given encryption={encryption!r} (AIOCOLL_ENCRYPTION)?"
         except AuthenticationError as exc:
@@ -292,6 +293,13 @@ async def _attempt(link: ClientLink, endpoint: StoreEndpoint, tls: Tls | None, t
             raise link.foreign_answer() or silent from None
         raise
     return link
+
+
+def _astray(host: str, endpoint: StoreEndpoint) -> str:
+    """Return that the name of another machine has led to this one, if it has."""
+    if literal(host, 0) is not None or means_loopback(host) or not is_loopback(endpoint.sockaddr[0]):
+        return ""
+    return f" {host!r} means {endpoint.sockaddr[0]} here, which is this machine itself (/etc/hosts?)"
 
 
 def _explain(exc: OSError) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from aiocoll.errors import StoreUnavailableError
 from aiocoll.runtime import Runtime
 from aiocoll.security.keys import is_loopback
-from aiocoll.store.address import StoreEndpoint, is_unix, literal, resolve
+from aiocoll.store.address import StoreEndpoint, is_unix, literal, means_loopback, resolve
 
 __all__ = ["find_address", "local_address"]
 
@@ -61,7 +61,7 @@ async def find_address(
             "address of this machine"
         )
     outside = next((address for address in own if not is_loopback(address)), None)
-    if outside is not None or (own and (not named or _means_loopback(host))):
+    if outside is not None or (own and (not named or means_loopback(host))):
         return outside or own[0], None
     if bind is not None:
         return bind, None
@@ -107,8 +107,3 @@ def _is_own(endpoint: StoreEndpoint) -> bool:
     except OSError as error:
         return error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
     return True
-
-
-def _means_loopback(name: str) -> bool:
-    """Whether a name always means loopback."""
-    return name.split(".")[0].lower() in ("localhost", "ip6-localhost", "ip6-loopback", "localhost4", "localhost6")

@@ -1,0 +1,251 @@
+"""`aiocoll doctor` on several hosts: each listens and dials each other one as a rank would, and all learn the outcome.
+
+They go on in rounds, which host 0 ends, so that all know the same: who has come, where they listen, who reaches whom.
+A host that does not take part in a round any more holds up none for longer than the limit of the round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import socket
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AsyncExitStack, suppress
+from math import inf
+from time import perf_counter
+from typing import Any
+
+import msgpack
+
+import aiocoll
+from aiocoll.cli.hosts import Hosts, serve
+from aiocoll.cli.reach import Attempt, HostFacts, HostsMet
+from aiocoll.errors import AiocollError, RendezvousError, StoreError, StoreTimeoutError
+from aiocoll.meeting.cards import cores
+from aiocoll.options import GroupOptions
+from aiocoll.rendezvous.listening import listen_between_hosts
+from aiocoll.runtime import Runtime, running_loop
+from aiocoll.security.tls import of_this_process
+from aiocoll.store import PrefixStore, Store, TCPStore
+from aiocoll.store.listening import local_address
+from aiocoll.transport.base import Card
+from aiocoll.transport.byte_stream import ByteStream, receive_message, send_message
+from aiocoll.transport.stream.addresses import is_wildcard
+from aiocoll.transport.stream.tls_stream import OpenEncrypted
+from aiocoll.transport.stream.transport import StreamTransport
+
+__all__ = ["meet_hosts"]
+
+#: Seconds for which one host dials another; three attempts of the kernel fit in.
+_DIAL = 5.0
+#: Round trips of which the fastest counts, and the seconds they may take in all.
+_PINGS, _PING_FOR = 20, 1.0
+#: Seconds that a busy host may take for what takes no time, such as making a certificate, or reading the outcome.
+_SLACK = 10.0
+
+
+async def meet_hosts(hosts: Hosts, options: GroupOptions, timeout: float, say: Callable[[str], None]) -> HostsMet:
+    """Meet the other hosts, and dial each of them.
+
+    Args:
+        hosts: of the job.
+        options: resolved.
+        timeout: seconds in which the store must be found, and then the other hosts must come.
+        say: called with what this waits for.
+
+    Raises:
+        AiocollError: the store cannot be served, or reached, or its host has gone; or this host was not expected.
+    """
+    async with AsyncExitStack() as stack:
+        (host, port), listens = hosts.master, ""
+        if hosts.node_rank == 0:
+            server = await serve(hosts, hosts.nnodes, options, timeout, say)
+            stack.push_async_callback(server.aclose)
+            host, port = local_address(server.host), server.port
+            listens = f"{'all addresses' if is_wildcard(server.host) else server.host} port {port}"
+            say(f"host 0 listens on {listens} for the others, and waits for them for {timeout:g} s")
+        else:
+            say(f"looking for host 0 at {host} port {port} for {timeout:g} s")
+        store = TCPStore(
+            host,
+            port,
+            timeout=timeout,
+            wait_for_workers=False,
+            key=hosts.key,
+            job=hosts.name,
+            encryption=options.encryption,
+        )
+        await stack.enter_async_context(store)
+        rounds = _Rounds(PrefixStore("doctor", store), hosts)
+        told = {"nnodes": hosts.nnodes, "store": store.reached, "listens": listens, "facts": _facts(options)}
+        came = await rounds.first(told, timeout)
+        visitor = await stack.enter_async_context(_Visitor(hosts, options, [*came]))
+        met = await _visit(rounds, visitor, came, timeout)
+        await rounds.leave()
+        return met
+
+
+async def _visit(rounds: _Rounds, visitor: _Visitor, came: Mapping[int, Any], timeout: float) -> HostsMet:
+    """Dial the others, and tell all whom this host reaches."""
+    facts = {host: HostFacts(*told["facts"]) for host, told in came.items()}
+    met = HostsMet(came[0]["nnodes"], came[0]["listens"], timeout, facts, {})
+    if met.differ():
+        return met
+    listening = await rounds.exchange("listening", await visitor.listen(came), _SLACK)
+    facts |= {host: facts[host]._replace(where=_where(card), trouble=why) for host, (card, why) in listening.items()}
+    cards = {host: card for host, (card, _) in listening.items() if card is not None}
+    rows = await rounds.exchange("row", await visitor.dial(cards), _DIAL + len(cards) * _PING_FOR + _SLACK)
+    return met._replace(rows={host: {peer: Attempt(*each) for peer, each in row.items()} for host, row in rows.items()})
+
+
+def _facts(options: GroupOptions) -> HostFacts:
+    system = (
+        f"{cores()} cores, aiocoll {aiocoll.__version__}, Python {platform.python_version()}, "
+        f"{platform.system()} {platform.release()}"
+    )
+    ports = "ports {} to {}".format(*options.port_range) if options.port_range else ""
+    return HostFacts(socket.gethostname(), system, options.encryption, ports)
+
+
+def _where(card: Card | None) -> str:
+    return "" if card is None else "{} port {}".format(*card["tcp"])
+
+
+class _Rounds:
+    """What the hosts tell each other through the store."""
+
+    def __init__(self, store: Store, hosts: Hosts) -> None:
+        self._store = store
+        self._host = hosts.node_rank
+        self._nnodes = hosts.nnodes
+        self._there: Collection[int] = range(hosts.nnodes)
+
+    async def first(self, mine: Mapping[str, Any], timeout: float) -> dict[int, Any]:
+        """Come, as the only one of this number; return what all have told that came in time."""
+        own = msgpack.packb([socket.gethostname(), os.getpid(), os.urandom(8)])
+        name, pid, _ = msgpack.unpackb(first := await self._store.compare_set(f"claim/{self._host}", b"", own))
+        if first != own:
+            raise RendezvousError(
+                f"host {self._host} is {name} (process {pid}) already: give each host a --node-rank of its own, or "
+                "wait for the end of what was started before"
+            )
+        came = await self.exchange("came", mine, timeout)
+        if came[0]["nnodes"] != self._nnodes:
+            raise RendezvousError(f"--nnodes {self._nnodes}: host 0 was given --nnodes {came[0]['nnodes']}")
+        if self._host not in came:
+            raise RendezvousError(f"host {self._host} came too late: the others have begun without it; start all again")
+        return came
+
+    async def exchange(self, what: str, mine: Any, limit: float) -> dict[int, Any]:
+        """Tell `mine`; return what those have told who did so within `limit` seconds."""
+        await self._store.set(f"{what}/{self._host}", msgpack.packb(mine))
+        if self._host == 0:
+            keys = {host: f"{what}/{host}" for host in self._there}
+            with suppress(StoreTimeoutError):
+                await self._store.wait(keys.values(), limit)
+            told = {host: await self._store.get(key) for host, key in keys.items() if await self._store.check([key])}
+            await self._store.set(what, msgpack.packb(told))
+        found = msgpack.unpackb(await self._store.get(what, limit + _SLACK), strict_map_key=False)
+        self._there = found.keys()
+        return {host: msgpack.unpackb(data, strict_map_key=False) for host, data in found.items()}
+
+    async def leave(self) -> None:
+        """Host 0, with which the store goes, lets the others leave first."""
+        with suppress(StoreError):
+            if self._host:
+                await self._store.set(f"left/{self._host}", b"")
+            else:
+                await self._store.wait([f"left/{host}" for host in self._there if host], _SLACK)
+
+
+class _Visitor:
+    """Listens and dials as the rank of this host does that has the number of the host; a context manager."""
+
+    def __init__(self, hosts: Hosts, options: GroupOptions, came: Collection[int]) -> None:
+        self._options = options
+        self._came = came
+        self._runtime = Runtime.of(running_loop())
+        self._open_stream = OpenEncrypted()
+        self._transport = StreamTransport(
+            self._runtime,
+            hosts.node_rank,
+            hosts.nnodes,
+            hosts.name,
+            hosts.key,
+            # Whether two are on one host does not matter here: between hosts it is TCP or nothing.
+            transport="tcp" if options.transport == "auto" else options.transport,
+            host_id=options.host_id,
+            connect_timeout=_DIAL,
+            open_stream=self._open_stream,
+        )
+        self._transport.heartbeat_accepted = self._accepted
+        self._answering: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> _Visitor:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._transport.aclose()
+        for task in self._answering:
+            task.cancel()
+        await asyncio.gather(*self._answering, return_exceptions=True)
+
+    async def listen(self, came: Mapping[int, Any]) -> tuple[Card | None, str]:
+        """Listen; return the card for the others, or why there is none."""
+        try:
+            if self._options.encryption != "none":
+                self._open_stream.tls = await asyncio.to_thread(of_this_process)
+            stores = {host: told["store"] for host, told in came.items()}
+            return await listen_between_hosts(self._transport, self._options, stores, together=False), ""
+        except (AiocollError, ValueError) as error:
+            return None, str(error)
+
+    async def dial(self, cards: Mapping[int, Card]) -> dict[int, Attempt]:
+        """Dial the others, all at once; then, one after another, measure how long a byte takes there and back."""
+        peers = [host for host in cards if host != self._transport.rank]
+        reached = await asyncio.gather(*(self._reach(host, cards[host]) for host in peers))
+        return {
+            host: await _ping(found) if not isinstance(found, str) else Attempt(0.0, found)
+            for host, found in zip(peers, reached, strict=True)
+        }
+
+    async def _reach(self, host: int, card: Card) -> ByteStream | str:
+        """Open a connection for heartbeats, of which there can be one each way; return it, or why there is none."""
+        try:
+            stream = await self._transport.connect_heartbeat(host, card)
+        except AiocollError as error:
+            text, usual = str(error), f"rank {host} cannot be reached"
+            return text.removeprefix(usual) if text.startswith(usual) else f": {text}"
+        assert stream is not None
+        return stream
+
+    def _accepted(self, host: int, stream: ByteStream) -> None:
+        task = self._runtime.create_task(_answer(stream), f"aiocoll answering host {host}")
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+
+async def _answer(stream: ByteStream) -> None:
+    """Send back what comes, until nothing does."""
+    try:
+        with suppress(OSError):
+            while True:
+                send_message(stream, await receive_message(stream, 1))
+    finally:
+        stream.close()
+
+
+async def _ping(stream: ByteStream) -> Attempt:
+    fastest, trouble = inf, ": the connection was made, and then no byte came back"
+    try:
+        with suppress(OSError):
+            async with asyncio.timeout(_PING_FOR):
+                for _ in range(_PINGS):
+                    began = perf_counter()
+                    send_message(stream, b"?")
+                    await receive_message(stream, 1)
+                    fastest = min(fastest, perf_counter() - began)
+    finally:
+        stream.close()
+    return Attempt(fastest) if fastest < inf else Attempt(0.0, trouble)
