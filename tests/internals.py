@@ -85,6 +85,9 @@ LIMITS = {
     "device_release": ("aiocoll.group.cuda.device_state.RELEASE",),
     "staging_kept": ("aiocoll.gpu.staging.KEPT",),
     # commands and testing
+    "doctor_dial": ("aiocoll.cli.doctor_hosts._DIAL",),
+    "doctor_slack": ("aiocoll.cli.doctor_hosts._SLACK",),
+    "doctor_ping": ("aiocoll.cli.doctor_hosts._PING_FOR",),
     "doctor_patience": ("aiocoll.cli.doctor._PATIENCE",),
     "run_drain": ("aiocoll.cli.supervise.DRAIN",),
     "run_grace": ("aiocoll.cli.supervise.GRACE",),
@@ -146,6 +149,7 @@ PARTS = {
     # stores and commands
     "store_applied": "aiocoll.store.core.StoreCore.apply",
     "store_reply": "aiocoll.store.session.Session._reply",
+    "doctor_answer": "aiocoll.cli.doctor_hosts._answer",
     "tune_measure": "aiocoll.cli.tune.measure",
     # devices
     "device_ask": "aiocoll.group.cuda.communicator.DeviceCommunicator._ask",

@@ -170,7 +170,9 @@ def _failure(met: HostsMet, source: int, target: int, trouble: str) -> CheckResu
     fine = source == 0 or (target > 0 and met.reaches(target, source))
     advice = _remedy(met, source, target, trouble)
     if fine:
-        advice = f"a job does without that: it is host {target} that dials host {source}"
+        # With host 0 goes what all have to reach, and the next lowest rank takes its place.
+        so_long = " as long as host 0 runs" if source > target else ""
+        advice = f"a job does without that{so_long}: it is host {target} that dials host {source}"
     sentence = f"{met.named(source)} cannot reach {met.named(target)}{trouble}; {advice}"
     return CheckResult(_TOPIC, f"{source} to {target}", _short(trouble), sentence, fine)
 

@@ -79,6 +79,16 @@ class Ranks:
             self._processes.append(await Process.start(host, command, environment))
         return self._processes[-len(network.hosts) :]
 
+    async def examine(self, host: Host, nnodes: int, master: str, *more: str, key: bytes = KEY, **env: str) -> Process:
+        """Start `aiocoll doctor` on one of several hosts, of which `master` is the first."""
+        file = self._path / f"{key.hex()}.key"
+        file.touch(mode=0o600)
+        file.write_bytes(key)
+        hosts = ["--nnodes", str(nnodes), "--node-rank", str(host.number), "--master-addr", master]
+        command = ["-m", "aiocoll", "doctor", "-n", "1", *hosts, "--job-key-file", str(file), *more]
+        self._processes.append(await Process.start(host, command, self.environment | env))
+        return self._processes[-1]
+
     def _key_of(self, user: int) -> Path:
         """Return a file with the key that is this user's own."""
         file = self._path / f"{user}.key"

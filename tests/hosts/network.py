@@ -308,9 +308,14 @@ class Process:
 
     async def end(self) -> tuple[int | None, str]:
         """Wait for the end; return exit code and standard error."""
+        code, _, complaints = await self.printed()
+        return code, complaints
+
+    async def printed(self) -> tuple[int | None, str, str]:
+        """Wait for the end; return exit code, standard output and standard error."""
         async with asyncio.timeout(LIMIT):
-            _, complaints = await self._process.communicate()
-        return self._process.returncode, complaints.decode()
+            said, complaints = await self._process.communicate()
+        return self._process.returncode, said.decode(), complaints.decode()
 
     def signal(self, number: int) -> None:
         """Send a signal."""

@@ -1,0 +1,374 @@
+"""`aiocoll doctor` on several hosts: here all of them are tasks of one process, or processes, that use the loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from aiocoll.cli.doctor_hosts import meet_hosts
+from aiocoll.cli.hosts import Hosts
+from aiocoll.cli.main import main
+from aiocoll.cli.reach import HostsMet, findings
+from aiocoll.errors import RendezvousError, StoreUnavailableError
+from aiocoll.options import GroupOptions
+from aiocoll.store import PrefixStore, StoreServer, TCPStore
+from aiocoll.transport.byte_stream import ByteStream
+
+from ..internals import Limits, replaced
+from ..pages import ROOT
+
+KEY = b"of this test and no other"
+LIMIT = 60
+#: A host that nothing is to be learned of but that it has come.
+FACTS = ["elsewhere", "1 cores", "auto", "", "", "it has not told where it listens: see what it prints"]
+
+Meet = Callable[..., Awaitable[HostsMet]]
+
+
+def options(**given: Any) -> GroupOptions:
+    return GroupOptions.resolve(GroupOptions(**given), {})
+
+
+@pytest.fixture
+def meet(unused_tcp_port: int) -> Meet:
+    """Be one of some hosts."""
+
+    def start(
+        number: int, nnodes: int, timeout: float = LIMIT, key: bytes = KEY, at: str = "127.0.0.1", **given: Any
+    ) -> Awaitable[HostsMet]:
+        hosts = Hosts(nnodes, number, (at, unused_tcp_port), key, "this test")
+        return meet_hosts(hosts, options(**given), timeout, lambda text: None)
+
+    return start
+
+
+@asynccontextmanager
+async def serving(port: int) -> AsyncIterator[None]:
+    """Serve the store in the place of host 0."""
+    server = StoreServer("127.0.0.1", port, key=KEY, job="this test")
+    server.start()
+    yield
+    await server.aclose()
+
+
+@asynccontextmanager
+async def elsewhere(port: int) -> AsyncIterator[PrefixStore]:
+    """Open the store as another program would."""
+    store = TCPStore("127.0.0.1", port, timeout=LIMIT, wait_for_workers=False, key=KEY, job="this test")
+    async with store:
+        yield PrefixStore("doctor", store)
+
+
+def advice(met: HostsMet) -> dict[str, str]:
+    return {each.name: each.advice for each in findings(met) if each.advice}
+
+
+def told(what: Any) -> bytes:
+    data: bytes = msgpack.packb(what)
+    return data
+
+
+# -- hosts as tasks
+
+
+@pytest.mark.parametrize("at", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("encryption", ["auto", "none"])
+async def test_all_reach_all(meet: Meet, at: str, encryption: str) -> None:
+    first, *others = await asyncio.gather(*(meet(each, 3, at=at, encryption=encryption) for each in (0, 1, 2)))
+    assert others == [first] * 2, "all tell the same"
+    assert advice(first) == {}
+    assert {(a, b) for a, row in first.rows.items() for b in row} == {
+        (a, b) for a in (0, 1, 2) for b in {0, 1, 2} - {a}
+    }
+    for number, facts in first.hosts.items():
+        assert facts.name == socket.gethostname()
+        assert re.fullmatch(rf"{at} port \d+", facts.where)
+        assert all(0 < attempt.seconds < LIMIT for attempt in first.rows[number].values())
+
+
+async def test_one_host_alone(meet: Meet) -> None:
+    met = await meet(0, 1)
+    assert (met.rows, advice(met)) == ({0: {}}, {})
+
+
+async def test_encryption_that_differs(meet: Meet) -> None:
+    """Stores on the loopback are not encrypted by default, so that both can use this one."""
+    first, second = await asyncio.gather(meet(0, 2), meet(1, 2, encryption="none"))
+    assert first == second
+    assert advice(first)["encryption"].startswith(
+        "host(s) 1 have encryption='none' (AIOCOLL_ENCRYPTION), and host(s) 0"
+    )
+
+
+async def test_ports_that_are_taken(meet: Meet, unused_tcp_port: int) -> None:
+    ports = (unused_tcp_port, unused_tcp_port)
+    met, _ = await asyncio.gather(meet(0, 2), meet(1, 2, port_range=ports))
+    name = socket.gethostname()
+    assert advice(met)["host 1"].startswith(
+        f"host 1 ({name}) cannot be dialled: cannot listen on 127.0.0.1: no port of port_range={ports} is free"
+    )
+    assert met.rows[0] == {}
+    assert met.reaches(1, 0)
+
+
+async def test_a_transport_that_leads_to_no_other_host(meet: Meet) -> None:
+    met, _ = await asyncio.gather(meet(0, 2), meet(1, 2, transport="shm"))
+    assert "transport='shm' opens no TCP listener; use transport='auto' or 'tcp'" in advice(met)["host 1"]
+    ((target, attempt),) = met.rows[1].items()
+    assert target == 0
+    assert "transport='shm' on rank 1, but rank 0 is on" in attempt.trouble
+
+
+async def test_a_host_that_does_not_come(meet: Meet) -> None:
+    met = await meet(0, 2, timeout=0.1)
+    assert "host(s) 1 of 2 did not come within 0.1 s" in advice(met)["missing"]
+    assert met.store.startswith("127.0.0.1 port ")
+
+
+async def test_another_key(meet: Meet, unused_tcp_port: int) -> None:
+    async with serving(unused_tcp_port):
+        message = r"cannot use the store at 127\.0\.0\.1:\d+: .* did not prove that it holds this job's key"
+        with pytest.raises(StoreUnavailableError, match=message):
+            await meet(1, 3, key=b"of another test, or so")
+
+
+async def test_no_store(meet: Meet) -> None:
+    with pytest.raises(
+        StoreUnavailableError, match=r"no store at 127\.0\.0\.1:\d+: nothing listens .*refused.*tried for"
+    ):
+        await meet(1, 2, timeout=0.1)
+
+
+async def test_a_port_that_is_taken(meet: Meet, unused_tcp_port: int) -> None:
+    with (
+        socket.create_server(("127.0.0.1", unused_tcp_port)),
+        pytest.raises(StoreUnavailableError, match=r"the store cannot listen on .*another program uses it"),
+    ):
+        await meet(0, 2)
+
+
+async def test_two_hosts_of_one_number(meet: Meet) -> None:
+    first, one, other = await asyncio.gather(meet(0, 2), meet(1, 2), meet(1, 2), return_exceptions=True)
+    assert isinstance(first, HostsMet)
+    assert advice(first) == {}
+    (error,) = (each for each in (one, other) if isinstance(each, Exception))
+    assert isinstance(error, RendezvousError)
+    assert re.match(r"host 1 is .* \(process \d+\) already: give each host a --node-rank of its own", str(error))
+
+
+async def test_another_number_of_hosts(meet: Meet, limits: Limits) -> None:
+    limits(doctor_slack=0.2)
+    first, second = await asyncio.gather(meet(0, 2), meet(1, 3), return_exceptions=True)
+    assert str(second) == "--nnodes 3: host 0 was given --nnodes 2"
+    assert isinstance(first, HostsMet)
+    assert advice(first)["host 1"].endswith("cannot be dialled: it has not told where it listens: see what it prints")
+
+
+async def test_a_host_that_comes_too_late(meet: Meet, unused_tcp_port: int) -> None:
+    async with serving(unused_tcp_port), elsewhere(unused_tcp_port) as store:
+        await store.set("came", told({0: told({"nnodes": 2})}))
+        with pytest.raises(RendezvousError, match="host 1 came too late: the others have begun without it; start all"):
+            await meet(1, 2)
+
+
+# -- hosts that stop, or tell what is not so
+
+
+async def pretend(port: int, *values: Any) -> None:
+    """Be host 1, and tell at once what it has for as many rounds as there are values; the first comes last."""
+    async with elsewhere(port) as store:
+        told_here = dict(zip(("came/1", "listening/1", "row/1", "left/1"), map(told, values), strict=False))
+        await store.multi_set([*reversed(told_here)], [*reversed(told_here.values())])
+
+
+CAME = {"nnodes": 2, "store": "127.0.0.1", "listens": "", "facts": FACTS}
+
+
+#: Of host 1.
+REACHED = {0: (0.1, "")}
+
+
+def listening(port: int) -> Any:
+    return {"host": "elsewhere", "unix": None, "tcp": ["127.0.0.1", port], "process": [0, 0, 0], "piece": 0}, ""
+
+
+@pytest.mark.parametrize(
+    ("rounds", "name", "text"),
+    [
+        (1, "host 1", "host 1 (elsewhere) cannot be dialled: it has not told where it listens: see what it prints"),
+        (2, "from 1", "host 1 (elsewhere) has not told whom it reaches: see what it prints"),
+    ],
+)
+async def test_a_host_that_stops(
+    meet: Meet, limits: Limits, unused_tcp_port: int, free_port: int, rounds: int, name: str, text: str
+) -> None:
+    limits(doctor_dial=0.1, doctor_slack=0.3, doctor_ping=0.1)
+    values = [CAME, listening(free_port)][:rounds]
+    met, _ = await asyncio.gather(meet(0, 2), pretend(unused_tcp_port, *values))
+    assert advice(met)[name] == text
+
+
+@pytest.fixture
+def free_port(unused_tcp_port_factory: Callable[[], int]) -> int:
+    return unused_tcp_port_factory()
+
+
+async def test_a_connection_that_is_refused(meet: Meet, limits: Limits, unused_tcp_port: int, free_port: int) -> None:
+    limits(doctor_dial=0.3)
+    met, _ = await asyncio.gather(meet(0, 2), pretend(unused_tcp_port, CAME, listening(free_port), REACHED, None))
+    (text,) = advice(met).values()
+    assert re.fullmatch(
+        rf"host 0 \(.*\) cannot reach host 1 \(elsewhere\) at 127\.0\.0\.1 port {free_port}, which other hosts cannot "
+        r"reach: Connection refused \(tried for [\d.]+ s\); a job does without that: it is host 1 that dials host 0",
+        text,
+    )
+    assert [each.value for each in findings(met) if each.name == "0 to 1"] == ["refused"]
+
+
+async def test_another_program_listens_there(meet: Meet, limits: Limits, unused_tcp_port: int) -> None:
+    limits(doctor_dial=0.3)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request, and so on and on and on")
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(serve, "127.0.0.1") as server:
+        card = listening(server.sockets[0].getsockname()[1])
+        met, _ = await asyncio.gather(meet(0, 2), pretend(unused_tcp_port, CAME, card, REACHED, None))
+    ((_, attempt),) = met.rows[0].items()
+    assert "TLS: " in attempt.trouble
+
+
+async def test_no_byte_comes_back(meet: Meet, limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connections are made, and what answers on them has stopped."""
+    limits(doctor_ping=0.1)
+
+    async def silent(stream: ByteStream) -> None:
+        stream.close()
+
+    replaced(monkeypatch, doctor_answer=silent)
+    met, _ = await asyncio.gather(meet(0, 2), meet(1, 2))
+    assert met.rows[1][0].trouble == ": the connection was made, and then no byte came back"
+
+
+# -- hosts as processes
+
+
+class Doctors:
+    """Starts `aiocoll doctor`, on one rank of its own."""
+
+    def __init__(self, path: Path, port: int, stack: ExitStack) -> None:
+        self._stack = stack
+        self._key = path / "job.key"
+        self._key.touch(mode=0o600)
+        self._key.write_bytes(KEY)
+        self._port = str(port)
+
+    def arguments(self, number: int, *more: str, nnodes: int = 2, master: str = "127.0.0.1") -> list[str]:
+        hosts = ["--nnodes", str(nnodes), "--node-rank", str(number), "--master-addr", master]
+        return ["doctor", "-n", "1", *hosts, "--master-port", self._port, "--job-key-file", str(self._key), *more]
+
+    def start(self, number: int, *more: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "aiocoll", *self.arguments(number, *more)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._stack.callback(end, process)
+        return process
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture
+def doctors(tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doctors]:
+    for name in [name for name in os.environ if name.startswith(("AIOCOLL_", "MASTER_", "RANK", "WORLD_SIZE"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("PYTHONASYNCIODEBUG", raising=False)
+    with ExitStack() as stack:
+        yield Doctors(tmp_path, unused_tcp_port, stack)
+
+
+@pytest.mark.slow
+def test_two_processes(doctors: Doctors) -> None:
+    """One says it in words, the other in JSON."""
+    first, second = doctors.start(0), doctors.start(1, "--json")
+    (said, complaints), (json_said, other_complaints) = (
+        first.communicate(timeout=LIMIT),
+        second.communicate(timeout=LIMIT),
+    )
+    assert (complaints, other_complaints) == ("", "")
+    found = json.loads(json_said)
+    assert [(each["from"], each["to"], each["trouble"]) for each in found["hosts"]] == [(0, 1, ""), (1, 0, "")]
+    assert all(each["seconds"] > 0 for each in found["hosts"])
+    between = [each for each in found["findings"] if each["topic"] == "between hosts"]
+    assert (between[-1]["name"], between[-1]["value"]) == ("a job", "would meet on these hosts")
+    assert found["fine"] == (second.returncode == 0)
+    text = said[said.index("\nhost 0 listens on 127.0.0.1 port ") :]
+    assert re.search(r" for the others, and waits for them for 30 s\nbetween hosts\n  host 0  ", text)
+    for each in between:
+        assert re.search(rf"^  {each['name']}\s+{re.escape(each['value'])}$", text, re.MULTILINE), text
+    assert said.endswith("all fine\n") == (first.returncode == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_ctrl_c_while_it_waits(doctors: Doctors, number: int) -> None:
+    process = doctors.start(number)
+    assert process.stdout is not None
+    while "host 0" not in (line := process.stdout.readline()):
+        assert line
+    process.send_signal(signal.SIGINT)
+    _, complaints = process.communicate(timeout=LIMIT)
+    assert (process.returncode, complaints) == (130, "")
+
+
+@pytest.mark.slow
+def test_a_host_on_which_nothing_can_be_met(doctors: Doctors, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(doctors.arguments(1, "--timeout", "1")) == 1
+    said = capsys.readouterr().out
+    assert re.search(
+        r"PROBLEM: no store at 127\.0\.0\.1:\d+: nothing listens there .*\(tried for 1\.\d s\)\n1 problem", said
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--node-rank", "1"], "--node-rank 1: must be from 0 to 0, one less than --nnodes"),
+        (["--nnodes", "2"], "--master-addr: needed with several hosts"),
+        (["--nnodes", "2", "--master-addr", "h"], "pass --job-key-file job.key"),
+        (["--timeout", "0"], "argument --timeout: 0 is not a positive number"),
+    ],
+)
+def test_usage(doctors: Doctors, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_help_says_what_the_exit_code_means(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["doctor", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The exit code is 1 if something fails or is slower than it could be, 0 if not" in said

@@ -1,0 +1,239 @@
+"""`aiocoll doctor` on several hosts: it says who cannot reach whom, and ranks meet where it says that they would."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+from tests.hosts.network import Network, Process
+
+if TYPE_CHECKING:
+    from tests.hosts.conftest import Ranks
+
+#: What doctor says of all these hosts, which are one machine.
+NAME = re.escape(socket.gethostname())
+MEETS, DOES_NOT = "would meet on these hosts", "would not meet on these hosts"
+SILENT = r"it does not answer \(tried for 5\.\d s\)"
+NAME_IT = "name it there: AIOCOLL_ADVERTISE, AIOCOLL_BIND or AIOCOLL_INTERFACE"
+
+
+class Said(NamedTuple):
+    """What doctor has printed on one host.
+
+    Attributes:
+        code: its exit code.
+        table: the cells that it shows, row by row.
+        problems, hints: sentences.
+        verdict: whether a job would meet; "" if it has not come so far.
+        text: all that it says of the hosts.
+    """
+
+    code: int | None
+    table: list[list[str]]
+    problems: list[str]
+    hints: list[str]
+    verdict: str
+    text: str
+
+
+async def said(process: Process) -> Said:
+    code, out, complaints = await process.printed()
+    assert complaints == ""
+    text = out[out.index("\nbetween hosts\n") :]
+    rows = [re.split("  +", line.strip())[1:] for line in text.splitlines() if line.startswith("  from ")]
+    verdict = re.search("^  a job +(.*)$", text, re.MULTILINE)
+    problems, hints = (re.findall(rf"{kind}: (.*)", text) for kind in ("PROBLEM", "hint"))
+    assert ("PROBLEM" in out) == (code == 1), out
+    return Said(code, rows, problems, hints, verdict[1] if verdict else "", text)
+
+
+async def examined(network: Network, ranks: Ranks, *more: str, master: str = "", **env: str) -> Said:
+    """Run doctor on all hosts; return what it says on each."""
+    master = master or network.hosts[0].ipv4
+    started = [await ranks.examine(host, len(network.hosts), master, *more, **env) for host in network.hosts]
+    first, *others = [await said(process) for process in started]
+    assert all(other.text == first.text for other in others), others
+    return first
+
+
+async def meet(network: Network, ranks: Ranks, **env: str) -> bool:
+    """Whether ranks on these hosts meet, each of which exchanges data with each other."""
+    codes = [(await process.end())[0] for process in await ranks.start_all(network, "carriers", TIMEOUT="6", **env)]
+    assert len(set(codes)) == 1
+    return codes[0] == 0
+
+
+def cannot(source: int, target: int, why: str, advice: str, port: str = r"\d+") -> str:
+    """Return the pattern of a sentence."""
+    at = rf"10\.77\.0\.{target + 1} port {port}"
+    return rf"host {source} \({NAME}\) cannot reach host {target} \({NAME}\) at {at}: {why}; {advice}"
+
+
+def all_match(patterns: Sequence[str], sentences: Sequence[str]) -> bool:
+    return len(patterns) == len(sentences) and all(map(re.fullmatch, patterns, sentences))
+
+
+@pytest.mark.parametrize(("size", "version"), [(2, 4), (3, 4), (2, 6), (3, 6)])
+async def test_all_reach_all(network: Callable[[int], Network], ranks: Ranks, size: int, version: int) -> None:
+    net = network(size)
+    found = await examined(net, ranks, master=net.hosts[0].ipv6 if version == 6 else "")
+    for source, row in enumerate(found.table):
+        for target, cell in enumerate(row):
+            assert re.fullmatch("-" if source == target else r"ok \d+\.\d\d ms", cell)
+    for host in net.hosts:
+        address = host.ipv6 if version == 6 else host.ipv4
+        line = (
+            rf"  host {host.number}  {NAME} at {address} port \d+, TLS 1\.3, \d+ cores, aiocoll .*, Python .*, Linux .*"
+        )
+        assert re.search(rf"^{line}$", found.text, re.MULTILINE)
+    assert (len(found.table), found.problems, found.hints, found.verdict) == (size, [], [], MEETS)
+
+
+async def test_a_firewall_that_is_open_one_way(network: Callable[[int], Network], ranks: Ranks) -> None:
+    """Lower ranks dial in vain, and higher ones do not."""
+    net = network(3)
+    for lower, higher in (0, 1), (0, 2), (1, 2):
+        net.refuse_dials(lower, higher)
+    found = await examined(net, ranks)
+    assert [[cell[:2] for cell in row] for row in found.table] == [
+        ["-", "no", "no"],
+        ["ok", "-", "no"],
+        ["ok", "ok", "-"],
+    ]
+    does_without = "a job does without that: it is host {} that dials host {}"
+    assert all_match(
+        [cannot(a, b, SILENT, does_without.format(b, a)) for a, b in ((0, 1), (0, 2), (1, 2))], found.hints
+    )
+    assert (found.problems, found.verdict) == ([], MEETS)
+    assert await meet(net, ranks)
+
+
+async def test_a_firewall_that_hides_the_first_host(network: Callable[[int], Network], ranks: Ranks) -> None:
+    """But for the store: host 0 can dial host 1, which is of no use."""
+    net = network(2)
+    net.refuse_dials(1, 0, "tcp dport != 29500")
+    found = await examined(net, ranks)
+    assert [cell[:9] for cell in found.table[1]] == ["no answer", "-"]
+    firewall = r"let firewalls pass TCP from host 1 to any port \(AIOCOLL_PORT_RANGE there says which\) of host 0; "
+    advice = f"{firewall}if another address leads to host 0, {NAME_IT}"
+    assert all_match([cannot(1, 0, SILENT, advice)], found.problems)
+    assert (found.hints, found.verdict) == ([], DOES_NOT)
+    assert not await meet(net, ranks)
+
+
+async def test_two_hosts_that_are_cut_from_each_other(network: Callable[[int], Network], ranks: Ranks) -> None:
+    net = network(3)
+    net.separate(1, 2)
+    found = await examined(net, ranks)
+    firewall = r"let firewalls pass TCP from host {0} to any port \(AIOCOLL_PORT_RANGE there says which\) of host {1}, "
+    advice = firewall + "or back from host {1} to host {0}; if another address leads to host {1}, " + NAME_IT
+    assert all_match([cannot(a, b, SILENT, advice.format(a, b)) for a, b in ((1, 2), (2, 1))], found.problems)
+    assert (found.hints, found.verdict) == ([], DOES_NOT)
+    assert not await meet(net, ranks)
+
+
+async def test_ports_that_a_firewall_refuses(network: Callable[[int], Network], ranks: Ranks) -> None:
+    """It rejects what is not for the store or for the range; with that range on all hosts there is no problem."""
+    net = network(2)
+    for host in net.hosts:
+        rule = "tcp flags & (syn | ack) == syn tcp dport != { 29500, 31000-31003 } ip daddr 10.77.0.0/24 reject"
+        host.run("nft", f"add rule inet filter output {rule} with tcp reset")
+    found = await examined(net, ranks, AIOCOLL_PORT_RANGE="32000-32001")
+    assert [row[1 - number] for number, row in enumerate(found.table)] == ["refused", "refused"]
+    firewall = "let firewalls pass TCP from host 1 to ports 32000 to 32001 of host 0; "
+    refused = r"Connection refused \(tried for 5\.\d s\)"
+    advice = f"{firewall}if another address leads to host 0, {NAME_IT}"
+    assert all_match([cannot(1, 0, refused, advice, "32000")], found.problems)
+    assert found.verdict == DOES_NOT
+    found = await examined(net, ranks, AIOCOLL_PORT_RANGE="31000-31003")
+    assert (found.problems, found.hints, found.verdict) == ([], [], MEETS)
+    assert await meet(net, ranks, AIOCOLL_PORT_RANGE="31000-31003")
+
+
+async def test_a_host_that_never_comes(network: Callable[[int], Network], ranks: Ranks) -> None:
+    """Those that come are told of each other."""
+    net = network(3)
+    started = [
+        await ranks.examine(host, 3, net.hosts[0].ipv4, "--timeout", "10") for host in (net.hosts[0], net.hosts[2])
+    ]
+    first, other = [await said(process) for process in started]
+    assert first.text == other.text
+    assert [[cell[:2] for cell in row] for row in first.table] == [["-", "ok"], ["ok", "-"]]
+    assert first.problems == [
+        "host(s) 1 of 3 did not come within 10 s: does `aiocoll doctor --nnodes 3 --node-rank 1` run there, with the "
+        "same --master-addr? It says why it cannot use the store, which listens on 10.77.0.1 port 29500"
+    ]
+    assert first.verdict == DOES_NOT
+
+
+async def test_a_store_that_cannot_be_reached(network: Callable[[int], Network], ranks: Ranks) -> None:
+    net = network(2)
+    net.refuse_dials(1, 0)
+    started = [await ranks.examine(host, 2, net.hosts[0].ipv4, "--timeout", "6") for host in net.hosts]
+    first, other = [await said(process) for process in started]
+    assert "which listens on 10.77.0.1 port 29500" in first.problems[0]
+    assert all_match(
+        [
+            r"no store at 10\.77\.0\.1:29500: no answer to the connection attempt; is the address right, and open in "
+            r"the firewall\? \(tried for 6\.\d s\)"
+        ],
+        other.problems,
+    )
+
+
+async def test_a_wrong_key_on_one_host(network: Callable[[int], Network], ranks: Ranks) -> None:
+    net = network(2)
+    master = net.hosts[0].ipv4
+    started = [
+        await ranks.examine(net.hosts[0], 2, master, "--timeout", "10"),
+        await ranks.examine(net.hosts[1], 2, master, key=b"of another test, and no other"),
+    ]
+    first, other = [await said(process) for process in started]
+    assert first.problems[0].startswith("host(s) 1 of 2 did not come within 10 s: ")
+    assert other.problems == [
+        "cannot use the store at 10.77.0.1:29500: the other end did not prove that it holds this job's key: every rank "
+        "and the store need the same job_key (AIOCOLL_JOB_KEY)"
+    ]
+
+
+async def test_encryption_that_differs(network: Callable[[int], Network], ranks: Ranks) -> None:
+    """The store, which is reached first, cannot be."""
+    net = network(2)
+    master = net.hosts[0].ipv4
+    started = [
+        await ranks.examine(net.hosts[0], 2, master, "--timeout", "10"),
+        await ranks.examine(net.hosts[1], 2, master, "--timeout", "3", AIOCOLL_ENCRYPTION="none"),
+    ]
+    first, other = [await said(process) for process in started]
+    assert first.problems[0].startswith("host(s) 1 of 2 did not come within 10 s: ")
+    (problem,) = other.problems
+    assert problem.startswith("no store at 10.77.0.1:29500: something listens there but closes the connection")
+    assert "is it, too, given encryption='none' (AIOCOLL_ENCRYPTION)?" in problem
+
+
+async def test_a_name_that_means_the_loopback_on_its_own_host(network: Callable[[int], Network], ranks: Ranks) -> None:
+    """As Debian writes it into /etc/hosts: the store listens on all addresses, and is found."""
+    net = network(2)
+    net.hosts[0].file("hosts", "127.0.0.1 localhost\n127.0.1.1 master\n")
+    net.hosts[1].file("hosts", f"{net.hosts[0].ipv4} master\n")
+    found = await examined(net, ranks, master="master")
+    assert (found.problems, found.hints, found.verdict) == ([], [], MEETS)
+
+
+async def test_a_name_that_means_the_loopback_on_another_host(network: Callable[[int], Network], ranks: Ranks) -> None:
+    net = network(1)
+    net.hosts[0].number = 1
+    net.hosts[0].file("hosts", "127.0.0.1 localhost\n127.0.1.1 master\n")
+    found = await said(await ranks.examine(net.hosts[0], 2, "master", "--timeout", "2"))
+    assert all_match(
+        [
+            r"no store at master:29500: nothing listens there \(connection refused\); is rank 0, or the launcher, "
+            r"running at this address\? 'master' means 127\.0\.1\.1 here, which is this machine itself \(/etc/hosts\?\) "
+            r"\(tried for 2\.\d s\)"
+        ],
+        found.problems,
+    )
