@@ -112,6 +112,7 @@ PARTS = {
     "shm_folder": "aiocoll.cli.checks._SHM",
     "signal_listeners": "aiocoll.dump.signals._listeners",
     "store_resolve": "aiocoll.store.listening.resolve",
+    "store_sought": "aiocoll.store.client.resolve",
     # what goes over links and into memory
     "chunk_pointed": "aiocoll.transport.shm.chunk_queue.ChunkQueueWriter.point",
     "chunk_put": "aiocoll.transport.shm.chunk_queue.ChunkQueueWriter.put",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from tests.hosts.network import Network, Process
+from tests.pages import code, is_shown
 
 if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
@@ -132,6 +133,8 @@ async def test_two_hosts_that_are_cut_from_each_other(network: Callable[[int], N
     firewall = r"let firewalls pass TCP from host {0} to any port \(AIOCOLL_PORT_RANGE there says which\) of host {1}, "
     advice = firewall + "or back from host {1} to host {0}; if another address leads to host {1}, " + NAME_IT
     assert all_match([cannot(a, b, SILENT, advice.format(a, b)) for a, b in ((1, 2), (2, 1))], found.problems)
+    named = re.sub(rf"\b{NAME}\b", "node0", found.text)
+    assert is_shown(code("docs/several-hosts.md", "Checking", language="text"), named)
     assert (found.hints, found.verdict) == ([], DOES_NOT)
     assert not await meet(net, ranks)
 
@@ -232,8 +235,8 @@ async def test_a_name_that_means_the_loopback_on_another_host(network: Callable[
     assert all_match(
         [
             r"no store at master:29500: nothing listens there \(connection refused\); is rank 0, or the launcher, "
-            r"running at this address\? 'master' means 127\.0\.1\.1 here, which is this machine itself \(/etc/hosts\?\) "
-            r"\(tried for 2\.\d s\)"
+            r"running at this address\? 'master' means 127\.0\.1\.1 here, which is this machine itself "
+            r"\(/etc/hosts\?\) \(tried for 2\.\d s\)"
         ],
         found.problems,
     )

@@ -25,6 +25,7 @@ from aiocoll.security.handshake import (
 from aiocoll.security.tls import of_this_process
 from aiocoll.security.unproven import MIN_PLACES
 from aiocoll.store import PrefixStore, StoreServer, TCPStore
+from aiocoll.store.address import StoreEndpoint
 from aiocoll.store.frames import pack
 from aiocoll.store.session import Session
 
@@ -327,6 +328,21 @@ async def test_nobody_listens():
         await TCPStore(LOCAL, port, timeout=0.02).get("k")
     with pytest.raises(StoreUnavailableError, match=r"no store at unix:@aiocoll-nobody: nothing listens"):
         await TCPStore("unix:@aiocoll-nobody", 0, timeout=0).get("k")
+
+
+@pytest.mark.parametrize("name", ["master", "localhost", "localhost.localdomain", "127.0.1.1"])
+async def test_a_name_that_means_this_machine(monkeypatch, name):
+    """Said where that is an accident: Debian writes a host's own name into /etc/hosts so."""
+    port = unused_port()
+
+    async def resolve(host, port):
+        return [StoreEndpoint(socket.AF_INET, ("127.0.1.1", port))]
+
+    replaced(monkeypatch, store_sought=resolve)
+    with pytest.raises(StoreUnavailableError) as caught:
+        await TCPStore(name, port, timeout=0.02).get("k")
+    said = "at this address? 'master' means 127.0.1.1 here, which is this machine itself (/etc/hosts?) (tried for"
+    assert (said in str(caught.value)) == (name == "master")
 
 
 async def test_unresolvable_host():
