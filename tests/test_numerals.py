@@ -84,6 +84,8 @@ ARGUMENTS = [
     ("bench", "-n", "{}", "--refused"),
     ("bench", "--min", "{}", "--refused"),
     ("doctor", "-n", "{}", "--refused"),
+    ("doctor", "--nnodes", "{}", "--refused"),
+    ("doctor", "--timeout", "{}", "--refused"),
 ]
 
 

@@ -146,7 +146,13 @@ class _Rounds:
                 await self._store.wait(keys.values(), limit)
             told = {host: await self._store.get(key) for host, key in keys.items() if await self._store.check([key])}
             await self._store.set(what, msgpack.packb(told))
-        found = msgpack.unpackb(await self._store.get(what, limit + _SLACK), strict_map_key=False)
+        try:
+            found = msgpack.unpackb(await self._store.get(what, limit + _SLACK), strict_map_key=False)
+        except StoreTimeoutError:
+            raise RendezvousError(
+                f"host 0 has a store, and did not go on within {limit + _SLACK:g} s: is it `aiocoll doctor` that runs "
+                "there?"
+            ) from None
         self._there = found.keys()
         return {host: msgpack.unpackb(data, strict_map_key=False) for host, data in found.items()}
 

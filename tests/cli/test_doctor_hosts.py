@@ -133,8 +133,8 @@ async def test_a_transport_that_leads_to_no_other_host(meet: Meet) -> None:
 
 
 async def test_a_host_that_does_not_come(meet: Meet) -> None:
-    met = await meet(0, 2, timeout=0.1)
-    assert "host(s) 1 of 2 did not come within 0.1 s" in advice(met)["missing"]
+    met = await meet(0, 2, timeout=0.5)
+    assert "host(s) 1 of 2 did not come within 0.5 s" in advice(met)["missing"]
     assert met.store.startswith("127.0.0.1 port ")
 
 
@@ -158,6 +158,16 @@ async def test_a_port_that_is_taken(meet: Meet, unused_tcp_port: int) -> None:
         pytest.raises(StoreUnavailableError, match=r"the store cannot listen on .*another program uses it"),
     ):
         await meet(0, 2)
+
+
+async def test_a_store_of_something_else(meet: Meet, limits: Limits, unused_tcp_port: int) -> None:
+    """Of a job that runs, for instance."""
+    limits(doctor_slack=0.1)
+    async with serving(unused_tcp_port):
+        with pytest.raises(
+            RendezvousError, match=r"host 0 has a store, and did not go on within 0\.2 s: is it `aiocoll"
+        ):
+            await meet(1, 2, timeout=0.1)
 
 
 async def test_two_hosts_of_one_number(meet: Meet) -> None:
@@ -372,3 +382,7 @@ def test_help_says_what_the_exit_code_means(capsys: pytest.CaptureFixture[str]) 
         main(["doctor", "--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert "The exit code is 1 if something fails or is slower than it could be, 0 if not" in said
+
+
+def test_a_key_is_not_shown() -> None:
+    assert repr(KEY) not in repr(Hosts(2, 0, ("127.0.0.1", 1), KEY, "this test"))

@@ -157,6 +157,25 @@ async def test_ports_that_a_firewall_refuses(network: Callable[[int], Network], 
     assert await meet(net, ranks, AIOCOLL_PORT_RANGE="31000-31003")
 
 
+async def test_an_address_that_leads_nowhere(network: Callable[[int], Network], ranks: Ranks) -> None:
+    """Host 0 tells a wrong one, to which host 1 has no way; host 1 the right one, of two."""
+    net = network(2)
+    net.hosts[1].run("ip", "addr", "add", "10.77.0.22/24", "dev", "eth0")
+    master = net.hosts[0].ipv4
+    started = [
+        await ranks.examine(net.hosts[0], 2, master, AIOCOLL_ADVERTISE="203.0.113.5"),
+        await ranks.examine(net.hosts[1], 2, master, AIOCOLL_BIND="10.77.0.22"),
+    ]
+    first, other = [await said(process) for process in started]
+    assert first.text == other.text
+    assert (first.table[0][1][:2], first.table[1][0]) == ("ok", "no route")
+    assert re.search(rf"host 1  {NAME} at 10\.77\.0\.22 port ", first.text)
+    (problem,) = first.problems
+    start = rf"host 1 \({NAME}\) cannot reach host 0 \({NAME}\) at 203\.0\.113\.5 port \d+: Network is unreachable "
+    assert re.match(start, problem)
+    assert problem.endswith(f"if another address leads to host 0, {NAME_IT}")
+
+
 async def test_a_host_that_never_comes(network: Callable[[int], Network], ranks: Ranks) -> None:
     """Those that come are told of each other."""
     net = network(3)
