@@ -178,6 +178,7 @@ async def test_an_estimate_is_printed(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 async def test_a_store_that_outlives_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiocoll.rendezvous.new_group._keys", {})
     key = b"of this test and no other"
     server = code("docs/reliability.md", OUTLIVING).replace('"10.0.0.1", 29500', '"127.0.0.1", 0')
     space = await execute(server, aiocoll=aiocoll, key=key)
