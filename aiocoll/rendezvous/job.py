@@ -7,6 +7,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from aiocoll.algorithms.machine import Medium, Tuning
@@ -390,7 +391,9 @@ class Job:
         if len(ranks) == 1:
             return MeasuredLinks({})
         found = await measure_links(stream, cards) if self.rank in ranks else None
-        return read_links(await exchange.values("links", found, ranks), cards)
+        links = read_links(await exchange.values("links", found, ranks), cards)
+        stream.connections = partial(links.connections, cards[self.rank]["host"])
+        return links
 
     def _spin(self, cards: Mapping[int, Card]) -> float:
         """Return the seconds to poll: 0 if a peer is in this process, since polling would keep it from running."""

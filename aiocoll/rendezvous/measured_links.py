@@ -8,6 +8,7 @@ A way that cannot be measured, because a firewall lets only the other side dial,
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator, Mapping
 from math import isfinite
 from typing import Any
@@ -19,11 +20,16 @@ from aiocoll.errors import AiocollError, RendezvousError
 from aiocoll.meeting.cards import raise_if_called_off
 from aiocoll.sockets import round_trip
 from aiocoll.transport.base import Card
+from aiocoll.transport.stream.link_table import MOST_CONNECTIONS
 from aiocoll.transport.stream.probe import LinkFigures, measure
 from aiocoll.transport.stream.transport import StreamTransport
 
 __all__ = ["MeasuredLinks", "leaders", "measure_links", "read_links"]
 
+#: Bytes under way that one connection can keep up: a loss halves them, and each round trip adds but a packet.
+WINDOW = 256 * 1024
+#: Bytes per second of a link on which they come too fast to tell.
+FAST = 1e9
 #: Hosts up to which every pair is measured.
 FEW = 8
 #: Seconds after which no other train of packets is asked for, and those after which nothing is waited for: some twelve
@@ -49,6 +55,14 @@ class MeasuredLinks:
         beta = max((1 / each.rate for each in figures if each.rate), default=0.0)
         tcp = tcp._replace(alpha=tcp.alpha + there, beta=max(tcp.beta, beta))
         return tuning._replace(tcp=tcp).over("tcp")
+
+    def connections(self, one: str, other: str) -> int:
+        """Return how many connections a link between two hosts is to have."""
+        figures = self._figures.get(frozenset((one, other)))
+        if figures is None or not sys.platform.startswith("linux"):
+            return 1
+        window = figures.rtt * (figures.rate or FAST)
+        return min(max(round(window / WINDOW), 1), MOST_CONNECTIONS)
 
 
 def leaders(cards: Mapping[int, Card]) -> list[int]:

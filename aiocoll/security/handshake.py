@@ -15,7 +15,7 @@
 
     offset  size  PROOF and VERDICT
          0     1  PROOF: ConnKind; VERDICT: Status
-         1     1  reserved, zero
+         1     1  PROOF: 1 if the link will have further connections; otherwise 0
          2     2  ended connections of this kind between the two, as counted by the sender, modulo 65536
          4    16  job id
         20     8  epoch
@@ -76,7 +76,7 @@ MAGIC = b"aioc"
 WIRE_VERSION = 2
 
 _OPENING = struct.Struct("!4sB3x32s")
-_CLAIM = struct.Struct("!BxH16sQiI")
+_CLAIM = struct.Struct("!B?H16sQiI")
 _MAC_SIZE = hashlib.sha256().digest_size
 HELLO_SIZE = CHALLENGE_SIZE = _OPENING.size
 PROOF_SIZE = VERDICT_SIZE = _CLAIM.size + _MAC_SIZE
@@ -94,7 +94,9 @@ class ConnKind(IntEnum):
     DATA = 2
     HEARTBEAT = 3
     """Heartbeats, a byte each, in both directions; no frames."""
-    PROBE = 4
+    STRIPE = 4
+    """A further connection of a data link."""
+    PROBE = 5
     """What the way between two hosts can do is measured, once; no frames."""
 
 
@@ -116,7 +118,8 @@ class Status(IntEnum):
 class Identity(NamedTuple):
     """The identity of one end of a connection: 16-byte job id, epoch, rank (-1: none), world size (0: not known), kind.
 
-    `ended` counts its ended connections of that kind with the other end, modulo 65536.
+    `ended` counts its ended connections of that kind with the other end, modulo 65536; `striped` tells that the link
+    will have further connections.
     """
 
     job_id: bytes
@@ -125,6 +128,7 @@ class Identity(NamedTuple):
     world_size: int
     kind: ConnKind
     ended: int = 0
+    striped: bool = False
 
 
 class Peer(Identity):
@@ -335,12 +339,13 @@ def _proven(secret: bytes, label: bytes, transcript: bytes, message: bytes, who:
 
 
 def _claim(identity: Identity, code: int) -> bytes:
-    return _CLAIM.pack(code, identity.ended, identity.job_id, identity.epoch, identity.rank, identity.world_size)
+    job_id, epoch, rank, world_size, _, ended, striped = identity
+    return _CLAIM.pack(code, striped, ended, job_id, epoch, rank, world_size)
 
 
 def _read(claim: bytes, kind: ConnKind) -> tuple[int, Peer]:
-    code, ended, job, epoch, rank, world_size = _CLAIM.unpack(claim)
-    return code, Peer(job, epoch, rank, world_size, kind, ended)
+    code, striped, ended, job, epoch, rank, world_size = _CLAIM.unpack(claim)
+    return code, Peer(job, epoch, rank, world_size, kind, ended, striped)
 
 
 def _compare(mine: Identity, peer: Peer) -> Status:

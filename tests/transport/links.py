@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -14,18 +14,20 @@ from aiocoll.security.handshake import ConnKind
 from aiocoll.security.tls import of_this_process
 from aiocoll.transport.base import Link
 from aiocoll.transport.buffer_pool import BufferPool
+from aiocoll.transport.byte_stream import ByteStream, OpenStream
 from aiocoll.transport.frame import HEADER, FrameKind, Header
 from aiocoll.transport.memory import Hub, MemoryTransport
 from aiocoll.transport.shm.link import ShmLink
 from aiocoll.transport.shm.sharing import Sharing
 from aiocoll.transport.stream.link import StreamLink
 from aiocoll.transport.stream.plain_stream import PlainStream, open_plain
+from aiocoll.transport.stream.striped_stream import StripedStream
 from aiocoll.transport.stream.tls_stream import open_tls
 
 from .record_stream import open_records
 
 #: The last but one is over a stream that is as awkward as encryption may be.
-KINDS = ("memory", "unix", "tcp", "shm", "records", "tls")
+KINDS = ("memory", "unix", "tcp", "shm", "records", "tls", "striped")
 
 
 class Recorder:
@@ -119,6 +121,15 @@ async def shm_ends(runtime: Runtime) -> list[ShmLink]:
     return ends
 
 
+async def striped(loop: asyncio.AbstractEventLoop, first: Sequence[ByteStream]) -> list[StripedStream]:
+    """Return both ends of a stream over three connections, of which `first` are the ends of one."""
+    ends = [StripedStream(loop, end) for end in first]
+    for _ in range(2):
+        for end, sock in zip(ends, sockets("unix"), strict=True):
+            end.add(PlainStream(loop, sock))
+    return ends
+
+
 @asynccontextmanager
 async def linked(kind: str, runtime: Runtime | None = None) -> AsyncIterator[tuple[Any, Any]]:
     """Make both ends of a link, each with a `Recorder`; neither has been started."""
@@ -135,9 +146,13 @@ async def linked(kind: str, runtime: Runtime | None = None) -> AsyncIterator[tup
     elif kind == "shm":
         ends = await shm_ends(runtime)
     else:
-        opening = {"records": open_records, "tls": partial(open_tls, of_this_process())}.get(kind, open_plain)
+        opening: OpenStream = {"records": open_records, "tls": partial(open_tls, of_this_process())}.get(
+            kind, open_plain
+        )
         pair = enumerate(sockets(kind if kind == "tcp" else "unix"))
         streams = await asyncio.gather(*(opening(runtime.loop, sock, dialled=not rank) for rank, sock in pair))
+        if kind == "striped":
+            streams = await striped(runtime.loop, streams)
         ends = [
             StreamLink(runtime, stream, 1 - rank, ConnKind.DATA, BufferPool()) for rank, stream in enumerate(streams)
         ]

@@ -7,7 +7,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
 from typing import Any
@@ -20,6 +20,7 @@ from aiocoll.engine.failure.watchdog import Watchdog
 from aiocoll.security.tls import of_this_process
 from aiocoll.transport.byte_stream import ByteStream, OpenStream, receive_message, send_message
 from aiocoll.transport.stream.plain_stream import PlainStream, open_plain
+from aiocoll.transport.stream.striped_stream import StripedStream
 from aiocoll.transport.stream.tls_stream import open_tls
 
 from ..internals import Limits
@@ -32,14 +33,36 @@ STREAMS: dict[str, OpenStream] = {
     "records": open_records,
     "tls": lambda loop, sock, dialled: open_tls(of_this_process(), loop, sock, dialled=dialled),
 }
-each_stream = pytest.mark.parametrize("kind", STREAMS)
+#: Streams over several connections, by the kind of these.
+STRIPED = {"striped": "plain", "striped records": "records", "striped tls": "tls"}
+#: Connections of such a stream.
+STRIPES = 3
+each_stream = pytest.mark.parametrize("kind", [*STREAMS, *STRIPED])
+
+
+async def opened(kind: str) -> list[ByteStream]:
+    """Return both ends of a connection."""
+    loop = asyncio.get_running_loop()
+    opening = (STREAMS[kind](loop, sock, dialled=bool(end)) for end, sock in enumerate(sockets("unix")))
+    return await asyncio.gather(*opening)
+
+
+def striped(connections: Sequence[Sequence[ByteStream]]) -> list[StripedStream]:
+    """Return both ends of a stream over several connections."""
+    ends = [StripedStream(asyncio.get_running_loop(), end) for end in connections[0]]
+    for both in connections[1:]:
+        for end, stream in zip(ends, both, strict=True):
+            end.add(stream)
+    return ends
 
 
 @asynccontextmanager
 async def ends_of(kind: str) -> AsyncIterator[tuple[ByteStream, ByteStream]]:
-    loop = asyncio.get_running_loop()
-    opening = (STREAMS[kind](loop, sock, dialled=bool(end)) for end, sock in enumerate(sockets("unix")))
-    ends = await asyncio.gather(*opening)
+    ends: Sequence[ByteStream]
+    if kind in STRIPED:
+        ends = striped([await opened(STRIPED[kind]) for _ in range(STRIPES)])
+    else:
+        ends = await opened(kind)
     try:
         yield ends[0], ends[1]
     finally:

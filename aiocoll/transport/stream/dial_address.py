@@ -17,12 +17,20 @@ _HAS_UNIX = hasattr(socket, "AF_UNIX")  # not on Windows
 
 
 class DialAddress(NamedTuple):
-    """What `socket` takes, what to call it in messages, and where to dial if that leads nowhere."""
+    """Where to dial, and how.
+
+    Attributes:
+        family, address: of the socket.
+        label: what to call it in messages.
+        instead: where to dial if that leads nowhere.
+        striped: the link will have further connections.
+    """
 
     family: int
     address: Any
     label: str
     instead: DialAddress | None = None
+    striped: bool = False
 
     def unreachable(self, peer: int, reason: str) -> PeerLostError:
         """Return the error that rank `peer` could not be reached here."""

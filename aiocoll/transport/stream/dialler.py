@@ -220,7 +220,7 @@ class Dialler:
 
     async def _introduce(self, stream: ByteStream, key: Key, target: DialAddress, adopt: _Adopt[T]) -> T:
         peer, kind = key
-        identity = self._identity._replace(kind=kind, ended=self._links.ended(key))
+        identity = self._identity._replace(kind=kind, ended=self._links.ended(key), striped=target.striped)
         exchange = ClientHandshake(identity, self._key, self._runtime.random_bytes, stream.bound)
         send_message(stream, exchange.hello())
         send_message(stream, exchange.prove(await receive_message(stream, CHALLENGE_SIZE)))

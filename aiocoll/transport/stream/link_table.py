@@ -15,11 +15,14 @@ from aiocoll.transport.shm.link import ShmLink
 from aiocoll.transport.shm.sharing import Sharing
 from aiocoll.transport.stream.link import StreamLink
 from aiocoll.transport.stream.silence import Silence
+from aiocoll.transport.stream.striped_stream import StripedStream
 
-__all__ = ["Key", "LinkTable"]
+__all__ = ["MOST_CONNECTIONS", "Key", "LinkTable"]
 
 #: Counts of links travel in the handshake modulo this number.
 MANY = 1 << 16
+#: Connections of a link: more gain little, and take from others what they share the network with.
+MOST_CONNECTIONS = 8
 
 Key = tuple[int, ConnKind]
 """The peer, and what the link is for."""
@@ -44,12 +47,15 @@ class LinkTable:
         # How many are over, and how many were at the peer when the one that is open began.
         self._ended: Counter[Key] = Counter()
         self._theirs: dict[Key, int] = {}
+        # Of data links that may have further connections.
+        self._striped: dict[int, StripedStream] = {}
 
     def has(self, key: Key) -> bool:
         """Whether there is such a link."""
         link = self._links.get(key)
         if link is not None and link.closed:
             del self._links[key]
+            self._striped.pop(key[0], None)
             self._ended[key] += 1
             return False
         return link is not None
@@ -65,11 +71,13 @@ class LinkTable:
         if link is not None and 0 < (ended - self._theirs[key]) % MANY < MANY // 2:
             link.fail(ConnectionResetError(errno.ECONNRESET, "the peer has lost the connection, and opens another"))
 
-    async def adopt(self, stream: ByteStream, peer: Peer, *, dialled: bool) -> StreamLink | ShmLink | None:
+    async def adopt(
+        self, stream: ByteStream, peer: Peer, *, dialled: bool, striped: bool
+    ) -> StreamLink | ShmLink | None:
         """Make a link of `stream`; None if there is one by now, and `stream` is still the caller's.
 
-        Both ends do this after the handshake, the one that dialled with `dialled`. A data link between processes of
-        one host is moved to shared memory, if both can.
+        Both ends do this after the handshake, the one that dialled with `dialled`, and both with `striped` if the link
+        will have further connections. A data link between processes of one host is moved to shared memory, if both can.
 
         Raises:
             OSError: the peer closed the connection.
@@ -89,12 +97,25 @@ class LinkTable:
         if pair is not None:
             link = ShmLink(self._runtime, stream, pair, *key)
         else:
+            if striped:
+                stream = self._striped[peer.rank] = StripedStream(self._runtime.loop, stream)
             link = StreamLink(self._runtime, stream, *key, self._pool)
             if between_hosts(sock):
                 self._silence.watch(link, sock)
         self._links[key] = link
         self._theirs[key] = peer.ended
         return link
+
+    def add(self, peer: int, stream: ByteStream) -> bool:
+        """Use a further connection for the data link with `peer`; False if there is no such link, or it has enough."""
+        striped = self._striped.get(peer)
+        if not self.has((peer, ConnKind.DATA)) or striped is None or striped.connections == MOST_CONNECTIONS:
+            return False
+        striped.add(stream)
+        link = self._links[peer, ConnKind.DATA]
+        if isinstance(link, StreamLink) and between_hosts(stream.sock):
+            self._silence.watch(link, stream.sock)
+        return True
 
     async def adopt_bare(self, stream: ByteStream, peer: Peer) -> ByteStream | None:
         """Return `stream`, which is to carry no frames: it counts as a link that is over."""

@@ -29,19 +29,19 @@ class Silence:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._watched: dict[StreamLink, socket.socket] = {}
+        self._watched: dict[socket.socket, StreamLink] = {}
 
     def watch(self, link: StreamLink, sock: socket.socket) -> None:
-        """Watch a link until it is closed."""
+        """Watch one of the connections of a link until that is closed."""
         keep_asking(sock)
         if not self._watched:
             self._runtime.call_later(ROUND, self._look)
-        self._watched[link] = sock
+        self._watched[sock] = link
 
     def _look(self) -> None:
-        for link, sock in list(self._watched.items()):
+        for sock, link in list(self._watched.items()):
             if link.closed:
-                del self._watched[link]
+                del self._watched[sock]
             elif (seconds := silence(sock)) >= UNREACHABLE_AFTER:
                 link.fail(OSError(errno.ETIMEDOUT, f"nothing has come from its host for {seconds:.1f} s"))
         if self._watched:

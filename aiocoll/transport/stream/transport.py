@@ -12,11 +12,11 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Literal
 
-from aiocoll.errors import AuthenticationError
+from aiocoll.errors import AiocollError, AuthenticationError
 from aiocoll.log import logger
 from aiocoll.process import this_process
 from aiocoll.runtime import Runtime
@@ -28,7 +28,7 @@ from aiocoll.transport.byte_stream import ByteStream, OpenStream, receive_messag
 from aiocoll.transport.shm.sharing import Sharing
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.crossing import Crossing
-from aiocoll.transport.stream.dial_address import DialAddresses
+from aiocoll.transport.stream.dial_address import DialAddress, DialAddresses
 from aiocoll.transport.stream.dialler import Dialler
 from aiocoll.transport.stream.link_table import Key, LinkTable
 from aiocoll.transport.stream.plain_stream import open_plain
@@ -42,6 +42,8 @@ _GRACE = 0.05
 #: Seconds until a unix socket is tried again whose backlog is full, or for which a descriptor was lacking.
 _TRY_AGAIN = 0.01
 
+#: What the accepting end of a further connection says of it.
+_TAKEN = b"\x01"
 #: Seconds for which a peer may measure the way to us: several times what it takes.
 _MEASURED_FOR = 10.0
 
@@ -71,6 +73,8 @@ class StreamTransport:
     heartbeat_accepted: Callable[[int, ByteStream], None]
     look: Callable[[], bool] = staticmethod(lambda: False)
     linger: Callable[[bool], bool] = staticmethod(lambda moved: False)
+    #: How many connections a data link to the host of this name is to have.
+    connections: Callable[[str], int] = staticmethod(lambda host: 1)
 
     def __init__(
         self,
@@ -104,9 +108,9 @@ class StreamTransport:
         # Handshakes that others have begun with us, each with the timer that ends it; those ended early;
         self._serving: dict[asyncio.Task[bool], asyncio.TimerHandle] = {}
         self._evicted: set[asyncio.Task[bool]] = set()
-        # ... and those among them in which nothing has been proven. Then, answers to those who measure the way to us.
+        # ... and those among them in which nothing has been proven. Then, what else goes on.
         self._unproven: Unproven[asyncio.Task[bool]] = Unproven(world_size, self._evict)
-        self._answering: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         wanted = transport in ("auto", "shm")
         self._links = LinkTable(runtime, Sharing(runtime, rank, world_size, self, wanted=wanted))
         self.registered_memory = self._links.sharing.registered_memory
@@ -214,7 +218,14 @@ class StreamTransport:
         key = (peer, kind)
         if self._links.has(key):
             return None
-        return await self._dialler.connect(key, target, partial(self._links.adopt, dialled=True))
+        connections = 1 if kind is not ConnKind.DATA or target.family == _AF_UNIX else self.connections(card["host"])
+        striped = connections > 1
+        link: Link | None = await self._dialler.connect(
+            key, target._replace(striped=striped), partial(self._links.adopt, dialled=True, striped=striped)
+        )
+        if link is not None and striped:
+            self._start("connections", self._add_connections, peer, target, connections - 1)
+        return link
 
     async def connect_heartbeat(self, peer: int, card: Card) -> ByteStream | None:
         """Open a connection for heartbeats; returns and raises what `connect` does."""
@@ -244,12 +255,12 @@ class StreamTransport:
         if self._unix is not None:
             address.remove_unix(self._unix)
         self._unix = self._tcp = None
-        for task in (*self._serving, *self._answering):
+        for task in (*self._serving, *self._background):
             task.cancel()
         unfinished: set[asyncio.Future[Any]] = {
             *self._serving,
             *self._evicted,
-            *self._answering,
+            *self._background,
             *self._dialler.close(),
         }
         if unfinished:
@@ -338,14 +349,42 @@ class StreamTransport:
             return partial(self.heartbeat_accepted, peer.rank, stream)
         if peer.kind is ConnKind.PROBE:
             await self._links.adopt_bare(stream, peer)
-            return partial(self._let_measure, stream)
-        link = await self._links.adopt(stream, peer, dialled=False)
+            return partial(self._start, "measured", self._be_measured, stream)
+        if peer.kind is ConnKind.STRIPE:
+            await self._links.adopt_bare(stream, peer)
+            return partial(self._add_connection, peer.rank, stream)
+        link = await self._links.adopt(stream, peer, dialled=False, striped=peer.striped)
         return None if link is None else partial(self.accepted, link)
 
-    def _let_measure(self, stream: ByteStream) -> None:
-        task = self._runtime.create_task(self._be_measured(stream), f"aiocoll-measured-{self.rank}")
-        self._answering.add(task)
-        task.add_done_callback(self._answering.discard)
+    def _start(self, name: str, what: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+        task = self._runtime.create_task(what(*args), f"aiocoll-{name}-{self.rank}")
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _add_connections(self, peer: int, target: DialAddress, count: int) -> None:
+        """Open further connections of a data link; without them it goes on with those that there are."""
+        for _ in range(count):
+            try:
+                stream = await self._dialler.connect((peer, ConnKind.STRIPE), target, self._links.adopt_bare)
+            except (AiocollError, OSError):
+                return
+            assert stream is not None  # as a probe
+            added = False
+            try:
+                await receive_message(stream, len(_TAKEN))
+                added = self._links.add(peer, stream)
+            except OSError:
+                return
+            finally:
+                if not added:
+                    stream.close()
+
+    def _add_connection(self, peer: int, stream: ByteStream) -> None:
+        """Use a connection that a peer has opened for a data link; it does so when it has heard of that."""
+        if self._links.add(peer, stream):
+            send_message(stream, _TAKEN)
+        else:
+            stream.close()
 
     async def _be_measured(self, stream: ByteStream) -> None:
         try:

@@ -1,0 +1,339 @@
+"""A byte stream over several connections, for links that one of them does not fill.
+
+TCP sends a window per round trip: what the buffers of the kernel hold, and after a loss half of that. Several
+connections have several windows, and a loss halves one of them.
+
+The bytes go in blocks, each whole over one connection, that with the fewest bytes under way:
+
+    offset  size  (big endian)
+         0     8  number of the block
+         8     4  its bytes, 1 to `BLOCK`
+
+The receiver gives the blocks out in order. What is ahead of that on other connections it keeps, up to `AHEAD` bytes, so
+that these go on; the rest waits in the kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import socket
+import struct
+import termios
+from collections.abc import Callable, Iterable, Sequence
+
+from aiocoll.errors import ProtocolError
+from aiocoll.transport.byte_stream import Bytes, ByteStream
+
+__all__ = ["BLOCK", "StripedStream"]
+
+#: Bytes of a block at most: many times what its header costs, and few enough that all connections of a link carry a
+#: part of a segment.
+BLOCK = 64 * 1024
+#: Bytes that are kept of blocks that came before their turn: what a fast, far link brings in the time of a loss.
+AHEAD = 8 << 20
+_HEAD = struct.Struct("!QI")
+_QUEUED = struct.Struct("=i")
+_MIDDLE = "the connection ended in the middle of a block"
+
+
+class _Stripe:
+    """One of the connections, and the block that it brings.
+
+    Attributes:
+        stream: the connection.
+        head: what has come of a header.
+        block: number of the block; None before its header has come.
+        left: bytes of it that have not been received.
+        ahead: those that have, if it was not its turn.
+        ended: nothing comes any more.
+        watched: the loop calls when something has come.
+    """
+
+    __slots__ = ("ahead", "block", "ended", "head", "left", "stream", "watched")
+
+    def __init__(self, stream: ByteStream) -> None:
+        self.stream = stream
+        self.head = b""
+        self.block: int | None = None
+        self.left = 0
+        self.ahead = bytearray()
+        self.ended = self.watched = False
+
+    def queued(self) -> int:
+        """Return how many bytes have been sent, and not been acknowledged."""
+        (nbytes,) = _QUEUED.unpack(fcntl.ioctl(self.stream.sock, termios.TIOCOUTQ, bytes(_QUEUED.size)))
+        return int(nbytes)
+
+    def find_block(self) -> None:
+        """Receive the header of a block, if it has come."""
+        space = memoryview(bytearray(_HEAD.size - len(self.head)))
+        try:
+            got = self.stream.receive_into(space)
+        except BlockingIOError:
+            return
+        self.ended = not got
+        self.head += space[:got]
+        if self.ended and self.head:
+            raise ConnectionResetError(_MIDDLE)
+        if len(self.head) == _HEAD.size:
+            self.block, self.left = _HEAD.unpack(self.head)
+            self.head = b""
+            if not 1 <= self.left <= BLOCK:
+                raise ProtocolError(f"a block of {self.left} bytes has come; at most {BLOCK} are allowed")
+
+    def receive_into(self, space: memoryview) -> int:
+        """Receive some bytes of the block; return how many.
+
+        Raises:
+            BlockingIOError: none have come.
+            OSError: the connection has ended.
+        """
+        got = self.stream.receive_into(space[: self.left])
+        if not got:
+            raise ConnectionResetError(_MIDDLE)
+        self.left -= got
+        return got
+
+
+class StripedStream:
+    """See `aiocoll.transport.byte_stream.ByteStream`; the other end has to be one, too.
+
+    Args:
+        loop: of the connections.
+        first: the connection that there is at first.
+    """
+
+    __slots__ = (
+        "_ahead",
+        "_error",
+        "_expected",
+        "_given",
+        "_head",
+        "_kept",
+        "_left",
+        "_loop",
+        "_next",
+        "_on",
+        "_readable",
+        "_soon",
+        "_stripes",
+        "bound",
+        "sock",
+    )
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, first: ByteStream) -> None:
+        self.sock: socket.socket = first.sock
+        self.bound = first.bound
+        self._stripes = [_Stripe(first)]
+        self._loop = loop
+        self._readable: Callable[[], object] | None = None
+        self._soon = False
+        self._error: OSError | None = None
+        # Of the block that is being sent: the connection, what has not been sent of its header, and of its bytes.
+        self._on = self._stripes[0]
+        self._head = memoryview(b"")
+        self._left = 0
+        self._next = 0
+        # The block that is to be given out, how much of it has been, and blocks that have come before their turn.
+        self._expected = 0
+        self._given = 0
+        self._kept: dict[int, bytearray] = {}
+        # Bytes that have come before their turn, of whole blocks and parts.
+        self._ahead = 0
+
+    @property
+    def connections(self) -> int:
+        """How many there are."""
+        return len(self._stripes)
+
+    def add(self, stream: ByteStream) -> None:
+        """Use another connection, too; the other end does, or will have before it closes it."""
+        self._stripes.append(_Stripe(stream))
+        self._watch()
+
+    def send(self, data: Bytes) -> int:
+        """Send some bytes; return how many were taken."""
+        return self.send_parts((data,))
+
+    def send_parts(self, parts: Iterable[Bytes]) -> int:
+        """As `send`, for several buffers in order."""
+        views = [memoryview(part) for part in parts]
+        size, taken = sum(map(len, views)), 0
+        while taken < size:
+            if not self._left:
+                self._begin(size - taken)
+            wanted = min(self._left, size - taken)
+            head = len(self._head)
+            try:
+                sent = self._on.stream.send_parts([self._head, *_cut(views, taken, taken + wanted)])
+            except BlockingIOError:
+                break
+            self._head = self._head[sent:]
+            sent = max(0, sent - head)
+            self._left -= sent
+            taken += sent
+            if sent < wanted:
+                break
+        if size and not taken:
+            raise BlockingIOError
+        return taken
+
+    def receive_into(self, space: memoryview) -> int:
+        """Receive some bytes; return how many, 0 if the other end sends no more."""
+        got = 0
+        try:
+            while got < len(space) and (more := self._give(space[got:])):
+                got += more
+            for stripe in self._stripes:
+                self._keep(stripe)
+        except OSError as error:
+            self._error = self._error or error
+        self._watch()
+        if got:
+            return got
+        if self._error is not None:
+            raise self._error
+        if self._kept or self._find(self._expected) is not None or not all(each.ended for each in self._stripes):
+            raise BlockingIOError
+        return 0
+
+    def start_reading(self, readable: Callable[[], object]) -> None:
+        """Have `readable` called while there is something to receive."""
+        self._readable = readable
+        for stripe in self._stripes:
+            stripe.watched = False
+        self._watch()
+
+    def stop_reading(self) -> None:
+        """Call `readable` no more."""
+        self._readable = None
+        self._watch()
+
+    def start_writing(self, writable: Callable[[], object]) -> None:
+        """Have `writable` called while bytes would be taken."""
+        self._on.stream.start_writing(writable)
+
+    def stop_writing(self) -> None:
+        """Call `writable` no more."""
+        for stripe in self._stripes:
+            stripe.stream.stop_writing()
+
+    def shutdown(self) -> None:
+        """Shut down the sending side of all connections."""
+        for stripe in self._stripes:
+            stripe.stream.shutdown()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._readable = None
+        for stripe in self._stripes:
+            stripe.stream.close()
+
+    def _begin(self, nbytes: int) -> None:
+        """Begin a block of what is to be sent."""
+        self._on = min(self._stripes, key=_Stripe.queued) if len(self._stripes) > 1 else self._stripes[0]
+        self._left = min(nbytes, BLOCK)
+        self._head = memoryview(_HEAD.pack(self._next, self._left))
+        self._next += 1
+
+    def _find(self, block: int) -> _Stripe | None:
+        """Return the connection that brings a block."""
+        return next((stripe for stripe in self._stripes if stripe.block == block), None)
+
+    def _look(self, stripe: _Stripe) -> None:
+        """Look for the header of a block; an error is raised when all that came on other connections is given out."""
+        try:
+            stripe.find_block()
+        except OSError as error:
+            stripe.ended = True
+            self._error = self._error or error
+
+    def _give(self, space: memoryview) -> int:
+        """Give out some of the block whose turn it is; return how many bytes."""
+        kept, stripe = self._kept.get(self._expected), None
+        if kept is None:
+            for each in self._stripes:
+                if each.block is None and not each.ended and self._find(self._expected) is None:
+                    self._look(each)
+            stripe = self._find(self._expected)
+            if stripe is None:
+                return 0
+            kept = stripe.ahead
+        if self._given < len(kept):
+            part = memoryview(kept)[self._given : self._given + len(space)]
+            space[: len(part)] = part
+            self._given += len(part)
+            self._ahead -= len(part)
+            got = len(part)
+        else:
+            assert stripe is not None
+            try:
+                got = stripe.receive_into(space)
+            except BlockingIOError:
+                return 0
+        if self._given == len(kept) and (stripe is None or not stripe.left):
+            self._kept.pop(self._expected, None)
+            self._expected += 1
+            self._given = 0
+            if stripe is not None:
+                stripe.block, stripe.ahead = None, bytearray()
+        return got
+
+    def _keep(self, stripe: _Stripe) -> None:
+        """Receive what a connection brings before its turn."""
+        while self._ahead < AHEAD and not stripe.ended:
+            if stripe.block is None:
+                self._look(stripe)
+            if stripe.block in (None, self._expected):
+                return
+            space = memoryview(bytearray(stripe.left))
+            try:
+                got = stripe.receive_into(space)
+            except BlockingIOError:
+                return
+            stripe.ahead += space[:got]
+            self._ahead += got
+            if not stripe.left:
+                assert stripe.block is not None
+                self._kept[stripe.block] = stripe.ahead
+                stripe.block, stripe.ahead = None, bytearray()
+
+    def _watch(self) -> None:
+        """Have the loop look for what can be received now, and not for what has to wait."""
+        going_on = [stripe for stripe in self._stripes if not stripe.ended]
+        full = self._ahead >= AHEAD
+        due = [each for each in going_on or self._stripes[:1] if not full or each.block in (None, self._expected)]
+        for stripe in self._stripes:
+            if self._readable is not None and stripe in due:
+                if not stripe.watched:
+                    stripe.watched = True
+                    stripe.stream.start_reading(self._readable)
+            elif stripe.watched:
+                stripe.watched = False
+                stripe.stream.stop_reading()
+        if self._readable is not None and not self._soon and self._holds():
+            self._soon = True
+            self._loop.call_soon(self._again)
+
+    def _holds(self) -> bool:
+        """Whether there are bytes to give out that no poller tells of."""
+        stripe = self._find(self._expected)
+        return self._expected in self._kept or (stripe is not None and self._given < len(stripe.ahead))
+
+    def _again(self) -> None:
+        self._soon = False
+        if self._readable is not None:
+            self._readable()
+            self._watch()
+
+
+def _cut(views: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
+    """Return the bytes from `start` to `end` of all views, in order."""
+    found = []
+    for view in views:
+        if start < len(view) and end > 0:
+            found.append(view[max(start, 0) : end])
+        start -= len(view)
+        end -= len(view)
+    return found

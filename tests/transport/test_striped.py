@@ -1,0 +1,209 @@
+"""Data links over several connections: who has how many, and what becomes of a link that loses one."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from typing import Any
+
+import pytest
+
+from aiocoll.errors import ProtocolError
+from aiocoll.security.handshake import ConnKind
+from aiocoll.transport.frame import SEGMENT
+from aiocoll.transport.stream.link_table import MOST_CONNECTIONS
+from aiocoll.transport.stream.plain_stream import PlainStream
+from aiocoll.transport.stream.striped_stream import AHEAD, BLOCK, StripedStream
+
+from ..ranks import until
+from .links import Recorder, frame, sockets
+from .test_stream import Rank, started
+
+LARGE = bytes(range(256)) * (SEGMENT // 256)
+
+
+def connections(rank: Rank, peer: int) -> list[socket.socket]:
+    """Return what a data link has."""
+    striped = rank.transport._links._striped.get(peer)
+    return [] if striped is None else [stripe.stream.sock for stripe in striped._stripes]
+
+
+async def linked(ranks: list[Rank], count: int) -> tuple[Any, Any]:
+    """Let rank 0 dial; return both ends when they have all connections."""
+    ranks[0].transport.connections = lambda host: count
+    near = await ranks[0].connect(ranks[1], ConnKind.DATA)
+    await until(lambda: ranks[1].accepted and all(len(connections(ranks[r], 1 - r)) == count for r in range(2)))
+    return near, ranks[1].accepted[0]
+
+
+@pytest.mark.parametrize("flavour", ["tcp", "tls"])
+@pytest.mark.parametrize("count", [2, 3, MOST_CONNECTIONS])
+async def test_frames_come_in_order_over_all_connections(flavour: str, count: int) -> None:
+    async with started(2, flavour) as ranks:
+        ends = await linked(ranks, count)
+        for end, other in (ends, ends[::-1]):
+            other.sink = recorder = Recorder()
+            for number in range(40):
+                end.write(*frame(number, LARGE[number:]))
+            await recorder.frames_are(40)
+            assert recorder.frames == [(number, LARGE[number:]) for number in range(40)]
+
+
+@pytest.mark.parametrize("kind", [ConnKind.CONTROL, ConnKind.DATA])
+async def test_only_data_has_more_than_one(kind: ConnKind) -> None:
+    async with started(2, "tcp") as ranks:
+        ranks[0].transport.connections = lambda host: 1 if kind is ConnKind.DATA else 3
+        await ranks[0].connect(ranks[1], kind)
+        assert not connections(ranks[0], 1)
+        assert not ranks[0].transport._background
+
+
+async def test_a_connection_for_a_link_that_is_gone_is_closed() -> None:
+    async with started(2, "tcp") as ranks:
+        ranks[0].transport.connections = lambda host: MOST_CONNECTIONS
+        near = await ranks[0].connect(ranks[1], ConnKind.DATA)
+        assert near is not None
+        near.close()
+        await until(lambda: not ranks[0].transport._background)
+        assert not ranks[0].transport._links.has((1, ConnKind.DATA))
+
+
+async def test_nobody_has_too_many() -> None:
+    async with started(2, "tcp") as ranks:
+        ends = await linked(ranks, 2)
+        ranks[0].transport._start("more", ranks[0].transport._add_connections, 1, target(ranks), 20)
+        await until(lambda: not ranks[0].transport._background)
+        assert [len(connections(ranks[r], 1 - r)) for r in range(2)] == [MOST_CONNECTIONS] * 2
+        assert not any(end.closed for end in ends)
+
+
+def target(ranks: list[Rank]) -> Any:
+    return ranks[0].transport._addresses.find(1, ranks[1].card)
+
+
+# -- blocks
+
+
+class Ends:
+    """A stream over three connections, and the other ends of these, which are sockets."""
+
+    def __init__(self, kind: str = "unix") -> None:
+        loop = asyncio.get_running_loop()
+        pairs = [sockets(kind) for _ in range(3)]
+        self.far = [far for _, far in pairs]
+        first, *others = (PlainStream(loop, near) for near, _ in pairs)
+        self.stream = StripedStream(loop, first)
+        for each in others:
+            self.stream.add(each)
+        self.space = memoryview(bytearray(BLOCK * 4))
+
+    def __enter__(self) -> Ends:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.close()
+        for sock in self.far:
+            sock.close()
+
+    def bring(self, connection: int, block: int, data: bytes, announced: int | None = None) -> None:
+        length = len(data) if announced is None else announced
+        self.far[connection].sendall(struct.pack("!QI", block, length) + data)
+
+    def receive(self) -> bytes:
+        return bytes(self.space[: self.stream.receive_into(self.space)])
+
+
+async def test_blocks_are_given_out_in_order() -> None:
+    with Ends() as ends:
+        for connection, block in ((2, 1), (2, 2), (1, 3)):
+            ends.bring(connection, block, b"%d" % block)
+            with pytest.raises(BlockingIOError):
+                ends.receive()
+        ends.bring(0, 0, b"0")
+        assert ends.receive() == b"0123"
+
+
+async def test_what_came_ahead_is_given_out_bit_by_bit() -> None:
+    """And the loop calls for it, though no poller tells of it."""
+    with Ends() as ends:
+        ends.bring(1, 1, bytes(range(100)), announced=200)
+        with pytest.raises(BlockingIOError):
+            ends.receive()
+        ends.space = ends.space[:7]
+        found = bytearray()
+        done = asyncio.Event()
+
+        def readable() -> None:
+            try:
+                found.extend(ends.receive())
+            except BlockingIOError:
+                return
+            if len(found) == 201:
+                done.set()
+
+        ends.stream.start_reading(readable)
+        ends.bring(0, 0, b"x")
+        ends.far[1].sendall(bytes(range(100, 200)))
+        async with asyncio.timeout(20):
+            await done.wait()
+        assert found == b"x" + bytes(range(200))
+
+
+async def test_no_more_is_kept_than_is_allowed() -> None:
+    """The rest waits in the kernel, and a block whose turn has come is received all the same."""
+    with Ends() as ends:
+        block = 1
+        full = False
+        while not full:
+            ends.far[1].setblocking(False)
+            try:
+                ends.bring(1, block, bytes(BLOCK))
+            except BlockingIOError:
+                full = True
+            block += 1
+            with pytest.raises(BlockingIOError):
+                ends.receive()
+        assert AHEAD <= ends.stream._ahead < AHEAD + BLOCK
+        ends.bring(0, 0, b"first")
+        assert ends.receive()[:5] == b"first"
+
+
+@pytest.mark.parametrize("length", [0, BLOCK + 1, (1 << 32) - 1])
+async def test_blocks_of_other_lengths_are_refused(length: int) -> None:
+    with Ends() as ends:
+        ends.bring(0, 0, b"", announced=length)
+        with pytest.raises(ProtocolError, match=f"a block of {length} bytes has come"):
+            ends.receive()
+
+
+@pytest.mark.parametrize("sent", [b"\0", struct.pack("!QI", 0, 5), struct.pack("!QI", 7, 5) + b"four"])
+async def test_the_end_in_the_middle_of_a_block_is_a_loss(sent: bytes) -> None:
+    with Ends() as ends:
+        ends.far[0].sendall(sent)
+        ends.far[0].close()
+        with pytest.raises(ConnectionResetError, match="in the middle of a block"):
+            ends.receive()
+
+
+@pytest.mark.parametrize("lost", range(3))
+async def test_a_connection_that_is_reset_is_a_loss_when_all_before_has_been_given_out(lost: int) -> None:
+    with Ends("tcp") as ends:
+        ends.bring((lost + 1) % 3, 0, b"before")
+        ends.far[lost].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        ends.far[lost].close()
+        assert ends.receive() == b"before"
+        with pytest.raises(ConnectionResetError):
+            ends.receive()
+
+
+async def test_it_ends_when_all_connections_have() -> None:
+    with Ends() as ends:
+        for sock in ends.far[:2]:
+            sock.shutdown(socket.SHUT_WR)
+            with pytest.raises(BlockingIOError):
+                ends.receive()
+        ends.bring(2, 0, b"last")
+        ends.far[2].shutdown(socket.SHUT_WR)
+        assert ends.receive() == b"last"
+        assert ends.receive() == b""
