@@ -8,6 +8,7 @@ import hashlib
 import os
 import socket
 import ssl
+import struct
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -48,6 +49,18 @@ def test_every_process_has_a_certificate_and_a_key_of_its_own() -> None:
 def test_a_binding_is_the_hash_of_the_certificate() -> None:
     assert binding(b"x") == hashlib.sha256(b"x").digest()
     assert binding(None) == b""
+
+
+async def test_a_socket_whose_other_end_is_gone_is_closed() -> None:
+    """Before it is secured, when only `wrap_socket` has it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_connection(listener.getsockname()) as client:
+            sock, _ = listener.accept()
+            sock.setblocking(False)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with pytest.raises(ConnectionResetError):
+            await open_tls(of_this_process(), asyncio.get_running_loop(), sock, dialled=False)
+        gc.collect()  # a socket that was not closed complains
 
 
 def test_no_file_is_left_of_the_private_key(monkeypatch: pytest.MonkeyPatch) -> None:

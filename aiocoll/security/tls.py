@@ -8,13 +8,14 @@ prove the job key nor use the proofs of others.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import ssl
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aiocoll.errors import BackendUnavailableError, RendezvousError
 from aiocoll.security.keys import is_loopback
@@ -80,8 +81,21 @@ def binding(shown: bytes | None) -> bytes:
     return hashlib.sha256(shown).digest() if shown is not None else b""
 
 
+class _Socket(ssl.SSLSocket):
+    def getpeername(self) -> Any:
+        """Close a socket that is being secured and whose other end is gone: `wrap_socket` raises, and loses it."""
+        try:
+            return super().getpeername()
+        except OSError as error:
+            if self.version() is None:
+                self.close()
+                raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)) from error
+            raise
+
+
 def _context(protocol: int) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
+    context.sslsocket_class = _Socket
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     # The end of one side only is the end of the TCP stream: links and stores know by what they were told whether it
     # came too soon.

@@ -18,8 +18,9 @@ from aiocoll.sockets import retry_soon
 __all__ = ["StoreEndpoint", "check_peer", "describe", "is_unix", "listen", "literal", "means_loopback", "resolve"]
 
 _UNIX = "unix:"
-#: Connections that the kernel queues until they are accepted: all ranks of a large job at once.
-_BACKLOG = 1024
+#: Connections that the kernel queues until they are accepted: all ranks of a large job at once. The kernel lowers it to
+#: its own limit (net.core.somaxconn, 4096 since Linux 5.4).
+_BACKLOG = 4096
 #: Seconds of an outage after which a connection is closed, about as long as with the defaults of Linux: waits at a
 #: store have their own timeouts.
 _MAX_OUTAGE = 900.0

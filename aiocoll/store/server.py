@@ -14,6 +14,7 @@ import socket
 import threading
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Literal
 
 from aiocoll.errors import AuthenticationError, BackendUnavailableError, StoreUnavailableError
@@ -30,6 +31,10 @@ __all__ = ["StoreServer"]
 
 #: Descriptors of an event loop: the selector's, and a pair of sockets by which other threads wake it.
 _LOOP_FDS = 3
+#: Connections accepted in one turn of the loop, so that few wait in the kernel's queue while others are answered.
+_ACCEPTS = 16
+#: The first byte of whoever speaks TLS.
+_TLS = b"\x16"
 #: Seconds before accepting again when the process is out of file descriptors or memory.
 _ACCEPT_PAUSE = 0.1
 #: Seconds between two warnings of that, since it can last.
@@ -66,8 +71,8 @@ class StoreServer:
         self._identity = Identity(job_id(job), 0, -1, 0, ConnKind.STORE)
         self._encryption = encryption
         self._unproven: Unproven[Session] = Unproven(world_size or 0, Session.abort)
-        # Those that are not even encrypted yet.
-        self._securing: Unproven[asyncio.Task[None]] = Unproven(world_size or 0, asyncio.Task.cancel)
+        # Those that have no session yet, since they are not even encrypted.
+        self._greeting: Unproven[asyncio.Task[None]] = Unproven(world_size or 0, asyncio.Task.cancel)
         self._members = StoreCore()
         self._sessions: set[Session] = set()
         self._changed = asyncio.Event()
@@ -181,11 +186,11 @@ class StoreServer:
         accepting.cancel()
         await asyncio.wait([accepting])
         self._unlink()
-        securing = list(self._securing)
-        for task in securing:
+        greeting = list(self._greeting)
+        for task in greeting:
             task.cancel()
-        if securing:
-            await asyncio.wait(securing)
+        if greeting:
+            await asyncio.wait(greeting)
         for session in list(self._sessions):
             session.abort()
         while self._sessions:
@@ -198,22 +203,15 @@ class StoreServer:
         while True:
             await self._readable(sock)
             try:
-                connection, _ = sock.accept()
-            except BlockingIOError:
+                for _ in range(_ACCEPTS):
+                    self._greet(sock.accept()[0])
+            except (BlockingIOError, ConnectionAbortedError):
                 continue
             except OSError as exc:
                 self._warn(f"{exc.strerror}; trying again every {_ACCEPT_PAUSE:g} s")
                 await self.runtime.sleep(_ACCEPT_PAUSE)
-                continue
-            try:
-                await self._start_session(connection)
-            except (AuthenticationError, OSError) as exc:
-                self._refused(connection, exc)
-            except asyncio.CancelledError:
-                connection.close()
-                raise
 
-    def _refused(self, connection: socket.socket, why: Exception) -> None:
+    def _refused(self, connection: socket.socket, why: Exception | str) -> None:
         logger.debug("store on %s refused a connection: %s", describe(self.host, self.port), why)
         connection.close()
 
@@ -224,7 +222,7 @@ class StoreServer:
             logger.warning("store on %s cannot accept connections: %s", describe(self.host, self.port), why)
 
     async def _readable(self, sock: socket.socket) -> None:
-        """Wait for a connection; unlike in `sock_accept`, none is lost when this is cancelled."""
+        """Wait for a connection or a byte; unlike in `sock_accept`, none is lost when this is cancelled."""
         readable = asyncio.Event()
         self._loop.add_reader(sock, readable.set)
         try:
@@ -232,35 +230,40 @@ class StoreServer:
         finally:
             self._loop.remove_reader(sock)
 
-    async def _start_session(self, connection: socket.socket) -> None:
-        check_peer(connection)
-        if connection.family != getattr(socket, "AF_UNIX", None):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if is_encrypted(self._encryption, connection.getpeername()[0]):
-                connection.setblocking(False)
-                task = self.runtime.create_task(self._start_secured(connection), "aiocoll-store-secure")
-                self._securing.admit(task)
-                task.add_done_callback(self._securing.release)
-                return
-        connection.setblocking(False)
-        handshake = ServerHandshake(self._identity, self._key, self.runtime.random_bytes)
-        await self._loop.connect_accepted_socket(lambda: Session(self, handshake), connection)
-
-    async def _start_secured(self, connection: socket.socket) -> None:
+    def _greet(self, connection: socket.socket) -> None:
         try:
-            tls = of_this_process()
-            handshake = ServerHandshake(self._identity, self._key, self.runtime.random_bytes, binding(tls.certificate))
-            await self._loop.connect_accepted_socket(
-                lambda: Session(self, handshake), connection, ssl=tls.server, ssl_handshake_timeout=HANDSHAKE_TIMEOUT
-            )
-        except OSError as error:
-            self._refused(connection, error)
-        except BackendUnavailableError as error:
+            check_peer(connection)
+            connection.setblocking(False)
+            encrypted = False
+            if connection.family != getattr(socket, "AF_UNIX", None):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                encrypted = is_encrypted(self._encryption, connection.getpeername()[0])
+        except (AuthenticationError, OSError) as exc:
+            self._refused(connection, exc)
+            return
+        task = self.runtime.create_task(self._start_session(connection, encrypted), "aiocoll-store-greet")
+        self._greeting.admit(task)
+        task.add_done_callback(partial(self._greeted, connection))
+
+    def _greeted(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self._greeting.release(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, BackendUnavailableError):
             self._warn(str(error))
-            connection.close()
-        except asyncio.CancelledError:
-            connection.close()
-            raise
+        if task.cancelled() or error is not None:
+            self._refused(connection, str(error or "others came after it"))
+
+    async def _start_session(self, connection: socket.socket, encrypted: bool) -> None:
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT):
+            bound = binding(of_this_process().certificate) if encrypted else b""
+            session = Session(self, ServerHandshake(self._identity, self._key, self.runtime.random_bytes, bound))
+            if not encrypted:
+                await self._loop.connect_accepted_socket(lambda: session, connection)
+                return
+            await self._readable(connection)
+            if connection.recv(1, socket.MSG_PEEK) != _TLS:  # TLS takes memory and time
+                raise ConnectionResetError("it does not speak TLS")
+            await self._loop.connect_accepted_socket(lambda: session, connection, ssl=of_this_process().server)
 
     def _unlink(self) -> None:
         name = self.host.removeprefix("unix:")

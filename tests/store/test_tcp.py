@@ -8,6 +8,7 @@ import stat
 import struct
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,11 @@ def server():
     server.start()
     yield server
     server.close()
+
+
+def resident() -> int:
+    """Return the bytes of memory this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def client(server: StoreServer, key: bytes | None = KEY, **options) -> TCPStore:
@@ -396,6 +402,31 @@ async def test_silent_clients_keep_nobody_out(server):
         assert len(server._unproven) <= MIN_PLACES
 
 
+async def test_silent_clients_take_no_memory_for_tls():
+    server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
+    server.start()
+    of_this_process()
+    before = resident()
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(MIN_PLACES):
+            await stack.enter_async_context(raw_connection(server))
+        await until(lambda: len(server._greeting) == MIN_PLACES)
+        async with client(server, encryption="tls") as store:  # came last, so all others have been looked at
+            await store.set("k", b"1")
+        assert resident() - before < MIN_PLACES * (64 << 10)
+    await server.aclose()
+
+
+async def test_who_does_not_speak_tls_is_closed_at_once():
+    server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
+    server.start()
+    async with raw_connection(server) as (reader, writer):
+        writer.write(b"G")
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+    await server.aclose()
+
+
 @pytest.mark.parametrize("encryption", ["none", "tls"])
 async def test_a_silent_client_is_closed_at_the_deadline(limits, encryption):
     limits(store_handshake=0.01)
@@ -427,7 +458,7 @@ async def test_a_server_ends_while_a_client_is_not_encrypted_yet(begun):
     async with raw_connection(server) as (reader, writer):
         if begun:
             writer.write(b"\x16\x03\x01\x02\x00\x01")
-        await until(lambda: server._securing)
+        await until(lambda: server._greeting)
         await server.aclose()
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
