@@ -58,8 +58,12 @@ class Ranks:
     ) -> Process:
         """Start one rank, which meets the others by the init method `method`; as root, or a `user` by number."""
         place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "METHOD": method}
-        place["AIOCOLL_JOB_KEY_FILE"] = str(self._key_of(user))
-        process = await Process.start(host, [PROGRAM, what], self.environment | place | env, user)
+        return await self.program(host, PROGRAM, what, user=user, **place, **env)
+
+    async def program(self, host: Host, *command: str, user: int = 0, **env: str) -> Process:
+        """Start another Python program, which has the key."""
+        key = {"AIOCOLL_JOB_KEY_FILE": str(self._key_of(user))}
+        process = await Process.start(host, command, self.environment | key | env, user)
         self._processes.append(process)
         return process
 

@@ -1,0 +1,129 @@
+"""Strangers from another host, by the hundred and of every kind, while ranks meet and work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.hosts.conftest import PORT
+from tests.hosts.network import MIB, Network, Process
+
+if TYPE_CHECKING:
+    from tests.hosts.conftest import Ranks
+
+FLOODED, STRANGERS, RELAY = (str(Path(__file__).with_name(f"{name}.py")) for name in ("flooded", "hostile", "relay"))
+#: Where the ranks that work listen, and those that meet.
+WORK, MEET = 31000, 31001
+#: Seconds that a stranger may stay, that ranks may take to meet, and that a turn of their loop may take.
+LONGEST, MEETING, TURN = 5.0, 2.0, 0.02
+#: What strangers may leave of memory in a rank, and in a store: of TLS there, a quarter of a megabyte for each place.
+RANK_MEMORY, STORE_MEMORY = 32 * MIB, 96 * MIB
+
+
+class Job:
+    """A store and two ranks that work, which know each other by way of the strangers' host; and two ranks that meet."""
+
+    def __init__(self, network: Network, ranks: Ranks, encryption: str) -> None:
+        self._network = network
+        self._ranks = ranks
+        self._encryption = encryption
+
+    async def start(self) -> list[str]:
+        """Start all; return what strangers have heard."""
+        one, _, three = self._network.hosts
+        relay = await self._ranks.program(three, RELAY, json.dumps([(port, one.ipv4, port) for port in (PORT, WORK)]))
+        self.store = await self._flooded(0, "serve", HOST=one.ipv4)
+        assert await relay.told() == await self.store.told() == "ready"
+        self.working = [
+            await self._flooded(0, "work", WORK, AIOCOLL_ADVERTISE=three.ipv4),
+            await self._flooded(1, "work", WORK, MASTER_ADDR=three.ipv4),
+        ]
+        self.meeting = [await self._flooded(rank, "meet", MEET) for rank in range(2)]
+        for process in (*self.working, *self.meeting):
+            assert await process.told() == "ready"
+        relay.go_on()
+        return list(await relay.told())
+
+    async def _flooded(self, rank: int, what: str, port: int = 0, **env: str) -> Process:
+        hosts = self._network.hosts
+        place = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": hosts[0].ipv4,
+            "MASTER_PORT": str(PORT),
+            "AIOCOLL_STORE": "launcher",
+            "AIOCOLL_PORT_RANGE": f"{port}-{port}",
+            "AIOCOLL_ENCRYPTION": self._encryption,
+        }
+        return await self._ranks.program(hosts[rank], FLOODED, what, **place | env)
+
+    async def flood(self, recorded: list[str], each: int, processes: int, at_once: int) -> dict[str, list[float]]:
+        """Have strangers come, `each` of a kind to each listener from each process; return what they found."""
+        listeners = [(0, PORT), *((host, port) for host in range(2) for port in (WORK, MEET))]
+        places = [(self._network.hosts[host].ipv4, port, self._encryption != "none") for host, port in listeners]
+        given = json.dumps({"places": places, "each": each, "at_once": at_once, "recorded": recorded})
+        strangers = [await self._ranks.program(self._network.hosts[2], STRANGERS, given) for _ in range(processes)]
+        found: dict[str, list[float]] = {}
+        for process in strangers:
+            assert await process.told() == "ready"
+        for process in strangers:
+            for kind, (count, longest, most) in (await process.result()).items():
+                before = found.get(kind, [0, 0, 0])
+                found[kind] = [before[0] + count, max(before[1], longest), max(before[2], most)]
+        return found
+
+    async def end(self) -> tuple[Any, list[Any], list[float]]:
+        """End all; return what that has cost the store and the ranks that worked, and how long each meeting took."""
+        for process in (self.working[0], self.meeting[0]):
+            process.go_on()
+        worked = [await process.result() for process in self.working]
+        met = [await process.result() for process in self.meeting]
+        self.store.go_on()
+        return await self.store.result(), worked, met[0]
+
+
+def check(found: dict[str, list[float]], store: Any, worked: list[Any], met: list[float]) -> None:
+    stayed = {kind: longest for kind, (_, longest, _) in found.items()}
+    assert max(stayed.values()) <= LONGEST, stayed
+    assert len(met) >= 3
+    assert max(met) <= MEETING, met
+    for most, cost in (STORE_MEMORY, store), *((RANK_MEMORY, each) for each in worked):
+        (files, memory), (files_after, memory_after) = cost["before"], cost["after"]
+        assert files_after <= files
+        assert memory_after - memory <= most
+    for cost in worked:
+        assert cost["turn"] <= TURN
+        assert cost["longest"] <= MEETING
+
+
+@pytest.mark.parametrize("encryption", ["auto", "none"])
+async def test_strangers_of_every_kind(network: Callable[..., Network], ranks: Ranks, encryption: str) -> None:
+    job = Job(network(3), ranks, encryption)
+    recorded = await job.start()
+    found = await job.flood(recorded, each=8, processes=1, at_once=1000)
+    assert sum(count for count, _, _ in found.values()) == 8 * 22 * 5
+    check(found, *await job.end())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("encryption", ["auto", "none"])
+async def test_ten_thousand_strangers(
+    network: Callable[..., Network], ranks: Ranks, encryption: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(network(3), ranks, encryption)
+    recorded = await job.start()
+    found = await job.flood(recorded, each=46, processes=2, at_once=3000)
+    count = sum(count for count, _, _ in found.values())
+    assert count >= 10_000
+    store, worked, met = await job.end()
+    with capsys.disabled():
+        print(
+            f"\n{encryption}: {count} strangers, none longer than {max(each[1] for each in found.values()):.2f} s; "
+            f"{len(met)} meetings meanwhile, the longest {1e3 * max(met):.0f} ms; the longest turn of a rank's loop "
+            f"{1e3 * max(each['turn'] for each in worked):.1f} ms"
+        )
+    check(found, store, worked, met)
