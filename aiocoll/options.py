@@ -93,8 +93,8 @@ class GroupOptions:
         advertise: numeric address by which ranks on other hosts reach this rank where that is not one of its host, as
             behind NAT, like `"203.0.113.5"`; with a port, like `"203.0.113.5:40000"`, if that is translated, too: then
             `port_range` is the one port that it leads to.
-        encryption: `"auto"`: TLS 1.3 between hosts; `"tls"`: for all TCP connections, on one host, too; `"none"`:
-            nothing is encrypted, if every rank says so.
+        encryption: `"auto"`: TLS 1.3 between hosts and off the loopback; `"tls"`: for all TCP connections, on one host,
+            too; `"none"`: nothing is encrypted, if every rank says so.
         job_key: secret that all ranks of the job share, at least 16 bytes; a string is encoded as UTF-8.
         spin_us: microseconds an await may poll in one iteration of the loop before it suspends; 0 = never polls.
         warn_after: seconds after which a pending operation is logged with the ranks it waits for; inf = never.

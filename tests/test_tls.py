@@ -12,6 +12,7 @@ import struct
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,6 +218,21 @@ async def test_ranks_encrypt_what_leaves_their_hosts(said: tuple[str, str], host
         async with new_group(store=store, rank=rank, world_size=2, options=options) as pg:
             total = await pg.allreduce(np.full(1_000_000, rank + 1.0))
             assert (total == 3).all()
+            assert await pg.allgather_object(rank) == [0, 1]
+            return streams(pg)
+
+    assert await asyncio.gather(rank(0), rank(1)) == [{expected}] * 2
+    await store.aclose()
+
+
+@pytest.mark.parametrize(("encryption", "expected"), [("auto", TlsStream), ("none", PlainStream)])
+async def test_ranks_that_say_to_be_on_one_host_encrypt_what_may_leave_it(encryption: Any, expected: type) -> None:
+    """They may be on copies of one machine; only the loopback shows that they are not."""
+    store = HashStore()
+    options = GroupOptions(transport="tcp", job_key=KEY, encryption=encryption, bind="any")
+
+    async def rank(rank: int) -> set[type]:
+        async with new_group(store=store, rank=rank, world_size=2, options=options) as pg:
             assert await pg.allgather_object(rank) == [0, 1]
             return streams(pg)
 

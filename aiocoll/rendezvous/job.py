@@ -25,7 +25,7 @@ from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.exchange import LAST_LOOK, Exchange
 from aiocoll.rendezvous.listening import listen_between_hosts
 from aiocoll.rendezvous.measured_links import MeasuredLinks, leaders, measure_links, read_links
-from aiocoll.rendezvous.same_host import tell_hosts_apart
+from aiocoll.rendezvous.same_host import encryption_at, tell_hosts_apart
 from aiocoll.rendezvous.unmet import not_come, not_connected
 from aiocoll.runtime import Runtime
 from aiocoll.security.tls import agreed, of_this_process
@@ -337,7 +337,7 @@ class Job:
         )
         card = await transport.listen() if self._runtime.may_listen else transport.card
         place = {"loop": f"{os.getpid()}/{id(self._loop)}", "store": self._store.reached}
-        return transport, card | place | {"encryption": options.encryption}
+        return transport, card | place | {"encryption": encryption_at(self.rank, place["store"], options)}
 
     async def _tell_hosts_apart(self, store: Store, stream: StreamTransport) -> Card:
         try:

@@ -1,19 +1,38 @@
 """Which ranks share a host, tested by connecting: two with the same host name may not reach each other's unix sockets.
 
 They may run as different users, or on virtual machines copied from one snapshot, which have the same identity. Then
-they count as two hosts: they connect by TCP, and prove the job key there.
+they count as two hosts: they connect by TCP, and prove the job key there. With `transport="tcp"` there are no unix
+sockets, and only the loopback is sure not to leave the host.
 """
 
 from __future__ import annotations
 
 from itertools import count
 
-from aiocoll.errors import AuthenticationError
+from aiocoll.errors import AuthenticationError, RendezvousError
+from aiocoll.options import GroupOptions
+from aiocoll.security.tls import is_encrypted
 from aiocoll.store import Store
 from aiocoll.transport.base import Card
+from aiocoll.transport.stream.route import find_route
 from aiocoll.transport.stream.transport import StreamTransport
 
-__all__ = ["tell_hosts_apart"]
+__all__ = ["encryption_at", "tell_hosts_apart"]
+
+
+def encryption_at(rank: int, store: str, options: GroupOptions) -> str:
+    """Return the option `encryption`, "tls" where "auto" means that although all ranks say to be on one host.
+
+    Args:
+        rank: this rank.
+        store: the address at which it has found the store, "" if it is at none.
+        options: its options.
+    """
+    try:
+        host, _ = find_route(rank, {rank: store}, options.interface, options.bind, together=True)
+    except (RendezvousError, ValueError):  # raised again if this rank is to listen
+        return options.encryption
+    return "tls" if is_encrypted(options.encryption, host) else options.encryption
 
 
 async def tell_hosts_apart(store: Store, stream: StreamTransport, *, trusted: bool) -> Card:

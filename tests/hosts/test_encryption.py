@@ -28,6 +28,20 @@ async def test_what_crosses_the_cable(network: Callable[..., Network], ranks: Ra
     assert [secret in crossed for secret in SECRETS] == [encryption == "none"] * len(SECRETS)
 
 
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+async def test_what_crosses_the_cable_between_copies_of_one_machine(
+    network: Callable[..., Network], ranks: Ranks, transport: str
+) -> None:
+    """They have one identity, so ranks of both believe to be on one host."""
+    net = network(2)
+    with net.captured(1) as captured:
+        started = await ranks.start_all(net, "confide", AIOCOLL_HOST_ID="copied", AIOCOLL_TRANSPORT=transport)
+        assert [await process.result() for process in started] == [3, 2]
+    (crossed,) = captured
+    assert len(crossed) > 190_000
+    assert not [secret for secret in SECRETS if secret in crossed]
+
+
 async def test_ranks_that_do_not_agree(network: Callable[..., Network], ranks: Ranks) -> None:
     """The store, which is reached first, cannot be."""
     net = network(2)
