@@ -34,13 +34,13 @@ def file_name(group: str, rank: int) -> str:
 
 
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write `content` to `path` atomically; OSError if that fails."""
+    """Write `content` to `path` atomically, for this user alone; OSError if that fails."""
     import json  # many programs never need it
 
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".{name[:200]}.{os.getpid()}.{next(_numbers)}")
     try:
-        with open(temporary, "x", encoding="ascii") as file:
+        with open(temporary, "x", encoding="ascii", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             json.dump(content, file, separators=(",", ":"))
         os.replace(temporary, path)
     except BaseException:

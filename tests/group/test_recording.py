@@ -111,6 +111,7 @@ async def test_files_are_what_dump_returns(tmp_path: Path) -> None:
     async with await one_rank() as pg:
         await pg.allreduce(1.0)
         pg.recorder.dump_json(tmp_path / "a.json")
+        assert os.name != "posix" or (tmp_path / "a.json").stat().st_mode & 0o777 == 0o600
         found, now = load(tmp_path / "a.json"), pg.recorder.dump()
         assert found.pop("clock")["monotonic"] <= now.pop("clock")["monotonic"]
         assert found == now

@@ -1,0 +1,55 @@
+"""A rank of two that another user attacks, for `test_other_user`. The argument says in JSON how it meets the other.
+
+It tells where it listens, works until rank 0 is given a line, meets the other once more, and tells the last sum.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from contextlib import AsyncExitStack
+from typing import Any
+
+import numpy as np
+
+from aiocoll import GroupOptions, ProcessGroup, TCPStore, new_group
+from tests.internals import comm_of
+
+
+def tell(what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+async def work(pg: ProcessGroup, given: asyncio.Task[str] | None) -> float:
+    while True:
+        for count in (1, 100_000):
+            array = await pg.allreduce(np.full(count, pg.rank() + 1.0))
+            assert (array == 3).all()
+        assert await pg.allgather_object(pg.rank()) == [0, 1]
+        if await pg.broadcast(np.array(given is not None and given.done()), 0):
+            return float(array[-1])
+        await asyncio.sleep(0.005)
+
+
+async def main(rank: int, method: str, transport: Any, folder: str) -> None:
+    options = GroupOptions(transport=transport)
+    given = asyncio.create_task(asyncio.to_thread(sys.stdin.readline)) if rank == 0 else None
+    for first in (True, False):
+        async with AsyncExitStack() as stack:
+            place: dict[str, Any] = {"init_method": method}
+            if method.startswith("unix:"):
+                store = TCPStore(method, 0, is_master=rank == 0)
+                place = {"store": await stack.enter_async_context(store)}
+            group = new_group(**place, rank=rank, world_size=2, timeout=30, options=options)
+            pg = await stack.enter_async_context(group)
+            if first:
+                pg.recorder.dump_json(f"{folder}/dump.{rank}")
+                card = comm_of(pg).endpoint.cards[rank]
+                tell(card["unix"] or card["tcp"])
+            total = await work(pg, given)
+    tell(total)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(**json.loads(sys.argv[1])))

@@ -1,0 +1,102 @@
+"""Another user of the machine can neither join, nor read, nor stop a job that has a key or talks over unix sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not sys.platform.startswith("linux"), reason="only root can become another user"
+    ),
+]
+
+
+@pytest.fixture
+def folder() -> Iterator[str]:
+    """A folder like /tmp: everybody may make files there, and remove his own."""
+    made = tempfile.mkdtemp(dir="/tmp")
+    os.chmod(made, 0o1777)
+    yield made
+    shutil.rmtree(made)
+
+
+def key_in(folder: str) -> str:
+    file = Path(folder, "key")
+    file.touch(mode=0o600)
+    file.write_text("a key that no other user has")
+    return str(file)
+
+
+class Program:
+    """A process that prints lines of JSON and goes on when it is given one."""
+
+    def __init__(self, stack: ExitStack, name: str, env: dict[str, str], **given: Any) -> None:
+        command = [sys.executable, str(HERE / f"{name}.py"), json.dumps(given)]
+        env = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), **env}
+        pipe = subprocess.PIPE
+        self._process = stack.enter_context(
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, text=True)
+        )
+        stack.callback(self._process.kill)
+        self.pid = self._process.pid
+
+    async def told(self) -> Any:
+        assert self._process.stdout is not None
+        async with asyncio.timeout(60):
+            line = await asyncio.to_thread(self._process.stdout.readline)
+        assert line, (await self.end())[1]
+        return json.loads(line)
+
+    def go_on(self) -> None:
+        assert self._process.stdin is not None
+        print(file=self._process.stdin, flush=True)
+
+    async def end(self) -> tuple[int, str]:
+        _, complaints = await asyncio.to_thread(self._process.communicate, timeout=60)
+        return self._process.returncode, complaints
+
+
+@pytest.mark.parametrize(
+    ("method", "transport"),
+    [("unix:{}/store", "auto"), ("file://{}/store", "unix"), ("tcp", "tcp"), ("tcp", "shm")],
+)
+async def test_another_user(method: str, transport: str, folder: str, unused_tcp_port: int) -> None:
+    """All attempts are made while ranks work; then these meet again, while connections are held."""
+    store = ["127.0.0.1", unused_tcp_port] if method == "tcp" else None
+    method = f"tcp://127.0.0.1:{unused_tcp_port}" if store else method.format(folder)
+    env = {"AIOCOLL_JOB_KEY_FILE": key_in(folder)} if store else {}
+    with ExitStack() as stack:
+        place = {"method": method, "transport": transport, "folder": folder}
+        ranks = [Program(stack, "rank_attacked", env, rank=rank, **place) for rank in range(2)]
+        addresses = [await rank.told() for rank in ranks] + [store] * (store is not None)
+        pids = [rank.pid for rank in ranks]
+        attacker = Program(stack, "other_user", {}, pids=pids, folder=folder, addresses=addresses)
+        found = await attacker.told()
+        ranks[0].go_on()
+        assert [await rank.told() for rank in ranks] == [3.0, 3.0]
+        assert [await rank.end() for rank in ranks] == [(0, "")] * 2
+        attacker.go_on()
+        assert await attacker.end() == (0, "")
+        assert not [name for name in os.listdir("/dev/shm") if "aiocoll" in name]
+    for address in addresses:
+        assert found.pop(f"bind {address}") == "EADDRINUSE"
+        assert found.pop(f"hold {address}") == "got 'connections'"
+        assert found.pop(f"join {address}") == "got 'set()'"
+    assert len(found) >= 2 * 20 + 2 * 6
+    assert set(found.values()) == {"EACCES", "EPERM"}, found
