@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
 import time
@@ -87,10 +88,11 @@ async def work() -> None:
 
 
 async def meet() -> None:
-    """Meet again and again, each time from the first connection to the store on."""
+    """Meet so many times, or until the end, each time from the first connection to the store on."""
+    most = float(os.environ.get("TIMES", "inf"))
     rank, took = int(os.environ["RANK"]), []
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    given = asyncio.create_task(asyncio.to_thread(sys.stdin.readline)) if rank == 0 else None
+    given = asyncio.create_task(asyncio.to_thread(sys.stdin.readline)) if rank == 0 and most == math.inf else None
     over = False
     while not over:
         began = time.monotonic()
@@ -100,9 +102,9 @@ async def meet() -> None:
                 times = np.array([began, time.monotonic()])
                 last, ended = await pg.allreduce(times, op=aiocoll.ReduceOp.MAX)
                 took.append(ended - last)
-                if len(took) == 1:
+                if len(took) == 1 and most == math.inf:
                     tell("ready")
-                over = await enough(pg, given)
+                over = len(took) >= most or await enough(pg, given)
     tell(took)
 
 

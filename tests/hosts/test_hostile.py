@@ -15,7 +15,9 @@ from tests.hosts.network import MIB, Network, Process
 if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
 
-FLOODED, STRANGERS, RELAY = (str(Path(__file__).with_name(f"{name}.py")) for name in ("flooded", "hostile", "relay"))
+FLOODED, STRANGERS, RELAY, CONDUCT = (
+    str(Path(__file__).with_name(f"{name}.py")) for name in ("flooded", "hostile", "relay", "conduct")
+)
 #: Where the ranks that work listen, and those that meet.
 WORK, MEET = 31000, 31001
 #: Seconds that a stranger may stay, that ranks may take to meet, and that a turn of their loop may take.
@@ -36,8 +38,8 @@ class Job:
         """Start all; return what strangers have heard."""
         one, _, three = self._network.hosts
         relay = await self._ranks.program(three, RELAY, json.dumps([(port, one.ipv4, port) for port in (PORT, WORK)]))
-        self.store = await self._flooded(0, "serve", HOST=one.ipv4)
-        assert await relay.told() == await self.store.told() == "ready"
+        await self.serve()
+        assert await relay.told() == "ready"
         self.working = [
             await self._flooded(0, "work", WORK, AIOCOLL_ADVERTISE=three.ipv4),
             await self._flooded(1, "work", WORK, MASTER_ADDR=three.ipv4),
@@ -47,6 +49,17 @@ class Job:
             assert await process.told() == "ready"
         relay.go_on()
         return list(await relay.told())
+
+    async def serve(self) -> None:
+        """Start the store only."""
+        self.store = await self._flooded(0, "serve", HOST=self._network.hosts[0].ipv4)
+        assert await self.store.told() == "ready"
+
+    async def meet(self, times: int) -> list[float]:
+        """Have two ranks meet so many times; return how long each took."""
+        ranks = [await self._flooded(rank, "meet", MEET, TIMES=str(times)) for rank in range(2)]
+        first, _ = [await rank.result() for rank in ranks]
+        return list(first)
 
     async def _flooded(self, rank: int, what: str, port: int = 0, **env: str) -> Process:
         hosts = self._network.hosts
@@ -107,6 +120,22 @@ async def test_strangers_of_every_kind(network: Callable[..., Network], ranks: R
     found = await job.flood(recorded, each=8, processes=1, at_once=1000)
     assert sum(count for count, _, _ in found.values()) == 8 * 22 * 5
     check(found, *await job.end())
+
+
+@pytest.mark.parametrize("conduct", ["hold", "repeat", "flood", "half open"])
+async def test_strangers_of_every_conduct(network: Callable[..., Network], ranks: Ranks, conduct: str) -> None:
+    """As on one host, and now from another, while ranks meet: at the store and at each rank."""
+    net = network(3)
+    places = [(net.hosts[0].ipv4, PORT), *((net.hosts[rank].ipv4, MEET) for rank in range(2))]
+    job = Job(net, ranks, "auto")
+    await job.serve()
+    stranger = await ranks.program(net.hosts[2], CONDUCT, conduct, json.dumps(places))
+    assert await stranger.told() == "ready"
+    met = await job.meet(20)
+    assert max(met) <= MEETING, met
+    stranger.go_on()
+    visits = await stranger.result()
+    assert min(visits[1:]) >= 1, "those of ranks end with each meeting"
 
 
 @pytest.mark.soak

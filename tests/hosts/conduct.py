@@ -1,0 +1,42 @@
+"""Strangers on a host that behave as those of `tests.rendezvous.test_stranger_conduct`, until there is a line of input.
+
+Arguments: which of these, and in JSON at which hosts and ports. In the end a line tells how often each was visited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+from contextlib import suppress
+
+from tests.rendezvous.test_stranger_conduct import Conduct, flood, half_open, hold, repeat
+
+CONDUCTS: dict[str, Conduct] = {"hold": hold, "repeat": repeat, "flood": flood, "half open": half_open}
+
+
+async def main(conduct: Conduct, places: list[tuple[str, int]]) -> None:
+    """Visit all; one that nobody listens at is tried again, and what is out of order is raised."""
+    visits = [0] * len(places)
+
+    async def stay(number: int) -> None:
+        while True:
+            with suppress(ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
+                await conduct(socket.AF_INET, tuple(places[number]))
+            visits[number] += 1
+            await asyncio.sleep(0.01)
+
+    tasks = [asyncio.create_task(stay(number)) for number in range(len(places))]
+    print(json.dumps("ready"), flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if not isinstance(result, asyncio.CancelledError):
+            raise RuntimeError("a stranger has ended") from result
+    print(json.dumps(visits), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(CONDUCTS[sys.argv[1]], json.loads(sys.argv[2])))
