@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 from aiocoll.backends import Backend, BackendConfig, factory_of, refuse_device, sole_backend
@@ -21,6 +22,7 @@ from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.numerals import parse_int
 from aiocoll.options import GroupOptions, job_key, seconds
 from aiocoll.rendezvous.job import Job, shared
+from aiocoll.rendezvous.private_folder import private_folder
 from aiocoll.runtime import running_loop
 from aiocoll.store import FileStore, Store, TCPStore
 
@@ -288,7 +290,8 @@ def _from_environment(env: Mapping[str, str]) -> tuple[str, int, bool]:
                 "under torchrun on several hosts set AIOCOLL_PORT to a port that is free on the master"
             )
         run = f"{env.get('TORCHELASTIC_RUN_ID', '')}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}-{env['MASTER_PORT']}"
-        return f"unix:@aiocoll-{os.geteuid()}-{run}", 0, False
+        # A short name, whatever the id is: the path of a socket has room for 107 bytes.
+        return f"unix:{private_folder(env)}/aiocoll-{sha256(run.encode()).hexdigest()[:16]}", 0, False
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
         raise ValueError(

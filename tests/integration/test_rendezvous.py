@@ -56,7 +56,7 @@ def test_in_a_file(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_under_torchrun_the_port_of_its_agent_is_left_alone(ranks: Ranks) -> None:
+def test_under_torchrun_the_port_of_its_agent_is_left_alone(ranks: Ranks, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as agent:
         port = agent.getsockname()[1]
         env = {
@@ -66,6 +66,7 @@ def test_under_torchrun_the_port_of_its_agent_is_left_alone(ranks: Ranks) -> Non
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": f"test-{port}",
             "TORCHELASTIC_RESTART_COUNT": "0",
+            "XDG_RUNTIME_DIR": str(tmp_path),  # the folder that would be made otherwise stays
         }
         assert ranks("every", "env://", 3, numbers=False, env=env) == [COUNTS] * 3
         agent.setblocking(False)
@@ -76,10 +77,10 @@ def test_under_torchrun_the_port_of_its_agent_is_left_alone(ranks: Ranks) -> Non
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
-def test_under_torchrun_itself(ranks: Ranks) -> None:
+def test_under_torchrun_itself(ranks: Ranks, tmp_path: Path) -> None:
     process = ranks.start(
         "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", PROGRAM, "every", "env://",
-        env={"PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1"},
+        env={"PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(tmp_path)},
     )  # fmt: skip
     out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, err
