@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Literal
 
-from aiocoll.errors import AuthenticationError, BackendUnavailableError, StoreUnavailableError
+from aiocoll.errors import AuthenticationError, StoreUnavailableError
 from aiocoll.log import logger
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import HANDSHAKE_TIMEOUT, ConnKind, Identity, ServerHandshake, job_id
@@ -211,7 +211,7 @@ class StoreServer:
                 self._warn(f"{exc.strerror}; trying again every {_ACCEPT_PAUSE:g} s")
                 await self.runtime.sleep(_ACCEPT_PAUSE)
 
-    def _refused(self, connection: socket.socket, why: Exception | str) -> None:
+    def _refused(self, connection: socket.socket, why: object) -> None:
         logger.debug("store on %s refused a connection: %s", describe(self.host, self.port), why)
         connection.close()
 
@@ -248,10 +248,10 @@ class StoreServer:
     def _greeted(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
         self._greeting.release(task)
         error = None if task.cancelled() else task.exception()
-        if isinstance(error, BackendUnavailableError):
+        if error is not None and not isinstance(error, OSError):
             self._warn(str(error))
         if task.cancelled() or error is not None:
-            self._refused(connection, str(error or "others came after it"))
+            self._refused(connection, "others came after it" if error is None else str(error) or "it was silent")
 
     async def _start_session(self, connection: socket.socket, encrypted: bool) -> None:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT):
