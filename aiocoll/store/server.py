@@ -255,15 +255,16 @@ class StoreServer:
 
     async def _start_session(self, connection: socket.socket, encrypted: bool) -> None:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT):
-            bound = binding(of_this_process().certificate) if encrypted else b""
+            tls = of_this_process() if encrypted else None  # once: threads that make one at the same time get several
+            bound = b"" if tls is None else binding(tls.certificate)
             session = Session(self, ServerHandshake(self._identity, self._key, self.runtime.random_bytes, bound))
-            if not encrypted:
+            if tls is None:
                 await self._loop.connect_accepted_socket(lambda: session, connection)
                 return
             await self._readable(connection)
             if connection.recv(1, socket.MSG_PEEK) != _TLS:  # TLS takes memory and time
                 raise ConnectionResetError("it does not speak TLS")
-            await self._loop.connect_accepted_socket(lambda: session, connection, ssl=of_this_process().server)
+            await self._loop.connect_accepted_socket(lambda: session, connection, ssl=tls.server)
 
     def _unlink(self) -> None:
         name = self.host.removeprefix("unix:")

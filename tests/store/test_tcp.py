@@ -417,6 +417,16 @@ async def test_silent_clients_take_no_memory_for_tls():
     await server.aclose()
 
 
+async def test_a_certificate_that_two_threads_have_made(monkeypatch):
+    """Each gets its own then, and later callers one of them: a connection has one, whichever it is."""
+    monkeypatch.setattr("aiocoll.store.server.of_this_process", of_this_process.__wrapped__)
+    server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
+    server.start()
+    async with client(server, encryption="tls") as store:
+        await store.set("k", b"1")
+    await server.aclose()
+
+
 async def test_who_does_not_speak_tls_is_closed_at_once():
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     server.start()
