@@ -19,6 +19,7 @@ import pytest
 
 from aiocoll import AuthenticationError, GroupOptions, HashStore, ProcessGroup, RendezvousError, TCPStore, new_group
 from aiocoll.errors import BackendUnavailableError
+from aiocoll.rendezvous.same_host import encryption_at
 from aiocoll.security import tls
 from aiocoll.security.tls import Tls, binding, is_encrypted, of_this_process
 from aiocoll.transport.stream.plain_stream import PlainStream
@@ -238,6 +239,12 @@ async def test_ranks_that_say_to_be_on_one_host_encrypt_what_may_leave_it(encryp
 
     assert await asyncio.gather(rank(0), rank(1)) == [{expected}] * 2
     await store.aclose()
+
+
+@pytest.mark.parametrize(("encryption", "said"), [("auto", "tls"), ("none", "none"), ("tls", "tls")])
+def test_where_it_is_not_known_where_a_rank_listens_that_is_encrypted(encryption: Any, said: str) -> None:
+    options = GroupOptions.resolve(GroupOptions(encryption=encryption, interface="no such interface"), {})
+    assert encryption_at(0, "", options) == said
 
 
 @pytest.mark.parametrize("hosts", ["aaa", "aab"])

@@ -335,9 +335,9 @@ class Job:
             connect_timeout=self._timeout,
             open_stream=self._open_stream,
         )
-        card = await transport.listen() if self._runtime.may_listen else transport.card
         place = {"loop": f"{os.getpid()}/{id(self._loop)}", "store": self._store.reached}
-        return transport, card | place | {"encryption": encryption_at(self.rank, place["store"], options)}
+        place["encryption"] = encryption_at(self.rank, place["store"], options)
+        return transport, (await transport.listen() if self._runtime.may_listen else transport.card) | place
 
     async def _tell_hosts_apart(self, store: Store, stream: StreamTransport) -> Card:
         try:

@@ -31,7 +31,7 @@ def encryption_at(rank: int, store: str, options: GroupOptions) -> str:
     try:
         host, _ = find_route(rank, {rank: store}, options.interface, options.bind, together=True)
     except (RendezvousError, ValueError):  # raised again if this rank is to listen
-        return options.encryption
+        host = ""
     return "tls" if is_encrypted(options.encryption, host) else options.encryption
 
 
