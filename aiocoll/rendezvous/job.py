@@ -266,7 +266,7 @@ class Job:
             cards = await exchange.cards("card", card, self._cards)
             self._tuning = from_wire(cards[0].get("tuning"), cards[0].get("medium"), ranks_on_host(0, cards))
             transport, cards = await self._settle(exchange, stream, job, cards)
-            if self._hub is None:
+            if transport is stream:
                 self._links = await self._measure_links(exchange, stream, cards)
             endpoint = Endpoint(
                 self._runtime, transport, self.rank, self.world_size, self._spin(cards), self._crowded(cards)
@@ -310,7 +310,8 @@ class Job:
     @property
     def _medium(self) -> Medium:
         """The medium of most messages if all ranks are on one host; links that cannot use it are only slower."""
-        return "shm" if self._options.transport == "auto" else self._options.transport
+        wanted = self._options.transport
+        return "shm" if wanted in ("auto", "shm") else "tcp" if wanted == "tcp" else "unix"
 
     async def _tune(self) -> Tuning | None:
         """Read the tuning file, if any; a run on a virtual clock must not depend on the machine."""

@@ -26,7 +26,7 @@ from aiocoll.transport.stream.tls_stream import open_tls
 
 from .record_stream import open_records
 
-#: The last but one is over a stream that is as awkward as encryption may be.
+#: "records" is over a stream that is as awkward as encryption may be.
 KINDS = ("memory", "unix", "tcp", "shm", "records", "tls", "striped")
 
 
