@@ -323,3 +323,29 @@ async def test_two_watchdogs_hear_each_other_through_any_stream(kind: str, limit
     assert all(silence is not None and silence < watchdog.UNREACHABLE_AFTER for silence in silences)
     assert not lost
     assert not [thread for thread in threading.enumerate() if "aiocoll" in thread.name]
+
+
+@each_stream
+async def test_what_is_left_by_a_receive_outside_of_the_loop_is_told_of(kind: str) -> None:
+    """As an await that polls leaves it, before it suspends."""
+    async with ends_of(kind) as (near, far):
+        rest, told = bytearray(), asyncio.Event()
+
+        def readable() -> None:
+            space = memoryview(bytearray(1000))
+            with suppress(BlockingIOError):
+                rest.extend(space[: near.receive_into(space)])
+            told.set()
+
+        near.start_reading(readable)
+        await asyncio.sleep(0)
+        assert far.send(b"x" * 100) == 100
+        first = memoryview(bytearray(10))
+        got = 0
+        while not got:
+            with suppress(BlockingIOError):
+                got = near.receive_into(first)
+        async with asyncio.timeout(10):
+            while got + len(rest) < 100:
+                told.clear()
+                await told.wait()

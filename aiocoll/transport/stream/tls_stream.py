@@ -90,8 +90,9 @@ class TlsStream(SocketStream):
             except ssl.SSLError as error:
                 raise _broken(error) from error
             if not more:
-                break
+                return got
             got += more
+        self._look_again()
         return got
 
     def start_reading(self, readable: Callable[[], object]) -> None:
@@ -111,7 +112,11 @@ class TlsStream(SocketStream):
 
     def _read(self) -> None:
         if self._readable is not None:
-            self._readable()
+            self._soon = True  # what is left is looked for once, when all was received that is to be
+            try:
+                self._readable()
+            finally:
+                self._soon = False
             self._look_again()
 
     def _look_again(self) -> None:
